@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping, MutableMapping
 from dataclasses import field
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from elastic_ring.faults import GPU_KINDS, Fault, parse_faults
+from elastic_ring.files import user_folder
 from elastic_ring.mesh import Mesh
 from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, PositiveSeconds, Seconds, settings
 
@@ -497,7 +497,7 @@ class RunConfig:
 
     def _local(self, role: str) -> Path:
         known = hashlib.sha256(self.storage_uri.encode()).hexdigest()[:12]
-        return Path(tempfile.gettempdir(), "elastic_ring", f"{self.name}-{known}", role)
+        return user_folder() / f"{self.name}-{known}" / role
 
 
 def check_lasting(folder: Path) -> None:

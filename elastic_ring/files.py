@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
+
+_URL = re.compile(r"""(\b[A-Za-z][A-Za-z0-9+.-]*)://(?:[^/?#\s'"]*@)?([^?#\s'"]*)([?#][^\s'"]*)?""")
+_WITHOUT_QUERY = ("file", "gs", "gcs", "local", "s3")  # there a question mark is part of a name or a pattern
 
 
 def sync_directory(folder: str | os.PathLike[str]) -> None:
@@ -18,3 +25,36 @@ def sync_directory(folder: str | os.PathLike[str]) -> None:
 def absolute(uri: str) -> str:
     """The same place for every process: other ones have other working directories. URIs stay as they are."""
     return uri if not uri or "://" in uri else str(Path(uri).expanduser().absolute())
+
+
+def shown_url(text: str) -> str:
+    """A URI, or a text with some, as it may be stored or shown: without name and password, and without the query, which
+    may hold a signature. Everything else stays as it is."""
+
+    def shown(found: re.Match[str]) -> str:
+        scheme, rest, query = found[1], found[2], found[3] or ""
+        return f"{scheme}://{rest}{query if scheme in _WITHOUT_QUERY else ''}"
+
+    return _URL.sub(shown, text)
+
+
+def user_folder(parent: str | os.PathLike[str] | None = None) -> Path:
+    """This user's own folder in one that all users of the host share: by default the one for temporary files.
+
+    Its name can be foreseen, so somebody else may have made it. Raises as `private_folder`.
+    """
+    return private_folder(Path(tempfile.gettempdir() if parent is None else parent, f"elastic_ring-{os.geteuid()}"))
+
+
+def private_folder(path: Path) -> Path:
+    """A folder that only this user reads and changes, made if need be; no link is followed. Raises ValueError for one
+    that is another's, or open to others: what lies in it may be theirs."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    about = path.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise ValueError(
+            f"{path}: is not a folder of this user alone (owner {about.st_uid}, {stat.filemode(about.st_mode)}), so "
+            "others may have put files there: remove it, or set TMPDIR to a folder of your own"
+        )
+    return path

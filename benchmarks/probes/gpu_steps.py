@@ -11,7 +11,7 @@ from benchmarks.harness.gpu_runs import GpuRun
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.sampling.order import Order
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.gpu.device import KERNEL_CACHE
+from elastic_ring.runtime.gpu.device import kernel_cache
 from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
 from elastic_ring.state.device.digest import device_digest
 from elastic_ring.train.transaction import Transaction
@@ -27,7 +27,7 @@ def build(run: GpuRun, groups: Groups, device: torch.device) -> Transaction:
     source = task.data.open()
     state = Transaction(
         task, Loader(source), Order(task.step.seed, task.step.global_batch, source.num_sequences),
-        lambda phase, step, hop=None: None, KERNEL_CACHE,
+        lambda phase, step, hop=None: None, kernel_cache(),
     )  # fmt: skip
     state.offload(run.cpu_offload)
     state.use(device)

@@ -48,7 +48,7 @@ from benchmarks.harness.gpu_runs import PEAK_FLOPS, GpuRun, utilisation
 from benchmarks.probes.broken_steps import broken
 from benchmarks.probes.gpu_steps import build, connected, one_step
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.runtime.gpu.device import KERNEL_CACHE, be_deterministic, visible_gpus, warm_devices
+from elastic_ring.runtime.gpu.device import be_deterministic, kernel_cache, visible_gpus, warm_devices
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.state.device.digest import device_digests
 from elastic_ring.train.startup.compiling import warm_up_model
@@ -132,7 +132,7 @@ def warm(run: GpuRun, device: torch.device, all_devices: bool) -> None:
     if all_devices:
         warm_devices(task, visible_gpus(), run.cp)
     else:
-        warm_up_device(task, device, attention_shapes(task), run.cp, KERNEL_CACHE, {})
+        warm_up_device(task, device, attention_shapes(task), run.cp, kernel_cache(), {})
     torch.cuda.set_device(device)
 
 

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 LOCAL = "127.0.0.1"
 MAX_POINTS = 800
+MAX_CONNECTIONS = 64
+ACCEPT_PAUSE_S = 0.2
 FRESH_S = 0.5
 """Browsers that ask more often than this get the last answer: reading a long run's records takes its time."""
 
@@ -44,7 +46,7 @@ class Page:
 
     def __enter__(self) -> Page:
         try:
-            self._server = ThreadingHTTPServer((self._host, self._port), _handler(self))
+            self._server = _Server((self._host, self._port), _handler(self))
         except OSError as error:
             why = error.strerror or error
             raise ValueError(f"--serve {self._port} on {self._host}: {why}; give another port, or 0") from error
@@ -76,6 +78,39 @@ class Page:
                 found = json.dumps(page_data(self._look()), allow_nan=False).encode()
                 self._last = (time.monotonic(), found)
             return self._last[1]
+
+
+class _Server(ThreadingHTTPServer):
+    """For at most MAX_CONNECTIONS at a time. A browser that goes away, or somebody who says no HTTP, is no error."""
+
+    daemon_threads = True
+
+    def __init__(self, *given: Any) -> None:
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*given)
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError as error:
+            log.debug("no connection is taken: %s", error)
+            time.sleep(ACCEPT_PAUSE_S)  # when descriptors have run out, whoever waits stays ready
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a request from %s is dropped", client_address, exc_info=True)
 
 
 def _handler(page: Page) -> type[BaseHTTPRequestHandler]:

@@ -11,7 +11,6 @@ import logging
 import math
 import secrets
 import shutil
-import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_ring.config import environment
+from elastic_ring.files import user_folder
 from elastic_ring.train.optim import make_optimizer, make_own_optimizer
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.wrap import largest_list
@@ -282,7 +282,7 @@ def _universal(folder: Path) -> Iterator[Path]:
 
     names = [secrets.token_hex(8)]
     dist.broadcast_object_list(names)
-    converted = Path(tempfile.gettempdir(), f"elastic-ring-universal-{names[0]}")
+    converted = user_folder() / f"universal-{names[0]}"
     converts = environment().get("LOCAL_RANK", "0") == "0"
     if converts:
         convert(Namespace(

@@ -21,8 +21,7 @@ from elastic_ring.config import Timeouts
 from elastic_ring.data.loader import Slice
 from elastic_ring.integrations.ray_train.engine import Zero3Engine
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.gpu.device import KERNEL_CACHE
-from elastic_ring.runtime.gpu.leases import shared_folder
+from elastic_ring.runtime.gpu.device import kernel_cache
 from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.startup.check import check_model
 from elastic_ring.train.startup.kernels import KernelAgreement
@@ -46,7 +45,7 @@ class Rings:
         self.task = _agreed(task, device)
         self.layout = Layouts(self.task).choice(mesh.cp, device.type).layout
         self._buffers, self._plans = HopBuffers(), PlanCache()
-        self._kernel_cache = shared_folder(KERNEL_CACHE) if device.type == "cuda" else None
+        self._kernel_cache = kernel_cache() if device.type == "cuda" else None
 
     def batch(self, piece: Slice) -> Batch:
         """One sequence's slice with the ring's attention, for a loss function."""
@@ -102,6 +101,6 @@ def _agreed(task: TrainingTask, device: torch.device) -> TrainingTask:
     """The task with one attention kernel for all ranks; CPUs have the same one anyway."""
     if device.type == "cpu":
         return task
-    kernels = KernelAgreement(task, device.type, shared_folder(KERNEL_CACHE))
+    kernels = KernelAgreement(task, device.type, kernel_cache())
     kernels.look(attention_shapes(task))
     return kernels.settle(task, dist.new_group(backend="gloo"), holds=False)

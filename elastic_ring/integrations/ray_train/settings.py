@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from elastic_ring.config import OptimConfig, StepConfig
+from elastic_ring.files import private_folder, user_folder
 from elastic_ring.mesh import Mesh
 from elastic_ring.validation import Must, NonNegativeInt, settings
 
@@ -90,7 +90,7 @@ class Zero3Config:
 
     @property
     def swap_folder(self) -> Path:
-        return Path(self.nvme_path or Path(tempfile.gettempdir(), "elastic_ring", "nvme"))
+        return Path(self.nvme_path) if self.nvme_path else private_folder(user_folder() / "nvme")
 
     @property
     def uses_nvme(self) -> bool:

@@ -31,6 +31,7 @@ from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.loader import consumed_digest
 from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.errors import LossSpike, RunFailed, TooManySkipped
+from elastic_ring.files import private_folder
 from elastic_ring.integrations.ray_train import ops
 from elastic_ring.integrations.ray_train.engine import Zero3Engine, largest_parameter
 from elastic_ring.integrations.ray_train.feed import DatasetFeed, Feed, OrderedFeed
@@ -41,7 +42,7 @@ from elastic_ring.integrations.ray_train.weights import write_weights
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.runtime.coordinator.recorder import samples_text
-from elastic_ring.runtime.gpu.device import be_deterministic
+from elastic_ring.runtime.gpu.device import be_deterministic, keep_caches_private
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.guards import raise_for_skips, told_of, watch_of
 from elastic_ring.train.optim import learning_rate
@@ -108,6 +109,7 @@ class Zero3Worker:
             self.device = ray.train.torch.get_device()
             torch.cuda.set_device(self.device)
             be_deterministic(self.task)
+        keep_caches_private()
         ops.without_shared_memory()
         if job.zero.uses_nvme:
             ops.load_async_io(ops.extensions_folder())
@@ -240,7 +242,8 @@ class Zero3Worker:
     def _make_engine(self, *, universal: bool, fill: bool) -> Zero3Engine:
         if self.job.zero.uses_nvme and self._local_rank == 0:
             shutil.rmtree(self.swap_folder, ignore_errors=True)  # what a killed worker group left
-            self.swap_folder.mkdir(parents=True)
+            self.job.zero.swap_folder.mkdir(parents=True, exist_ok=True)
+            private_folder(self.swap_folder)
         dist.barrier()
         config = deepspeed_config(
             self.job.zero, self.task.step, self.task.optim, self.mesh, swap_folder=self.swap_folder,

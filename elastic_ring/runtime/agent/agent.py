@@ -27,7 +27,7 @@ from elastic_ring.runtime.agent.memory_guard import MemoryGuard, guard_limit, ra
 from elastic_ring.runtime.agent.notices import Notices
 from elastic_ring.runtime.agent.raylet_log import ray_killed
 from elastic_ring.runtime.agent.resolver import lookup_s
-from elastic_ring.runtime.agent.rpc import JsonConnection, dial
+from elastic_ring.runtime.agent.rpc import JsonConnection, dial, raise_open_files
 from elastic_ring.runtime.agent.stamp_dir import hold, remove_stale
 from elastic_ring.runtime.gpu.leases import FOLDER, bad_ones
 from elastic_ring.runtime.head import reconnect_s
@@ -127,6 +127,7 @@ class NodeAgent:
         notices = Notices(self._notices_of, self._on_notice, self._tell) if self._notices_of else None
         self._started = True
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        raise_open_files()
         with suppress(OSError):  # what cannot be read stays for the next run
             remove_stale()
         self._exits.open()
@@ -177,8 +178,11 @@ class NodeAgent:
     def _look(self) -> None:
         connection = self._connection
         ready = [self._exits.fileno()] + ([connection.fileno()] if connection is not None else [])
-        period_s = EARLY_PERIOD_S if self._early else PERIOD_S
-        readable, _, _ = select.select([fd for fd in ready if fd >= 0], [], [], period_s)
+        poll = select.poll()  # `select` takes no descriptor above 1,023
+        for fd in ready:
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
+        readable = [fd for fd, _ in poll.poll((EARLY_PERIOD_S if self._early else PERIOD_S) * 1e3)]
         with self._lock:
             for key in self._exits.ending() if self._early else ():
                 self._report_exit_begun(key)

@@ -7,9 +7,11 @@ well. Nothing about membership is decided here.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import logging
+import resource
 import selectors
 import socket
 import threading
@@ -28,6 +30,12 @@ MAX_LINE_BYTES = 64 << 20
 MAX_HELLO_BYTES = 4096
 HELLO_S = 5.0
 MAX_UNAUTHENTICATED = 64
+ACCEPT_PAUSE_S = 1.0
+"""How long nobody new is accepted once descriptors or memory for sockets have run out: those that wait stay ready."""
+REJECTIONS_S = 10.0
+"""Of more than one rejection within this time the number is logged, not each."""
+MAX_OPEN_FILES = 1 << 20
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _READ_BYTES = 1 << 16
 _SEND_S = 5.0
 
@@ -107,22 +115,37 @@ class _Client:
     accepted_at: float = field(default_factory=time.monotonic)
 
 
+def raise_open_files() -> None:
+    """Let this process open as many files as the system allows it, and say how many: each connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        log.info("this process may open %d files now; its limit was %d", allowed, soft)
+    else:
+        log.info("this process may open %s files", "any number of" if soft == resource.RLIM_INFINITY else soft)
+
+
 class AgentServer:
     """The coordinator's end: accepts agents and passes each message to `deliver(node, message)`.
 
     The end of a node's connection is delivered as {"kind": "hung-up"}. A client must send `key` in its first line,
     within MAX_HELLO_BYTES and HELLO_S; of the clients that have not, MAX_UNAUTHENTICATED may be connected, and the
-    oldest makes room for a new one.
+    oldest makes room for a new one. Once descriptors have run out it accepts nobody for ACCEPT_PAUSE_S, and serves
+    those that it has.
     """
 
     def __init__(self, key: str, deliver: Callable[[str, Message], None]) -> None:
         self._key, self._deliver = key.encode(), deliver
         self._connections: dict[str, JsonConnection] = {}
         self._unauthenticated: dict[_Client, None] = {}  # oldest first
+        self._accepts_at = 0.0  # after a pause; 0 while there is none
+        self._rejected_at, self._num_rejected = -REJECTIONS_S, 0
         self.port = 0
 
     def open(self, host: str) -> AgentServer:
         self._server = socket.create_server((host, 0))
+        self._server.setblocking(False)
         self.port = self._server.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, None)
@@ -163,9 +186,21 @@ class AgentServer:
                         self._drop(client)
             for client in self._overdue():
                 self._reject(client, f"no key within {HELLO_S} s")
+            if self._accepts_at and time.monotonic() >= self._accepts_at:
+                self._accepts_at = 0.0
+                self._selector.register(self._server, selectors.EVENT_READ, None)
 
     def _accept(self) -> None:
-        sock, address = self._server.accept()
+        try:
+            sock, address = self._server.accept()
+        except OSError as error:  # else whoever waits, or has gone before it was accepted, is the kernel's to forget
+            if error.errno in _EXHAUSTED:
+                log.error(
+                    "nobody is accepted for %g s: %s; agents that are connected are served", ACCEPT_PAUSE_S, error
+                )
+                self._selector.unregister(self._server)
+                self._accepts_at = time.monotonic() + ACCEPT_PAUSE_S
+            return
         sock.settimeout(_SEND_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
@@ -207,14 +242,21 @@ class AgentServer:
 
     def _until_next_deadline(self) -> float | None:
         oldest = next(iter(self._unauthenticated), None)
-        return None if oldest is None else max(0.0, oldest.accepted_at + HELLO_S - time.monotonic())
+        due = [self._accepts_at] if self._accepts_at else []
+        due += [oldest.accepted_at + HELLO_S] if oldest is not None else []
+        return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _overdue(self) -> list[_Client]:
         now = time.monotonic()
         return [client for client in self._unauthenticated if now >= client.accepted_at + HELLO_S]
 
     def _reject(self, client: _Client, why: str) -> None:
-        log.warning("rejected an unauthenticated connection from %s: %s", client.address, why)
+        now = time.monotonic()
+        self._num_rejected += 1
+        if now >= self._rejected_at + REJECTIONS_S:  # whoever floods this port must not fill the disk with lines
+            more = f" (and {self._num_rejected - 1} before it)" if self._num_rejected > 1 else ""
+            log.warning("rejected an unauthenticated connection from %s: %s%s", client.address, why, more)
+            self._rejected_at, self._num_rejected = now, 0
         self._drop(client)
 
     def _drop(self, client: _Client) -> None:

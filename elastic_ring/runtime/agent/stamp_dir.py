@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "elastic_ring-"
-KEPT = ("elastic_ring-kernels", "elastic_ring-gpus")
-"""Shared by all runs of a host; never removed."""
+KEPT = (f"{PREFIX}{os.geteuid()}", "elastic_ring-gpus")
+"""Of all runs of this user (`files.user_folder`), and of all users; never removed."""
 LOCK_NAME = ".held"
 RETRY_S = 0.01
 GONE = f"{PREFIX}.gone-"

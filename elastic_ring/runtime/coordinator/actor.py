@@ -64,6 +64,7 @@ from elastic_ring.control.state import Building, Ended, Reconnecting, Running, S
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, StorageFailed, TermLost
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_error
+from elastic_ring.runtime.agent.rpc import raise_open_files
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
 from elastic_ring.runtime.coordinator.checkpoints import PRIOR_FAILURE_S, CheckpointKeeper
 from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
@@ -233,6 +234,7 @@ class Coordinator:
             os._exit(1)
 
     def _open(self) -> None:
+        raise_open_files()
         run_spec = self.run_spec
         options = control_options(run_spec)
         terms = Terms(run_spec.run, excludes=run_spec.resume.excludes)
@@ -588,6 +590,8 @@ class Coordinator:
         for left in [one for one in decision.commands if isinstance(one, Release) and one.wrong]:
             self.recorder.found_wrong(left.wrong, [left.worker])
         self._act(decision.commands)
+        if not isinstance(self.state.phase, Building):
+            self.dispatch.end_meeting()
         if isinstance(before.phase, Reconnecting) and isinstance(self.state.phase, Running):
             self.recorder.coordinator_back(now)
         self.recorder.look(self.state)

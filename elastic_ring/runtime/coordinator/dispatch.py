@@ -45,8 +45,9 @@ AGENT_FIRST_S = 0.5
 class Dispatcher:
     """Sends commands for one coordinator and hosts the rendezvous store.
 
-    Each generation gets a new store, so that late workers of an old one cannot join. The store is not in a member,
-    because members may die.
+    Each generation gets a new store, so that late workers of an old one cannot join; it is there only while the
+    generation is built, because torch's store serves whoever finds its port. The store is not in a member, because
+    members may die.
     """
 
     def __init__(self, run_spec: Any, address: str, cluster: Cluster, node_monitor: Any, me: Any, put: Any) -> None:
@@ -116,6 +117,10 @@ class Dispatcher:
                     self._tell(command, {"published": published})
                 case EndRun():
                     log.info("%s: end of run: %s %s", command.cause, command.error or "success", command.message)
+
+    def end_meeting(self) -> None:
+        """No member connects any more: close the store, with all that anybody has put there."""
+        self._store = None
 
     def lost(self, worker: str) -> None:
         """Free the place of a worker that is gone."""

@@ -16,7 +16,7 @@ import torch
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.data.source import SourceConfig, open_source
 from elastic_ring.runtime.agent.gpu_health import Nvml
-from elastic_ring.runtime.gpu.device import KERNEL_CACHE
+from elastic_ring.runtime.gpu.device import keep_caches_private, kernel_cache
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.storage.folder import Storage
 
@@ -75,9 +75,10 @@ def read_data(config: SourceConfig, folders: list[str]) -> int:
 
 def test_kernels(device: str, dtype: str, head_dim: int, head_ratio: int) -> str:
     """The name of the kernel that a run would take here, once it has passed its self-test. Raises RunFailed."""
+    keep_caches_private()
     return select(
         device, getattr(torch, dtype), head_dim, True, head_ratio=head_ratio,
-        cache_dir=KERNEL_CACHE if device == "cuda" else None,
+        cache_dir=kernel_cache() if device == "cuda" else None,
     ).name  # fmt: skip
 
 

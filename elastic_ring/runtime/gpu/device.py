@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from elastic_ring.config import CpuOffload
+from elastic_ring.config import CpuOffload, environment
 from elastic_ring.errors import PeerFailed, RunFailed
+from elastic_ring.files import private_folder, user_folder
 from elastic_ring.runtime.gpu import leases
 from elastic_ring.runtime.gpu.leases import (
     Gpu,
@@ -24,7 +25,6 @@ from elastic_ring.runtime.gpu.leases import (
     bad_ones,
     record_failure,
     record_failure_if_free,
-    shared_folder,
     wait_for_memory,
 )
 from elastic_ring.runtime.groups.nccl import probe
@@ -36,9 +36,25 @@ from elastic_ring.train.vote import ComputedWrongly
 
 log = logging.getLogger(__name__)
 
-KERNEL_CACHE = Path("/dev/shm/elastic_ring-kernels")
-"""Results of the kernels' self-tests, shared by the processes of a node."""
+SHARED_MEMORY = Path("/dev/shm")
 MUCH_BYTES = 1 << 30
+COMPILERS = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn",
+    "CUTE_DSL_CACHE_DIR": "cute-dsl",
+}  # fmt: skip
+"""Variables that say where compiled kernels are kept. Triton's, CUDA's and torch's extensions lie in the home."""
+
+
+def kernel_cache() -> Path:
+    """Results of the kernels' self-tests, shared by this user's processes of a node: they decide which kernel runs."""
+    return private_folder(user_folder(SHARED_MEMORY) / "kernels")
+
+
+def keep_caches_private() -> None:
+    """Have compilers keep what they compile in a folder of this user alone, where no other one was named: their own
+    default is a name in the temporary folder that can be foreseen, and what lies there is run."""
+    for name, folder in COMPILERS.items():
+        environment().setdefault(name, str(user_folder() / folder))
 
 
 def newcomer_bytes(cpu_offload: CpuOffload) -> int:
@@ -188,7 +204,7 @@ def warm_devices(
     raises on a healthy GPU, and RunFailed when a second GPU fails: then this process or its software is at fault.
     """
     shapes, kernels, failures = attention_shapes(task), dict[str, str](), dict[Gpu, str]()
-    cache, bad = shared_folder(KERNEL_CACHE), bad_ones(folder, [gpu.name for gpu in seen])
+    cache, bad = kernel_cache(), bad_ones(folder, [gpu.name for gpu in seen])
     for gpu in seen:
         if gpu.name in bad:
             log.error("skipped: %s", leases.describe(folder, [gpu]))

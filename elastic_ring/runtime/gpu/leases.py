@@ -1,5 +1,8 @@
 """Leases on the GPUs of a node, as files shared by all its processes: who owns a GPU, for which rank, and its failures.
 
+Locks are for all users of the host, so that two of them do not take one GPU. Failures count that root or this user has
+recorded, each in a file of its own. Whatever anybody else puts into the folder is read as if it were not there.
+
 A lease is a lock on a small file. The kernel releases it when its process dies, however it dies, so a spare takes over
 the GPU of a dead process without asking anybody. Files are named by the GPU's UUID, so that processes which see
 different GPUs, or number them differently, mean the same one. No torch and no CUDA may enter: the node's agent reads
@@ -12,6 +15,7 @@ import fcntl
 import json
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +33,7 @@ LOOK_S = 0.005
 PATIENCE_S = 1.0
 """How long a newcomer waits for the GPU of its place before it takes one that was another place's."""
 QUIET_S = 0.1
+MAX_RECORD_BYTES = 1 << 16
 MAX_FAILURES, FAILURE_WINDOW_S = 2, 3600.0
 """A GPU is bad while this many processes have failed on it within the window."""
 
@@ -61,6 +66,10 @@ class GpuFailure:
     unix_s: float
     why: str
     is_proven: bool = False
+
+
+_UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+"""What JSON that somebody else wrote may raise when it is read."""
 
 
 # ------------------------------------------------------------ decisions, from what was read
@@ -143,10 +152,13 @@ def wait_for_memory(
 
 
 def shared_folder(path: Path) -> Path:
-    """A folder in which every user of the host may make files and nobody removes another's, as in /tmp."""
+    """A folder in which every user of the host may make files and nobody removes another's, as in /tmp. Raises
+    NotADirectoryError for anything else of that name, a link among them."""
     with suppress(FileExistsError):
         path.mkdir(parents=True)
-    about = path.stat()
+    about = path.lstat()
+    if not stat.S_ISDIR(about.st_mode):
+        raise NotADirectoryError(f"{path}: is no folder; somebody has put it there: remove it")
     if about.st_uid == os.getuid() and about.st_mode & 0o7777 != 0o1777:
         path.chmod(0o1777)  # mkdir's own mode is cut by the umask
     return path
@@ -158,7 +170,7 @@ def open_shared(path: Path, flags: int = 0) -> int:
     Not opened with O_CREAT where it is there: in a folder such as /tmp the kernel refuses that for the file of another
     user (fs.protected_regular). Raises PermissionError where whoever made it kept it for himself.
     """
-    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
         with suppress(FileNotFoundError):
             return os.open(path, flags)
@@ -174,31 +186,49 @@ def lock_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.lock"
 
 
-def failure_record_path(folder: Path, name: str) -> Path:
-    """The failures on a GPU, one per line; an operator may delete the file."""
-    return folder / f"{name}.bad"
+def failure_record_path(folder: Path, name: str, uid: int | None = None) -> Path:
+    """The failures on a GPU that a user (by default this one) has recorded, one per line; an operator may delete it."""
+    return folder / f"{name}.{os.geteuid() if uid is None else uid}.bad"
+
+
+def _read(path: Path, owner: int | None = None) -> str:
+    """The end of a regular file, which nobody but `owner` may write, if one is given. Raises OSError. Never waits, as
+    for the writer of a FIFO."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or (owner is not None and not _is_of(about, owner)):
+            raise PermissionError(f"{path}: is not a file of the user that it is named after")
+        return os.pread(fd, MAX_RECORD_BYTES, max(0, about.st_size - MAX_RECORD_BYTES)).decode(errors="replace")
+    finally:
+        os.close(fd)
+
+
+def _is_of(about: os.stat_result, uid: int) -> bool:
+    return stat.S_ISREG(about.st_mode) and about.st_uid == uid and not about.st_mode & 0o022
 
 
 def last_owner(folder: Path, name: str) -> Owner:
     """The owner recorded in the lock file; an empty record if it cannot be read."""
     try:
-        found = json.loads(lock_path(folder, name).read_text())
+        found = json.loads(_read(lock_path(folder, name)))
         return Owner(int(found["pid"]), int(found["started"]), str(found["run"]), int(found["place"]))
-    except (OSError, ValueError, TypeError, KeyError):  # not there, torn, or not ours
+    except (OSError, *_UNREADABLE):  # not there, torn, or not ours
         return Owner()
 
 
 def failures_of(folder: Path, name: str) -> list[GpuFailure]:
-    """The readable lines: any user may write this file, and the node's agent must survive that."""
+    """The readable lines of this user's and of root's records, in the order of their times."""
     found = []
-    with suppress(OSError):
-        for line in failure_record_path(folder, name).read_text(errors="replace").splitlines():
-            with suppress(ValueError, TypeError, KeyError):
-                one = json.loads(line)
-                when, why = float(one["unix_s"]), str(one["why"])
-                proven = bool(one.get("is_proven", False))
-                found.append(GpuFailure(int(one["pid"]), int(one["started"]), when, why, proven))
-    return found
+    for uid in sorted({0, os.geteuid()}):
+        with suppress(OSError):
+            for line in _read(failure_record_path(folder, name, uid), uid).splitlines():
+                with suppress(AttributeError, *_UNREADABLE):
+                    one = json.loads(line)
+                    when, why = float(one["unix_s"]), str(one["why"])
+                    proven = bool(one.get("is_proven", False))
+                    found.append(GpuFailure(int(one["pid"]), int(one["started"]), when, why, proven))
+    return sorted(found, key=lambda failure: failure.unix_s)
 
 
 def verdicts_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -235,7 +265,7 @@ def _tasks(pid: int) -> list[Path]:
 def lock_owner(path: Path, locks: str) -> int | None:
     """The PID that holds the lock on `path` by the text of /proc/locks; None for none that can be seen from here."""
     try:
-        about = path.stat()
+        about = path.lstat()
     except FileNotFoundError:
         return None
     wanted = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
@@ -255,9 +285,10 @@ def describe(folder: Path, gpus: Sequence[Gpu]) -> str:
         pid = lock_owner(path, locks)
         if verdicts[gpu.name] == "bad":
             why = failures_of(folder, gpu.name)[-1].why
-            reasons.append(f"GPU {gpu.index} failed ({why}; {failure_record_path(folder, gpu.name)})")
+            reasons.append(f"GPU {gpu.index} failed ({why}; {folder}/{gpu.name}.*.bad)")
         elif pid is not None:
-            who = f", rank {record.place} of run {record.run}" if record.pid == pid and record.run else ""
+            known = record.pid == pid and record.run and record.run.isprintable()
+            who = f", rank {record.place} of run {record.run}" if known else ""
             reasons.append(f"GPU {gpu.index} is owned by pid {pid}{who} ({path})")
         else:
             reasons.append(f"GPU {gpu.index} is owned by nobody that can be seen from here ({path})")
@@ -298,7 +329,9 @@ class GpuLease:
         fd = open_shared(path)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            same = os.fstat(fd).st_ino == path.stat().st_ino  # else it was removed, and others lock a new one
+            about = os.fstat(fd)
+            same = os.path.samestat(about, path.lstat())  # else it was removed, and others lock a new one
+            same = same and stat.S_ISREG(about.st_mode)
         except (BlockingIOError, FileNotFoundError):
             same = False
         if not same:
@@ -335,12 +368,26 @@ def record_failure(folder: Path, gpu: Gpu, why: str, is_proven: bool = False) ->
     """Record that this process failed on `gpu`, which it owns; returns the new verdict."""
     pid, first_line = os.getpid(), (why.splitlines() or [""])[0][:300]
     entry: dict[str, Any] = asdict(GpuFailure(pid, process_started(pid) or 0, time.time(), first_line, is_proven))
-    fd = open_shared(failure_record_path(shared_folder(folder), gpu.name), os.O_APPEND)
-    os.write(fd, f"{json.dumps(entry)}\n".encode())
-    os.close(fd)
+    try:
+        _append(failure_record_path(shared_folder(folder), gpu.name), f"{json.dumps(entry)}\n".encode())
+    except OSError as error:  # somebody else has taken the name: this process is replaced all the same
+        log.error("that GPU %d (%s) failed is not recorded: %s", gpu.index, gpu.name, error)
     found = verdicts_of(folder, [gpu.name])[gpu.name]
     log.error("GPU %d (%s) is %s now: %s", gpu.index, gpu.name, found, why)
     return found
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Add a line to this user's own file, which others may read. Raises OSError for anybody else's of that name."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o644)
+    try:
+        if not _is_of(os.fstat(fd), os.geteuid()):
+            raise PermissionError(f"{path}: is not this user's own file")
+        os.fchmod(fd, 0o644)
+        os.write(fd, line)
+    finally:
+        os.close(fd)
 
 
 def is_free(folder: Path, gpu: Gpu) -> bool:

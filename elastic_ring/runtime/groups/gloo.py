@@ -4,6 +4,9 @@ A gloo operation blocks until its timeout. But gloo's pairs are TCP sockets of t
 `shutdown(2)` on them, and every blocked operation on both ends raises within milliseconds. The sockets are recognised
 by their ports: one listening device serves all groups of a generation, and the ranks exchange their devices' ports
 before they connect.
+
+Gloo asks nobody who connects for a name, and keeps the descriptor of each that says nothing. So the device takes
+connections only while groups are built.
 """
 
 from __future__ import annotations
@@ -11,14 +14,14 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from elastic_ring.errors import PeerFailed
-from elastic_ring.runtime.groups.sockets import listening, tcp_sockets
+from elastic_ring.runtime.groups.sockets import let_in, listening, tcp_sockets
 
 _UNBLOCK_S = 1.0
 _listen_lock = threading.Lock()
@@ -31,6 +34,7 @@ class Sockets:
         self._address, self._check = address, check
         self._device: ProcessGroupGloo.Device | None = None
         self._own_port = 0
+        self._num_building = 0
         self._ports: set[tuple[str, int]] = set()  # of the peers' devices, and of the store
         self._num_pairs = 0
         self._connecting = False
@@ -45,13 +49,28 @@ class Sockets:
             self._ports.add((host, port))
         self._check()
 
+    @contextmanager
+    def admitting(self) -> Iterator[None]:
+        """Inside, peers can connect to this device: from before they are told its port until all have come."""
+        self._build(1)
+        try:
+            yield
+        finally:
+            self._build(-1)
+
+    def _build(self, change: int) -> None:
+        with self._lock:
+            self._num_building += change
+            if self._own_port and self._num_building == max(0, change):  # the first begins, or the last has ended
+                let_in(self._own_port, anybody=change > 0)
+
     def listen(self) -> ProcessGroupGloo.Device:
         """The device that peers connect to, opened once."""
         if self._device is not None:
             return self._device
         with _listen_lock:
             before = {port for port, _ in listening()}
-            device = ProcessGroupGloo.create_device(hostname=self._address)
+            device = ProcessGroupGloo.create_device(hostname=self._address, lazy_init=False)
             opened = [port for port, address in listening() if port not in before and address == self._address]
         if len(opened) != 1:
             raise PeerFailed(f"this node's address {self._address} gave {len(opened)} listening sockets, not one")

@@ -113,7 +113,7 @@ class Connector:
         `ahead`: later calls of `link`, whose links connect beside the groups on a device. All workers of such a link
         must pass it here, and links that share workers in the same order. Raises as `connect`.
         """
-        with translated(self):
+        with translated(self), self._sockets.admitting():
             begun = time.monotonic()
             store = self._open_store()
             self._exchange_addresses(store, mesh, global_rank)
@@ -276,10 +276,11 @@ class Connector:
     def _link_host_group(self, name: str, workers: Sequence[str], worker: str) -> Any:
         """The link's group of host memory, connected."""
         prefixed = PrefixStore(f"{self.where.prefix}/link/{name}", self._open_store())
-        self._sockets.listen()
         index = list(workers).index(worker)
-        self._sockets.exchange_ports(prefixed, index, range(len(workers)))
-        return self._gloo(prefixed, index, len(workers))
+        with self._sockets.admitting():
+            self._sockets.listen()
+            self._sockets.exchange_ports(prefixed, index, range(len(workers)))
+            return self._gloo(prefixed, index, len(workers))
 
     def _link_device_group(self, name: str, workers: Sequence[str], worker: str) -> BatchedGroup:
         """The link's group on the device, not connected yet."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import suppress
 
+log = logging.getLogger(__name__)
+
 _ACCEPTS = 1
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_..._FILTER of Linux, which the socket module does not name
+_DROP = struct.pack("@HBBI", 0x06, 0, 0, 0)  # one instruction of classic BPF: return 0 bytes of the packet
 
 
 def tcp_sockets() -> Iterator[socket.socket]:
@@ -28,12 +35,27 @@ def tcp_sockets() -> Iterator[socket.socket]:
                 sock.close()
 
 
-def listening() -> list[tuple[int, str]]:
-    """(port, address) of this process's listening sockets."""
-    found = []
+def listeners() -> Iterator[socket.socket]:
+    """Duplicates of this process's listening sockets, open until the next is asked for."""
     for sock in tcp_sockets():
         with sock:
             if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == _ACCEPTS:
-                address, port = sock.getsockname()[:2]
-                found.append((port, address))
-    return found
+                yield sock
+
+
+def listening() -> list[tuple[int, str]]:
+    """(port, address) of this process's listening sockets."""
+    return [(port, address) for address, port, *_ in (sock.getsockname() for sock in listeners())]
+
+
+def let_in(port: int, *, anybody: bool) -> None:
+    """Whether the socket that listens on `port` takes new connections. If not, the kernel drops their packets, and
+    those that there are go on. The filter belongs to the socket, whichever descriptor it is set through."""
+    program = ctypes.create_string_buffer(_DROP, len(_DROP))
+    drop = struct.pack("@HP", 1, ctypes.addressof(program))
+    for sock in listeners():
+        if sock.getsockname()[1] == port:
+            try:
+                sock.setsockopt(socket.SOL_SOCKET, *((_DETACH_FILTER, 0) if anybody else (_ATTACH_FILTER, drop)))
+            except OSError as error:  # a sandbox without socket filters
+                log.warning("strangers are not kept from port %d: no filter on its socket: %s", port, error)

@@ -3,7 +3,8 @@
 torch's store has no authentication. So its socket is bound here, to the coordinator's own address (torch binds to all
 interfaces) or to loopback where all nodes share a host, on a free port; and all keys lie under a random prefix that
 only the coordinator's commands carry. That keeps out other runs, port scanners and stragglers. It does not keep out
-who reaches the port and speaks the store's protocol: torch 2.13 lists keys to any client.
+who reaches the port and speaks the store's protocol while a generation is built: torch 2.13 lists keys to any client,
+and takes what it sends. Its holder closes it as soon as all members have come.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ from elastic_ring.control.messages import (
     from_json,
 )
 from elastic_ring.monitor.stamps import StampWriter, phase_name
+from elastic_ring.runtime.agent.rpc import raise_open_files
 from elastic_ring.runtime.agent.stamp_dir import hold
+from elastic_ring.runtime.gpu.device import keep_caches_private
 from elastic_ring.runtime.groups.nccl import has_failed
 from elastic_ring.runtime.groups.transport import is_transport_error
 from elastic_ring.runtime.terms import TermGuard
@@ -93,10 +95,12 @@ class Worker:
         return self.describe()
 
     def _warm_up(self, coordinator: Any, work: StartWork) -> None:
+        keep_caches_private()
         torch.set_num_threads(self.spec.scaling.num_threads)
         # FSDP2 warns of views once per wrapped module, which would fill the log tail of every death.
         warnings.filterwarnings("ignore", message=".*returned a view.*", category=UserWarning)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        raise_open_files()
         self._client.coordinator = coordinator
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # every thread's stack into the log, on request
         self._held = hold(self._stamps.path.parent, self.spec.run.timeouts.clear_s)

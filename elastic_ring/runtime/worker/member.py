@@ -26,10 +26,10 @@ from elastic_ring.errors import GroupAborted
 from elastic_ring.monitor.stamps import Phase, StampWriter
 from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser
 from elastic_ring.runtime.gpu.device import (
-    KERNEL_CACHE,
     DeviceLease,
     be_deterministic,
     empty_cache,
+    kernel_cache,
     newcomer_bytes,
     poison,
     visible_gpus,
@@ -120,7 +120,6 @@ class Member:
         self._trained = False  # a step of this process has been committed
         self._corpus: tuple[CorpusVersion, ...] = ()  # the later manifests that are open
         self._skips: tuple[BatchSkip, ...] = ()  # what the order leaves out
-        self._kernels = KernelAgreement(spec.task, spec.scaling.device, KERNEL_CACHE)
 
     def warm_up(self) -> None:
         """Open the data, and run a tiny model once: first calls are slow."""
@@ -132,7 +131,8 @@ class Member:
         self._val_loader = self._loader(validation, num_ahead=1)
         self._training = training
         order = order_of(training, step.seed, step.global_batch)
-        cache = KERNEL_CACHE if self._spec.scaling.device == "cuda" else None
+        cache = kernel_cache() if self._spec.scaling.device == "cuda" else None
+        self._kernels = KernelAgreement(task, self._spec.scaling.device, cache)
         self._transaction = Transaction(task, self._loader(training), order, self._watch, cache)
         self._transaction.before_apply = self._before_apply
         run = self._spec.run

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from elastic_ring.runtime.agent import rpc
 from elastic_ring.runtime.agent.rpc import AgentServer, JsonConnection, dial
@@ -144,3 +146,85 @@ def test_an_agents_long_line_arrives_whole_and_one_beyond_the_bound_ends_its_con
     good.send({"kind": "death", "log_lines": ["x" * (1 << 21)]})
     assert delivered.get(timeout=WAIT_S) == ("n", {"kind": "hung-up"})
     good.close()
+
+
+def test_a_flood_of_strangers_is_logged_in_one_line_until_its_number_is_due(
+    server: AgentServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def knock() -> None:
+        with socket.create_connection((HOST, server.port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\n")
+            assert is_closed(stranger)
+
+    with caplog.at_level(logging.WARNING):
+        for _ in range(50):
+            knock()
+        assert len(caplog.records) == 1
+        monkeypatch.setattr(rpc, "REJECTIONS_S", 0.0)
+        knock()
+    assert "(and 49 before it)" in caplog.records[-1].getMessage()
+
+
+def test_when_descriptors_run_out_the_server_pauses_serves_its_agents_and_accepts_again(
+    server: AgentServer, delivered: Delivered, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc, "ACCEPT_PAUSE_S", 0.2)
+    good, strangers = agent(server, delivered, "n"), [socket.socket() for _ in range(3)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    cpu_s = time.process_time()
+    with caplog.at_level(logging.WARNING):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # fewer than are open: nothing more can be opened
+        try:
+            for sock in strangers:
+                sock.connect((HOST, server.port))
+            deadline = time.monotonic() + 1.0  # some pauses, to see at what rate it tries
+            while time.monotonic() < deadline:
+                round_trip(server, good, delivered, "n")
+                time.sleep(0.05)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert 1 <= len(caplog.records) <= 7
+    assert "nobody is accepted for 0.2 s: [Errno 24]" in caplog.text
+    assert time.process_time() - cpu_s < 0.7
+    agent(server, delivered, "m").close()
+    for sock in (*strangers, good):
+        sock.close()
+
+
+def test_a_process_may_open_what_the_system_allows_it(caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = min(hard, rpc.MAX_OPEN_FILES) if hard != resource.RLIM_INFINITY else rpc.MAX_OPEN_FILES
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed // 2, hard))
+        with caplog.at_level(logging.INFO):
+            rpc.raise_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (allowed, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert f"may open {allowed} files now; its limit was {allowed // 2}" in caplog.text
+
+
+PIECES = st.one_of(
+    st.binary(max_size=5000),
+    st.sampled_from([b"\n", b"{", b"[" * 4000, json.dumps(hello("n", "no")).encode() + b"\n", b'{"kind": "hello"}\n']),
+    st.recursive(st.none() | st.integers() | st.text(), lambda leaf: st.dictionaries(st.text(), leaf), max_leaves=5)
+    .map(lambda found: json.dumps({"kind": "hello", "key": found, "node": found}).encode() + b"\n"),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(PIECES, max_size=4))
+def test_whatever_a_stranger_says_nothing_is_delivered_and_no_traceback_is_logged(
+    server: AgentServer, delivered: Delivered, caplog: pytest.LogCaptureFixture, said: list[bytes]
+) -> None:
+    with socket.create_connection((HOST, server.port), timeout=WAIT_S) as stranger:
+        try:
+            for piece in said:
+                stranger.sendall(piece)
+            stranger.shutdown(socket.SHUT_WR)
+        except OSError:  # closed in the midst of it
+            pass
+        assert is_closed(stranger)
+    assert delivered.empty()
+    assert not [record for record in caplog.records if record.exc_info or record.levelno > logging.WARNING]
+    assert not server.nodes

@@ -45,7 +45,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setattr(device, "_free_bytes", lambda index: told.free[index])
     monkeypatch.setattr(device, "empty_cache", told.emptied.append)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(device, "KERNEL_CACHE", tmp_path / "kernels")
+    monkeypatch.setattr(device, "SHARED_MEMORY", tmp_path)
     return told
 
 

@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -110,8 +113,8 @@ def test_files_are_for_all_users_whatever_the_umask(tmp_path: Path) -> None:
         os.umask(before)
     assert folder.stat().st_mode & 0o7777 == 0o1777
     assert (folder / "old").stat().st_mode & 0o7777 == 0o1777
-    for path in (lock_path(folder, A.name), failure_record_path(folder, A.name)):
-        assert path.stat().st_mode & 0o7777 == 0o666
+    assert lock_path(folder, A.name).stat().st_mode & 0o7777 == 0o666
+    assert failure_record_path(folder, A.name).stat().st_mode & 0o7777 == 0o644, "read by all, written by one"
 
 
 AS_NOBODY = """
@@ -123,12 +126,76 @@ print(GpuLease("run", Path(sys.argv[1])).lock(Gpu(0, sys.argv[2])))
 """
 
 
+FAILS_AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from elastic_ring.runtime.gpu.leases import Gpu, record_failure, verdicts_of
+os.setgid(65534), os.setuid(65534)
+folder, mine, roots = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+record_failure(folder, Gpu(0, mine), "it broke", is_proven=True)
+print(verdicts_of(folder, [mine, roots]))
+"""
+
+
+@pytest.fixture
+def folder_for_all() -> Iterator[Path]:
+    """Not in pytest's own temporary folder, which it closes to other users."""
+    with tempfile.TemporaryDirectory() as parent:
+        os.chmod(parent, 0o755)
+        yield shared_folder(Path(parent, "gpus"))
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_locks_the_same_files(tmp_path: Path) -> None:
-    for parent in (tmp_path, *tmp_path.parents):
-        if parent.stat().st_uid == os.getuid() and not parent.stat().st_mode & 0o001:
-            parent.chmod(parent.stat().st_mode | 0o011)
-    folder = shared_folder(tmp_path / "gpus")
+def test_failures_count_that_root_or_the_same_user_has_recorded(folder_for_all: Path) -> None:
+    folder = folder_for_all
+    record_failure(folder, B, "it broke", is_proven=True)
+    command = [sys.executable, "-c", FAILS_AS_NOBODY, str(folder), A.name, B.name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == str({A.name: "bad", B.name: "bad"}), done.stderr
+    assert verdicts_of(folder, [A.name, B.name]) == {A.name: "good", B.name: "bad"}
+    line = json.dumps({"pid": 1, "started": 1, "unix_s": 1e9, "why": "no", "is_proven": True})
+    of_root = failure_record_path(folder, A.name, 0)
+    of_root.write_text(line)
+    of_root.chmod(0o666)  # anybody may have written this
+    assert verdicts_of(folder, [A.name]) == {A.name: "good"}
+    of_root.chmod(0o644)
+    os.chown(of_root, 65534, 65534)
+    assert verdicts_of(folder, [A.name]) == {A.name: "good"}
+
+
+PLANTED: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo, "folder": Path.mkdir, "link": lambda path: path.symlink_to(path.parent / "precious"),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("plant", PLANTED.values(), ids=list(PLANTED))
+def test_what_is_no_file_in_a_records_place_is_none_and_nobody_waits_for_it(
+    tmp_path: Path, plant: Callable[[Path], object]
+) -> None:
+    (tmp_path / "precious").write_text("kept")
+    for path in (lock_path(tmp_path, A.name), failure_record_path(tmp_path, A.name)):
+        plant(path)
+    assert last_owner(tmp_path, A.name) == Owner()
+    assert failures_of(tmp_path, A.name) == []
+    assert record_failure(tmp_path, A, "not kept") == "good"
+    with suppress(OSError):
+        assert not GpuLease("run", tmp_path).lock(A)
+    assert acquire(GpuLease("run", tmp_path), 0, (B,)) == B
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_a_link_in_the_place_of_the_folder_is_refused_and_its_target_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir(mode=0o700)
+    (tmp_path / "gpus").symlink_to(tmp_path / "home")
+    with pytest.raises(NotADirectoryError, match="somebody has put it there"):
+        shared_folder(tmp_path / "gpus")
+    assert (tmp_path / "home").stat().st_mode & 0o7777 == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_locks_the_same_files(folder_for_all: Path) -> None:
+    folder = folder_for_all
     lease = GpuLease("run", folder)
     acquire(lease, 0)
     lease.give_back()
@@ -229,7 +296,7 @@ def test_a_refusal_names_who_holds_each_gpu_and_the_files(tmp_path: Path) -> Non
         acquire(GpuLease("other", tmp_path), 0, (A, B))
     told = str(refused.value)
     assert f"GPU 0 is owned by pid {process.pid}, rank 3 of run run ({lock_path(tmp_path, A.name)})" in told
-    assert f"GPU 1 failed (fell off the bus; {failure_record_path(tmp_path, B.name)})" in told
+    assert f"GPU 1 failed (fell off the bus; {tmp_path}/{B.name}.*.bad)" in told
 
 
 def test_the_owner_of_a_lock_is_read_from_the_kernels_table(tmp_path: Path) -> None:
@@ -247,7 +314,12 @@ def test_the_owner_of_a_lock_is_read_from_the_kernels_table(tmp_path: Path) -> N
 STRANGE = '{"pid": "x", "started": [], "unix_s": "y", "why": 1, "run": 2, "place": 3}'
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "7", '{"pid": 1}', STRANGE, "\udcff"])
+ENDLESS = '{"pid": 1e999, "started": 1e999, "unix_s": 1e999, "why": "", "run": "", "place": 1e999}'
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "7", '{"pid": 1}', STRANGE, ENDLESS, "\udcff", "[" * 50_000, "x" * (1 << 20)]
+)
 def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     lock_path(tmp_path, A.name).write_bytes(text.encode(errors="surrogateescape"))
     failure_record_path(tmp_path, A.name).write_bytes(text.encode(errors="surrogateescape"))

@@ -1,0 +1,80 @@
+"""Folders whose names can be foreseen, on a host with other users: made for one user alone, or refused."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_ring.config import RunConfig, environment
+from elastic_ring.files import private_folder, user_folder
+from elastic_ring.integrations.ray_train.settings import Zero3Config
+from elastic_ring.runtime.gpu import device
+
+PLACES: dict[str, Callable[[], Path]] = {
+    "a coordinator's records of a run on an object store": lambda: RunConfig("r", storage_path="s3://b/runs").folder,
+    "a driver's": lambda: RunConfig("r", storage_path="s3://b/runs").driver_folder,
+    "NVMe swap": lambda: Zero3Config().swap_folder,
+    "proofs of kernels": device.kernel_cache,
+    "compiled kernels": lambda: compiled(),
+}
+
+
+def compiled() -> Path:
+    device.keep_caches_private()
+    return Path(environment()["TORCHINDUCTOR_CACHE_DIR"])
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host's folders for temporary files and for shared memory, and no word of the user's own on caches."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(device, "SHARED_MEMORY", tmp_path)
+    for name in device.COMPILERS:
+        monkeypatch.setitem(environment(), name, "")
+        monkeypatch.delitem(environment(), name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
+def test_each_place_is_inside_a_folder_of_this_user_alone(shared: Path, place: Callable[[], Path]) -> None:
+    before = os.umask(0)
+    try:
+        where = place()
+        where.mkdir(parents=True, exist_ok=True)
+    finally:
+        os.umask(before)
+    top = shared / where.relative_to(shared).parts[0]
+    assert top == user_folder(shared)
+    assert stat.filemode(top.stat().st_mode) == "drwx------"
+    assert place() == where, "and it is found again"
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
+def test_a_link_that_somebody_planted_there_is_refused(shared: Path, place: Callable[[], Path]) -> None:
+    (shared / "precious").mkdir(mode=0o700)
+    (shared / f"elastic_ring-{os.geteuid()}").symlink_to(shared / "precious")
+    with pytest.raises(ValueError, match=r"not a folder of this user alone.*remove it, or set TMPDIR"):
+        place().mkdir(parents=True, exist_ok=True)
+    assert not list((shared / "precious").iterdir())
+
+
+def test_a_folder_that_is_anothers_or_open_to_others_is_refused(tmp_path: Path) -> None:
+    folder = private_folder(tmp_path / "own")
+    assert private_folder(folder) == folder
+    for mode in (0o710, 0o702, 0o1777):
+        folder.chmod(mode)
+        with pytest.raises(ValueError, match="not a folder of this user alone"):
+            private_folder(folder)
+    folder.chmod(0o700)
+    if os.getuid() == 0:
+        os.chown(folder, 65534, 65534)
+        with pytest.raises(ValueError, match="owner 65534"):
+            private_folder(folder)
+    (tmp_path / "file").touch(mode=0o600)
+    with pytest.raises(ValueError, match="not a folder of this user alone"):
+        private_folder(tmp_path / "file")

@@ -1,0 +1,118 @@
+"""Who connects to a rank's ports without being a rank: groups that are built go on, and no descriptor is lost."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ring.config import RunConfig, ScalingConfig
+from elastic_ring.control.messages import Build
+from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.coordinator.dispatch import Dispatcher
+from elastic_ring.runtime.coordinator.run_spec import RunSpec
+from elastic_ring.runtime.groups.sockets import listening
+from tests.unit.groups.processes import HOST, Membership, connect, membership
+
+PAIR = Mesh(1, 2)
+NUM_CALLS, NUM_SPARE = 300, 100
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Membership]:
+    with membership(2) as made:
+        yield made
+
+
+def with_few_descriptors(me: Any) -> list[int]:
+    """Lower this process's limit to a little above what it has open; the ports it listens on."""
+    gc.collect()
+    most = max(map(int, os.listdir("/proc/self/fd"))) + NUM_SPARE
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return [port for port, _ in listening()]
+
+
+def call_and_close(ports: list[int]) -> int:
+    """Connect `NUM_CALLS` times to each of these ports of this host and say nothing; how many were taken."""
+    calls = []
+    for port in ports:
+        for _ in range(NUM_CALLS):
+            sock = socket.socket()
+            sock.setblocking(False)
+            sock.connect_ex((HOST, port))
+            calls.append(sock)
+    taken = 0
+    for sock in calls:
+        with sock, suppress(OSError):
+            sock.getpeername()
+            taken += 1
+    return taken
+
+
+def settled_descriptors(me: Any) -> int:
+    """How many are open, once a thread that accepts would have had its time."""
+    until, before = time.monotonic() + 5, -1
+    while (found := len(os.listdir("/proc/self/fd"))) != before and time.monotonic() < until:
+        before = found
+        time.sleep(0.05)
+    return found
+
+
+def sums(me: Any) -> list[float]:
+    found = []
+    for group in (me.groups.world, me.groups.ring):
+        probe = torch.tensor([me.rank + 1.0])
+        group.allreduce([probe]).wait()
+        found.append(probe.item())
+    return found
+
+
+def links(me: Any) -> float:
+    """A group that is built later in the generation, as that of copies is."""
+    link = me.connector.host_link("late", ("a", "b"), "ab"[me.rank])
+    probe = torch.tensor([me.rank + 1.0])
+    link.allreduce([probe]).wait()
+    return probe.item()
+
+
+def test_three_hundred_connections_to_a_rank_leave_no_descriptor_and_its_groups_go_on(pair: Membership) -> None:
+    pair.all(connect, pair.meeting(), PAIR)
+    ports = pair.call(0, with_few_descriptors)
+    assert len(ports) == 1
+    before = pair.call(0, settled_descriptors)
+    assert call_and_close(ports) == 0
+    assert pair.call(0, settled_descriptors) == before
+    assert pair.all(sums) == [[3.0, 3.0]] * 2
+    assert pair.all(links) == [3.0, 3.0]
+    assert call_and_close(ports) == 0  # after a later group too
+    pair.all(connect, pair.meeting(), PAIR)  # and the next generation
+    assert pair.all(sums) == [[3.0, 3.0]] * 2
+
+
+def test_the_store_of_a_generation_is_gone_with_all_connections_once_its_members_have_come(pair: Membership) -> None:
+    """And they need it no more: what a stranger put there, and who held it open, is gone."""
+    run_spec = RunSpec(RunConfig("r", run_dir="nowhere"), ScalingConfig(), None, "a", "", 0.0, "")  # type: ignore[arg-type]
+    nodes: Any = SimpleNamespace(address_of=lambda worker: HOST)
+    dispatch = Dispatcher(run_spec, HOST, None, nodes, None, None)  # type: ignore[arg-type]
+    build = Build("c", "w0", 1, 2, ("w0", "w1"), PAIR, 0, None, (), True)
+    place = dispatch._rendezvous(build)
+    assert dispatch._rendezvous(replace(build, worker="w1")) == place
+    at = (place["store_host"], place["store_port"])
+    where = replace(pair.meeting(), host=at[0], port=at[1], secret=place["store_secret"])
+    with socket.create_connection(at, timeout=5) as stranger:
+        pair.all(connect, where, PAIR)
+        dispatch.end_meeting()
+        assert stranger.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(at, timeout=5)
+    assert pair.all(sums) == [[3.0, 3.0]] * 2
