@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _URL = re.compile(r"""(\b[A-Za-z][A-Za-z0-9+.-]*)://(?:[^/?#\s'"]*@)?([^?#\s'"]*)([?#][^\s'"]*)?""")
-_WITHOUT_QUERY = ("file", "gs", "gcs", "local", "s3")  # there a question mark is part of a name or a pattern
+_PATTERNS = ("file", "gs", "gcs", "local", "s3")  # there a question mark is part of a name or a pattern
 
 
 def sync_directory(folder: str | os.PathLike[str]) -> None:
@@ -33,9 +33,17 @@ def shown_url(text: str) -> str:
 
     def shown(found: re.Match[str]) -> str:
         scheme, rest, query = found[1], found[2], found[3] or ""
-        return f"{scheme}://{rest}{query if scheme in _WITHOUT_QUERY else ''}"
+        is_name = scheme in _PATTERNS and not re.match(r"\?\w+=", query)
+        return f"{scheme}://{rest}{query if is_name else ''}"
 
     return _URL.sub(shown, text)
+
+
+def with_access(uri: str, like: str) -> str:
+    """`uri`, as `shown_url` left it, with the name and password of `like` if it is in the same folder."""
+    folder, _, name = uri.rpartition("/")
+    of_like = like.rpartition("/")[0]
+    return f"{of_like}/{name}" if shown_url(of_like) == folder else uri
 
 
 def user_folder(parent: str | os.PathLike[str] | None = None) -> Path:

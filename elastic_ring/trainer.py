@@ -50,6 +50,7 @@ from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, 
 from elastic_ring.data.sampling.order import SampleOrder
 from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
 from elastic_ring.data.source import SourceConfig, fingerprinted, hold_out, open_source, order_of
+from elastic_ring.files import shown_url
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
 from elastic_ring.monitor.json_files import read_json, readable_json, set_aside
@@ -443,7 +444,8 @@ class ElasticRingTrainer:
             "optim": self.task.optim,
             "run": self.run_config,
         }
-        shown = {name: json.loads(json.dumps(vars(value), default=str)) for name, value in settings.items()}
+        text = {name: json.dumps(vars(value), default=str) for name, value in settings.items()}
+        shown = {name: json.loads(shown_url(value)) for name, value in text.items()}
         shown["run"]["env"] = sorted(self.run_config.env)  # values may be secrets
         given = {} if self.task.cost_model is None else {"cost_model": str(self.task.cost_model)}
         found = versions(self.scaling_config.device)
@@ -542,7 +544,11 @@ class ElasticRingTrainer:
             return
         end["facts"]["samples"] = ids
         version, named = version_at(versions, step), ", ".join(map(str, ids))
-        of = self.task.data if version is None else f"{version.uri} (which holds from step {version.first_step} on)"
+        of = (
+            shown_url(str(self.task.data))
+            if version is None
+            else f"{version.uri} (which holds from step {version.first_step} on)"
+        )
         end["message"] += f"\nThe batch of that step is sequences {named} of {of}"
 
     def _good(self, summary: dict[str, Any]) -> Result:

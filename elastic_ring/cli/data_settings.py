@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from elastic_ring.files import absolute
+from elastic_ring.files import absolute, shown_url
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.validation import NonNegativeInt, PositiveInt, settings
 
@@ -76,15 +76,15 @@ def prepared_data(
     manifest = at_submission(lambda: read_manifest(data.uri))
     if data.digest not in ("", manifest.digest):
         raise ValueError(
-            f"data.digest={data.digest[:16]}...: {data.uri} has {manifest.digest[:16]} now: restore the manifest, or "
-            "start a run of another name without it"
+            f"data.digest={data.digest[:16]}...: {shown_url(data.uri)} has {manifest.digest[:16]} now: restore the "
+            "manifest, or start a run of another name without it"
         )
     says: dict[str, Any] = {"vocab_size": manifest.vocab_size, "end_of_document": manifest.end_of_document,
             "align_tokens": manifest.align_tokens, "column": manifest.column}  # fmt: skip
     for name, value in says.items():
         if getattr(data, name) not in (OF_MANIFEST[name], value):
             way_out = " (prepare it anew with --align-tokens)" if name == "align_tokens" else ": leave it out"
-            raise ValueError(f"data.{name}={getattr(data, name)!r}: {data.uri} has {value!r}{way_out}")
+            raise ValueError(f"data.{name}={getattr(data, name)!r}: {shown_url(data.uri)} has {value!r}{way_out}")
     if not vocabulary_is_chosen:
         model = dataclasses.replace(model, vocab_size=manifest.vocab_size)
     return dataclasses.replace(data, digest=manifest.digest, **says), model

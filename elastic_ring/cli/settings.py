@@ -18,6 +18,7 @@ import tyro
 
 from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data
 from elastic_ring.config import CpuOffload, OptimConfig, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.files import shown_url
 from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.validation import from_plain, unknown_setting
 
@@ -189,8 +190,9 @@ class TrainSettings:
     plan: bool = False
 
     def toml(self) -> str:
-        """As a file for `--config`, without the values of run.env, which may be secrets, and without the schedule's
-        lengths where they follow from the number of steps: `--steps` over the file changes them too."""
+        """As a file for `--config`, without what may be secret: values of run.env, passwords and queries of URIs. Also
+        without the schedule's lengths where they follow from the number of steps: `--steps` over the file changes them
+        too."""
         import tomli_w
 
         plain = {name: plain_of(getattr(self, name)) for name in SECTIONS}
@@ -201,7 +203,7 @@ class TrainSettings:
         if self.model_folder is not None:
             plain["model"] = {name: plain["model"][name] for name in sorted(FREE_OF_FOLDER)}
         own = {name: value for name in TOP if (value := getattr(self, name)) is not None}
-        return tomli_w.dumps({"preset": self.preset, **own, **plain})
+        return shown_url(tomli_w.dumps({"preset": self.preset, **own, **plain}))
 
 
 def plain_of(config: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
 from elastic_ring.config import check_copies, check_loss_spikes, check_together
 from elastic_ring.errors import ElasticRingError, TermLost
+from elastic_ring.files import shown_url
 from elastic_ring.model.config import ModelConfig, num_parameters
 from elastic_ring.monitor.report import forecast_line, goodput_line
 
@@ -154,12 +155,12 @@ def _prepared(data: DataConfig, model: ModelConfig, context_tokens: int) -> Sour
     manifest = at_submission(lambda: read_manifest(data.uri))
     if manifest.vocab_size > model.vocab_size:
         raise ValueError(
-            f"{data.uri}: has tokens of a vocabulary of {manifest.vocab_size:,}, and the model has rows for "
+            f"{shown_url(data.uri)}: has tokens of a vocabulary of {manifest.vocab_size:,}, and the model has rows for "
             f"model.vocab_size={model.vocab_size:,}: prepare the corpus with the model's tokenizer, or leave "
             "--model.vocab-size out"
         )
     logging.info(
-        "%s: %s documents, %s tokens, vocabulary %s%s", data.uri, f"{manifest.num_documents:,}",
+        "%s: %s documents, %s tokens, vocabulary %s%s", shown_url(data.uri), f"{manifest.num_documents:,}",
         f"{manifest.num_tokens:,}", f"{manifest.vocab_size:,}",
         "" if manifest.is_complete else "; the complete beginning of a preparation",
     )  # fmt: skip

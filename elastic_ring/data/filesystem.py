@@ -17,6 +17,7 @@ from pyarrow import fs
 
 from elastic_ring.config import Timeouts, environment
 from elastic_ring.errors import StorageFailed
+from elastic_ring.files import shown_url
 from elastic_ring.state.storage.folder import SUBMIT_S
 from elastic_ring.state.storage.retries import Retries, ignore, shortened
 
@@ -68,7 +69,7 @@ def reading(name: str, action: Callable[[], T], *, what: str = "cannot be read")
     except Exception as error:
         raise_if_away(error, name, what)
         if isinstance(error, READ_ERRORS) or _is_of_client(error):
-            raise ValueError(f"{name}: {what}: {error}") from error
+            raise ValueError(shown_url(f"{name}: {what}: {error}")) from error
         raise
 
 
@@ -76,7 +77,8 @@ def raise_if_away(error: BaseException, name: str, what: str = "cannot be read")
     """Raises StorageFailed that says `name` where the storage has failed: its file is neither absent nor damaged, and
     whoever would leave it out would lose data that are there."""
     if is_away(error):
-        raise StorageFailed(f"{name} {what}: {shortened(error)}", path=name) from error
+        told = shown_url(f"{name} {what}: {shortened(error)}")
+        raise StorageFailed(told, path=shown_url(name)) from error
 
 
 def patiently(action: Callable[[], T], limit_s: float = Timeouts.storage_s, tell: Callable[[str], None] = ignore) -> T:
@@ -125,7 +127,7 @@ def located(uri: str) -> tuple[Any, str]:
     try:
         opened, path = fsspec.core.url_to_fs(uri)
     except Exception as error:  # each file system has its own classes of errors
-        raise ValueError(f"{uri}: cannot be opened: {error}") from error
+        raise ValueError(shown_url(f"{uri}: cannot be opened: {error}")) from error
     return fs.PyFileSystem(fs.FSSpecHandler(opened)), path
 
 

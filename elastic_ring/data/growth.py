@@ -13,6 +13,7 @@ from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.data.filesystem import located, reading
 from elastic_ring.data.manifest import MANIFEST, Manifest, read_manifest
 from elastic_ring.data.prepared import Later, PreparedTokens, check_grown
+from elastic_ring.files import shown_url, with_access
 
 _NUMBERED = re.compile(r"^manifest-(\d+)\.json$")
 
@@ -26,17 +27,18 @@ def may_grow(data: Any) -> bool:
 
 def grown(data: Any, versions: Iterable[CorpusVersion]) -> Any:
     """The data of a run once it has taken these manifests over; `data` themselves where there are none."""
-    later = tuple(Later(one.first_step, one.uri, one.digest) for one in versions)
-    if not later:
+    known = list(versions)
+    if not known:
         return data
     assert isinstance(data, PreparedTokens), "no other data grow"
+    later = tuple(Later(one.first_step, with_access(one.uri, data.uri), one.digest) for one in known)
     return replace(data, later=later)
 
 
 def beside(data: Any, versions: Iterable[CorpusVersion]) -> tuple[CorpusVersion, ...]:
     """The versions in the folder of the data's own manifest, where a preparation writes them all."""
     folder = data.uri.rpartition("/")[0]
-    return tuple(replace(one, uri=f"{folder}/{one.uri.rpartition('/')[2]}") for one in versions)
+    return tuple(replace(one, uri=shown_url(f"{folder}/{one.uri.rpartition('/')[2]}")) for one in versions)
 
 
 def longer_manifest(uri: str, now: Manifest) -> tuple[str, Manifest] | None:

@@ -23,6 +23,7 @@ from elastic_ring.data.kinds import hint_of, kind_of
 from elastic_ring.data.manifest import MANIFEST, PREPARATION
 from elastic_ring.data.summary import Group, count, grouped, lines, size
 from elastic_ring.data.walk import HIDING, Found, walk
+from elastic_ring.files import shown_url
 
 OPENED_AT_ONCE = 16
 HIDDEN = "a name that begins with . or _"
@@ -116,8 +117,8 @@ def list_source(
 
 
 def shown(name: str) -> str:
-    """A name that can be printed: bytes that are not UTF-8 become \\xNN."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    """A name or URI that can be printed: bytes that are not UTF-8 become \\xNN, and no password is in it."""
+    return shown_url(name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"))
 
 
 def _named(filesystem: Any, path: str, num_bytes: int, told: str, column: str) -> File:
@@ -189,7 +190,7 @@ def exists(uri: str) -> bool:
     try:
         found = filesystem.get_file_info(path).type != fs.FileType.NotFound
     except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
-        raise_if_away(error, uri, "cannot be looked up")
+        raise_if_away(error, shown(uri), "cannot be looked up")
         return False
     return bool(found)
 
@@ -275,7 +276,7 @@ def _saved_dataset(filesystem: Any, path: str, uri: str, told: str) -> Listing |
     if _is_file(filesystem, f"{path}/dataset_dict.json"):
         splits = _json(filesystem, f"{path}/dataset_dict.json", told).get("splits") or ["?"]
         if len(splits) != 1:
-            raise ValueError(f"{told}: holds the splits {', '.join(splits)}: name one, {uri}/{splits[0]}")
+            raise ValueError(f"{told}: holds the splits {', '.join(splits)}: name one, {shown(uri)}/{splits[0]}")
         path = f"{path}/{splits[0]}"
     if not _is_file(filesystem, f"{path}/state.json"):
         return None

@@ -15,6 +15,7 @@ from dataclasses import field
 from typing import Any, Literal
 
 from elastic_ring.data.filesystem import located, read_file
+from elastic_ring.files import shown_url
 from elastic_ring.validation import NonNegativeInt, PositiveInt, from_plain, settings
 
 MANIFEST, PREPARATION = "manifest.json", "preparation.json"
@@ -139,7 +140,9 @@ def read_manifest(uri: str) -> Manifest:
         plain = json.loads(data)
         found = from_plain(Manifest, plain)
     except ValueError as error:
-        raise ValueError(f"{uri}: is no manifest of elastic-ring data prepare: {error}") from error
+        raise ValueError(f"{shown_url(uri)}: is no manifest of elastic-ring data prepare: {error}") from error
     if digest_of(plain) != found.digest:
-        raise ValueError(f"{uri}: was altered after it was written: its content does not have its digest; restore it")
+        raise ValueError(
+            f"{shown_url(uri)}: was altered after it was written: its content does not have its digest; restore it"
+        )
     return found

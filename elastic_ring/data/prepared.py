@@ -20,7 +20,7 @@ from elastic_ring.data.manifest import Manifest, PreparedSource, read_manifest
 from elastic_ring.data.packing import MAX_VOCAB_SIZE, Files, PackedSource, Sample, check_context
 from elastic_ring.data.row_groups import RowGroups
 from elastic_ring.data.sampling.mixed_order import MixedOrder, Numbering, Version
-from elastic_ring.files import absolute
+from elastic_ring.files import absolute, shown_url
 from elastic_ring.validation import PositiveInt, settings
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class PreparedTokens:
         chunks = RowGroups(self.uri, manifest, source)
         return PackedSource(
             chunks, ends=chunks.ends, context_tokens=self.context_tokens, vocab_size=manifest.vocab_size,
-            describe=f"{self.uri} (source {source.name})", how=["prepared"],
+            describe=f"{shown_url(self.uri)} (source {source.name})", how=["prepared"],
             digests=lambda: files_of(source),
             padding=manifest.end_of_document if manifest.align_tokens > 1 else None,
             cache_bytes=max(LEAST_CACHE_BYTES, CACHE_BYTES // len(manifest.sources)),
@@ -225,8 +225,8 @@ def pinned_manifest(uri: str, digest: str) -> Manifest:
     found = read_manifest(uri)
     if found.digest != digest:
         raise ValueError(
-            f"{uri}: has the digest {found.digest[:16]}, the run began with {digest[:16]}: a corpus must not change "
-            "under a run; restore the manifest, or start a run of another name"
+            f"{shown_url(uri)}: has the digest {found.digest[:16]}, the run began with {digest[:16]}: a corpus must "
+            "not change under a run; restore the manifest, or start a run of another name"
         )
     return found
 
@@ -237,12 +237,14 @@ def check_grown(before: Manifest, after: Manifest, uri: str) -> None:
     shorter = [one.name for one, two in pairs if one.shards[: len(two.shards)] == two.shards != one.shards]
     if shorter:
         raise ValueError(
-            f"{uri}: source {shorter[0]} has fewer shards than the run has used: a corpus only grows under a run; "
-            "restore the manifest, or start a run of another name"
+            f"{shown_url(uri)}: source {shorter[0]} has fewer shards than the run has used: a corpus only grows under "
+            "a run; restore the manifest, or start a run of another name"
         )
     alike = (before.vocab_size, before.end_of_document, before.row_group_tokens, before.align_tokens,
              before.tokenizer_sha256) == (after.vocab_size, after.end_of_document, after.row_group_tokens,
              after.align_tokens, after.tokenizer_sha256)  # fmt: skip
     grown = all(one.weight == two.weight and two.shards[: len(one.shards)] == one.shards for one, two in pairs)
     if not (alike and grown and len(before.sources) == len(after.sources)):
-        raise ValueError(f"{uri}: a later manifest is of another preparation: it must begin with the same shards")
+        raise ValueError(
+            f"{shown_url(uri)}: a later manifest is of another preparation: it must begin with the same shards"
+        )

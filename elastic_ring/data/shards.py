@@ -32,7 +32,7 @@ from elastic_ring.data.packing import (
     aligned,
     check_context,
 )
-from elastic_ring.files import absolute
+from elastic_ring.files import absolute, shown_url
 from elastic_ring.validation import settings
 
 SAMPLE_BYTES = 1 << 16
@@ -91,7 +91,7 @@ class TokenShards:
             [chunk for chunk in chunks if chunk.num_tokens],
             context_tokens=self.context_tokens,
             vocab_size=self.vocab_size,
-            describe=f"TokenShards({self.uri!r})",
+            describe=f"TokenShards({shown_url(self.uri)!r})",
             how=["shards", self.context_tokens, self.vocab_size, self.end_of_document, self.align_tokens],
             digests=lambda: _digests(filesystem, paths, facts),
             padding=self.end_of_document if self.align_tokens > 1 else None,
@@ -148,13 +148,13 @@ def _list_shards(uri: str) -> tuple[Any, list[tuple[str, int]]]:
             return filesystem, info, [info]
         return filesystem, info, filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
 
-    filesystem, info, found = reading(f"TokenShards uri={uri!r}", look)
+    filesystem, info, found = reading(f"TokenShards uri={shown_url(uri)!r}", look)
     if info.type == pafs.FileType.NotFound:
-        raise ValueError(f"TokenShards uri={uri!r}: does not exist")
+        raise ValueError(f"TokenShards uri={shown_url(uri)!r}: does not exist")
     endings = _PARQUET + _ARROW
     shards = sorted((file.path, file.size) for file in found if file.is_file and file.path.lower().endswith(endings))
     if not shards:
-        raise ValueError(f"TokenShards uri={uri!r}: no file here ends in {', '.join(endings)}")
+        raise ValueError(f"TokenShards uri={shown_url(uri)!r}: no file here ends in {', '.join(endings)}")
     return filesystem, shards
 
 

@@ -20,7 +20,7 @@ from pyarrow import fs
 
 from elastic_ring.data.chunks import Starts, Tokens
 from elastic_ring.data.filesystem import reading
-from elastic_ring.data.listing import File, Listing, left_out_groups, list_source, used_groups
+from elastic_ring.data.listing import File, Listing, left_out_groups, list_source, shown, used_groups
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, Files, PackedSource, aligned, check_context
 from elastic_ring.data.preparation.documents import Tally, read_documents
 from elastic_ring.data.preparation.inputs import Piece, cut
@@ -117,8 +117,8 @@ class TextFiles:
         for listing in listings:
             if any(file.kind != "text" for file in listing.files) or listing.left_out:
                 told = [*summary("used", used_groups([listing])), *summary("left out", left_out_groups([listing]))]
-                log.info("%s: %s", listing.uri, "\n".join(told))
-        return _open(listings, self.context_tokens, self.align_tokens, f"TextFiles{self.paths!r}")
+                log.info("%s: %s", shown(listing.uri), "\n".join(told))
+        return _open(listings, self.context_tokens, self.align_tokens, shown(f"TextFiles{self.paths!r}"))
 
 
 @dataclass(frozen=True)
@@ -208,10 +208,11 @@ def _once(listings: Sequence[Listing]) -> list[tuple[Listing, File]]:
     ordered = [found.pop(file.path) for listing in listings for file in listing.files if file.path in found]
     record_bytes = sum(file.num_bytes for _, file in ordered if file.kind != "text" or file.compression)
     if record_bytes > MAX_RECORD_BYTES:
+        where = shown(listings[0].uri)
         raise ValueError(
-            f"--data {listings[0].uri}: {size(record_bytes)} of records and compressed text, which every process would "
-            f"read whole: prepare them once, elastic-ring data prepare --source {listings[0].uri} --out prepared, and "
-            "train with --data prepared/manifest.json"
+            f"--data {where}: {size(record_bytes)} of records and compressed text, which every process would read "
+            f"whole: prepare them once, elastic-ring data prepare --source {where} --out prepared, and train with "
+            "--data prepared/manifest.json"
         )
     return [(listing, file) for listing, file in ordered if file.num_bytes]
 

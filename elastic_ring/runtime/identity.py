@@ -20,6 +20,7 @@ from typing import Any
 from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, fingerprinted
+from elastic_ring.files import shown_url
 from elastic_ring.train.task import TrainingTask
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ def identity_of(
 def place_of(part: Any) -> str:
     """Where a source or a model lies, if it says so."""
     given = next((found for name in ("uri", "paths", "folder") if (found := getattr(part, name, None))), "")
-    return ", ".join(map(str, given)) if isinstance(given, tuple) else str(given)
+    return ", ".join(map(shown_url, map(str, given))) if isinstance(given, tuple) else shown_url(str(given))
 
 
 def described(part: Any) -> str:

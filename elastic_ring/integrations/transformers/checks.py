@@ -11,6 +11,7 @@ import torch
 
 from elastic_ring.data.manifest import Manifest
 from elastic_ring.data.tokenizer import FAST, folder_digest
+from elastic_ring.files import shown_url
 from elastic_ring.integrations.transformers.module import TracedRing, class_of
 
 NUM_TRACED_TOKENS = 16
@@ -66,8 +67,8 @@ def check_same_tokenizer(folder: Path, uri: str, manifest: Manifest) -> None:
     if not (folder / FAST).exists() or folder_digest(folder, manifest.end_of_document) == manifest.tokenizer_sha256:
         return
     raise ValueError(
-        f"{uri} was prepared with another tokenizer than that in {str(folder)!r}, so its tokens mean something else to "
-        f"the model: prepare it with --tokenizer {folder}, or name a folder without {FAST}"
+        f"{shown_url(uri)} was prepared with another tokenizer than that in {str(folder)!r}, so its tokens mean "
+        f"something else to the model: prepare it with --tokenizer {folder}, or name a folder without {FAST}"
     )
 
 

@@ -11,6 +11,7 @@ from elastic_ring.control.state import State
 from elastic_ring.data.growth import longer_manifest, may_grow
 from elastic_ring.data.manifest import Manifest
 from elastic_ring.data.prepared import pinned_manifest
+from elastic_ring.files import shown_url, with_access
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class CorpusWatcher:
             return
         newest = state.grown or (state.corpus[-1] if state.corpus else None)
         if newest is not None:
-            self._uri, self._digest = newest.uri, newest.digest
+            self._uri, self._digest = with_access(newest.uri, self._uri), newest.digest
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
@@ -67,7 +68,7 @@ class CorpusWatcher:
         if found is None or self._over.is_set():
             return
         self._uri, self._now = found
-        self._grew(self._uri, self._now.digest)
+        self._grew(shown_url(self._uri), self._now.digest)
 
     def _in_use(self) -> Manifest:
         """The manifest that the longer one must begin with."""

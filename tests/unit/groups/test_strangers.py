@@ -104,7 +104,7 @@ def test_the_store_of_a_generation_is_gone_with_all_connections_once_its_members
     run_spec = RunSpec(RunConfig("r", run_dir="nowhere"), ScalingConfig(), None, "a", "", 0.0, "")  # type: ignore[arg-type]
     nodes: Any = SimpleNamespace(address_of=lambda worker: HOST)
     dispatch = Dispatcher(run_spec, HOST, None, nodes, None, None)  # type: ignore[arg-type]
-    build = Build("c", "w0", 1, 2, ("w0", "w1"), PAIR, 0, None, (), True)
+    build = Build("c", "w0", 1, 2, PAIR, ("w0", "w1"), 0, None, (), True)
     place = dispatch._rendezvous(build)
     assert dispatch._rendezvous(replace(build, worker="w1")) == place
     at = (place["store_host"], place["store_port"])
