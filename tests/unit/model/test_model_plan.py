@@ -11,8 +11,8 @@ import torch
 from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.cli import train
-from elastic_ring.cli.plan import STATE_BYTES, plan_of
 from elastic_ring.cli.settings import FITS, PRESETS
+from elastic_ring.forecast.memory import COMMUNICATOR_BYTES, STATE_BYTES, plan_of
 from elastic_ring.model.config import num_parameters
 from elastic_ring.model.flops import model_flops
 from elastic_ring.model.gpus import CONTEXT_BYTES, GPU_GIB
@@ -59,7 +59,7 @@ def test_a_plan_says_a_verdict_for_each_gpu_and_imports_neither_torch_nor_ray() 
     assert "  A100-40   39.4 GiB: does not fit" in lines
     assert "  H100-80   79.1 GiB: fits" in lines
     plan = plan_of(*(PRESETS["8b"]()[part] for part in ("model", "scaling", "step")))
-    assert plan.needed_bytes == int(1.25 * plan.gpu_bytes) + 2 * CONTEXT_BYTES
+    assert plan.needed_bytes == int(1.25 * plan.gpu_bytes) + 2 * CONTEXT_BYTES + COMMUNICATOR_BYTES
 
 
 def test_what_the_start_would_refuse_a_plan_refuses_too(capsys: pytest.CaptureFixture[str]) -> None:

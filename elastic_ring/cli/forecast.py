@@ -1,0 +1,132 @@
+"""`elastic-ring forecast`: memory, time, goodput, money and probability before anything is rented.
+
+    elastic-ring forecast --preset 8b --dp 64 --global-batch 64 --fleet h100-80 --tokens 1T --deadline 90d --budget 1M
+
+Takes the settings of `elastic-ring train`, and its own options. Imports neither torch nor Ray. Exits 2 for wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.cli import settings
+from elastic_ring.config import check_copies, check_together
+from elastic_ring.forecast import asked, report
+from elastic_ring.forecast.machines import GPUS, Fleet, read_fleet
+from elastic_ring.forecast.money import PriceList, read_prices
+from elastic_ring.forecast.scenario import Scenario, default_efficiency, forecast
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="elastic-ring forecast", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--fleet", default="h100-80", help="a TOML file, or a GPU type (h100-80)")
+    add("--tokens", default="1T", help="to train on: 300B, 1T (1T)")
+    add("--machine", type=Path, help="rates of elastic-ring calibrate")
+    add("--measured-step", type=float, metavar="S", help="seconds of a step, in place of the model of step time")
+    add("--failures", default="published", help="a prior's name, or a TOML file (published)")
+    add("--prices", help="a TOML file of dated rows")
+    add("--price", default="on demand", choices=["on demand", "reserved", "spot", "owned"], help="which (on demand)")
+    add("--deadline", help="90d, 36h, 6w, or a date")
+    add("--budget", help="dollars: 12M")
+    add("--search", action="store_true", help="other meshes, offload, spares, GPU types: the front of cost and time")
+    add("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given, rest = options().parse_known_args(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(given, rest)
+    except ValueError as error:
+        print(f"elastic-ring forecast: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(given: argparse.Namespace, rest: Sequence[str]) -> int:
+    fleet, prices = read_fleet(given.fleet), read_prices(given.prices)
+    scenario = scenario_of(given, rest, fleet, prices)
+    deadline_s = None if given.deadline is None else asked.deadline_s(given.deadline, days_until(given.deadline))
+    budget = None if given.budget is None else asked.amount(given.budget, "--budget")
+    warnings = (
+        prices.warnings(scenario.price, {scenario.price.date: -days_to(scenario.price.date)}) if scenario.price else []
+    )
+    if given.search:
+        return _search(scenario, prices, given, deadline_s, budget)
+    found = forecast(scenario)
+    if given.json:
+        print(json.dumps(report.as_json(found, deadline_s, budget, warnings), indent=1))
+    else:
+        print("\n".join(report.lines(found, deadline_s, budget, warnings)))
+    return 0
+
+
+def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, prices: PriceList) -> Scenario:
+    """The settings of train on the fleet. Raises ValueError for what cannot be meant."""
+    train = settings.parse(list(rest))
+    check_together(train.scaling, train.step, ())
+    check_copies(train.scaling.mesh, train.run.copies)
+    if given.measured_step is not None and given.measured_step <= 0:
+        raise ValueError(f"--measured-step {given.measured_step}: must be a positive number of seconds")
+    if fleet.num_gpus and fleet.num_gpus < train.scaling.mesh.size + train.scaling.spares:
+        raise ValueError(
+            f"--fleet {given.fleet}: num_gpus={fleet.num_gpus} is less than dp x cp + spares = "
+            f"{train.scaling.mesh.size + train.scaling.spares}: lower them, or take a larger fleet"
+        )
+    machine = None
+    if given.machine is not None:
+        from elastic_ring.attention.autolayout.cost_model import CostModel
+
+        machine = vars(CostModel.read(given.machine))
+    size = train.scaling.mesh.size + train.scaling.spares
+    if given.price == "owned":
+        price: Any = prices.owned_price(fleet, size)
+    else:
+        price = prices.find(fleet.gpu, given.price)
+    return Scenario(
+        train.model, train.scaling, train.step, train.run, fleet, default_efficiency(fleet, machine),
+        asked.failures_of(given.failures), price, asked.amount(given.tokens, "--tokens"),
+        measured_step_s=given.measured_step,
+    )  # fmt: skip
+
+
+def _search(
+    scenario: Scenario, prices: PriceList, given: argparse.Namespace, deadline_s: float | None, budget: float | None
+) -> int:
+    from elastic_ring.forecast.search import search
+
+    front, tried = search(scenario, prices, given.price, deadline_s, budget, list(GPUS))
+    if given.json:
+        rows = [{"line": one.line(), "usd": one.usd, "run_s": one.run_s, "goodput": one.goodput, "success": one.success}
+                for one in front]  # fmt: skip
+        print(json.dumps({"tried": tried, "front": rows}, indent=1))
+        return 0
+    print(f"{tried:,} configurations; the front of cost and time:")
+    print("\n".join(f"  {one.line()}" for one in front) or "  none fits")
+    return 0
+
+
+def days_to(date: str) -> int:
+    """Days from today; below 0 for the past."""
+    return (datetime.date.fromisoformat(date) - datetime.date.today()).days
+
+
+def days_until(text: str) -> dict[str, int]:
+    """As `days_to`, empty for what is no date."""
+    try:
+        return {text: days_to(text)}
+    except ValueError:
+        return {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

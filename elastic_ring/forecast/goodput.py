@@ -1,0 +1,223 @@
+"""Tier 2: which share of time steps that stay committed get, by a renewal simulation over many draws at once.
+
+Losses come as a Poisson process by scope (process, host, switch, power). What one costs is told by an `Outcome`; tier 1
+(`tier1.py`) measures these under the control core. Hosts that broke are away until they are repaired (log-normal);
+meanwhile spares serve, and without spares the mesh has fewer rings, as `placement.policy` cuts it: whatever is left
+over of a broken ring serves too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic_ring.forecast.machines import Number
+
+Array = NDArray[np.float64]
+HOUR, DAY = 3600.0, 86400.0
+MOST_LOSSES = 400
+"""Losses that one draw goes through; a longer run is as good as its first part."""
+SHARES: Mapping[str, float] = {"process": 0.13, "gpu": 0.61, "host": 0.18, "switch": 0.08}
+"""Of all losses, by scope: Llama-3 405B's causes (software; GPU, HBM, SRAM, system processor; the rest; network)."""
+
+
+@dataclass(frozen=True)
+class Failures:
+    """`gpu_hours`: GPU-hours between unplanned losses, P10, P50, P90. `repair_hours`: median, and log's deviation.
+
+    `process_s`: until a worker that died alone is warm again. `planned_per_day`: of the whole fleet, announced, so that
+    only a rebuild is lost."""
+
+    name: str = "published"
+    gpu_hours: tuple[float, float, float] = (10_000.0, 40_000.0, 66_000.0)
+    repair_hours: tuple[float, float] = (12.0, 1.0)
+    shares: Mapping[str, float] = field(default_factory=lambda: dict(SHARES))
+    process_s: float = 60.0
+    planned_per_day: float = 0.87
+    source: str = "seven published rates, 8,100 to 66,500 GPU-hours"
+
+
+PRIORS: Mapping[str, Failures] = {
+    "published": Failures(),
+    "llama3": Failures("llama3", (45_000, 50_700, 57_000), source="Llama-3 405B: 419 in 54 days on 16,384 H100"),
+    "bloom": Failures("bloom", (40_000, 64_500, 100_000), source="BLOOM: one a week on 384 A100"),
+    "opt": Failures("opt", (8_000, 11_900, 17_000), source="OPT: two hosts a day of 124"),
+    "rsc": Failures("rsc", (8_100, 15_000, 29_500), source="Meta RSC: 7.9 h at 1,024 A100, 1.8 h at 16,384"),
+    "none": Failures("none", (1e12, 1e12, 1e12), planned_per_day=0.0, source="no failures"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a loss costs. `stop_s`: from the loss to the first new step, without what runs again. `steps`: committed
+    steps that run again; the step that broke off is counted apart, half of it."""
+
+    stop_s: Number
+    steps: Number = 0.0
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """What goodput depends on. `copies_hold`: a copy on another host holds each shard; `copy_steps` between them.
+    `interval_s`: between checkpoints; `wait_s`: that training waits for one; `restore_s`: to read one."""
+
+    dp: int
+    cp: int
+    spares: int
+    gpus_per_host: int
+    hosts_per_switch: int
+    hosts_per_power: int
+    step_s: Number
+    heal_s: Number
+    rebuild_s: Number
+    detect_s: Number
+    interval_s: Number
+    wait_s: Number
+    restore_s: Number
+    copies_hold: bool = False
+    copy_steps: int = 10
+
+    @property
+    def num_gpus(self) -> int:
+        return self.dp * self.cp + self.spares
+
+    @property
+    def num_hosts(self) -> int:
+        return -(-self.num_gpus // self.gpus_per_host)
+
+    def hosts_of(self, scope: str) -> int:
+        return {"process": 0, "gpu": 1, "host": 1, "switch": min(self.hosts_per_switch, self.num_hosts)}[scope]
+
+    def loses_all_holders(self, scope: str) -> bool:
+        """Whether a loss takes each holder of some shard. Rings follow each other on the hosts, so holders of one shard
+        are cp ranks apart."""
+        taken = max(1, self.hosts_of(scope) * self.gpus_per_host * (scope != "process"))
+        if scope == "gpu":
+            taken = 1
+        holders = self.dp + self.copies_hold
+        return holders < 2 or taken >= self.cp * self.dp or (taken > self.cp * (self.dp - 1) and not self.copies_hold)
+
+    def outcome(self, scope: str) -> Outcome:
+        """From a replica, else from a copy, else from a checkpoint."""
+        build = self.detect_s + self.rebuild_s
+        if not self.loses_all_holders(scope):
+            from_copy = self.dp < 2
+            return Outcome(build + self.heal_s, self.copy_steps / 2 if from_copy else 0.0)
+        return Outcome(build + self.restore_s, self.interval_s / 2 / self.step_s)
+
+
+def _cost_s(shape: RunShape, scope: str) -> Number:
+    found = shape.outcome(scope)
+    return found.stop_s + (found.steps + 0.5) * shape.step_s
+
+
+def rate_per_s(shape: RunShape, gpu_hours: Number) -> Number:
+    """Unplanned losses of the run's GPUs."""
+    return shape.num_gpus / (np.asarray(gpu_hours) * HOUR)
+
+
+def rings_left(shape: RunShape, hosts_away: Number, processes_away: Number = 0) -> Number:
+    """Rings that the GPUs that are left make."""
+    gpus = shape.num_gpus - np.asarray(hosts_away) * shape.gpus_per_host - np.asarray(processes_away)
+    return np.clip(gpus // shape.cp, 0, shape.dp)
+
+
+def mean_goodput(shape: RunShape, failures: Failures, gpu_hours: Number | None = None, repair: Number = 1.0) -> Number:
+    """In closed form, for a search and for a tornado: losses are rare beside what they cost, and the number of hosts
+    that are away is Poisson. `repair`: a factor of how long repairs take."""
+    gpu_hours = failures.gpu_hours[1] if gpu_hours is None else gpu_hours
+    rate = rate_per_s(shape, gpu_hours)
+    lost = sum(share * rate * _cost_s(shape, scope) for scope, share in failures.shares.items())
+    lost = lost + failures.planned_per_day / DAY * (shape.rebuild_s + 0.5 * shape.step_s)
+    stop = shape.wait_s / shape.interval_s
+    median_h, deviation = failures.repair_hours
+    away = sum(share * rate * shape.hosts_of(scope) for scope, share in failures.shares.items())
+    mean_away = away * median_h * repair * HOUR * np.exp(deviation**2 / 2)
+    return (1.0 - np.minimum(0.95, lost)) / (1.0 + stop) * _mesh_share(shape, mean_away)
+
+
+def _mesh_share(shape: RunShape, mean_away: Number) -> Number:
+    """The mean of rings over dp, where the number of hosts away is Poisson."""
+    mean_away = np.asarray(mean_away, dtype=float)
+    most = int(np.max(mean_away) + 8 * np.sqrt(np.max(mean_away) + 1) + 8)
+    k = np.arange(most + 1)
+    log_factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, most + 1)))))
+    logs = k * np.log(np.maximum(mean_away[..., None], 1e-300)) - mean_away[..., None] - log_factorial
+    chance = np.exp(logs)
+    return (chance * rings_left(shape, k) / shape.dp).sum(-1) / chance.sum(-1)
+
+
+def simulate_goodput(
+    shape: RunShape,
+    failures: Failures,
+    gpu_hours: Array,
+    duration_s: float,
+    rng: np.random.Generator,
+    repair: Number = 1.0,
+) -> Array:
+    """The goodput of each draw: one walk through its losses, all draws side by side. A draw is as long as
+    `duration_s`, or until `MOST_LOSSES` on average have come."""
+    rate = rate_per_s(shape, gpu_hours)
+    span = np.minimum(duration_s, MOST_LOSSES / rate)
+    draws = len(gpu_hours)
+    scopes = list(failures.shares)
+    weights = np.cumsum([failures.shares[scope] for scope in scopes])
+    weights /= weights[-1]
+    cost = np.stack([np.broadcast_to(np.asarray(_cost_s(shape, scope), dtype=float), (draws,)) for scope in scopes])
+    hosts = np.array([shape.hosts_of(scope) for scope in scopes])
+    slots = _slots(failures, rate * repair)
+    back_at = np.zeros((draws, slots))
+    back_hosts = np.zeros((draws, slots))
+    now, kept, lost = np.zeros(draws), np.zeros(draws), np.zeros(draws)
+    row = np.arange(draws)
+    while True:
+        gap = rng.exponential(1.0, draws) / rate
+        until = np.minimum(now + gap, span)
+        away = np.where(back_at > now[:, None], back_hosts, 0.0)
+        kept += (until - now) * rings_left(shape, away.sum(1)) / shape.dp
+        kept += _returns(shape, back_at, away, now, until)
+        live = until < span
+        if not live.any():
+            break
+        scope = np.searchsorted(weights, rng.random(draws))
+        lost += np.where(live, np.minimum(cost[scope, row], span - until), 0.0)
+        median_h, deviation = failures.repair_hours
+        away_s = median_h * repair * HOUR * np.exp(deviation * rng.standard_normal(draws))
+        oldest = back_at.argmin(1)
+        fresh = live & (hosts[scope] > 0)
+        back_at[row[fresh], oldest[fresh]] = (until + away_s)[fresh]
+        back_hosts[row[fresh], oldest[fresh]] = hosts[scope][fresh]
+        now = until
+    planned = failures.planned_per_day / DAY * span * (shape.rebuild_s + 0.5 * shape.step_s)
+    share = (kept - lost - planned) / span / (1.0 + shape.wait_s / shape.interval_s)
+    found: Array = np.clip(share, 0.02, 1.0)
+    return found
+
+
+def _slots(failures: Failures, rate: Array) -> int:
+    median_h, deviation = failures.repair_hours
+    mean = float(np.max(rate)) * median_h * HOUR * np.exp(deviation**2 / 2)
+    return int(min(64, mean + 6 * np.sqrt(mean) + 6))
+
+
+def _returns(shape: RunShape, back_at: Array, away: Array, now: Array, until: Array) -> Array:
+    """What hosts that come back before the next loss add: each of them by itself, the soonest first."""
+    added = np.zeros(len(now))
+    total = away.sum(1)
+    order = np.where((away > 0) & (back_at < until[:, None]), back_at, np.inf)
+    for _ in range(order.shape[1]):
+        soonest = order.argmin(1)
+        row = np.arange(len(now))
+        at = order[row, soonest]
+        ready = np.isfinite(at)
+        if not ready.any():
+            break
+        less = total - away[row, soonest]
+        gained = rings_left(shape, less) - rings_left(shape, total)
+        added += np.where(ready, (until - np.where(ready, at, until)) * gained / shape.dp, 0.0)
+        total = np.where(ready, less, total)
+        order[row, soonest] = np.inf
+    return added

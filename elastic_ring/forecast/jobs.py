@@ -1,0 +1,24 @@
+"""A step's work from the settings of a run."""
+
+from __future__ import annotations
+
+from elastic_ring.config import ScalingConfig, StepConfig
+from elastic_ring.forecast.step_time import Job
+from elastic_ring.model.config import ModelConfig, num_parameters
+
+
+def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, density: float = 1.0) -> Job:
+    """What one rank computes and sends in a step of `elastic-ring train`."""
+    of_ring = -(-step.global_batch // scaling.dp)
+    together = min(step.sequences_per_pass, of_ring)
+    qkvo = 2.0 * config.width * config.head_dim * (config.num_heads + config.num_kv_heads)
+    return Job(
+        layers=config.num_layers, width=config.width, heads=config.num_heads, kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim, block=qkvo + 3.0 * config.width * config.ffn_width,
+        head=float(config.vocab_size * config.width), vocab=config.vocab_size, ffn=3.0 * config.ffn_width,
+        num_parameters=float(num_parameters(config)),
+        tokens=together * -(-step.context_tokens // scaling.cp), seq=step.context_tokens,
+        passes=-(-of_ring // together), shard_ranks=scaling.cp, cp=scaling.cp, replicas=scaling.dp,
+        recompute="all but attention" if config.checkpoint_activations else "none", compiled=config.compile_blocks,
+        density=density, offload=scaling.cpu_offload, offload_activations=config.offload_activations,
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""What a fleet is made of: spec sheets of GPUs, links, efficiency classes; a fleet as a TOML file or by name.
+
+Specified figures are the vendors'. Efficiencies are fitted (`benchmarks/forecast/fit.py` says on which cases), and each
+has its spread. Bytes a second are one way, of one GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from elastic_ring.model.gpus import GPU_GIB
+from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, from_plain, settings
+
+Number = Any
+"""A float, or an array of draws: all arithmetic here is numpy's."""
+Origin = Literal["measured", "calibrated", "specified", "assumed"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a number above 0")]
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The spec sheet of a type: dense bf16 FLOP/s, memory and links in bytes/s, watts of its share of a host."""
+
+    name: str
+    arch: str
+    peak_flops: float
+    hbm_bytes_s: float
+    nvlink_bytes_s: float
+    nic_bytes_s: float
+    pcie_bytes_s: float
+    host_watts: float
+
+
+GPUS: Mapping[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("A100-40", "ampere", 312e12, 1.555e12, 300 * GB, 25 * GB, 25 * GB, 812),
+        Gpu("A100-80", "ampere", 312e12, 2.039e12, 300 * GB, 25 * GB, 25 * GB, 812),
+        Gpu("H100-80", "hopper", 989.4e12, 3.35e12, 450 * GB, 50 * GB, 55 * GB, 1275),
+        Gpu("H200", "hopper", 989.4e12, 4.8e12, 450 * GB, 50 * GB, 55 * GB, 1275),
+        Gpu("B200", "blackwell", 2250e12, 8.0e12, 900 * GB, 50 * GB, 55 * GB, 1790),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Of a class of software on a kind of GPU: shares of the spec sheet that its kernels reach.
+
+    `matmul`: of wide layers; one of `half_width` reaches half of it. `attention`: of heads of 128, counted as 2 for the
+    forward and 5 for the backward pass; `narrow_heads`: of it, for heads of 64. `elementwise`: bytes that pass memory
+    outside of matrix products, over those of one read or write of each activation. `overlap`: of the shorter of kernels
+    and messages, the share that is hidden. `host_s`: of a layer in both passes, which bounds small ones. `spread`: the
+    standard deviation of log(seen / forecast). `seen`: the largest case of the fit, (GPUs, parameters).
+    """
+
+    name: str
+    matmul: Number = 0.72
+    half_width: Number = 300.0
+    attention: Number = 0.55
+    narrow_heads: Number = 0.80
+    elementwise: Number = 1.0
+    overlap: Number = 0.7
+    link: Number = 0.8
+    host_s: Number = 2.0e-3
+    jitter: Number = 0.004
+    spread: float = 0.06
+    origin: Origin = "assumed"
+    seen: tuple[int, float] = (4, 8.0e9)
+
+
+CLASSES: Mapping[str, Efficiency] = {
+    one.name: one
+    for one in (
+        Efficiency("elastic-ring/hopper", 0.528, 313.0, 0.611, 0.865, 1.04, 0.68, spread=0.035, origin="calibrated"),
+        Efficiency("fsdp-fa2/hopper", 0.657, 304.0, 0.186, 0.80, 1.01, 0.41, spread=0.062, origin="calibrated",
+                   seen=(512, 6.5e10)),
+        Efficiency("fsdp-fa2/ampere", 0.788, 294.0, 0.325, 0.98, 0.97, 0.64, spread=0.076, origin="calibrated",
+                   seen=(64, 6.5e10)),
+        Efficiency("vendor/hopper", spread=0.10),
+    )
+}  # fmt: skip
+"""Fitted by `benchmarks/forecast/fit.py`; `vendor` is a textbook's figures for tuned kernels, which nothing was fitted
+to. A spread is the 80th percentile of the fitted half's errors over 1.28, at least what two hosts differ by (3.5 %)."""
+
+
+@settings
+class Links:
+    """Of one GPU and one way, in GB/s."""
+
+    nvlink_gb_s: Positive
+    nic_gb_s: Positive
+    pcie_gb_s: Positive = 55.0
+    storage_gb_s: Positive = 1.0
+    """What all checkpoints together are written with."""
+
+
+@settings
+class Fleet:
+    """GPUs that are rented or owned together. Raises ValueError for what does not fit together."""
+
+    _prefix = "fleet "
+
+    gpu: str
+    """Type: A100-40, A100-80, H100-80, H200, B200."""
+    links: Links
+    name: str = "own"
+    gpus_per_host: PositiveInt = 8
+    hosts_per_switch: PositiveInt = 32
+    hosts_per_power_domain: PositiveInt = 128
+    num_gpus: NonNegativeInt = 0
+    """All that there are, spares included; 0: as many as the settings take."""
+    gpu_gib: Positive | None = None
+    """Memory that CUDA shows; that of the type if left out."""
+    host_watts: Positive | None = None
+    """Of a host's power, a GPU's share; that of the type if left out."""
+
+    def __post_init__(self) -> None:
+        if self.gpu not in GPUS:
+            raise ValueError(f"fleet gpu={self.gpu!r}: must be one of {', '.join(GPUS)}")
+
+    @property
+    def spec(self) -> Gpu:
+        """The spec sheet, with this fleet's links."""
+        links = self.links
+        return replace(
+            GPUS[self.gpu], nvlink_bytes_s=links.nvlink_gb_s * GB, nic_bytes_s=links.nic_gb_s * GB,
+            pcie_bytes_s=links.pcie_gb_s * GB, host_watts=self.host_watts or GPUS[self.gpu].host_watts,
+        )  # fmt: skip
+
+    @property
+    def memory_gib(self) -> float:
+        return self.gpu_gib or GPU_GIB[self.gpu]
+
+
+def named_fleet(name: str) -> Fleet:
+    """A fleet of hosts of eight as the vendor sells them, by the GPU's name in any case."""
+    found = next((gpu for gpu in GPUS.values() if gpu.name.lower() == name.lower()), None)
+    if found is None:
+        raise ValueError(f"--fleet {name}: is no file and no GPU type; give one of {', '.join(GPUS)}, or a TOML file")
+    links = Links(
+        nvlink_gb_s=found.nvlink_bytes_s / GB, nic_gb_s=found.nic_bytes_s / GB, pcie_gb_s=found.pcie_bytes_s / GB,
+        storage_gb_s=25.0,
+    )  # fmt: skip
+    return Fleet(gpu=found.name, links=links, name=found.name)
+
+
+def read_fleet(text: str) -> Fleet:
+    """From a TOML file, or by name. Raises ValueError that names what is wrong."""
+    if not text.endswith(".toml") and not Path(text).exists():
+        return named_fleet(text)
+    plain = read_toml(text, "--fleet")
+    if "links" not in plain:
+        raise ValueError(f"--fleet {text}: links: must be given, a table [links] with nvlink_gb_s and nic_gb_s")
+    try:
+        return from_plain(Fleet, plain, "fleet.")
+    except ValueError as error:
+        raise ValueError(f"--fleet {text}: {error}") from error
+
+
+def read_toml(path: str, flag: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag} {path}: cannot be read as TOML ({error})") from error
+
+
+def slowest_of(num: int, jitter: Number) -> Number:
+    """How much longer the slowest of `num` takes than their mean, where each varies by `jitter` (normal)."""
+    return 1.0 + jitter * np.sqrt(2.0 * np.log(max(1, num)))
+
+
+def efficiency_of(arch: str, software: str = "elastic-ring") -> Efficiency:
+    """The class for a kind of GPU; the nearest kind's, marked assumed, where none was fitted."""
+    key = f"{software}/{arch}"
+    if key in CLASSES:
+        return CLASSES[key]
+    found = next((one for name, one in CLASSES.items() if name.startswith(f"{software}/")), Efficiency(key))
+    return dataclasses.replace(found, name=key, origin="assumed", spread=max(0.15, found.spread))

@@ -1,0 +1,191 @@
+"""What a rank needs of memory, by the sizes alone: `elastic-ring plan`, and the first part of a forecast.
+
+Memory is counted by `model.memory`: state of a rank in bytes for each parameter of its shard (4 for the fp32 master, 8
+for Adam's two moments, 4 for the buffer that is summed over the rings, 4 for FSDP2's gradients; `cpu_offload` says what
+of it is in host memory), activations, gathered blocks, and what the fullest moment of a step holds beside them. With
+the allocator's reserve, the contexts and the communicators it is compared with the memory of common GPUs. Neither torch
+nor Ray is imported, so that a plan comes at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic_ring.config import ScalingConfig, StepConfig
+from elastic_ring.control.placement.copies import AUTO, parse_copies
+from elastic_ring.model.config import ModelConfig, num_parameters
+from elastic_ring.model.flops import model_flops
+from elastic_ring.model.gpus import CONTEXT_BYTES, GPU_GIB, RESERVE
+from elastic_ring.model.memory import (
+    GRADIENT_BYTES,
+    IN_HOST_BYTES,
+    MASTER_BYTES,
+    MOMENTS_BYTES,
+    SUM_BYTES,
+    StepMemory,
+)
+
+STATE_BYTES = MASTER_BYTES + MOMENTS_BYTES + SUM_BYTES + GRADIENT_BYTES
+SNAPSHOT_BYTES = MASTER_BYTES + MOMENTS_BYTES
+KEPT = 2
+"""Snapshots that are held at a time, each with its copies: the last complete one, and the one that follows it."""
+RESERVED = (1.29, 1.36, 1.42)
+"""Of what torch's allocator reserves over the peak of its tensors where nothing makes it give back, P10, P50 and P90:
+the 1st, 3rd, 5th, ... of ten measured (benchmarks/forecast/score.py). A fit needs less, as it gives back: `RESERVE`."""
+COMMUNICATOR_BYTES = int(0.3 * 2**30)
+"""Of NCCL's groups of a rank: ring, replicas, all. Assumed."""
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """`*_bytes` are those of one rank: `host_bytes` its state in host memory, `state_bytes` its other state. `flops` is
+    that of one sequence, forward and backward, recomputation not counted, where attention keeps `density` of the causal
+    pairs. `tokens_per_rank` are those of one pass. `part_bytes`: its part of a checkpoint. `num_contexts`: processes
+    that are warm on a GPU, the rank's own and a standby's."""
+
+    num_parameters: int
+    num_ranks: int
+    tokens_per_rank: int
+    state_bytes: int
+    largest_unit_bytes: int
+    flops: float
+    memory: StepMemory
+    on_gpu: bool = False
+    copies: str = "0"
+    snapshot_bytes: int = 0
+    host_bytes: int = 0
+    part_bytes: int = 0
+    sequences_per_pass: int = 1
+    density: float = 1.0
+    num_contexts: int = 1
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.memory.activation_bytes
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Of one rank's GPU at the peak of a step, contexts and what the allocator cannot use aside; within 10 % of
+        what was measured (`tests/unit/model/test_memory_forecast.py`)."""
+        return self.memory.device_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of one rank's GPU with the allocator's reserve, contexts and communicators."""
+        beside = self.num_contexts * CONTEXT_BYTES + (self.num_ranks > 1) * COMMUNICATOR_BYTES
+        return int(self.gpu_bytes * (1 + RESERVE)) + beside
+
+    def reserved_bytes(self, gib: float) -> tuple[int, int, int]:
+        """What the allocator will hold on a GPU of `gib`, P10, P50, P90."""
+        most = int(gib * 2**30) - self.num_contexts * CONTEXT_BYTES
+        low, middle, high = (min(int(self.gpu_bytes * share), most) for share in RESERVED)
+        return low, middle, high
+
+    @property
+    def floor_bytes(self) -> int:
+        """What no number of ranks takes from a GPU: units gathered whole and their gradients, without activations."""
+        alone = dataclasses.replace(self.memory, cp=self.num_parameters, tokens=1)
+        return max(moment.num_bytes - moment.terms.get("hop buffers", 0) for moment in alone.moments)
+
+    def margin_gib(self, gib: float) -> float:
+        """Of a GPU of `gib`, what is left; below 0 where it does not fit."""
+        return gib - self.needed_bytes / 2**30
+
+    @property
+    def verdicts(self) -> dict[str, bool]:
+        """Whether a rank fits a GPU, by its type."""
+        return {gpu: self.needed_bytes <= gib * 2**30 for gpu, gib in GPU_GIB.items()}
+
+    @property
+    def host_terms(self) -> dict[str, int]:
+        """What the process of a rank takes of host memory, by part."""
+        return self.memory.host_terms(self.part_bytes, self._copies_bytes())
+
+    def lines(self) -> list[str]:
+        offloaded = self.memory.config.offload_activations
+        checkpointed = "checkpointed " * self.memory.config.checkpoint_activations
+        return [
+            f"{self.num_parameters:,} parameters on {self.num_ranks} ranks, {self.tokens_per_rank:,} tokens on each"
+            + (f" of {self.sequences_per_pass} sequences a pass" if self.sequences_per_pass > 1 else ""),
+            f"a rank holds {size(self.state_bytes)} of state and {size(self.activation_bytes)} of "
+            f"{checkpointed}activations{' in host memory' * offloaded}",
+            *([f"{size(self.host_bytes)} of its state wait in host memory"] if self.host_bytes else []),
+            f"the largest block is {size(self.largest_unit_bytes)} when gathered",
+            f"{self.flops:.3g} FLOP for a sequence"
+            + (f", with {self.density:.3f} of attention's pairs" if self.density != 1.0 else ""),
+            *([] if self.copies == "0" else [self._of_copies()]),
+            *(self._of_gpu() if self.on_gpu else []),
+            f"host memory of a worker's process, about {size(sum(self.host_terms.values()))}:",
+            *_table(self.host_terms),
+        ]
+
+    def _of_gpu(self) -> list[str]:
+        fullest = self.memory.fullest
+        return [
+            f"a step takes most memory in {fullest.name}:",
+            *_table(fullest.terms),
+            f"together about {self.gpu_bytes / 2**30:.0f} GiB of a GPU, and beside it",
+            f"every worker of a node, standbys too, takes about {CONTEXT_BYTES / 2**30:.1f} GiB of each of its GPUs",
+            f"with {RESERVE:.0%} that the allocator holds beside tensors, and {self.num_contexts} "
+            f"context{'s' * (self.num_contexts > 1)} and communicators, a rank takes {size(self.needed_bytes)}:",
+            *(f"  {gpu:<8} {GPU_GIB[gpu]:5.1f} GiB: {'fits' if fits else 'does not fit'}"
+              for gpu, fits in self.verdicts.items()),
+            f"{size(self.floor_bytes)} of it no number of ranks takes away",
+        ]  # fmt: skip
+
+    def _of_copies(self) -> str:
+        """Host memory of a rank: the last complete snapshot and the one that follows it, and those of its peers."""
+        kind, _, number = self.copies.partition(":")
+        own, whole = size(KEPT * self.snapshot_bytes), size((KEPT + 1) * self.snapshot_bytes)
+        if kind == "parity":
+            return (
+                f"copies={self.copies}: a rank keeps {KEPT} snapshots in host memory, {own}, and one that holds the "
+                f"parity of a group of {number} ranks as much again; while one is made, {whole}"
+            )
+        held = size(KEPT * int(kind) * self.snapshot_bytes)
+        return f"copies={self.copies}: a rank keeps {KEPT} snapshots in host memory, {own}, and {held} of its peers'"
+
+    def _copies_bytes(self) -> int:
+        """As `_of_copies` says, of the rank that holds most."""
+        kind = self.copies.partition(":")[0]
+        held = KEPT + 1 if kind == "parity" else KEPT * int(kind)
+        return (KEPT + held) * self.snapshot_bytes if self.copies != "0" else 0
+
+
+def _table(terms: Mapping[str, int]) -> list[str]:
+    """The parts, the largest first."""
+    ranked = sorted(terms.items(), key=lambda term: (-term[1], term[0]))
+    return [f"  {size(num_bytes):>10}  {name}" for name, num_bytes in ranked if num_bytes]
+
+
+def size(num_bytes: int) -> str:
+    """In GiB, or in MiB where that is less than one."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def plan_of(
+    config: ModelConfig, scaling: ScalingConfig, step: StepConfig, copies: str = "auto", *, saves: bool = True,
+    fused_norms: bool = True, density: float = 1.0,
+) -> ModelPlan:  # fmt: skip
+    """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms` as in `StepMemory`."""
+    number = num_parameters(config)
+    of_ring = -(-step.global_batch // scaling.dp)
+    together = min(step.sequences_per_pass, of_ring)
+    memory = StepMemory(
+        config, number, scaling.cp, together * -(-step.context_tokens // scaling.cp),
+        ELEMENT_BYTES[step.param_dtype], -(-of_ring // together),
+        scaling.cpu_offload, scaling.device == "cuda", fused_norms,
+    )  # fmt: skip
+    in_host = IN_HOST_BYTES[scaling.cpu_offload]
+    if copies == AUTO:
+        copies = str(min(parse_copies(AUTO, scaling.dp).num_copies, scaling.mesh.size - 1))
+    return ModelPlan(
+        number, scaling.mesh.size, memory.tokens, (STATE_BYTES - in_host) * memory.shard,
+        memory.block * memory.element_bytes, model_flops(config, step.context_tokens, density), memory,
+        scaling.device == "cuda", copies, SNAPSHOT_BYTES * memory.shard, in_host * memory.shard,
+        SNAPSHOT_BYTES * -(-memory.shard // scaling.dp) if saves else 0, together,
+        density, 1 + (scaling.spares > 0),
+    )  # fmt: skip

@@ -1,0 +1,118 @@
+"""What a run costs: rented or owned, energy, dollars a committed token. Prices are dated rows with a source each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from elastic_ring.forecast.machines import Fleet, Number, Positive, read_toml
+from elastic_ring.forecast.uncertain import Range
+from elastic_ring.validation import Must, from_plain, settings
+
+STALE_DAYS = 90
+PRICES = Path(__file__).with_name("prices.toml")
+Share = Annotated[float, Field(ge=0, le=1), Must("a share from 0 to 1")]
+HOUR = 3600.0
+
+
+@settings
+class Price:
+    """A row: dollars a GPU-hour, P10, P50, P90, of `gpu` by `kind`; when they were so, and who says it."""
+
+    _prefix = "price "
+
+    gpu: str
+    kind: Literal["on demand", "reserved", "spot", "owned"]
+    usd_hour: Annotated[list[float], Field(min_length=3, max_length=3), Must("three numbers: P10, P50, P90")]
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$"), Must("a date, 2026-05-01")]
+    source: Annotated[str, Field(min_length=1), Must("who says it")]
+
+    def range(self) -> Range:
+        low, middle, high = self.usd_hour
+        return Range(low, middle, high, "USD a GPU-hour", "specified")
+
+
+@settings
+class Owned:
+    """A fleet that is bought. Defaults are assumed; dollars of 2026."""
+
+    usd_per_gpu: Positive = 33_000.0
+    """Server's share included."""
+    network_share: Share = 0.15
+    """On top, for switches, cables and cards."""
+    storage_usd_per_gpu: Positive = 1_000.0
+    years: Positive = 4.0
+    residual: Share = 0.15
+    pue: Annotated[float, Field(ge=1), Must("a number of at least 1")] = 1.3
+    usd_per_kwh: Positive = 0.08
+    staff: float = 8.0
+    usd_per_staff_year: Positive = 300_000.0
+    upkeep_share: Share = 0.04
+    """Of the price, a year: repairs, space."""
+
+    def usd_up_front(self, num_gpus: int) -> float:
+        return num_gpus * (self.usd_per_gpu * (1 + self.network_share) + self.storage_usd_per_gpu)
+
+    def usd_hour(self, fleet: Fleet, num_gpus: int) -> float:
+        """Of all GPUs together: wear, upkeep, energy and staff."""
+        bought = self.usd_up_front(num_gpus)
+        a_year = bought * (1 - self.residual) / self.years + bought * self.upkeep_share
+        a_year += self.staff * self.usd_per_staff_year
+        return a_year / 8766 + energy_kw(fleet, num_gpus, self.pue) * self.usd_per_kwh
+
+
+def energy_kw(fleet: Fleet, num_gpus: int, pue: float = 1.3) -> float:
+    """Drawn from the grid."""
+    return num_gpus * fleet.spec.host_watts / 1e3 * pue
+
+
+@dataclass(frozen=True)
+class PriceList:
+    rows: Sequence[Price]
+    owned: Owned
+    path: str
+
+    def find(self, gpu: str, kind: str) -> Price:
+        """The newest row. Raises ValueError for what has none."""
+        found = [row for row in self.rows if row.gpu == gpu and row.kind == kind]
+        if not found:
+            known = ", ".join(sorted({f"{row.gpu} {row.kind}" for row in self.rows}))
+            raise ValueError(f"{self.path}: has no price of {gpu} {kind}; add a row, or take one of {known}")
+        return max(found, key=lambda row: row.date)
+
+    def owned_price(self, fleet: Fleet, num_gpus: int) -> Price:
+        """What an hour of an own GPU costs, as a row."""
+        usd = self.owned.usd_hour(fleet, num_gpus) / num_gpus
+        return Price(gpu=fleet.gpu, kind="owned", usd_hour=[0.8 * usd, usd, 1.3 * usd], date="2026-05-01",
+                     source="owned: wear, upkeep, energy, staff")  # fmt: skip
+
+    def warnings(self, row: Price, days_of: Mapping[str, int]) -> list[str]:
+        """`days_of`: by date, how many days ago it was."""
+        age = days_of.get(row.date, 0)
+        return [f"the price of {row.gpu} is {age} days old ({row.date}, {row.source}): look again"] * (age > STALE_DAYS)
+
+
+def read_prices(path: str | None) -> PriceList:
+    """A TOML file of [[price]] rows and one [owned]. Raises ValueError that names file, row and what is wrong."""
+    where = path or str(PRICES)
+    plain = read_toml(where, "--prices")
+    rows = plain.get("price")
+    if not rows or not isinstance(rows, list):
+        raise ValueError(f"--prices {where}: has no [[price]] rows")
+    found = []
+    for index, row in enumerate(rows, 1):
+        given: dict[str, Any] = {key: str(value) if key == "date" else value for key, value in row.items()}
+        try:
+            found.append(from_plain(Price, given, "price."))
+            found[-1].range()
+        except ValueError as error:
+            raise ValueError(f"--prices {where}: row {index}: {error}") from error
+    return PriceList(found, from_plain(Owned, plain.get("owned", {}), "owned."), "prices" if path is None else where)
+
+
+def rent_usd(gpu_hours: Number, usd_hour: Number) -> Number:
+    return gpu_hours * usd_hour

@@ -1,0 +1,257 @@
+"""Memory, step time, losses, price and probability of one configuration, joined: the forecast."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
+from elastic_ring.control.placement.copies import AUTO, parse_copies
+from elastic_ring.forecast.goodput import HOUR, Failures, RunShape, mean_goodput, simulate_goodput
+from elastic_ring.forecast.jobs import job_of
+from elastic_ring.forecast.machines import Efficiency, Fleet, Number, Origin, efficiency_of
+from elastic_ring.forecast.memory import SNAPSHOT_BYTES, ModelPlan, plan_of
+from elastic_ring.forecast.money import Price, energy_kw
+from elastic_ring.forecast.step_time import Job, StepTime, step_time
+from elastic_ring.forecast.uncertain import Range, around, quantiles
+from elastic_ring.model.config import ModelConfig
+
+Draws = Mapping[str, Number]
+NUM_DRAWS = 10_000
+WALKED_DRAWS = 400
+"""Draws that the renewal simulation walks; what they differ by from the closed form is dealt out to the others."""
+DETECT_S = {"process": 0.01, "host": 5.0}
+CHECKPOINT_WAIT_S = 0.05
+"""What training waits for a checkpoint of 12 GB a rank: 0.04 s (benchmarks/results/checkpoint)."""
+REBUILD_S, REBUILD_PER_RANK_S = 0.8, 0.004
+"""Groups of four ranks (0.5 to 0.9 s, benchmarks/results/recovery), and what each rank adds, which is assumed."""
+BOTH_PASSES = 0.81
+"""Of a dense kernel's forward rate, that of both passes: H200, flash-attn-4, 612 of 755 TFLOP/s."""
+HEAL_SHARE = 0.6
+"""Of a link's rate that a heal gets: 0.57 to 0.68 of a plain copy were measured."""
+COPY_SHARE = 0.003
+"""Of a step that copies in peers cost: at most 0.30 % measured, k = 1."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One configuration on one fleet. `measured_step_s`: in place of the model of step time; `correction`: by which an
+    earlier run's step differed from its forecast, with what is left of its spread."""
+
+    model: ModelConfig
+    scaling: ScalingConfig
+    step: StepConfig
+    run: RunConfig
+    fleet: Fleet
+    eff: Efficiency
+    failures: Failures
+    price: Price | None
+    tokens: float
+    density: float = 1.0
+    measured_step_s: float | None = None
+    correction: tuple[float, float] | None = None
+
+    @cached_property
+    def job(self) -> Job:
+        return job_of(self.model, self.scaling, self.step, self.density)
+
+    @cached_property
+    def plan(self) -> ModelPlan:
+        return plan_of(self.model, self.scaling, self.step, self.run.copies, saves=self.run.checkpoint_config.is_on,
+                       density=self.density)  # fmt: skip
+
+    @property
+    def fits(self) -> bool:
+        return self.plan.margin_gib(self.fleet.memory_gib) >= 0
+
+    @property
+    def num_gpus(self) -> int:
+        return self.scaling.dp * self.scaling.cp + self.scaling.spares
+
+    @property
+    def tokens_per_step(self) -> float:
+        return float(self.step.global_batch) * self.step.context_tokens
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        return float(SNAPSHOT_BYTES) * self.plan.num_parameters
+
+    @property
+    def num_copies(self) -> int:
+        if self.run.copies == AUTO:
+            return parse_copies(AUTO, self.scaling.dp).num_copies if self.scaling.mesh.size > 1 else 0
+        return 0 if self.run.copies == "0" else 1
+
+    @cached_property
+    def extrapolated(self) -> dict[str, float]:
+        """By how many times the configuration exceeds the largest case that the class was fitted on."""
+        gpus, parameters = self.eff.seen
+        ratios = {"GPUs": self.scaling.mesh.size / gpus, "parameters": self.plan.num_parameters / parameters}
+        return {name: ratio for name, ratio in ratios.items() if ratio > 1.0}
+
+    def step_of(self, draws: Draws) -> StepTime:
+        eff = dataclasses.replace(
+            self.eff, link=self.eff.link * draws["links"], jitter=self.eff.jitter * draws["jitter"]
+        )
+        return step_time(self.job, self.fleet.spec, eff, self.fleet.gpus_per_host)
+
+    def step_s(self, draws: Draws) -> Number:
+        """Of a step, with what copies cost."""
+        scale = draws["step"] * (1.0 + COPY_SHARE * (self.num_copies > 0))
+        if self.measured_step_s is not None:
+            return self.measured_step_s * scale
+        return self.step_of(draws).total_s * scale * (self.correction or (1.0, 0.0))[0]
+
+    def inputs(self) -> dict[str, Range]:
+        """What a forecast is uncertain of. Factors have a median of 1."""
+        spread, origin = self.eff.spread, self.eff.origin
+        if self.measured_step_s is not None:
+            spread, origin = 0.02, "measured"
+        elif self.correction is not None:
+            spread, origin = self.correction[1], "measured"
+        if self.measured_step_s is None:
+            spread += 0.02 * math.log10(max([1.0, *self.extrapolated.values()]))
+        found = {
+            "step": around(1.0, spread, "x", origin), "links": Range(0.7, 1.0, 1.15, "x"),
+            "jitter": Range(0.4, 1.0, 3.0, "x"),
+            "gpu_hours": Range(*self.failures.gpu_hours, "GPU-hours between losses", "specified"),
+            "repair": Range(0.3, 1.0, 3.0, "x"), "rebuild": Range(0.4, 1.0, 3.0, "x"),
+            "storage": Range(0.5, 1.0, 1.2, "x"),
+        }  # fmt: skip
+        return found | ({"price": self.price.range()} if self.price else {})
+
+    def shape(self, draws: Draws, step_s: Number) -> RunShape:
+        link = self.fleet.spec.nic_bytes_s * HEAL_SHARE * draws["links"]
+        written_s = self.checkpoint_bytes / (self.fleet.links.storage_gb_s * 1e9 * draws["storage"])
+        interval_s: Number = self._interval_s(step_s, written_s)
+        return RunShape(
+            self.scaling.dp, self.scaling.cp, self.scaling.spares, self.fleet.gpus_per_host,
+            self.fleet.hosts_per_switch, self.fleet.hosts_per_power_domain, step_s,
+            heal_s=SNAPSHOT_BYTES * self.plan.memory.shard / link + 0.1,
+            rebuild_s=(REBUILD_S + REBUILD_PER_RANK_S * self.scaling.mesh.size) * draws["rebuild"],
+            detect_s=DETECT_S["host"], interval_s=interval_s, wait_s=CHECKPOINT_WAIT_S, restore_s=written_s + 30.0,
+            copies_hold=self.num_copies > 0 and self.num_gpus > self.fleet.gpus_per_host,
+            copy_steps=self.run.copy_every_steps,
+        )  # fmt: skip
+
+    def _interval_s(self, step_s: Number, written_s: Number) -> Number:
+        """As asked for, else as often as one is written, at least a minute apart."""
+        asked = self.run.checkpoint_config
+        if not asked.is_on:
+            return np.full_like(np.asarray(step_s, dtype=float), 1e9)
+        if asked.every_s is not None:
+            return np.maximum(asked.every_s, written_s)
+        return np.maximum(asked.every_steps * step_s if asked.every_steps else 600.0, written_s)
+
+    def evaluate(self, draws: Draws) -> dict[str, Number]:
+        """Step, goodput in closed form, seconds, GPU-hours and dollars."""
+        step_s = self.step_s(draws)
+        goodput = mean_goodput(self.shape(draws, step_s), self.failures, draws["gpu_hours"], draws["repair"])
+        return self._totals(step_s, goodput, draws)
+
+    def _totals(self, step_s: Number, goodput: Number, draws: Draws) -> dict[str, Number]:
+        run_s = self.tokens / self.tokens_per_step * step_s / np.maximum(goodput, 0.02)
+        gpu_hours = run_s / HOUR * self.num_gpus
+        found = {"step_s": step_s, "goodput": goodput, "run_s": run_s, "gpu_hours": gpu_hours}
+        found["mwh"] = run_s / HOUR * energy_kw(self.fleet, self.num_gpus) / 1e3
+        return found | ({"usd": gpu_hours * draws["price"]} if "price" in draws else {})
+
+    def medians(self) -> dict[str, Number]:
+        return {name: one.p50 for name, one in self.inputs().items()}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The answer: medians, draws and their quantiles, and what moves them."""
+
+    scenario: Scenario
+    middle: Mapping[str, Any]
+    draws: Mapping[str, NDArray[np.float64]]
+    tornado: list[tuple[str, float, float]] = field(default_factory=list)
+
+    def quantiles(self, name: str) -> tuple[float, float, float]:
+        return quantiles(self.draws[name])
+
+    def probability(self, deadline_s: float | None, budget_usd: float | None) -> dict[str, float]:
+        """That the run is done in time, within the money, and both; 0 where a rank does not fit its GPU."""
+        num = len(self.draws["run_s"])
+        in_time = self.draws["run_s"] <= deadline_s if deadline_s is not None else np.ones(num, bool)
+        paid = self.draws["usd"] <= budget_usd if budget_usd is not None else np.ones(num, bool)
+        fits = float(self.scenario.fits)
+        found = {"deadline": fits * float(in_time.mean()), "budget": fits * float(paid.mean())}
+        asked = {"deadline": deadline_s is not None, "budget": budget_usd is not None}
+        found = {name: chance for name, chance in found.items() if asked[name]}
+        return found | ({"both": fits * float((in_time & paid).mean())} if all(asked.values()) else {})
+
+
+def forecast(scenario: Scenario, seed: int = 0, num_draws: int = NUM_DRAWS) -> Forecast:
+    """Of a scenario: `num_draws` draws of its inputs, and of chance within a run."""
+    rng = np.random.default_rng(seed)
+    inputs = scenario.inputs()
+    drawn = {name: one.draw(num_draws, rng) for name, one in inputs.items()}
+    found = scenario.evaluate(drawn)
+    goodput = _with_chance(scenario, drawn, found, rng)
+    totals = scenario._totals(found["step_s"], goodput, drawn)
+    draws = {name: np.broadcast_to(np.asarray(one, dtype=float), (num_draws,)) for name, one in totals.items()}
+    middle = scenario.evaluate(scenario.medians())
+    return Forecast(scenario, {name: float(one) for name, one in middle.items()}, draws, tornado(scenario))
+
+
+def _with_chance(scenario: Scenario, drawn: Draws, found: Mapping[str, Number], rng: np.random.Generator) -> Number:
+    """What the walked draws differ by from the closed form, resampled onto all draws."""
+    some = {name: one[:WALKED_DRAWS] for name, one in drawn.items()}
+    step_s = np.broadcast_to(np.asarray(found["step_s"], dtype=float), np.shape(drawn["step"]))[:WALKED_DRAWS]
+    closed = np.asarray(found["goodput"], dtype=float)
+    shape = scenario.shape(some, step_s)
+    planned_s = float(np.median(np.asarray(found["run_s"])))
+    walked = simulate_goodput(shape, scenario.failures, some["gpu_hours"], planned_s, rng, some["repair"])
+    off = walked - closed[:WALKED_DRAWS]
+    return np.clip(closed + rng.choice(off, size=len(closed)), 0.02, 1.0)
+
+
+def tornado(scenario: Scenario, by: str = "") -> list[tuple[str, float, float]]:
+    """(input, result at its P10, at its P90), the largest swing first; of dollars, or of time where nothing has a
+    price."""
+    middle = scenario.medians()
+    by = by or ("usd" if "price" in middle else "run_s")
+    rows = []
+    for name, one in scenario.inputs().items():
+        ends = [float(np.asarray(scenario.evaluate({**middle, name: end})[by])) for end in (one.p10, one.p90)]
+        rows.append((name, ends[0], ends[1]))
+    return sorted(rows, key=lambda row: -abs(row[2] - row[1]))[:8]
+
+
+def curve(scenario: Scenario, what: str, values: list[float]) -> list[tuple[float, float, float]]:
+    """(value, goodput, dollars a million committed tokens) over intervals in seconds, or over spares."""
+    rows = []
+    for value in values:
+        if what == "spares":
+            changed = dataclasses.replace(scenario, scaling=dataclasses.replace(scenario.scaling, spares=int(value)))
+        else:
+            config = dataclasses.replace(scenario.run.checkpoint_config, every_s=float(value), every_steps=None)
+            changed = dataclasses.replace(scenario, run=dataclasses.replace(scenario.run, checkpoint_config=config))
+        found = changed.evaluate(changed.medians())
+        usd = float(found["usd"]) / scenario.tokens * 1e6 if "usd" in found else math.nan
+        rows.append((value, float(found["goodput"]), usd))
+    return rows
+
+
+def default_efficiency(fleet: Fleet, machine: Mapping[str, float] | None = None) -> Efficiency:
+    """The class of the fleet's GPUs; with the rates of `elastic-ring calibrate` where they were measured there."""
+    eff = efficiency_of(fleet.spec.arch)
+    if machine is None:
+        return eff
+    origin: Origin = "calibrated"
+    peak, link = fleet.spec.peak_flops, fleet.spec.nvlink_bytes_s
+    both = BOTH_PASSES * machine["dense_flops"] / peak
+    return dataclasses.replace(
+        eff, attention=min(0.9, both), link=min(1.0, machine["link_bytes_per_s"] / link),
+        matmul=min(0.95, machine.get("matmul_flops", eff.matmul * peak) / peak), origin=origin,
+    )  # fmt: skip

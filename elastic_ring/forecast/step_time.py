@@ -1,0 +1,172 @@
+"""How long a step takes: for each layer the longest of kernels, launches and messages, and what does not overlap.
+
+A job is a decoder on shards: `shard_ranks` hold a model together and gather its layers (FSDP), `cp` of them share a
+sequence (K/V in hops), `replicas` sum gradients once a step. Tensor and pipeline parallelism are not modelled. All
+figures of the machine may be arrays of draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from elastic_ring.forecast.machines import Efficiency, Gpu, Number, slowest_of
+
+MESSAGE_S = 20e-6
+"""Of a collective, for each rank that its ring passes; of a hop."""
+ADAM_BYTES = 32
+"""Of memory traffic, for each parameter of a shard: master and moments read and written, gradient read, norm."""
+LOSS_BYTES = 14
+"""Of memory traffic, for each logit of both passes."""
+RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0, "all but attention": 1.0}
+"""Shares of a layer's forward pass that the backward pass repeats; half: every second layer."""
+FUSED = 0.55
+"""Of elementwise traffic, what torch.compile leaves."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step. `tokens`: of a rank in a pass; `seq`: tokens of a sequence; `passes`: of a rank in a step.
+
+    `block`: matrix parameters of a layer; `head`: those of the output; `rest`: parameters that are only read.
+    `recompute`: in the backward pass, as `RECOMPUTED`. `ffn`: elements of a token that the
+    feed-forward layer writes."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block: float
+    head: float
+    vocab: int
+    ffn: float
+    num_parameters: float
+    tokens: int
+    seq: int
+    passes: int
+    shard_ranks: int
+    cp: int = 1
+    replicas: int = 1
+    recompute: Literal["none", "half", "all", "all but attention"] = "none"
+    compiled: bool = False
+    density: float = 1.0
+    offload: str = "none"
+    offload_activations: bool = False
+    grad_bytes: int = 4
+
+    @property
+    def num_gpus(self) -> int:
+        return self.shard_ranks * self.replicas
+
+    @property
+    def tokens_per_step(self) -> float:
+        return float(self.tokens) * self.passes * self.num_gpus
+
+    @property
+    def flops(self) -> float:
+        """Of the model in a step on one GPU, recomputation not counted."""
+        dense = 6.0 * (self.block * self.layers + self.head) * self.tokens
+        return self.passes * (dense + 3.0 * self.attention_flops * self.layers)
+
+    @property
+    def attention_flops(self) -> float:
+        """Of a layer's forward pass on one GPU: the causal half."""
+        return 2.0 * self.density * self.tokens * self.seq * self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step by part; `total_s` has the slowest of all GPUs."""
+
+    parts: dict[str, Number]
+    slowest: Number
+
+    @property
+    def total_s(self) -> Number:
+        return sum(self.parts.values()) * self.slowest
+
+
+def together(kernels_s: Number, messages_s: Number, overlap: Number) -> Number:
+    """Of two that run beside each other."""
+    return np.maximum(kernels_s, messages_s) + (1.0 - overlap) * np.minimum(kernels_s, messages_s)
+
+
+def collective_s(num_bytes: float, ranks: int, gpu: Gpu, eff: Efficiency, per_host: int) -> Number:
+    """Of an all-gather or a reduce-scatter of `num_bytes` in all: each rank sends and receives nearly all of it, and
+    each host by all of its cards."""
+    if ranks < 2:
+        return 0.0
+    moved = num_bytes * (ranks - 1) / ranks
+    rate = gpu.nvlink_bytes_s * eff.link
+    if ranks > per_host:
+        rate = np.minimum(rate, gpu.nic_bytes_s * per_host * eff.link)
+    return moved / rate + MESSAGE_S * (1 + np.log2(ranks))
+
+
+def step_time(job: Job, gpu: Gpu, eff: Efficiency, per_host: int = 8) -> StepTime:
+    """The parts of a step in the order in which they run."""
+    matmul = gpu.peak_flops * eff.matmul / (1.0 + eff.half_width / job.width)
+    attention = gpu.peak_flops * eff.attention * (1.0 if job.head_dim >= 128 else eff.narrow_heads)
+    hbm = gpu.hbm_bytes_s * 0.85 / eff.elementwise
+    product_s = 2.0 * job.block * job.tokens / matmul
+    attend_s = job.attention_flops / attention
+    moved = (12.0 * job.width + 2.0 * (job.heads + 2 * job.kv_heads) * job.head_dim + 2.0 * job.ffn) * 2.0
+    touch_s = job.tokens * moved * (FUSED if job.compiled else 1.0) / hbm
+    again = RECOMPUTED[job.recompute]
+    attend_again = 0.0 if job.recompute == "all but attention" else again
+    forward_s = product_s + attend_s + touch_s
+    backward_s = 2.0 * product_s + 2.5 * attend_s + 2.0 * touch_s
+    backward_s = backward_s + again * (product_s + touch_s) + attend_again * attend_s
+    forward_s, backward_s = np.maximum(forward_s, eff.host_s / 3), np.maximum(backward_s, eff.host_s * 2 / 3)
+    gather_s = collective_s(2.0 * job.block, job.shard_ranks, gpu, eff, per_host)
+    reduce_s = collective_s(job.grad_bytes * job.block, job.shard_ranks, gpu, eff, per_host)
+    hops_s, hops_back_s = _hops(job, gpu, eff, per_host)
+    forward = together(forward_s, gather_s + hops_s, eff.overlap)
+    backward = together(backward_s, gather_s + reduce_s + hops_back_s, eff.overlap)
+    head_s = 6.0 * job.head * job.tokens / matmul + job.tokens * job.vocab * LOSS_BYTES / (gpu.hbm_bytes_s * 0.85)
+    kernels = job.passes * job.layers
+    parts = {
+        "matrix products": kernels * (3 + again) * product_s,
+        "attention": kernels * (3.5 + attend_again) * attend_s,
+        "elementwise": kernels * (3 + again) * touch_s,
+    }
+    whole = kernels * (forward + backward)
+    parts["launches and messages that wait"] = np.maximum(whole - sum(parts.values()), 0.0)
+    parts["head and loss"] = job.passes * head_s
+    parts["gathered root"] = job.passes * collective_s(2.0 * job.head, job.shard_ranks, gpu, eff, per_host)
+    parts["sum over replicas"] = replica_sum_s(job, gpu, eff, per_host)
+    parts["update"] = update_s(job, gpu)
+    if job.offload_activations:
+        kept = 2.0 * job.tokens * 2 * job.width * job.layers * job.passes / (gpu.pcie_bytes_s * eff.link)
+        parts["activations over PCIe"] = np.maximum(kept - whole, 0.0)
+    return StepTime(parts, slowest_of(job.num_gpus, eff.jitter))
+
+
+def _hops(job: Job, gpu: Gpu, eff: Efficiency, per_host: int) -> tuple[Number, Number]:
+    """Seconds of K/V of a layer on their way in both passes: cp - 1 hops, and back the gradients in fp32, too."""
+    if job.cp < 2:
+        return 0.0, 0.0
+    rate = (gpu.nvlink_bytes_s if job.cp <= per_host else gpu.nic_bytes_s) * eff.link
+    hop = 2.0 * job.kv_heads * job.head_dim * job.tokens * 2.0
+    seen = min(1.0, job.density * 2.0) if job.density < 1.0 else 1.0
+    there = (job.cp - 1) * (seen * hop / rate + MESSAGE_S)
+    return there, 3.0 * there
+
+
+def replica_sum_s(job: Job, gpu: Gpu, eff: Efficiency, per_host: int) -> Number:
+    """An all-reduce of the fp32 gradients of a shard, over NVLink where a host has all ranks."""
+    if job.replicas < 2:
+        return 0.0
+    rate = gpu.nvlink_bytes_s if job.num_gpus <= per_host else gpu.nic_bytes_s
+    num_bytes = 2.0 * 4.0 * job.num_parameters / job.shard_ranks * (job.replicas - 1) / job.replicas
+    return num_bytes / (rate * eff.link) + MESSAGE_S * 2 * job.replicas
+
+
+def update_s(job: Job, gpu: Gpu) -> Number:
+    """Adam on the shard: at memory's speed, or state that visits over PCIe in both directions at once."""
+    shard = job.num_parameters / job.shard_ranks
+    visit = {"none": 0.0, "optimizer": 8.0, "all": 20.0}[job.offload]
+    return shard * ADAM_BYTES / (gpu.hbm_bytes_s * 0.85) + shard * visit / (gpu.pcie_bytes_s * 0.75)

@@ -1,0 +1,229 @@
+"""`elastic-ring forecast`: what it answers, what it refuses, and in which direction each input moves the answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from elastic_ring.cli import forecast as command
+from elastic_ring.cli.settings import parse
+from elastic_ring.forecast.asked import amount
+from elastic_ring.forecast.goodput import PRIORS, Failures, RunShape, mean_goodput, simulate_goodput
+from elastic_ring.forecast.machines import GPUS, named_fleet
+from elastic_ring.forecast.money import Owned, read_prices
+from elastic_ring.forecast.scenario import Scenario, curve, default_efficiency, forecast, tornado
+from elastic_ring.forecast.search import changed, fitting_changes, pareto, search
+from elastic_ring.forecast.uncertain import Range, around
+
+RUN = ["--preset", "8b", "--dp", "64", "--global-batch", "64"]
+
+
+@functools.cache
+def scenario(*flags: str, gpu: str = "H100-80", tokens: float = 1e12) -> Scenario:
+    asked, fleet = parse([*RUN, *flags]), named_fleet(gpu)
+    return Scenario(asked.model, asked.scaling, asked.step, asked.run, fleet, default_efficiency(fleet),
+                    PRIORS["published"], read_prices(None).find(gpu, "on demand"), tokens)  # fmt: skip
+
+
+def answer(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
+    code = command.main([*RUN, *flags])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_one_command_answers_memory_time_goodput_money_and_probability(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = answer(capsys, "--fleet", "h100-80", "--tokens", "1T", "--deadline", "60d", "--budget", "2M")
+    assert code == 0
+    for word in (
+        "H100-80    79.1 GiB: fits",
+        "step ",
+        "goodput ",
+        "days (80 %",
+        "USD (80 %",
+        "probability of both",
+        "x 64 in",
+    ):
+        assert word in out
+    figures = [line for line in out.splitlines() if "(80 %" in line]
+    assert all(
+        line.rsplit("[")[-1].rstrip("]") in ("measured", "calibrated", "specified", "assumed") for line in figures
+    )
+
+
+def test_json_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = answer(capsys, "--json", "--deadline", "60d")
+    found = json.loads(out)
+    assert code == 0
+    assert found["figures"]["step_s"]["p10"] < found["figures"]["step_s"]["p50"] < found["figures"]["step_s"]["p90"]
+    assert found["memory"]["fits"] is True
+    assert 0 <= found["probability"]["deadline"] <= 1
+    assert len(found["tornado"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--tokens", "0"], "--tokens 0"), (["--tokens", "many"], "--tokens many"),
+        (["--deadline", "2020-01-01"], "--deadline 2020-01-01: lies in the past"),
+        (["--deadline", "0d"], "--deadline 0d"),
+        (["--budget", "-3"], "--budget -3"), (["--fleet", "cloud"], "--fleet cloud"),
+        (["--fleet", "fleet.toml"], "fleet.toml: links: must be given"), (["--failures", "often"], "--failures often"),
+        (["--failures", "failures.toml"], "failures.toml: gpu_hours="),
+        (["--prices", "prices.toml"], "row 1: price.date"),
+        (["--prices", "gone.toml"], "gone.toml: cannot be read"), (["--measured-step", "0"], "--measured-step 0"),
+        (["--machine", "gone.json"], "gone.json"), (["--dp", "100"], "global_batch=64 is less than dp=100"),
+        (["--fleet", "small.toml"], "num_gpus=8"), (["--fleet", "odd.toml"], "fleet gpu='T4'"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_line_that_names_it(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    links = "[links]\nnvlink_gb_s = 450.0\nnic_gb_s = 50.0\n"
+    for name, text in {
+        "fleet.toml": 'gpu = "H100-80"\n', "failures.toml": "gpu_hours = [3, 2, 1]\n",
+        "prices.toml": '[[price]]\ngpu = "H100-80"\nkind = "spot"\nusd_hour = [1.0, 2.0, 3.0]\nsource = "me"\n',
+        "small.toml": f'gpu = "H100-80"\nnum_gpus = 8\n{links}', "odd.toml": f'gpu = "T4"\n{links}',
+    }.items():  # fmt: skip
+        Path(name).write_text(text)
+    code, out, err = answer(capsys, *flags)
+    assert (code, out) == (2, "")
+    assert named in err
+    assert err.count("\n") == 1
+
+
+def test_neither_torch_nor_ray_is_imported() -> None:
+    code = (
+        "import sys; from elastic_ring.cli import main; assert main(['forecast', '--preset', '8b']) == 0;"
+        "print([name for name in ('torch', 'ray', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_more_tokens_failures_and_dollars_never_make_it_better() -> None:
+    base = scenario()
+    middle = base.medians()
+    worse = {"step": 1.2, "gpu_hours": 1e4, "repair": 3.0, "rebuild": 3.0, "jitter": 2.0, "links": 0.7, "price": 9.0}
+    usd = float(base.evaluate(middle)["usd"])
+    for name, value in worse.items():
+        assert float(base.evaluate({**middle, name: value})["usd"]) > usd, name
+    double = dataclasses.replace(base, tokens=2e12)
+    assert float(double.evaluate(middle)["run_s"]) == pytest.approx(2 * float(base.evaluate(middle)["run_s"]))
+
+
+def test_a_measured_step_takes_the_place_of_the_model() -> None:
+    base = dataclasses.replace(scenario(), measured_step_s=10.0)
+    found = forecast(base, num_draws=200)
+    assert found.middle["step_s"] == pytest.approx(10.0)
+    low, _, high = found.quantiles("step_s")
+    assert 9.6 < low < high < 10.4
+
+
+def test_what_exceeds_the_largest_case_seen_is_marked_and_wider() -> None:
+    near, far = scenario("--dp", "1", "--global-batch", "1"), scenario()
+    assert "GPUs" not in near.extrapolated
+    assert far.extrapolated["GPUs"] == 64.0
+    assert far.inputs()["step"].p90 > near.inputs()["step"].p90
+
+
+def shape(**changes: object) -> RunShape:
+    base = RunShape(8, 8, 8, 8, 32, 128, 10.0, heal_s=2.0, rebuild_s=2.0, detect_s=5.0, interval_s=600.0,
+                    wait_s=0.05, restore_s=120.0)  # fmt: skip
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_without_failures_goodput_is_one_but_for_checkpoints() -> None:
+    assert float(mean_goodput(shape(wait_s=6.0), PRIORS["none"])) == pytest.approx(1 / 1.01, abs=1e-6)
+
+
+def test_the_two_ways_to_goodput_agree_on_twenty_scenarios() -> None:
+    rng = np.random.default_rng(1)
+    off = []
+    for _ in range(20):
+        dp, cp = int(rng.choice([1, 2, 4, 16])), int(rng.choice([8, 16, 32]))
+        one = shape(dp=dp, cp=cp, spares=int(rng.choice([0, 8, 16])), step_s=float(rng.uniform(1, 60)))
+        failures = Failures(gpu_hours=(2e4, 4e4, 8e4), repair_hours=(float(rng.uniform(1, 12)), 0.6))
+        walked = simulate_goodput(one, failures, np.full(300, 4e4), 60 * 86400.0, rng)
+        off.append(float(walked.mean()) - float(mean_goodput(one, failures)))
+    assert max(map(abs, off)) < 0.02
+    assert abs(float(np.mean(off))) < 0.003
+
+
+def test_spares_help_while_hosts_are_away_and_cost_rent() -> None:
+    rows = curve(scenario(), "spares", [0.0, 8.0, 16.0, 64.0])
+    goodput = [row[1] for row in rows]
+    assert goodput == sorted(goodput)
+    assert rows[-1][2] > rows[1][2], "rent of spares that hardly serve"
+
+
+def test_one_ring_without_copies_pays_for_the_interval_between_checkpoints() -> None:
+    alone, held = scenario("--dp", "1", "--copies", "0"), scenario("--dp", "1", "--copies", "1", "--spares", "8")
+    loose = [float(curve(one, "interval", [1e5])[0][1]) for one in (alone, held)]
+    tight = [float(curve(one, "interval", [600.0])[0][1]) for one in (alone, held)]
+    assert tight[0] - loose[0] > 5 * abs(tight[1] - loose[1])
+
+
+def test_draws_keep_their_quantiles() -> None:
+    drawn = Range(1.0, 2.0, 8.0).draw(40_000, np.random.default_rng(0))
+    assert np.quantile(drawn, (0.1, 0.5, 0.9)) == pytest.approx([1.0, 2.0, 8.0], rel=0.04)
+    assert around(3.0, 0.1).p50 == 3.0
+    with pytest.raises(ValueError, match="must be above 0 and rise"):
+        Range(2.0, 1.0, 3.0)
+
+
+def test_the_cheapest_change_that_fits_is_named_and_fits() -> None:
+    tight = scenario("--dp", "1", "--cp", "2", "--global-batch", "1")
+    assert not tight.fits
+    assert forecast(tight, num_draws=100).probability(1e12, None) == {"deadline": 0.0}
+    name, cost = fitting_changes(tight)[0]
+    assert "cp" in name or "offload" in name
+    assert cost > 0
+
+
+def test_the_search_returns_a_front_that_nothing_beats() -> None:
+    base = scenario("--dp", "16", "--global-batch", "16")
+    front, tried = search(base, read_prices(None), "on demand", 90 * 86400.0, 1e6, ["H100-80"], limit=300)
+    assert 0 < len(front) < tried <= 300
+    assert pareto(front) == front
+    assert all(one.scenario.fits and one.success is not None for one in front)
+
+
+def test_the_tornado_is_sorted_by_swing() -> None:
+    rows = tornado(scenario())
+    swings = [abs(high - low) for _, low, high in rows]
+    assert swings == sorted(swings, reverse=True)
+    assert len(rows) == 8
+
+
+def test_prices_are_dated_and_stale_ones_warn() -> None:
+    prices = read_prices(None)
+    for gpu in GPUS:
+        row = prices.find(gpu, "on demand")
+        assert row.source
+        assert prices.warnings(row, {row.date: 91})
+        assert not prices.warnings(row, {row.date: 90})
+    with pytest.raises(ValueError, match="has no price of H900"):
+        prices.find("H900", "spot")
+
+
+def test_an_own_fleet_costs_wear_energy_and_staff() -> None:
+    fleet, owned = named_fleet("H100-80"), Owned()
+    at_400, at_800 = owned.usd_hour(fleet, 400) / 400, owned.usd_hour(fleet, 800) / 800
+    assert 1.0 < at_800 < at_400 < 3.0, "staff is shared"
+
+
+def test_amounts() -> None:
+    assert [amount(text, "--tokens") for text in ("1T", "12M", "300e9", "$2K")] == [1e12, 12e6, 300e9, 2e3]
+
+
+def test_unknown_settings_of_a_search_are_refused() -> None:
+    with pytest.raises(ValueError, match="search: width_of_gpu"):
+        changed(scenario(), width_of_gpu=3)
