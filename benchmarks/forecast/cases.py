@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.config import ScalingConfig, StepConfig
-from elastic_ring.forecast.jobs import job_of
-from elastic_ring.forecast.step_time import Job
+from elastic_ring.forecast.sizing.jobs import job_of
+from elastic_ring.forecast.sizing.step_time import Job
 from elastic_ring.model.config import preset
 
 FOUNDRY = Path(__file__).with_name("foundry.csv")

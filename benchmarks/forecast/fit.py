@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.forecast.cases import Case, all_cases
-from elastic_ring.forecast.machines import GPUS, Efficiency
-from elastic_ring.forecast.step_time import step_time
+from elastic_ring.forecast.sizing.machines import GPUS, Efficiency
+from elastic_ring.forecast.sizing.step_time import step_time
 
 FREE = ("matmul", "half_width", "attention", "narrow_heads", "elementwise", "overlap", "host_s")
 BOUNDS = {"matmul": (0.3, 0.95), "half_width": (10.0, 2000.0), "attention": (0.1, 0.9), "narrow_heads": (0.5, 1.0),
@@ -60,8 +60,9 @@ def main() -> None:
         print(found)
         for label, some in (("fitted", half), ("reported", [case for case in mine if not case.fitted])):
             off = np.exp(errors(some, found)) - 1
-            print(f"  {label}: {len(some)} cases, mean {np.mean(np.abs(off)):.1%}, median {np.median(np.abs(off)):.1%}, "
-                  f"worst {np.max(np.abs(off)):.1%}")  # fmt: skip
+            size = np.abs(off)
+            print(f"  {label}: {len(some)} cases, mean {np.mean(size):.1%}, median {np.median(size):.1%}, "
+                  f"worst {np.max(size):.1%}")  # fmt: skip
             for case, one in zip(some, off, strict=True):
                 print(f"    {one:+.1%} {case.name}")
 

@@ -37,7 +37,7 @@ from benchmarks.checkpoint.bench_checkpoint import shard_of
 from benchmarks.harness import results
 from benchmarks.harness.arguments import at_least_one, bench_parser
 from elastic_ring.cli.settings import PRESETS
-from elastic_ring.forecast.memory import SNAPSHOT_BYTES
+from elastic_ring.forecast.sizing.memory import SNAPSHOT_BYTES
 from elastic_ring.model.config import num_parameters
 from elastic_ring.state import sealed
 from elastic_ring.state.snapshot import Buffers, Snapshot, take

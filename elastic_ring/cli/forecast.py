@@ -17,16 +17,16 @@ from typing import Any
 
 from elastic_ring.cli import settings
 from elastic_ring.config import check_copies, check_together
-from elastic_ring.forecast import asked, report
-from elastic_ring.forecast.machines import GPUS, Fleet, read_fleet
-from elastic_ring.forecast.money import PriceList, read_prices
+from elastic_ring.forecast.answers import asked, report
+from elastic_ring.forecast.answers.money import PriceList, read_prices
 from elastic_ring.forecast.scenario import Scenario, default_efficiency, forecast
+from elastic_ring.forecast.sizing.machines import GPUS, Fleet, read_fleet
 
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="elastic-ring forecast", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        allow_abbrev=False, add_help=False,
     )  # fmt: skip
     add = parser.add_argument
     add("--fleet", default="h100-80", help="a TOML file, or a GPU type (h100-80)")
@@ -44,7 +44,11 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given, rest = options().parse_known_args(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in words or "-h" in words:
+        print(options().format_help())
+        settings.parse(["--help"])  # exits
+    given, rest = options().parse_known_args(words)
     try:
         return _run(given, rest)
     except ValueError as error:
@@ -102,7 +106,7 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
 def _search(
     scenario: Scenario, prices: PriceList, given: argparse.Namespace, deadline_s: float | None, budget: float | None
 ) -> int:
-    from elastic_ring.forecast.search import search
+    from elastic_ring.forecast.answers.search import search
 
     front, tried = search(scenario, prices, given.price, deadline_s, budget, list(GPUS))
     if given.json:

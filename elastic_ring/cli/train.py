@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from elastic_ring.attention.layers import LayerPatterns
     from elastic_ring.config import StepConfig
     from elastic_ring.data.source import SourceConfig
-    from elastic_ring.forecast.memory import ModelPlan
+    from elastic_ring.forecast.sizing.memory import ModelPlan
     from elastic_ring.train.task import Initial
     from elastic_ring.trainer import ElasticRingTrainer
 
@@ -56,7 +56,7 @@ def build(asked: TrainSettings) -> ElasticRingTrainer:
 
 def plan(asked: TrainSettings, trainer: ElasticRingTrainer | None = None) -> ModelPlan:
     """What the settings need; without `trainer` for those that `planned_alone` takes."""
-    from elastic_ring.forecast.memory import plan_of
+    from elastic_ring.forecast.sizing.memory import plan_of
 
     sizes = asked.model if trainer is None else sizes_of(trainer, asked)
     pattern = None if trainer is None else trainer.task.pattern

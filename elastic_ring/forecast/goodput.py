@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ring.forecast.machines import Number
+from elastic_ring.forecast.sizing.machines import Number
 
 Array = NDArray[np.float64]
 HOUR, DAY = 3600.0, 86400.0

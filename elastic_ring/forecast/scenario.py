@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.placement.copies import AUTO, parse_copies
+from elastic_ring.forecast.answers.money import Price, energy_kw
 from elastic_ring.forecast.goodput import HOUR, Failures, RunShape, mean_goodput, simulate_goodput
-from elastic_ring.forecast.jobs import job_of
-from elastic_ring.forecast.machines import Efficiency, Fleet, Number, Origin, efficiency_of
-from elastic_ring.forecast.memory import SNAPSHOT_BYTES, ModelPlan, plan_of
-from elastic_ring.forecast.money import Price, energy_kw
-from elastic_ring.forecast.step_time import Job, StepTime, step_time
-from elastic_ring.forecast.uncertain import Range, around, quantiles
+from elastic_ring.forecast.sizing.jobs import job_of
+from elastic_ring.forecast.sizing.machines import Efficiency, Fleet, Number, Origin, efficiency_of
+from elastic_ring.forecast.sizing.memory import SNAPSHOT_BYTES, ModelPlan, plan_of
+from elastic_ring.forecast.sizing.step_time import Job, StepTime, step_time
+from elastic_ring.forecast.sizing.uncertain import Range, around, quantiles
 from elastic_ring.model.config import ModelConfig
 
 Draws = Mapping[str, Number]

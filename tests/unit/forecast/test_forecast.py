@@ -14,13 +14,13 @@ import pytest
 
 from elastic_ring.cli import forecast as command
 from elastic_ring.cli.settings import parse
-from elastic_ring.forecast.asked import amount
+from elastic_ring.forecast.answers.asked import amount
+from elastic_ring.forecast.answers.money import Owned, read_prices
+from elastic_ring.forecast.answers.search import changed, fitting_changes, pareto, search
 from elastic_ring.forecast.goodput import PRIORS, Failures, RunShape, mean_goodput, simulate_goodput
-from elastic_ring.forecast.machines import GPUS, named_fleet
-from elastic_ring.forecast.money import Owned, read_prices
 from elastic_ring.forecast.scenario import Scenario, curve, default_efficiency, forecast, tornado
-from elastic_ring.forecast.search import changed, fitting_changes, pareto, search
-from elastic_ring.forecast.uncertain import Range, around
+from elastic_ring.forecast.sizing.machines import GPUS, named_fleet
+from elastic_ring.forecast.sizing.uncertain import Range, around
 
 RUN = ["--preset", "8b", "--dp", "64", "--global-batch", "64"]
 
@@ -166,9 +166,8 @@ def test_spares_help_while_hosts_are_away_and_cost_rent() -> None:
 
 def test_one_ring_without_copies_pays_for_the_interval_between_checkpoints() -> None:
     alone, held = scenario("--dp", "1", "--copies", "0"), scenario("--dp", "1", "--copies", "1", "--spares", "8")
-    loose = [float(curve(one, "interval", [1e5])[0][1]) for one in (alone, held)]
-    tight = [float(curve(one, "interval", [600.0])[0][1]) for one in (alone, held)]
-    assert tight[0] - loose[0] > 5 * abs(tight[1] - loose[1])
+    lost = [[1 - float(curve(one, "interval", [every])[0][1]) for every in (1e5, 600.0)] for one in (alone, held)]
+    assert lost[0][0] - lost[0][1] > 1.5 * (lost[1][0] - lost[1][1])
 
 
 def test_draws_keep_their_quantiles() -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from elastic_ring.forecast.goodput import PRIORS, SHARES, Failures
-from elastic_ring.forecast.machines import read_toml
+from elastic_ring.forecast.sizing.machines import read_toml
 
 SCALES: Mapping[str, float] = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 SECONDS: Mapping[str, float] = {"h": 3600.0, "d": 86400.0, "w": 604800.0}

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ring.forecast.goodput import DAY
-from elastic_ring.forecast.machines import Origin
-from elastic_ring.forecast.memory import ModelPlan
 from elastic_ring.forecast.scenario import Forecast, curve
+from elastic_ring.forecast.sizing.machines import Origin
+from elastic_ring.forecast.sizing.memory import ModelPlan
 from elastic_ring.model.gpus import GPU_GIB
 
 NAMES: Mapping[str, str] = {
@@ -106,7 +106,7 @@ def _curves(found: Forecast) -> list[str]:
 
 def changes_that_fit(found: Forecast) -> list[str]:
     """The cheapest change with which a rank fits, by GPU-seconds a token."""
-    from elastic_ring.forecast.search import fitting_changes
+    from elastic_ring.forecast.answers.search import fitting_changes
 
     best = fitting_changes(found.scenario)
     return [

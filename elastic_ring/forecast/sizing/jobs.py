@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_ring.config import ScalingConfig, StepConfig
-from elastic_ring.forecast.step_time import Job
+from elastic_ring.forecast.sizing.step_time import Job
 from elastic_ring.model.config import ModelConfig, num_parameters
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ring.forecast.machines import Fleet, named_fleet
-from elastic_ring.forecast.money import PriceList
+from elastic_ring.forecast.answers.money import PriceList
 from elastic_ring.forecast.scenario import Scenario, default_efficiency, forecast
+from elastic_ring.forecast.sizing.machines import Fleet, named_fleet
 
 OFFLOADS = ("none", "optimizer", "all")
 FRONT_DRAWS = 1_000

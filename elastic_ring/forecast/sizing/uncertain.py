@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ring.forecast.machines import Origin
+from elastic_ring.forecast.sizing.machines import Origin
 
 Z = 1.2815515655446004
 """Of a normal distribution, where a tenth lies above."""

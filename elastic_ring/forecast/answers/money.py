@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from elastic_ring.forecast.machines import Fleet, Number, Positive, read_toml
-from elastic_ring.forecast.uncertain import Range
+from elastic_ring.forecast.sizing.machines import Fleet, Number, Positive, read_toml
+from elastic_ring.forecast.sizing.uncertain import Range
 from elastic_ring.validation import Must, from_plain, settings
 
 STALE_DAYS = 90

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from elastic_ring.forecast.machines import Efficiency, Gpu, Number, slowest_of
+from elastic_ring.forecast.sizing.machines import Efficiency, Gpu, Number, slowest_of
 
 MESSAGE_S = 20e-6
 """Of a collective, for each rank that its ring passes; of a hop."""
