@@ -39,6 +39,7 @@ def options() -> argparse.ArgumentParser:
     add("--deadline", help="90d, 36h, 6w, or a date")
     add("--budget", help="dollars: 12M")
     add("--search", action="store_true", help="other meshes, offload, spares, GPU types: the front of cost and time")
+    add("--claims", action="store_true", help="hold thirty claims on training 1T")
     add("--json", action="store_true", help="print JSON")
     return parser
 
@@ -58,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace, rest: Sequence[str]) -> int:
     fleet, prices = read_fleet(given.fleet), read_prices(given.prices)
+    if given.claims:
+        from elastic_ring.forecast.answers.claims import claims, page
+
+        print(page(claims(prices)))
+        return 0
     scenario = scenario_of(given, rest, fleet, prices)
     deadline_s = None if given.deadline is None else asked.deadline_s(given.deadline, days_until(given.deadline))
     budget = None if given.budget is None else asked.amount(given.budget, "--budget")

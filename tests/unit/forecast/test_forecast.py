@@ -15,12 +15,14 @@ import pytest
 from elastic_ring.cli import forecast as command
 from elastic_ring.cli.settings import parse
 from elastic_ring.forecast.answers.asked import amount
+from elastic_ring.forecast.answers.claims import claims, page
 from elastic_ring.forecast.answers.money import Owned, read_prices
 from elastic_ring.forecast.answers.search import changed, fitting_changes, pareto, search
 from elastic_ring.forecast.goodput import PRIORS, Failures, RunShape, mean_goodput, simulate_goodput
 from elastic_ring.forecast.scenario import Scenario, curve, default_efficiency, forecast, tornado
 from elastic_ring.forecast.sizing.machines import GPUS, named_fleet
 from elastic_ring.forecast.sizing.uncertain import Range, around
+from elastic_ring.forecast.tier1 import Tier1
 
 RUN = ["--preset", "8b", "--dp", "64", "--global-batch", "64"]
 
@@ -226,3 +228,32 @@ def test_amounts() -> None:
 def test_unknown_settings_of_a_search_are_refused() -> None:
     with pytest.raises(ValueError, match="search: width_of_gpu"):
         changed(scenario(), width_of_gpu=3)
+
+
+def test_thirty_claims_have_thirty_rows_each_with_a_verdict_and_what_it_needs() -> None:
+    found = claims(read_prices(None))
+    assert [one.number for one in found] == list(range(1, 31))
+    assert all(one.computed and one.needs for one in found)
+    by_number = {one.number: one for one in found}
+    assert by_number[1].verdict == "does not hold"
+    assert "0.79 EFLOP/s" in by_number[6].computed
+    assert "21%" in by_number[21].computed
+    text = (Path(__file__).parents[3] / "docs" / "forecast.md").read_text(encoding="utf-8")
+    assert page(found) in text, "python -m elastic_ring forecast --claims prints the page's table"
+
+
+def test_tier_1_runs_the_control_core_and_agrees_with_tier_2() -> None:
+    rng = np.random.default_rng(3)
+    for dp, cp, spares in ((1, 16, 0), (2, 8, 8), (4, 16, 0)):
+        one = shape(dp=dp, cp=cp, spares=spares, hosts_per_switch=4)
+        failures = Failures(gpu_hours=(1e4, 3e4, 6e4), repair_hours=(3.0, 0.4), planned_per_day=0.0)
+        duration_s = 120 * 3e4 * 3600 / one.num_gpus
+        first = Tier1(one, failures, 3e4, duration_s, seed=1).run()
+        walked = simulate_goodput(one, failures, np.full(100, 3e4), duration_s, rng)
+        assert first.losses > 60
+        assert first.goodput == pytest.approx(float(walked.mean()), abs=0.003)
+
+
+def test_tier_1_refuses_a_mesh_with_too_many_members() -> None:
+    with pytest.raises(ValueError, match="129 members are more than 128"):
+        Tier1(shape(dp=129, cp=8), PRIORS["published"], 4e4, 1e6, seed=0)
