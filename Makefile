@@ -5,8 +5,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS := runs
 
-# Ray turns token authentication on by itself once a token exists; here nothing listens beyond this machine.
-export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help

@@ -7,6 +7,8 @@ most, so that together they have each two values of two parameters; these become
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from itertools import combinations
@@ -16,6 +18,9 @@ import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tests.object_store.store import object_store  # noqa: F401  a fixture for all
+
+# Every Ray of the tests asks for this token, and what the tests start inherits it; the user's own stays out of it.
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 
 CLUSTERS = "tests/ray/clusters/"
 

@@ -161,7 +161,7 @@ def run(arguments: list[str]) -> float:
 
 
 def variables(token: str) -> dict[str, str]:
-    given = {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(results.ROOT)}
+    given = {"RAY_ADDRESS": "local", "PYTHONPATH": str(results.ROOT)}
     return {**os.environ, **given, **({MARK: token} if token else {})}
 
 

@@ -136,12 +136,13 @@ def actor_pids(kind: str) -> list[int]:
 @contextmanager
 def local_ray(num_cpus: int = 8) -> Iterator[None]:
     """A Ray of this process's own, whose workers find this repository."""
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     import ray
 
+    from elastic_ring.runtime.driver.access import ask_for_token
     from elastic_ring.runtime.driver.cluster import NAMESPACE
 
+    ask_for_token()
     ray.init(
         address="local", num_cpus=num_cpus, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
         logging_level="ERROR",

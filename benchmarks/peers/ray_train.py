@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ def train_with_kills(
 
     `torch_config` is called once Ray's environment is set. Raises RuntimeError when the workers do not come back.
     """
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer

@@ -23,7 +23,7 @@ if __name__ == "__main__":  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.arguments import bench_parser
-from elastic_ring.cli.drills.local_cluster import OPEN, LocalCluster
+from elastic_ring.cli.drills.local_cluster import LocalCluster
 from elastic_ring.cli.drills.processes import start_training
 from elastic_ring.monitor.metrics_table import TABLE
 
@@ -65,7 +65,7 @@ def main() -> int:
                 ["--preset", options.preset, "--dp", str(options.dp), "--cp", str(options.cp), "--spares", "0",
                  "--context", str(options.context), "--global-batch", str(options.dp), "--steps", "1000000",
                  "--checkpoint-every-steps", "0", "--run-name", "probe", "--storage-path", str(folder), *more],
-                folder / "train.log", token, {**OPEN, "RAY_ADDRESS": cluster.address},
+                folder / "train.log", token, cluster.variables,
             )  # fmt: skip
             seen = watch(f"http://{cluster.metrics[0]}/metrics", options.seconds)
         training.wait()

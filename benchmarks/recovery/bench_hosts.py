@@ -28,7 +28,7 @@ import psutil
 
 from benchmarks.harness import results
 from benchmarks.harness.arguments import bench_parser, list_of
-from elastic_ring.cli.drills.local_cluster import OPEN, LocalCluster
+from elastic_ring.cli.drills.local_cluster import LocalCluster
 from elastic_ring.cli.drills.processes import marked, start_training
 from elastic_ring.config import Timeouts
 from elastic_ring.monitor.metrics import SUMMARY_NAME
@@ -106,7 +106,7 @@ class Hosts:
         return False
 
 
-def run(case: Case, folder: Path, options: argparse.Namespace, address: str) -> dict[str, Any]:
+def run(case: Case, folder: Path, options: argparse.Namespace, cluster: LocalCluster) -> dict[str, Any]:
     """Train once; the figures of its recovery, or `failed` with the last lines."""
     where, log = folder / case.name, folder / f"{case.name}.log"
     arguments = [
@@ -119,7 +119,7 @@ def run(case: Case, folder: Path, options: argparse.Namespace, address: str) -> 
     if options.device == "cpu":
         arguments += ["--scaling.device", "cpu", "--global-batch", "4"]
     begun = time.monotonic()
-    process = start_training(arguments, log, TOKEN, {"RAY_ADDRESS": address, **OPEN})
+    process = start_training(arguments, log, TOKEN, cluster.variables)
     try:
         code = process.wait(RUN_S)
     except Exception:
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with hosts.cluster as cluster:
         for case in wanted:
             hosts.mend()
-            row = run(case, folder, options, cluster.address)
+            row = run(case, folder, options, cluster)
             rows.append(row)
             if not case.fault:
                 calm[case.mesh] = row

@@ -76,7 +76,7 @@ class Run:
 
     def start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, str(Path(__file__).resolve()), "--side", self.system, "--folder", str(self.folder)]
-        given = {**os.environ, MARK: self.token, "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled",
+        given = {**os.environ, MARK: self.token, "RAY_ADDRESS": "local", 
                  "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1",
                  "PYTHONPATH": str(results.ROOT)}  # fmt: skip
         with Path(self.folder, "log").open("ab") as log:

@@ -94,7 +94,7 @@ def run(system: str, args: argparse.Namespace, folder: Path, *, layers: int, wid
     """Train once; summary, steps, and the most private memory of a worker."""
     process = subprocess.Popen(
         command(system, args, folder, layers, width), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0",
              "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local", "RAY_worker_niceness": "0"},
     )  # fmt: skip
     most, killed, deadline = 0, not kill, time.monotonic() + LIMIT_S

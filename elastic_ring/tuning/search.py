@@ -13,6 +13,7 @@ import torch
 from ray import tune as ray_tune
 from ray.tune.search import ConcurrencyLimiter
 
+from elastic_ring.runtime.driver import access
 from elastic_ring.tuning.climb import Climb
 from elastic_ring.tuning.fidelity import baseline
 from elastic_ring.tuning.report import report
@@ -100,7 +101,10 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"elastic-ring tune: {error}", file=sys.stderr)
         return 2
+    if options.address == "local":
+        access.ask_for_token()
     ray.init(address=options.address, log_to_driver=False, logging_level="ERROR")
+    access.warn_if_open(ray.get_runtime_context().gcs_address)
     trials = search(options, base, asked)
     if not any(trial.get("long_gap") is not None for trial in trials):
         print(f"elastic-ring tune: none of {options.trials} trials reached the last fidelity, so there is no front; why"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.cli.drills.alerts import DRILLS, SMALL, AlertDrill
-from elastic_ring.cli.drills.local_cluster import OPEN, LocalCluster, free_ports
+from elastic_ring.cli.drills.local_cluster import LocalCluster, free_ports
 from elastic_ring.cli.drills.planted import Scene
 from elastic_ring.cli.drills.processes import start_training
 from elastic_ring.cli.drills.prometheus import Prometheus, faster, rule_of
@@ -106,7 +106,7 @@ def _watch(
         "--storage-path",
         options.storage_path,
     ]
-    training = start_training(arguments, folder / "train.log", token, {**OPEN, "RAY_ADDRESS": cluster.address})
+    training = start_training(arguments, folder / "train.log", token, cluster.variables)
     scene = Scene(run, cluster, training, token)
     stack.callback(training.wait)  # left in reverse: first the scene ends, then everything is killed
     stack.callback(cluster.__exit__)

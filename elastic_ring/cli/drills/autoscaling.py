@@ -25,12 +25,13 @@ from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.cli.drills.autoscaling_cluster import AutoscalingCluster
 from elastic_ring.cli.drills.local_cluster import free_ports
 from elastic_ring.cli.drills.watcher import Watcher, train_while
-from elastic_ring.config import ScalingConfig, environment
+from elastic_ring.config import ScalingConfig
 from elastic_ring.data.loader import consumed_digest, slice_sample
 from elastic_ring.data.source import open_source
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.monitor.metrics import SUMMARY_NAME
 from elastic_ring.runtime.coordinator.recorder import samples_text
+from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.cluster import left_behind
 from elastic_ring.runtime.driver.drain import give_notice
 from elastic_ring.runtime.driver.scale import scale
@@ -169,16 +170,10 @@ def changing_run(
 ) -> tuple[dict[str, Any], list[str]]:
     """(summary, each bound that does not hold, in words) of the run on an autoscaling cluster, whose files are in
     `folder`. The run's steps must be slow until there is a file `gate`."""
-    name, before = trainer.run_config.name, environment().get("RAY_ADDRESS")
-    (port,) = free_ports(1)
-    with AutoscalingCluster(folder, port, cpus_per_node=CPUS_PER_NODE, max_nodes=MAX_DP, idle_s=IDLE_S) as nodes:
-        environment()["RAY_ADDRESS"] = nodes.address
-        try:
-            with cluster(0):
-                return _changing(trainer, nodes, Story(name, nodes, timeline, gate), timeline)
-        finally:
-            environment().pop("RAY_ADDRESS")
-            environment().update({"RAY_ADDRESS": before} if before is not None else {})
+    name, (port,) = trainer.run_config.name, free_ports(1)
+    nodes = AutoscalingCluster(folder, port, cpus_per_node=CPUS_PER_NODE, max_nodes=MAX_DP, idle_s=IDLE_S)
+    with nodes, access.using(nodes.variables), cluster(0):
+        return _changing(trainer, nodes, Story(name, nodes, timeline, gate), timeline)
 
 
 def _changing(

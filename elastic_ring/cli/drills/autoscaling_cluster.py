@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from elastic_ring.config import environment
+from elastic_ring.runtime.driver.access import new_access
 
 ROOT = Path(__file__).resolve().parents[3]
 """Where the workers find this package, installed or not."""
@@ -34,7 +35,10 @@ class AutoscalingCluster:
     """The cluster; `folder` must have a short path, as Ray puts sockets there. Use as a context."""
 
     def __init__(self, folder: Path, port: int, *, cpus_per_node: int, max_nodes: int, idle_s: float) -> None:
-        self.address = f"{ADDRESS}:{port}"
+        self._access = new_access()
+        self._address = f"{ADDRESS}:{port}"
+        self.variables = {**self._access, "RAY_ADDRESS": self._address}
+        """Of a process that connects to it."""
         self._folder, self._port = folder, port
         self._config = folder / "cluster.json"
         self._cpus_per_node, self._idle_s = cpus_per_node, idle_s
@@ -51,7 +55,7 @@ class AutoscalingCluster:
         config = {
             "cluster_name": "autoscaling", "max_workers": number, "idle_timeout_minutes": self._idle_s / 60,
             "provider": {
-                "type": "external", "module": PROVIDER, "gcs_address": self.address, "head_node_id": HEAD_ID,
+                "type": "external", "module": PROVIDER, "gcs_address": self._address, "head_node_id": HEAD_ID,
                 "launch_multiple": True, "disable_node_updaters": True,
             },
             "available_node_types": {"ray.head.default": head, "worker": node}, "head_node_type": "ray.head.default",
@@ -65,7 +69,7 @@ class AutoscalingCluster:
 
     def __enter__(self) -> AutoscalingCluster:
         variables = {
-            **environment(), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_FAKE_CLUSTER": "1",
+            **environment(), **self._access, "RAY_USAGE_STATS_ENABLED": "0", "RAY_FAKE_CLUSTER": "1",
             "RAY_enable_autoscaler_v2": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
             NODE_ID: HEAD_ID, "PYTHONPATH": os.pathsep.join([str(ROOT), environment().get("PYTHONPATH", "")]),
         }  # fmt: skip

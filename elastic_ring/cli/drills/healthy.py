@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.cli.drills.local_cluster import OPEN, LocalCluster, free_ports
+from elastic_ring.cli.drills.local_cluster import LocalCluster, free_ports
 from elastic_ring.cli.drills.planted import Scene
 from elastic_ring.cli.drills.processes import start_training
 from elastic_ring.cli.drills.prometheus import Prometheus
@@ -64,7 +64,7 @@ def _watch(rules: str, folder: Path, options: argparse.Namespace, stack: ExitSta
     (port,) = free_ports(1)
     prometheus = stack.enter_context(Prometheus(folder, port, cluster.metrics, rules, token, every="15s"))
     arguments = [*TRAIN, *options.train, "--run-name", run.name, "--storage-path", options.storage_path]
-    training = start_training(arguments, folder / "train.log", token, {**OPEN, "RAY_ADDRESS": cluster.address})
+    training = start_training(arguments, folder / "train.log", token, cluster.variables)
     scene = Scene(run, cluster, training, token)
     stack.callback(training.wait)  # left in reverse: everything is killed first
     stack.callback(cluster.__exit__)

@@ -15,11 +15,10 @@ import psutil
 
 from elastic_ring.cli.drills.processes import LOOK_S, MARK, kill_everything
 from elastic_ring.config import environment
+from elastic_ring.runtime.driver.access import new_access
 
 HOST = "127.0.0.1"
 START_S = 120.0
-OPEN = {"RAY_AUTH_MODE": "disabled"}
-"""For whoever connects, too: else it depends on what this machine has been used for."""
 
 
 class LocalCluster:
@@ -29,9 +28,15 @@ class LocalCluster:
         """`cpus` of each node, the head first."""
         self._folder, self._cpus, self._token = folder, cpus, token
         self._nodes: list[subprocess.Popen[bytes]] = []
+        self._access = new_access()
         self.address = ""
         self.metrics: list[str] = []
         """HOST:PORT of each node, where Prometheus reads."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of a process that connects to it."""
+        return {**self._access, "RAY_ADDRESS": self.address}
 
     def __enter__(self) -> LocalCluster:
         try:
@@ -72,7 +77,7 @@ class LocalCluster:
         index = len(self._nodes)
         log = self._folder.parent / f"node-{index}.log"
         variables = {
-            **environment(), **OPEN, MARK: self._token, "RAY_USAGE_STATS_ENABLED": "0",
+            **environment(), **self._access, MARK: self._token, "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_memory_usage_threshold": "0.98", **more,
         }  # fmt: skip
         variables.pop("RAY_ADDRESS", None)

@@ -23,7 +23,7 @@ from elastic_ring.config import RunConfig, ScalingConfig, environment
 from elastic_ring.errors import RunFailed
 from elastic_ring.monitor.callbacks import STOPPED_BY_USER
 from elastic_ring.runtime.agent.memory_guard import RAY_THRESHOLD_VARIABLE
-from elastic_ring.runtime.driver import attach
+from elastic_ring.runtime.driver import access, attach
 from elastic_ring.runtime.driver.absence import is_listening
 from elastic_ring.runtime.driver.cluster import NAMESPACE
 from elastic_ring.runtime.head import RECONNECT, RECONNECT_S
@@ -57,6 +57,7 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
     RunFailed where a local one does not start.
     """
     if ray.is_initialized():
+        access.warn_if_open(ray.get_runtime_context().gcs_address)
         yield
         return
     address = environment().get("RAY_ADDRESS") or attach.local_head()
@@ -64,14 +65,19 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
         outlast_head(lease_s)
         try:
             ray.init(namespace=NAMESPACE, log_to_driver=False)
-        except ConnectionError as error:
-            raise ValueError(f"RAY_ADDRESS={address!r}: no Ray cluster answers there ({error})") from error
+        except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+            raise ValueError(
+                f"RAY_ADDRESS={address!r}: no Ray cluster answers there ({error}); one that asks for a token wants "
+                "RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+            ) from error
     else:
         check_host(environment())
         # Its monitor takes the coordinator first: it is the last resort behind the guard of the node's agent.
         environment().setdefault(RAY_THRESHOLD_VARIABLE, "0.98")
+        access.ask_for_token()
         _start_local(num_cpus)
     try:
+        access.warn_if_open(ray.get_runtime_context().gcs_address)
         yield
     finally:
         with leaving():

@@ -55,7 +55,7 @@ class TwoNodes:
         self.folder, self.kept = folder, kept
         self.redis: subprocess.Popen[bytes] | None = None
         self.environment = {
-            **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT),
+            **os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT),
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(reconnect_s),
         }  # fmt: skip
         self.drivers: list[Driver] = []

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener
 
 import psutil
 import pytest
 import ray
+from ray._private.services import resolve_ip_for_localhost
 
 from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
 from tests.signals import heed_interrupts
 
@@ -25,7 +30,7 @@ GCS_PORT, DASHBOARD_PORT, AGENT_PORT = 7391, 9291, 9391
 
 def cli(*words: str, timeout_s: float = 240.0, check: bool = True) -> subprocess.CompletedProcess[str]:
     environment = {
-        **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": f"http://127.0.0.1:{DASHBOARD_PORT}",
+        **os.environ, "RAY_ADDRESS": f"http://127.0.0.1:{DASHBOARD_PORT}",
         "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0",
     }  # fmt: skip
     done = subprocess.run(
@@ -40,7 +45,7 @@ def cli(*words: str, timeout_s: float = 240.0, check: bool = True) -> subprocess
 def head() -> Iterator[None]:
     ray.shutdown()  # the other modules' Ray
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `python` is ours
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PATH": path}
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PATH": path}
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={GCS_PORT}", "--num-cpus=4",
              f"--dashboard-port={DASHBOARD_PORT}", f"--dashboard-agent-listen-port={AGENT_PORT}",
              "--block"]  # fmt: skip
@@ -55,6 +60,36 @@ def head() -> Iterator[None]:
 
 def job_server_is_up() -> bool:
     return cli("job", "list", check=False).returncode == 0
+
+
+def strangers() -> dict[str, str]:
+    """The environment of somebody who has been told nothing about Ray."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+
+
+def listening(root: psutil.Process, name: str) -> list[str]:
+    """HOST:PORT where the children of this name listen, by this host's own address."""
+    host = resolve_ip_for_localhost("127.0.0.1")
+    found = [child for child in root.children(recursive=True) if child.name() == name]
+    ports = {one.laddr.port for child in found for one in child.net_connections() if one.status == psutil.CONN_LISTEN}
+    return [f"{host}:{port}" for port in sorted(ports)]
+
+
+@pytest.mark.slow
+def test_a_stranger_runs_no_code_and_submits_no_job(head: None, tmp_path: Path) -> None:
+    address = f"{resolve_ip_for_localhost('127.0.0.1')}:{GCS_PORT}"
+    code = f"import ray; ray.init({address!r}, log_to_driver=False); print(ray.get(ray.remote(len).remote('four')))"
+    without = {**strangers(), "HOME": str(tmp_path)}
+    drivers = [
+        subprocess.Popen([sys.executable, "-c", code], env=given, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for given in (without, {**without, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64}, dict(os.environ))
+    ]  # fmt: skip
+    told = [(*driver.communicate(timeout=120), driver.returncode) for driver in drivers]
+    assert [(out.strip(), code) for out, _, code in told] == [("", 1), ("", 1), ("4", 0)]
+    assert all("InvalidAuthToken" in errors for _, errors, _ in told[:2])
+    direct = build_opener(ProxyHandler({}))
+    with pytest.raises(HTTPError, match="401|403"):
+        direct.open(f"http://127.0.0.1:{DASHBOARD_PORT}/api/jobs/", timeout=30)
 
 
 def wait_for(*conditions: Callable[[], bool], timeout_s: float = 120.0) -> None:
@@ -146,7 +181,9 @@ def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path
     folder = tmp_path / "interrupted"
     command = [sys.executable, "jobs/train_1t.py", "--context", "256", "--steps", "500", "--faults", "none", "--dp",
                "1", "--cp", "2", "--spares", "0", "--run-name", "interrupted", "--run-dir", str(folder)]  # fmt: skip
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
+    home = tmp_path / "home"  # of a new user: no variable, no ~/.ray
+    home.mkdir()
+    environment = {**strangers(), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "HOME": str(home)}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts,
         start_new_session=True,
@@ -154,6 +191,9 @@ def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path
     wait_for(lambda: num_steps(folder) >= 2)
     pids = [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
     assert all(psutil.pid_exists(pid) for pid in pids)
+    token, (store,) = home / ".ray" / "auth_token", listening(psutil.Process(process.pid), "gcs_server")
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert [access.answers(store, shown) for shown in ("", token.read_text())] == [False, True]
     if whole_group:
         os.killpg(process.pid, signal.SIGINT)
     else:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 NUM_TRIALS = 7
 SMALL = ["--short-steps=1", "--long-steps=2", "--seq-len=128", "--cost-len=512", "--cpus-per-trial=0.5"]
 ENVIRONMENT = {
-    **os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+    **os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0",
     "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 

@@ -43,7 +43,7 @@ SMALL = [
     "--optim.total-steps=12", "--optim.warmup-steps=2",
 ]  # fmt: skip
 ENVIRONMENT = {
-    **os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+    **os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0",
     "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local", "RAY_worker_niceness": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }  # fmt: skip

@@ -113,7 +113,7 @@ def test_the_example_tunes_a_saved_model_and_exports_it(folder: Path, tmp_path: 
     done = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
         # A Ray of its own, not whatever else runs on this machine.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")

@@ -113,7 +113,7 @@ def test_a_killed_driver_goes_on_from_the_command_line(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--source", str(source), "--out", str(out), "--workers", "2"]
     command = [sys.executable, "-m", "elastic_ring", "data", "prepare", *words]
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
     driver = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (out / "pieces").exists() or len(list((out / "pieces").glob("0*.json"))) < 1:

@@ -45,7 +45,7 @@ PAGES = sorted(
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 README, MEND, WATCH = TEXTS[ROOT / "README.md"], TEXTS[OPERATING / "mend.md"], TEXTS[OPERATING / "watch.md"]
 ALL = "\n".join(TEXTS.values())
-QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 MOST_WORDS = 30_500
 """Lower it when pages lose words; a page that needs more takes them from another."""

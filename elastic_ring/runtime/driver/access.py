@@ -1,0 +1,145 @@
+"""Who may use a Ray: the token of one that starts here, and a warning about one that asks for none.
+
+Ray's ports are open on all interfaces, `--node-ip-address=127.0.0.1` or not, and run anybody's code who has the token.
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import grpc
+import psutil
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+from elastic_ring.config import environment
+
+log = logging.getLogger(__name__)
+
+MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+TLS = "RAY_USE_TLS"  # strangers need a certificate, and this process's own question would have to show it
+ANSWER_S = 2.0
+
+
+def new_access() -> dict[str, str]:
+    """Variables of a Ray for one purpose, and of whoever may connect to it: a token that the user has set counts."""
+    return {MODE: "token", TOKEN: environment().get(TOKEN) or secrets.token_hex(32)}
+
+
+@contextmanager
+def using(variables: Mapping[str, str]) -> Iterator[None]:
+    """This process connects with such variables meanwhile."""
+    before = {name: environment().get(name) for name in variables}
+    _use(variables)
+    try:
+        yield
+    finally:
+        _use(before)
+
+
+def _use(variables: Mapping[str, str | None]) -> None:
+    """Ray would read them only once, when it is imported. None removes one."""
+    for name, value in variables.items():
+        if value is None:
+            environment().pop(name, None)
+        else:
+            environment()[name] = value
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def ask_for_token() -> None:
+    """A Ray that this process starts asks for a token, as is Ray's default, unless RAY_AUTH_MODE says otherwise.
+
+    The token stays in Ray's place for it, so that other commands of this user reach the Ray. Ray would make the file
+    readable for every user of the machine.
+    """
+    given = environment()
+    if given.get(MODE, "token").lower() != "token":
+        return
+    made = {} if given.get(TOKEN) or given.get(TOKEN_FILE) else _stored(Path.home() / ".ray" / "auth_token")
+    _use({MODE: "token", **made})
+
+
+def _stored(path: Path) -> dict[str, str]:
+    """Make the file of the user's token, unless there is one; variables for where it cannot be made."""
+    token = secrets.token_hex(32)
+    new = path.with_name(f"{path.name}.{token[:8]}")
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        if path.exists():
+            return {}
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(token)
+        try:
+            os.link(new, path)  # nobody sees half a token, and one that came meanwhile stays
+        except FileExistsError:
+            pass
+        finally:
+            new.unlink()
+    except OSError as error:
+        log.warning(
+            "no token can be kept (%s): this run has one of its own, and `elastic-ring scale` from elsewhere does not "
+            "reach it; set HOME to a folder of yours, or %s", error, TOKEN,
+        )  # fmt: skip
+        return {TOKEN: token}
+    return {}
+
+
+@cache
+def warn_if_open(head: str) -> None:
+    """Say once which Ray runs the code of whoever reaches it. `head`: HOST:PORT of its control store."""
+    if environment().get(TLS, "0").lower() in ("1", "true"):
+        return
+    host, _, port = head.rpartition(":")
+    for place in beyond_loopback(host.strip("[]")):
+        address = joined(place, int(port))
+        if answers(address):
+            log.warning(
+                "anyone who can connect to %s can run code on this Ray cluster, as the user %s: it asks for no token "
+                "(RAY_AUTH_MODE). How to switch it: docs/quickstart.md, 'On a cluster'", address, _user(),
+            )  # fmt: skip
+            return
+
+
+def answers(address: str, token: str = "") -> bool:
+    """Whether a control store listens there, and answers who has this token, or none."""
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        store = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            store.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=ANSWER_S, metadata=metadata)
+        except grpc.RpcError:
+            return False
+    return True
+
+
+def beyond_loopback(host: str) -> list[str]:
+    """The addresses by which others may reach a head: its own, or this host's where it calls itself loopback."""
+    if host != "localhost" and host != "::1" and not host.startswith("127."):
+        return [host]
+    return [
+        one.address
+        for interface in psutil.net_if_addrs().values() for one in interface
+        if one.family in (socket.AF_INET, socket.AF_INET6) and "%" not in one.address
+        and one.address != "::1" and not one.address.startswith("127.")
+    ]  # fmt: skip
+
+
+def joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's number without a name
+        return str(os.getuid())
