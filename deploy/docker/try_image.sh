@@ -18,7 +18,8 @@ mkdir -p "$folder/wheels"
 [ -e "$folder/base.tar" ] || mmdebstrap --quiet --variant=minbase \
     --include=python3,python3-pip,python3-dev,ca-certificates,passwd bookworm "$folder/base.tar"
 ray=$(sed -n 's/^ARG RAY=//p' deploy/docker/Dockerfile)
-python3 -m pip download --quiet --dest "$folder/wheels" "torch>=2.11,<2.14" "ray==$ray" . "setuptools>=77" wheel
+python3 -m pip download --quiet --dest "$folder/wheels" --constraint deploy/docker/constraints.txt \
+    "torch>=2.11,<2.14" "ray==$ray" . "setuptools>=77" wheel
 rm -f "$folder"/wheels/elastic_ring-*
 
 base=$(buildah from scratch)

@@ -81,14 +81,16 @@ def test_a_stranger_runs_no_code_and_submits_no_job(head: None, tmp_path: Path) 
     code = f"import ray; ray.init({address!r}, log_to_driver=False); print(ray.get(ray.remote(len).remote('four')))"
     without = {**strangers(), "HOME": str(tmp_path)}
     drivers = [
-        subprocess.Popen([sys.executable, "-c", code], env=given, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=given, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         for given in (without, {**without, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64}, dict(os.environ))
     ]  # fmt: skip
     told = [(*driver.communicate(timeout=120), driver.returncode) for driver in drivers]
     assert [(out.strip(), code) for out, _, code in told] == [("", 1), ("", 1), ("4", 0)]
     assert all("InvalidAuthToken" in errors for _, errors, _ in told[:2])
     direct = build_opener(ProxyHandler({}))
-    with pytest.raises(HTTPError, match="401|403"):
+    with pytest.raises(HTTPError, match=r"40[13]"):
         direct.open(f"http://127.0.0.1:{DASHBOARD_PORT}/api/jobs/", timeout=30)
 
 

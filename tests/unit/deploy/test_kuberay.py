@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,57 @@ def test_the_components_fit_together_and_into_the_schemas(tmp_path: Path) -> Non
     assert not any("redis" in document["metadata"]["name"] for document in documents)
     first, second = (group["template"]["spec"]["containers"][0] for group in spec["workerGroupSpecs"])
     assert first == second, "spot workers are copied before everything is in the first group"
-    assert {"IPC_LOCK"} == set(first["securityContext"]["capabilities"]["add"])
+    assert weakened(documents) == []
+
+
+def test_redis_reads_its_password_where_no_other_process_does(tmp_path: Path) -> None:
+    program = tmp_path / "redis-server"
+    program.write_text('#!/bin/sh\necho "$@"\ncat\n')
+    program.chmod(0o755)
+    (redis,) = (one for one in built("kuberay/clusters/cpu") if one["kind"] == "StatefulSet")
+    container = redis["spec"]["template"]["spec"]["containers"][0]
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REDIS_PASSWORD": "hidden"}
+    ran = subprocess.run(
+        [*container["command"], *container["args"]],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=10,
+    )
+    arguments, *config = ran.stdout.splitlines()
+    assert arguments == "--dir /data --appendonly yes --appendfsync always -"
+    assert config == ['requirepass "hidden"']
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_each_component_fits_alone(component: str, tmp_path: Path) -> None:
     documents = with_components(tmp_path, (component,))
     assert [errors for document in documents if (errors := errors_of(document))] == []
+    assert weakened(documents) == []
+
+
+def weakened(documents: tuple[Object, ...]) -> list[str]:
+    """What lets a pod do more than the namespace's profile `baseline`, or shows a secret in a process's arguments."""
+    found = []
+    for document in documents:
+        if document["kind"] == "Namespace":
+            found += [label for label, value in document["metadata"]["labels"].items() if value == "privileged"]
+    for path, value in leaves(documents):
+        if path[-1] in ("privileged", "allowPrivilegeEscalation", "hostNetwork", "hostPID", "hostIPC") and value:
+            found.append("/".join(map(str, path)))
+        if path[-2:-1] == ("add",) or path[-1] in ("hostPath", "hostPort"):
+            found.append("/".join(map(str, path)))
+        if {"args", "command"} & set(path) and "$(" in str(value):
+            found.append("/".join(map(str, path)))
+    return found
+
+
+def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
+    for key, value in inner:
+        yield (*path, key), value
+        yield from leaves(value, (*path, key))
 
 
 def broken_rules(spec: Object) -> list[str]:

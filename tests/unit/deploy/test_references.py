@@ -15,6 +15,7 @@ import pytest
 import ray
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from ray._common.usage.usage_constants import USAGE_STATS_ENABLED_ENV_VAR
 from ray.dashboard.modules.metrics.metrics_head import GRAFANA_HOST_ENV_VAR, PROMETHEUS_HOST_ENV_VAR
 from ray.scripts.scripts import start
@@ -316,6 +317,23 @@ def test_the_images_have_what_the_project_asks_for(name: str) -> None:
     assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
     (asked,) = [Requirement(one) for one in PROJECT["dependencies"] if Requirement(one).name == "ray"]
     assert asked.specifier.contains(ray_of_images())
+
+
+def test_the_images_packages_are_locked_to_versions_that_the_project_allows() -> None:
+    lines = (DEPLOY / "docker" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    locked = [Requirement(line) for line in lines if not line.startswith("#")]
+    versions = {canonicalize_name(one.name): one.specifier for one in locked if one.marker is None}
+    assert all(re.fullmatch(r"==[\w.!+]+", str(one.specifier)) for one in locked)
+    extras = PROJECT["optional-dependencies"]["cuda"]
+    for asked in map(Requirement, [*PROJECT["dependencies"], *extras]):
+        if asked.name not in ("flash-attn", "numpy"):  # the one is not in the images, the other depends on Python
+            (version,) = versions[canonicalize_name(asked.name)]
+            assert asked.specifier.contains(version.version, prereleases=True), asked
+    assert str(versions["ray"]) == f"=={ray_of_images()}"
+    for name in IMAGES:
+        installed = re.findall(r"pip install [^\n]*", dockerfile(name))
+        assert installed
+        assert all("-c constraints.txt" in command for command in installed)
 
 
 def test_manifests_and_pages_name_the_images_of_this_version() -> None:
