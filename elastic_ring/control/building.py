@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from elastic_ring.control import forming, phases, recovery
 from elastic_ring.control.messages import BuildFailed, MemberFailed, Published, Report, Resumed, Standby
+from elastic_ring.control.pool import Versions
 from elastic_ring.control.state import Building, LostWorker, Running
 from elastic_ring.control.transition import Transition
 
@@ -13,10 +14,10 @@ from elastic_ring.control.transition import Transition
 def resumed(ctx: Transition, event: Resumed) -> None:
     phase = ctx.phase
     assert isinstance(phase, Building)
-    if event.worker not in phase.membership.members or event.worker in phase.resumed:
+    if event.worker not in phase.membership.rank_of or event.worker in phase.resumed:
         ctx.explain(f"{event.worker} has no need to resume")
         return
-    ctx.edit_phase(resumed=phase.resumed | {event.worker})
+    ctx.edit_phase(resumed=phase.resumed.having({event.worker: True}))
     ctx.explain(f"{event.worker} resumed")
     complete_if_all(ctx)
 
@@ -25,10 +26,11 @@ def paused_early(ctx: Transition, event: Report) -> None:
     """A `Report` of a paused member implies that it resumed before; its `Resumed` is late or lost."""
     phase = ctx.phase
     assert isinstance(phase, Building)
-    if event.kind == "aborted" or event.worker not in phase.membership.members:
+    if event.kind == "aborted" or event.worker not in phase.membership.rank_of:
         ctx.explain(f"late answer of {event.worker} to the stop before this build")
         return
-    ctx.edit_phase(resumed=phase.resumed | {event.worker}, paused={**phase.paused, event.worker: event})
+    paused = phase.paused.having({event.worker: event})
+    ctx.edit_phase(resumed=phase.resumed.having({event.worker: True}), paused=paused)
     ctx.explain(f"{event.worker} resumed and is paused again")
     complete_if_all(ctx)
 
@@ -41,7 +43,7 @@ def published(ctx: Transition, event: Published) -> None:
         ctx.explain("stale: vote of an earlier generation")
         return
     recovery.learn_vote(ctx, phase.membership, event.vote)
-    ctx.edit_phase(resumed=frozenset(phase.membership.members))
+    ctx.edit_phase(resumed=Versions(dict.fromkeys(phase.membership.members, True)))
     ctx.explain(f"step {event.vote.step} is committed, so everyone has resumed")
     complete_if_all(ctx)
 
@@ -79,9 +81,8 @@ def lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
     """The loss of a member, or of a donor that still sends, ends this attempt; other losses only shrink the pool."""
     phase = ctx.phase
     assert isinstance(phase, Building)
-    needed = set(phase.membership.members)
-    needed |= {donor for donor, newcomer in phase.membership.donors if newcomer not in phase.resumed}
-    gone = tuple(loss for loss in losses if loss.worker in needed)
+    donors = {donor for donor, newcomer in phase.membership.donors if newcomer not in phase.resumed}
+    gone = tuple(loss for loss in losses if loss.worker in phase.membership.rank_of or loss.worker in donors)
     if gone:
         ctx.set(fruitless_builds=0)
         give_up(ctx, f"lost {', '.join(loss.worker for loss in gone)}", gone)
@@ -134,6 +135,8 @@ def expire(ctx: Transition) -> None:
     """
     phase = ctx.phase
     assert isinstance(phase, Building)
+    if ctx.now < min(phase.deadline, phase.ask_again_at):
+        return
     silent = [worker for worker in phase.membership.members if worker not in phase.resumed]
     if ctx.now >= phase.deadline:
         answered = {
@@ -143,7 +146,7 @@ def expire(ctx: Transition) -> None:
         if len(answered) == phase.membership.mesh.cp:
             ctx.kill(ctx.ready_among(silent), f"did not resume within {limit_s} s")
         _again(ctx, f"{len(silent)} member(s) did not resume within {limit_s} s")
-    elif ctx.now >= phase.ask_again_at and not phase.asked_again:
+    elif not phase.asked_again:
         for worker in ctx.ready_among(silent):
             ctx.send(replace(phase.order, worker=worker))
         ctx.edit_phase(asked_again=True)

@@ -7,7 +7,7 @@ The coordinator actor, the simulator and the property tests run it. No clock, no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from elastic_ring.control import building, forming, phases, reconnect, recovery
@@ -40,6 +40,7 @@ from elastic_ring.control.messages import (
     WorkerStarting,
 )
 from elastic_ring.control.options import ControlOptions
+from elastic_ring.control.pool import with_changes
 from elastic_ring.control.state import (
     Building,
     Closing,
@@ -52,8 +53,7 @@ from elastic_ring.control.state import (
     Reconnecting,
     Running,
     State,
-    able_to_form,
-    visibly_starting,
+    num_able_to_form,
 )
 from elastic_ring.control.transition import Transition
 from elastic_ring.errors import IllegalTransition
@@ -105,7 +105,7 @@ def advance(state: State, event: Event, now: float) -> Decision:
     if ctx.state is state or ctx.state == state:
         return Decision(state, tuple(ctx.commands), reason)
     story = (*state.story, (type(event).__name__, reason[:400]))[-_STORY_LENGTH:]
-    return Decision(replace(ctx.state, story=story), tuple(ctx.commands), reason)
+    return Decision(with_changes(ctx.state, {"story": story}), tuple(ctx.commands), reason)
 
 
 def stale_because(state: State, event: Event) -> str:
@@ -130,7 +130,7 @@ def stale_because(state: State, event: Event) -> str:
 def _worker_ready(ctx: Transition, event: WorkerReady) -> None:
     if worker_pool.worker_ready(ctx, event) and isinstance(ctx.phase, Reconnecting):
         said = Status(event.cause, event.worker, ctx.state.term, 0, "spare")
-        ctx.edit_phase(answers={**ctx.phase.answers, event.worker: said})
+        ctx.edit_phase(answers=ctx.phase.answers.having({event.worker: said}))
 
 
 def _worker_lost(ctx: Transition, event: WorkerLost) -> None:
@@ -281,7 +281,7 @@ def next_deadline(state: State) -> float | None:
     """The latest time for the next `Tick`, in seconds on the clock of `now`; None if there is no deadline."""
     if isinstance(state.phase, Idle | Ended):
         return None
-    due = [worker.deadline for worker in state.workers.values() if worker.status != "ready"]
+    due = [] if state.pool.earliest is None else [state.pool.earliest]
     # Where nobody may be started, a backoff that is over must not tick without end.
     allowed_at = _may_start_workers_at(state)
     due += [max(at, allowed_at) for at in worker_pool.start_deadlines(state)] if allowed_at is not None else []
@@ -296,7 +296,7 @@ def _phase_deadlines(state: State) -> list[float]:
             return [phase.deadline if phase.asked_again else phase.ask_again_at]
         case Reconnecting():
             return [phase.deadline if phase.asked_again else phase.deadline - options.hello_s / 2]
-        case Closing() if phases.silent_members(state):
+        case Closing() if recovery.is_any_silent(state):
             return [phase.deadline if phase.asked_again else phase.deadline - options.report_s / 2]
         case Finishing():
             return [phase.deadline]
@@ -308,12 +308,11 @@ def _phase_deadlines(state: State) -> list[float]:
         case Forming():
             if phase.full_since is not None:
                 return [phase.full_since + options.spare_grace_s]
-            if len(able_to_form(state)) // options.cp < options.min_dp:
+            if num_able_to_form(state) // options.cp < options.min_dp:
                 return []
             # A worker that shows progress in starting has its own deadline.
-            if visibly_starting(state):
+            if state.pool.total.visible:
                 return []
-            anyone = any(worker.status == "starting" for worker in state.workers.values())
-            soon = phase.incident is not None and not anyone
+            soon = phase.incident is not None and not state.pool.total.starting
             return [phase.since + (options.spare_grace_s if soon else options.start_s)]
     return []

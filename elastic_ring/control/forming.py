@@ -13,14 +13,13 @@ from elastic_ring.control.state import (
     Forming,
     Incident,
     Membership,
-    able_to_form,
     avoided,
     domains_of,
     gpus_on,
     node_of,
+    num_able_to_form,
     reserved,
     spares,
-    visibly_starting,
 )
 from elastic_ring.control.transition import Transition
 from elastic_ring.mesh import Mesh
@@ -49,8 +48,7 @@ def try_form(ctx: Transition) -> None:
     """
     phase, options = ctx.phase, ctx.options
     assert isinstance(phase, Forming)
-    ready = spares(ctx.state)
-    dp = min(options.dp, len(able_to_form(ctx.state)) // options.cp)
+    dp = min(options.dp, num_able_to_form(ctx.state) // options.cp)
     if dp == options.dp and phase.full_since is None:
         ctx.edit_phase(full_since=ctx.now)
     elif dp < options.dp and phase.full_since is not None:
@@ -58,12 +56,13 @@ def try_form(ctx: Transition) -> None:
     phase = ctx.phase
     assert isinstance(phase, Forming)
     if phase.full_since is not None:
-        starting = any(worker.status == "starting" for worker in ctx.state.workers.values())
-        complete = len(ready) >= options.dp * options.cp + options.spares or not starting
-        if not complete and ctx.now < phase.full_since + options.spare_grace_s:
+        is_late = ctx.now >= phase.full_since + options.spare_grace_s
+        num_wanted, counts = options.dp * options.cp + options.spares, ctx.state.pool.total
+        if not is_late and counts.starting and (counts.ready < num_wanted or len(spares(ctx.state)) < num_wanted):
             return
     elif dp < options.min_dp or not _nobody_comes(ctx, phase):
         return
+    ready = spares(ctx.state)
     situation = policy.Situation(
         mesh=Mesh(dp, options.cp),
         members=(),
@@ -93,9 +92,9 @@ def try_form(ctx: Transition) -> None:
 
 def _nobody_comes(ctx: Transition, phase: Forming) -> bool:
     """Whether waiting for more workers has no point."""
-    if phase.incident is not None and not any(w.status == "starting" for w in ctx.state.workers.values()):
+    if phase.incident is not None and not ctx.state.pool.total.starting:
         return ctx.now >= phase.since + ctx.options.spare_grace_s
-    return ctx.now >= phase.since + ctx.options.start_s and not visibly_starting(ctx.state)
+    return ctx.now >= phase.since + ctx.options.start_s and not ctx.state.pool.total.visible
 
 
 def _restoring(plan: policy.Plan, restore: Checkpoint) -> policy.Plan:

@@ -16,8 +16,10 @@ from elastic_ring.control.state import (
     Membership,
     Running,
     State,
-    able_to_form,
     membership_of,
+    next_awaited,
+    num_able_to_form,
+    num_staying,
     spares,
 )
 from elastic_ring.control.transition import Transition
@@ -35,8 +37,7 @@ WRONG = "computed wrongly"
 def running_lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
     phase = ctx.phase
     assert isinstance(phase, Running | Finishing)
-    members = set(phase.membership.members)
-    gone = tuple(loss for loss in losses if loss.worker in members)
+    gone = tuple(loss for loss in losses if loss.worker in phase.membership.rank_of)
     if gone:
         names = ", ".join(loss.worker for loss in gone)
         incident = recovery.open_incident(ctx, phase.membership, f"{gone[0].reason}: {names}", gone)
@@ -171,7 +172,7 @@ def running_published(ctx: Transition, event: Published) -> None:
 def running_report(ctx: Transition, event: Report) -> None:
     phase = ctx.phase
     assert isinstance(phase, Running)
-    if event.kind == "aborted" or event.worker not in phase.membership.members or event.worker in phase.paused:
+    if event.kind == "aborted" or event.worker not in phase.membership.rank_of or event.worker in phase.paused:
         ctx.explain(f"nothing new from {event.worker}")
     else:
         pause(ctx, event)
@@ -182,7 +183,7 @@ def pause(ctx: Transition, report: Report) -> None:
     phase = ctx.phase
     if not isinstance(phase, Running):
         return
-    paused = {**phase.paused, report.worker: report}
+    paused = phase.paused.having({report.worker: report})
     deadline = ctx.now + ctx.options.boundary_s if phase.deadline is None else phase.deadline
     ctx.edit_phase(paused=paused, deadline=deadline)
     ctx.explain(f"{report.worker} is paused at step {report.applied}, {len(paused)} of {len(phase.membership.members)}")
@@ -223,8 +224,7 @@ def possible_dp(state: State) -> int:
     """
     phase = state.phase
     assert isinstance(phase, Running)
-    staying = sum(1 for name in phase.membership.members if name in state.workers and not state.workers[name].draining)
-    num_usable = min(staying + len(spares(state)) - state.options.spares, len(able_to_form(state)))
+    num_usable = min(num_staying(state) + len(spares(state)) - state.options.spares, num_able_to_form(state))
     return max(0, min(state.options.dp_limit, num_usable // state.options.cp))
 
 
@@ -289,8 +289,7 @@ def closing_lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
     """Add losses to the incident. A dead member's report no longer counts, but the votes in it still do."""
     phase = ctx.phase
     assert isinstance(phase, Closing)
-    part = set(phase.membership.everyone)
-    gone = tuple(loss for loss in losses if loss.worker in part)
+    gone = tuple(loss for loss in losses if loss.worker in phase.membership.part)
     if gone:
         ctx.edit_phase(incident=recovery.add_losses(phase.incident, gone))
 
@@ -298,10 +297,10 @@ def closing_lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
 def closing_report(ctx: Transition, event: Report) -> None:
     phase = ctx.phase
     assert isinstance(phase, Closing)
-    if event.worker in phase.reports or event.worker not in ctx.ready_among(phase.membership.everyone):
+    if event.worker in phase.reports or not ctx.ready_among({event.worker} & phase.membership.part):
         ctx.explain(f"nothing new from {event.worker}")
         return
-    ctx.edit_phase(reports={**phase.reports, event.worker: event})
+    ctx.edit_phase(reports=phase.reports.having({event.worker: event}))
     ctx.explain(f"{event.worker} reports step {event.applied}, shard {event.shard}")
     for vote in (event.last_vote, event.vote):
         recovery.learn_vote(ctx, phase.membership, vote)
@@ -313,27 +312,20 @@ def closing_report(ctx: Transition, event: Report) -> None:
         )
 
 
-def silent_members(state: State) -> list[str]:
-    """Ready members that have not reported while closing; workers that are stopping do not count."""
-    phase, workers = state.phase, state.workers
-    assert isinstance(phase, Closing)
-    return [
-        name
-        for name in phase.membership.everyone
-        if name not in phase.reports and name in workers and workers[name].status == "ready"
-    ]
-
-
 def expire_closing(ctx: Transition) -> None:
     phase = ctx.phase
     assert isinstance(phase, Closing)
-    silent = silent_members(ctx.state)
-    if not silent:
+    everyone = phase.membership.everyone
+    settled = next_awaited(ctx.state, everyone, phase.reports, phase.num_settled)
+    if settled != phase.num_settled:
+        ctx.edit_phase(num_settled=settled)
+    if settled == len(everyone) or ctx.now < phase.deadline - ctx.options.report_s / 2:
         return
+    silent = [name for name in ctx.ready_among(everyone) if name not in phase.reports]
     if ctx.now >= phase.deadline:
         ctx.kill(silent, f"did not report within {ctx.options.report_s} s")
         ctx.explain(f"silent, so killed: {', '.join(silent)}")
-    elif ctx.now >= phase.deadline - ctx.options.report_s / 2 and not phase.asked_again:
+    elif not phase.asked_again:
         ctx.stop(silent, "abort")
         ctx.edit_phase(asked_again=True)
         ctx.explain(f"asked again: {', '.join(silent)}")

@@ -8,6 +8,7 @@ from elastic_ring.control import phases, recovery
 from elastic_ring.control.capacity import worker_pool
 from elastic_ring.control.decisions import memory_ladder, rollback
 from elastic_ring.control.messages import CoordinatorStarted, Hello, MemberFailed, Report, Status
+from elastic_ring.control.pool import Versions
 from elastic_ring.control.state import (
     Building,
     Closing,
@@ -18,6 +19,7 @@ from elastic_ring.control.state import (
     Reconnecting,
     Running,
     membership_of,
+    next_awaited,
 )
 from elastic_ring.control.transition import Transition
 
@@ -35,11 +37,11 @@ def restart(ctx: Transition, event: CoordinatorStarted) -> None:
     ctx.set(term=event.term)
     _restart_clocks(ctx)
     deadline = ctx.now + ctx.options.hello_s
+    asked = tuple(w.worker for w in ctx.state.workers.values() if w.status != "stopping")
+    anew = Reconnecting(phase.before if isinstance(phase, Reconnecting) else phase, deadline, asked)
     if isinstance(phase, Reconnecting):
-        ctx.enter(replace(phase, deadline=deadline, answers={}, asked_again=False))
-    else:
-        ctx.enter(Reconnecting(before=phase, deadline=deadline))
-    asked = [w.worker for w in ctx.state.workers.values() if w.status != "stopping"]
+        anew = replace(anew, lost=phase.lost, disturbed=phase.disturbed, back=phase.back)
+    ctx.enter(anew)
     for worker in asked:
         ctx.send(Hello(ctx.cause, worker, event.term))
     ctx.explain(f"coordinator of term {event.term} asks {len(asked)} worker(s)")
@@ -76,7 +78,7 @@ def _restart_clocks(ctx: Transition) -> None:
     if change is not None and change.resumed_at is not None:
         # If the wall clock was set back meanwhile, `restart_delay_s` after this time must not come too late.
         change = replace(change, resumed_at=min(change.resumed_at, ctx.now))
-    ctx.set(workers=workers, nodes=nodes, pool_changed_at=ctx.now, last_change=change)
+    ctx.state = replace(ctx.state, workers=workers, nodes=nodes, pool_changed_at=ctx.now, last_change=change)
 
 
 def answered(ctx: Transition, event: Status) -> None:
@@ -88,7 +90,7 @@ def answered(ctx: Transition, event: Status) -> None:
     if ctx.state.workers[event.worker].status == "starting":
         late_ready(ctx, event)
     ctx.set(generation=max(ctx.state.generation, event.generation))
-    ctx.edit_phase(answers={**phase.answers, event.worker: event})
+    ctx.edit_phase(answers=phase.answers.having({event.worker: event}))
     ctx.explain(f"{event.worker} is {event.activity} in generation {event.generation}")
 
 
@@ -105,7 +107,7 @@ def lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
     phase = ctx.phase
     assert isinstance(phase, Reconnecting)
     membership = membership_of(ctx.state)
-    part = set(membership.everyone) if membership else set()
+    part = membership.part if membership else frozenset()
     ctx.edit_phase(lost=phase.lost + tuple(loss for loss in losses if loss.worker in part))
 
 
@@ -137,18 +139,24 @@ def _learn_back(ctx: Transition, event: MemberFailed) -> None:
 def settle(ctx: Transition) -> None:
     phase = ctx.phase
     assert isinstance(phase, Reconnecting)
+    settled = next_awaited(ctx.state, phase.asked, phase.answers, phase.num_settled)
+    if settled != phase.num_settled:
+        ctx.edit_phase(num_settled=settled)
+    if settled == len(phase.asked):
+        _conclude(ctx, phase)
+        return
+    if ctx.now < phase.deadline - ctx.options.hello_s / 2:
+        return
     silent = [worker for worker in ctx.ready_among(ctx.state.workers) if worker not in phase.answers]
-    if silent and ctx.now >= phase.deadline:
+    if ctx.now >= phase.deadline:
         ctx.kill(silent, f"did not answer the new coordinator within {ctx.options.hello_s} s")
         ctx.explain(f"silent, so killed: {', '.join(silent)}")
-    elif silent:
-        if ctx.now >= phase.deadline - ctx.options.hello_s / 2 and not phase.asked_again:
-            for worker in silent:
-                ctx.send(Hello(ctx.cause, worker, ctx.state.term))
-            ctx.edit_phase(asked_again=True)
-            ctx.explain(f"asked again: {', '.join(silent)}")
-        return
-    _conclude(ctx, phase)
+        _conclude(ctx, phase)
+    elif not phase.asked_again:
+        for worker in silent:
+            ctx.send(Hello(ctx.cause, worker, ctx.state.term))
+        ctx.edit_phase(asked_again=True)
+        ctx.explain(f"asked again: {', '.join(silent)}")
 
 
 def _conclude(ctx: Transition, phase: Reconnecting) -> None:
@@ -161,7 +169,7 @@ def _conclude(ctx: Transition, phase: Reconnecting) -> None:
     odd = phase.disturbed or _odd_one(ctx, phase, membership.members, membership.generation)
     if isinstance(before, Running) and not odd and not phase.lost:
         deadline = ctx.now + ctx.options.boundary_s if before.boundary else None
-        ctx.enter(replace(before, paused={}, deadline=deadline))
+        ctx.enter(replace(before, paused=Versions(), deadline=deadline))
         if before.boundary:
             ctx.stop(membership.members, "boundary")
         ctx.explain(f"all members train on in generation {membership.generation}, undisturbed")

@@ -26,6 +26,7 @@ from elastic_ring.control.state import (
     avoided,
     domains_of,
     gpus_on,
+    next_awaited,
     node_of,
     reserved,
     spares,
@@ -64,8 +65,7 @@ def first_cause(state: State) -> str:
 
 
 def add_losses(incident: Incident, losses: tuple[LostWorker, ...]) -> Incident:
-    members = incident.base.members if incident.base else ()
-    ranks = {worker: rank for rank, worker in enumerate(members)} if losses else {}
+    ranks = incident.base.rank_of if incident.base and losses else {}
     ranked = tuple(replace(loss, global_rank=ranks.get(loss.worker)) for loss in losses)
     return replace(incident, lost=incident.lost + ranked)
 
@@ -120,14 +120,21 @@ def learn_vote(ctx: Transition, membership: Membership, vote: Vote | None) -> bo
     return True
 
 
+def is_any_silent(state: State) -> bool:
+    """Whether a ready member has not reported while closing."""
+    phase = state.phase
+    assert isinstance(phase, Closing)
+    everyone = phase.membership.everyone
+    return next_awaited(state, everyone, phase.reports, phase.num_settled) < len(everyone)
+
+
 def try_close(ctx: Transition) -> None:
     """Rebuild once every member has reported or is gone."""
     phase = ctx.phase
     assert isinstance(phase, Closing)
-    everyone = phase.membership.everyone
-    live = ctx.ready_among(everyone)
-    if ctx.pending_deaths(everyone) or any(worker not in phase.reports for worker in live):
+    if is_any_silent(ctx.state) or not phase.membership.part.isdisjoint(ctx.state.pool.dying):
         return
+    live = ctx.ready_among(phase.membership.everyone)
     reports = {worker: phase.reports[worker] for worker in live}
     base = phase.incident.base or phase.membership
     rebuild(ctx, phase.membership, phase.incident, reports, base.mesh.dp)
@@ -151,7 +158,7 @@ def rebuild(
             return
         memory_ladder.climb_after_deaths(ctx, incident)
     base = incident.base or membership
-    draining = {w.worker for w in ctx.state.workers.values() if w.draining} | ({incident.replaces} - {""})
+    draining = ctx.state.pool.draining | ({incident.replaces} - {""})
     situation = policy.Situation(
         mesh=base.mesh,
         members=base.members,
@@ -161,7 +168,7 @@ def rebuild(
         node_of=node_of(ctx.state),
         target_dp=target_dp,
         min_dp=ctx.options.min_dp,
-        draining=frozenset(draining),
+        draining=draining,
         hints=_hints(base, membership),
         gpus_on=gpus_on(ctx.state),
         domains_of=domains_of(ctx.state),
@@ -184,8 +191,7 @@ def rebuild(
 def _hints(base: Membership, membership: Membership) -> dict[str, int]:
     if membership is base or membership.mesh != base.mesh:
         return {}
-    placed = set(base.members)
-    return {worker: rank for rank, worker in enumerate(membership.members) if worker not in placed}
+    return {worker: rank for rank, worker in enumerate(membership.members) if worker not in base.rank_of}
 
 
 def _is_crash_loop(ctx: Transition, incident: Incident, mesh: Mesh, step: int) -> bool:

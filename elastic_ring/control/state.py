@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from elastic_ring.control.messages import (
@@ -23,6 +24,7 @@ from elastic_ring.control.messages import (
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.control.placement.gpu_capacity import placeable
+from elastic_ring.control.pool import Pool, Versions, pool_of
 from elastic_ring.mesh import Mesh
 
 PROCESS_START = "start of the process, imports"
@@ -92,9 +94,17 @@ class Membership:
     leaving: tuple[str, ...] = ()
     donors: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @cached_property
     def everyone(self) -> tuple[str, ...]:
         return self.members + self.leaving
+
+    @cached_property
+    def part(self) -> frozenset[str]:
+        return frozenset(self.everyone)
+
+    @cached_property
+    def rank_of(self) -> dict[str, int]:
+        return {worker: rank for rank, worker in enumerate(self.members)}
 
     @property
     def id(self) -> tuple[int, int]:
@@ -247,8 +257,8 @@ class Building:
     incident: Incident
     deadline: float
     ask_again_at: float
-    resumed: frozenset[str] = frozenset()
-    paused: Mapping[str, Report] = field(default_factory=dict)
+    resumed: Versions[str, bool] = field(default_factory=Versions)
+    paused: Versions[str, Report] = field(default_factory=Versions)
     asked_again: bool = False
 
 
@@ -263,7 +273,7 @@ class Running:
     membership: Membership
     boundary: tuple[str, ...] = ()
     deadline: float | None = None
-    paused: Mapping[str, Report] = field(default_factory=dict)
+    paused: Versions[str, Report] = field(default_factory=Versions)
     saved_for: frozenset[str] = frozenset()
     save_by: float | None = None
     save_after: int = 0
@@ -271,14 +281,18 @@ class Running:
 
 @dataclass(frozen=True)
 class Closing:
-    """`Stop` was sent under a new generation; `membership` is the old one. `waiting`: for which capacity."""
+    """`Stop` was sent under a new generation; `membership` is the old one. `waiting`: for which capacity.
+
+    `num_settled`: so many of `membership.everyone`, from the first on, have reported or are not ready any more.
+    """
 
     membership: Membership
     incident: Incident
     deadline: float
-    reports: Mapping[str, Report] = field(default_factory=dict)
+    reports: Versions[str, Report] = field(default_factory=Versions)
     asked_again: bool = False
     waiting: str = ""
+    num_settled: int = 0
 
 
 @dataclass(frozen=True)
@@ -293,11 +307,14 @@ class Finishing:
 @dataclass(frozen=True)
 class Reconnecting:
     """A new coordinator collects a `Status` from every worker. `before`: the last phase of the old coordinator.
-    `back`: as in `Incident`, if members said so meanwhile."""
+    `back`: as in `Incident`, if members said so meanwhile. `asked`: whoever `Hello` went to; `num_settled`: so many of
+    them, from the first on, have answered or are not ready any more."""
 
     before: Forming | Building | Running | Closing | Finishing
     deadline: float
-    answers: Mapping[str, Status] = field(default_factory=dict)
+    asked: tuple[str, ...]
+    num_settled: int = 0
+    answers: Versions[str, Status] = field(default_factory=Versions)
     lost: tuple[LostWorker, ...] = ()
     disturbed: str = ""
     asked_again: bool = False
@@ -371,7 +388,7 @@ class State:
     `warm_up_s`: from the order to start the worker that became ready last until it was. `write_s`: what the last
     checkpoint took to write.
     `pool_changed_at`, `nodes_changed_at`: when a worker or a node, or a node's room, last changed.
-    `story`: the last (event, reason) pairs that changed the state.
+    `story`: the last (event, reason) pairs that changed the state. `pool`: `workers` and `nodes`, counted.
     """
 
     options: ControlOptions
@@ -410,6 +427,15 @@ class State:
     warm_up_s: float = 0.0
     write_s: float = 0.0
     story: tuple[tuple[str, str], ...] = ()
+    pool: Pool = field(default_factory=Pool, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        pool, num_spares, size = self.pool, self.options.spares, self.options.dp * self.options.cp
+        is_known = pool.workers is self.workers and pool.nodes is self.nodes
+        if not is_known or (pool.num_spares, pool.mesh_size) != (num_spares, size):
+            pool = pool_of(self.workers, self.nodes, num_spares, size)
+            for name, value in (("pool", pool), ("workers", pool.workers), ("nodes", pool.nodes)):
+                object.__setattr__(self, name, value)
 
 
 # ---------------------------------------------------------------- queries
@@ -435,17 +461,7 @@ def members(state: State) -> tuple[str, ...]:
 def spares(state: State) -> tuple[str, ...]:
     """Ready workers that are not draining and not in the last membership, in the order of their start; those on
     avoided nodes last."""
-    membership = membership_of(state)
-    taken = set(membership.everyone) if membership else set()
-    if state.suspects is not None:
-        taken.add(state.suspects.out)
-    shunned = avoided(state)
-    found = [
-        worker
-        for worker in state.workers.values()
-        if worker.status == "ready" and not worker.draining and worker.worker not in taken
-    ]
-    return tuple(worker.worker for worker in sorted(found, key=lambda worker: worker.node in shunned))
+    return _available(state)[0]
 
 
 def gpus_on(state: State) -> dict[str, int]:
@@ -475,18 +491,63 @@ def node_of(state: State) -> dict[str, str]:
     return {worker.worker: worker.node for worker in state.workers.values()}
 
 
-def able_to_form(state: State) -> list[str]:
+def able_to_form(state: State) -> tuple[str, ...]:
     """Members and spares, not draining, that can all be members of the next mesh."""
+    return _available(state)[1]
+
+
+def num_able_to_form(state: State) -> int:
+    pool = state.pool
+    if membership_of(state) is not None or state.suspects is not None:
+        return len(able_to_form(state))
+    # Nobody is a member: whoever is ready, but for those beyond their node's GPUs.
+    limits = [(pool.crew(name).ready, pool.nodes[name].num_gpus or 0) for name in pool.crowded]
+    return pool.total.ready - sum(max(0, ready - num_gpus) for ready, num_gpus in limits)
+
+
+def num_staying(state: State) -> int:
+    """How many of the last membership do not leave."""
+    return _available(state)[2]
+
+
+_Available = tuple[tuple[str, ...], tuple[str, ...], int]
+_newest: list[tuple[object, Membership | None, str, _Available]] = []
+
+
+def _available(state: State) -> _Available:
+    """`spares`, `able_to_form` and `num_staying`: found once for as long as what they follow from stays."""
     membership = membership_of(state)
+    out = "" if state.suspects is None else state.suspects.out
+    for version, of, without, known in _newest:
+        if version is state.pool.version and of is membership and without == out:
+            return known
+    taken = membership.part if membership is not None else frozenset()
+    shunned = avoided(state)
+    found = [
+        worker
+        for worker in state.workers.values()
+        if worker.status == "ready" and not worker.draining and worker.worker not in taken and worker.worker != out
+    ]
+    free = tuple(worker.worker for worker in sorted(found, key=lambda worker: worker.node in shunned))
     part = [name for name in membership.everyone if name in state.workers] if membership else []
     staying = [name for name in part if not state.workers[name].draining]
     limits = gpus_on(state)
-    return placeable((*staying, *spares(state)), part, node_of(state) if limits else {}, limits)
+    able = tuple(placeable((*staying, *free), part, node_of(state) if limits else {}, limits))
+    found_now = free, able, len(staying)
+    _newest[:] = [(state.pool.version, membership, out, found_now)]
+    return found_now
 
 
-def visibly_starting(state: State) -> list[str]:
-    """Workers that are starting and have shown progress."""
-    return [w.worker for w in state.workers.values() if w.status == "starting" and w.start_cpu_s is not None]
+def next_awaited(state: State, asked: tuple[str, ...], heard: Mapping[str, object], begin: int) -> int:
+    """The first place in `asked`, from `begin` on, of a ready worker that is not heard of yet; behind the last if none.
+
+    It never goes back, so a phase looks at each worker once.
+    """
+    for place in range(begin, len(asked)):
+        known = state.workers.get(asked[place])
+        if known is not None and known.status == "ready" and asked[place] not in heard:
+            return place
+    return len(asked)
 
 
 def phase_name(state: State) -> str:
@@ -546,10 +607,10 @@ def waiting_for(state: State, now: float) -> str:
         return f"waiting, with every shard held, for {phase.waiting}"
     if not isinstance(phase, Forming) or now < phase.since + state.options.start_s / 4:
         return ""
-    ready, able, wanted = len(spares(state)), len(able_to_form(state)), state.options.dp * state.options.cp
+    ready, able, wanted = len(spares(state)), num_able_to_form(state), state.options.dp * state.options.cp
     failures = [f"{node.node}: {node.last_failure}" for node in state.nodes.values() if node.last_failure]
     last = f"; last failed start on {failures[-1]}" if failures else ""
-    if starting := len(visibly_starting(state)):
+    if starting := state.pool.total.visible:
         last = f", {starting} starting{last}"
     last += _starting_work(state)
     crowded = f", but GPUs for {able} of them only" if able < min(ready, wanted) else ""

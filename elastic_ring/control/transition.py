@@ -5,13 +5,14 @@ The only mutable object in the control core; it must not outlive the call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from elastic_ring.control.messages import Command, EndRun, Event, KillWorker, Release, Stop
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.state import Counted, Ended, Phase, State, Worker, membership_of
+from elastic_ring.control.pool import Pool, with_changes
+from elastic_ring.control.state import Counted, Ended, Node, Phase, State, Worker, membership_of
 
 
 class Transition:
@@ -31,13 +32,13 @@ class Transition:
         return self.state.phase
 
     def set(self, **changes: Any) -> None:
-        self.state = replace(self.state, **changes)
+        self.state = with_changes(self.state, changes)
 
     def enter(self, phase: Phase) -> None:
-        self.state = replace(self.state, phase=phase)
+        self.state = with_changes(self.state, {"phase": phase})
 
     def edit_phase(self, **changes: Any) -> None:
-        self.state = replace(self.state, phase=replace(self.state.phase, **changes))
+        self.enter(with_changes(self.state.phase, changes))
 
     def commit(self, num_steps: int) -> None:
         """Record `num_steps` steps as committed if that is more than before; forget user errors in these steps."""
@@ -58,42 +59,46 @@ class Transition:
 
     # ------------------------------------------------------------ workers
 
-    def put(self, worker: Worker) -> None:
-        self.set(workers={**self.state.workers, worker.worker: worker})
+    def put(self, *workers: Worker) -> None:
+        self._set_pool(self.state.pool.having(workers))
+
+    def remove(self, names: Iterable[str]) -> None:
+        self._set_pool(self.state.pool.without(names))
+
+    def put_nodes(self, nodes: Mapping[str, Node]) -> None:
+        self._set_pool(self.state.pool.having_nodes(nodes))
+
+    def remove_node(self, name: str) -> None:
+        self._set_pool(self.state.pool.without_node(name))
+
+    def _set_pool(self, pool: Pool) -> None:
+        self.set(pool=pool, workers=pool.workers, nodes=pool.nodes)
 
     def ready_among(self, workers: Iterable[str]) -> list[str]:
         """The `workers` that are ready: not lost, starting or stopping."""
         known = self.state.workers
         return [name for name in workers if name in known and known[name].status == "ready"]
 
-    def pending_deaths(self, workers: Iterable[str]) -> list[str]:
-        """The `workers` that are stopping and not written off."""
-        known = self.state.workers
-        return [
-            name
-            for name in workers
-            if name in known and known[name].status == "stopping" and not known[name].written_off
-        ]
-
     def kill(self, names: Iterable[str], why: str, written_off: bool = False) -> None:
         """Kill workers. Their slots stay in use until the death is confirmed; `written_off`: do not wait for it."""
-        workers = dict(self.state.workers)
+        names = tuple(names)
         for name in names:
             self.send(KillWorker(self.cause, name, why, self.state.term))
-            workers[name] = replace(
-                workers[name], status="stopping", deadline=self.now + self.options.report_s, written_off=written_off
-            )
-        self.set(workers=workers)
+        self._let_stop(names, written_off)
 
     def release(self, names: Iterable[str]) -> None:
         """Let workers exit cleanly. No recovery waits for them; they are killed after `report_s`."""
-        workers = dict(self.state.workers)
+        names = tuple(names)
         for name in names:
             self.send(Release(self.cause, name, self.state.term))
-            workers[name] = replace(
-                workers[name], status="stopping", deadline=self.now + self.options.report_s, written_off=True
-            )
-        self.set(workers=workers, pool_changed_at=self.now)
+        self._let_stop(names, written_off=True)
+        self.set(pool_changed_at=self.now)
+
+    def _let_stop(self, names: tuple[str, ...], written_off: bool) -> None:
+        known, deadline = self.state.workers, self.now + self.options.report_s
+        self.put(
+            *(replace(known[name], status="stopping", deadline=deadline, written_off=written_off) for name in names)
+        )
 
     def stop(self, names: Iterable[str], mode: str) -> None:
         for name in names:

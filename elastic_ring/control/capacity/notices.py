@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elastic_ring.control import recovery
 from elastic_ring.control.capacity import growth
-from elastic_ring.control.state import Running, State, able_to_form
+from elastic_ring.control.state import Running, State, num_able_to_form
 from elastic_ring.control.transition import Transition
 
 
@@ -14,12 +14,13 @@ def leaving_members(state: State) -> list[str]:
     """Members that are to hand over."""
     phase = state.phase
     assert isinstance(phase, Running)
-    return [name for name in phase.membership.members if name in state.workers and state.workers[name].draining]
+    ranks = phase.membership.rank_of
+    return sorted(state.pool.draining & ranks.keys(), key=ranks.__getitem__)
 
 
 def can_hand_over(state: State) -> bool:
     """Whether `min_dp` rings can be formed without those that leave."""
-    return len(able_to_form(state)) // state.options.cp >= state.options.min_dp
+    return num_able_to_form(state) // state.options.cp >= state.options.min_dp
 
 
 def hand_over_by(state: State, now: float) -> float | None:

@@ -20,7 +20,7 @@ def requested(ctx: Transition, event: ScaleRequested) -> None:
         ctx.explain("nothing new is asked for")
         return
     new = replace(options, dp=min(options.dp, limit), max_dp=limit, spares=num_spares)
-    ctx.set(options=new, pool_changed_at=ctx.now, gives_up=True)
+    ctx.state = replace(ctx.state, options=new, pool_changed_at=ctx.now, gives_up=True)
     ctx.explain(f"at most {limit} ring(s) and {num_spares} spare(s) from now on")
 
 
@@ -31,12 +31,12 @@ def settle(ctx: Transition) -> None:
         return
     surplus = worker_pool.num_surplus(ctx.state)
     for node in nodes_to_leave(ctx.state, surplus):
-        ctx.set(nodes={**ctx.state.nodes, node: replace(ctx.state.nodes[node], draining=True)})
-        worker_pool.drain(ctx, [w.worker for w in ctx.state.workers.values() if w.node == node])
+        ctx.put_nodes({node: replace(ctx.state.nodes[node], draining=True)})
+        worker_pool.drain(ctx, ctx.state.pool.on.get(node, ()))
         ctx.send(DrainNode(ctx.cause, node, ctx.state.term))
         ctx.explain(f"the run leaves node {node}")
     left = worker_pool.num_surplus(ctx.state)
-    crowded = worker_pool.crowded_nodes(ctx.state)
+    crowded = ctx.state.pool.crowded
     # The newest first, of those standbys: a spare with a GPU of its own covers more.
     order = sorted(reversed(spares(ctx.state)), key=lambda name: ctx.state.workers[name].node not in crowded)
     released = order[: max(0, left)]

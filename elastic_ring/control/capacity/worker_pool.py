@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from heapq import heapify, heappop, heapreplace
 
 from elastic_ring.control.messages import (
     KillWorker,
@@ -19,6 +19,7 @@ from elastic_ring.control.messages import (
     WorkerReady,
     WorkerStarting,
 )
+from elastic_ring.control.pool import Pool
 from elastic_ring.control.state import LostWorker, Node, Running, State, Worker, membership_of
 from elastic_ring.control.transition import Transition
 
@@ -31,7 +32,8 @@ def node_joined(ctx: Transition, event: NodeJoined) -> None:
     if known == new and event.node in ctx.state.nodes:
         ctx.explain("room as known")
         return
-    ctx.set(nodes={**ctx.state.nodes, event.node: new}, pool_changed_at=ctx.now, nodes_changed_at=ctx.now)
+    ctx.put_nodes({event.node: new})
+    ctx.set(pool_changed_at=ctx.now, nodes_changed_at=ctx.now)
     limit = "" if event.num_gpus is None else f" and GPUs for {event.num_gpus} member(s)"
     ctx.explain(f"node {event.node} has room for {event.num_slots}{limit}")
 
@@ -41,30 +43,28 @@ def node_draining(ctx: Transition, event: NodeDraining) -> None:
     if node is None or (node.draining and node.leaves_at == event.leaves_at):
         ctx.explain("nothing new about that node")
         return
-    ctx.set(nodes={**ctx.state.nodes, event.node: replace(node, draining=True, leaves_at=event.leaves_at)})
-    drain(ctx, [w.worker for w in ctx.state.workers.values() if w.node == event.node])
+    ctx.put_nodes({event.node: replace(node, draining=True, leaves_at=event.leaves_at)})
+    drain(ctx, ctx.state.pool.on.get(event.node, ()))
     ctx.explain(f"node {event.node} will leave" + (f" in {event.leaves_at - ctx.now:.1f} s" if event.leaves_at else ""))
 
 
 def drain(ctx: Transition, names: Sequence[str]) -> None:
     """Workers of the last membership hand over their state at the next boundary; all others leave now."""
     membership = membership_of(ctx.state)
-    needed = set(membership.everyone) if membership else set()
-    workers = dict(ctx.state.workers)
+    needed = membership.part if membership else frozenset()
     leave_now, kill_now = [], []
     for name in names:
-        worker = workers.get(name)
+        worker = ctx.state.workers.get(name)
         if worker is None or worker.draining or worker.status == "stopping":
             ctx.explain(f"{name} is already leaving")
             continue
-        workers[name] = replace(worker, draining=True)
+        ctx.put(replace(worker, draining=True))
         if worker.status == "starting":
             kill_now.append(name)
         elif name not in needed:
             leave_now.append(name)
         else:
             ctx.explain(f"{name} hands over at the next boundary")
-    ctx.set(workers=workers)
     ctx.kill(kill_now, "drained before it was warm", written_off=True)
     if leave_now:
         ctx.release(leave_now)
@@ -110,9 +110,7 @@ def mark_ready(ctx: Transition, worker: Worker) -> None:
     """A start succeeded: forget the failed ones before it on this node."""
     node = ctx.state.nodes.get(worker.node)
     if node is not None and node.start_failures:
-        ctx.set(
-            nodes={**ctx.state.nodes, node.node: replace(node, start_failures=0, start_errors=0, backoff_until=0.0)}
-        )
+        ctx.put_nodes({node.node: replace(node, start_failures=0, start_errors=0, backoff_until=0.0)})
     ctx.put(replace(worker, status="ready"))
     ctx.set(pool_changed_at=ctx.now, warm_up_s=max(0.0, ctx.now - worker.hired_at))
     ctx.explain(f"{worker.worker} is ready on {worker.node}")
@@ -125,14 +123,15 @@ def worker_lost(ctx: Transition, event: WorkerLost) -> tuple[LostWorker, ...]:
 
 def _lose(ctx: Transition, *gone: LostWorker) -> tuple[LostWorker, ...]:
     """Remove workers that are gone. Returns those that were ready, or stopping and not written off."""
-    workers = dict(ctx.state.workers)
-    losses, failed_starts = [], []
+    losses, failed_starts, left = [], [], []
     for lost in gone:
         name, reason = lost.worker, lost.reason
-        worker = workers.pop(name, None)
+        worker = ctx.state.workers.get(name)
         if worker is None:
             ctx.explain(f"{name} was already gone")
-        elif worker.status == "starting":
+            continue
+        left.append(name)
+        if worker.status == "starting":
             failed_starts.append((worker.node, lost.detail if reason == "start-failed" else ""))
             ctx.explain(f"{name} did not start on {worker.node}: {reason}")
         elif not worker.written_off:
@@ -140,8 +139,9 @@ def _lose(ctx: Transition, *gone: LostWorker) -> tuple[LostWorker, ...]:
             ctx.explain(f"{name} lost: {reason}")
         else:
             ctx.explain(f"{name} is gone, as it should be")
-    if len(workers) != len(ctx.state.workers):
-        ctx.set(workers=workers, pool_changed_at=ctx.now)
+    if left:
+        ctx.remove(left)
+        ctx.set(pool_changed_at=ctx.now)
     for node, why in failed_starts:
         _count_failed_start(ctx, node, why)
     return tuple(losses)
@@ -151,14 +151,18 @@ def lose_node(ctx: Transition, node: str) -> tuple[LostWorker, ...]:
     if node not in ctx.state.nodes:
         ctx.explain("node was already gone")
         return ()
-    ctx.set(nodes={name: value for name, value in ctx.state.nodes.items() if name != node}, pool_changed_at=ctx.now)
-    names = [worker.worker for worker in ctx.state.workers.values() if worker.node == node]
+    ctx.remove_node(node)
+    ctx.set(pool_changed_at=ctx.now)
+    names = ctx.state.pool.on.get(node, ())
     ctx.explain(f"node {node} lost with {len(names)} worker(s)")
     return _lose(ctx, *(LostWorker(name, node, None, "node lost", f"node {node} is gone") for name in names))
 
 
 def expire(ctx: Transition) -> tuple[LostWorker, ...]:
     """Kill workers whose start timed out; kill stopping workers again and write them off. Returns new losses."""
+    earliest = ctx.state.pool.earliest
+    if earliest is None or earliest > ctx.now:
+        return ()
     due = [w for w in ctx.state.workers.values() if w.status != "ready" and w.deadline <= ctx.now]
     losses = []
     for worker in due:
@@ -194,7 +198,7 @@ def _count_failed_start(ctx: Transition, name: str, why: str) -> None:
     node = replace(node, start_failures=failures, backoff_until=until)
     if why:
         node = replace(node, start_errors=node.start_errors + 1, last_failure=why)
-    ctx.set(nodes={**ctx.state.nodes, name: node})
+    ctx.put_nodes({name: node})
 
 
 def refuse_if_nobody_starts(ctx: Transition) -> None:
@@ -202,11 +206,11 @@ def refuse_if_nobody_starts(ctx: Transition) -> None:
 
     Starts that timed out or died do not count: they are tried again after a backoff.
     """
+    if ctx.state.pool.total.live:
+        return
     limit = ctx.options.start_failure_limit
     nodes = [n for n in ctx.state.nodes.values() if n.num_slots and n.num_gpus != 0 and not n.draining]
-    if not nodes or any(worker.status != "stopping" for worker in ctx.state.workers.values()):
-        return
-    if all(node.start_errors >= limit for node in nodes):
+    if nodes and all(node.start_errors >= limit for node in nodes):
         worst = nodes[-1]
         ctx.end(
             "RunFailed",
@@ -221,53 +225,63 @@ def fill_slots(ctx: Transition) -> None:
     First on free GPUs, members and spares alike: a spare with a GPU of its own can replace a member of any node. Only
     for spares that no GPU is left for, standbys are started beside members, on the node that has fewest.
     """
+    before = ctx.state.num_started
+    _start_members(ctx)
+    _start_spares(ctx)
+    _start_standbys(ctx)
+    if ctx.state.num_started > before:
+        ctx.explain(f"{ctx.state.num_started - before} worker(s) start")
+
+
+def _start_members(ctx: Transition) -> None:
     wants = _Wants(ctx.state)
-    names = [*_start_on_gpus(ctx, wants), *_start_standbys(ctx, wants)]
-    if names:
-        ctx.explain(f"{len(names)} worker(s) start")
+    missing = min(wants.num_missing_on_gpus, wants.num_members - wants.num_able)
+    if missing <= 0 or not ctx.state.pool.free:
+        return
+    usable = ctx.state.pool.usable(ctx.state.pool.free, ctx.now)
+    ranked = [(*_start_rank(ctx.state.pool, node, ctx.options.cp), place) for place, node in enumerate(usable)]
+    heapify(ranked)
+    while ranked and missing > 0:
+        missing -= 1
+        place = ranked[0][-1]
+        _start(ctx, usable[place].node)
+        pool = ctx.state.pool
+        if pool.gpus_left(usable[place]) > 0:  # only this node's rank is another one now
+            heapreplace(ranked, (*_start_rank(pool, usable[place], ctx.options.cp), place))
+        else:
+            heappop(ranked)
 
 
-def _start_on_gpus(ctx: Transition, wants: _Wants) -> list[str]:
-    nodes, cp = ctx.state.nodes, ctx.options.cp
-    gpus = {node.node: left for node in wants.usable(ctx.now) if (left := wants.gpus_left(node)) > 0}
-    names = []
-    while gpus and wants.num_missing_on_gpus > 0:
-        rank = wants.spread() if wants.num_able >= wants.num_members else partial(_start_rank, wants.staying, gpus, cp)
-        node = min(gpus, key=lambda name: (nodes[name].avoided, rank(name)))
-        gpus[node] -= 1
-        if gpus[node] == 0:
-            del gpus[node]
-        wants.num_able += 1
-        names.append(_start(ctx, wants, node))
-    return names
-
-
-def _start_standbys(ctx: Transition, wants: _Wants) -> list[str]:
-    if ctx.now < standbys_from(ctx.state):
-        return []
-    names = []
-    while wants.num_missing > 0:
-        shelf = [node for node in wants.usable(ctx.now) if wants.has_room_for_standby(node)]
-        if not shelf:
+def _start_spares(ctx: Transition) -> None:
+    while ctx.state.pool.free and _Wants(ctx.state).num_missing_on_gpus > 0:
+        usable = ctx.state.pool.usable(ctx.state.pool.free, ctx.now)
+        if not usable:
             break
-        node = min(shelf, key=lambda each: (each.avoided, wants.num_beyond(each)))
-        wants.num_standing_by += 1
-        names.append(_start(ctx, wants, node.node))
-    return names
+        rank = _spread(ctx.state)
+        _start(ctx, min(usable, key=lambda node: (node.avoided, rank(node))).node)
 
 
-def _start(ctx: Transition, wants: _Wants, node: str) -> str:
+def _start_standbys(ctx: Transition) -> None:
+    if ctx.now < standbys_from(ctx.state):
+        return
+    while ctx.state.pool.shelf and _Wants(ctx.state).num_missing > 0:
+        pool = ctx.state.pool
+        usable = pool.usable(pool.shelf, ctx.now)
+        if not usable:
+            break
+        _start(ctx, min(usable, key=lambda node: (node.avoided, pool.num_beyond(node))).node)
+
+
+def _start(ctx: Transition, node: str) -> None:
     state = ctx.state
     name = f"w{state.num_started}.t{state.term}"
-    wants.staying[node] += 1
-    wants.used[node] += 1
     started = Worker(
         name, node, "starting", ctx.now + state.options.start_s,
         start_deadline=ctx.now + state.options.start_max_s, hired_at=ctx.now,
     )  # fmt: skip
     ctx.send(StartWorker(ctx.cause, name, node, state.term))
-    ctx.set(workers={**state.workers, name: started}, num_started=state.num_started + 1)
-    return name
+    ctx.put(started)
+    ctx.set(num_started=state.num_started + 1)
 
 
 def standbys_from(state: State) -> float:
@@ -286,81 +300,37 @@ class _Wants:
     """
 
     def __init__(self, state: State) -> None:
-        self._options, self._nodes = state.options, state.nodes
-        self.present = [w for w in state.workers.values() if w.status != "stopping" and not w.draining]
-        self.used = Counter(worker.node for worker in state.workers.values())
-        self.staying = Counter(worker.node for worker in self.present)
-        # A draining member uses its GPU until it hands over, and it hands over only to a ready replacement.
-        self.leaving = Counter(w.node for w in state.workers.values() if w.draining and w.status == "ready")
-        limited = [node for node in state.nodes.values() if node.num_gpus is not None]
+        pool, self._num_spares = state.pool, state.options.spares
+        beyond = [(pool.num_beyond(node), pool.share(node)) for node in map(state.nodes.__getitem__, pool.crowded)]
         self.num_members = state.options.dp_limit * state.options.cp
-        self.num_able = len(self.present) - sum(self.num_beyond(node) for node in limited)
-        self.num_standing_by = sum(min(self.num_beyond(node), self._share(node)) for node in limited)
+        self.num_able = pool.total.staying - sum(number for number, _ in beyond)
+        self.num_standing_by = sum(min(both) for both in beyond)
 
     @property
     def num_missing_on_gpus(self) -> int:
         """How many more workers would use a free GPU."""
-        return max(0, self.num_members + self._options.spares - self.num_able)
+        return max(0, self.num_members + self._num_spares - self.num_able)
 
     @property
     def num_missing(self) -> int:
         """How many spares have neither a GPU of their own nor a standby in their stead."""
         num_spares = max(0, self.num_able - self.num_members)
-        return max(0, self._options.spares - num_spares - self.num_standing_by)
+        return max(0, self._num_spares - num_spares - self.num_standing_by)
 
     @property
     def num_surplus(self) -> int:
         """How many more workers there are than members and spares."""
-        return max(0, self.num_able + self.num_standing_by - self.num_members - self._options.spares)
+        return max(0, self.num_able + self.num_standing_by - self.num_members - self._num_spares)
 
-    def usable(self, now: float) -> list[Node]:
-        """Nodes that stay, have a free slot and are not in backoff."""
-        return [node for node in self._nodes.values() if node.backoff_until <= now and self._has_slot(node)]
 
-    def is_wanted(self, node: Node) -> bool:
-        """Whether one more worker on this node would use a free GPU."""
-        return self.num_missing_on_gpus > 0 and self._has_slot(node) and self.gpus_left(node) > 0
-
-    def is_wanted_for_standby(self, node: Node) -> bool:
-        return self.num_missing > 0 and self.has_room_for_standby(node)
-
-    def num_beyond(self, node: Node) -> int:
-        """Standbys of this node: staying workers beyond its free GPUs."""
-        return (
-            0
-            if node.num_gpus is None
-            else max(0, self.staying[node.node] - self._num_free_gpus(node.node, node.num_gpus))
-        )
-
-    def gpus_left(self, node: Node) -> int:
-        """How many more workers fit on the node and could be members."""
-        room = node.num_slots - self.used[node.node]
-        if node.num_gpus is None:
-            return room
-        return min(room, self._num_free_gpus(node.node, node.num_gpus) - self.staying[node.node])
-
-    def has_room_for_standby(self, node: Node) -> bool:
-        """Whether the node has less than its share of standbys, and no free GPU, for which its own would be enough."""
-        return self.gpus_left(node) <= 0 and self.num_beyond(node) < self._share(node) and self._has_slot(node)
-
-    def spread(self) -> Callable[[str], tuple[int, ...]]:
-        """Sort key of a spare's node: where least stands that would fail with it, by failure domain, the widest first,
-        then by node."""
-        num_in: Counter[tuple[str, ...]] = Counter()  # counted once for all nodes: there may be thousands
-        for node in self._nodes.values():
-            for domain in _domains(node):
-                num_in[domain] += self.staying[node.node]
-        return lambda name: (*(num_in[domain] for domain in _domains(self._nodes[name])), self.staying[name])
-
-    def _num_free_gpus(self, node: str, num_gpus: int) -> int:
-        return max(0, num_gpus - self.leaving[node])
-
-    def _has_slot(self, node: Node) -> bool:
-        return not node.draining and node.num_slots > self.used[node.node]
-
-    def _share(self, node: Node) -> int:
-        """The node's maximum number of standbys, by its share of the mesh's GPUs; all if it can hold the mesh alone."""
-        return -(-self._options.spares * (node.num_gpus or 0) // (self._options.dp * self._options.cp))
+def _spread(state: State) -> Callable[[Node], tuple[int, ...]]:
+    """Sort key of a spare's node: where least stands that would fail with it, by failure domain, the widest first, then
+    by node."""
+    num_in: Counter[tuple[str, ...]] = Counter()  # counted once for all nodes: there may be thousands
+    for node in state.nodes.values():
+        for domain in _domains(node):
+            num_in[domain] += state.pool.crew(node.node).staying
+    return lambda node: (*(num_in[domain] for domain in _domains(node)), state.pool.crew(node.node).staying)
 
 
 def _domains(node: Node) -> list[tuple[str, ...]]:
@@ -368,23 +338,22 @@ def _domains(node: Node) -> list[tuple[str, ...]]:
     return [node.domains[: level + 1] for level in range(len(node.domains))]
 
 
-def _start_rank(staying: Counter[str], gpus: dict[str, int], cp: int, node: str) -> tuple[bool, bool, int]:
-    """Sort key: nodes that complete an incomplete ring, then nodes with room for a ring, fewest workers first."""
-    num_there, room = staying[node], gpus[node]
+def _start_rank(pool: Pool, node: Node, cp: int) -> tuple[bool, bool, bool, int]:
+    """Sort key: avoided nodes last; nodes that complete an incomplete ring, then nodes with room for a ring, fewest
+    workers first."""
+    num_there, room = pool.crew(node.node).staying, pool.gpus_left(node)
     begun = num_there % cp
     completes = begun > 0 and room >= cp - begun
-    return not completes, room < cp, num_there
+    return node.avoided, not completes, room < cp, num_there
 
 
 def start_deadlines(state: State) -> list[float]:
     """When nodes in backoff that are needed may be tried again, and from when on standbys may start."""
-    wants = _Wants(state)
-    due = []
-    for node in state.nodes.values():
-        if wants.is_wanted(node):
-            due.append(node.backoff_until)
-        elif wants.is_wanted_for_standby(node):
-            due.append(max(node.backoff_until, standbys_from(state)))
+    wants, pool = _Wants(state), state.pool
+    due = [state.nodes[name].backoff_until for name in (pool.free if wants.num_missing_on_gpus else ())]
+    if wants.num_missing:
+        earliest = standbys_from(state)
+        due += [max(state.nodes[name].backoff_until, earliest) for name in pool.shelf]
     return [at for at in due if at > 0.0]
 
 
@@ -393,19 +362,12 @@ def num_surplus(state: State) -> int:
     return _Wants(state).num_surplus
 
 
-def crowded_nodes(state: State) -> frozenset[str]:
-    """The nodes that have more workers than GPUs."""
-    wants = _Wants(state)
-    return frozenset(node.node for node in state.nodes.values() if wants.num_beyond(node) > 0)
-
-
 def vacant_nodes(state: State) -> frozenset[str]:
     """Nodes on which the run has no process and wants none: they may go. None while it changes its mesh."""
     if not isinstance(state.phase, Running):
         return frozenset()
-    wants = _Wants(state)
-    return frozenset(
-        node.node
-        for node in state.nodes.values()
-        if not wants.used[node.node] and not wants.is_wanted(node) and not wants.is_wanted_for_standby(node)
+    wants, pool = _Wants(state), state.pool
+    wanted = (pool.free if wants.num_missing_on_gpus else frozenset()) | (
+        pool.shelf if wants.num_missing else frozenset()
     )
+    return frozenset(name for name in state.nodes if not pool.crew(name).used and name not in wanted)

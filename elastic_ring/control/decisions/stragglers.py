@@ -117,7 +117,7 @@ class StragglerWatch:
 def found(ctx: Transition, event: StragglerFound) -> None:
     """A spare takes the member's place at the next boundary; without one nothing changes: slow beats fewer."""
     phase = ctx.phase
-    if not isinstance(phase, Running) or event.worker not in phase.membership.members:
+    if not isinstance(phase, Running) or event.worker not in phase.membership.rank_of:
         ctx.explain(f"{event.worker} trains no more")
         return
     if ctx.state.workers[event.worker].draining or not can_replace(ctx.state, event.worker):
@@ -139,4 +139,4 @@ def avoid(ctx: Transition, worker: str) -> None:
     """Hire on this worker's node, and take spares from it, only where no other node is left."""
     node = ctx.state.nodes.get(ctx.state.workers[worker].node)
     if node is not None and not node.avoided:
-        ctx.set(nodes={**ctx.state.nodes, node.node: replace(node, avoided=True)})
+        ctx.put_nodes({node.node: replace(node, avoided=True)})

@@ -1,0 +1,270 @@
+"""The workers and nodes of a state, and what is counted of them, so that no event has to look at all of them.
+
+All values are immutable: a change makes a new version, which shares what stays. No decisions here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from dataclasses import dataclass, field
+from operator import add, sub
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
+
+if TYPE_CHECKING:
+    from elastic_ring.control.state import Node, Worker
+
+K = TypeVar("K")
+V = TypeVar("V")
+D = TypeVar("D")
+T = TypeVar("T")
+_ABSENT: Any = object()
+
+
+class Versions(Mapping[K, V]):
+    """A dict that never changes: `having` and `without` give the next version.
+
+    It is a dict that versions share and the few changes since. These are folded in when they are more than the root of
+    its size, so a change costs that root and not the size. The order is that of a dict.
+    """
+
+    __slots__ = ("_base", "_recent", "_size")
+
+    def __init__(self, items: Mapping[K, V] | None = None) -> None:
+        self._base: dict[K, V] = dict(items or {})
+        self._recent: dict[K, V] = {}
+        self._size = len(self._base)
+
+    def having(self, items: Mapping[K, V]) -> Versions[K, V]:
+        new: Versions[K, V] = object.__new__(Versions)
+        new._size = self._size + sum(key not in self for key in items)
+        new._base, new._recent = self._base, {**self._recent, **items}
+        if len(new._recent) ** 2 > len(new._base):
+            new._whole()
+        return new
+
+    def without(self, keys: Iterable[K]) -> Versions[K, V]:
+        left = dict(self._whole())
+        for key in keys:
+            left.pop(key, None)
+        return Versions(left)
+
+    def _whole(self) -> dict[K, V]:
+        if self._recent:  # the base first: another thread reads the same of either
+            self._base = {**self._base, **self._recent}
+            self._recent = {}
+        return self._base
+
+    def __getitem__(self, key: K) -> V:
+        value = self._recent.get(key, _ABSENT)
+        return self._base[key] if value is _ABSENT else value
+
+    @overload
+    def get(self, key: K) -> V | None: ...
+    @overload
+    def get(self, key: K, default: V | D) -> V | D: ...
+    def get(self, key: K, default: Any = None) -> Any:
+        value = self._recent.get(key, _ABSENT)
+        return self._base.get(key, default) if value is _ABSENT else value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._recent or key in self._base
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._whole())
+
+    def values(self) -> ValuesView[V]:
+        return self._whole().values()
+
+    def items(self) -> ItemsView[K, V]:
+        return self._whole().items()
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Versions) and other._base is self._base:
+            changed = (*self._recent, *other._recent)
+            return self._size == other._size and all(self[key] == other.get(key, _ABSENT) for key in changed)
+        return isinstance(other, Mapping) and self._whole() == dict(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._whole())
+
+
+class Crew(NamedTuple):
+    """Numbers of workers. `live`: not stopping; `staying`: of these not draining, and `ready` of these. `leaving`:
+    draining and ready, so they use their GPU until they hand over. `visible`: starting, with progress."""
+
+    used: int = 0
+    live: int = 0
+    staying: int = 0
+    ready: int = 0
+    leaving: int = 0
+    starting: int = 0
+    visible: int = 0
+
+
+_NOBODY = Crew()
+
+
+def _counted(worker: Worker | None) -> Crew:
+    if worker is None:
+        return _NOBODY
+    status, stays = worker.status, not worker.draining
+    if status == "ready":
+        return Crew(1, 1, stays, stays, not stays)
+    if status == "starting":
+        return Crew(1, 1, stays, 0, 0, 1, worker.start_cpu_s is not None)
+    return Crew(1)
+
+
+_Heap = tuple[tuple[float, str], int, Any, Any]
+"""A leftist heap: (deadline, worker), the length of its right edge, two heaps or None."""
+
+
+def _merged(one: _Heap | None, two: _Heap | None) -> _Heap | None:
+    if one is None or two is None:
+        return one or two
+    if two[0] < one[0]:
+        one, two = two, one
+    left, right = one[2], _merged(one[3], two)
+    assert right is not None
+    if left is None or left[1] < right[1]:
+        left, right = right, left
+    return one[0], 1 + (right[1] if right is not None else 0), left, right
+
+
+def with_changes(value: T, changes: Mapping[str, Any]) -> T:
+    """`dataclasses.replace` for a class that derives nothing from its fields: it runs several times per event."""
+    assert changes.keys() <= value.__dict__.keys(), changes.keys() - value.__dict__.keys()
+    new = object.__new__(type(value))
+    new.__dict__.update(value.__dict__)
+    new.__dict__.update(changes)
+    return new
+
+
+@dataclass(frozen=True)
+class Pool:
+    """`crews`, `on`: node → numbers of its workers, their names in the order of their start. `total`: of all.
+
+    `num_spares`, `mesh_size`: what is wanted, by which nodes share the standbys. `draining`, `dying` (stopping and
+    waited for): names of workers. `crowded`: nodes with more workers than GPUs; `free`: with a free GPU; `shelf`: with
+    room for a standby. `version`: another object whenever more changes than the progress of a start.
+    """
+
+    num_spares: int = 0
+    mesh_size: int = 1
+    workers: Versions[str, Worker] = field(default_factory=Versions)
+    nodes: Versions[str, Node] = field(default_factory=Versions)
+    crews: Versions[str, Crew] = field(default_factory=Versions)
+    on: Versions[str, tuple[str, ...]] = field(default_factory=Versions)
+    total: Crew = _NOBODY
+    draining: frozenset[str] = frozenset()
+    dying: frozenset[str] = frozenset()
+    crowded: frozenset[str] = frozenset()
+    free: frozenset[str] = frozenset()
+    shelf: frozenset[str] = frozenset()
+    due: _Heap | None = None
+    version: object = field(default_factory=object)
+
+    @property
+    def earliest(self) -> float | None:
+        """The first deadline of a worker that is not ready."""
+        return None if self.due is None else self.due[0][0]
+
+    def having(self, workers: Iterable[Worker]) -> Pool:
+        return self._changed({worker.worker: worker for worker in workers})
+
+    def without(self, names: Iterable[str]) -> Pool:
+        return self._changed(dict.fromkeys(names))
+
+    def having_nodes(self, nodes: Mapping[str, Node]) -> Pool:
+        return with_changes(self, {"nodes": self.nodes.having(nodes), "version": object()})._judged(nodes)
+
+    def without_node(self, name: str) -> Pool:
+        return with_changes(self, {"nodes": self.nodes.without([name]), "version": object()})._judged([name])
+
+    def _changed(self, changes: Mapping[str, Worker | None]) -> Pool:
+        total, due, crews, on = self.total, self.due, dict[str, Crew](), dict[str, tuple[str, ...]]()
+        for name, after in changes.items():
+            before = self.workers.get(name)
+            known = after or before
+            if known is None:
+                continue
+            node, old, new = known.node, _counted(before), _counted(after)
+            if old != new:
+                crews[node] = Crew(*map(add, crews.get(node) or self.crews.get(node, _NOBODY), map(sub, new, old)))
+                total = Crew(*map(add, total, map(sub, new, old)))
+            if before is None or after is None:
+                names = on.get(node) or self.on.get(node, ())
+                on[node] = (*names, name) if before is None else tuple(one for one in names if one != name)
+            if after is not None and after.status != "ready" and (before is None or before != after):
+                due = _merged(due, ((after.deadline, name), 1, None, None))
+        kept = {name: worker for name, worker in changes.items() if worker is not None}
+        workers = self.workers.having(kept) if kept else self.workers
+        workers = workers if len(kept) == len(changes) else workers.without(changes.keys() - kept.keys())
+        while due is not None and _is_over(workers.get(due[0][1]), due[0][0]):
+            due = _merged(due[2], due[3])
+        draining = frozenset(name for name, worker in kept.items() if worker.draining)
+        dying = frozenset(
+            name for name, worker in kept.items() if worker.status == "stopping" and not worker.written_off
+        )
+        pool = with_changes(self, {
+            "workers": workers, "total": total, "due": due, "on": self.on.having(on) if on else self.on,
+            "draining": self.draining.difference(changes) | draining, "dying": self.dying.difference(changes) | dying,
+        })  # fmt: skip
+        if not crews and (pool.draining, pool.dying) == (self.draining, self.dying):
+            return pool
+        return with_changes(pool, {"crews": self.crews.having(crews), "version": object()})._judged(crews)
+
+    def _judged(self, names: Iterable[str]) -> Pool:
+        sets = {"crowded": self.crowded, "free": self.free, "shelf": self.shelf}
+        for name in names:
+            node = self.nodes.get(name)
+            beyond, left = (0, 0) if node is None else (self.num_beyond(node), self.gpus_left(node))
+            has_slot = node is not None and not node.draining and node.num_slots > self.crew(name).used
+            is_shelf = has_slot and node is not None and left <= 0 and beyond < self.share(node)
+            for what, holds in (("crowded", beyond > 0), ("free", has_slot and left > 0), ("shelf", is_shelf)):
+                if holds != (name in sets[what]):
+                    sets[what] = sets[what] ^ {name}
+        return with_changes(self, sets)
+
+    def crew(self, node: str) -> Crew:
+        return self.crews.get(node, _NOBODY)
+
+    def num_beyond(self, node: Node) -> int:
+        """Standbys of this node: staying workers beyond its free GPUs."""
+        if node.num_gpus is None:
+            return 0
+        return max(0, self.crew(node.node).staying - self._num_free_gpus(node.node, node.num_gpus))
+
+    def gpus_left(self, node: Node) -> int:
+        """How many more workers fit on the node and could be members."""
+        crew = self.crew(node.node)
+        room = node.num_slots - crew.used
+        return (
+            room if node.num_gpus is None else min(room, self._num_free_gpus(node.node, node.num_gpus) - crew.staying)
+        )
+
+    def share(self, node: Node) -> int:
+        """The node's maximum number of standbys, by its share of the mesh's GPUs; all if it can hold the mesh alone."""
+        return -(-self.num_spares * (node.num_gpus or 0) // self.mesh_size)
+
+    def _num_free_gpus(self, node: str, num_gpus: int) -> int:
+        return max(0, num_gpus - self.crew(node).leaving)
+
+    def usable(self, names: frozenset[str], now: float) -> list[Node]:
+        """Those of these nodes that are not in backoff, in the order in which they joined."""
+        ordered = names if len(names) < 2 else (name for name in self.nodes if name in names)
+        return [node for node in map(self.nodes.__getitem__, ordered) if node.backoff_until <= now]
+
+
+def _is_over(worker: Worker | None, deadline: float) -> bool:
+    """Whether this deadline counts no more: the worker is gone or ready, or has another one."""
+    return worker is None or worker.status == "ready" or worker.deadline != deadline
+
+
+def pool_of(workers: Mapping[str, Worker], nodes: Mapping[str, Node], num_spares: int, mesh_size: int) -> Pool:
+    return Pool(num_spares, mesh_size).having_nodes(nodes).having(workers.values())
