@@ -40,7 +40,6 @@ from elastic_ring.control.messages import (
     WorkerStarting,
 )
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.pool import with_changes
 from elastic_ring.control.state import (
     Building,
     Closing,
@@ -60,6 +59,11 @@ from elastic_ring.errors import IllegalTransition
 
 _STORY_LENGTH = 20
 Handler = Callable[[Transition, Any], None]
+# Unions take longer to make than to check, and these are checked in every event.
+_FROM_MEMBERS = MemberFailed | Report | Resumed | BuildFailed | Finalized | Status
+_UNSETTLED = Reconnecting | Ended
+_WITHOUT_RUN = Idle | Ended
+_WITHOUT_STARTS = Ended | Building
 
 
 @dataclass(frozen=True)
@@ -102,21 +106,22 @@ def advance(state: State, event: Event, now: float) -> Decision:
     handler(ctx, event)
     _settle(ctx)
     reason = "; ".join(ctx.reasons) or "nothing to do"
-    if ctx.state is state or ctx.state == state:
+    if ctx.state is state or (ctx.phase == state.phase and ctx.state == state):
         return Decision(state, tuple(ctx.commands), reason)
     story = (*state.story, (type(event).__name__, reason[:400]))[-_STORY_LENGTH:]
-    return Decision(with_changes(ctx.state, {"story": story}), tuple(ctx.commands), reason)
+    vars(ctx.state)["story"] = story  # made in this call, so nobody has seen it without
+    return Decision(ctx.state, tuple(ctx.commands), reason)
 
 
 def stale_because(state: State, event: Event) -> str:
     """Why the event is ignored: another term or generation, or a lost sender. Empty if it counts."""
     if isinstance(event, CoordinatorStarted):
         return "" if event.term > state.term else f"term {event.term} began before"
-    if not isinstance(event, MemberFailed | Report | Resumed | BuildFailed | Finalized | Status):
+    if not isinstance(event, _FROM_MEMBERS):
         return ""
     if event.term != state.term:
         return f"term {event.term}, not {state.term}"
-    if isinstance(event, Status) or isinstance(state.phase, Reconnecting | Ended):
+    if isinstance(event, Status) or isinstance(state.phase, _UNSETTLED):
         return ""
     if event.generation != state.generation:
         return f"generation {event.generation}, not {state.generation}"
@@ -243,7 +248,7 @@ TABLE: dict[tuple[type[Phase], type[Event]], Handler] = {
 
 def _settle(ctx: Transition) -> None:
     """Check deadlines, then do what the new state allows. The order matters: a call may change the phase."""
-    if isinstance(ctx.phase, Idle | Ended):
+    if isinstance(ctx.phase, _WITHOUT_RUN):
         return
     _pass_on(ctx, worker_pool.expire(ctx))
     if isinstance(ctx.phase, Reconnecting):
@@ -270,7 +275,7 @@ def _settle(ctx: Transition) -> None:
 def _may_start_workers_at(state: State) -> float | None:
     """From when on workers may be started; None during a recovery: a starting process takes CPU and disk from it."""
     phase, change = state.phase, state.last_change
-    if isinstance(phase, Ended | Building) or (isinstance(phase, Closing) and not phase.waiting):
+    if isinstance(phase, _WITHOUT_STARTS) or (isinstance(phase, Closing) and not phase.waiting):
         return None
     if isinstance(phase, Running) and change is not None and change.resumed_at is not None:
         return change.resumed_at + state.options.restart_delay_s
@@ -279,7 +284,7 @@ def _may_start_workers_at(state: State) -> float | None:
 
 def next_deadline(state: State) -> float | None:
     """The latest time for the next `Tick`, in seconds on the clock of `now`; None if there is no deadline."""
-    if isinstance(state.phase, Idle | Ended):
+    if isinstance(state.phase, _WITHOUT_RUN):
         return None
     due = [] if state.pool.earliest is None else [state.pool.earliest]
     # Where nobody may be started, a backoff that is over must not tick without end.

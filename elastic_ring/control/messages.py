@@ -533,7 +533,14 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in (*typing.get_args(Eve
 
 def to_json(message: Event | Command) -> dict[str, Any]:
     """The fields of the message, with its class name under "type". `from_json` is the inverse."""
-    return {"type": type(message).__name__, **dataclasses.asdict(message)}
+    return {"type": type(message).__name__, **_plain(message)}
+
+
+def _plain(value: Any) -> Any:
+    """`dataclasses.asdict`, without copies of what does not change: an event's line is written before its commands."""
+    if isinstance(value, tuple):
+        return tuple([_plain(item) for item in value])
+    return {name: _plain(item) for name, item in vars(value).items()} if hasattr(value, "__dict__") else value
 
 
 def from_json(data: dict[str, Any]) -> Event | Command:

@@ -297,10 +297,13 @@ def closing_lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
 def closing_report(ctx: Transition, event: Report) -> None:
     phase = ctx.phase
     assert isinstance(phase, Closing)
-    if event.worker in phase.reports or not ctx.ready_among({event.worker} & phase.membership.part):
+    is_part = event.worker in phase.membership.part
+    if event.worker in phase.reports or not is_part or not ctx.ready_among((event.worker,)):
         ctx.explain(f"nothing new from {event.worker}")
         return
-    ctx.edit_phase(reports=phase.reports.having({event.worker: event}))
+    reports = phase.reports.having({event.worker: event})
+    settled = next_awaited(ctx.state, phase.membership.everyone, reports, phase.num_settled)
+    ctx.edit_phase(reports=reports, num_settled=settled)
     ctx.explain(f"{event.worker} reports step {event.applied}, shard {event.shard}")
     for vote in (event.last_vote, event.vote):
         recovery.learn_vote(ctx, phase.membership, vote)
@@ -315,13 +318,9 @@ def closing_report(ctx: Transition, event: Report) -> None:
 def expire_closing(ctx: Transition) -> None:
     phase = ctx.phase
     assert isinstance(phase, Closing)
-    everyone = phase.membership.everyone
-    settled = next_awaited(ctx.state, everyone, phase.reports, phase.num_settled)
-    if settled != phase.num_settled:
-        ctx.edit_phase(num_settled=settled)
-    if settled == len(everyone) or ctx.now < phase.deadline - ctx.options.report_s / 2:
+    if ctx.now < phase.deadline - ctx.options.report_s / 2 or not recovery.is_any_silent(ctx.state):
         return
-    silent = [name for name in ctx.ready_among(everyone) if name not in phase.reports]
+    silent = [name for name in ctx.ready_among(phase.membership.everyone) if name not in phase.reports]
     if ctx.now >= phase.deadline:
         ctx.kill(silent, f"did not report within {ctx.options.report_s} s")
         ctx.explain(f"silent, so killed: {', '.join(silent)}")

@@ -36,8 +36,9 @@ class Versions(Mapping[K, V]):
 
     def having(self, items: Mapping[K, V]) -> Versions[K, V]:
         new: Versions[K, V] = object.__new__(Versions)
-        new._size = self._size + sum(key not in self for key in items)
-        new._base, new._recent = self._base, {**self._recent, **items}
+        new._base, new._recent, new._size = self._base, {**self._recent, **items}, self._size
+        for key in items:
+            new._size += key not in self._recent and key not in self._base
         if len(new._recent) ** 2 > len(new._base):
             new._whole()
         return new
@@ -82,10 +83,14 @@ class Versions(Mapping[K, V]):
         return self._whole().items()
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Versions) and other._base is self._base:
-            changed = (*self._recent, *other._recent)
-            return self._size == other._size and all(self[key] == other.get(key, _ABSENT) for key in changed)
-        return isinstance(other, Mapping) and self._whole() == dict(other)
+        if not isinstance(other, Versions):
+            return isinstance(other, Mapping) and self._whole() == dict(other)
+        if self._size != other._size:
+            return False
+        if self._base is not other._base:
+            return self._whole() == other._whole()
+        # The latest change first: it is what a version and the one before differ in.
+        return all(self[key] == other.get(key, _ABSENT) for key in (*reversed(self._recent), *other._recent))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -138,10 +143,11 @@ def _merged(one: _Heap | None, two: _Heap | None) -> _Heap | None:
 
 def with_changes(value: T, changes: Mapping[str, Any]) -> T:
     """`dataclasses.replace` for a class that derives nothing from its fields: it runs several times per event."""
-    assert changes.keys() <= value.__dict__.keys(), changes.keys() - value.__dict__.keys()
+    fields = value.__dict__.copy()
+    fields.update(changes)
+    assert len(fields) == len(value.__dict__), changes.keys() - value.__dict__.keys()
     new = object.__new__(type(value))
-    new.__dict__.update(value.__dict__)
-    new.__dict__.update(changes)
+    object.__setattr__(new, "__dict__", fields)
     return new
 
 

@@ -90,7 +90,9 @@ def answered(ctx: Transition, event: Status) -> None:
     if ctx.state.workers[event.worker].status == "starting":
         late_ready(ctx, event)
     ctx.set(generation=max(ctx.state.generation, event.generation))
-    ctx.edit_phase(answers=phase.answers.having({event.worker: event}))
+    answers = phase.answers.having({event.worker: event})
+    settled = next_awaited(ctx.state, phase.asked, answers, phase.num_settled)
+    ctx.edit_phase(answers=answers, num_settled=settled)
     ctx.explain(f"{event.worker} is {event.activity} in generation {event.generation}")
 
 
@@ -139,10 +141,7 @@ def _learn_back(ctx: Transition, event: MemberFailed) -> None:
 def settle(ctx: Transition) -> None:
     phase = ctx.phase
     assert isinstance(phase, Reconnecting)
-    settled = next_awaited(ctx.state, phase.asked, phase.answers, phase.num_settled)
-    if settled != phase.num_settled:
-        ctx.edit_phase(num_settled=settled)
-    if settled == len(phase.asked):
+    if next_awaited(ctx.state, phase.asked, phase.answers, phase.num_settled) == len(phase.asked):
         _conclude(ctx, phase)
         return
     if ctx.now < phase.deadline - ctx.options.hello_s / 2:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from elastic_ring.control.messages import Heal
 from elastic_ring.control.placement.domains import DomainCounts
@@ -145,19 +146,20 @@ class _Placement:
 
     def keep(self) -> None:
         """Holders in kept rings keep their ranks."""
-        old = self.situation.mesh
+        cp = self.mesh.cp
         wanted = [
             (rank, worker)
             for worker, rank in self._preferred().items()
-            if worker in self.free and self.situation.holders.get(worker) == old.coordinate(rank).cp_rank
+            if worker in self.free and self.situation.holders.get(worker) == rank % cp
         ]
-        self.new_ring = self._kept_rings(Counter(old.coordinate(rank).dp_rank for rank, _ in wanted))
+        self.new_ring = self._kept_rings(Counter([rank // cp for rank, _ in wanted]))
         self._place_again(wanted)
 
     def keep_empty(self) -> None:
         """A live member that lost its shard keeps its rank, unless a holder took it, and is healed there."""
         empty = set(self.situation.empty)
-        self._place_again([(rank, w) for w, rank in self._preferred().items() if w in self.free and w in empty])
+        preferred = self._preferred().items() if empty else ()
+        self._place_again([(rank, w) for w, rank in preferred if w in self.free and w in empty])
 
     def _preferred(self) -> dict[str, int]:
         """Worker → old global rank; the rank in the last mesh that ran overrides that of a later attempt."""
@@ -165,9 +167,9 @@ class _Placement:
 
     def _place_again(self, wanted: Sequence[tuple[int, str]]) -> None:
         for rank, worker in wanted:
-            coordinate = self.situation.mesh.coordinate(rank)
-            if coordinate.dp_rank in self.new_ring:
-                new_rank = self.new_ring[coordinate.dp_rank] * self.mesh.cp + coordinate.cp_rank
+            ring, cp_rank = divmod(rank, self.mesh.cp)
+            if ring in self.new_ring:
+                new_rank = self.new_ring[ring] * self.mesh.cp + cp_rank
                 if self.taken[new_rank] is None:
                     self._place(new_rank, worker)
 
@@ -237,7 +239,7 @@ class _Placement:
         begun = [node for node in self._nodes_of_ring(ring) if node in shelf]
         most = max([ring_on[ring, node] for node in begun]) if begun else 0
         best, best_key = "", (self.mesh.size + 1, 0, 0)
-        for node in (*begun, *shelf) if begun else shelf:
+        for node in chain(begun, shelf):
             num_holders = holders_on.get((cp_rank, node), 0)
             if num_holders > best_key[0]:
                 continue

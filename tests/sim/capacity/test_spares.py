@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
-from elastic_ring.control.capacity.worker_pool import STANDBY_AFTER_S, _Wants
+from elastic_ring.control.capacity.worker_pool import STANDBY_AFTER_S, _spread
 from elastic_ring.control.messages import NodeJoined, NodeLost, StartWorker
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.placement.coverage import OUTCOMES, covered
-from elastic_ring.control.state import Forming, Node, State, members, mesh_of, spares
+from elastic_ring.control.state import Forming, Node, State, Worker, members, mesh_of, spares
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench, build_in, only
 
@@ -90,12 +91,13 @@ def test_a_spare_is_placed_among_a_thousand_hosts_in_milliseconds() -> None:
     """By the thread that also answers the agents' beats: silent for 15 s, it would be killed."""
     nodes = {f"h{i}": Node(f"h{i}", 9, num_gpus=8, domains=(f"zone{i % 4}", f"rack{i % 40}")) for i in range(1000)}
     state = State(ControlOptions("big", dp=250, cp=32, total_steps=1, spares=8), Forming(0.0), 1, 1, nodes=nodes)
-    wants, begun = _Wants(state), time.process_time()
-    for _ in range(20):
-        rank = wants.spread()
-        wants.staying[min(nodes, key=rank)] += 1
+    begun, hosts = time.process_time(), []
+    for number in range(20):
+        hosts.append(min(nodes.values(), key=_spread(state)))
+        workers = {**state.workers, f"w{number}": Worker(f"w{number}", hosts[-1].node, "ready", 0.0)}
+        state = replace(state, workers=workers)
     assert time.process_time() - begun < 2.0
-    assert sorted(Counter(nodes[host].domains[0] for host in wants.staying).values()) == [5, 5, 5, 5]
+    assert sorted(Counter(host.domains[0] for host in hosts).values()) == [5, 5, 5, 5]
 
 
 def test_whichever_host_is_lost_the_mesh_stays_whole_if_gpus_and_spares_are_enough() -> None:
