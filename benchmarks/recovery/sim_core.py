@@ -153,7 +153,7 @@ class _Measured:
 
     def __init__(self, num_members: int, cp: int) -> None:
         self.num_members = num_members
-        self.core_s: collections.Counter[str] = collections.Counter()
+        self.core_s: dict[str, float] = dict.fromkeys(("forming", *RECOVERIES), 0.0)
         self.journal_s, self.slowest_s, self.slowest = 0.0, 0.0, ""
         options = ControlOptions("benchmark", dp=num_members // cp, cp=cp, total_steps=1000, spares=16)
         state, now = coordination.initial(options), 0.0
@@ -187,7 +187,7 @@ class _Measured:
         return [self.num_members, *seconds, self.journal_s, 1000 * self.slowest_s, self.slowest, self.peak_mib]
 
     def missed(self) -> list[str]:
-        found = [("forming s", self.core_s["forming"], 5.0), ("MiB", self.peak_mib, 1024)]
+        found = [("forming s", self.core_s["forming"], 5.0), ("MiB", float(self.peak_mib), 1024.0)]
         found += [(f"{what} s", self.core_s[what], 1.0) for what in RECOVERIES]
         found += [("slowest decision ms", 1000 * self.slowest_s, 50.0)] if self.num_members <= 2000 else []
         return [

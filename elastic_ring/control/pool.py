@@ -201,10 +201,11 @@ class Pool:
                 continue
             node, old, new = known.node, _counted(before), _counted(after)
             if old != new:
-                crews[node] = Crew(*map(add, crews.get(node) or self.crews.get(node, _NOBODY), map(sub, new, old)))
+                there = crews[node] if node in crews else self.crew(node)
+                crews[node] = Crew(*map(add, there, map(sub, new, old)))
                 total = Crew(*map(add, total, map(sub, new, old)))
             if before is None or after is None:
-                names = on.get(node) or self.on.get(node, ())
+                names: tuple[str, ...] = on[node] if node in on else self.on.get(node, ())
                 on[node] = (*names, name) if before is None else tuple(one for one in names if one != name)
             if after is not None and after.status != "ready" and (before is None or before != after):
                 due = _merged(due, ((after.deadline, name), 1, None, None))
