@@ -211,16 +211,18 @@ def _parity_groups(mesh: Mesh, nodes: Sequence[str], group_size: int) -> tuple[P
     cut = min(
         (_cut(mesh, nodes, group_size, turn) for turn in (0, 1)), key=lambda groups: _clashes(mesh, nodes, groups)
     )
-    costs, load = _Costs(mesh, nodes), Counter[int]()
+    costs, load, num_with = _Costs(mesh, nodes), Counter[int](), Counter({0: mesh.size})
     groups = []
     for group in cut:
-        inside = set(group)
-        candidates = [(group[-1] + ahead) % mesh.size for ahead in range(1, mesh.size)]
-        candidates = [rank for rank in candidates if rank not in inside]
-        least = min(load[rank] for rank in candidates)
-        free = [rank for rank in candidates if load[rank] == least][:_MAX_TRIES]
+        inside, loads_inside = set(group), Counter(load[rank] for rank in group)
+        least = min(each for each, number in num_with.items() if number > loads_inside[each])
+        ahead = ((group[-1] + step) % mesh.size for step in range(1, mesh.size))
+        outside = (rank for rank in ahead if load[rank] == least and rank not in inside)
+        free = itertools.islice(outside, _MAX_TRIES)
         holder = min(free, key=lambda rank: sum(costs(member, rank) for member in group))
+        num_with[load[holder]] -= 1
         load[holder] += 1
+        num_with[load[holder]] += 1
         groups.append(ParityGroup(tuple(sorted(group)), holder))
     return tuple(groups)
 
