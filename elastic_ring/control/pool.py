@@ -98,7 +98,7 @@ class Versions(Mapping[K, V]):
         return repr(self._whole())
 
 
-class Crew(NamedTuple):
+class WorkerCounts(NamedTuple):
     """Numbers of workers. `live`: not stopping; `staying`: of these not draining, and `ready` of these. `leaving`:
     draining and ready, so they use their GPU until they hand over. `visible`: starting, with progress."""
 
@@ -111,18 +111,18 @@ class Crew(NamedTuple):
     visible: int = 0
 
 
-_NOBODY = Crew()
+_NOBODY = WorkerCounts()
 
 
-def _counted(worker: Worker | None) -> Crew:
+def _counted(worker: Worker | None) -> WorkerCounts:
     if worker is None:
         return _NOBODY
     status, stays = worker.status, not worker.draining
     if status == "ready":
-        return Crew(1, 1, stays, stays, not stays)
+        return WorkerCounts(1, 1, stays, stays, not stays)
     if status == "starting":
-        return Crew(1, 1, stays, 0, 0, 1, worker.start_cpu_s is not None)
-    return Crew(1)
+        return WorkerCounts(1, 1, stays, 0, 0, 1, worker.start_cpu_s is not None)
+    return WorkerCounts(1)
 
 
 _Heap = tuple[tuple[float, str], int, Any, Any]
@@ -153,7 +153,7 @@ def with_changes(value: T, changes: Mapping[str, Any]) -> T:
 
 @dataclass(frozen=True)
 class Pool:
-    """`crews`, `on`: node → numbers of its workers, their names in the order of their start. `total`: of all.
+    """`counts`, `on`: node → numbers of its workers, their names in the order of their start. `total`: of all.
 
     `num_spares`, `mesh_size`: what is wanted, by which nodes share the standbys. `draining`, `dying` (stopping and
     waited for): names of workers. `crowded`: nodes with more workers than GPUs; `free`: with a free GPU; `shelf`: with
@@ -164,9 +164,9 @@ class Pool:
     mesh_size: int = 1
     workers: Versions[str, Worker] = field(default_factory=Versions)
     nodes: Versions[str, Node] = field(default_factory=Versions)
-    crews: Versions[str, Crew] = field(default_factory=Versions)
+    counts: Versions[str, WorkerCounts] = field(default_factory=Versions)
     on: Versions[str, tuple[str, ...]] = field(default_factory=Versions)
-    total: Crew = _NOBODY
+    total: WorkerCounts = _NOBODY
     draining: frozenset[str] = frozenset()
     dying: frozenset[str] = frozenset()
     crowded: frozenset[str] = frozenset()
@@ -193,7 +193,7 @@ class Pool:
         return with_changes(self, {"nodes": self.nodes.without([name]), "version": object()})._judged([name])
 
     def _changed(self, changes: Mapping[str, Worker | None]) -> Pool:
-        total, due, crews, on = self.total, self.due, dict[str, Crew](), dict[str, tuple[str, ...]]()
+        total, due, counts, on = self.total, self.due, dict[str, WorkerCounts](), dict[str, tuple[str, ...]]()
         for name, after in changes.items():
             before = self.workers.get(name)
             known = after or before
@@ -201,9 +201,9 @@ class Pool:
                 continue
             node, old, new = known.node, _counted(before), _counted(after)
             if old != new:
-                there = crews[node] if node in crews else self.crew(node)
-                crews[node] = Crew(*map(add, there, map(sub, new, old)))
-                total = Crew(*map(add, total, map(sub, new, old)))
+                there = counts[node] if node in counts else self.counts_on(node)
+                counts[node] = WorkerCounts(*map(add, there, map(sub, new, old)))
+                total = WorkerCounts(*map(add, total, map(sub, new, old)))
             if before is None or after is None:
                 names: tuple[str, ...] = on[node] if node in on else self.on.get(node, ())
                 on[node] = (*names, name) if before is None else tuple(one for one in names if one != name)
@@ -222,45 +222,45 @@ class Pool:
             "workers": workers, "total": total, "due": due, "on": self.on.having(on) if on else self.on,
             "draining": self.draining.difference(changes) | draining, "dying": self.dying.difference(changes) | dying,
         })  # fmt: skip
-        if not crews and (pool.draining, pool.dying) == (self.draining, self.dying):
+        if not counts and (pool.draining, pool.dying) == (self.draining, self.dying):
             return pool
-        return with_changes(pool, {"crews": self.crews.having(crews), "version": object()})._judged(crews)
+        return with_changes(pool, {"counts": self.counts.having(counts), "version": object()})._judged(counts)
 
     def _judged(self, names: Iterable[str]) -> Pool:
         sets = {"crowded": self.crowded, "free": self.free, "shelf": self.shelf}
         for name in names:
             node = self.nodes.get(name)
             beyond, left = (0, 0) if node is None else (self.num_beyond(node), self.gpus_left(node))
-            has_slot = node is not None and not node.draining and node.num_slots > self.crew(name).used
+            has_slot = node is not None and not node.draining and node.num_slots > self.counts_on(name).used
             is_shelf = has_slot and node is not None and left <= 0 and beyond < self.share(node)
             for what, holds in (("crowded", beyond > 0), ("free", has_slot and left > 0), ("shelf", is_shelf)):
                 if holds != (name in sets[what]):
                     sets[what] = sets[what] ^ {name}
         return with_changes(self, sets)
 
-    def crew(self, node: str) -> Crew:
-        return self.crews.get(node, _NOBODY)
+    def counts_on(self, node: str) -> WorkerCounts:
+        return self.counts.get(node, _NOBODY)
 
     def num_beyond(self, node: Node) -> int:
         """Standbys of this node: staying workers beyond its free GPUs."""
         if node.num_gpus is None:
             return 0
-        return max(0, self.crew(node.node).staying - self._num_free_gpus(node.node, node.num_gpus))
+        return max(0, self.counts_on(node.node).staying - self._num_free_gpus(node.node, node.num_gpus))
 
     def gpus_left(self, node: Node) -> int:
         """How many more workers fit on the node and could be members."""
-        crew = self.crew(node.node)
-        room = node.num_slots - crew.used
-        return (
-            room if node.num_gpus is None else min(room, self._num_free_gpus(node.node, node.num_gpus) - crew.staying)
-        )
+        there = self.counts_on(node.node)
+        room = node.num_slots - there.used
+        if node.num_gpus is None:
+            return room
+        return min(room, self._num_free_gpus(node.node, node.num_gpus) - there.staying)
 
     def share(self, node: Node) -> int:
         """The node's maximum number of standbys, by its share of the mesh's GPUs; all if it can hold the mesh alone."""
         return -(-self.num_spares * (node.num_gpus or 0) // self.mesh_size)
 
     def _num_free_gpus(self, node: str, num_gpus: int) -> int:
-        return max(0, num_gpus - self.crew(node).leaving)
+        return max(0, num_gpus - self.counts_on(node).leaving)
 
     def usable(self, names: frozenset[str], now: float) -> list[Node]:
         """Those of these nodes that are not in backoff, in the order in which they joined."""

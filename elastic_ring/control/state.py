@@ -501,7 +501,7 @@ def num_able_to_form(state: State) -> int:
     if membership_of(state) is not None or state.suspects is not None:
         return len(able_to_form(state))
     # Nobody is a member: whoever is ready, but for those beyond their node's GPUs.
-    limits = [(pool.crew(name).ready, pool.nodes[name].num_gpus or 0) for name in pool.crowded]
+    limits = [(pool.counts_on(name).ready, pool.nodes[name].num_gpus or 0) for name in pool.crowded]
     return pool.total.ready - sum(max(0, ready - num_gpus) for ready, num_gpus in limits)
 
 

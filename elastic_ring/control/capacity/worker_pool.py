@@ -329,8 +329,8 @@ def _spread(state: State) -> Callable[[Node], tuple[int, ...]]:
     num_in: Counter[tuple[str, ...]] = Counter()  # counted once for all nodes: there may be thousands
     for node in state.nodes.values():
         for domain in _domains(node):
-            num_in[domain] += state.pool.crew(node.node).staying
-    return lambda node: (*(num_in[domain] for domain in _domains(node)), state.pool.crew(node.node).staying)
+            num_in[domain] += state.pool.counts_on(node.node).staying
+    return lambda node: (*(num_in[domain] for domain in _domains(node)), state.pool.counts_on(node.node).staying)
 
 
 def _domains(node: Node) -> list[tuple[str, ...]]:
@@ -341,7 +341,7 @@ def _domains(node: Node) -> list[tuple[str, ...]]:
 def _start_rank(pool: Pool, node: Node, cp: int) -> tuple[bool, bool, bool, int]:
     """Sort key: avoided nodes last; nodes that complete an incomplete ring, then nodes with room for a ring, fewest
     workers first."""
-    num_there, room = pool.crew(node.node).staying, pool.gpus_left(node)
+    num_there, room = pool.counts_on(node.node).staying, pool.gpus_left(node)
     begun = num_there % cp
     completes = begun > 0 and room >= cp - begun
     return node.avoided, not completes, room < cp, num_there
@@ -370,4 +370,4 @@ def vacant_nodes(state: State) -> frozenset[str]:
     wanted = (pool.free if wants.num_missing_on_gpus else frozenset()) | (
         pool.shelf if wants.num_missing else frozenset()
     )
-    return frozenset(name for name in state.nodes if not pool.crew(name).used and name not in wanted)
+    return frozenset(name for name in state.nodes if not pool.counts_on(name).used and name not in wanted)
