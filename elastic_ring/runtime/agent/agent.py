@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import select
+import shlex
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -22,13 +24,14 @@ from elastic_ring.monitor.exits import ExitNotice, ExitWatch, describe_exit, sig
 from elastic_ring.monitor.host_memory import HostMemory, ProcessMemory
 from elastic_ring.monitor.metrics_table import CLOCK_PARTS
 from elastic_ring.monitor.stamps import Clock, Phase, Stamp, StampReader, phase_name
+from elastic_ring.runtime.agent import launch
 from elastic_ring.runtime.agent.health import HealthThread
 from elastic_ring.runtime.agent.memory_guard import MemoryGuard, guard_limit, ray_threshold, warning
 from elastic_ring.runtime.agent.notices import Notices
 from elastic_ring.runtime.agent.raylet_log import ray_killed
 from elastic_ring.runtime.agent.resolver import lookup_s
 from elastic_ring.runtime.agent.rpc import JsonConnection, dial, raise_open_files
-from elastic_ring.runtime.agent.stamp_dir import hold, remove_stale
+from elastic_ring.runtime.agent.stamp_dir import hold, keep_variables, remove_stale
 from elastic_ring.runtime.gpu.leases import FOLDER, bad_ones
 from elastic_ring.runtime.head import reconnect_s
 
@@ -115,6 +118,16 @@ class NodeAgent:
             self._tell_untold()
             if told := warning(self._node, self._memory_limit, ray_threshold(os.getppid())):
                 connection.send({"kind": "told", "text": told})
+
+    def keep_variables(self, folder: str, values: dict[str, str]) -> str:
+        """Keep variables for the run's workers on this node, in its stamp folder; the command that starts Python with
+        them."""
+        with self._lock:
+            where = Path(folder)
+            if where not in self._locks:
+                self._locks[where] = hold(where, self._timeouts.clear_s)
+            path = keep_variables(where, values)
+        return shlex.join([sys.executable, "-I", "-S", launch.__file__, str(path)])
 
     def ping(self) -> str:
         """Answer Ray's liveness check with the node's id."""

@@ -1,5 +1,7 @@
 """The folder of a run's progress stamps on one host: locked by the processes that use it, removed once none does.
 
+Where a run gives its workers variables, their values lie there too, in a file for this user alone.
+
 Each process keeps a shared lock on a file in the folder. The kernel releases it when the process dies, however it dies
 (a forked child that has not called exec keeps it too, so the folder may stay longer, never shorter). Locks work across
 PID namespaces, so containers that share /dev/shm see each other's. A folder whose lock can be taken exclusively is in
@@ -10,14 +12,18 @@ with this.
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import secrets
 import shutil
 import stat
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from elastic_ring.files import private_folder
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +31,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "elastic_ring-"
 KEPT = (f"{PREFIX}{os.geteuid()}", "elastic_ring-gpus")
 """Of all runs of this user (`files.user_folder`), and of all users; never removed."""
-LOCK_NAME = ".held"
+LOCK_NAME, VARIABLES = ".held", "variables.json"
 RETRY_S = 0.01
 GONE = f"{PREFIX}.gone-"
 """Prefix of folders that are being removed; no run's name begins with a dot."""
@@ -52,8 +58,8 @@ def hold(folder: Path, timeout_s: float, *, make: bool = True) -> int:
 def _try_to_hold(folder: Path, make: bool) -> int | None:
     """The locked descriptor, or None while another process is removing the folder."""
     if make:
-        with suppress(FileExistsError):  # which `exist_ok` raises too, where it is removed at that moment
-            folder.mkdir(parents=True)
+        with suppress(FileNotFoundError):  # it is removed at that moment
+            private_folder(folder)
     try:
         fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
@@ -66,6 +72,17 @@ def _try_to_hold(folder: Path, make: bool) -> int | None:
             return fd
     os.close(fd)
     return None
+
+
+def keep_variables(folder: Path, values: Mapping[str, str]) -> Path:
+    """Write the variables of a run's workers into its folder, which this process holds."""
+    path = folder / VARIABLES
+    scratch = folder / f".{VARIABLES}-{secrets.token_hex(8)}"
+    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:
+        json.dump(dict(values), file)
+    scratch.rename(path)  # workers of the run read it meanwhile
+    return path
 
 
 def remove(folder: Path) -> None:

@@ -151,13 +151,24 @@ class Cluster:
             .options(
                 name=name, namespace=NAMESPACE, lifetime="detached", max_restarts=0, max_concurrency=4,
                 num_cpus=need.pop("CPU", 0), num_gpus=num_gpus, memory=need.pop("memory", None), resources=need,
-                runtime_env={"env_vars": dict(self._run.env)} if self._run.env else None,
+                runtime_env=self._runtime_env(node, stamp_dir),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             )
             .remote(worker_spec)
         )  # fmt: skip
         watch_ref(actor.start.remote(coordinator), lambda answer, error: done(worker, answer, error))
         return actor
+
+    def _runtime_env(self, node: NodeInfo, stamp_dir: str) -> dict[str, Any] | None:
+        """What Ray starts a worker with. It logs this and passes it as arguments, so only variables that are no secret
+        are in it; the others are kept by the node's agent. Waits for that agent. Raises what Ray raises."""
+        known = {name: value for name, value in self._run.env.items() if name in WORKER_ENVIRONMENT}
+        others = {name: value for name, value in self._run.env.items() if name not in known}
+        found: dict[str, Any] = {"env_vars": known} if known else {}
+        if others:
+            kept = self.start_agent(node).keep_variables.remote(stamp_dir, others)
+            found["py_executable"] = ray.get(kept, timeout=self._run.timeouts.hello_s)
+        return found or None
 
     def remove_worker(self, worker: str) -> None:
         """Kill a worker's actor, if Ray still lists it, and remove its placement group."""

@@ -1,0 +1,23 @@
+"""Starts a worker's Python with variables from a file that only its user can read: `python launch.py FILE ARGUMENTS`.
+
+Ray writes the `env_vars` of a runtime_env into its logs and into arguments of processes, which all users of a host see,
+and values of `run.env` may be secrets. They must be there before Python starts: some are read at once, others by what
+is imported. Runs as a script of its own; nothing else of the package may be imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+
+def main() -> None:
+    with open(sys.argv[1], encoding="utf-8") as file:
+        for name, value in json.load(file).items():
+            os.putenv(name, value)
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+
+
+if __name__ == "__main__":
+    main()
