@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import resource
 import shutil
+import socket
+import struct
 import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastic_ring.cli import status
+from elastic_ring.monitor import page as page_module
 from elastic_ring.monitor.metrics import METRICS_NAME, MetricsLog, write_json
 from elastic_ring.monitor.page import Page, page_data, thinned
 from tests.unit.deploy.tools import program
@@ -116,3 +124,69 @@ def test_a_browser_shows_curve_mesh_recovery_and_the_rank_that_stands_still(page
     subprocess.run([*command, f"--screenshot={picture}", page.url], capture_output=True, check=True, timeout=120)
     assert picture.stat().st_size > 20_000
     shutil.rmtree(tmp_path / "profile", ignore_errors=True)
+
+
+def said_to(page: Page, *pieces: bytes, resets: bool = False) -> bytes:
+    """What the page answers to somebody who says this and hangs up."""
+    host, _, port = page.url.removeprefix("http://").rstrip("/").rpartition(":")
+    answer = b""
+    with socket.create_connection((host, int(port)), timeout=20) as stranger, suppress(OSError):
+        for piece in pieces:
+            stranger.sendall(piece)
+        if resets:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        else:
+            stranger.shutdown(socket.SHUT_WR)
+            while data := stranger.recv(1 << 16):
+                answer += data
+    return answer
+
+
+WORDS = st.one_of(st.binary(max_size=300), st.sampled_from([
+    b"GET / HTTP/1.1\r\n", b"GET /data.json HTTP/1.0\r\n\r\n", b"GET //../%2e%2e/etc/passwd?\xff HTTP/1.1\r\n\r\n",
+    b"GET http://a:b@[ HTTP/1.1\r\n\r\n", b"POST / HTTP/9.9\r\n", b"Content-Length: -1\r\n", b"A" * 70_000, b"\r\n\r\n",
+    b"X: " + b"y" * 70_000 + b"\r\n",
+]))  # fmt: skip
+
+
+def test_whatever_a_stranger_says_to_the_page_there_is_no_traceback_and_it_goes_on(
+    page: Page, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    @settings(max_examples=40, deadline=None)
+    @given(st.lists(WORDS, max_size=3), st.booleans())
+    def says(pieces: list[bytes], resets: bool) -> None:
+        said_to(page, *pieces, resets=resets)
+
+    said_to(page, b"GET / HT", resets=True)
+    says()
+    assert said_to(page, b"GET / HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.0 200 OK")
+    assert "Traceback" not in capfd.readouterr().err
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_of_many_who_say_nothing_some_are_served_and_descriptors_that_run_out_are_no_spin(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_module, "MAX_CONNECTIONS", 4)
+    with Page(lambda: run) as served:
+        thread = threading.Thread(target=served.serve)
+        thread.start()
+        assert served._server is not None
+        address, before = served._server.server_address[:2], threading.active_count()
+        silent = [socket.create_connection(address, timeout=20) for _ in range(12)]
+        assert sum(sock.recv(1) == b"" for sock in silent[4:]) == 8
+        assert threading.active_count() - before <= 4
+        waits = socket.socket()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            waits.connect(address)
+            cpu_s = time.process_time()
+            time.sleep(0.6)  # in which it would try many thousand times
+            assert time.process_time() - cpu_s < 0.3
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for sock in (*silent, waits):
+                sock.close()
+            served.stop()
+            thread.join(10.0)
