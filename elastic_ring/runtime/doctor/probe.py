@@ -20,6 +20,7 @@ from elastic_ring.runtime.groups.store import RendezvousStore
 Place = tuple[str, int]
 
 NUM_THREADS = 32
+ACCEPT_PAUSE_S = 0.2
 NUM_EXCHANGES, NUM_MESSAGES = 3, 20
 MANY_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 
@@ -53,8 +54,11 @@ class Probe:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if listener.fileno() < 0:  # closed
+                    return
+                time.sleep(ACCEPT_PAUSE_S)  # whoever waits stays ready while descriptors have run out
+                continue
             with sock:
                 sock.settimeout(self._timeout_s)
                 try:

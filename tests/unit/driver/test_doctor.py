@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
@@ -118,3 +121,23 @@ def test_a_host_writes_claims_and_sees_the_others(tmp_path: Path) -> None:
     assert own["disk_free_bytes"] > 0
     assert verdicts.versions({"a": own})[0].verdict == "ok"
     assert own["gpus"] == []
+
+
+def test_a_host_answers_again_after_descriptors_ran_out_and_does_not_spin_meanwhile() -> None:
+    probe = Probe("127.0.0.1", "cpu", 5.0)
+    place, _, _ = probe.listen()
+    waits = socket.socket()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        waits.connect(place)
+        cpu_s = time.process_time()
+        time.sleep(0.4)  # in which it would try many thousand times
+        assert time.process_time() - cpu_s < 0.2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with waits:
+        waits.sendall(b"?")
+        waits.settimeout(20.0)
+        assert waits.recv(1) == b"?"
+    assert isinstance(probe.reach({"a": place})["a"], float)
