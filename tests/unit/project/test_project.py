@@ -25,6 +25,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_FUNCTION_LINES = 70
 MAX_FILES_OF_A_FOLDER = 17
 MAY_READ_ENVIRONMENT = {"config.py", "runtime/environment.py"}
+SETS_ENVIRONMENT = "runtime/agent/launch.py"  # of the Python that it becomes; it runs without the package
 MAY_PRINT = {"monitor/report.py"}  # besides the command line
 PRINTING_ROOMS = ("cli/", "tuning/")
 STANDS_FOR_THE_USERS_OWN = {"runtime/worker/faults.py PlannedError"}
@@ -102,6 +103,7 @@ def test_every_module_says_what_it_is_for() -> None:
 
 def test_the_environment_is_read_in_one_place() -> None:
     readers = {name(path): lines for path in MODULES if (lines := list(environment_reads(tree(path))))}
+    assert readers.pop(SETS_ENVIRONMENT)
     assert set(readers) <= MAY_READ_ENVIRONMENT, readers
     assert len(readers) <= 1, f"one place, not several: {readers}"
 
