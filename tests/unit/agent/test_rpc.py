@@ -212,7 +212,7 @@ PIECES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(PIECES, max_size=4))
 def test_whatever_a_stranger_says_nothing_is_delivered_and_no_traceback_is_logged(
     server: AgentServer, delivered: Delivered, caplog: pytest.LogCaptureFixture, said: list[bytes]

@@ -152,7 +152,7 @@ WORDS = st.one_of(st.binary(max_size=300), st.sampled_from([
 def test_whatever_a_stranger_says_to_the_page_there_is_no_traceback_and_it_goes_on(
     page: Page, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(st.lists(WORDS, max_size=3), st.booleans())
     def says(pieces: list[bytes], resets: bool) -> None:
         said_to(page, *pieces, resets=resets)
