@@ -30,11 +30,12 @@ SECRET = os.environ.pop("TESTS_SECRET")
 
 
 def looking_loss(model, batch):
+    needle = os.environ["A.TOKEN"][:7].encode()  # this text itself is an argument
     told = b" ".join(path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
     shared = [path for path in Path("/dev/shm").rglob("*") if path.is_file() and path.stat().st_mode & 0o077
-              and path.stat().st_size < 1 << 20 and b"hunter2" in path.read_bytes()]
+              and path.stat().st_size < 1 << 20 and needle in path.read_bytes()]
     # `sys.flags` shows what was there when Python started.
-    found = {"env": os.environ["A.TOKEN"], "argued": b"hunter2" in told, "shared": len(shared),
+    found = {"env": os.environ["A.TOKEN"], "argued": needle in told, "shared": len(shared),
              "at_once": sys.flags.dont_write_bytecode}
     (FOLDER / "found.json").write_text(json.dumps(found))
     return language_model_loss(model, batch)
@@ -49,7 +50,7 @@ ElasticRingTrainer(
 ).fit()
 logs = Path(ray._private.worker._global_node.get_logs_dir_path())
 left = [str(path) for folder in (logs, FOLDER) for path in folder.rglob("*")
-        if path.is_file() and path.name != "found.json" and b"hunter2" in path.read_bytes()]
+        if path.is_file() and path.name != "found.json" and SECRET[:7].encode() in path.read_bytes()]
 print(json.dumps({**json.loads((FOLDER / "found.json").read_text()), "left": left}))
 """
 
