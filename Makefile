@@ -43,6 +43,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --durations 10 --durations-mi
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
+	$(BIN)/vulture
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 

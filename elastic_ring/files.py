@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import stat
 import tempfile
 from contextlib import suppress
@@ -20,6 +21,28 @@ def sync_directory(folder: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def replace_file(path: str | os.PathLike[str], data: bytes, *, durable: bool = False) -> None:
+    """Write a file beside `path` and rename it, so that a reader sees either the old or the new content.
+
+    With `durable` it is on disk when this returns. Raises OSError, and leaves nothing behind then.
+    """
+    path = Path(path)
+    # Unique per writer: an old coordinator and its successor may write at the same time.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_directory(path.parent)
 
 
 def absolute(uri: str) -> str:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Never, Self
+from typing import Any, Self
 
 import ray
 from torch import nn
@@ -111,7 +111,6 @@ FIRST_RECORDS_BYTES = 64 * 1024  # more than a run writes before its first step
 RECORDS = frozenset(
     {CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, "terms"}
 )  # one of them at least is in a run's folder
-RENAMED = {"machine": "cost_model", **{old: f"{old}_config" for old in ("step", "optim", "scaling", "run")}}
 
 
 class ElasticRingTrainer:
@@ -156,9 +155,7 @@ class ElasticRingTrainer:
         metrics: Mapping[str, LossFunction] | None = None,
         lr_schedule: Schedule | None = None,
         callbacks: Sequence[Callback] = (),
-        **renamed: Never,
     ) -> None:
-        _refuse_renamed(renamed)
         check_callbacks(callbacks)
         self.callbacks = tuple(callbacks)
         step = step_config or StepConfig()
@@ -272,7 +269,7 @@ class ElasticRingTrainer:
                     "choose another run_dir, or submit it under its own name to go on"
                 )
             same_data = config.get("data") == description_of(self.task)["data"]
-            if is_whole and same_data and "places" in config:  # then the data may be gone
+            if is_whole and same_data:  # then the data may be gone
                 self._contents = self.task.data, config["identity"]["data"], ()
             attach.refuse_other_settings(
                 self.run_config, attach.differences(config, self._identity, self._config()),
@@ -554,15 +551,6 @@ class ElasticRingTrainer:
     def _good(self, summary: dict[str, Any]) -> Result:
         run = self.run_config
         return Result(summary, run.driver_folder, storage_uri=run.storage_uri if run.is_remote else "")
-
-
-def _refuse_renamed(arguments: Mapping[str, object]) -> None:
-    """Raises ValueError for an unknown keyword and names its replacement if it was renamed."""
-    for name in arguments:
-        now = RENAMED.get(name)
-        raise ValueError(
-            f"ElasticRingTrainer has no argument {name}=: " + (f"it is {now}= now" if now else "see its docstring")
-        )
 
 
 def check_kernel(name: str, device: str) -> None:

@@ -42,10 +42,10 @@ from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.cli.calibrate import heads
-from elastic_ring.contrib.calibrate import Stopwatch, calibrate
-from elastic_ring.contrib.timed_cases import TimingBudget
+from elastic_ring.tuning.calibrate import Stopwatch, calibrate
 from elastic_ring.tuning.calibrate_host import join, report
 from elastic_ring.tuning.pareto import rank_correlation
+from elastic_ring.tuning.timed_cases import TimingBudget
 
 PATTERNS = ("window:128", "sinks:64+window:512", "longnet:256/1,1024/4,4096/16,unit=128", "bigbird:2,1,6", "random:8")
 FP32_BYTES = 4

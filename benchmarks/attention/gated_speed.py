@@ -25,8 +25,8 @@ import torch
 from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.own_process import cpu_cost, in_own_process
 from elastic_ring.attention.layouts.layout import contiguous
-from elastic_ring.contrib.gated import GatedSparseAttention
-from elastic_ring.contrib.gated_ring import GatedRing
+from experiments.gated import GatedSparseAttention
+from experiments.gated_ring import GatedRing
 
 FORMS = ("masks", "ring")
 

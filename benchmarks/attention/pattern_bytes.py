@@ -27,9 +27,9 @@ from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, W
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
-from elastic_ring.contrib.block_function import BlockFunction
-from elastic_ring.contrib.head_rules import longnet, mixed
-from elastic_ring.contrib.pattern_choice import Choice, choose
+from experiments.block_function import BlockFunction
+from experiments.head_rules import longnet, mixed
+from experiments.pattern_choice import Choice, choose
 
 BF16_BYTES = 2
 

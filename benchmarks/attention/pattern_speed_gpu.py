@@ -35,7 +35,7 @@ from elastic_ring.attention.kernels.verify import self_test
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.rules import Dense
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.contrib.block_sparse import BlockSparseAttention
+from experiments.block_sparse import BlockSparseAttention
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

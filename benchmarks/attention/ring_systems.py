@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.contrib.cuda_graphs import GraphedRing, make_graphed
-from elastic_ring.contrib.peer_memory import PeerMemory
+from experiments.cuda_graphs import GraphedRing, make_graphed
+from experiments.peer_exchange import PeerRing
+from experiments.peer_memory import PeerMemory
 
 CEILING = "single-GPU kernel"
 OURS_NCCL, OURS_COPY_ENGINES = "ours, NCCL", "ours"
@@ -55,8 +56,9 @@ class Ours:
     def prepare(self, problem: Problem, cp_rank: int, group: Any, tensors: Tensors) -> Prepared:
         schedule = plan(Pattern(), make_layout(self.layout, problem.num_tokens, problem.cp))
         memory = _peer_memory(cp_rank, problem.cp) if self._copy_engines and problem.cp > 1 else None
-        ring = RingAttention(
-            schedule, cp_rank, group if problem.cp > 1 else None, backend=self._backend, memory=memory,
+        kind: Any = RingAttention if memory is None else partial(PeerRing, memory=memory)
+        ring = kind(
+            schedule, cp_rank, group if problem.cp > 1 else None, backend=self._backend,
             deterministic=self._deterministic, hops_per_stage=self._hops_per_stage, ledger=self.ledger,
             buffers=self._buffers,
         )  # fmt: skip

@@ -30,9 +30,9 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import STAGE_LIMIT_BYTES, RingAttention
-from elastic_ring.contrib.block_sparse import BlockSparseAttention
-from elastic_ring.contrib.cuda_graphs import GraphedRing, make_graphed
-from elastic_ring.contrib.head_rules import longnet
+from experiments.block_sparse import BlockSparseAttention
+from experiments.cuda_graphs import GraphedRing, make_graphed
+from experiments.head_rules import longnet
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 SINGLE, DENSE = "one GPU", "dense ring"

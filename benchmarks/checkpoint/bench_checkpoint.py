@@ -103,7 +103,7 @@ class Bench:
         self.last = checkpoint.take(self.shard, self.described, 0, self.last, self.stream)
         waited = time.monotonic() - begun
         self.last.wait()  # in the thread that writes
-        attempt = checkpoint.new_attempt(1, 1)
+        attempt = checkpoint.attempt_folder(1, 1, "first")
         file = checkpoint.write_part(storage, attempt, self.last)
         manifest = Manifest(1, 1, 1, "bench", attempt, 1, 1, (file,), self.described, self.last.meta)
         assert checkpoint.commit(storage, manifest)

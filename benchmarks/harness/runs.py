@@ -107,6 +107,15 @@ def small_trainer(
 # ------------------------------------------------------------ its processes
 
 
+def first_step_of(run: Watcher, newer_than: int, timeout_s: float = 120.0) -> dict[str, Any]:
+    """Wait for the first committed step of a generation above `newer_than`."""
+
+    def found() -> dict[str, Any] | None:
+        return next((line for line in run.steps() if line["generation"] > newer_than), None)
+
+    return run.until(f"a step of a generation above {newer_than}", found, timeout_s)
+
+
 def inject(pid: int, number: signal.Signals) -> float:
     """Send the signal to a process of Ray's; the monotonic time just before. Raises WatchFailed for any other."""
     title = " ".join(psutil.Process(pid).cmdline())

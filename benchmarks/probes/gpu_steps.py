@@ -13,7 +13,7 @@ from elastic_ring.data.sampling.order import Order
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.device import kernel_cache
 from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
-from elastic_ring.state.device.digest import device_digest
+from elastic_ring.state.device.digest import device_digests
 from elastic_ring.train.transaction import Transaction
 
 
@@ -46,7 +46,7 @@ def one_step(
         synchronize(state.device)
         spans["compute_s"] = time.monotonic() - begun
     state.reduce(step)
-    gradient = device_digest(state._gradient.flat).hex() if spans is not None and state._gradient else ""
+    gradient = device_digests([state._gradient.flat])[0].hex() if spans is not None and state._gradient else ""
     outcome = state.vote(step, local, boundary=False)
     state.apply(outcome)
     synchronize(state.device)

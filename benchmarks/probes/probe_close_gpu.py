@@ -41,7 +41,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from benchmarks.harness.arguments import bench_parser
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.gpu.cuda_contexts import CudaContexts, release_other_contexts
+from elastic_ring.runtime.gpu.cuda_contexts import CudaContexts, end_contexts, unused_others
 from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous, nccl
 from elastic_ring.runtime.groups.registry import forget_groups
 
@@ -111,8 +111,9 @@ class Process:
                 "total_s": time.monotonic() - begun}  # fmt: skip
 
     def release(self) -> dict[str, Any]:
-        before, begun = CudaContexts().having(), time.monotonic()
-        num_released = release_other_contexts(self.device)
+        contexts, begun = CudaContexts(), time.monotonic()
+        before = contexts.having()
+        num_released = end_contexts(unused_others(self.device, contexts), contexts)
         return {"what": "release", "process": self.index, "s": time.monotonic() - begun, "num_released": num_released,
                 "contexts_before": before, "contexts_after": CudaContexts().having()}  # fmt: skip
 
@@ -189,9 +190,8 @@ def warm_nccl_between(devices: Sequence[torch.device]) -> None:
 
     def build(rank: int) -> Any:
         prefixed = PrefixStore("warmup", store)
-        backend = nccl.make_backend(
-            prefixed, rank, len(devices), devices[rank], WARM_UP_S, lambda _: None, lambda: False
-        )
+        backend = nccl.create_backend(prefixed, rank, len(devices), devices[rank], WARM_UP_S)
+        nccl.connect_now(backend, devices[rank], lambda: False)
         nccl.first_exchange(backend, devices[rank])
         return backend
 

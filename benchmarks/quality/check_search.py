@@ -27,14 +27,14 @@ import optuna
 import torch
 
 from benchmarks.harness.arguments import bench_parser
+from benchmarks.quality.replay import SHARE, Grid, best_alone, correlations, replay
 from elastic_ring.tuning.climb import Climb
 from elastic_ring.tuning.fidelity import baseline, tail_loss
-from elastic_ring.tuning.replay import SHARE, Grid, best_alone, correlations, replay
 from elastic_ring.tuning.space import candidates
 
 
 def measure_grid(path: Path, climb: Climb, about: str) -> dict[str, Any]:
-    """The table that `elastic_ring.tuning.replay` reads. Written after every point; goes on with one that is there.
+    """The table that `benchmarks.quality.replay` reads. Written after every point; goes on with one that is there.
 
     Raises `ValueError` for a table of other settings, and for a training that diverges.
     """

@@ -39,10 +39,12 @@ import torch
 from benchmarks.harness.arguments import bench_parser
 from benchmarks.quality.apart import Train, train_apart
 from benchmarks.quality.clock import ClockSettings
+from benchmarks.quality.families import block_families
+from benchmarks.quality.long_range import long_range_bits
 from benchmarks.quality.records import Records, append, finished, locked, write
 from elastic_ring.data.source import TextFiles
-from elastic_ring.tuning.quality.families import Family, block_families
-from elastic_ring.tuning.quality.text import Corpus, corpus, long_range_bits
+from elastic_ring.tuning.quality.families import Family
+from elastic_ring.tuning.quality.text import Corpus, corpus
 
 PARTS = ("clock", "tokens")
 NUM_HELD = 32

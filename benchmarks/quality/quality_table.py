@@ -27,15 +27,21 @@ if __name__ == "__main__":  # run as a script
 import torch
 
 from benchmarks.harness.arguments import bench_parser
+from benchmarks.quality.content import ContentFamily
+from benchmarks.quality.families import families
+from benchmarks.quality.long_range import long_range_bits
 from benchmarks.quality.records import Records, append, finished
+from benchmarks.quality.tasks import CHANCE, TASKS, train_tasks
+from elastic_ring.attention.autolayout.choice import Sizes
+from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.tuning.quality.attention_error import fidelity
-from elastic_ring.tuning.quality.cost import ring_bytes, step_s
-from elastic_ring.tuning.quality.families import families
-from elastic_ring.tuning.quality.tasks import CHANCE, TASKS
-from elastic_ring.tuning.quality.text import Corpus, corpus, long_range_bits
-from elastic_ring.tuning.quality.train import Settings, train_tasks, train_text
+from elastic_ring.tuning.quality.cost import BF16_BYTES, NUM_HEADS, dense_bytes, timer
+from elastic_ring.tuning.quality.families import Family
+from elastic_ring.tuning.quality.text import Corpus, corpus
+from elastic_ring.tuning.quality.train import Settings, train_text
+from experiments.pattern_choice import choose
 
-NUM_HEADS, CP = 4, 8
+CP = 8
 
 
 def run(options: argparse.Namespace, tasks: Settings, text: Settings) -> None:
@@ -68,7 +74,7 @@ def measure(
     if part == "cost":
         scaled = families(options.cost_len, 128, text.num_layers)[name]
         # First-query routing costs the same as mean-query routing.
-        timed = not scaled.first_query
+        timed = not (isinstance(scaled, ContentFamily) and scaled.first_query)
         value = {
             "density": of_text[name].density(text.seq_len, text.num_layers, NUM_HEADS),
             "cost_density": scaled.density(options.cost_len, text.num_layers, NUM_HEADS),
@@ -84,8 +90,37 @@ def measure(
         return {"value": value}
     tokens = torch.from_numpy(texts.held[:8, :-1]).to(text.device)
     # Skip gated families: their gates need training, and a dense model has none.
-    every = [family for family in of_text.values() if not family.window]
+    every = [family for family in of_text.values() if not (isinstance(family, ContentFamily) and family.window)]
     return {"value": value, "fidelity": fidelity(model, tokens, every, text)}
+
+
+def step_s(family: Family, seq_len: int, num_layers: int, *, head_dim: int = 64, repeats: int = 2) -> float:
+    """CPU seconds per layer of attention, forward and backward over `num_layers` layers; the least of `repeats`.
+
+    Includes routing by content and gates; excludes the one-off planning of static patterns.
+    """
+    call = timer(family, seq_len, num_layers, head_dim)
+    call()
+    return min(call() for _ in range(repeats))
+
+
+def ring_bytes(family: Family, seq_len: int, cp: int, num_layers: int, *, head_dim: int = 64) -> float:
+    """K and V that a rank receives in one forward call, relative to the dense ring; mean over ranks and layers.
+
+    Each layer uses the layout that `choose` picks. Nan for content, whose choices random keys do not represent.
+    """
+    if isinstance(family, ContentFamily):
+        return float("nan")
+    pattern = family.pattern()
+    sizes = Sizes(NUM_HEADS, NUM_HEADS, head_dim, BF16_BYTES)
+    received: dict[SparsePattern, int] = {}
+    layers = [
+        SparsePattern(pattern.of_layer(layer).heads(NUM_HEADS, NUM_HEADS), pattern.block) for layer in range(num_layers)
+    ]
+    for one in dict.fromkeys(layers):
+        schedule = choose(one, seq_len, cp, sizes).schedule
+        received[one] = sum(schedule.received_bytes(rank, head_dim, BF16_BYTES) for rank in range(cp))
+    return sum(received[one] for one in layers) / num_layers / dense_bytes(seq_len, cp, head_dim)
 
 
 def _describe(part: str, value: dict[str, Any]) -> str:

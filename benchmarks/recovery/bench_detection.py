@@ -70,7 +70,7 @@ def _freeze_once(run: runs.Watcher, number: int) -> dict[str, float]:
     if not gone:
         os.kill(pid, signal.SIGCONT)
         raise runs.WatchFailed(f"rank {rank} (pid {pid}) was stopped for 60 s and nothing noticed")
-    step = run.first_step_of(status["generation"])
+    step = runs.first_step_of(run, status["generation"])
     noticed_s = min(line["now"] for line in run.events("WorkerLost", "MemberFailed") if line["now"] > wall_s) - wall_s
     row = {
         "freeze": number, "rank": rank, "killed_s": killed_s, "noticed_s": noticed_s,

@@ -64,7 +64,7 @@ def kill_once(run: runs.Watcher, number: int) -> dict[str, float]:
     pid = next(member["pid"] for member in status["members"] if member["global_rank"] == rank)
     wall_less_monotonic_s = time.time() - time.monotonic()
     injected_s = runs.inject(pid, signal.SIGKILL)
-    step = run.first_step_of(status["generation"])
+    step = runs.first_step_of(run, status["generation"])
     recovery = run.until("its record", lambda: run.recoveries()[number] if len(run.recoveries()) > number else None)
     before = [line for line in run.steps() if line["generation"] == status["generation"]]
     phases = _phases(run, injected_s + wall_less_monotonic_s, step, recovery["heal_s"], wall_less_monotonic_s)

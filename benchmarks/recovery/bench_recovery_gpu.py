@@ -73,7 +73,7 @@ def kill_once(run: runs.Watcher, number: int, num_spares: int, paced: int) -> di
     time.sleep(random.Random(number).uniform(0.0, MOMENT_S))
     offset_s = time.time() - time.monotonic()
     injected_s = runs.inject(pids[rank], signal.SIGKILL)
-    step = run.first_step_of(status["generation"])
+    step = runs.first_step_of(run, status["generation"])
     recovery = run.until("its record", lambda: run.recoveries()[number] if len(run.recoveries()) > number else None)
     noticed_s = min(
         line["now"] for line in run.events("WorkerLost", "MemberFailed") if line["now"] > injected_s + offset_s

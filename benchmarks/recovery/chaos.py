@@ -113,7 +113,7 @@ class Soak:
             if kind == "two members":
                 time.sleep(self.rng.choice([0.0, self.rng.uniform(0.0, 1.0)]))
         if kind in ("member", "two members"):
-            run.first_step_of(generation, RECOVERED_WITHIN_S)
+            runs.first_step_of(run, generation, RECOVERED_WITHIN_S)
             self.num_recoveries += 1
         elif kind == "coordinator":
             run.until("a new coordinator", lambda: True if run.status()["term"] > term else None, RECOVERED_WITHIN_S)

@@ -40,7 +40,8 @@ from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.replay import journal_line
 from elastic_ring.control.state import State, members, phase_name
 from elastic_ring.errors import ElasticRingError
-from elastic_ring.forecast import faults, simulate
+from elastic_ring.forecast import faults
+from tests.sim.truth import simulate
 
 
 def main() -> int:
@@ -83,7 +84,7 @@ def run_many(first: int, num_schedules: int) -> int:
         num_grown, num_cut = num_grown + ("grow" in kinds), num_cut + ("cut" in kinds)
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, SEED_LIMIT_S)
-            outcome = simulate.simulate(seed, schedule, listen=seen.listen)
+            outcome = simulate(seed, schedule, listen=seen.listen)
         except (AssertionError, ElasticRingError) as error:
             failed.append(seed)
             print(f"seed {seed}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
@@ -116,15 +117,17 @@ class _Sources:
 
 
 def show(seed: int) -> int:
-    for name, value in faults.describe_seed(seed).items():
-        print(f"{name}: {value}")
+    schedule = faults.random_schedule(seed)
+    print(f"seed: {seed}")
+    for name in ("options", "nodes", "gpus", "faults", "lost", "doubled", "save_every"):
+        print(f"{name}: {getattr(schedule, name)}")
 
     def listen(now: float, term: int, event: Event, decision: coordination.Decision) -> None:
         who = getattr(event, "worker", getattr(event, "node", ""))
         print(f"{now:8.3f} t{term} {type(event).__name__} {who}: {decision.reason}")
 
     try:
-        outcome = simulate.simulate(seed, listen=listen)
+        outcome = simulate(seed, listen=listen)
     except (AssertionError, ElasticRingError) as error:
         print(f"{type(error).__name__}: {error}")
         return 1

@@ -10,10 +10,8 @@ from numbers import Integral, Real
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from elastic_ring.attention.comm.exchange import Group
-from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.plan.schedule import Schedule
 
@@ -72,16 +70,3 @@ def check_local_length(q: torch.Tensor, layout: Layout, cp_rank: int) -> None:
             f" cp_rank {cp_rank} {layout.num_tokens(cp_rank)} tokens; slice with layout.scatter, or pass the"
             " seq_len of the whole sequence"
         )
-
-
-def check_captured(observer: object, ledger: HopLedger, group: Group | None, device: torch.device) -> None:
-    """Check that a call can be captured in a CUDA graph: replays run no Python and only NCCL's device operations."""
-    if observer is not None:
-        raise ValueError("the ring has an observer, which no replay would call; leave observer out")
-    if ledger.keep_events:
-        raise ValueError("keep_events=True: the events of a graph tell no times; set it False")
-    if group is None:
-        return
-    backend: object = group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
-    if not isinstance(backend, getattr(dist, "ProcessGroupNCCL", ())):
-        raise ValueError(f"the ring's group works through {type(backend).__name__}; a CUDA graph holds NCCL's alone")

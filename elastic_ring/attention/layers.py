@@ -24,7 +24,7 @@ from elastic_ring.attention.lowering.chosen_blocks import ChosenPlans, PastBlock
 from elastic_ring.attention.patterns.content import chosen_without_host, top_ks_of
 from elastic_ring.attention.patterns.families import longnet_text
 from elastic_ring.attention.patterns.pattern import Pattern
-from elastic_ring.attention.patterns.rules import NEWER, Dense, Rule, Union
+from elastic_ring.attention.patterns.rules import Dense, Rule, Union
 from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern, rules_text
 from elastic_ring.attention.plan.schedule import Schedule, plan
 from elastic_ring.attention.plan.sparse_blocks import check_blocks
@@ -388,8 +388,7 @@ def _identity(value: object) -> str:
     if isinstance(value, tuple):
         return "(" + ", ".join(map(_identity, value)) + ")"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        own = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
-        fields = ", ".join(f"{f.name}={_identity(x)}" for f, x in own if f.metadata != NEWER or x != f.default)
+        fields = ", ".join(f"{f.name}={_identity(getattr(value, f.name))}" for f in dataclasses.fields(value))
         return f"{type(value).__qualname__}({fields})"
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"

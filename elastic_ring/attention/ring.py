@@ -18,8 +18,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from elastic_ring.attention.accumulate import Accumulator, GradientSum, KeyGradients
-from elastic_ring.attention.checks import check_captured, check_group, check_local_length, check_tensors
-from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopExchange, HopLedger, HopMemory, Wire
+from elastic_ring.attention.checks import check_group, check_local_length, check_tensors
+from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopExchange, HopLedger, Wire
 from elastic_ring.attention.kernels.kernel import CoverKind, Kernel
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.attention.lowering.blocks import STAGE_LIMIT_BYTES, BlockOptions, lower_blocks, lower_padded
@@ -61,8 +61,6 @@ class RingAttention(RecomputableRing):
     - `backend`: a `Kernel`, its name, or None for the first that passes its self-test.
     - `hops_per_stage`: how many hops share one round of kernels (None: 1 on a CPU; on a GPU as many as fit into
       `rectangles.GATHER_LIMIT_BYTES`), equal on all ranks.
-    - `memory` opens the exchanges of passes instead of `group`, as `contrib.peer_memory` does with copy engines;
-      discard it after a call raised.
 
     For sparse schedules, which run over tables of blocks of 128 tokens on a GPU or where `kernel` is one over tables or
     its name, and over tiles of any shape else. Where layout, documents or rules cut blocks, these are padded
@@ -97,7 +95,6 @@ class RingAttention(RecomputableRing):
         ledger: HopLedger | None = None,
         observer: Observer | None = None,
         buffers: HopBuffers | None = None,
-        memory: HopMemory | None = None,
         coalesced: bool | None = None,
         plans: RingPlans | None = None,
         first_call_index: int = 0,
@@ -111,8 +108,6 @@ class RingAttention(RecomputableRing):
             raise ValueError(f"ahead={ahead}: at least the next hop is posted; use 1")
         if stage_bytes < 1:
             raise ValueError(f"stage_bytes={stage_bytes}: a stage is at least one hop; leave it out")
-        if kv_wire != "native" and memory is not None:
-            raise ValueError(f"kv_wire={kv_wire!r}: copy engines send keys as they lie; leave memory or kv_wire out")
         if hosts is not None and len(hosts) != schedule.cp:
             raise ValueError(f"hosts={hosts}: one for each of the {schedule.cp} ranks, or leave it out")
         self.schedule = schedule
@@ -125,7 +120,7 @@ class RingAttention(RecomputableRing):
         self._cache_dir = cache_dir
         self._observer = observer
         self._buffers = HopBuffers() if buffers is None else buffers
-        self._memory, self._kv_wire, self._hosts = memory, kv_wire, hosts
+        self._kv_wire, self._hosts = kv_wire, hosts
         self._coalesced = coalesced
         # Not in a cache keyed by the schedule, which takes long to hash.
         self._plans = RingPlans(schedule) if plans is None else plans
@@ -163,26 +158,6 @@ class RingAttention(RecomputableRing):
                     f" {self.schedule.num_kv_heads}; plan for these"
                 )
             self._call_plan(q, k)
-
-    def check_graphable(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Raises `ValueError` if a replayed CUDA graph of such calls would differ from the calls themselves."""
-        check_captured(self._observer, self.ledger, self._group, q.device)
-        if self._memory is not None:
-            raise ValueError("the ring has a memory, whose flags count messages and so fit one pass; leave memory out")
-        if not self.schedule.is_dense:
-            if self.schedule.for_one_call:
-                raise ValueError("the schedule is of blocks that content chose for one call; plan a static pattern")
-            return
-        backend = self._kernel_for(q, k.size(2))
-        if not backend.graphable:
-            raise ValueError(
-                f"kernel {backend.name} keeps tensors of its own that it forgets, while a graph would still read them;"
-                " take another kernel, or tensors of another type"
-            )
-
-    def shared_buffers(self) -> list[torch.Tensor]:
-        """The buffers that calls share; replaced when a call needs larger ones."""
-        return self._buffers.shared_buffers()
 
     def shapes(self, k: torch.Tensor) -> frozenset[object]:
         """Passes with equal shapes use the same compiled kernels. `k` (B, S_local, Hkv, D) stands for the keys.
@@ -252,23 +227,19 @@ class RingAttention(RecomputableRing):
     def _exchange(
         self, direction: Direction, call_index: int, k: torch.Tensor, plan: CallPlan
     ) -> Iterator[HopExchange]:
-        arguments = (
-            plan.exchange, plan.frame, self._group, direction, call_index, self.ledger, self._buffers, k,
-            plan.partial_dtype,
-        )  # fmt: skip
-        exchange: HopExchange
-        if plan.by_copies:
-            assert self._memory is not None
-            exchange = self._memory.open_exchange(arguments)
-        else:
-            keep = plan.keeps and direction == "forward"
-            exchange = HopExchange(*arguments, pack=plan.pack, keep=keep, wire=self._kv_wire)
+        exchange = self._open_exchange(direction, call_index, k, plan)
         try:
             yield exchange
             exchange.finish()
         except BaseException:
             self._abandoned += exchange.abandon()
             raise
+
+    def _open_exchange(self, direction: Direction, call_index: int, k: torch.Tensor, plan: CallPlan) -> HopExchange:
+        return HopExchange(
+            plan.exchange, plan.frame, self._group, direction, call_index, self.ledger, self._buffers, k,
+            plan.partial_dtype, pack=plan.pack, keep=plan.keeps and direction == "forward", wire=self._kv_wire,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ plans and kernels
 
@@ -281,19 +252,18 @@ class RingAttention(RecomputableRing):
         """The same plan; keys that were fetched in one stage may be forwarded in the next where they have arrived
         then."""
         in_order = on_gpu if plan.exchange.late else plan.exchange.ahead == 1
-        if self._hosts is None or plan.by_copies or not in_order:
+        if self._hosts is None or not in_order:
             return plan
         hops = [stage.hops for stage in plan.stages[1:]]
         run = self._plans.in_blocks if "tables" in plan.kernel.covers else self.schedule
         return replace(plan, exchange=two_level(plan.exchange, hops, run, self.cp_rank, self._hosts))
 
     def _make_call_plan(self, q: torch.Tensor, k: torch.Tensor) -> CallPlan:
-        schedule, memory = self.schedule, self._memory
+        schedule = self.schedule
         if schedule.is_dense:
-            by_copies = memory is not None and schedule.cp > 1 and k.device.type == memory.device.type
             return lower_rectangles(
                 schedule, self.cp_rank, q, k, self._kernel_for(q, k.size(2)), hops_per_stage=self._hops_per_stage,
-                coalesced=self._coalesced, by_copies=by_copies, encoded=self._kv_wire != "native",
+                coalesced=self._coalesced, encoded=self._kv_wire != "native",
             )  # fmt: skip
         if self._in_blocks(q):
             whole, options = self._plans.in_blocks, self._block_options(q)

@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if told := forecast_line(trainer.planned_gpu_bytes, summary.get("peak_gpu_bytes", 0)):
         print(f"GPU memory: {told}")
-    if summary.get("skipped_steps") == summary["steps"]:  # a summary of an earlier version does not say
+    if summary["skipped_steps"] == summary["steps"]:
         print("every step was skipped, because no gradient was finite: the weights are the initial ones")
     return 0
 

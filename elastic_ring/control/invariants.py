@@ -41,7 +41,7 @@ class InvariantBroken(AssertionError):
     out. 5: only verified shards are used. 6: holders of a shard are spread over nodes. 7: no node gets more members
     than it has GPUs. 8: manifests of a growing corpus hold for good, each from a step on that was never committed
     before (of earlier submissions the simulator knows). 9: of submissions of one run at most one commits, and each
-    other one stops within a bound (checked by `forecast.sim_terms`).
+    other one stops within a bound (checked by `tests/sim/sim_terms.py`).
     """
 
 

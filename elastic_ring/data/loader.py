@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 IGNORE = -100
 LOOK_S = 0.2
 
-DIGEST_LIMBS = 4
 _LANES = (0x243F6A8885A308D3, 0x13198A2E03707344)
 
 
@@ -253,7 +252,7 @@ def consumed_digest(step: int, slices: Iterable[Slice]) -> tuple[float, ...]:
 
     Two independent 64-bit sums of a hash (splitmix64's finaliser, Steele et al. 2014) of (step, index_in_batch,
     position, token, target), each as two 32-bit limbs: low, high, low, high. Limbs add exactly in float64 over up to
-    2**21 ranks, and the total over all ranks does not depend on mesh or layout. `digest_value` decodes it.
+    2**21 ranks, and the total over all ranks does not depend on mesh or layout.
     """
     sums = [0, 0]
     for part in slices:
@@ -267,12 +266,6 @@ def consumed_digest(step: int, slices: Iterable[Slice]) -> tuple[float, ...]:
             mixed = _mix(_mix(_mix(place + positions) + tokens) + targets)
             sums[lane] = (sums[lane] + int(mixed.sum(dtype=np.uint64))) % 2**64
     return tuple(float(limb) for total in sums for limb in (total % 2**32, total >> 32))
-
-
-def digest_value(limbs: Iterable[float]) -> tuple[int, int]:
-    """The two 64-bit sums of limbs that were added over ranks, steps or both."""
-    low_a, high_a, low_b, high_b = (int(limb) for limb in limbs)
-    return (low_a + (high_a << 32)) % 2**64, (low_b + (high_b << 32)) % 2**64
 
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
 
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.placement.copies import parse_copies
@@ -221,18 +220,3 @@ def _on_one_ring(schedule: Schedule, rng: random.Random) -> Schedule:
         slots[index % len(slots)] += 1
     max_dp = rng.choice([None, None, 2])
     return replace(schedule, options=replace(options, dp=1, cp=cp, min_dp=1, max_dp=max_dp), nodes=tuple(slots))
-
-
-def describe_seed(seed: int) -> dict[str, Any]:
-    """The schedule of a seed in words, for whoever replays it."""
-    schedule = random_schedule(seed)
-    return {
-        "seed": seed,
-        "options": schedule.options,
-        "nodes": schedule.nodes,
-        "gpus": schedule.gpus,
-        "faults": schedule.faults,
-        "lost": schedule.lost,
-        "doubled": schedule.doubled,
-        "save_every": schedule.save_every,
-    }

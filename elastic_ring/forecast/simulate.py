@@ -41,8 +41,7 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.control.state import State
-from elastic_ring.forecast import sim_truth
-from elastic_ring.forecast.faults import Schedule, random_schedule
+from elastic_ring.forecast.faults import Schedule
 from elastic_ring.forecast.sim_corpus import SimCorpus
 from elastic_ring.forecast.sim_storage import SimStorage
 from elastic_ring.forecast.sim_worker import Group, SimWorker
@@ -74,18 +73,6 @@ class Outcome:
 
 
 Listener = Callable[[float, int, Event, coordination.Decision], None]
-
-
-def simulate(
-    seed: int, schedule: Schedule | None = None, limit_s: float = 600.0, listen: Listener | None = None
-) -> Outcome:
-    """Simulate one run. `listen` is called with (now, term, event, decision) of every coordinator.
-
-    Raises: InvariantBroken, NotFinished, and whatever the control core raises.
-    """
-    world = World(seed, schedule or random_schedule(seed), listen)
-    world.begin()
-    return world.finish(limit_s)
 
 
 class World:
@@ -148,8 +135,14 @@ class World:
         if self.end is None:
             story = "\n".join(f"  {name}: {reason}" for name, reason in state.story)
             raise NotFinished(f"seed {self.seed}: still {type(state.phase).__name__} at {self.now:g} s\n{story}")
-        sim_truth.check_end(self, self.end)
+        self.judge_end(self.end)
         return Outcome(self.seed, self.end, self.num_events, state.generation, self.now, self.facts)
+
+    def judge(self, before: State, after: State, commands: tuple[Command, ...]) -> None:
+        """For subclasses that hold each decision against what the workers really have."""
+
+    def judge_end(self, end: EndRun) -> None:
+        """Likewise for the end of the run."""
 
     # ------------------------------------------------------------ clock and network
 
@@ -212,7 +205,7 @@ class World:
         invariants.check(before, event, decision)
         newest = coordinator is self.coordinators[-1]
         if newest:
-            sim_truth.check_decision(self, before, decision.state, decision.commands)
+            self.judge(before, decision.state, decision.commands)
         coordinator.state = decision.state
         if decision.state is not before or decision.commands:
             coordinator.journal.append(json.dumps(replay.journal_line(event, decision, self.now)))

@@ -10,7 +10,6 @@ import errno
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.errors import RecordDamaged, RunFailed
-from elastic_ring.files import sync_directory
+from elastic_ring.files import replace_file
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal, Retried, read, salvage
 from elastic_ring.monitor.json_files import json_bytes, read_json
@@ -432,19 +431,4 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any], *, dura
 
     With `durable` it is on disk when this returns. Raises: OSError.
     """
-    path = Path(path)
-    # Unique per writer: an old coordinator and its successor may write at the same time.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")
-    text = json_bytes(content)
-    try:
-        with partial.open("wb") as file:
-            file.write(text)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    if durable:
-        sync_directory(path.parent)
+    replace_file(path, json_bytes(content), durable=durable)

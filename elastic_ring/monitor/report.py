@@ -59,12 +59,9 @@ _LEAST_S, _LEAST_SHARE = 0.5, 0.01
 
 
 def goodput_line(summary: Mapping[str, Any]) -> str:
-    """For example `goodput 43% of 72 s; the rest: start 31 s, checkpoints 2 s`. A summary of an earlier version does
-    not say where the rest went."""
-    parts: Mapping[str, float] = summary.get("time_s") or {}
+    """For example `goodput 43% of 72 s; the rest: start 31 s, checkpoints 2 s`."""
+    parts: Mapping[str, float] = summary["time_s"]
     total_s, line = math.fsum(parts.values()), f"goodput {summary['goodput']:.0%}"
-    if not total_s:
-        return line
     shown = [(s, TIME_NAMES[part]) for part, s in parts.items() if part in TIME_NAMES]
     shown = sorted(one for one in shown if one[0] >= max(_LEAST_S, _LEAST_SHARE * total_s))[::-1]
     rest = ", ".join(f"{name} {seconds(s)} s" for s, name in shown)
@@ -233,7 +230,7 @@ def human_rate(value: float) -> str:
 
 
 def _membership_lines(status: Mapping[str, Any], now: float) -> Iterable[str]:
-    if status.get("ended"):  # statuses of earlier versions still list the last members
+    if status.get("ended"):
         yield _row("members", "none any more")
         return
     members = sorted(status.get("members") or [], key=lambda member: int(member["global_rank"]))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,24 +21,22 @@ from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, fingerprinted
 from elastic_ring.files import shown_url
 from elastic_ring.train.task import TrainingTask
+from elastic_ring.wording import cut, few
 
 log = logging.getLogger(__name__)
 
 VERSION, CONTENTS = "identity", "contents 1"
-"""The entry that says how an identity is written. Versions before it wrote none: data and their place were one text."""
+"""The entry that says how an identity is written."""
 NUM_TOLD, SHORT = 3, 60
 MAX_FILES, DIGITS = 1000, 16
-_PREPARED_AT = re.compile(r"""^(PreparedTokens\(.*?\b)uri=('[^']*'|"[^"]*"), """)
 
 
 @dataclass(frozen=True)
 class Identity:
-    """`what` is compared. `places` says where its contents are, by the same names. `with_places`: the entries of `what`
-    that earlier versions wrote otherwise, as they wrote them."""
+    """`what` is compared. `places` says where its contents are, by the same names."""
 
     what: Mapping[str, str] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
-    with_places: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -47,22 +44,12 @@ class Identity:
         return hashlib.sha256(json.dumps(dict(sorted(self.what.items()))).encode()).hexdigest()
 
     def differences(self, there: Mapping[str, Any]) -> list[str]:
-        """In which entries an identity on record is another, as text. One of an earlier version is read as it was
-        written; where its data may have moved and it does not say what they held, that is a difference."""
-        if there.get(VERSION, CONTENTS) != CONTENTS:
-            return [f"it has an identity of another version ({there[VERSION]}), and this one writes {CONTENTS}"]
-        here = dict(self.what)
-        if VERSION not in there:
-            here = {name: value for name, value in here.items() if name != VERSION} | dict(self.with_places)
-            there, here = ({**side, "data": _without_place(str(side.get("data")))} for side in (there, here))
-        told = [f"{name}: {short(there.get(name))} there, {short(here.get(name))} here"
+        """In which entries an identity on record is another, as text."""
+        if there and there.get(VERSION) != CONTENTS:
+            return [f"it has an identity of another version ({there.get(VERSION)}), and this one writes {CONTENTS}"]
+        here = self.what
+        return [f"{name}: {short(there.get(name))} there, {short(here.get(name))} here"
                 for name in sorted({*there, *here}) if there.get(name) != here.get(name)]  # fmt: skip
-        if told and VERSION not in there and there["data"] != here["data"]:
-            told.append(
-                "the record is of an earlier version, which wrote where data were and not what they hold: give them at "
-                "the place of then; they may move once there is a checkpoint of this version"
-            )
-        return told
 
     def tell_moved(self, run: str, there: Mapping[str, Any]) -> None:
         """One line where contents are at another place than the record says."""
@@ -70,16 +57,6 @@ class Identity:
                  for name, place in sorted(self.places.items()) if there.get(name, place) != place]  # fmt: skip
         if moved:
             log.info("run %s goes on with the same contents elsewhere: %s", run, "; ".join(moved))
-
-
-def _without_place(described_data: str) -> str:
-    """A prepared corpus as earlier versions described it: its digest says what it holds."""
-    return _PREPARED_AT.sub(r"\1", described_data)
-
-
-def few(told: list[str]) -> str:
-    """The first of many differences."""
-    return "; ".join(told[:NUM_TOLD]) + (f" and {len(told) - NUM_TOLD} more" if len(told) > NUM_TOLD else "")
 
 
 def contents_of(data: SourceConfig) -> tuple[str, Files]:
@@ -100,7 +77,7 @@ def changed_files(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]])
     gone, new = (Counter(map(tuple, one)) - Counter(map(tuple, other)) for one, other in ((there, here), (here, there)))
     before, now = ({name for name, _ in found} for found in (gone, new))
     kinds = {"changed": before & now, "gone": before - now, "new": now - before}
-    told = [f"{kind} {', '.join(sorted(names)[:NUM_TOLD])}{', …' * (len(names) > NUM_TOLD)}"
+    told = [f"{kind} {few(sorted(names), NUM_TOLD)}"
             for kind, names in kinds.items() if names]  # fmt: skip
     return f"files of the data: {'; '.join(told) or 'the same, in another order or cut otherwise'}"
 
@@ -119,7 +96,7 @@ def identity_of(
     what = {name: str(value) for name, value in found.items()}
     places = {"data": place_of(task.data), "model": place_of(task.model)}
     known = {name: place for name, place in places.items() if place}
-    return Identity(what, known, {"data": described(task.data)})
+    return Identity(what, known)
 
 
 def place_of(part: Any) -> str:
@@ -145,5 +122,4 @@ def described(part: Any) -> str:
 
 
 def short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= SHORT else f"{text[:SHORT]}…"
+    return cut(str(value), SHORT)

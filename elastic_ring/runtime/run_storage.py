@@ -8,9 +8,7 @@ folder is a path, nothing here does anything. Checkpoints and weights go to the 
 from __future__ import annotations
 
 import logging
-import os
 import re
-import secrets
 import tempfile
 import threading
 import time
@@ -19,6 +17,7 @@ from pathlib import Path
 
 from elastic_ring.config import RunConfig, Timeouts
 from elastic_ring.errors import RecordDamaged, StaleMessage, StorageFailed, TermLost
+from elastic_ring.files import replace_file
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
 from elastic_ring.monitor.json_files import DAMAGED, json_bytes, parse_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
@@ -56,7 +55,7 @@ def fetch(
     present = {name for name, _ in storage.names(recursive=False)}
     for name in (*REPLACED, *SETTINGS):
         if name in present:
-            _replace(folder / name, storage.read(name))
+            replace_file(folder / name, storage.read(name))
         else:
             (folder / name).unlink(missing_ok=True)
     for name in APPENDED:
@@ -64,7 +63,7 @@ def fetch(
         if keep_longer and path.exists() and path.read_bytes().startswith(data):
             continue
         if data:
-            _replace(path, data)
+            replace_file(path, data)
         else:
             path.unlink(missing_ok=True)
 
@@ -116,7 +115,7 @@ def fetch_places(run: RunConfig, folder: Path) -> None:
     if run.is_remote:
         storage = storage_of(run)
         if storage.exists(CALLBACKS_NAME):
-            _replace(folder / CALLBACKS_NAME, storage.read(CALLBACKS_NAME))
+            replace_file(folder / CALLBACKS_NAME, storage.read(CALLBACKS_NAME))
         else:
             (folder / CALLBACKS_NAME).unlink(missing_ok=True)
 
@@ -275,9 +274,3 @@ class Mirror:
 
 def _prefix(name: str, term: int | None) -> str:
     return f"{FOLDER}/{name}-{term or 0:06d}-"
-
-
-def _replace(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    partial.write_bytes(data)
-    os.replace(partial, path)

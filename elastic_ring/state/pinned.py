@@ -10,8 +10,11 @@ is a setting of the whole process.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import prod
@@ -20,9 +23,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 _NUM_THREADS = 4
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+
+
+class Pinning:
+    """A thread that takes pinned memory for `what` before it is needed. Failing only means that it is taken later."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, device: torch.device, pin: Callable[[], None]) -> None:
+        def work() -> None:
+            torch.cuda.set_device(device)
+            try:
+                pin()
+            except (MemoryError, RuntimeError) as error:
+                log.warning("no pinned memory for %s yet: %s", self._what, error)
+
+        self._thread = threading.Thread(target=work, name="pinning", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
 
 
 def empty(num_bytes: int) -> Tensor:

@@ -35,6 +35,7 @@ from elastic_ring.state.storage.folder import Storage
 from elastic_ring.state.storage.stored import StoredFile, pieces
 from elastic_ring.train.abortable_collectives import AbortableAllGather
 from elastic_ring.train.wrap import full_shapes
+from elastic_ring.wording import few
 
 POLL_S = 0.05
 """How soon a rank that waits for its file notices an abort."""
@@ -101,7 +102,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
         for name, value in found.items() if name in shapes and shapes[name] != tuple(value.shape)
     ]  # fmt: skip
     if wrong:
-        shown = "; ".join(wrong[:NUM_NAMED]) + "; …" * (len(wrong) > NUM_NAMED)
+        shown = few(wrong, NUM_NAMED, "; ")
         raise ValueError(f"{os.fspath(path)}: holds other parameters than a {type(module).__name__}: {shown}")
     with torch.no_grad():
         for name, value in found.items():

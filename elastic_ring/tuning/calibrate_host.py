@@ -13,9 +13,9 @@ import torch.multiprocessing as mp
 
 from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.config import environment
-from elastic_ring.contrib.calibrate import Calibration, calibrate
-from elastic_ring.contrib.timed_cases import TimingBudget
 from elastic_ring.errors import ElasticRingError
+from elastic_ring.tuning.calibrate import Calibration, calibrate
+from elastic_ring.tuning.timed_cases import TimingBudget
 
 CPU_RANKS = 2
 BAD_FIT = 0.5

@@ -19,7 +19,6 @@ from elastic_ring.runtime.gpu.cuda_contexts import (
     REPINNED_BYTES,
     CudaContexts,
     end_contexts,
-    release_other_contexts,
     unused_others,
 )
 from elastic_ring.runtime.gpu.device import empty_cache, visible_gpus
@@ -88,10 +87,10 @@ def use_beside(device: torch.device) -> None:
 
 def let_go(device: torch.device, beside: bool) -> int:
     """`beside`: the contexts end in a thread that has chosen no GPU, as a member's do."""
-    if not beside:
-        return release_other_contexts(device)
     contexts, ended = CudaContexts(), list[int]()
     unused = unused_others(device, contexts)
+    if not beside:
+        return end_contexts(unused, contexts)
     thread = threading.Thread(target=lambda: ended.append(end_contexts(unused, contexts)))
     thread.start()
     use(device)  # steps go on meanwhile

@@ -133,7 +133,7 @@ def test_a_checkpoint_is_the_state_before_the_step_that_is_queued_right_after_it
         last.wait()
         step(shard)
         last.wait()
-        attempt = checkpoint.new_attempt(number, 1)
+        attempt = checkpoint.attempt_folder(number, 1, "first")
         file = checkpoint.write_part(storage, attempt, last)
         manifest = checkpoint.Manifest(number, 1, 1, "run", attempt, 1, 1, (file,), described, last.meta)
         assert checkpoint.commit(storage, manifest)

@@ -19,9 +19,10 @@ from elastic_ring.forecast import sim_worker
 from elastic_ring.forecast.faults import FAULTS, GROWN, HELD, OWN, SPIKES, STORED, random_schedule
 from elastic_ring.forecast.sim_corpus import SimCorpus
 from elastic_ring.forecast.sim_worker import SimWorker
-from elastic_ring.forecast.simulate import NotFinished, World, simulate
+from elastic_ring.forecast.simulate import NotFinished
 from elastic_ring.runtime.gpu import cuda_contexts
 from tests.sim.planted import FIRST_SEEDS, PLANTED
+from tests.sim.truth import World, simulate
 
 
 @pytest.mark.parametrize("first", range(0, 500, 100))

@@ -14,8 +14,9 @@ from elastic_ring.control.messages import Build, Event, Published, Resumed
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import Building, Change
 from elastic_ring.forecast.faults import HELD, Schedule, random_schedule
-from elastic_ring.forecast.sim_copies_truth import complete_steps
-from elastic_ring.forecast.simulate import Outcome, World
+from elastic_ring.forecast.simulate import Outcome
+from tests.sim.copies_truth import complete_steps
+from tests.sim.truth import World
 
 EVERY = 3
 ONE_RING = replace(

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from elastic_ring.control.invariants import InvariantBroken
-from elastic_ring.forecast import sim_terms
-from elastic_ring.forecast.sim_terms import BOUND_S, TermWorld
+from tests.sim import sim_terms
+from tests.sim.sim_terms import BOUND_S, TermWorld
 
 FROZEN_S = (0.2, 3.0, 30.0)
 

@@ -139,16 +139,6 @@ Pack = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Called as pack(stage, buffer, k, v): gathers what others want of k and v in that stage into the buffer's rows."""
 
 
-class HopMemory(Protocol):
-    """Memory that the ranks of a ring share, and through which a pass may send its hops."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def open_exchange(self, arguments: tuple[Any, ...]) -> HopExchange:
-        """The exchange of a pass; `arguments` are those of `HopExchange`."""
-
-
 @dataclass(eq=False)
 class _End:
     """The work of one message, or of all messages posted together. `is_over` on the kernels' stream, where a second

@@ -42,7 +42,6 @@ class Kernel:
     - `by_length`: compiled once per number of queries and of keys.
     - `tile_tokens`: tile sizes in tokens; lengths up to and above a tile size are compiled separately. Query heads that
       share a K/V head may count as tokens.
-    - `graphable`: calls use only memory that they receive or allocate, so they may be captured in a CUDA graph.
     - `package`: the package required besides torch.
     - `only_by_name`: used only where its name is given.
     """
@@ -63,7 +62,6 @@ class Kernel:
     writes_gradients: bool = False
     by_length: bool = False
     tile_tokens: tuple[int, ...] = ()
-    graphable: bool = True
     package: str | None = None
     only_by_name: bool = False
 

@@ -59,7 +59,7 @@ KERNELS: tuple[Kernel, ...] = (
     _of("flash-attn-2", flash_attn2, _HALF, **_GPU, writes_gradients=True, package="flash-attn"),
     _of("aten-flash", aten_flash, _HALF, **_GPU),
     _of("flex", flex, (*_HALF, torch.float32), **_GPU | {"deterministic": True, "head_dim_multiple": 16},
-        by_length=True, graphable=False),
+        by_length=True),
     _of("aten-cpu", aten_cpu, covers=(*DENSE, "mask"), devices=("cpu",), **_EXACT),
     _of("reference", reference, covers=DENSE, devices=("cpu", "cuda"), **_EXACT),
     Kernel("flash-attn-4-sparse", forward=block_sparse.flash_forward, backward=block_sparse.flash_backward,

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +33,7 @@ from elastic_ring.attention.kernels.block_tables import (
 from elastic_ring.attention.kernels.kernel import Cover, Kernel
 from elastic_ring.attention.lowering.rows import Span
 from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward
+from elastic_ring.files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +68,7 @@ def self_test(
     if failure is None:
         try:
             proof.parent.mkdir(parents=True, exist_ok=True)
-            scratch = proof.with_suffix(f".{os.getpid()}")
-            scratch.write_text(json.dumps({"backend": kernel.name, "version": kernel.version()}))
-            scratch.replace(proof)
+            replace_file(proof, json.dumps({"backend": kernel.name, "version": kernel.version()}).encode())
         except OSError as error:  # e.g. another user's folder; the next process runs the test again
             logger.warning("that %s passed its test is not kept: %s", kernel.name, error)
     return failure

@@ -99,8 +99,8 @@ class CallPlan:
 
     `stages[0]` are the own keys. `backward` is the program where keys are fetched again, `backward_kept` where
     forward kept them, which it does with `keeps`. `every_row_sees`: each query sees a key. `pairs`: buffers hold K,
-    then V (2, B, n, Hkv, D), and calls take both apart. `by_copies`: the ring's memory opens the exchange. `places`: of
-    tokens in padded blocks.
+    then V (2, B, n, Hkv, D), and calls take both apart. `places`: of tokens in padded
+    blocks.
     """
 
     kernel: Kernel
@@ -117,7 +117,6 @@ class CallPlan:
     keeps: bool = False
     every_row_sees: bool = False
     pairs: bool = False
-    by_copies: bool = False
     places: Places | None = None
 
 

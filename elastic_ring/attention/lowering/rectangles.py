@@ -59,18 +59,16 @@ def lower_rectangles(
     *,
     hops_per_stage: int | None,
     coalesced: bool | None,
-    by_copies: bool,
     encoded: bool = False,
 ) -> CallPlan:
-    """The plan of calls with tensors like q (B, S_local, H, D) and k (B, S_local, Hkv, D). `by_copies`: peers write
-    into each other's memory, whose size all ranks must agree on. `encoded`: keys are gathered to be encoded, and
-    pieces count in whole vectors of a head."""
+    """The plan of calls with tensors like q (B, S_local, H, D) and k (B, S_local, Hkv, D). `encoded`: keys are
+    gathered to be encoded, and pieces count in whole vectors of a head."""
     coalesced = k.is_cuda if coalesced is None else coalesced
     plan = rank_plan(schedule, cp_rank, hops_together(schedule, k, hops_per_stage))
-    packed, unit = encoded or not (coalesced or by_copies), k.size(3) if encoded else 1
+    packed, unit = encoded or not coalesced, k.size(3) if encoded else 1
     exchange = ExchangePlan(
         schedule.cp, traffic(plan, k.size(0), k.size(2) * k.size(3) // unit, packed=packed), packed=packed,
-        coalesced=coalesced or by_copies, most=plan.most_tokens if by_copies else (0, 0),
+        coalesced=coalesced,
     )  # fmt: skip
     frame, fetched = token_frame(k, unit), plan.stages[1:]
     own = _own_parts(plan.stages[0], q, k, len(plan.stages))
@@ -88,7 +86,7 @@ def lower_rectangles(
         SumTypes(running(visits[0]), running(visits[1]), running(len(plan.stages)),
                  zeroed=len(own) > 1 and len(plan.stages) > 2),
         RangeSums(plan.sums[1:], tuple(stage.inbox for stage in exchange.stages), frame),
-        every_row_sees=plan.every_row_sees, pairs=True, by_copies=by_copies,
+        every_row_sees=plan.every_row_sees, pairs=True,
     )  # fmt: skip
 
 

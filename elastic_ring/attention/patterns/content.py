@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_ring.attention.patterns.families import BigBird
-from elastic_ring.attention.patterns.rules import FULL, NEWER, NONE, Kinds, Mask, Positions, Rule, Union, require
+from elastic_ring.attention.patterns.rules import FULL, NONE, Kinds, Mask, Positions, Rule, Union, require
 from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS
 
 Choices = NDArray[np.int32]
@@ -45,7 +45,7 @@ class TopK(Rule):
     blocks: int
     causal: bool = True
     unit_tokens: int = 128
-    fetch_all: bool = field(default=False, metadata=NEWER)
+    fetch_all: bool = False
 
     def __post_init__(self) -> None:
         require("blocks", self.blocks, 1, "1 keeps only the own block")

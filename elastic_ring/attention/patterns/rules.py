@@ -8,10 +8,9 @@ only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields
 from functools import reduce
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,9 +26,6 @@ NONE, PART, FULL = 0, 1, 2
 """How much of a block pair a rule keeps: no token pair, some (or not known to be all), or all."""
 
 _STRIP_ELEMENTS = 1 << 22
-
-NEWER: Mapping[str, object] = MappingProxyType({"identity": "where set"})
-"""Metadata of a field that older runs do not know: at its default it is no part of a pattern's identity."""
 
 
 class Rule:
@@ -205,7 +201,7 @@ class Window(Rule):
     short_name: ClassVar[str] = "window"
 
     tokens: int
-    ahead: int = field(default=0, metadata=NEWER)
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         require("tokens", self.tokens, 1, "a window holds at least the query's own token")

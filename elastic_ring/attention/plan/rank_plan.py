@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from elastic_ring.attention.layouts.layout import Range, covers
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_tiles import num_tokens as tokens_in
-from elastic_ring.attention.plan.stages import Stage, most_tokens, num_row_visits, stages
+from elastic_ring.attention.plan.stages import Stage, num_row_visits, stages
 from elastic_ring.attention.plan.traffic import ContiguousCopy, PeerTransfer, Traffic
 
 Sum = tuple[Range, tuple[tuple[int, int], ...]]
@@ -46,10 +46,6 @@ class RankPlan:
     def sums(self) -> tuple[tuple[Sum, ...], ...]:
         """By stage, how what its readers return is added to own keys: each key once, all its parts in hop order."""
         return tuple(self._sums(stage) for stage in self.stages)
-
-    @cached_property
-    def most_tokens(self) -> tuple[int, int]:
-        return most_tokens(self.schedule, self.hops_per_stage)
 
     def _sums(self, stage: Stage) -> tuple[Sum, ...]:
         asked = [(hop, self.schedule.requested(self.cp_rank, hop)[0]) for hop in stage.hops if hop > 0]

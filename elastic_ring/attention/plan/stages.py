@@ -65,17 +65,6 @@ def num_row_visits(plan: tuple[Stage, ...], *, backward: bool) -> int:
     return max((sum(tile.q[0] <= start < tile.q[1] for tile in tiles) for start in cuts), default=0)
 
 
-def most_tokens(schedule: Schedule, hops_per_stage: int) -> tuple[int, int]:
-    """(keys, returned partials): the largest number of tokens of each, over all ranks and all stages after stage 0."""
-    keys = inbox = 0
-    for cp_rank in range(schedule.cp):
-        for stage in stages(schedule, cp_rank, hops_per_stage)[1:]:
-            requested = [span for hop in stage.hops for span in schedule.requested(cp_rank, hop)[0]]
-            keys = max(keys, stage.num_tokens)
-            inbox = max(inbox, sum(stop - start for start, stop in requested))
-    return keys, inbox
-
-
 def _gather(schedule: Schedule, cp_rank: int, group: tuple[int, ...]) -> Stage:
     offsets: list[int] = []
     tiles: list[Tile] = []

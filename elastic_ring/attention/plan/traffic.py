@@ -82,8 +82,8 @@ class ExchangePlan:
     `ahead` stages of keys are posted before the kernels of a stage, or, with `late`, `ahead` - 1 and the next behind
     those kernels, in the slot that they read. `packed`: what is sent is gathered first, into one of `send_slots`
     buffers; else it leaves from where it lies in K and V. `turns`: slots for dK and dV on the way out, and in the
-    inbox. `coalesced` posts the messages of one direction as one operation. `most`: the largest numbers of rows fetched
-    and served in a stage by any rank, for memory that all ranks size alike. `far`: the ranks on other hosts.
+    inbox. `coalesced` posts the messages of one direction as one operation. `far`: the ranks on other
+    hosts.
     """
 
     cp: int
@@ -94,7 +94,6 @@ class ExchangePlan:
     send_slots: int = 2
     turns: int = 2
     coalesced: bool = False
-    most: tuple[int, int] = (0, 0)
     far: frozenset[int] = frozenset()
 
     @cached_property

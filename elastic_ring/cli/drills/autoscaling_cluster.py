@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from elastic_ring.config import environment
+from elastic_ring.files import replace_file
 from elastic_ring.runtime.driver.access import new_access
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -63,9 +64,7 @@ class AutoscalingCluster:
             "initialization_commands": [], "setup_commands": [], "head_setup_commands": [],
             "worker_setup_commands": [], "head_start_ray_commands": [], "worker_start_ray_commands": [],
         }  # fmt: skip
-        new = self._config.with_suffix(".new")
-        new.write_text(json.dumps(config))
-        new.replace(self._config)  # the autoscaler must not read half of it
+        replace_file(self._config, json.dumps(config).encode())  # the autoscaler must not read half of it
 
     def __enter__(self) -> AutoscalingCluster:
         variables = {

@@ -27,7 +27,7 @@ class LocalCluster:
     def __init__(self, folder: Path, cpus: Sequence[int], token: str) -> None:
         """`cpus` of each node, the head first."""
         self._folder, self._cpus, self._token = folder, cpus, token
-        self._nodes: list[subprocess.Popen[bytes]] = []
+        self.nodes: list[subprocess.Popen[bytes]] = []
         self._access = new_access()
         self.address = ""
         self.metrics: list[str] = []
@@ -49,7 +49,7 @@ class LocalCluster:
 
     def __exit__(self, *raised: object) -> None:
         kill_everything(self._token)
-        for node in self._nodes:
+        for node in self.nodes:
             node.wait()
 
     def add_node(self, cpus: int, more: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> int:
@@ -57,24 +57,24 @@ class LocalCluster:
         processes. Returns its index."""
         port, metrics = free_ports(2)
         joins = [f"--address={self.address}"]
-        if not self._nodes:
+        if not self.nodes:
             self.address = f"{HOST}:{port}"
             joins = ["--head", f"--port={port}", f"--temp-dir={self._folder}", "--include-dashboard=false"]
         self.metrics.append(f"{HOST}:{metrics}")
         self._start([*joins, f"--num-cpus={cpus}", f"--metrics-export-port={metrics}", *more], variables or {})
-        return len(self._nodes) - 1
+        return len(self.nodes) - 1
 
     def is_whole(self, index: int) -> bool:
         """Whether the node's Ray runs and is not stopped."""
-        if self._nodes[index].poll() is not None:
+        if self.nodes[index].poll() is not None:
             return False
-        children = psutil.Process(self._nodes[index].pid).children()
+        children = psutil.Process(self.nodes[index].pid).children()
         return any("raylet" in child.name() for child in children) and all(
             child.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) for child in children
         )
 
     def _start(self, arguments: Sequence[str], more: Mapping[str, str]) -> None:
-        index = len(self._nodes)
+        index = len(self.nodes)
         log = self._folder.parent / f"node-{index}.log"
         variables = {
             **environment(), **self._access, MARK: self._token, "RAY_USAGE_STATS_ENABLED": "0",
@@ -83,21 +83,17 @@ class LocalCluster:
         variables.pop("RAY_ADDRESS", None)
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={HOST}"]
         with log.open("wb") as told:
-            self._nodes.append(subprocess.Popen([*command, *arguments], env=variables, stdout=told, stderr=told))
+            self.nodes.append(subprocess.Popen([*command, *arguments], env=variables, stdout=told, stderr=told))
         deadline = time.monotonic() + START_S
         while "Ray runtime started" not in (said := log.read_text(errors="replace")):
-            if self._nodes[-1].poll() is not None or time.monotonic() > deadline:
+            if self.nodes[-1].poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"elastic-ring drill: node {index} of the drill's Ray did not start:\n{said[-2000:]}")
             time.sleep(LOOK_S)
-
-    def end_node(self, index: int) -> None:
-        """SIGTERM, as before a machine is taken away: Ray drains the node for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S."""
-        self._nodes[index].terminate()
 
     def kill_node(self, index: int) -> None:
         """SIGKILL a node's Ray and all that it has started, as when a machine fails."""
         with suppress(psutil.NoSuchProcess):
-            node = psutil.Process(self._nodes[index].pid)
+            node = psutil.Process(self.nodes[index].pid)
             for process in [node, *node.children(recursive=True)]:
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGKILL)

@@ -101,14 +101,6 @@ class Watcher:
         goal = len(self.steps()) + number
         self.until(f"step {goal}", lambda: True if len(self.steps()) >= goal else None)
 
-    def first_step_of(self, newer_than: int, timeout_s: float = 120.0) -> dict[str, Any]:
-        """Wait for the first committed step of a generation above `newer_than`."""
-
-        def found() -> dict[str, Any] | None:
-            return next((line for line in self.steps() if line["generation"] > newer_than), None)
-
-        return self.until(f"a step of a generation above {newer_than}", found, timeout_s)
-
     def recoveries(self) -> list[dict[str, Any]]:
         return [line["recovery"] for line in self.journal() if line.get("note") == "recovery"]
 

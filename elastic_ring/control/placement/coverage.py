@@ -1,46 +1,79 @@
-"""Which losses a run can take now, and what each would cost: any process, any one host, any two. Pure arithmetic.
+"""What a loss costs a run: of any process, any one host, any two. Pure arithmetic, and the only words for it.
 
-Told in words for operators; the recovery itself asks `policy`.
+Where nodes say what they fail together with, failure domains take the place of hosts. The recovery itself asks
+`policy`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import combinations_with_replacement
 
-from elastic_ring.control.placement.copies import CopyMode, place
-from elastic_ring.control.state import State, gpus_on, members, mesh_of, node_of, spares
+from elastic_ring.control.placement.copies import CopyMode, failure_places, place
+from elastic_ring.control.state import State, domains_of, gpus_on, members, mesh_of, node_of, spares
 from elastic_ring.mesh import Mesh
 
-OUTCOMES = ("a spare", "fewer rings", "a wait for workers", "back to copies", "back to the newest checkpoint")
+OUTCOMES = (
+    "a spare", "fewer rings", "a wait for workers", "back to copies", "back to the newest checkpoint",
+    "the end of the run",
+)  # fmt: skip
 """From the best to the worst."""
-SPARE, FEWER, WAIT, COPIES, CHECKPOINT = range(len(OUTCOMES))
-LOSSES = ("any process", "any host", "any two hosts")
+SPARE, FEWER, WAIT, COPIES, CHECKPOINT, END = range(len(OUTCOMES))
+PROCESS = "any process"
+HOSTS, DOMAINS = ("any host", "any two hosts"), ("any failure domain", "any two failure domains")
+
+
+def said(costs: Mapping[str, str]) -> str:
+    """`covered`, or some of it, in one line."""
+    return "a loss of " + "; ".join(f"{loss}: {outcome}" for loss, outcome in costs.items())
+
+
+def without_holder(mesh: Mesh, mode: CopyMode, has_checkpoints: bool) -> int:
+    """What follows the loss of the only rank that holds a shard."""
+    if mode and mesh.size > 1:
+        return COPIES
+    return CHECKPOINT if has_checkpoints else END
 
 
 def covered(state: State) -> dict[str, str]:
-    """Loss → what follows in the worst case; empty while there is no mesh. Hosts are told of where there are others."""
+    """Loss → what follows in the worst case; empty while there is no mesh. Hosts or failure domains only where the
+    members stand on several."""
     mesh = mesh_of(state)
     if mesh is None:
         return {}
-    nodes, mode = node_of(state), state.options.copy_mode(mesh)
+    nodes, domains, options = node_of(state), domains_of(state), state.options
+    mode = options.copy_mode(mesh)
     on = tuple(nodes.get(worker, "") for worker in members(state))
-    able, standbys = (frozenset(each.items()) for each in (_able_spares(state, on), _standbys(state, on)))
-    return dict(_covered(mesh, on, able, standbys, state.options.min_dp, mode))
+    places = _places(on, domains)
+    able, standbys = _able_spares(state, on), _standbys(state, on)
+    able_in = Counter({places.get(node, node): 0 for node in able})
+    for node, number in able.items():
+        able_in[places.get(node, node)] += number
+    counted = _Counted(
+        mesh, tuple(places.get(node, node) for node in on), tuple(failure_places(on, domains, mode)),
+        frozenset(able_in.items()), able.total() > 0 or all(standbys[node] > 0 for node in on), options.min_dp, mode,
+        options.takes_checkpoints or bool(state.checkpoints),
+    )  # fmt: skip
+    losses = (PROCESS, *(DOMAINS if places else HOSTS))
+    return {loss: OUTCOMES[outcome] for loss, outcome in zip(losses, _worst(counted), strict=False)}
+
+
+def _places(on: Sequence[str], domains: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Node → its failure domain, of the widest level on which the members stand in several; empty if there is none."""
+    for level in range(max(map(len, domains.values()), default=0)):
+        inside = {node: "/".join(names[: level + 1]) for node, names in domains.items()}
+        if len({inside.get(node, node) for node in on}) > 1:
+            return inside
+    return {}
 
 
 @lru_cache(maxsize=2)  # asked each second, and placing the parity of 2,000 ranks takes as long
-def _covered(
-    mesh: Mesh, on: tuple[str, ...], able: frozenset[tuple[str, int]], standbys: frozenset[tuple[str, int]],
-    min_dp: int, mode: CopyMode,
-) -> dict[str, str]:  # fmt: skip
-    counted = _Counted(mesh, on, dict(able), min_dp)
-    worst = {LOSSES[0]: counted.a_process(dict(standbys), mode)}
-    for num_hosts in range(1, min(len(set(on)), len(LOSSES))):
-        worst[LOSSES[num_hosts]] = counted.hosts(num_hosts, mode)
-    return {loss: OUTCOMES[outcome] for loss, outcome in worst.items()}
+def _worst(counted: _Counted) -> tuple[int, ...]:
+    """The worst outcome of the death of a member, and of the loss of one and of two places."""
+    return (counted.a_process(), *(counted.places(num) for num in range(1, min(len(set(counted.on)), 3))))
 
 
 def _able_spares(state: State, on: Iterable[str]) -> Counter[str]:
@@ -55,28 +88,49 @@ def _standbys(state: State, on: Iterable[str]) -> Counter[str]:
     return Counter(state.workers[name].node for name in spares(state)) - _able_spares(state, on)
 
 
+@dataclass(frozen=True)
 class _Counted:
-    """The members and spares of each host, and the hosts on which each shard is."""
+    """`on`: the place of each rank, which is lost as one. `apart`: what its copies are kept apart by. `able`: (place,
+    spares there that have a GPU)."""
 
-    def __init__(self, mesh: Mesh, on: Sequence[str], able: Mapping[str, int], min_dp: int) -> None:
-        self.mesh, self.on, self.able, self.min_dp = mesh, on, able, max(1, min_dp)
-        self.num_members, self.num_able = Counter(on), sum(able.values())
-        self.shard_on: dict[int, set[str]] = defaultdict(set)
-        for rank, node in enumerate(on):
-            self.shard_on[rank % mesh.cp].add(node)
+    mesh: Mesh
+    on: tuple[str, ...]
+    apart: tuple[str, ...]
+    able: frozenset[tuple[str, int]]
+    is_process_covered: bool
+    min_dp: int
+    mode: CopyMode
+    has_checkpoints: bool
 
-    def a_process(self, standbys: Mapping[str, int], mode: CopyMode) -> int:
+    @cached_property
+    def num_members(self) -> Counter[str]:
+        return Counter(self.on)
+
+    @cached_property
+    def num_able(self) -> int:
+        return sum(number for _, number in self.able)
+
+    @cached_property
+    def shard_on(self) -> dict[int, set[str]]:
+        """The places of each shard."""
+        found: dict[int, set[str]] = defaultdict(set)
+        for rank, place_of in enumerate(self.on):
+            found[rank % self.mesh.cp].add(place_of)
+        return found
+
+    def a_process(self) -> int:
         """The worst outcome of the death of one member."""
-        is_covered = self.num_able > 0 or all(standbys.get(node, 0) > 0 for node in self.num_members)
         if self.mesh.dp > 1:
-            return SPARE if is_covered else self._without(1, self.num_able)
-        return COPIES if mode and self.mesh.size > 1 else CHECKPOINT
+            return SPARE if self.is_process_covered else self._without(1, self.num_able)
+        return without_holder(self.mesh, self.mode, self.has_checkpoints)
 
-    def hosts(self, number: int, mode: CopyMode) -> int:
-        """The worst outcome of the loss of so many hosts with members at once."""
-        if min(len(nodes) for nodes in self.shard_on.values()) <= number:
-            return COPIES if self._copies_cover(number, mode) else CHECKPOINT
-        alike = Counter((self.num_members[node], self.able.get(node, 0)) for node in self.num_members)
+    def places(self, number: int) -> int:
+        """The worst outcome of the loss of so many places with members at once."""
+        if min(len(places) for places in self.shard_on.values()) <= number:
+            mode = self.mode if self._copies_cover(number) else CopyMode()
+            return without_holder(self.mesh, mode, self.has_checkpoints)
+        able = dict(self.able)
+        alike = Counter((num, able.get(where, 0)) for where, num in self.num_members.items())
         worst = SPARE
         for kinds in combinations_with_replacement(alike, number):
             if any(count > alike[kind] for kind, count in Counter(kinds).items()):
@@ -87,13 +141,14 @@ class _Counted:
 
     def _without(self, num_lost: int, num_able: int) -> int:
         rings = (self.mesh.size - num_lost + num_able) // self.mesh.cp
-        return FEWER if rings >= self.min_dp else WAIT
+        return FEWER if rings >= max(1, self.min_dp) else WAIT
 
-    def _copies_cover(self, number: int, mode: CopyMode) -> bool:
-        """Whether a copy of every shard outlives any such loss; parity counts for one host only."""
+    def _copies_cover(self, number: int) -> bool:
+        """Whether a copy of every shard outlives any such loss; parity counts for one place only."""
+        mode = self.mode
         if not mode or self.mesh.size < 2 or (mode.group_size and number > 1):
             return False
-        placed = place(self.mesh, self.on, mode)
+        placed = place(self.mesh, self.apart, mode)
         if placed.parity_groups:
             groups = [(*group.ranks, group.holder) for group in placed.parity_groups]
             return all(len({self.on[rank] for rank in group}) == len(group) for group in groups)

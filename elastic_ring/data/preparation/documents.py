@@ -21,6 +21,7 @@ from elastic_ring.data.filesystem import READ_ERRORS, located, raise_if_away, re
 from elastic_ring.data.kinds import BOM, NO_TEXT, no_text
 from elastic_ring.data.listing import File
 from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow
+from elastic_ring.wording import cut
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Tally:
 
     def leave_out(self, what: str, num_bytes: int = 0) -> None:
         """Note a bad file of so many bytes. Raises ValueError where that is to end the preparation."""
-        what = what if len(what) <= MAX_WORDS else f"{what[:MAX_WORDS]}..."
+        what = cut(what, MAX_WORDS)
         if self.on_bad_input == "fail":
             raise ValueError(
                 f"{what}; mend or remove it and prepare again, or go on without it: elastic-ring data prepare "

@@ -11,7 +11,6 @@ import logging
 import math
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Literal
@@ -176,8 +175,7 @@ class Zero3Trainer:
         task = self.task
         step = {name: getattr(task.step, name) for name in ("seed", "global_batch", "context_tokens", "param_dtype")}
         parts = {name: described(getattr(task, name)) for name in ("model", "loss", "initial")}
-        found = identity_of(task, step, parts, self._contents[0])
-        return found if self.dataset is None else replace(found, with_places={"data": RAY_DATASET})
+        return identity_of(task, step, parts, self._contents[0])
 
     def _config(self) -> dict[str, Any]:
         """The settings as config.json records them, under the names of the elastic ring's where it has them, too."""

@@ -259,7 +259,7 @@ class Zero3Worker:
         self.engine = self._make_engine(universal=num_saved != self.size, fill=False)
         self.engine.load(folder, num_saved)
         self.step, self._resumed_from = int(state["step"]), path
-        self.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))  # older versions did not count them
+        self.skipped_in_a_row = int(state["skipped_in_a_row"])
         self._reason = f"from the checkpoint of {self.step} steps on {num_saved} workers"
         log.info("rank %d: step %d, %s, restored in %.1f s", self.rank, self.step, path, time.monotonic() - begun_s)
 

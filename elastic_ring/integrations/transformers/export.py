@@ -122,7 +122,7 @@ class _Trained:
         if (folder / CONFIG_FILE).exists():
             own = _json(folder / CONFIG_FILE, "export needs it")
             return cls(own["config"], pattern, context, dtype, own["folder"], str)
-        shape = shape_of_run(recorded, folder)
+        shape = shape_of_run(recorded)
         if shape is None:
             raise ValueError(
                 f"{folder}: its model is neither one of transformers ({CONFIG_FILE}) nor a preset's, so nobody knows "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,9 @@ _IN_BLOCK = {
 }  # fmt: skip
 
 
-def shape_of_run(recorded: Mapping[str, Any], folder: Path) -> ModelConfig | None:
-    """The built-in decoder of a run with this config.json in `folder`; None for a run of another model."""
-    if recorded.get("model"):
-        return from_plain(ModelConfig, recorded["model"])
-    settings = folder / "config.toml"  # what runs of earlier versions have, if the command line started them
-    found = tomllib.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
-    return from_plain(ModelConfig, found["model"]) if "model" in found and "model_folder" not in found else None
+def shape_of_run(recorded: Mapping[str, Any]) -> ModelConfig | None:
+    """The built-in decoder of a run with this config.json; None for a run of another model."""
+    return from_plain(ModelConfig, recorded["model"]) if recorded.get("model") else None
 
 
 def llama_config(shape: ModelConfig, context_tokens: int, end_of_document: int | None) -> dict[str, Any]:

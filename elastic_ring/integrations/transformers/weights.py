@@ -17,6 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from elastic_ring.wording import few
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SAMPLE_BYTES = 1 << 16
 NUM_NAMED = 5
@@ -98,7 +100,7 @@ class FolderWeights:
         made = FolderWeights(self.folder, self.files, self.digest, aliases)
         others = made._other_shapes({name: tuple(param.shape) for name, param in model.named_parameters()}, missing)
         failures = [
-            f"{len(names)} {what}: {', '.join(names[:NUM_NAMED])}{', …' * (len(names) > NUM_NAMED)}"
+            f"{len(names)} {what}: {few(names, NUM_NAMED)}"
             for what, names in (("missing", missing), ("unknown to the model", unknown), ("of another shape", others))
             if names
         ]

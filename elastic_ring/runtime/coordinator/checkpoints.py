@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from elastic_ring.config import RunConfig
@@ -47,14 +48,15 @@ from elastic_ring.state.checkpoints.checkpoint import (
 from elastic_ring.state.checkpoints.retention import UNFINISHED_AFTER_S
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS_FOLDER
 from elastic_ring.state.storage.folder import Storage, StoredFile
+from elastic_ring.state.storage.retries import Retries
 from elastic_ring.state.storage.stored import Upload
 
 log = logging.getLogger(__name__)
 
 PRIOR_FAILURE_S = 86_400.0
 """Time in which one failure is assumed beside those that were seen."""
-RETRY_PAUSES_S = (1.0, 5.0, 30.0, 60.0)
-"""Between attempts at what the storage refused; each request is tried again for `storage_s` besides."""
+RETRY_S = 96.0
+"""So long a job that the storage refused is tried again; each request is tried again for `storage_s` besides."""
 ASK_AGAIN_S = 60.0
 """From a checkpoint that was not written to the next try, where the next one is due later."""
 READ_BACK_BYTES = 2 << 30
@@ -207,23 +209,22 @@ class CheckpointKeeper:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            for pause_s in (*RETRY_PAUSES_S, 0.0):
-                try:
-                    self._storage.open(write=False)
-                    self._ask()
-                    job()
-                    break
-                except (StaleMessage, TermLost) as error:
-                    log.warning("the checkpoints' thread ends: %s", error)
-                    return  # whoever decides asks, and is told
-                except (StorageFailed, CheckpointDamaged) as error:
-                    is_last = not pause_s or self._closing.is_set()
-                    log.warning("%s; %s", error, "given up" if is_last else f"again in {pause_s:g} s")
-                    if is_last or self._closing.wait(pause_s):
-                        break
-                except Exception:
-                    log.exception("the checkpoints' thread goes on after an error")
-                    break
+            try:
+                Retries(RETRY_S, pause=self._closing.wait)(
+                    partial(self._try, job), lambda error: not isinstance(error, (StorageFailed, CheckpointDamaged))
+                )
+            except (StaleMessage, TermLost) as error:
+                log.warning("the checkpoints' thread ends: %s", error)
+                return  # whoever decides asks, and is told
+            except (StorageFailed, CheckpointDamaged) as error:
+                log.warning("%s; given up", error)
+            except Exception:
+                log.exception("the checkpoints' thread goes on after an error")
+
+    def _try(self, job: Callable[[], None]) -> None:
+        self._storage.open(write=False)
+        self._ask()
+        job()
 
     def _try_commit(self, step: int, pending: _Pending) -> None:
         try:

@@ -20,7 +20,7 @@ from elastic_ring.control.decisions.memory_pressure import NUM_STEPS, PressureWa
 from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S, Overdue
 from elastic_ring.control.decisions.stragglers import Straggler, StragglerWatch
 from elastic_ring.control.messages import Checkpoint, Vote
-from elastic_ring.control.placement.coverage import covered
+from elastic_ring.control.placement.coverage import covered, said
 from elastic_ring.control.state import (
     Building,
     Change,
@@ -55,7 +55,7 @@ from elastic_ring.monitor.plot import draw_run
 from elastic_ring.runtime.coordinator.recovery_log import Note, RecoveryLog
 from elastic_ring.state.checkpoints.checkpoint import located
 from elastic_ring.state.storage.retries import ONCE, Retries
-from elastic_ring.train.guards import told_of
+from elastic_ring.train.guards import listed, told_of
 
 log = logging.getLogger(__name__)
 
@@ -278,9 +278,8 @@ class RunRecorder:
     def _left_out(self, record: Mapping[str, Any]) -> None:
         """Batches that the order leaves out from a step on."""
         ids = record["left_out"]
-        shown = ", ".join(map(str, ids[:20])) + (", ..." if len(ids) > 20 else "")
         told = (f"from step {record['step']} on the order leaves out {record['num_batches']} batch(es): "
-                f"sequences {shown}")  # fmt: skip
+                f"sequences {listed(ids)}")  # fmt: skip
         self._note({"note": "left out", "step": record["step"], "num_batches": record["num_batches"],
                     "sequences": ids, "told": told})  # fmt: skip
         self.recoveries.say(told)
@@ -375,7 +374,7 @@ class RunRecorder:
             self._resumed(change.restored)
         costs = covered(state)
         if change.previous_mesh is None and len(costs) > 1:  # there is more than one host
-            self.recoveries.say("a loss of " + "; ".join(f"{loss}: {outcome}" for loss, outcome in costs.items()))
+            self.recoveries.say(said(costs))
         self.recoveries.compare_environments(change.members)
         self.recoveries.compare_places(change.mesh, change.members)
         if change.previous_mesh is not None and (not change.planned or change.drained):

@@ -17,7 +17,7 @@ from elastic_ring.errors import CheckpointDamaged, RecordDamaged, StorageFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.json_files import parse_json
 from elastic_ring.runtime.coordinator.lineage import Earlier, earlier
-from elastic_ring.runtime.identity import Identity, few
+from elastic_ring.runtime.identity import Identity
 from elastic_ring.state.checkpoints.checkpoint import (
     COMMIT,
     FOLDER,
@@ -30,6 +30,7 @@ from elastic_ring.state.checkpoints.checkpoint import (
     wrong_with,
 )
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
+from elastic_ring.wording import cut, few
 
 LINEAGES = "lineages"
 NUM_TOLD, LONGEST_TOLD = 3, 200
@@ -253,8 +254,7 @@ def _and_damaged(damaged: Mapping[str, str]) -> str:
 
 def shortened(lines: Iterable[str]) -> str:
     """The first of them, and how many more there are, for one line."""
-    told = [line if len(line) <= LONGEST_TOLD else f"{line[:LONGEST_TOLD]}..." for line in lines]
-    return "; ".join(told[:NUM_TOLD]) + (f"; and {len(told) - NUM_TOLD} more" if len(told) > NUM_TOLD else "")
+    return few((cut(line, LONGEST_TOLD) for line in lines), NUM_TOLD, "; ")
 
 
 def _beginning_of(run: RunConfig, stored: _Stored, begun_from: Sequence[str]) -> list[Checkpoint]:
@@ -304,7 +304,8 @@ def _resume(
     manifest = read_manifest(storage, folder)
     if told := _other_settings(manifest, identity):
         raise ValueError(
-            f"{uri_of(storage, folder)} is a checkpoint of other settings ({few(told)}): submit the same, choose "
+            f"{uri_of(storage, folder)} is a checkpoint of other settings ({few(told, NUM_TOLD, '; ')}): "
+            "submit the same, choose "
             "another run name, or give resume='never' in a new storage_path"
         )
     resumed_from = (*manifest.run.get("resumed_from", ()), {"step": newest.step, "path": uri_of(storage, folder)})

@@ -96,7 +96,7 @@ def summary_of(folder: Path, identity: str) -> dict[str, Any]:
     another's."""
     path = folder / SUMMARY_NAME
     found = read_json(path) or {}
-    if found.get("identity") and found["identity"] != identity:  # earlier versions do not say
+    if found.get("identity") and found["identity"] != identity:
         raise RecordDamaged(f"{path} is another run's", path=str(path))
     if found and not isinstance(found.get("steps"), int):
         raise RecordDamaged(f"{path} is no summary", path=str(path))

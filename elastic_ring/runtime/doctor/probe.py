@@ -110,7 +110,9 @@ class Probe:
 
     def _group(self, store: PrefixStore, rank: int, size: int, device: torch.device) -> Any:
         if device.type == "cuda":
-            return nccl.make_backend(store, rank, size, device, self._timeout_s, lambda made: None, lambda: False)
+            backend = nccl.create_backend(store, rank, size, device, self._timeout_s)
+            nccl.connect_now(backend, device, lambda: False)
+            return backend
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
         options._timeout = timedelta(seconds=self._timeout_s)

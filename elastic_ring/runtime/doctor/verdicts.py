@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
+from elastic_ring.wording import few
+
 Verdict = Literal["ok", "note", "warning", "failure"]
 Report = Mapping[str, Any]
 """What one host says: `host.report` has the keys. A check that could not be made there is a text under its name in
@@ -21,8 +23,6 @@ LEAST_SHM_BYTES, GOOD_SHM_BYTES = GIB // 8, GIB
 LEAST_DISK_BYTES, GOOD_DISK_BYTES = GIB, 20 * GIB
 IDLE_GPU_BYTES = GIB
 CLOCK_WARNING_S, CLOCK_FAILURE_S = 2.0, 300.0
-ON_THE_WAY_S = 5.0
-"""How long a worker's report may be on its way."""
 SLOW_SHARE = 0.5
 NUM_NAMED = 4
 
@@ -38,7 +38,7 @@ class Finding:
     hosts: tuple[str, ...] = ()
 
     def line(self) -> str:
-        where = f"{', '.join(self.hosts[:NUM_NAMED])}{' …' * (len(self.hosts) > NUM_NAMED)}: " if self.hosts else ""
+        where = f"{few(self.hosts, NUM_NAMED)}: " if self.hosts else ""
         return f"{self.verdict:<9}{self.check:<11}{where}{self.says}{f'. {self.way_out}' if self.way_out else ''}"
 
 
@@ -58,7 +58,7 @@ def versions(reports: Mapping[str, Report]) -> list[Finding]:
     for name in names:
         by_version = _grouped({host: report["versions"].get(name, "none") for host, report in reports.items()})
         if len(by_version) > 1:
-            text = "; ".join(f"{version} on {_some(hosts)}" for version, hosts in by_version.items())
+            text = "; ".join(f"{version} on {few(hosts, NUM_NAMED)}" for version, hosts in by_version.items())
             rarest = min(by_version.values(), key=len)
             found.append(Finding(
                 "versions", "failure" if name in MUST_AGREE else "warning", f"{name} differs: {text}",
@@ -142,7 +142,7 @@ def gpus(reports: Mapping[str, Report]) -> list[Finding]:
             for host, report in reports.items()
         })  # fmt: skip
         if len(by_value) > 1:
-            text = "; ".join(f"{value} on {_some(hosts)}" for value, hosts in by_value.items())
+            text = "; ".join(f"{value} on {few(hosts, NUM_NAMED)}" for value, hosts in by_value.items())
             found.append(Finding("GPUs", "warning", f"their {what} differs: {text}",
                                  "The slowest sets the pace, and bits differ between models"))  # fmt: skip
     num = sum(len(report["gpus"] or ()) for report in reports.values())
@@ -171,7 +171,7 @@ def storage(answers: Mapping[str, Report], missing: Mapping[str, Sequence[str]],
     for host, others in missing.items():
         if others:
             found.append(Finding(
-                "storage", "failure", f"does not see what {_some(others)} wrote to {uri}",
+                "storage", "failure", f"does not see what {few(others, NUM_NAMED)} wrote to {uri}",
                 "Give a storage_path that is the same place on all hosts: a shared file system, or s3://bucket/prefix",
                 (host,),
             ))  # fmt: skip
@@ -238,7 +238,3 @@ def _grouped(values: Mapping[str, str]) -> dict[str, list[str]]:
     for host, value in values.items():
         found.setdefault(value, []).append(host)
     return found
-
-
-def _some(hosts: Sequence[str]) -> str:
-    return ", ".join(hosts[:NUM_NAMED]) + (f" and {len(hosts) - NUM_NAMED} more" if len(hosts) > NUM_NAMED else "")

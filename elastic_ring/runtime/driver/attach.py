@@ -23,7 +23,8 @@ from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, SUMMARY_NAME, read_status
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
-from elastic_ring.runtime.identity import Identity, changed_files, few, short
+from elastic_ring.runtime.identity import NUM_TOLD, Identity, changed_files
+from elastic_ring.wording import few
 
 log = logging.getLogger(__name__)
 
@@ -108,34 +109,17 @@ def refuse_other_settings(run: RunConfig, told: Sequence[str], where: str, or_el
     out."""
     if told:
         raise ValueError(
-            f"run name {run.name!r} is taken by a run with other settings ({where}, in {few(list(told))}): choose "
-            f"another name and run_dir, or submit the same settings to attach to it{or_else}"
+            f"run name {run.name!r} is taken by a run with other settings ({where}, in {few(told, NUM_TOLD, '; ')}): "
+            f"choose another name and run_dir, or submit the same settings to attach to it{or_else}"
         )
 
 
 def differences(recorded: Mapping[str, Any], own: Identity, wanted: Mapping[str, Any]) -> list[str]:
     """The settings in which a config on record differs from this submission's, as text."""
-    there = recorded.get("identity")
-    if isinstance(there, Mapping):
-        told = own.differences(there)
-        changed = changed_files(recorded.get("files", ()), wanted.get("files", ()))
-        return [changed, *told] if changed and there.get("data") != own.what["data"] else told
-    told = _other_settings(recorded, wanted)
-    return [*told, "the record is of an earlier version, which wrote no identity"] if told else []
-
-
-def _other_settings(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """As a version recorded it that knew no identity."""
-    told = []
-    for part in sorted({*recorded, *wanted} - {"digest", "identity", "places", "files", "versions"}):
-        before, now = (config.get(part) for config in (recorded, wanted))
-        if not isinstance(before, Mapping) or not isinstance(now, Mapping):
-            before, now = {"": before}, {"": now}
-        for name in sorted(now) if part != "run" else ("faults",):
-            if before.get(name) != now[name]:
-                setting = f"{part}.{name}".strip(".")
-                told.append(f"{setting}: {short(before.get(name))} there, {short(now[name])} here")
-    return told
+    there = recorded.get("identity") or {}
+    told = own.differences(there)
+    changed = changed_files(recorded.get("files", ()), wanted.get("files", ()))
+    return [changed, *told] if changed and there.get("data") != own.what["data"] else told
 
 
 def other_versions(recorded: Mapping[str, Any], here: Mapping[str, str]) -> str:

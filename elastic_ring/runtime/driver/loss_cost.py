@@ -1,6 +1,6 @@
-"""What a loss costs a run: whether its ranks hold copies of each other by default, and one line that says so.
+"""Whether the ranks hold copies of each other by default. Asked by the driver, once the cluster is there.
 
-Asked by the driver, once the cluster is there. What follows a loss is decided by `control`, not here.
+What a loss costs is said in the words of `control.placement.coverage`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from elastic_ring.config import CheckpointConfig, RunConfig
-from elastic_ring.control.placement.copies import AUTO
+from elastic_ring.config import RunConfig
+from elastic_ring.control.placement.copies import AUTO, parse_copies
+from elastic_ring.control.placement.coverage import COPIES, OUTCOMES, PROCESS, said, without_holder
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.driver.cluster import NodeInfo
 
@@ -36,19 +37,19 @@ def with_settled_copies(run: RunConfig, mesh: Mesh, num_parameters: int, nodes: 
         run = replace(run, copies="0")
     if mesh.dp > 1:
         return run
+    outcome = without_holder(mesh, parse_copies(run.copies, mesh.dp), run.checkpoint_config.is_on)
+    cost = said({PROCESS: f"{OUTCOMES[outcome]}{_how_often(run, outcome)}"})
     if mesh.size == 1:
-        log.warning("one rank: nobody else holds its state, so its loss %s", cost_of_loss(run.checkpoint_config))
+        log.warning("one rank: nobody else holds its state; %s", cost)
     elif run.copies == "0":
         log.warning(
-            "dp=1 and copies=0%s: nobody else holds a worker's state, so the next loss %s; copies=1 (--copies 1) "
-            "keeps it in another worker's memory, dp=2 in a second ring", f" ({why})" * bool(why),
-            cost_of_loss(run.checkpoint_config),
+            "dp=1 and copies=0%s: nobody else holds a worker's state; %s. copies=1 (--copies 1) keeps it in another "
+            "worker's memory, dp=2 in a second ring", f" ({why})" * bool(why), cost,
         )  # fmt: skip
     else:
         log.info(
-            "dp=1: another worker's memory keeps a copy of each worker's state (--copies 0 for none), so a loss costs "
-            "the steps since the last copies, one each %d step(s); %s of host memory a rank%s", run.copy_every_steps,
-            _size(need_bytes(mesh, num_parameters)), f"; copies{on_one}" * bool(on_one),
+            "dp=1: another worker's memory keeps a copy of each worker's state (--copies 0 for none), %s of host "
+            "memory a rank; %s%s", _size(need_bytes(mesh, num_parameters)), cost, f"; copies{on_one}" * bool(on_one),
         )  # fmt: skip
     return run
 
@@ -72,17 +73,18 @@ def lacking(mesh: Mesh, num_parameters: int, nodes: Sequence[NodeInfo]) -> str:
     return ""
 
 
-def cost_of_loss(config: CheckpointConfig) -> str:
-    """What the loss of a state that nobody else holds leads to."""
+def _how_often(run: RunConfig, outcome: int) -> str:
+    """From when the state is to which a run goes back."""
+    config = run.checkpoint_config
+    if outcome == COPIES:
+        return f" (one each {run.copy_every_steps} step(s))"
     if not config.is_on:
-        return "ends the run"
+        return ""
     if config.every_steps is not None:
-        often = f"one each {config.every_steps} step(s)"
-    elif config.every_s is not None:
-        often = f"one each {config.every_s:g} s"
-    else:
-        often = "the first after step 1, the others as the run finds worth their cost, 30 s to an hour apart"
-    return f"goes back to the last checkpoint ({often})"
+        return f" (one each {config.every_steps} step(s))"
+    if config.every_s is not None:
+        return f" (one each {config.every_s:g} s)"
+    return " (the first after step 1, the others as the run finds worth their cost, 30 s to an hour apart)"
 
 
 def _size(num_bytes: float) -> str:

@@ -97,16 +97,6 @@ def _pinned_bytes() -> int:
     return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
 
-def release_other_contexts(device: torch.device, contexts: Contexts | None = None) -> int:
-    """Destroy this process's contexts on all GPUs but `device`, the calling thread's; returns how many.
-
-    Call it with nothing under way on the others. A GPU that is in use, or that CUDA does not release, is kept with a
-    log line; nothing is raised. Afterwards the process must not use the others again.
-    """
-    contexts = CudaContexts() if contexts is None else contexts
-    return end_contexts(unused_others(device, contexts), contexts)
-
-
 def unused_others(device: torch.device, contexts: Contexts) -> list[int]:
     """The other GPUs on which this process has a context and nothing else. Runs in the training thread and takes
     milliseconds, because this part may touch those GPUs."""

@@ -49,22 +49,6 @@ ENVIRONMENT = {
 """Environment variables of a worker's process."""
 
 
-def make_backend(
-    store: PrefixStore,
-    rank: int,
-    size: int,
-    device: torch.device,
-    collective_s: float,
-    made: Callable[[Any], None],
-    given_up: Callable[[], bool],
-) -> Any:
-    """A connected `ProcessGroupNCCL`. Blocks until all ranks have come; `made` has it before that."""
-    backend = create_backend(store, rank, size, device, collective_s)
-    made(backend)
-    connect_now(backend, device, given_up)
-    return backend
-
-
 def create_backend(store: PrefixStore, rank: int, size: int, device: torch.device, collective_s: float) -> Any:
     """A `ProcessGroupNCCL` that is not connected. Does not block."""
     options = torch.distributed.ProcessGroupNCCL.Options()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from elastic_ring.control.placement.copies import HeldCopy, SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.runtime.worker.copy_exchange import DONE, FAILED, RUNNING, Exchange, Held, Placement
 from elastic_ring.state import sealed, snapshot
+from elastic_ring.state.pinned import Pinning
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.snapshot import Buffers, Snapshot, named
 from elastic_ring.train.vote import COPY_FAILED, COPYING, Outcome
@@ -51,7 +53,7 @@ class Copies:
         self._group: Any = None
         self._pinned, self._buffers = Buffers(), Buffers()
         self._stream: Any = None
-        self._preparing: threading.Thread | None = None
+        self.pinning = Pinning("copies")
         self._is_prepared = True
         self.num_skipped = 0
 
@@ -79,7 +81,7 @@ class Copies:
     def clear(self) -> None:
         """Drop everything, as for a spare."""
         self.leave()
-        self._prepared()
+        self.pinning.wait()
         self.keep(None)
         self._buffers.clear()
         self._pinned.clear()
@@ -99,30 +101,15 @@ class Copies:
         self._is_prepared = True
         if self._stream is None:
             return
-        self._prepared()
+        self.pinning.wait()
         num_bytes = snapshot.size_of(shard)
-        self._preparing = threading.Thread(target=self._pin, args=(num_bytes,), name="pinning", daemon=True)
-        self._preparing.start()
+        self.pinning.start(self._stream.device, partial(self._pin, num_bytes))
 
     def _pin(self, num_bytes: int) -> None:
         with self._lock:
             known = {id(one): one for one in (*self._own.values(), *(each.snapshot for each in self._exchanges))}
             num_held = sum(one.is_taken and one.data.numel() >= num_bytes for one in known.values())
-        try:
-            torch.cuda.set_device(self._stream.device)
-            self._pinned.reserve(num_bytes, max(0, HELD_AT_A_TIME - num_held))
-        except (MemoryError, RuntimeError) as error:  # the snapshots try again, and say so
-            log.warning("no pinned memory for copies yet: %s", error)
-
-    @property
-    def is_preparing(self) -> bool:
-        """Whether its thread pins memory."""
-        return self._preparing is not None and self._preparing.is_alive()
-
-    def _prepared(self) -> None:
-        if self._preparing is not None:
-            self._preparing.join()
-        self._preparing = None
+        self._pinned.reserve(num_bytes, max(0, HELD_AT_A_TIME - num_held))
 
     # ------------------------------------------------------------ taking snapshots
 
@@ -130,7 +117,7 @@ class Copies:
         """What this rank says in the vote of the step that makes `applied`."""
         if not self._is_due(applied) or not self._exchanges:
             return 0.0
-        if self.is_preparing or not self._is_prepared:
+        if self.pinning.is_running or not self._is_prepared:
             return COPYING
         return {RUNNING: COPYING, FAILED: COPY_FAILED, DONE: 0.0}[self._exchanges[-1].state]
 
@@ -166,7 +153,7 @@ class Copies:
     def _take(self, shard: Shard) -> None:
         assert self._placement is not None
         begun = time.monotonic()
-        self._prepared()
+        self.pinning.wait()
         try:
             taken = snapshot.take(shard, self._placement.membership_id, self._pinned, self._stream)
         except (MemoryError, RuntimeError) as error:  # one of the device shows again in the next step

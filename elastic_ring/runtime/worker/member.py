@@ -502,7 +502,7 @@ class Member:
         """Not while memory is pinned, which touches every context."""
         assert self._command is not None
         assert self._groups is not None
-        if not (self._copies.is_preparing or self._saver.is_preparing):
+        if not (self._copies.pinning.is_running or self._saver.pinning.is_running):
             self._context_releaser.committed(self.device, self._command.generation, step, self._groups.global_rank)
 
     def _before_apply(self) -> None:

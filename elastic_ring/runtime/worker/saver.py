@@ -34,6 +34,7 @@ from elastic_ring.state.checkpoints.checkpoint import (
     take,
     write_part,
 )
+from elastic_ring.state.pinned import Pinning
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.state.storage.retries import ignore
@@ -172,7 +173,7 @@ class Saver:
         self._last: Snapshot | None = None
         self._is_reading = False
         self._stream: Any = None  # on which copies from a GPU run beside the next step
-        self._preparing: threading.Thread | None = None
+        self.pinning = Pinning("checkpoints")
         self._thread: threading.Thread | None = None
         self._awaits_memory = False  # `prepare` has not begun to pin it
 
@@ -192,34 +193,21 @@ class Saver:
         device = next(iter(shard.params.values())).device
         if device.type != "cuda" or not self._run.checkpoint_config.is_on:
             return
-        self._prepared()
+        self.pinning.wait()
         if self._stream is None or self._stream.device != device:
             self._stream = torch.cuda.Stream(device)
         part = place.mesh.coordinate(place.global_rank).dp_rank
         described = describe(shard, shapes, place.mesh.dp)
 
         def pin() -> None:
-            torch.cuda.set_device(device)
             found = Snapshot(shard.cp_rank, part)
             try:
                 for name, _, buffer in buffers_for(shard, described, part, self._last):
                     found.tensors[name] = buffer
-            except (MemoryError, RuntimeError) as error:  # the first checkpoint tries again, and says so
-                log.warning("no pinned memory for checkpoints yet: %s", error)
-            self._last = found
+            finally:
+                self._last = found
 
-        self._preparing = threading.Thread(target=pin, name="pinning", daemon=True)
-        self._preparing.start()
-
-    @property
-    def is_preparing(self) -> bool:
-        """Whether its thread pins memory."""
-        return self._preparing is not None and self._preparing.is_alive()
-
-    def _prepared(self) -> None:
-        if self._preparing is not None:
-            self._preparing.join()
-        self._preparing = None
+        self.pinning.start(device, pin)
 
     def before_apply(self) -> None:
         """The shard is about to change: not before the copy that is under way ends."""
@@ -231,7 +219,7 @@ class Saver:
 
     def leave(self) -> None:
         """The generation ends: the shard may be changed or freed."""
-        self._prepared()
+        self.pinning.wait()
         if self._last is not None:
             self._last.wait()
 
@@ -243,7 +231,7 @@ class Saver:
     def ballot(self, applied: int, total_steps: int, global_rank: int) -> float:
         """What this rank says in the vote of the step that makes `applied`."""
         due = DUE if global_rank == 0 and self.schedule.is_due(applied, total_steps) else 0.0
-        if self.schedule.is_first and (self._awaits_memory or self.is_preparing):
+        if self.schedule.is_first and (self._awaits_memory or self.pinning.is_running):
             return BUSY  # training need not wait for what is pinned beside it
         return BUSY + due if self.is_busy else due
 
@@ -262,7 +250,7 @@ class Saver:
             "cp": place.mesh.cp, "dp": place.mesh.dp,
         }  # fmt: skip
         try:
-            self._prepared()
+            self.pinning.wait()
             described = describe(shard, shapes, place.mesh.dp)
             snapshot = take(shard, described, coordinate.dp_rank, self._last, self._stream)
         except (RuntimeError, ValueError, MemoryError) as error:

@@ -285,11 +285,6 @@ def step_folder(step: int, lineage: int) -> str:
     return f"{FOLDER}/step-{step:08d}/lineage-{lineage:03d}"
 
 
-def new_attempt(step: int, lineage: int) -> str:
-    """A folder that nobody has used and nobody will use again."""
-    return attempt_folder(step, lineage, secrets.token_hex(8))
-
-
 def attempt_folder(step: int, lineage: int, name: str) -> str:
     """The folder of one attempt to write a checkpoint; `name` must never be used twice."""
     return f"{step_folder(step, lineage)}/attempt-{name}"

@@ -27,11 +27,6 @@ _SECRETS = (0x243F6A8885A308D3, 0x13198A2E03707344)
 _GOLDEN, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def device_digest(tensor: Tensor) -> bytes:
-    """The digest of a tensor of any dtype, shape and device: 16 bytes of sums after 8 bytes of its size in bytes."""
-    return device_digests([tensor])[0]
-
-
 def device_digests(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[bytes]:
     """The digests of several tensors, with one synchronisation. Those that lie elsewhere are copied to `device` (the
     first one's if left out), one at a time."""

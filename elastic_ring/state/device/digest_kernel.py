@@ -1,6 +1,6 @@
-"""The sums of `device_digest` in one pass over memory, as a Triton kernel. Imported only for tensors on a GPU.
+"""The sums of `device_digests` in one pass over memory, as a Triton kernel. Imported only for tensors on a GPU.
 
-`device_digest.eager_sums` is the reference; integer sums make both equal bit for bit.
+`digest.eager_sums` is the reference; integer sums make both equal bit for bit.
 """
 
 from __future__ import annotations

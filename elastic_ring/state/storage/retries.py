@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from elastic_ring.wording import cut
+
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -31,11 +33,13 @@ def ignore(text: str) -> None:
 class Retries:
     """`limit_s`: the last attempt begins so long after the first one failed; 0 for a single attempt.
 
-    `tell` gets a line for a person once an attempt has failed for TELL_AFTER_S, and then now and again.
+    `tell` gets a line for a person once an attempt has failed for TELL_AFTER_S, and then now and again. `pause`
+    waits so many seconds; a true answer ends the attempts.
     """
 
     limit_s: float
     tell: Callable[[str], None] = ignore
+    pause: Callable[[float], object] = lambda pause_s: time.sleep(pause_s)
 
     def __call__(
         self,
@@ -64,8 +68,9 @@ class Retries:
                     told_s = now_s
                     self.tell(f"waits for storage, for {left_s:.0f} s more: {shortened(error)}")
                 before_next(error)
-            # Many writers that a store turned away at once do not come back at once.
-            time.sleep(min(pause_s * random.uniform(0.5, 1.0), left_s))
+                # Many writers that a store turned away at once do not come back at once.
+                if self.pause(min(pause_s * random.uniform(0.5, 1.0), left_s)):
+                    raise
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
@@ -75,5 +80,4 @@ ONCE = Retries(0.0)
 
 def shortened(error: BaseException) -> str:
     """An error in one line of a length that a console can show."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= TOLD_CHARS else f"{text[:TOLD_CHARS]} ..."
+    return cut(" ".join(f"{type(error).__name__}: {error}".split()), TOLD_CHARS)

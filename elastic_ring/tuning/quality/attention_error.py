@@ -12,7 +12,7 @@ from torch import Tensor
 
 from elastic_ring.tuning.quality.families import Family
 from elastic_ring.tuning.quality.model import Masks, SmallModel, attend
-from elastic_ring.tuning.quality.train import Settings, masks_of
+from elastic_ring.tuning.quality.train import Settings
 
 
 @torch.no_grad()
@@ -29,10 +29,10 @@ def fidelity(
     layered = _dense_heads(model, tokens)
     found = {}
     for family in chosen:
-        masks = masks_of(family, settings, config)
+        masks = family.masks(settings.seq_len, config.num_heads)
         kept, error, size = [], 0.0, 0.0
         for number, (q, k, v) in enumerate(layered):
-            mask = masks.by_content(q, k) if family.top_k else masks.of_layer(number, q.device)
+            mask = masks.for_call(number, q, k)
             dense = attend(q, k, v, None)
             sparse = attend(q, k, v, mask)
             error += float((sparse - dense).square().sum())
@@ -47,7 +47,7 @@ def fidelity(
 
 def _dense_heads(model: SmallModel, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """q, k, v (B, S, H, D) of every layer of the dense model."""
-    dense = Masks(None, tokens.size(1), model.config.num_heads, top_k=0, block=1)
+    dense = Masks(None, tokens.size(1), model.config.num_heads)
     x, turn, found = model.embedding(tokens), model.turn(tokens.size(1)), []
     for number, layer in enumerate(model.layers):
         found.append(layer.heads(x, turn))  # type: ignore[operator]

@@ -1,116 +1,40 @@
 """The families that quality, speed and bytes are compared over: the same shape at any length, near one density.
 
-A family is a text for `attention.patterns.parse`, so that `--pattern` takes what was measured, or `top_k` blocks chosen
-by content. No training and no timing in here.
+A family is a text for `attention.patterns.parse`, so that `--pattern` takes what was measured. No training and no
+timing in here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.layers import AttentionFn, LayerPatterns, PatternedAttention
+from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.tuning.quality.model import Masks
 
 
 @dataclass(frozen=True)
 class Family:
-    """`text` for `parse_pattern`; or, with `top_k`, blocks of `block` tokens chosen by content.
-
-    `window` adds a window and the means of all blocks, mixed by learned gates. `first_query` routes by a block's first
-    query; the mean of all queries leaks later tokens of the block to earlier ones.
-    """
+    """`text` for `parse_pattern`, in blocks of `block` tokens."""
 
     name: str
     text: str
     block: int
-    top_k: int = 0
-    window: int = 0
-    first_query: bool = False
 
-    def pattern(self) -> LayerPatterns | None:
-        """None for content, whose pattern depends on the sequence."""
-        return None if self.top_k else LayerPatterns(parse_pattern(self.text).groups, self.block)
+    def pattern(self) -> LayerPatterns:
+        return LayerPatterns(parse_pattern(self.text).groups, self.block)
 
     def density(self, seq_len: int, num_layers: int, num_heads: int) -> float:
-        """Density for one document: for content of its `top_k` blocks, with gates of all three branches."""
+        """Density for one document."""
+        return self.pattern().density(seq_len, num_layers, num_heads, num_heads)
+
+    def masks(self, seq_len: int, num_heads: int) -> Masks:
+        return Masks(self.pattern(), seq_len, num_heads)
+
+    def layers(self, layout: Layout, num_layers: int, head_dim: int) -> list[AttentionFn]:
+        """The attention of each layer on one process, one for all where they are alike; heads of `head_dim`."""
         pattern = self.pattern()
-        if pattern is not None:
-            return pattern.density(seq_len, num_layers, num_heads, num_heads)
-        num_blocks, block = -(-seq_len // self.block), self.block
-        earlier = sum(min(self.top_k, row + 1) - 1 for row in range(num_blocks))
-        kept = earlier * block * block + num_blocks * block * (block + 1) // 2
-        if self.window:
-            kept += sum(min(self.window, row + 1) + row // block for row in range(seq_len))
-        return kept / (seq_len * (seq_len + 1) / 2)
-
-
-def families(seq_len: int, block: int, num_layers: int = 2) -> dict[str, Family]:
-    """One of each family for sequences of `seq_len` tokens, mostly with about a quarter of dense's pairs.
-
-    "one dense layer", with half the window in the others, has that density from 8 layers on. Raises: ValueError for
-    fewer than 16 blocks.
-    """
-    num_blocks = seq_len // block
-    if num_blocks < 16:
-        raise ValueError(f"seq_len={seq_len}, block={block}: give at least 16 blocks, by a smaller block")
-    window, unit = seq_len // 8, f"unit={block}"
-    near = f"sinks:{block // 4}+window:{window}"
-    texts = {
-        "dense": "dense",
-        "window": f"window:{window}",
-        "sinks + window": near,
-        "strided": f"strided:8,{num_blocks // 16},{unit}",
-        "longnet": f"longnet:{seq_len // 8}/1,{seq_len // 2}/4,{seq_len}/8",
-        "longnet + window": f"longnet:{seq_len // 2}/4,{seq_len}/8+window:{seq_len // 16}",
-        "bigbird": f"bigbird:{num_blocks // 16},1,{num_blocks // 16},{unit}",
-        "hierarchical": f"hierarchical:2,{unit}",
-        "random": f"random:{num_blocks // 8},{unit}",
-        "last layer dense": f"{near};dense@{num_layers - 1}",
-        "one dense layer": f"sinks:{block // 4}+window:{window // 2};dense@{num_layers // 2}",
-        # The dense head is one of those that begin by matching (see `model.Layer`): another would need far longer.
-        "1/4 dense + window": (
-            f'{{"groups": [{{"heads": [{{"rule": "dense"}}, {{"count": 3, "rule": "window:{window}"}}]}}]}}'
-        ),
-    }
-    found = {name: Family(name, text, block) for name, text in texts.items()}
-    found["content top-k"] = Family("content top-k", "", block, max(2, num_blocks // 8))
-    found["causal content"] = Family("causal content", "", block, max(2, num_blocks // 8), first_query=True)
-    found["gated"] = Family("gated", "", block, max(2, num_blocks // 16), window // 2)
-    return found
-
-
-MOST_KEPT = 0.25
-"""The largest share of dense's pairs that `block_families` keep."""
-
-
-def block_families(seq_len: int, block: int, num_layers: int = 8) -> dict[str, Family]:
-    """Families of whole blocks, as GPUs take them (there `block` is 128), all but two as dense as a quarter of the
-    pairs allows: "sinks" are the first block, and content is chosen by a block's first query, which knows no later
-    token. The two are "dense", and "one dense layer", with half the window of "sinks + window" in its other layers:
-    that is within a quarter from 8 layers on, and not brought up to it.
-
-    Raises `ValueError` where there are fewer than 16 blocks, or where they do not fill the sequence.
-    """
-    if seq_len % block or seq_len // block < 16:
-        raise ValueError(f"seq_len={seq_len}, block={block}: give at least 16 whole blocks, by a smaller block")
-    unit = f"unit={block}"
-
-    def most(text: str, least: int) -> int:
-        """The largest step that keeps at most a quarter."""
-        step = least
-        while Family("", text.format(step + 1), block).density(seq_len, 1, 1) <= MOST_KEPT:
-            step += 1
-        return step
-
-    near, random = f"bigbird:{{}},1,0,{unit}", f"random:{{}},{unit}"
-    levels, content = f"hierarchical:{{}},{unit}", f"topk:{{}},{unit}"
-    window = most(near, 1)
-    texts = {
-        "dense": "dense",
-        "sinks + window": near.format(window),
-        "one dense layer": f"{near.format(max(1, window // 2))};dense@{num_layers // 2}",
-        "random": random.format(most(random, 1)),
-        "hierarchical": levels.format(most(levels, 1)),
-        "causal content": content.format(most(content, 2)),
-    }
-    return {name: Family(name, text, block) for name, text in texts.items()}
+        ring = PatternedAttention(pattern, layout, 0, None)
+        num_different = num_layers if len({pattern.of_layer(i) for i in range(num_layers)}) > 1 else 1
+        return [ring.layer(i) for i in range(num_different)]

@@ -1,8 +1,7 @@
 """A decoder that trains in a minute, whose attention follows a pattern by mask, or is passed per layer.
 
-The package's own rules (and `choose_blocks` for content) define what is kept, as in rings; only the implementation
-differs: at these lengths a mask over dense attention is faster and supports batches. Time and bytes are measured
-elsewhere, never with masks.
+The package's own rules define what is kept, as in rings; only the implementation differs: at these lengths a mask over
+dense attention is faster and supports batches. Time and bytes are measured elsewhere, never with masks.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 from elastic_ring.attention.layers import AttentionFn, LayerPatterns
 from elastic_ring.attention.patterns.blocks import visible
 from elastic_ring.attention.patterns.rules import Dense
-from elastic_ring.contrib.block_means import choose_blocks
-from elastic_ring.contrib.gated import GatedSparseAttention
 
 
 @dataclass(frozen=True)
@@ -40,17 +37,10 @@ class SmallConfig:
 
 
 class Masks:
-    """Boolean masks (H, S, S) by layer. With `top_k`, blocks are chosen by content; with `window`, the layers have
-    gates and apply their own masks.
-    """
+    """Boolean masks (H, S, S) by layer; without a pattern plain causal attention."""
 
-    def __init__(
-        self, pattern: LayerPatterns | None, seq_len: int, num_heads: int, *, top_k: int, block: int, window: int = 0,
-        first_query: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, pattern: LayerPatterns | None, seq_len: int, num_heads: int) -> None:
         self.pattern, self.seq_len, self.num_heads = pattern, seq_len, num_heads
-        self.top_k, self.block, self.window = top_k, block, window
-        self.first_query = first_query
         self._kept: dict[tuple[int, torch.device], Tensor | None] = {}
 
     def of_layer(self, layer: int, device: torch.device) -> Tensor | None:
@@ -71,17 +61,13 @@ class Masks:
         heads = rules * self.num_heads if len(rules) == 1 else rules
         return torch.from_numpy(np.stack([seen[rule] for rule in heads]))
 
-    def by_content(self, q: Tensor, k: Tensor) -> Tensor:
-        """Bool (B, H, S, S): the blocks that `choose_blocks` picks for each sequence; q, k (B, S, H, D)."""
-        num_blocks = -(-self.seq_len // self.block)
-        mean_q, mean_k = (x.detach().unflatten(1, (num_blocks, self.block)).mean(2) for x in (q, k))
-        if self.first_query:
-            mean_q = q.detach()[:, :: self.block]
-        # Heads choose independently, so the batch can be folded into the heads.
-        mean_q, mean_k = (x.transpose(0, 1).flatten(1, 2) for x in (mean_q, mean_k))
-        chosen = choose_blocks(mean_q, mean_k, list(range(num_blocks)), self.top_k).unflatten(0, (q.size(0), -1))
-        wide = chosen.repeat_interleave(self.block, 2).repeat_interleave(self.block, 3)
-        return wide & torch.ones(self.seq_len, self.seq_len, dtype=torch.bool, device=q.device).tril()
+    def for_call(self, layer: int, q: Tensor, k: Tensor) -> Tensor | None:
+        """The mask of a layer for these q and k (B, S, H, D)."""
+        return self.of_layer(layer, q.device)
+
+    def gates(self, config: SmallConfig) -> nn.Module | None:
+        """A module for one layer that mixes views of the sequence in place of a mask; None where there is none."""
+        return None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -139,7 +125,7 @@ class Layer(nn.Module):
     but show no key that a pattern hides.
     """
 
-    def __init__(self, config: SmallConfig, gated: GatedSparseAttention | None) -> None:
+    def __init__(self, config: SmallConfig, gated: nn.Module | None) -> None:
         super().__init__()
         self.num_heads, self.gated, self.pieces = config.num_heads, gated, AS_WRITTEN
         self.attention_norm, self.ffn_norm = nn.RMSNorm(config.width), nn.RMSNorm(config.width)
@@ -166,7 +152,7 @@ class Layer(nn.Module):
         if self.gated is not None:
             seen = self.gated(self.attention_norm(x), q, k, v)
         elif isinstance(masks, Masks):
-            seen = attend(q, k, v, masks.by_content(q, k) if masks.top_k else masks.of_layer(layer, q.device))
+            seen = attend(q, k, v, masks.for_call(layer, q, k))
         else:
             seen = masks[layer](q, k, v)
         return self.rest(x, seen)
@@ -188,7 +174,9 @@ class SmallModel(nn.Module):
         torch.manual_seed(seed)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.layers = nn.ModuleList(Layer(config, _gates(config, masks)) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(config, None if masks is None else masks.gates(config)) for _ in range(config.num_layers)
+        )
         self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
 
@@ -206,14 +194,6 @@ class SmallModel(nn.Module):
             x = layer(x, turn, masks, number)
         logits: Tensor = self.head(self.norm(x))
         return logits
-
-
-def _gates(config: SmallConfig, masks: Masks | None) -> GatedSparseAttention | None:
-    if masks is None or not masks.window:
-        return None
-    return GatedSparseAttention(
-        config.width, config.num_heads, block=masks.block, top_k=masks.top_k, window=masks.window
-    )
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

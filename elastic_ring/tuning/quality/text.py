@@ -1,12 +1,7 @@
-"""Long real documents for the trailing-token loss: the standard library's sources, in path order.
-
-`long_range_bits` checks that distant text helps at all: without long-range signal in the corpus every window would
-look perfect. Nothing is trained in here.
-"""
+"""Long real documents for the trailing-token loss: the standard library's sources, in path order. No training here."""
 
 from __future__ import annotations
 
-import lzma
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +10,6 @@ from numpy.typing import NDArray
 from elastic_ring.data.source import SourceConfig, StdlibText, open_source
 
 Tokens = NDArray[np.int64]
-_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 20}]
 
 
 @dataclass(frozen=True)
@@ -64,34 +58,3 @@ def batch(corpus_: Corpus, seed: int, step: int, size: int) -> Tokens:
         order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(len(training))
         rows.append(training[order[place]])
     return np.stack(rows)
-
-
-def long_range_bits(sequences: Tokens, near: int, tail: int) -> dict[str, float]:
-    """Bits per byte that a compressor needs for the last `tail` bytes, by context.
-
-    `near`: the `near` bytes before them. `far`: everything before them. `other`: the near bytes, and as many distant
-    ones of another document. far < other shows that the document's own distant text helps, not just more text. A
-    compressor's gain is a lower bound on what can be learned.
-    """
-    total = {"near": 0, "far": 0, "other": 0}
-    num = len(sequences)
-    for i in range(num):
-        text = _bytes(sequences[i])
-        distant = _bytes(sequences[(i + num // 2) % num])
-        before, last = text[:-tail], text[-tail:]
-        contexts = {
-            "near": before[-near:],
-            "far": before,
-            "other": distant[: len(before) - near] + before[-near:],
-        }
-        for name, context in contexts.items():
-            total[name] += _size(context + last) - _size(context)
-    return {name: 8 * size / (num * tail) for name, size in total.items()}
-
-
-def _bytes(tokens: Tokens) -> bytes:
-    return bytes(tokens[tokens < 256].astype(np.uint8))
-
-
-def _size(data: bytes) -> int:
-    return len(lzma.compress(data, format=lzma.FORMAT_RAW, filters=_FILTERS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch.multiprocessing as mp
 
 from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.contrib.peer_memory import ARRIVED_KEYS, PeerMemory
+from experiments.peer_exchange import PeerRing
+from experiments.peer_memory import ARRIVED_KEYS, PeerMemory
 from tests.unit.attention.attention_rings import Case
 from tests.unit.sparse.block_cases import block_case, check_bytes, masked_reference
 
@@ -46,10 +48,13 @@ def _memory(cp_rank: int, cp: int) -> PeerMemory:
     return memory
 
 
-def _run(case: Case, cp_rank: int, ledger: HopLedger, **options: Any) -> list[torch.Tensor]:
+def _run(
+    case: Case, cp_rank: int, ledger: HopLedger, memory: PeerMemory | None = None, **options: Any
+) -> list[torch.Tensor]:
     q, k, v, dout = (case.layout.scatter(x, cp_rank, 1).cuda() for x in case.tensors())
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    ring = RingAttention(case.schedule, cp_rank, dist.group.WORLD, ledger=ledger, **options)
+    kind: Any = RingAttention if memory is None else partial(PeerRing, memory=memory)
+    ring = kind(case.schedule, cp_rank, dist.group.WORLD, ledger=ledger, **options)
     out = ring(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 

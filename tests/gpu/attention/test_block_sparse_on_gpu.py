@@ -13,8 +13,8 @@ from elastic_ring.attention.patterns.blocks import block_kinds
 from elastic_ring.attention.patterns.families import BigBird, Hierarchical, Profile
 from elastic_ring.attention.patterns.rules import Dense, Rule, Strided, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.contrib.block_sparse import BlockSparseAttention, choose_on_device
-from elastic_ring.contrib.head_rules import longnet, mixed
+from experiments.block_sparse import BlockSparseAttention, choose_on_device
+from experiments.head_rules import longnet, mixed
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.contrib.cuda_graphs import GraphedRing, make_graphed
 from elastic_ring.errors import PeerFailed
+from experiments.cuda_graphs import GraphedRing, make_graphed
 from tests.gpu.attention.test_attention_between_gpus import spawn
 from tests.unit.attention.attention_rings import Case
 from tests.unit.sparse.block_cases import block_case

@@ -103,7 +103,9 @@ def test_a_digest_in_one_pass_is_the_eager_one(num_words: int) -> None:
     sums = torch.zeros(2, dtype=torch.int64, device="cuda")
     device_digest.eager_sums(words, sums)
     wanted = sums.tolist()
-    _, first, second = map(int, torch.frombuffer(bytearray(device_digest.device_digest(words)), dtype=torch.int64))
+    _, first, second = map(
+        int, torch.frombuffer(bytearray(device_digest.device_digests([words])[0]), dtype=torch.int64)
+    )
     assert [first, second] == wanted
 
 

@@ -106,7 +106,7 @@ class Cloud:
         if self._road == "metadata":
             self._metadata.leaves[node] = time.time() + NOTICE_S
         elif self._road == "SIGTERM":
-            self._machines.end_node(self._index(node))
+            self._machines.nodes[self._index(node)].terminate()
         else:
             command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self._machines.address,
                        "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",

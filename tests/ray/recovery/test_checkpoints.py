@@ -186,7 +186,10 @@ def test_at_dp_1_the_loss_of_a_rank_costs_the_steps_since_the_checkpoint_and_no_
     summary = run(tmp_path, "one-ring", dp=1, cp=2, spares=1, run={**EVERY_3, "copies": "0"},
                   faults="kill@step=5,phase=vote,rank=1").summary  # fmt: skip
     assert [recovery["source"] for recovery in summary["recoveries"]] == ["checkpoint"]
-    assert "the next loss goes back to the last checkpoint (one each 3 step(s)); copies=1 (--copies 1)" in caplog.text
+    assert (
+        "a loss of any process: back to the newest checkpoint (one each 3 step(s)). copies=1 (--copies 1)"
+        in caplog.text
+    )
     assert same(summary, reference)
 
 

@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from elastic_ring.control.capacity.worker_pool import STANDBY_AFTER_S, _spread
 from elastic_ring.control.messages import NodeJoined, NodeLost, StartWorker
 from elastic_ring.control.options import ControlOptions
@@ -149,12 +151,15 @@ def test_what_is_covered_is_told_for_a_process_a_host_and_two() -> None:
     assert covered(packed.state) == {"any process": "a wait for workers"}
     alone = {"dp": 1, "cp": 2, "spares": 1}
     hosts = {"a": 1, "b": 1, "c": 1}
-    assert covered(_fleet(hosts, **alone).state)["any host"] == "back to the newest checkpoint"
+    assert covered(_fleet(hosts, **alone).state)["any host"] == "the end of the run", "there are no checkpoints"
+    saves = _fleet(hosts, **alone, takes_checkpoints=True)
+    assert covered(saves.state)["any host"] == "back to the newest checkpoint"
     assert covered(_fleet(hosts, **alone, copies="1").state)["any host"] == "back to copies"
 
 
-def test_what_is_told_of_a_host_is_what_follows_from_its_loss() -> None:
-    """Each host of random fleets is lost once, from the same state: the worst that happens is what was told."""
+@pytest.mark.parametrize("num_domains", [0, 2, 3])
+def test_what_is_told_of_a_host_or_a_failure_domain_is_what_follows_from_its_loss(num_domains: int) -> None:
+    """Each one of random fleets is lost once, from the same state: the worst that happens is what was told."""
     rng, seen = random.Random(12), Counter[str]()
     for _ in range(60):
         cp, dp = rng.choice([1, 2, 4]), rng.randint(1, 3)
@@ -162,18 +167,22 @@ def test_what_is_told_of_a_host_is_what_follows_from_its_loss() -> None:
         if sum(hosts.values()) < dp * cp:
             continue
         options = {"dp": dp, "cp": cp, "spares": rng.randint(0, 3), "min_dp": rng.choice([1, dp])}
-        told = covered(_fleet(hosts, **options).state).get("any host")
+        domains = {host: (f"d{index % num_domains}",) for index, host in enumerate(hosts)} if num_domains else {}
+        parts = [[host for host in hosts if domains.get(host, host) == one] for one in {*domains.values()} or hosts]
+        formed = _fleet(hosts, domains, **options).state
+        told = covered(formed).get("any failure domain" if num_domains else "any host")
         if told is None:
             continue
-        follows = [_after(_fleet(hosts, **options), host) for host in hosts]
-        assert max(follows, key=OUTCOMES.index) == told, (hosts, options)
+        follows = [_after(_fleet(hosts, domains, **options), part) for part in parts]
+        assert max(follows, key=OUTCOMES.index) == told, (hosts, domains, options)
         seen[told] += 1
     assert len(seen) == 4, seen
 
 
-def _after(run: Bench, host: str) -> str:
+def _after(run: Bench, lost: list[str]) -> str:
     before = mesh_of(run.state)
-    run.handle(NodeLost("n", host))
+    for host in lost:
+        run.handle(NodeLost("n", host))
     if run.phase == "running":
         return OUTCOMES[0]
     run.report_all(3)
@@ -181,4 +190,5 @@ def _after(run: Bench, host: str) -> str:
         return "a wait for workers"
     if run.phase == "building":
         return OUTCOMES[0] if mesh_of(run.state) == before else "fewer rings"
-    return "back to the newest checkpoint"
+    assert run.phase == "ended"
+    return "the end of the run"

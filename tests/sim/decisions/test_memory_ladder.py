@@ -20,8 +20,8 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.control.state import members, spares
 from elastic_ring.forecast.faults import random_schedule
-from elastic_ring.forecast.simulate import simulate
 from tests.sim.bench import Bench, build_in, end_in, only
+from tests.sim.truth import simulate
 
 NODES = {"a": 3, "b": 3}
 DETAIL = "RuntimeError: DefaultCPUAllocator: you tried to allocate 4096 bytes, in loss (job.py:7)"

@@ -39,11 +39,13 @@ from benchmarks.quality.clock import (
     train_for,
     train_step,
 )
+from benchmarks.quality.content import ContentFamily
+from benchmarks.quality.families import MOST_KEPT, block_families
 from benchmarks.quality.quality_clock import main, table
 from benchmarks.quality.records import finished
 from elastic_ring.attention import layers
 from elastic_ring.data.source import TextFiles
-from elastic_ring.tuning.quality.families import MOST_KEPT, Family, block_families
+from elastic_ring.tuning.quality.families import Family
 from elastic_ring.tuning.quality.model import Masks, SmallConfig, SmallModel
 from elastic_ring.tuning.quality.text import Corpus, corpus
 from tests.unit.attention.attention_rings import one_thread
@@ -76,10 +78,9 @@ def texts(text: Path) -> Corpus:
 def masks_of(family: Family, settings: ClockSettings) -> Masks:
     """By the definition; `families` has content apart from the texts."""
     num_chosen = int(family.text.split(":")[1].split(",")[0]) if family.text.startswith("topk") else 0
-    return Masks(
-        None if num_chosen else family.pattern(), settings.seq_len, settings.num_heads, top_k=num_chosen,
-        block=settings.block, first_query=True,
-    )  # fmt: skip
+    if num_chosen:
+        family = ContentFamily(family.name, "", settings.block, num_chosen, first_query=True)
+    return family.masks(settings.seq_len, settings.num_heads)
 
 
 def loss_and_gradients(model: SmallModel, rows: torch.Tensor, seen: Any) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.quality.content import ContentFamily
 from elastic_ring.attention import layers
 from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.attention.comm.ledger import HopLedger
@@ -23,9 +24,8 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.chunks import chunks_of
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.routing.router import Router
-from elastic_ring.contrib.block_means import choose_blocks
-from elastic_ring.contrib.pattern_choice import choose
-from elastic_ring.tuning.quality.families import Family
+from experiments.block_means import choose_blocks
+from experiments.pattern_choice import choose
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.content.content_cases import (
     LAYOUTS,
@@ -342,7 +342,7 @@ def test_its_density_is_known_before_a_call_and_with_another_rule_beside_it_is_a
         assert kept <= said + 1e-12 <= 1 + 2e-12, text
     assert parse_pattern("topk:3+window:9;dense@1").density_is_bound
     assert not parse_pattern("topk:3;window:9@1").density_is_bound
-    family = Family("content", "", 16, top_k=4)
+    family = ContentFamily("content", "", 16, top_k=4)
     assert parse_pattern("topk:4,unit=16").density(256, 2, 4, 4) == pytest.approx(family.density(256, 2, 4))
 
 

@@ -263,7 +263,7 @@ def test_a_commit_that_failed_after_its_manifest_was_there_keeps_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the folder's fsync fails, or an answer is lost: the second try meets the manifest of the first."""
-    monkeypatch.setattr(checkpoints, "RETRY_PAUSES_S", (0.01,))
+    monkeypatch.setattr(checkpoints, "RETRY_S", 0.5)
     run, tries = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9)), []
 
     def commit(storage: Storage, manifest: Any) -> bool:
@@ -288,7 +288,7 @@ def test_a_commit_that_failed_after_its_manifest_was_there_keeps_its_files(
 def test_a_listing_that_fails_is_no_failed_checkpoint_and_a_commit_that_fails_is_tried_again(
     object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "RETRY_PAUSES_S", (0.1,) * 20)
+    monkeypatch.setattr(checkpoints, "RETRY_S", 2.0)
     with faulty_proxy(object_store.port) as proxy:
         for name, value in {**object_store.environment, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
             monkeypatch.setenv(name, value)
@@ -345,7 +345,7 @@ def test_a_checkpoint_that_is_left_out_is_told_and_the_next_is_asked_for_soon(
 def test_a_file_that_the_coordinator_does_not_see_whole_keeps_the_checkpoint_from_counting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "RETRY_PAUSES_S", (0.1, 0.1))
+    monkeypatch.setattr(checkpoints, "RETRY_S", 0.2)
     run = Run(tmp_path, CheckpointConfig(every_steps=1))
     for step, cut in ((1, lambda file: file.unlink()), (2, lambda file: os.truncate(file, 10))):
         parts = run.save(step)
@@ -383,7 +383,7 @@ def test_a_coordinator_that_another_one_has_replaced_commits_nothing(tmp_path: P
 def test_whatever_keeps_a_checkpoint_from_counting_is_told_and_counts_as_failing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "RETRY_PAUSES_S", ())
+    monkeypatch.setattr(checkpoints, "RETRY_S", 0.0)
     planned = iter([RuntimeError("a defect"), CheckpointDamaged("a manifest is damaged")])
 
     def inject(step: int) -> None:

@@ -12,18 +12,17 @@ import torch
 
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.data.loader import (
-    DIGEST_LIMBS,
     IGNORE,
     ArrivedCopies,
     Loader,
     Slice,
     consumed_digest,
-    digest_value,
     slice_sample,
 )
 from elastic_ring.data.sampling.order import Order, share
 from elastic_ring.data.source import Sample
 from elastic_ring.errors import DigestMismatch
+from tests.unit.data.digests import digest_value
 
 CONTEXT = 29
 
@@ -111,7 +110,7 @@ def batch_slices(step: int, dp: int, cp: int, layout: str, global_batch: int = 7
 def total(step: int, ranks: list[list[Slice]]) -> tuple[int, int]:
     """As the vote does it: limbs of all ranks summed in float64."""
     limbs = torch.tensor([consumed_digest(step, slices) for slices in ranks], dtype=torch.float64).sum(dim=0)
-    assert limbs.shape == (DIGEST_LIMBS,)
+    assert limbs.shape == (4,)
     return digest_value(limbs.tolist())
 
 

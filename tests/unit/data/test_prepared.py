@@ -27,7 +27,7 @@ from elastic_ring.control.state import State
 from elastic_ring.data import row_groups
 from elastic_ring.data.chunks import ChunkCache
 from elastic_ring.data.growth import longer_manifest
-from elastic_ring.data.loader import consumed_digest, digest_value, slice_sample
+from elastic_ring.data.loader import consumed_digest, slice_sample
 from elastic_ring.data.manifest import Manifest, read_manifest
 from elastic_ring.data.packing import END_OF_DOCUMENT
 from elastic_ring.data.prepared import Later, PreparedCorpus, PreparedTokens, apportioned
@@ -37,6 +37,7 @@ from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from tests.unit.data.corpora import prepared, texts, write_jsonl
+from tests.unit.data.digests import digest_value
 
 CONTEXT = 40
 

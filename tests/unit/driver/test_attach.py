@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,10 @@ from elastic_ring.errors import CoordinatorLost
 from elastic_ring.monitor.metrics import write_json
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.attach import attempt_of, refuse_other_settings, tell_other_versions
-from elastic_ring.runtime.identity import Identity, few
+from elastic_ring.runtime.identity import NUM_TOLD, Identity
+from elastic_ring.wording import few
 
-EARLIER = "the record is of an earlier version, which wrote no identity"
-RECORDED = {
-    "digest": "a", "scaling": {"dp": 2, "cp": 2}, "step": {"steps": 3, "seed": 0}, "run": {"name": "x", "faults": []},
-}  # fmt: skip
-
-
-def differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    return attach.differences(recorded, Identity(), wanted)
-
-
-def test_what_differs_from_the_recorded_settings_is_named() -> None:
-    run = {"name": "y", "faults": ["exit@step=1"]}
-    wanted = {**RECORDED, "digest": "b", "step": {"steps": 4, "seed": 0}, "run": run}
-    told = differences(RECORDED, wanted)
-    assert told == ["run.faults: [] there, ['exit@step=1'] here", "step.steps: 3 there, 4 here", EARLIER]
-
-
-def test_a_pattern_that_only_one_of_them_has_is_named_and_long_values_are_cut() -> None:
-    told = differences({**RECORDED, "pattern": "w" * 100}, RECORDED)
-    assert told == [f"pattern: {'w' * 60}… there, None here", EARLIER]
+RECORDED: dict[str, Any] = {"digest": "a", "identity": {}, "run": {"name": "x", "faults": []}}
 
 
 def test_other_versions_are_no_other_settings_and_are_told_in_one_line(
@@ -43,7 +24,7 @@ def test_other_versions_are_no_other_settings_and_are_told_in_one_line(
 ) -> None:
     there = {"torch": "2.12.0", "ray": "2.60.0", "driver": "580.1"}
     here = {"torch": "2.13.0", "ray": "2.60.0", "python": "3.12.1"}
-    assert differences({**RECORDED, "versions": there}, {**RECORDED, "versions": here}) == []
+    assert attach.differences({**RECORDED, "versions": there}, Identity(), {**RECORDED, "versions": here}) == []
     run = RunConfig("x", run_dir=str(tmp_path))
     tell_other_versions(run, here)  # of a run without a record there is nothing to say
     for recorded in (RECORDED, {**RECORDED, "versions": here}, {**RECORDED, "versions": there}):
@@ -54,12 +35,13 @@ def test_other_versions_are_no_other_settings_and_are_told_in_one_line(
 
 
 def test_only_some_of_many_are_told() -> None:
-    wanted = {**RECORDED, "scaling": {"dp": 3, "cp": 4}, "step": {"steps": 4, "seed": 1}}
-    assert few(differences(RECORDED, wanted)).endswith("step.seed: 0 there, 1 here and 2 more")
+    what = {name: "1" for name in ("a", "b", "c", "d", "e")}
+    told = Identity(what).differences({})
+    assert few(told, NUM_TOLD, "; ") == "a: None there, 1 here; b: None there, 1 here; c: None there, 1 here and 2 more"
 
 
-def test_no_difference_is_made_up() -> None:
-    assert differences(RECORDED, {**RECORDED, "digest": "b"}) == []
+def test_other_settings_are_refused_by_name() -> None:
+    refuse_other_settings(RunConfig("x", run_dir="r"), [], "here")
     with pytest.raises(ValueError, match=r"'x' is taken by a run with other settings \(here, in step\.steps\)"):
         refuse_other_settings(RunConfig("x", run_dir="r"), ["step.steps"], "here")
 

@@ -1,4 +1,4 @@
-"""A run's identity holds what it trains on, never where that lies; identities of earlier versions are read, too."""
+"""A run's identity holds what it trains on, never where that lies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import write_json
 from elastic_ring.runtime.driver.attach import _holds
-from elastic_ring.runtime.identity import VERSION, changed_files, contents_of, described
+from elastic_ring.runtime.identity import VERSION, changed_files, contents_of
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
 CONTEXT = 64
@@ -120,23 +120,11 @@ def test_a_finished_run_needs_its_data_no_more(tmp_path: Path) -> None:
         trainer(elsewhere(data, tmp_path / "a", tmp_path / "b"), tmp_path / "run")._finished()
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_an_identity_of_an_earlier_version_is_read_and_a_move_that_it_cannot_follow_says_so(
-    source: Callable[[Path], SourceConfig], tmp_path: Path
-) -> None:
-    data = source(tmp_path / "a")
-    own = trainer(data, tmp_path / "run")._identity
-    earlier = {**own.what, "data": described(data)}
-    del earlier[VERSION]
-    assert own.differences(earlier) == []
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    moved = trainer(elsewhere(data, tmp_path / "a", tmp_path / "b"), tmp_path / "run")._identity
-    told = moved.differences(earlier)
-    if source is prepared_tokens:  # its digest was in the text
-        assert told == []
-        told = moved.differences({**earlier, "data": earlier["data"].replace("digest='", "digest='0")})
-    assert "data: " in told[0]
-    assert "an earlier version, which wrote where data were" in told[1]
+def test_what_differs_is_named_and_another_version_of_identities_is_no_match(tmp_path: Path) -> None:
+    own = trainer(text_files(tmp_path / "a"), tmp_path / "run")._identity
+    assert own.differences(own.what) == []
+    told = own.differences({**own.what, "step.seed": "3", "pattern": "w" * 100})
+    assert told == [f"pattern: {'w' * 60}... there,  here", "step.seed: 3 there, 0 here"]
     assert own.differences({**own.what, VERSION: "contents 9"}) == [
         "it has an identity of another version (contents 9), and this one writes contents 1"
     ]

@@ -18,7 +18,7 @@ from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import Build
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu import device
-from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser, CudaContexts, release_other_contexts
+from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser, Contexts, CudaContexts, end_contexts, unused_others
 from elastic_ring.runtime.worker import member
 from elastic_ring.runtime.worker.actor import Worker
 from elastic_ring.runtime.worker.copies import Copies
@@ -64,43 +64,47 @@ class Told:
 # ------------------------------------------------------------ which
 
 
+def released(contexts: Contexts) -> int:
+    return end_contexts(unused_others(OWN, contexts), contexts)
+
+
 def test_every_other_gpu_with_a_context_is_released_once_caches_are_empty() -> None:
     told = Told()
-    assert release_other_contexts(OWN, told) == 2
+    assert released(told) == 2
     assert told.calls == [("empty", 0, 2), 0, 2]
 
 
 def test_alone_on_a_gpu_nothing_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
     monkeypatch.setattr(told, "having", lambda: [1])
-    assert (release_other_contexts(OWN, told), told.calls) == (0, [])
+    assert (released(told), told.calls) == (0, [])
 
 
 def test_a_gpu_with_memory_in_use_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     told = Told()
     told.in_use |= {0: 512, 1: 1 << 30}
-    assert (release_other_contexts(OWN, told), told.calls[1:]) == (1, [2])
+    assert (released(told), told.calls[1:]) == (1, [2])
     assert "GPU 0 is kept: 512 bytes of this process" in caplog.text
 
 
 def test_pinned_memory_keeps_all_since_nobody_can_tell_whose_it_is(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOG)
     told = Told(pinned_bytes=4096)
-    assert (release_other_contexts(OWN, told), told.calls) == (0, [("empty", 0, 2)])
+    assert (released(told), told.calls) == (0, [("empty", 0, 2)])
     assert "4096 bytes of pinned memory" in caplog.text
 
 
 def test_a_gpu_that_is_not_released_is_logged_and_the_next_one_is(caplog: pytest.LogCaptureFixture) -> None:
     told = Told()
     told.codes[0] = 46
-    assert (release_other_contexts(OWN, told), told.calls[1:]) == (1, [0, 2])
+    assert (released(told), told.calls[1:]) == (1, [0, 2])
     assert "GPU 0 is kept: cudaDeviceReset returned 46" in caplog.text
 
 
 def test_what_is_told_is_what_is_gone_not_what_cuda_answers(caplog: pytest.LogCaptureFixture) -> None:
     told = Told()
     told.staying = [0]
-    assert (release_other_contexts(OWN, told), told.calls[1:]) == (1, [0, 2])
+    assert (released(told), told.calls[1:]) == (1, [0, 2])
     assert "GPU 0 is kept: it still has a context after cudaDeviceReset" in caplog.text
 
 
@@ -108,7 +112,7 @@ def test_what_is_told_is_what_is_gone_not_what_cuda_answers(caplog: pytest.LogCa
 def test_what_is_raised_ends_no_training(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     told = Told()
     told.codes[0] = error
-    assert (release_other_contexts(OWN, told), told.calls[1:]) == (0, [0])
+    assert (released(told), told.calls[1:]) == (0, [0])
     assert [record.message for record in caplog.records] == [f"other GPUs are kept: {type(error).__name__}: {error}"]
 
 
@@ -216,12 +220,12 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     """In the loop itself: behind the commit and its record, not where it stops for a boundary, nor while memory is
     pinned."""
     order: list[str] = []
-    saver = SimpleNamespace(is_preparing=False)
+    saver = SimpleNamespace(pinning=SimpleNamespace(is_running=False))
     state = SimpleNamespace(applied=0, shard=SimpleNamespace(counters=SimpleNamespace(applied=0)))
 
     def run(step: int, *, boundary: bool, checkpoint: float, copies: float) -> tuple[Any, Any]:
         state.applied = step + 1
-        saver.is_preparing = step == 0
+        saver.pinning.is_running = step == 0
         order.append(f"run {step}")
         outcome = SimpleNamespace(boundary=step == 2, checkpoint=False, checkpoint_missed=False)
         return outcome, SimpleNamespace(data_wait_s=0.0)

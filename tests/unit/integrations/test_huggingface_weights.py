@@ -89,7 +89,7 @@ def test_weights_that_do_not_fit_are_named_the_first_five(tmp_path: Path) -> Non
         ring_model(tmp_path)
     told = str(caught.value)
     assert "1 missing: model.norm.weight" in told
-    assert "7 unknown to the model: extra.0, extra.1, extra.2, extra.3, extra.4, …" in told
+    assert "7 unknown to the model: extra.0, extra.1, extra.2, extra.3, extra.4 and 2 more" in told
     assert "1 of another shape: lm_head.weight (66, 16) instead of (67, 16)" in told
     assert ring_model(tmp_path, weights=False).weights is None
 

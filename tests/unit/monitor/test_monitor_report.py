@@ -202,7 +202,7 @@ def test_an_ended_run_has_no_members_and_a_silent_one_those_of_its_last_news(run
     silent = render_status(run, now_unix_s=5123.4)
     assert "w-0" in silent
     assert doubt in silent
-    write_json(run / "status.json", live_status(ended=True, phase="ended"))  # as earlier versions left it
+    write_json(run / "status.json", live_status(ended=True, phase="ended"))
     ended = render_status(run, now_unix_s=9e9)
     assert "members    none any more" in ended
     assert not any(word in ended for word in ("w-0", "pid", doubt))
@@ -270,7 +270,6 @@ def test_goodput_says_where_the_rest_of_the_time_went() -> None:
         "goodput 43% of 72 s; the rest: start 31 s, compiling, writing the weights and other 8 s, checkpoints 2 s"
     )
     assert goodput_line({"goodput": 1.0, "time_s": {"steps": 7200.0, "startup": 30.9}}) == "goodput 100% of 7231 s"
-    assert goodput_line({"goodput": 0.5}) == "goodput 50%", "of an earlier version"
     assert set(TIME_NAMES) == set(TIME_PARTS) - {"steps"}
 
 

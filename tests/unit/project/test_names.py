@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDERS = ("elastic_ring", "benchmarks", "jobs", "tune", "tests", "examples")
+FOLDERS = ("elastic_ring", "benchmarks", "experiments", "jobs", "tune", "tests", "examples")
 
 FILES = {
     "lookout": "node_monitor", "charter": "run_spec", "card": "worker_spec", "chronicle": "run_recorder",

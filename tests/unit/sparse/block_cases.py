@@ -17,8 +17,8 @@ from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import residue_class, striped
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
-from elastic_ring.contrib.block_function import BlockFunction
-from elastic_ring.contrib.head_rules import longnet, mixed
+from experiments.block_function import BlockFunction
+from experiments.head_rules import longnet, mixed
 from tests.unit.attention.attention_rings import relative_error
 from tests.unit.sparse.pattern_cases import SparseCase
 

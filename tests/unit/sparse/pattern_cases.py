@@ -17,8 +17,8 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.contrib.block_function import BlockFunction
-from elastic_ring.contrib.head_rules import longnet
+from experiments.block_function import BlockFunction
+from experiments.head_rules import longnet
 from tests.unit.attention.attention_rings import in_threads
 
 Sees = Callable[[int, int], bool]

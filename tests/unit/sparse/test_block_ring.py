@@ -30,8 +30,8 @@ from elastic_ring.attention.plan.padded_blocks import padded
 from elastic_ring.attention.plan.sparse_blocks import plan_blocks
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.contrib.block_function import BlockFunction
-from elastic_ring.contrib.block_sparse import tables_for
+from experiments.block_function import BlockFunction
+from experiments.block_sparse import tables_for
 from tests.gpu.gpu_rings import ProcessGroups, run_sparse_on
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.sparse.block_cases import (

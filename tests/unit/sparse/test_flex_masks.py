@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 
 from elastic_ring.attention.kernels.adapters import block_reference, flex, reference
-from elastic_ring.attention.kernels.adapters.block_sparse import compiled_shape, flex_mask, padded_blocks
+from elastic_ring.attention.kernels.adapters.block_sparse import flex_mask, padded_blocks
 from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart
 from elastic_ring.attention.layouts.layout import zigzag
 from elastic_ring.attention.lowering.device_blocks import on_device
@@ -21,7 +21,8 @@ from elastic_ring.attention.patterns.rules import Dense, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.padded_blocks import padded
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
-from elastic_ring.contrib.block_sparse import tables_for
+from experiments.block_sparse import tables_for
+from tests.unit.sparse.compiled_shapes import compiled_shape
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ import torch
 from elastic_ring.attention.accumulate import Accumulator, GradientSum
 from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.kernels.adapters.block_reference import seen_by, seen_by_key
-from elastic_ring.attention.kernels.adapters.block_sparse import compiled_shape, padded_blocks
+from elastic_ring.attention.kernels.adapters.block_sparse import padded_blocks
 from elastic_ring.attention.kernels.block_tables import tables_apart
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import named
@@ -38,6 +38,7 @@ from tests.unit.sparse.block_cases import (
     grouped_case,
     masked_reference,
 )
+from tests.unit.sparse.compiled_shapes import compiled_shape
 
 CPU = torch.device("cpu")
 LAYOUTS = ("contiguous", "zigzag", "striped", "by residue")

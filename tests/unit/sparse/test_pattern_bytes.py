@@ -18,7 +18,7 @@ from elastic_ring.attention.patterns.rules import Dense, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
-from elastic_ring.contrib.pattern_choice import choose
+from experiments.pattern_choice import choose
 from tests.unit.attention.attention_rings import ThreadRings, one_thread, relative_error
 from tests.unit.attention.test_attention_bytes import WireTap
 from tests.unit.sparse.pattern_cases import (

@@ -23,7 +23,7 @@ from elastic_ring.attention.patterns.families import BigBird, Dilated
 from elastic_ring.attention.patterns.rules import Dense, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
-from elastic_ring.contrib.pattern_choice import choose, price_exchanges
+from experiments.pattern_choice import choose, price_exchanges
 from tests.unit.sparse.pattern_cases import RULES
 
 SIZES = Sizes(16, 4)

@@ -27,8 +27,8 @@ from elastic_ring.attention.patterns.blocks import (
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
 from elastic_ring.attention.patterns.rules import FULL, NONE, PART, Dense, Rule, Sinks, Strided, Union, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.contrib.block_function import BlockFunction
-from elastic_ring.contrib.head_rules import load_profile, longnet, mixed
+from experiments.block_function import BlockFunction
+from experiments.head_rules import load_profile, longnet, mixed
 from tests.unit.sparse.pattern_cases import AHEAD, RULES, sees_of
 
 LENGTH = 67
@@ -240,8 +240,8 @@ def test_planning_needs_no_torch() -> None:
         "from elastic_ring.attention.autolayout.choice import Sizes\n"
         "from elastic_ring.attention.patterns.sparse import SparsePattern\n"
         "from elastic_ring.attention.plan.sparse_tiles import tiles\n"
-        "from elastic_ring.contrib.head_rules import longnet\n"
-        "from elastic_ring.contrib.pattern_choice import choose\n"
+        "from experiments.head_rules import longnet\n"
+        "from experiments.pattern_choice import choose\n"
         "chosen = choose(SparsePattern(longnet(2, (64, 256), (1, 4)), 16), 512, 4, Sizes(2, 1))\n"
         "print(len(tiles(chosen.schedule, 3)))"
     )

@@ -16,8 +16,8 @@ from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
 from elastic_ring.attention.patterns.parse import parse_pattern, read_pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
-from elastic_ring.contrib.block_function import BlockFunction
-from elastic_ring.contrib.head_rules import longnet
+from experiments.block_function import BlockFunction
+from experiments.head_rules import longnet
 from tests.unit.attention.attention_rings import one_thread
 
 

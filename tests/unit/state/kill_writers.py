@@ -26,7 +26,7 @@ NUM_FLOATS = 20 * (1 << 20) // 4
 
 
 def save(storage: Storage, step: int) -> None:
-    folder, files = checkpoint.new_attempt(step, 1), []
+    folder, files = checkpoint.attempt_folder(step, 1, "first"), []
     for cp_rank in range(CP):
         tensors = {"params/weight": torch.full((NUM_FLOATS,), float(step))}
         files.append(checkpoint.write_part(storage, folder, Snapshot(cp_rank, 0, tensors)))

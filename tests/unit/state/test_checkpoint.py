@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def shard_of(cp_rank: int, cp: int, *, steps: int = STEP, optimizer: str = "adam
 def save(
     storage: Storage, cp: int, dp: int, *, step: int = STEP, lineage: int = 1, optimizer: str = "adamw"
 ) -> Manifest:
-    folder = checkpoint.new_attempt(step, lineage)
+    folder = checkpoint.attempt_folder(step, lineage, secrets.token_hex(8))
     files = []
     for cp_rank in range(cp):
         for part in range(dp):
@@ -216,14 +217,15 @@ def test_a_newer_format_is_refused_with_the_way_out(storage: Storage) -> None:
 def test_without_a_manifest_there_is_no_checkpoint(storage: Storage) -> None:
     shard = shard_of(0, 1)
     snapshot = checkpoint.take(shard, checkpoint.describe(shard, SHAPES, 1), 0)
-    checkpoint.write_part(storage, checkpoint.new_attempt(STEP, 1), snapshot)
+    checkpoint.write_part(storage, checkpoint.attempt_folder(STEP, 1, "first"), snapshot)
     assert checkpoint.committed(storage) == []
 
 
 def test_of_writers_of_different_terms_one_commits_a_step_and_the_others_are_told(either: Storage) -> None:
     manifest = save(either, 1, 1, step=3)
     writers = [
-        dataclasses.replace(manifest, step=5, term=term, folder=checkpoint.new_attempt(5, 1)) for term in range(1, 9)
+        dataclasses.replace(manifest, step=5, term=term, folder=checkpoint.attempt_folder(5, 1, str(term)))
+        for term in range(1, 9)
     ]
     with ThreadPoolExecutor(len(writers)) as pool:
         won = list(pool.map(lambda each: checkpoint.commit(either, each), writers))

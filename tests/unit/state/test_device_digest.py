@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ring.state.device.digest import PIECE_WORDS, device_digest
+from elastic_ring.state.device.digest import PIECE_WORDS, device_digests
+
+
+def device_digest(tensor: torch.Tensor) -> bytes:
+    return device_digests([tensor])[0]
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 4096, 2 * PIECE_WORDS + 3])

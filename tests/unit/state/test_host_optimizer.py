@@ -102,7 +102,7 @@ def test_it_moves_into_a_fresh_module_and_back_to_a_snapshot(steps: int, cpu_off
 @pytest.mark.parametrize(("one", "other"), [("none", "all"), ("optimizer", "none"), ("all", "optimizer")])
 def test_a_checkpoint_of_one_setting_goes_on_with_another(tmp_path: Path, one: CpuOffload, other: CpuOffload) -> None:
     saved, storage = make_shard(one, steps=3), Storage(str(tmp_path)).open()
-    described, attempt = checkpoint.describe(saved, SHAPES, 1), checkpoint.new_attempt(3, 1)
+    described, attempt = checkpoint.describe(saved, SHAPES, 1), checkpoint.attempt_folder(3, 1, "first")
     taken = checkpoint.take(saved, described, 0)
     file = checkpoint.write_part(storage, attempt, taken)
     manifest = checkpoint.Manifest(3, 1, 1, "run", attempt, 1, 1, (file,), described, taken.meta)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -126,7 +127,7 @@ def test_retention_is_of_each_lineage(storage: Storage) -> None:
 
 
 def attempt(storage: Storage, step: int, lineage: int = 1) -> str:
-    name = f"{checkpoint.new_attempt(step, lineage)}/shard-00000-part-00000.safetensors"
+    name = f"{checkpoint.attempt_folder(step, lineage, secrets.token_hex(8))}/shard-00000-part-00000.safetensors"
     storage.write(name, [b"half"])
     return name
 

@@ -204,9 +204,6 @@ def test_keys_in_8_bits_are_part_of_what_a_run_is_only_where_they_are_set() -> N
         ("units", "layers", "units='layers': give a function"),
         ("data", [1, 2], "data is a list: give StdlibText"),
         ("initial", 3, "initial=3: give an object whose tensor"),
-        ("scaling", None, "has no argument scaling=: it is scaling_config= now"),
-        ("machine", None, "has no argument machine=: it is cost_model= now"),
-        ("epochs", 3, "has no argument epochs="),
     ],
 )
 def test_the_trainer_refuses_parts_that_are_not_what_their_names_say(part: str, value: Any, named: str) -> None:

@@ -15,12 +15,12 @@ from unittest import mock
 
 import pytest
 
-from elastic_ring.data.loader import digest_value
 from elastic_ring.mesh import Mesh
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.transfer import receive_shard, send_shard
 from elastic_ring.train import transaction
 from elastic_ring.train.vote import Outcome
+from tests.unit.data.digests import digest_value
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train.tiny_task import (
     abort_until_paused,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.data.loader import digest_value, joined, slice_sample
+from elastic_ring.data.loader import joined, slice_sample
 from elastic_ring.data.sampling.order import passes
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
@@ -22,6 +22,7 @@ from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.attention_context import attention_of, batch_of
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
+from tests.unit.data.digests import digest_value
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train.test_corruption import CHECKED, attempt, detect, flip
 from tests.unit.train.tiny_task import (

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from elastic_ring.control.decisions.loss_spikes import Action, SpikeWatch
-from elastic_ring.data.loader import digest_value
 from elastic_ring.errors import LossSpike, TooManySkipped
 from elastic_ring.mesh import Mesh
 from elastic_ring.state.device import squares as device_squares
@@ -19,6 +18,7 @@ from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Counters
 from elastic_ring.train.transaction import sequence_seed
 from elastic_ring.train.vote import MustGoBack
+from tests.unit.data.digests import digest_value
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train import tiny_task
 from tests.unit.train.tiny_task import (

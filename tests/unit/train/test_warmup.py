@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_ring.attention.kernels.adapters import block_sparse
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import KERNELS, named
 from elastic_ring.attention.layers import LayerGroup, LayerPatterns
@@ -26,6 +25,7 @@ from elastic_ring.attention.warmup import warm_up_lengths
 from elastic_ring.train.startup.warm import kinds_of_layers
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
 from tests.unit.sparse.block_cases import FAMILIES
+from tests.unit.sparse.compiled_shapes import compiled_shape
 
 HEADS = (4, 2, 8)
 
@@ -116,7 +116,7 @@ def test_a_sparse_ring_meets_only_warmed_up_block_numbers(rings: ThreadRings, fa
         """The reference kernel, noting what FlexAttention would be compiled for."""
 
         def note(q: Tensor, k: Tensor, tables: Any) -> None:
-            seen.add(block_sparse.compiled_shape(tables, q.size(2), k.size(2)))
+            seen.add(compiled_shape(tables, q.size(2), k.size(2)))
 
         def forward(q: Tensor, k: Tensor, v: Tensor, tables: Any, scale: float) -> Any:
             note(q, k, tables)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ring.data.source import TextFiles
-from elastic_ring.tuning.quality.families import families
-from elastic_ring.tuning.quality.model import Masks, SmallConfig, SmallModel, attend
-from elastic_ring.tuning.quality.tasks import (
+from benchmarks.quality.content import ContentFamily
+from benchmarks.quality.families import families
+from benchmarks.quality.long_range import long_range_bits
+from benchmarks.quality.tasks import (
     ASSIGN,
     COPY,
     FIRST_SYMBOL,
@@ -21,9 +21,12 @@ from elastic_ring.tuning.quality.tasks import (
     VOCAB_SIZE,
     Example,
     example,
+    train_tasks,
 )
-from elastic_ring.tuning.quality.text import batch, corpus, long_range_bits
-from elastic_ring.tuning.quality.train import Settings, train_tasks
+from elastic_ring.data.source import TextFiles
+from elastic_ring.tuning.quality.model import Masks, SmallConfig, SmallModel, attend
+from elastic_ring.tuning.quality.text import batch, corpus
+from elastic_ring.tuning.quality.train import Settings
 from tests.unit.attention.attention_rings import one_thread
 
 LENGTH, BLOCK = 128, 8
@@ -91,10 +94,10 @@ def test_the_model_sees_what_the_pattern_keeps_and_nothing_else() -> None:
     """An earlier token changes a later output only where the family's layers let it through."""
     with one_thread():
         for name, family in families(LENGTH, BLOCK).items():
-            if family.top_k:
+            if isinstance(family, ContentFamily):
                 continue
             config = SmallConfig(VOCAB_SIZE)
-            masks = Masks(family.pattern(), LENGTH, config.num_heads, top_k=0, block=BLOCK)
+            masks = family.masks(LENGTH, config.num_heads)
             q, k, v = (torch.randn(1, LENGTH, 4, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
             mask = masks.of_layer(0, q.device)
             base = attend(q, k, v, mask)
@@ -109,9 +112,10 @@ def test_the_model_sees_what_the_pattern_keeps_and_nothing_else() -> None:
 def test_content_keeps_own_blocks_and_no_future() -> None:
     with one_thread():
         family = families(LENGTH, BLOCK)["content top-k"]
-        masks = Masks(None, LENGTH, 4, top_k=family.top_k, block=BLOCK)
+        assert isinstance(family, ContentFamily)
+        masks = family.masks(LENGTH, 4)
         q, k = torch.randn(2, LENGTH, 4, 16), torch.randn(2, LENGTH, 4, 16)
-        mask = masks.by_content(q, k)
+        mask = masks.for_call(0, q, k)
         assert not mask.triu(1).any()
         assert mask.diagonal(dim1=2, dim2=3).all()
         per_row = mask[:, :, BLOCK - 1 :: BLOCK].sum(-1)
@@ -121,10 +125,10 @@ def test_content_keeps_own_blocks_and_no_future() -> None:
 def test_each_sequence_of_a_batch_chooses_as_it_does_alone() -> None:
     with one_thread():
         family = families(LENGTH, BLOCK)["content top-k"]
-        masks = Masks(None, LENGTH, 4, top_k=family.top_k, block=BLOCK)
+        masks = family.masks(LENGTH, 4)
         q, k = torch.randn(3, LENGTH, 4, 16), torch.randn(3, LENGTH, 4, 16)
-        alone = [masks.by_content(*pair) for pair in zip(q.split(1), k.split(1), strict=True)]
-        assert torch.equal(masks.by_content(q, k), torch.cat(alone))
+        alone = [masks.for_call(0, *pair) for pair in zip(q.split(1), k.split(1), strict=True)]
+        assert torch.equal(masks.for_call(0, q, k), torch.cat(alone))
         assert not torch.equal(alone[0], alone[1])
 
 
@@ -136,8 +140,8 @@ def test_the_causal_choice_does_not_change_with_later_queries_of_the_block() -> 
         moved = torch.where(first, q, other)
         for name, same in (("causal content", True), ("content top-k", False)):
             family = families(LENGTH, BLOCK)[name]
-            masks = Masks(None, LENGTH, 4, top_k=family.top_k, block=BLOCK, first_query=family.first_query)
-            assert torch.equal(masks.by_content(q, k), masks.by_content(moved, k)) == same
+            masks = family.masks(LENGTH, 4)
+            assert torch.equal(masks.for_call(0, q, k), masks.for_call(0, moved, k)) == same
 
 
 def test_equal_seeds_train_to_equal_figures() -> None:
@@ -149,7 +153,7 @@ def test_equal_seeds_train_to_equal_figures() -> None:
             run.pop("train_s")
         assert runs[0] == runs[1]
         assert runs[0]["loss"] != runs[2]["loss"]
-        assert SmallModel(SmallConfig(8), 0)(torch.zeros(1, 64, dtype=torch.int64), Masks(None, 64, 4, top_k=0, block=4)
+        assert SmallModel(SmallConfig(8), 0)(torch.zeros(1, 64, dtype=torch.int64), Masks(None, 64, 4)
                                              ).shape == (1, 64, 8)  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import optuna
 import pytest
 import torch
 
+from benchmarks.quality.replay import SHARE, Grid, best_alone, replay, searched
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.parse import parse_pattern
@@ -22,8 +23,6 @@ from elastic_ring.tuning.climb import Climb
 from elastic_ring.tuning.fidelity import REJECTED_GAP, handiest, planned, rule_costs
 from elastic_ring.tuning.quality.cost import placed
 from elastic_ring.tuning.quality.families import Family
-from elastic_ring.tuning.quality.model import Masks
-from elastic_ring.tuning.replay import SHARE, Grid, best_alone, replay, searched
 from elastic_ring.tuning.sampler import LONG, SHORT, ProxySampler, cheap_of, corrected, told
 from elastic_ring.tuning.search import asked_for, store_settings
 from elastic_ring.tuning.space import AXES, LAYOUTS, OFF, Candidate, candidates
@@ -44,7 +43,7 @@ def layer(rule: str, seq_len: int, block: int) -> SparsePattern:
 def test_no_two_points_of_the_space_keep_the_same() -> None:
     kept = {}
     for candidate in candidates():
-        masks = Masks(candidate.scaled(128).pattern(), 128, 4, top_k=0, block=1)
+        masks = candidate.scaled(128).masks(128, 4)
         layers = [masks.of_layer(number, torch.device("cpu")) for number in (0, 1)]
         shown = tuple("dense" if mask is None else mask.expand(4, -1, -1).numpy().tobytes() for mask in layers)
         assert shown not in kept, (candidate.name, kept.get(shown))

@@ -133,11 +133,11 @@ def test_a_due_snapshot_is_skipped_while_some_rank_is_busy_and_the_last_complete
     one._exchanges[-1].state = "done"
     assert one.ballot(4) == 0.0
     pinned = threading.Event()
-    one._preparing = threading.Thread(target=pinned.wait, daemon=True)
-    one._preparing.start()
+    one.pinning._thread = threading.Thread(target=pinned.wait, daemon=True)
+    one.pinning._thread.start()
     assert one.ballot(4) == COPYING, "training does not wait for memory that is being pinned"
     pinned.set()
-    one._preparing.join(10.0)
+    one.pinning._thread.join(10.0)
     assert one.ballot(4) == 0.0
     ring.step()
     ring.step()

@@ -162,15 +162,6 @@ def padded_blocks(tables: BlockTables) -> tuple[int, int]:
     return num_q if tables.all_rows else _rounded(num_q), num_k if tables.all_keys else _rounded(num_k)
 
 
-def compiled_shape(tables: BlockTables, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
-    """The sizes of such a call for which FlexAttention's kernels are compiled."""
-    num_q, num_k = padded_blocks(tables)
-    num_masks = 0 if tables.masks is None else _power_of_four(len(tables.masks.masks))
-    widths = (_width(x, num_k) for x in (tables.own, tables.full))
-    widths_by_key = (_width(x, num_q) for x in (tables.own_by_key, tables.full_by_key))
-    return (num_heads, num_kv_heads, tables.own.counts.size(1), num_q, num_k, *widths, *widths_by_key, num_masks)
-
-
 def _rounded(num_blocks: int) -> int:
     power = 1 << (max(num_blocks, 16) - 1).bit_length()
     return power * 3 // 4 if power > 16 and power * 3 // 4 >= num_blocks else power

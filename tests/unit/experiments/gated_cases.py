@@ -10,8 +10,8 @@ import torch
 
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import striped
-from elastic_ring.contrib.gated import GatedSparseAttention
-from elastic_ring.contrib.gated_ring import GatedRing
+from experiments.gated import GatedSparseAttention
+from experiments.gated_ring import GatedRing
 from tests.unit.attention.attention_rings import in_threads, relative_error
 
 BLOCK, TOP_K, WINDOW, LENGTH, DIM, WIDTH, BATCH = 4, 3, 6, 67, 8, 12, 2

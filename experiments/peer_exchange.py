@@ -12,16 +12,62 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.comm.exchange import HopExchange, _now
+from elastic_ring.attention.comm.exchange import Group, HopExchange, _now
 from elastic_ring.attention.comm.ledger import HopEvents
+from elastic_ring.attention.lowering.call_plan import CallPlan
+from elastic_ring.attention.lowering.rectangles import hops_together
+from elastic_ring.attention.plan.schedule import Direction, Schedule
+from elastic_ring.attention.plan.stages import stages
 from elastic_ring.attention.plan.traffic import PeerTransfer
-from elastic_ring.contrib.peer_memory import (
+from elastic_ring.attention.ring import RingAttention
+from experiments.peer_memory import (
     ARRIVED_KEYS,
     ARRIVED_PARTIALS,
     FREE_KEYS,
     FREE_PARTIALS,
     PeerMemory,
 )
+
+
+class PeerRing(RingAttention):
+    """A ring whose dense hops go through `memory` where its device is the tensors'. Discard both after a call raised.
+
+    `options` as for `RingAttention`, without `hosts`, `coalesced` and `kv_wire`: copy engines send keys as they lie.
+    """
+
+    def __init__(
+        self, schedule: Schedule, cp_rank: int, group: Group | None, memory: PeerMemory, **options: Any
+    ) -> None:
+        for name in ("hosts", "coalesced", "kv_wire"):
+            if name in options:
+                raise ValueError(f"{name}={options[name]!r}: copy engines send keys as they lie; leave it out")
+        self._memory, self._by_copies = memory, schedule.is_dense and schedule.cp > 1
+        self._most: dict[int, tuple[int, int]] = {}
+        super().__init__(schedule, cp_rank, group, coalesced=True if self._by_copies else None, **options)
+
+    def _open_exchange(self, direction: Direction, call_index: int, k: torch.Tensor, plan: CallPlan) -> HopExchange:
+        if not self._by_copies or k.device.type != self._memory.device.type:
+            return super()._open_exchange(direction, call_index, k, plan)
+        together = hops_together(self.schedule, k, self._hops_per_stage)
+        if together not in self._most:
+            self._most[together] = most_tokens(self.schedule, together)
+        exchange = PeerExchange(
+            plan.exchange, plan.frame, self._group, direction, call_index, self.ledger, self._buffers, k,
+            plan.partial_dtype, memory=self._memory, most=self._most[together],
+        )  # fmt: skip
+        exchange.reserve()
+        return exchange
+
+
+def most_tokens(schedule: Schedule, hops_per_stage: int) -> tuple[int, int]:
+    """(keys, returned partials): the largest number of tokens of each, over all ranks and all stages after stage 0."""
+    keys = inbox = 0
+    for cp_rank in range(schedule.cp):
+        for stage in stages(schedule, cp_rank, hops_per_stage)[1:]:
+            requested = [span for hop in stage.hops for span in schedule.requested(cp_rank, hop)[0]]
+            keys = max(keys, stage.num_tokens)
+            inbox = max(inbox, sum(stop - start for start, stop in requested))
+    return keys, inbox
 
 
 class PeerExchange(HopExchange):
@@ -31,9 +77,9 @@ class PeerExchange(HopExchange):
     takes the host as long as a flag operation.
     """
 
-    def __init__(self, *arguments: Any, memory: PeerMemory) -> None:
+    def __init__(self, *arguments: Any, memory: PeerMemory, most: tuple[int, int]) -> None:
         super().__init__(*arguments)
-        self._memory = memory
+        self._memory, self._most = memory, most
         self._awaited: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
         self._opened: dict[tuple[int, int], HopEvents] = {}
         self._touched: set[int] = set()
@@ -43,8 +89,9 @@ class PeerExchange(HopExchange):
         self._itemsizes = {ARRIVED_KEYS: self._like.element_size(), ARRIVED_PARTIALS: self.partial_dtype.itemsize}
 
     def reserve(self) -> None:
-        """Reserve the buffers. Sizes are the same on every rank, so that either all ranks grow them or none does."""
-        keys, inbox = self._plan.most
+        """Reserve the buffers. Collective if one has to grow: sizes are the same on every rank, so that all ranks grow
+        it or none does."""
+        keys, inbox = self._most
         for slot in range(min(2, len(self._traffic))):
             self._memory.reserve("keys", slot, keys * self._row, self._like.dtype)
             if self._direction == "backward":

@@ -11,13 +11,13 @@ import torch
 
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.plan.traffic import ContiguousCopy
-from elastic_ring.attention.ring import RingAttention
-from elastic_ring.contrib.peer_memory import PeerMemory
+from experiments.peer_exchange import PeerRing, most_tokens
+from experiments.peer_memory import PeerMemory
 from tests.gpu.gpu_rings import run_dense_on
 from tests.unit.attention.attention_rings import Case, in_threads
 from tests.unit.attention.test_attention_api import FakeRing
 from tests.unit.attention.test_attention_bytes import check_bytes
-from tests.unit.contrib.peer_model import ModelledHost
+from tests.unit.experiments.peer_model import ModelledHost
 
 DOCUMENTS = (0, 1, 18, 35)
 CASES = [
@@ -46,7 +46,7 @@ def run_by_copies(host: ModelledHost, cases: list[Case], **options: Any) -> list
         results = []
         for case in cases:
             q, k, v, dout = (case.layout.scatter(x, cp_rank, 1).contiguous() for x in case.tensors())
-            ring = RingAttention(case.schedule, cp_rank, group, memory=memory, **options)
+            ring = PeerRing(case.schedule, cp_rank, group, memory, **options)
             out, lse, call, _ = ring.run_forward(q, k, v, case.head_dim**-0.5)
             grads = ring.run_backward(dout, (q, k, v, out, lse), case.head_dim**-0.5, call)
             results.append(([out, *grads], ring.ledger))
@@ -107,3 +107,8 @@ def test_copies_beyond_a_buffer_are_refused() -> None:
 
     with host.installed():
         in_threads(1, work)
+
+
+def test_all_ranks_size_their_memory_by_the_largest_stage_of_any() -> None:
+    # Chunks of 8 tokens; rank 0 fetches a whole slice of 16 in every hop.
+    assert most_tokens(Case(cp=4, seq_len=64).schedule, 3) == (48, 48)

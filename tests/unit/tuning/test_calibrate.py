@@ -22,11 +22,11 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.plan.sparse_tiles import tiles
 from elastic_ring.cli.calibrate import main
-from elastic_ring.contrib import timed_cases
-from elastic_ring.contrib.calibrate import Calibration, Check, Stopwatch, calibrate, fit
-from elastic_ring.contrib.pattern_choice import choose
-from elastic_ring.contrib.timed_cases import Hops, TimingBudget
+from elastic_ring.tuning import timed_cases
+from elastic_ring.tuning.calibrate import Calibration, Check, Stopwatch, calibrate, fit
 from elastic_ring.tuning.calibrate_host import report
+from elastic_ring.tuning.timed_cases import Hops, TimingBudget
+from experiments.pattern_choice import choose
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 
 CPU = torch.device("cpu")

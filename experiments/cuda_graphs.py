@@ -15,47 +15,29 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
+from elastic_ring.attention.comm.exchange import Group, HopLedger
 from elastic_ring.attention.recomputation import Result
+from elastic_ring.attention.ring import RingAttention
 from elastic_ring.errors import PeerFailed
+from experiments.peer_exchange import PeerRing
 
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
+FORGETFUL = frozenset({"flex"})
+"""Kernels whose calls use more memory than they receive or allocate."""
 NUM_WARM_UPS = 2
 """Passes before the capture, to compile kernels, connect and allocate memory."""
 
 
-class Graphable(Protocol):
-    """The interface that a ring must have: `RingAttention` has it."""
-
-    def check_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raise what a call with these tensors would raise, before anything is sent."""
-
-    def check_graphable(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Raises: `ValueError` where replays would not repeat calls with such tensors."""
-
-    def shared_buffers(self) -> list[torch.Tensor]:
-        """The buffers that calls share. Graphs read and write them as long as they exist."""
-
-    def run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result: ...
-
-    def run_backward(
-        self,
-        dout: torch.Tensor,
-        saved: tuple[torch.Tensor, ...],
-        scale: float,
-        call_index: int,
-        fetched: torch.Tensor | None = None,
-    ) -> _Three: ...
-
-
 def make_graphed(
-    ring: Graphable,
+    ring: RingAttention,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -79,10 +61,40 @@ def make_graphed(
     that a graph still reads.
     """
     ring.check_call(q, k, v)
-    ring.check_graphable(q, k)
+    check_graphable(ring, q, k)
     if not q.is_cuda:
         raise ValueError(f"device {q.device}: CUDA graphs are of GPUs; elsewhere call the ring itself")
     return GraphedRing(_capture(ring, (q, k, v), q.size(-1) ** -0.5 if scale is None else scale), copy_grads)
+
+
+def check_graphable(ring: RingAttention, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises `ValueError` where replaying a CUDA graph of such calls would differ from making them."""
+    check_captured(ring._observer, ring.ledger, ring._group, q.device)
+    if isinstance(ring, PeerRing):
+        raise ValueError("the ring has a memory, whose flags count messages and so fit one pass; leave memory out")
+    if not ring.schedule.is_dense:
+        if ring.schedule.for_one_call:
+            raise ValueError("the schedule is of blocks that content chose for one call; plan a static pattern")
+        return
+    backend = ring._kernel_for(q, k.size(2))
+    if backend.name in FORGETFUL:
+        raise ValueError(
+            f"kernel {backend.name} keeps tensors of its own that it forgets, while a graph would still read them;"
+            " take another kernel, or tensors of another type"
+        )
+
+
+def check_captured(observer: object, ledger: HopLedger, group: Group | None, device: torch.device) -> None:
+    """Check that a call can be captured in a CUDA graph: replays run no Python and only NCCL's device operations."""
+    if observer is not None:
+        raise ValueError("the ring has an observer, which no replay would call; leave observer out")
+    if ledger.keep_events:
+        raise ValueError("keep_events=True: the events of a graph tell no times; set it False")
+    if group is None:
+        return
+    backend: object = group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
+    if not isinstance(backend, getattr(dist, "ProcessGroupNCCL", ())):
+        raise ValueError(f"the ring's group works through {type(backend).__name__}; a CUDA graph holds NCCL's alone")
 
 
 class _Passes:
@@ -103,7 +115,7 @@ class _Passes:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _capture(ring: Graphable, like: _Three, scale: float) -> _Passes:
+def _capture(ring: RingAttention, like: _Three, scale: float) -> _Passes:
     q, k, v = (x.detach().clone(memory_format=torch.contiguous_format) for x in like)
     dout = torch.zeros_like(q)
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -132,7 +144,7 @@ def _capture(ring: Graphable, like: _Three, scale: float) -> _Passes:
         raise
     passes = _Passes((q, k, v), result.out, dout, grads)
     passes.forward, passes.backward, passes.over = forward, backward, torch.cuda.Event()
-    passes.held = [ring, ring.shared_buffers(), result]
+    passes.held = [ring, ring._buffers.shared_buffers(), result]
     return passes
 
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from elastic_ring.attention.checks import check_tensors
 from elastic_ring.attention.patterns.rules import require
-from elastic_ring.contrib.block_means import choose_blocks, means_of_blocks
-from elastic_ring.contrib.gated_ring import GatedRing, ViewSizes
+from experiments.block_means import choose_blocks, means_of_blocks
+from experiments.gated_ring import GatedRing, ViewSizes
 
 NUM_VIEWS = 3
 

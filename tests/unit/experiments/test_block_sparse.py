@@ -9,7 +9,7 @@ from elastic_ring.attention.kernels.adapters import reference
 from elastic_ring.attention.kernels.adapters.block_reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.attention.kernels.verify import as_tokens
-from elastic_ring.contrib.block_sparse import attend, choose_on_device, tables_of
+from experiments.block_sparse import attend, choose_on_device, tables_of
 
 
 @pytest.mark.parametrize("width", [None, 2])

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from elastic_ring.attention.layouts.layout import contiguous, zigzag
-from elastic_ring.contrib.gated_ring import GatedRing
 from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
+from experiments.gated_ring import GatedRing
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 from tests.unit.attention.test_attention_api import BreakingGroup, FakeRing
-from tests.unit.contrib.gated_cases import LENGTH, make_module, sample, step
+from tests.unit.experiments.gated_cases import LENGTH, make_module, sample, step
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import Direction, Schedule
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.contrib.block_means import BlockMeans, block_map
-from elastic_ring.contrib.compressed import attend_to_first
+from experiments.block_means import BlockMeans, block_map
+from experiments.compressed import attend_to_first
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from elastic_ring.contrib import peer_memory
+from experiments import peer_memory
 
 TIMEOUT_S = 60
 

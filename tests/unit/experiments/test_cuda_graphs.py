@@ -24,9 +24,10 @@ from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.recomputation import Result
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.contrib.cuda_graphs import NUM_WARM_UPS, GraphedRing, _capture, _Passes, capturing, make_graphed
-from elastic_ring.contrib.peer_memory import PeerMemory
 from elastic_ring.errors import PeerFailed
+from experiments.cuda_graphs import FORGETFUL, NUM_WARM_UPS, GraphedRing, _capture, _Passes, capturing, make_graphed
+from experiments.peer_exchange import PeerRing
+from experiments.peer_memory import PeerMemory
 
 
 def _ring(**options: Any) -> RingAttention:
@@ -56,14 +57,15 @@ def test_a_ring_that_is_watched_is_refused(make: Any) -> None:
 
 
 def test_a_ring_by_copy_engines_is_refused() -> None:
+    ring = PeerRing(_ring().schedule, 0, None, PeerMemory(0, 1, torch.device("cuda", 0)))
     with pytest.raises(ValueError, match="leave memory out"):
-        make_graphed(_ring(memory=PeerMemory(0, 1, torch.device("cuda", 0))), *_tensors())
+        make_graphed(ring, *_tensors())
 
 
 def test_a_kernel_that_forgets_tensors_of_its_own_is_refused() -> None:
-    assert [backend.name for backend in KERNELS if not backend.graphable] == ["flex"]
-    forgetful = replace(named("aten-cpu"), graphable=False)
-    with pytest.raises(ValueError, match="kernel aten-cpu keeps tensors of its own"):
+    assert {kernel.name for kernel in KERNELS} >= FORGETFUL
+    forgetful = replace(named("aten-cpu"), name="flex")
+    with pytest.raises(ValueError, match="kernel flex keeps tensors of its own"):
         make_graphed(_ring(backend=forgetful), *_tensors())
 
 
@@ -89,7 +91,7 @@ def test_what_is_held_is_what_the_buffers_are_just_now() -> None:
     rings = [_ring(buffers=buffers), _sparse_ring(buffers=buffers)]
     for size in (4, 8):
         made = buffers.get("keys", 0, (2, size), torch.float32, torch.device("cpu"))
-        assert all([x.data_ptr() for x in ring.shared_buffers()] == [made.data_ptr()] for ring in rings)
+        assert all([x.data_ptr() for x in ring._buffers.shared_buffers()] == [made.data_ptr()] for ring in rings)
 
 
 def test_a_group_that_works_on_the_host_is_refused() -> None:

@@ -16,13 +16,13 @@ from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.patterns.content import Chosen
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
-from elastic_ring.contrib import compressed
-from elastic_ring.contrib.block_means import block_map, means_of_blocks
-from elastic_ring.contrib.gated import GatedSparseAttention
-from elastic_ring.contrib.gated_ring import GatedRing, ViewSizes
+from experiments import compressed
+from experiments.block_means import block_map, means_of_blocks
+from experiments.gated import GatedSparseAttention
+from experiments.gated_ring import GatedRing, ViewSizes
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.attention.test_attention_bytes import WireTap
-from tests.unit.contrib.gated_cases import (
+from tests.unit.experiments.gated_cases import (
     BATCH,
     BLOCK,
     DIM,

@@ -19,7 +19,8 @@ import torch
 
 from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.attention.autolayout.cost_model import CostModel
-from elastic_ring.contrib.timed_cases import (
+from elastic_ring.errors import RunFailed
+from elastic_ring.tuning.timed_cases import (
     LEAST_BYTES,
     Case,
     Hops,
@@ -29,7 +30,6 @@ from elastic_ring.contrib.timed_cases import (
     message_cases,
     sparse_cases,
 )
-from elastic_ring.errors import RunFailed
 
 NUM_WARM_UPS = 2
 

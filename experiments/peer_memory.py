@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.comm.exchange import HopExchange
 from elastic_ring.attention.plan.traffic import ContiguousCopy
 
 _NUM_COUNTERS = 4
@@ -68,14 +67,6 @@ class PeerMemory:
             torch.cuda.synchronize(self.device)
             self.regions.pop((name, slot), None)
             self._map(name, slot, num_elements, dtype)
-
-    def open_exchange(self, arguments: tuple[Any, ...]) -> HopExchange:
-        """The exchange of a pass through this memory; see `exchange.HopMemory`. Collective if a buffer has to grow."""
-        from elastic_ring.contrib.peer_exchange import PeerExchange  # imports this module
-
-        exchange = PeerExchange(*arguments, memory=self)
-        exchange.reserve()
-        return exchange
 
     def own(self, name: str, slot: int, shape: tuple[int, ...]) -> torch.Tensor:
         return _view(self.regions[name, slot].own, shape)

@@ -1,18 +1,27 @@
 """Seeded tasks that need attention to distant tokens: what a pattern that drops keys may lose.
 
 Every sequence is a function of (task, seed, number, sizes). Tokens below `FIRST_SYMBOL` are markers, then come keys
-and, from `FIRST_VALUE`, values. A target of -100 is ignored; any other is the required prediction at its position. No
-model and no training in here.
+and, from `FIRST_VALUE`, values. A target of -100 is ignored; any other is the required prediction at its position.
+`train_tasks` trains and evaluates the small model on them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from elastic_ring.tuning.quality.families import Family
+from elastic_ring.tuning.quality.model import Masks, SmallModel
+from elastic_ring.tuning.quality.train import Settings, trained
 
 Tokens = NDArray[np.int64]
 
@@ -23,6 +32,8 @@ FIRST_TASK = 5
 FIRST_SYMBOL, FIRST_VALUE = 12, 38
 NUM_KEYS, NUM_VALUES = FIRST_VALUE - FIRST_SYMBOL, VOCAB_SIZE - FIRST_VALUE
 IGNORED = -100
+_EVALUATION_SEED = 1 << 20
+"""Out of the range of training seeds."""
 
 
 @dataclass(frozen=True)
@@ -185,3 +196,51 @@ def mixture(seq_len: int, block: int, seed: int, step: int, per_task: int) -> tu
     """tokens, targets (B, S) of one training step: `per_task` sequences of each task."""
     found = [example(name, seq_len, block, seed, step * per_task + i) for name in TASKS for i in range(per_task)]
     return np.stack([e.tokens for e in found]), np.stack([e.targets for e in found])
+
+
+# ------------------------------------------------------------ training on them
+
+
+def train_tasks(family: Family, seed: int, settings: Settings) -> dict[str, Any]:
+    """{"accuracy": by task, "needle": by quarter of the distance, "worst_phase": ..., "loss": ..., "train_s": ...}."""
+
+    def draw(step: int) -> tuple[Tensor, Tensor]:
+        tokens, targets = mixture(settings.seq_len, settings.block, seed, step, settings.per_task)
+        return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+    model, masks, loss, train_s = trained(family, seed, settings, VOCAB_SIZE, draw)
+    right: dict[str, list[bool]] = {name: [] for name in TASKS}
+    by_quarter: dict[int, list[bool]] = defaultdict(list)
+    by_phase: dict[int, list[bool]] = defaultdict(list)
+    for name in TASKS:
+        found = [
+            example(name, settings.seq_len, settings.block, _EVALUATION_SEED, i) for i in range(settings.num_evaluated)
+        ]
+        said = _said(model, masks, np.stack([e.tokens for e in found]))
+        for number, one in enumerate(found):
+            for at in np.flatnonzero(one.targets != IGNORED):
+                good = bool(said[number, at] == one.targets[at])
+                right[name].append(good)
+                if name == "needle":
+                    by_quarter[min(3, int(4 * one.distance[at] / settings.seq_len))].append(good)
+                if name == "boundary copy":
+                    by_phase[int(one.phase[at])].append(good)
+    return {
+        "accuracy": {name: _mean(hits) for name, hits in right.items()},
+        "needle": {str(quarter): _mean(by_quarter[quarter]) for quarter in sorted(by_quarter)},
+        "worst_phase": min((_mean(hits) for hits in by_phase.values()), default=math.nan),
+        "loss": loss,
+        "train_s": train_s,
+    }
+
+
+@torch.no_grad()
+def _said(model: SmallModel, masks: Masks, tokens: Any) -> Any:
+    model.eval()
+    device = model.head.weight.device
+    parts = [model(rows.to(device), masks).argmax(-1).cpu() for rows in torch.from_numpy(tokens).split(16)]
+    return torch.cat(parts).numpy()
+
+
+def _mean(values: Any) -> float:
+    return float(np.mean(values)) if len(values) else math.nan

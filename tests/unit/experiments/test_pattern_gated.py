@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.contrib.gated import GatedSparseAttention
+from experiments.gated import GatedSparseAttention
 from tests.unit.attention.attention_rings import one_thread
 
 LENGTH, BLOCK, HEADS, DIM, WIDTH = 32, 4, 4, 8, 12

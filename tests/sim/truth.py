@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from elastic_ring.control.decisions.rollback import batch_of, pending
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import Build, Checkpoint, Command, EndRun
 from elastic_ring.control.state import Closing, Ended, Forming, State, membership_of
-from elastic_ring.forecast.sim_copies_truth import check_no_copy, check_step_back
+from elastic_ring.forecast import simulate as simulator
+from elastic_ring.forecast.faults import Schedule, random_schedule
 from elastic_ring.forecast.sim_worker import SimWorker
-
-if TYPE_CHECKING:
-    from elastic_ring.forecast.simulate import World
+from elastic_ring.forecast.simulate import Listener, Outcome
+from tests.sim.copies_truth import check_no_copy, check_step_back
 
 HEARD_S = 8.0  # the slowest way of a reliable message past dead coordinators
 
 
-def check_decision(world: World, before: State, after: State, commands: tuple[Command, ...]) -> None:
+class World(simulator.World):
+    """A simulated run whose decisions are checked."""
+
+    def judge(self, before: State, after: State, commands: tuple[Command, ...]) -> None:
+        check_decision(self, before, after, commands)
+
+    def judge_end(self, end: EndRun) -> None:
+        check_end(self, end)
+
+
+def simulate(
+    seed: int, schedule: Schedule | None = None, limit_s: float = 600.0, listen: Listener | None = None
+) -> Outcome:
+    """Simulate one run. `listen` is called with (now, term, event, decision) of every coordinator.
+
+    Raises: InvariantBroken, NotFinished, and whatever the control core raises.
+    """
+    world = World(seed, schedule or random_schedule(seed), listen)
+    world.begin()
+    return world.finish(limit_s)
+
+
+def check_decision(world: simulator.World, before: State, after: State, commands: tuple[Command, ...]) -> None:
     """No survivor holds more steps than are ordered, no donor less; a step is committed by one vote only."""
     vote = after.newest_vote
     if vote is not None and vote is not before.newest_vote:
@@ -61,7 +81,7 @@ def check_decision(world: World, before: State, after: State, commands: tuple[Co
             require(donor.applied == order.step or can_follow, 5, f"{donor.name} shall donate an older shard")
 
 
-def _check_nobody_holds(world: World, before: State) -> None:
+def _check_nobody_holds(world: simulator.World, before: State) -> None:
     """A run goes back only where a shard of the newest step has no healthy holder."""
     workers = [world.workers[name] for name in sorted(world.healthy_reports & set(before.workers))]
     sound = [w for w in workers if w.alive and not w.poisoned and w.shard is not None and w.state_id >= world.given_up]
@@ -70,7 +90,7 @@ def _check_nobody_holds(world: World, before: State) -> None:
     require(len(held) < world.options.cp, 3, "every shard has a holder, but a checkpoint or copies replace them")
 
 
-def _check_restore(world: World, before: State, after: State, restore: Checkpoint) -> None:
+def _check_restore(world: simulator.World, before: State, after: State, restore: Checkpoint) -> None:
     """No more is undone than since the newest checkpoint that verifies, that the coordinator has heard of, and that is
     from before what is undone on purpose."""
     heard, back = world.now - HEARD_S, pending(before)
@@ -81,7 +101,7 @@ def _check_restore(world: World, before: State, after: State, restore: Checkpoin
         require(not (newer and stored.since_s < heard), 3, f"step {stored.checkpoint.step} is stored, not restored")
 
 
-def _reached(world: World, worker: SimWorker, membership_id: tuple[int, int]) -> int:
+def _reached(world: simulator.World, worker: SimWorker, membership_id: tuple[int, int]) -> int:
     """Steps whose result this survivor holds, as far as they were not given up before the last build."""
     if not worker.alive or worker.state_id < world.given_up:
         return 0
@@ -90,7 +110,7 @@ def _reached(world: World, worker: SimWorker, membership_id: tuple[int, int]) ->
     return max(voted, worker.applied)
 
 
-def check_end(world: World, end: EndRun) -> None:
+def check_end(world: simulator.World, end: EndRun) -> None:
     """A run ends with every step committed once, or for a reason that is true."""
     state = world.coordinators[-1].state
     require(isinstance(state.phase, Ended), 1, "the run ended, but not for its coordinator")
@@ -118,7 +138,7 @@ def check_end(world: World, end: EndRun) -> None:
         require(False, 3, f"{end.error}: {end.message}")
 
 
-def _check_committed(world: World) -> None:
+def _check_committed(world: simulator.World) -> None:
     last = world.groups[max(world.groups)].order
     total = world.options.total_steps
     histories = set()
@@ -139,7 +159,7 @@ def _check_committed(world: World) -> None:
         require(history[step] == vote, 3, f"step {step} was published and is not in the weights")
 
 
-def _check_nobody_starts(world: World, state: State) -> None:
+def _check_nobody_starts(world: simulator.World, state: State) -> None:
     """True only before the first ring, after enough starts with an error of their own on each node that counts."""
     formed = any(term >= world.first_term for term, _ in world.groups)
     require(not formed, 3, "a run that had formed ended because no worker starts")
@@ -150,7 +170,7 @@ def _check_nobody_starts(world: World, state: State) -> None:
             require(errors >= limit, 3, f"only {errors} starts on {node.node} failed with an error of their own")
 
 
-def _check_lost(world: World, end: EndRun, state: State) -> None:
+def _check_lost(world: simulator.World, end: EndRun, state: State) -> None:
     require(not state.checkpoints, 3, "the run ended with a checkpoint to go back to")
     facts = dict(end.facts)
     lost, step = {int(rank) for rank in facts["cp_ranks"].split(",")}, int(facts["step"])
