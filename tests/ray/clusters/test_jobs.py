@@ -78,7 +78,7 @@ def listening(root: psutil.Process, name: str) -> list[str]:
 @pytest.mark.slow
 def test_a_stranger_runs_no_code_and_submits_no_job(head: None, tmp_path: Path) -> None:
     address = f"{resolve_ip_for_localhost('127.0.0.1')}:{GCS_PORT}"
-    code = f"import ray; ray.init({address!r}, log_to_driver=False); print(ray.get(ray.remote(len).remote('four')))"
+    code = f"import ray; ray.init({address!r}, log_to_driver=False); print(ray.get(ray.remote(lambda: 4).remote()))"
     without = {**strangers(), "HOME": str(tmp_path)}
     drivers = [
         subprocess.Popen(
