@@ -173,6 +173,7 @@ class ElasticRingTrainer:
         self._contents: tuple[SourceConfig, str, Files] | None = None
         self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
         self.planned_gpu_bytes: int | None = None  # of one rank, where somebody has planned it; shown by status
+        self.planned_step_s: float | None = None  # the same of a step
         check_parts(self.task)
         check_vocabulary(parts, data)
         check_schedule(lr_schedule, self.task.optim, step.steps)
@@ -456,6 +457,7 @@ class ElasticRingTrainer:
             "code": self._code(),
             **given,
             **({"planned_gpu_bytes": self.planned_gpu_bytes} if self.planned_gpu_bytes is not None else {}),
+            **({"planned_step_s": self.planned_step_s} if self.planned_step_s is not None else {}),
             "versions": found,
         }
 

@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.cli import settings
+from elastic_ring.cli import forecast_seen, settings
 from elastic_ring.config import check_copies, check_together
 from elastic_ring.forecast.answers import asked, report
 from elastic_ring.forecast.answers.money import PriceList, read_prices
+from elastic_ring.forecast.answers.stages import Stage, read_stages, with_learned
+from elastic_ring.forecast.answers.stages import lines as stage_lines
 from elastic_ring.forecast.scenario import Scenario, default_efficiency, forecast
 from elastic_ring.forecast.sizing.machines import GPUS, Fleet, read_fleet
 
@@ -39,6 +41,9 @@ def options() -> argparse.ArgumentParser:
     add("--deadline", help="90d, 36h, 6w, or a date")
     add("--budget", help="dollars: 12M")
     add("--search", action="store_true", help="other meshes, offload, spares, GPU types: the front of cost and time")
+    add("--stages", metavar="FILE", help="a TOML file of [[stage]] tables: each stage and the chance that all pass")
+    add("--from-run", type=Path, metavar="RUN", help="a run's folder: its step and losses correct the forecast")
+    add("--score", type=Path, nargs="+", metavar="RUN", help="how wrong the forecast was of runs that have ended")
     add("--claims", action="store_true", help="hold thirty claims on training 1T")
     add("--json", action="store_true", help="print JSON")
     return parser
@@ -63,6 +68,13 @@ def _run(given: argparse.Namespace, rest: Sequence[str]) -> int:
         from elastic_ring.forecast.answers.claims import claims, page
 
         print(page(claims(prices)))
+        return 0
+    if given.score:
+        print("\n".join(forecast_seen.score(given.score, fleet)))
+        return 0
+    if given.stages:
+        stages = read_stages(given.stages)
+        print("\n".join(stage_lines(stages, lambda stage: _of_stage(stage, given, prices))))
         return 0
     scenario = scenario_of(given, rest, fleet, prices)
     deadline_s = None if given.deadline is None else asked.deadline_s(given.deadline, days_until(given.deadline))
@@ -102,11 +114,23 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
         price: Any = prices.owned_price(fleet, size)
     else:
         price = prices.find(fleet.gpu, given.price)
-    return Scenario(
+    made = Scenario(
         train.model, train.scaling, train.step, train.run, fleet, default_efficiency(fleet, machine),
         asked.failures_of(given.failures), price, asked.amount(given.tokens, "--tokens"),
         measured_step_s=given.measured_step,
     )  # fmt: skip
+    return made if given.from_run is None else with_learned(made, forecast_seen.learned(given.from_run, fleet))
+
+
+def _of_stage(stage: Stage, given: argparse.Namespace, prices: PriceList) -> Scenario:
+    """The scenario of a stage; options that it does not have are those of the command."""
+    own = argparse.Namespace(**{**vars(given), "fleet": stage.fleet, "tokens": stage.tokens})
+    if stage.from_run is not None:
+        own.from_run = Path(stage.from_run)
+    try:
+        return scenario_of(own, stage.train, read_fleet(stage.fleet), prices)
+    except ValueError as error:
+        raise ValueError(f"--stages {given.stages}: {stage.name}: {error}") from error
 
 
 def _search(

@@ -75,6 +75,17 @@ def planned_alone(asked: TrainSettings) -> bool:
     return not (asked.model_folder or asked.pattern or asked.machine or asked.step.kernel) and asked.step.layout != AUTO
 
 
+def _planned_step_s(asked: TrainSettings) -> float | None:
+    """What a step is forecast to take where this host has GPUs of a known type, and the sizes say all."""
+    import torch
+
+    from elastic_ring.cli.forecast_seen import planned_step_s
+
+    if not planned_alone(asked) or not torch.cuda.is_available():
+        return None
+    return planned_step_s(asked, torch.cuda.get_device_name(0))
+
+
 def _check(asked: TrainSettings) -> None:
     """What the trainer would refuse in settings that are planned alone. Raises ValueError."""
     check_together(asked.scaling, asked.step, asked.run.faults)
@@ -208,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if asked.scaling.device == "cuda":
             trainer.planned_gpu_bytes = plan(asked, trainer).gpu_bytes
+            trainer.planned_step_s = _planned_step_s(asked)
         result = trainer.fit()
     except ValueError as error:
         print(f"elastic-ring train: {error}", file=sys.stderr)
@@ -235,6 +247,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if told := forecast_line(trainer.planned_gpu_bytes, summary.get("peak_gpu_bytes", 0)):
         print(f"GPU memory: {told}")
+    if trainer.planned_step_s is not None:
+        from elastic_ring.cli.forecast_seen import beside, seen_step_s
+
+        if (seen_s := seen_step_s(result.path)) is not None:
+            print(beside("step", trainer.planned_step_s, seen_s, "s"))
     if summary["skipped_steps"] == summary["steps"]:
         print("every step was skipped, because no gradient was finite: the weights are the initial ones")
     return 0

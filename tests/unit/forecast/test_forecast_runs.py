@@ -1,0 +1,96 @@
+"""What runs tell the forecast, and the forecast of a run: stages, --from-run, --score."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from elastic_ring.cli import forecast as command
+from elastic_ring.cli.forecast_seen import beside, gpu_type, planned_step_s, seen_step_s
+from elastic_ring.cli.settings import parse
+from elastic_ring.forecast.answers.stages import Learned, narrower, read_stages
+from elastic_ring.forecast.goodput import PRIORS
+
+ROOT = Path(__file__).parents[3]
+SETTINGS = ["--preset", "1b", "--dp", "1", "--cp", "2", "--global-batch", "1"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A folder as a run leaves it, with ten steps of the 5.11 s that two H100s took."""
+    (tmp_path / "config.toml").write_text(parse(SETTINGS).toml())
+    steps = [60.0, 6.0, 5.3, *[5.11] * 7]
+    lines = [{"step": index, "step_s": step_s, "loss_hex": (1.0).hex()} for index, step_s in enumerate(steps)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {"goodput": 0.9, "peak_gpu_bytes": int(22.7 * 2**30), "recoveries": [], "time_s": {"steps": 100.0}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    return tmp_path
+
+
+def test_the_end_of_a_run_shows_forecast_beside_seen(run: Path) -> None:
+    step_s = planned_step_s(parse(SETTINGS), "NVIDIA H100 80GB HBM3")
+    assert step_s == pytest.approx(5.11, rel=0.05), "benchmarks/results/gpu_runs, twelfth run"
+    assert seen_step_s(run) == statistics.median([5.11] * 7)
+    assert beside("step", 5.0, 4.0, "s") == "step: forecast 5 s, seen 4 s (+25 %)"
+    assert planned_step_s(parse(SETTINGS), "Tesla T4") is None
+    assert planned_step_s(parse([]), "NVIDIA H200") is None, "ranks on CPUs"
+
+
+def test_score_says_how_wrong_each_forecast_was(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--score", str(run), "--fleet", "h100-80"]) == 0
+    out = capsys.readouterr().out
+    assert "step: forecast 5." in out
+    assert "memory: forecast 22.7 GiB, seen 22.7 GiB" in out
+    assert "steps of 1 runs:" in out
+    assert command.main(["--score", str(run / "gone")]) == 2
+    assert "is no run that has ended" in capsys.readouterr().err
+
+
+def test_a_run_corrects_the_step_and_narrows_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for flags in ([], ["--from-run", str(run)]):
+        big = ["--preset", "8b", "--dp", "64", "--global-batch", "64", "--json", *flags]
+        assert command.main(big) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    before, after = (one["inputs"]["step"]["p90"] for one in found)
+    assert after < before
+    assert found[1]["figures"]["step_s"]["origin"] == "measured"
+
+
+def test_losses_that_were_seen_move_the_prior_and_narrow_it() -> None:
+    prior = PRIORS["published"]
+    many = narrower(prior, Learned(1.0, losses=50, gpu_hours=500_000.0))
+    assert 10_000 < many.gpu_hours[1] < 12_000
+    assert many.gpu_hours[2] / many.gpu_hours[0] < prior.gpu_hours[2] / prior.gpu_hours[0]
+    calm = narrower(prior, Learned(1.0, losses=0, gpu_hours=400_000.0))
+    assert calm.gpu_hours[1] > 2 * prior.gpu_hours[1]
+
+
+def test_the_worked_plan_has_three_stages_whose_chances_fall(capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "examples" / "forecast_stages.toml"
+    assert [stage.name for stage in read_stages(str(path))] == ["100B", "500B", "1T"]
+    assert command.main(["--stages", str(path)]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "all until here" in line]
+    chances = [int(row.rsplit(": ", 1)[1].rstrip("%")) for row in rows]
+    assert len(chances) == 3
+    assert 100 >= chances[0] >= chances[1] >= chances[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("", "has no [[stage]] tables"), ('[[stage]]\nname = "a"\ntokens = "1B"\ntrain = []\n', "stage 1: stage.fleet"),
+     ('[[stage]]\nname = "a"\ntokens = "0"\ntrain = []\nfleet = "h200"\n', "a: --tokens 0")],
+)  # fmt: skip
+def test_a_bad_stage_is_named(text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "stages.toml").write_text(text)
+    assert command.main(["--stages", str(tmp_path / "stages.toml")]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_gpus_have_their_type_by_the_name_that_cuda_tells() -> None:
+    names = {"NVIDIA A100-SXM4-40GB": "A100-40", "NVIDIA A100-SXM4-80GB": "A100-80", "NVIDIA H200": "H200",
+             "NVIDIA H100 80GB HBM3": "H100-80", "NVIDIA B200": "B200", "NVIDIA L4": None}  # fmt: skip
+    assert {name: gpu_type(name) for name in names} == names
