@@ -79,7 +79,7 @@ def _planned_step_s(asked: TrainSettings) -> float | None:
     """What a step is forecast to take where this host has GPUs of a known type, and the sizes say all."""
     import torch
 
-    from elastic_ring.cli.forecast_seen import planned_step_s
+    from elastic_ring.cli.forecasts.seen import planned_step_s
 
     if not planned_alone(asked) or not torch.cuda.is_available():
         return None
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if told := forecast_line(trainer.planned_gpu_bytes, summary.get("peak_gpu_bytes", 0)):
         print(f"GPU memory: {told}")
     if trainer.planned_step_s is not None:
-        from elastic_ring.cli.forecast_seen import beside, seen_step_s
+        from elastic_ring.cli.forecasts.seen import beside, seen_step_s
 
         if (seen_s := seen_step_s(result.path)) is not None:
             print(beside("step", trainer.planned_step_s, seen_s, "s"))

@@ -81,7 +81,7 @@ def _gpu_seconds(scenario: Scenario) -> float:
 
 
 def candidates(base: Scenario, prices: PriceList, kind: str, gpus: Sequence[str]) -> Iterator[Scenario]:
-    """All meshes of at most the GPUs that `base` has, and what else a run chooses."""
+    """All meshes of at most the GPUs that `base` has, the largest first, and what else a run chooses."""
     most = base.num_gpus
     powers = [2**k for k in range(15) if 2**k <= most]
     priced = {row.gpu for row in prices.rows if row.kind == kind}
@@ -91,7 +91,7 @@ def candidates(base: Scenario, prices: PriceList, kind: str, gpus: Sequence[str]
             continue
         here = {"fleet": fleet, "eff": base.eff if gpu == base.fleet.gpu else default_efficiency(fleet),
                 "price": prices.find(gpu, kind)}  # fmt: skip
-        for cp, dp in itertools.product(powers, powers):
+        for cp, dp in sorted(itertools.product(powers, powers), key=lambda mesh: -mesh[0] * mesh[1]):
             if cp * dp > most or cp > base.step.context_tokens or dp > base.step.global_batch:
                 continue
             for offload, together, acts in itertools.product(OFFLOADS, (1, 2, 4), (False, True)):
@@ -111,9 +111,10 @@ def search(
     fit is priced no further; of what fits, spares, copies and intervals are tried too."""
     found: list[Candidate] = []
     tried = 0
-    for made in candidates(base, prices, kind, gpus):
-        if tried >= limit:
-            break
+    streams = [candidates(base, prices, kind, [gpu]) for gpu in gpus]
+    for made in itertools.chain.from_iterable(itertools.zip_longest(*streams)):
+        if made is None or tried >= limit:
+            continue
         tried += 1
         if not made.fits:
             continue

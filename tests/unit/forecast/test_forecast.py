@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastic_ring.cli import forecast as command
+from elastic_ring.cli.forecasts import command
 from elastic_ring.cli.settings import parse
 from elastic_ring.forecast.answers.asked import amount
 from elastic_ring.forecast.answers.claims import claims, page

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ring.cli import forecast as command
-from elastic_ring.cli.forecast_seen import beside, gpu_type, planned_step_s, seen_step_s
+from elastic_ring.cli.forecasts import command
+from elastic_ring.cli.forecasts.seen import beside, gpu_type, planned_step_s, seen_step_s
 from elastic_ring.cli.settings import parse
 from elastic_ring.forecast.answers.stages import Learned, narrower, read_stages
 from elastic_ring.forecast.goodput import PRIORS

@@ -56,7 +56,7 @@ COMMANDS = {
     "export": "elastic_ring.cli.export", "metrics": "elastic_ring.cli.metrics", "drain": "elastic_ring.cli.drain",
     "checkpoints": "elastic_ring.cli.checkpoints", "zero3": "elastic_ring.cli.zero3",
     "scale": "elastic_ring.cli.scale", "drill": "elastic_ring.cli.drills.command", "doctor": "elastic_ring.cli.doctor",
-    "forecast": "elastic_ring.cli.forecast",
+    "forecast": "elastic_ring.cli.forecasts.command",
 }  # fmt: skip
 VERBS = {"data": ["prepare"], "checkpoints": ["list", "verify", "prune", "export"]}
 DOORS = {

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.cli import forecast_seen, settings
+from elastic_ring.cli import settings
+from elastic_ring.cli.forecasts import seen
 from elastic_ring.config import check_copies, check_together
 from elastic_ring.forecast.answers import asked, report
 from elastic_ring.forecast.answers.money import PriceList, read_prices
@@ -70,7 +71,7 @@ def _run(given: argparse.Namespace, rest: Sequence[str]) -> int:
         print(page(claims(prices)))
         return 0
     if given.score:
-        print("\n".join(forecast_seen.score(given.score, fleet)))
+        print("\n".join(seen.score(given.score, fleet)))
         return 0
     if given.stages:
         stages = read_stages(given.stages)
@@ -119,7 +120,7 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
         asked.failures_of(given.failures), price, asked.amount(given.tokens, "--tokens"),
         measured_step_s=given.measured_step,
     )  # fmt: skip
-    return made if given.from_run is None else with_learned(made, forecast_seen.learned(given.from_run, fleet))
+    return made if given.from_run is None else with_learned(made, seen.learned(given.from_run, fleet))
 
 
 def _of_stage(stage: Stage, given: argparse.Namespace, prices: PriceList) -> Scenario:
