@@ -205,15 +205,15 @@ def forecast(scenario: Scenario, seed: int = 0, num_draws: int = NUM_DRAWS) -> F
 
 
 def _with_chance(scenario: Scenario, drawn: Draws, found: Mapping[str, Number], rng: np.random.Generator) -> Number:
-    """What the walked draws differ by from the closed form, resampled onto all draws."""
+    """How many times the loss of the closed form the walked draws lose, dealt out to all draws."""
     some = {name: one[:WALKED_DRAWS] for name, one in drawn.items()}
     step_s = np.broadcast_to(np.asarray(found["step_s"], dtype=float), np.shape(drawn["step"]))[:WALKED_DRAWS]
     closed = np.asarray(found["goodput"], dtype=float)
     shape = scenario.shape(some, step_s)
     planned_s = float(np.median(np.asarray(found["run_s"])))
     walked = simulate_goodput(shape, scenario.failures, some["gpu_hours"], planned_s, rng, some["repair"])
-    off = walked - closed[:WALKED_DRAWS]
-    return np.clip(closed + rng.choice(off, size=len(closed)), 0.02, 1.0)
+    times = (1.0 - walked) / np.maximum(1.0 - closed[:WALKED_DRAWS], 1e-6)
+    return np.clip(1.0 - (1.0 - closed) * rng.choice(times, size=len(closed)), 0.02, 1.0)
 
 
 def tornado(scenario: Scenario, by: str = "") -> list[tuple[str, float, float]]:

@@ -46,6 +46,7 @@ def options() -> argparse.ArgumentParser:
     add("--from-run", type=Path, metavar="RUN", help="a run's folder: its step and losses correct the forecast")
     add("--score", type=Path, nargs="+", metavar="RUN", help="how wrong the forecast was of runs that have ended")
     add("--claims", action="store_true", help="hold thirty claims on training 1T")
+    add("--plot", type=Path, metavar="DIR", help="write five pictures there; needs matplotlib")
     add("--json", action="store_true", help="print JSON")
     return parser
 
@@ -86,6 +87,10 @@ def _run(given: argparse.Namespace, rest: Sequence[str]) -> int:
     if given.search:
         return _search(scenario, prices, given, deadline_s, budget)
     found = forecast(scenario)
+    if given.plot is not None:
+        from elastic_ring.cli.forecasts.plots import write
+
+        write(found, given.plot, deadline_s, budget)
     if given.json:
         print(json.dumps(report.as_json(found, deadline_s, budget, warnings), indent=1))
     else:

@@ -1,0 +1,111 @@
+"""Five pictures of a forecast: memory by kind, a step's parts, goodput over spares, cost and time, the tornado."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elastic_ring.forecast.answers.report import NAMES, SPARE_HOSTS
+from elastic_ring.forecast.goodput import DAY
+from elastic_ring.forecast.scenario import Forecast, curve
+
+SHOWN_DRAWS = 2_000
+
+
+def write(found: Forecast, folder: Path, deadline_s: float | None, budget_usd: float | None) -> list[Path]:
+    """PNG files in `folder`, which is made. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, draw in (
+        ("memory", _memory), ("step", _step), ("spares", _spares), ("tornado", _tornado),
+        ("cost_and_time", lambda axes, one: _cost_and_time(axes, one, deadline_s, budget_usd)),
+    ):  # fmt: skip
+        figure, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
+        draw(axes, found)
+        written.append(folder / f"{name}.png")
+        figure.savefig(written[-1], dpi=110)
+        pyplot.close(figure)
+    return written
+
+
+def _bars(axes: Any, parts: list[tuple[str, float]], unit: str) -> None:
+    parts = sorted(parts, key=lambda part: part[1])
+    bars = axes.barh([name for name, _ in parts], [size for _, size in parts], color="tab:blue")
+    axes.bar_label(bars, fmt="%.3g", padding=3)
+    axes.set_xlabel(unit)
+    axes.margins(x=0.12)
+
+
+def _memory(axes: Any, found: Forecast) -> None:
+    plan = found.scenario.plan
+    terms = [(name, size / 2**30) for name, size in plan.memory.fullest.terms.items() if size > 2**28]
+    _bars(axes, terms, "GiB of a rank")
+    whole = found.scenario.fleet.memory_gib
+    axes.set_title(
+        f"{plan.memory.fullest.name}: {plan.gpu_bytes / 2**30:.0f} GiB of tensors, "
+        f"{plan.needed_bytes / 2**30:.0f} needed of {whole:.0f}",
+        fontsize=10,
+    )
+
+
+def _step(axes: Any, found: Forecast) -> None:
+    """The parts one after the other, as they would run without an overlap that is hidden."""
+    timed = found.scenario.step_of(found.scenario.medians())
+    begin = 0.0
+    for name, part in timed.parts.items():
+        if float(part) > 0:
+            axes.barh([name], [float(part)], left=[begin], color="tab:blue")
+            begin += float(part)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a step")
+    axes.set_title(f"A step of {float(timed.total_s):.3g} s", fontsize=10)
+
+
+def _spares(axes: Any, found: Forecast) -> None:
+    values = [float(one * found.scenario.fleet.gpus_per_host) for one in SPARE_HOSTS]
+    rows = curve(found.scenario, "spares", values)
+    axes.plot(values, [100 * good for _, good, _ in rows], "o-", color="tab:blue")
+    axes.set_xlabel("spare GPUs")
+    axes.set_ylabel("goodput, %", color="tab:blue")
+    if "usd" in found.draws:
+        right = axes.twinx()
+        right.plot(values, [usd for _, _, usd in rows], "s--", color="tab:orange")
+        right.set_ylabel("USD a million committed tokens", color="tab:orange")
+    axes.set_title("Spares: what they save and what they cost", fontsize=10)
+
+
+def _cost_and_time(axes: Any, found: Forecast, deadline_s: float | None, budget_usd: float | None) -> None:
+    days = np.asarray(found.draws["run_s"])[:SHOWN_DRAWS] / DAY
+    usd = np.asarray(found.draws.get("usd", found.draws["gpu_hours"]))[:SHOWN_DRAWS]
+    axes.scatter(days, usd, s=4, alpha=0.3, color="tab:blue")
+    axes.set_xlim(0.9 * days.min(), max(np.quantile(days, 0.99), (deadline_s or 0.0) / DAY) * 1.05)
+    axes.set_ylim(0.9 * usd.min(), max(np.quantile(usd, 0.99), budget_usd or 0.0) * 1.05)
+    if deadline_s is not None:
+        axes.axvline(deadline_s / DAY, color="tab:red", label="deadline")
+    if budget_usd is not None:
+        axes.axhline(budget_usd, color="tab:orange", label="budget")
+    chances = found.probability(deadline_s, budget_usd)
+    told = ", ".join(f"{name} {chance:.0%}" for name, chance in chances.items())
+    axes.set_title(f"Draws of time and cost{f': {told}' if told else ''}", fontsize=10)
+    axes.set_xlabel("days")
+    axes.set_ylabel("USD" if "usd" in found.draws else "GPU-hours")
+    if chances:
+        axes.legend()
+
+
+def _tornado(axes: Any, found: Forecast) -> None:
+    rows = found.tornado[::-1]
+    by = "usd" if "usd" in found.draws else "run_s"
+    middle = found.middle[by]
+    axes.barh([NAMES[name] for name, _, _ in rows], [high - low for _, low, high in rows],
+              left=[low for _, low, _ in rows], color="tab:blue")  # fmt: skip
+    axes.axvline(middle, color="black", linewidth=1)
+    axes.set_xlabel("USD" if by == "usd" else "seconds")
+    axes.set_title("From P10 to P90 of one input, the others at their medians", fontsize=10)
