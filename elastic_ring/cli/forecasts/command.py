@@ -78,9 +78,9 @@ def _run(given: argparse.Namespace, rest: Sequence[str]) -> int:
         stages = read_stages(given.stages)
         print("\n".join(stage_lines(stages, lambda stage: _of_stage(stage, given, prices))))
         return 0
-    scenario = scenario_of(given, rest, fleet, prices)
     deadline_s = None if given.deadline is None else asked.deadline_s(given.deadline, days_until(given.deadline))
     budget = None if given.budget is None else asked.amount(given.budget, "--budget")
+    scenario = scenario_of(given, rest, fleet, prices)
     warnings = (
         prices.warnings(scenario.price, {scenario.price.date: -days_to(scenario.price.date)}) if scenario.price else []
     )
@@ -100,6 +100,7 @@ def _run(given: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, prices: PriceList) -> Scenario:
     """The settings of train on the fleet. Raises ValueError for what cannot be meant."""
+    failures, tokens = asked.failures_of(given.failures), asked.amount(given.tokens, "--tokens")
     train = settings.parse(list(rest))
     check_together(train.scaling, train.step, ())
     check_copies(train.scaling.mesh, train.run.copies)
@@ -122,7 +123,7 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
         price = prices.find(fleet.gpu, given.price)
     made = Scenario(
         train.model, train.scaling, train.step, train.run, fleet, default_efficiency(fleet, machine),
-        asked.failures_of(given.failures), price, asked.amount(given.tokens, "--tokens"),
+        failures, price, tokens,
         measured_step_s=given.measured_step,
     )  # fmt: skip
     return made if given.from_run is None else with_learned(made, seen.learned(given.from_run, fleet))
