@@ -34,15 +34,15 @@ NO_FIT = "units split further than over a ring, or cards of 256 GB: what is gath
 
 
 @dataclass(frozen=True)
-class Claim:
+class Statement:
     number: int
-    claim: str
+    text: str
     computed: str
     verdict: Verdict
     needs: str
 
     def line(self) -> str:
-        return f"| {self.number} | {self.claim} | {self.computed} | {self.verdict} | {self.needs} |"
+        return f"| {self.number} | {self.text} | {self.computed} | {self.verdict} | {self.needs} |"
 
 
 class Book:
@@ -254,15 +254,15 @@ TEXTS = (
 PARTS: tuple[Callable[[Book], dict[int, Answer]], ...] = (_memory, _time, _money, _luck)
 
 
-def claims(prices: PriceList) -> list[Claim]:
+def claims(prices: PriceList) -> list[Statement]:
     """All thirty, in order."""
     book = Book(prices)
     answers: dict[int, Answer] = {}
     for part in PARTS:
         answers |= part(book)
-    return [Claim(number, text, *answers[number]) for number, text in enumerate(TEXTS, 1)]
+    return [Statement(number, text, *answers[number]) for number, text in enumerate(TEXTS, 1)]
 
 
-def page(found: list[Claim]) -> str:
+def page(found: list[Statement]) -> str:
     head = "| # | claim | computed | verdict | what would have to be true |\n|---|---|---|---|---|"
-    return "\n".join([head, *(claim.line() for claim in found)])
+    return "\n".join([head, *(one.line() for one in found)])
