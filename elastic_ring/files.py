@@ -1,14 +1,29 @@
-"""What files need beyond the standard library, in every room."""
+"""What files need beyond the standard library, in every room; and what a stranger's file may say, checked in one place.
+
+A file may come from anybody: JSON is bounded in length and depth, a file that is no file is not waited for, and a name
+that a file gives becomes a path only after `name_below`.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import stat
 import tempfile
+import tomllib
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+MAX_JSON_BYTES = 1 << 26
+"""Of a record. What lists millions of things has a limit of its own."""
+MAX_JSON_DEPTH = 64
+MAX_TOML_BYTES = 1 << 20
+MAX_NAME_BYTES = 1024
+_CONTROL = re.compile("(?!^)\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What a terminal obeys, and what it cannot show. A bar returns to the begin of its line: text in a line may not."""
 
 _URL = re.compile(r"""(\b[A-Za-z][A-Za-z0-9+.-]*)://(?:[^/?#\s'"]*@)?([^?#\s'"]*)([?#][^\s'"]*)?""")
 _PATTERNS = ("file", "gs", "gcs", "local", "s3")  # there a question mark is part of a name or a pattern
@@ -89,3 +104,67 @@ def private_folder(path: Path) -> Path:
             "others may have put files there: remove it, or set TMPDIR to a folder of your own"
         )
     return path
+
+
+def read_small(path: str | os.PathLike[str], most_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """All bytes of a regular file. Raises ValueError for a longer one and for what is no file (a pipe would be waited
+    for without end), OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError(f"{os.fspath(path)} is no regular file")
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"{os.fspath(path)} has more than {most_bytes} bytes")
+    return data
+
+
+def plain_json(data: bytes | str, most_bytes: int = MAX_JSON_BYTES, most_depth: int = MAX_JSON_DEPTH) -> Any:
+    """What JSON says. Raises ValueError, also for what is longer or nested deeper than it may be."""
+    if len(data) > most_bytes:
+        raise ValueError(f"JSON of {len(data)} bytes: there may be {most_bytes}")
+    try:
+        found = json.loads(data)
+    except RecursionError:
+        raise ValueError(f"JSON is nested deeper than {most_depth} levels") from None
+    level = [found]
+    for _ in range(most_depth):
+        level = [
+            child
+            for one in level if isinstance(one, (dict, list))
+            for child in (one.values() if isinstance(one, dict) else one) if isinstance(child, (dict, list))
+        ]  # fmt: skip
+        if not level:
+            return found
+    raise ValueError(f"JSON is nested deeper than {most_depth} levels")
+
+
+def plain_toml(data: bytes) -> dict[str, Any]:
+    """What TOML says, with or without a byte order mark. Raises ValueError, also for what is longer than it may be or
+    nested too deeply."""
+    if len(data) > MAX_TOML_BYTES:
+        raise ValueError(f"TOML of {len(data)} bytes: there may be {MAX_TOML_BYTES}")
+    text = data.decode("utf-8-sig")
+    if any(re.split("[=\"'#]", line, maxsplit=1)[0].count(".") > MAX_JSON_DEPTH for line in text.splitlines()):
+        raise ValueError(f"a key of TOML has more than {MAX_JSON_DEPTH} parts")  # which take hours to read
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("TOML is nested too deeply") from None
+
+
+def name_below(name: object, where: str = "") -> str:
+    """`name`, which a file gives, if it is a plain name below that file's folder: `a` or `a/b`. Raises ValueError, with
+    `where` it stands."""
+    text = name if isinstance(name, str) else ""
+    is_plain = all(part not in ("", ".", "..") for part in text.split("/")) and text.isprintable()
+    if not is_plain or "\\" in text or len(text.encode()) > MAX_NAME_BYTES:
+        shown = ascii(name)
+        shown = shown if len(shown) <= MAX_NAME_BYTES else f"{shown[:MAX_NAME_BYTES]}..."
+        raise ValueError(f"{where + ': ' if where else ''}names {shown}, which is not in its folder")
+    return text
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal: what would control it is shown as `\\x1b`."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -50,7 +50,7 @@ from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, 
 from elastic_ring.data.sampling.order import SampleOrder
 from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
 from elastic_ring.data.source import SourceConfig, fingerprinted, hold_out, open_source, order_of
-from elastic_ring.files import shown_url
+from elastic_ring.files import plain_json, shown_url
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
 from elastic_ring.monitor.json_files import read_json, readable_json, set_aside
@@ -86,7 +86,7 @@ from elastic_ring.runtime.driver.session import interruptible, lease, leaving, r
 from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
 from elastic_ring.runtime.identity import Identity, contents_of, described, identity_of
 from elastic_ring.runtime.worker.env_fingerprint import versions
-from elastic_ring.state.checkpoints.checkpoint import FOLDER, located
+from elastic_ring.state.checkpoints.manifest import FOLDER, located
 from elastic_ring.state.storage.folder import open_or_refuse
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule, check_cpu_offload, check_schedule
 from elastic_ring.train.startup.check_pattern import check_pattern
@@ -282,6 +282,7 @@ class ElasticRingTrainer:
                 self._tell_moved()
         if not is_whole:
             return None
+        attach.refuse_without_weights(self.run_config)
         return self._good(summary_of(folder, of_record))
 
     @property
@@ -443,7 +444,7 @@ class ElasticRingTrainer:
             "run": self.run_config,
         }
         text = {name: json.dumps(vars(value), default=str) for name, value in settings.items()}
-        shown = {name: json.loads(shown_url(value)) for name, value in text.items()}
+        shown = {name: plain_json(shown_url(value)) for name, value in text.items()}
         shown["run"]["env"] = sorted(self.run_config.env)  # values may be secrets
         given = {} if self.task.cost_model is None else {"cost_model": str(self.task.cost_model)}
         found = versions(self.scaling_config.device)

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 T = TypeVar("T")
+LONGEST_SHOWN = 500
 CONFIG = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
 
 
@@ -72,6 +73,8 @@ def settings(cls: type[T]) -> type[T]:
 def from_plain(cls: type[T], plain: Mapping[str, Any], prefix: str = "") -> T:
     """An instance from what TOML or JSON can say (a list for a tuple). Raises ValueError as the constructor does, with
     settings named from `prefix` on: `optim.peak_lr`."""
+    if not isinstance(plain, Mapping):
+        raise ValueError(f"{prefix or cls.__name__}={_shown(plain)}: must be a mapping")
     try:
         return TypeAdapter(cls).validate_json(json.dumps(plain))
     except ValidationError as error:
@@ -115,7 +118,13 @@ def explain(cls: Any, error: ValidationError, given: Mapping[str, Any], prefix: 
     if first["type"] == "literal_error":
         must = must or f"one of {first['ctx']['expected'].replace(' or ', ', ')}".replace("'", "")
     must = must or EXPECTED.get(first["type"], "") or first["msg"].removeprefix("Input should be ")
-    return f"{named}={value!r}: must be {must}"
+    return f"{named}={_shown(value)}: must be {must}"
+
+
+def _shown(value: Any) -> str:
+    """A value as an error says it: a file may hold a long one."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def _must(spec: Any) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from elastic_ring.attention.patterns.families import Dilated, Profile
 from elastic_ring.attention.patterns.rules import Rule, require
+from elastic_ring.files import plain_json, read_small
 
 
 def longnet(
@@ -55,7 +55,7 @@ def load_profile(path: str | Path, *, keep: float) -> tuple[Profile, ...]:
     if not 0 < keep <= 1:
         raise ValueError(f"keep={keep}: a share of the counts, above 0 and at most 1")
     try:
-        loaded: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        loaded: Any = plain_json(read_small(path))
         unit_tokens, heads = int(loaded["unit_tokens"]), [[int(n) for n in head] for head in loaded["counts"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"profile {path}: not a JSON object with unit_tokens and counts by head: {error}") from error

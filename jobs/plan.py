@@ -6,7 +6,7 @@ from pathlib import Path
 if __name__ == "__main__":  # a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from elastic_ring.cli.plan import main
+from elastic_ring.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["plan", *sys.argv[1:]]))

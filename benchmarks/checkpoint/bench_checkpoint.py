@@ -34,7 +34,8 @@ from torch.distributed import checkpoint as dcp
 from benchmarks.harness import results
 from benchmarks.harness.arguments import at_least_one, bench_parser
 from elastic_ring.state.checkpoints import checkpoint
-from elastic_ring.state.checkpoints.checkpoint import Manifest, Snapshot
+from elastic_ring.state.checkpoints.checkpoint import Snapshot
+from elastic_ring.state.checkpoints.manifest import Manifest, new_attempt
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.storage.folder import Storage
 
@@ -103,7 +104,7 @@ class Bench:
         self.last = checkpoint.take(self.shard, self.described, 0, self.last, self.stream)
         waited = time.monotonic() - begun
         self.last.wait()  # in the thread that writes
-        attempt = checkpoint.attempt_folder(1, 1, "first")
+        attempt = new_attempt(1, 1)
         file = checkpoint.write_part(storage, attempt, self.last)
         manifest = Manifest(1, 1, 1, "bench", attempt, 1, 1, (file,), self.described, self.last.meta)
         assert checkpoint.commit(storage, manifest)

@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from elastic_ring.monitor.terminal import plain_terminal
+
 # (module, what it does) by command
 COMMANDS = {
     "train": ("elastic_ring.cli.train", "train a decoder over elastic rings"),
@@ -36,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status, 2 for a command that does not exist, 1 where nobody reads on."""
     try:
         try:
-            return _run(argv)
+            with plain_terminal():
+                return _run(argv)
         finally:
             sys.stdout.flush()  # what is left fails here, not when the interpreter exits
     except BrokenPipeError:  # as in `elastic-ring train --help | head`

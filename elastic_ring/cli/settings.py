@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import tyro
 
 from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data
 from elastic_ring.config import CpuOffload, OptimConfig, RunConfig, ScalingConfig, StepConfig
-from elastic_ring.files import shown_url
+from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_url
 from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.validation import from_plain, unknown_setting
 
@@ -298,7 +297,7 @@ def has_flag(argv: Sequence[str], setting: str) -> bool:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a file of settings. Raises ValueError for a file that cannot be read and for unknown keys."""
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        found = plain_toml(read_small(path, MAX_TOML_BYTES))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config {path}: cannot be read as TOML ({error})") from error
     top = ["preset", *TOP, *SECTIONS]

@@ -22,9 +22,8 @@ if __name__ == "__main__":  # run from a checkout, where the package may not be 
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.monitor.page import LOCAL, Page
 from elastic_ring.monitor.report import render_status
+from elastic_ring.monitor.terminal import clear_screen
 from elastic_ring.runtime.run_storage import RunRecords
-
-_CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +63,7 @@ def _print(records: RunRecords, watch_s: float | None) -> int:
     while True:
         text = render_status(records.look())
         if watch_s and sys.stdout.isatty():
-            text = _CLEAR_SCREEN + text
+            clear_screen()
         print(text, end="", flush=True)
         if not watch_s:
             return 0

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from elastic_ring.cli.settings import PRESETS, SECTIONS, SHORT, TrainSettings, has_flag, parse
 from elastic_ring.config import RunConfig, StepConfig
 from elastic_ring.errors import ElasticRingError
+from elastic_ring.monitor.terminal import plain_terminal
 from elastic_ring.train.guard_table import ZERO3, reason
 
 if TYPE_CHECKING:
@@ -127,6 +128,11 @@ def build(own: argparse.Namespace, asked: TrainSettings) -> Zero3Trainer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    with plain_terminal():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         own, asked = parse_zero3(sys.argv[1:] if argv is None else argv)

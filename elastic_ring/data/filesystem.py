@@ -131,12 +131,16 @@ def located(uri: str) -> tuple[Any, str]:
     return fs.PyFileSystem(fs.FSSpecHandler(opened)), path
 
 
-def read_file(filesystem: Any, path: str, name: str) -> bytes:
+def read_file(filesystem: Any, path: str, name: str, most_bytes: int) -> bytes:
     """All bytes of a small file. Raises ValueError and StorageFailed that say `name`."""
 
     def read() -> bytes:
+        if filesystem.get_file_info(path).type == fs.FileType.Unknown:  # a pipe would be waited for without end
+            raise ValueError(f"{name}: is no regular file")
         with filesystem.open_input_stream(path) as stream:
-            data: bytes = stream.read()
+            data: bytes = stream.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise ValueError(f"{name}: has more than {most_bytes} bytes")
         return data
 
     return reading(name, read)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from elastic_ring.files import plain_json
+
 HEAD_BYTES = 1 << 16
 MAX_NO_TEXT = 0.1
 """Share of bytes that are no UTF-8, or control characters, above which a file is no text. Latin-1 has about 0.03."""
@@ -211,8 +213,8 @@ def _json_kind(hint: Reader | None, head: bytes, column: str) -> Kind | None:
 
 def _object(data: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
+        value = plain_json(data)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from elastic_ring.data.kinds import hint_of, kind_of
 from elastic_ring.data.manifest import MANIFEST, PREPARATION
 from elastic_ring.data.summary import Group, count, grouped, lines, size
 from elastic_ring.data.walk import HIDING, Found, walk
-from elastic_ring.files import shown_url
+from elastic_ring.files import MAX_JSON_BYTES, plain_json, shown_url
 
 OPENED_AT_ONCE = 16
 HIDDEN = "a name that begins with . or _"
@@ -301,7 +300,7 @@ def _is_file(filesystem: Any, path: str) -> bool:
 def _json(filesystem: Any, path: str, told: str) -> dict[str, Any]:
     """Raises ValueError that names the file."""
     try:
-        found = json.loads(read_file(filesystem, path, told))
+        found = plain_json(read_file(filesystem, path, told, MAX_JSON_BYTES))
     except ValueError as error:
         raise ValueError(f"{told}: {path} is damaged: {error}") from error
     if not isinstance(found, dict):

@@ -9,17 +9,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal
 
 from elastic_ring.data.filesystem import located, read_file
-from elastic_ring.files import shown_url
+from elastic_ring.data.packing import MAX_VOCAB_SIZE
+from elastic_ring.files import name_below, plain_json, shown_url
 from elastic_ring.validation import NonNegativeInt, PositiveInt, from_plain, settings
 
 MANIFEST, PREPARATION = "manifest.json", "preparation.json"
 """What a preparation writes last, and first."""
+MAX_MANIFEST_BYTES = 1 << 28
+MAX_COUNT, MAX_ROW_GROUPS = 1 << 53, 1 << 27
+"""Of a corpus: an index of its row groups is kept in memory."""
 _NAME = re.compile(r"^manifest(-\d+)?\.json$")
 _NOT_IN_DIGEST = frozenset(
     {"digest", "about", "num_bytes", "sha256", "num_records", "num_bad_records", "num_bad", "bad_bytes"}
@@ -37,6 +42,10 @@ class Shard:
     num_bytes: PositiveInt
     sha256: str
 
+    def __post_init__(self) -> None:
+        if "/" in name_below(self.name, "a shard") or max(self.num_documents, self.num_tokens) > MAX_COUNT:
+            raise ValueError(f"a shard has name {self.name[:200]!r} and {self.num_tokens} tokens, which cannot be")
+
 
 @settings
 class PreparedSource:
@@ -45,6 +54,10 @@ class PreparedSource:
     name: str
     weight: float | None
     shards: tuple[Shard, ...]
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and not 0 < self.weight < math.inf:
+            raise ValueError(f"source {self.name[:200]!r} has weight={self.weight}: must be a positive number")
 
     @property
     def num_tokens(self) -> int:
@@ -94,6 +107,16 @@ class Manifest:
     format: Literal["elastic_ring tokens 1"] = "elastic_ring tokens 1"
     digest: str = ""
 
+    def __post_init__(self) -> None:
+        if not self.end_of_document < self.vocab_size <= MAX_VOCAB_SIZE:
+            raise ValueError(f"end_of_document={self.end_of_document} is no token below vocab_size={self.vocab_size}, "
+                             f"of at most {MAX_VOCAB_SIZE}")  # fmt: skip
+        shards = [shard for source in self.sources for shard in source.shards]
+        num_groups = sum(-(-shard.num_tokens // self.row_group_tokens) for shard in shards)
+        if num_groups > MAX_ROW_GROUPS or max(self.row_group_tokens, self.align_tokens) > MAX_COUNT:
+            raise ValueError(f"row_group_tokens={self.row_group_tokens} gives {num_groups} row groups: there may be "
+                             f"{MAX_ROW_GROUPS}")  # fmt: skip
+
     @property
     def num_tokens(self) -> int:
         return sum(source.num_tokens for source in self.sources)
@@ -135,9 +158,9 @@ def is_manifest(uri: str) -> bool:
 def read_manifest(uri: str) -> Manifest:
     """The manifest at `uri`. Raises ValueError for one that is absent, of another format or altered; StorageFailed."""
     filesystem, path = located(uri)
-    data = read_file(filesystem, path, uri)
+    data = read_file(filesystem, path, uri, MAX_MANIFEST_BYTES)
     try:
-        plain = json.loads(data)
+        plain = plain_json(data, MAX_MANIFEST_BYTES)
         found = from_plain(Manifest, plain)
     except ValueError as error:
         raise ValueError(f"{shown_url(uri)}: is no manifest of elastic-ring data prepare: {error}") from error

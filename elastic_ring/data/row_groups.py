@@ -20,6 +20,7 @@ from elastic_ring.data.manifest import Manifest, PreparedSource, Shard
 from elastic_ring.data.preparation.shard_writer import COLUMN, OFFSET, TOKENS_KEY
 
 OPEN_SHARDS = 64
+UNREADABLE = "cannot be read as token shard"
 
 
 class RowGroups:
@@ -63,7 +64,7 @@ class RowGroup:
         return f"{self.files.path(self.shard)} (row group {self.number})"
 
     def load(self) -> tuple[Tokens, Starts]:
-        table = self.files.read(self.shard, self.number)
+        table = self.files.read(self.shard, self.number, self.num_tokens)
         lists = table.column(COLUMN).combine_chunks()
         tokens = lists.values.to_numpy(zero_copy_only=False).astype(np.int32)
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
@@ -85,12 +86,12 @@ class OpenShards:
     def path(self, shard: Shard) -> str:
         return f"{self._uri.rpartition('/')[0]}/shards/{shard.name}"
 
-    def read(self, shard: Shard, number: int) -> Any:
+    def read(self, shard: Shard, number: int, num_tokens: int) -> Any:
         """One row group. Raises StorageFailed; ValueError where the file is absent, damaged or another shard."""
         path = self.path(shard)
         for left in reversed(range(NUM_READS)):
             try:
-                return reading(path, lambda: self._read(shard, number), what="cannot be read as token shard")
+                return reading(path, lambda: self._read(shard, number, num_tokens), what=UNREADABLE)
             except ValueError:
                 with self._lock:
                     self._open.pop(shard.name, None)  # its footer may have been damaged on its way
@@ -98,10 +99,14 @@ class OpenShards:
                     raise
         raise AssertionError("the last read returns or raises")
 
-    def _read(self, shard: Shard, number: int) -> Any:
+    def _read(self, shard: Shard, number: int, num_tokens: int) -> Any:
         file, metadata, lock = self._opened(shard)
         with lock:
             parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=True)
+            held = _num_values(metadata, number)
+            if held != num_tokens:  # asked before anything is unpacked
+                told = f"has {held} tokens in row group {number}, {num_tokens} by its manifest"
+                raise ValueError(f"{self.path(shard)}: {told}: restore it")
             return parquet.read_row_group(number, columns=[COLUMN, OFFSET])
 
     def _opened(self, shard: Shard) -> tuple[Any, Any, Lock]:
@@ -121,3 +126,12 @@ class OpenShards:
             while len(self._open) > OPEN_SHARDS:
                 self._open.popitem(last=False)
             return self._open[shard.name]
+
+
+def _num_values(metadata: Any, number: int) -> int:
+    """The tokens of a row group by its footer; -1 where it has none."""
+    if number >= metadata.num_row_groups:
+        return -1
+    group = metadata.row_group(number)
+    columns = (group.column(index) for index in range(group.num_columns))
+    return next((int(one.num_values) for one in columns if one.path_in_schema.split(".")[0] == COLUMN), -1)

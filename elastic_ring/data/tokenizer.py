@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 
 from elastic_ring.data.chunks import Tokens
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT
+from elastic_ring.files import plain_json, read_small
 
 BYTES = "bytes"
 PART_BYTES = 1 << 20
@@ -147,7 +147,7 @@ def _slow(folder: Path) -> tuple[dict[str, int], Any]:
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as many classes as there are tokenizers
         raise ValueError(f"tokenizer={str(folder)!r}: cannot be read: {error}") from error
 
@@ -164,7 +164,7 @@ def _own_end(folder: Path) -> str | None:
     for name in (CONFIG, "special_tokens_map.json"):
         if (folder / name).exists():
             try:
-                token = json.loads((folder / name).read_text(encoding="utf-8-sig")).get("eos_token")
+                token = plain_json(read_small(folder / name)).get("eos_token")
             except (OSError, ValueError, AttributeError) as error:  # no JSON, no UTF-8, no object
                 raise ValueError(f"tokenizer={str(folder)!r}: {name} cannot be read: {error}") from error
             token = token.get("content") if isinstance(token, dict) else token

@@ -14,15 +14,23 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from elastic_ring.errors import JournalDamaged, StaleMessage, StorageFailed
-from elastic_ring.files import sync_directory
+from elastic_ring.files import plain_json, sync_directory
 from elastic_ring.state.storage.retries import ONCE
 
+MAX_LINE_BYTES = 1 << 26
+"""A writer makes no longer line; a stranger's file may be one."""
 LOOK_S, QUIET_S = 0.01, 0.2
 """Seconds between looks at an incomplete line, and without change until its writer counts as dead."""
+_TYPES: dict[str, tuple[type, ...]] = {
+    "note": (str,), "term": (int,), "num_lines": (int,), "now": (int, float), "attempt": (str,),
+    "commands": (list,), "loss_hex": (str,),
+}  # fmt: skip
+"""Of what decides which lines count: whoever reads them back need not ask. A line of other types is damaged."""
 _CRC = re.compile(rb',"crc":"([0-9a-f]{8})"}\n$')
 Retried = Callable[[Callable[[], None], Callable[[Exception], bool]], None]
 """Carries out a write, again while it fails and its error is not final."""
@@ -189,11 +197,13 @@ def _lines(
 
     end_bytes = 0
     hole = 0
-    for number, line in enumerate(file, start=1):
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
         if hole:
             tell(hole)
             hole = 0
         if not line.endswith(b"\n"):
+            if len(line) > MAX_LINE_BYTES:
+                tell(number)
             # Stop: if the writer is alive, another read could return the rest of this line as a line.
             return
         if b"\0" in line:
@@ -210,13 +220,19 @@ def _lines(
 def record_of(line: bytes) -> dict[str, Any] | None:
     """What a line says; None for one that is damaged. Lines of earlier versions have no checksum."""
     try:
-        record = json.loads(line)
+        record = plain_json(line, MAX_LINE_BYTES)
     except ValueError:
         return None
-    if not isinstance(record, dict):
+    if not isinstance(record, dict) or not _has_right_types(record):
         return None
     found = _CRC.search(line)
     if found is None:
         return record
     del record["crc"]
     return record if zlib.crc32(line[: found.start()] + b"}") == int(found[1], 16) else None
+
+
+def _has_right_types(record: Mapping[str, Any]) -> bool:
+    right = all(isinstance(record[key], kinds) for key, kinds in _TYPES.items() if key in record)
+    right = right and all(isinstance(command, dict) for command in record.get("commands", ()))
+    return right and (record.get("note") != "term" or {"term", "num_lines"} <= record.keys())

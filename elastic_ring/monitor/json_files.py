@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.errors import RecordDamaged
-from elastic_ring.files import sync_directory
+from elastic_ring.files import plain_json, read_small, sync_directory
 
 DAMAGED = ".damaged-"
 """In the name of a file that was set aside, before a number."""
@@ -31,7 +31,7 @@ def json_bytes(content: Mapping[str, Any]) -> bytes:
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """What `json_bytes` was given; also what earlier versions wrote without a digest. Raises RecordDamaged."""
     try:
-        found = json.loads(data)
+        found = plain_json(data)
     except ValueError as error:
         raise RecordDamaged(f"{where} is not JSON: {error}" if data else f"{where} is empty", path=where) from error
     if not isinstance(found, dict):
@@ -39,7 +39,8 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     digest = found.pop(_DIGEST, None)
     if digest is None:
         return found
-    zeroed = _NO_DIGEST.encode().join(data.rsplit(str(digest).encode(), 1)) if digest else b""
+    digest = str(digest) if digest else _NO_DIGEST
+    zeroed = _NO_DIGEST.encode().join(data.rsplit(digest.encode(errors="replace"), 1))
     if hashlib.sha256(zeroed).hexdigest() != digest:
         raise RecordDamaged(f"{where} is not what was written: it has another digest", path=where)
     return found
@@ -48,9 +49,11 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The content of a run's JSON file; None where there is none. Raises RecordDamaged."""
     try:
-        data = Path(path).read_bytes()
+        data = read_small(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except ValueError as error:
+        raise RecordDamaged(str(error), path=str(path)) from error
     return parse_json(data, str(path))
 
 

@@ -9,17 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
+from ipaddress import ip_address
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from elastic_ring.errors import ElasticRingError
+from elastic_ring.errors import ElasticRingError, RecordDamaged
 from elastic_ring.monitor.report import Records, human_rate, recovery_line
 
 log = logging.getLogger(__name__)
@@ -28,6 +33,7 @@ LOCAL = "127.0.0.1"
 MAX_POINTS = 800
 MAX_CONNECTIONS = 64
 ACCEPT_PAUSE_S = 0.2
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?")
 FRESH_S = 0.5
 """Browsers that ask more often than this get the last answer: reading a long run's records takes its time."""
 
@@ -70,6 +76,16 @@ class Page:
     def stop(self) -> None:
         assert self._server is not None
         self._server.shutdown()
+
+    def answers_to(self, host: str) -> bool:
+        """Whether a request's `Host` is an address or a name of this machine: a page of a stranger, whose own name
+        leads here by now (DNS rebinding), must not read the run through its reader's browser."""
+        if not host:
+            return True  # every browser says one
+        name = (urlsplit(f"//{host}").hostname or "") if _HOST.fullmatch(host) else ""
+        with suppress(ValueError):
+            return bool(ip_address(name))
+        return name in ("localhost", self._host.lower(), socket.gethostname().lower())
 
     def data(self) -> bytes:
         """What the page shows, as JSON; at most `FRESH_S` old."""
@@ -118,6 +134,10 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
         timeout = 30.0  # of a connection that says nothing
 
         def do_GET(self) -> None:
+            if not page.answers_to(self.headers.get("Host", "")):
+                told = b"this page answers to its address and to the name of its machine, and to no other name\n"
+                self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain; charset=utf-8", told)
+                return
             path = self.path.partition("?")[0]
             if path == "/":
                 html = resources.files("elastic_ring.monitor").joinpath("page.html").read_bytes()
@@ -153,7 +173,16 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
 
 
 def page_data(folder: Path, now_unix_s: float | None = None) -> dict[str, Any]:
-    """The state, the curves and the ranks of a run, from the records in its folder."""
+    """The state, the curves and the ranks of a run, from the records in its folder. Raises RecordDamaged for records
+    that hold something else."""
+    try:
+        return _page_data(folder, now_unix_s)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        told = f"the records in {folder} hold something else ({type(error).__name__}: {error})"
+        raise RecordDamaged(told, path=str(folder)) from error
+
+
+def _page_data(folder: Path, now_unix_s: float | None) -> dict[str, Any]:
     now = time.time() if now_unix_s is None else now_unix_s
     records = Records.of(folder)
     status, summary, steps = records.status, records.summary, records.steps

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from elastic_ring.files import printable
 from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.monitor.report import human_rate, recovery_line
 
@@ -75,7 +76,8 @@ class ProgressLine:
         self.note(recovery_line(recovery))
 
     def note(self, text: str) -> None:
-        """Print a permanent line, above the bar."""
+        """Print a permanent line, above the bar. A worker's own words may be in it."""
+        text = printable(text)
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:

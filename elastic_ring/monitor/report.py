@@ -91,7 +91,6 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
         files = f"{STATUS_NAME}, {JOURNAL_NAME} or {SUMMARY_NAME}"
         raise ValueError(f"run folder {folder}: holds no {files}; give the --run-dir of a run")
     now = time.time() if now_unix_s is None else now_unix_s
-    recoveries = list(status.get("recoveries") or summary.get("recoveries") or [])
     parts: tuple[Callable[[], Iterable[str]], ...] = (
         lambda: [_state_line(folder, status, summary, now)],
         lambda: [_versions_line(folder / CONFIG_NAME)],
@@ -100,7 +99,7 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
         lambda: [_checkpoint_line(status)],
         lambda: _membership_lines(status, now),
         lambda: _memory_lines(folder / CONFIG_NAME, status or summary),
-        lambda: _recovery_lines(recoveries),
+        lambda: _recovery_lines(list(status.get("recoveries") or summary.get("recoveries") or [])),
         lambda: _summary_lines(summary),
         lambda: [_row("decision", records.decision)] if records.decision else [],
         lambda: [_row("damaged", told) for told in records.damaged],
@@ -112,7 +111,7 @@ def _shown(part: Callable[[], Iterable[str]]) -> list[str]:
     """The lines of a part; of one that a stranger's file makes no sense of, that."""
     try:
         return list(part())
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         return [_row("damaged", f"a record that holds something else ({type(error).__name__}: {error})")]
 
 
@@ -146,7 +145,7 @@ def _known(path: Path, damaged: list[str]) -> dict[str, Any]:
 
 
 def _right_lines(path: Path, damaged: list[str]) -> list[dict[str, Any]]:
-    lines, wrong = salvage(path.read_bytes()) if path.exists() else ([], [])
+    lines, wrong = salvage(path.read_bytes()) if path.is_file() else ([], [])
     damaged += [f"line {number} of {path}" for number in wrong[:NUM_TOLD]]
     damaged += [f"{len(wrong) - NUM_TOLD} more lines of {path}"] if len(wrong) > NUM_TOLD else []
     return lines

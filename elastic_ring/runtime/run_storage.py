@@ -55,7 +55,7 @@ def fetch(
     present = {name for name, _ in storage.names(recursive=False)}
     for name in (*REPLACED, *SETTINGS):
         if name in present:
-            replace_file(folder / name, storage.read(name))
+            replace_file(folder / name, storage.read_record(name))
         else:
             (folder / name).unlink(missing_ok=True)
     for name in APPENDED:
@@ -86,7 +86,7 @@ def _current_term(storage: Storage) -> int:
     if not storage.exists(CURRENT):
         return 0
     try:
-        return int(parse_json(storage.read(CURRENT), storage.at(CURRENT))["term"])
+        return int(parse_json(storage.read_record(CURRENT), storage.at(CURRENT))["term"])
     except (RecordDamaged, LookupError, TypeError, ValueError) as error:
         log.warning("%s is damaged (%s): the newest records are taken", storage.at(CURRENT), error)
         numbers = (re.fullmatch(rf"{FOLDER}/.+-(\d+)-\d+", piece) for piece, _ in storage.names(FOLDER))
@@ -115,7 +115,7 @@ def fetch_places(run: RunConfig, folder: Path) -> None:
     if run.is_remote:
         storage = storage_of(run)
         if storage.exists(CALLBACKS_NAME):
-            replace_file(folder / CALLBACKS_NAME, storage.read(CALLBACKS_NAME))
+            replace_file(folder / CALLBACKS_NAME, storage.read_record(CALLBACKS_NAME))
         else:
             (folder / CALLBACKS_NAME).unlink(missing_ok=True)
 
@@ -135,7 +135,7 @@ def reset_places(run: RunConfig, *, goes_on: bool) -> None:
         storage = storage_of(run)
         if goes_on and storage.exists(CALLBACKS_NAME):
             try:
-                kept = kept_places(parse_json(storage.read(CALLBACKS_NAME), storage.at(CALLBACKS_NAME)))
+                kept = kept_places(parse_json(storage.read_record(CALLBACKS_NAME), storage.at(CALLBACKS_NAME)))
             except (RecordDamaged, LookupError, TypeError, AttributeError) as error:
                 log.warning("%s; the driver that tells callbacks sets it aside", error)
                 return

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from elastic_ring.config import RunConfig
 from elastic_ring.control.decisions.terms import LOOK_S, TermClaim, Unanswered, newest_claim, refuse_if_replaced
 from elastic_ring.errors import ElasticRingError, StaleMessage, StorageFailed, TermLost
+from elastic_ring.files import plain_json
 from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)
@@ -200,7 +201,7 @@ def _name(term: int) -> str:
 
 def _parsed(term: int, data: bytes) -> TermClaim:
     try:
-        found = json.loads(data)
+        found = plain_json(data)
         return TermClaim(term, str(found["attempt"]), str(found["host"]))
     except (ValueError, KeyError, TypeError):  # of an earlier version, or somebody's own
         return TermClaim(term)

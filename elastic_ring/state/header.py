@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from elastic_ring.errors import DigestMismatch
+from elastic_ring.files import plain_json
 
 MAX_HEADER_BYTES = 1 << 28
 MAX_DEPTH = 64
@@ -88,7 +89,7 @@ class Header:
     def from_bytes(cls, data: bytes) -> Header:
         """Raises DigestMismatch for anything that `to_bytes` does not write."""
         try:
-            found = json.loads(data)
+            found = plain_json(data, MAX_HEADER_BYTES, 4 * MAX_DEPTH)
             layout = tuple(_tensor_spec(*entry) for entry in found["layout"])
             counters = Counters(**{name: _count(value) for name, value in found["counters"].items()})
             skeleton = decode(found["skeleton"], len(layout))

@@ -42,8 +42,8 @@ def sealed_size(data: Tensor) -> int:
 
 def verify(data: Tensor, what: str) -> None:
     """Raises DigestMismatch, with `what` it is, unless the seal of `data` is that of its bytes."""
-    size, digest = SEAL.unpack(bytes(data[: SEAL.size].numpy()))
-    if size != data.numel():
+    size, digest = SEAL.unpack(bytes(data[: SEAL.size].numpy())) if data.numel() >= SEAL_BYTES else (0, b"")
+    if size != data.numel() or not size:
         raise DigestMismatch(f"{what} has {data.numel()} bytes, its seal says {size}")
     _check(_digest(data[SEAL_BYTES:]), digest, what)
 
@@ -69,7 +69,7 @@ def missing_piece(parity: Tensor, others: list[Tensor], what: str) -> Tensor:
     body = parity[SEAL_BYTES:]
     for piece in others:
         xor(body, piece)
-    size = sealed_size(body)
+    size = sealed_size(body) if body.numel() >= SEAL_BYTES else 0
     if not SEAL_BYTES <= size <= body.numel():
         raise DigestMismatch(f"{what}, rebuilt from a parity, would have {size} bytes")
     verify(body[:size], f"{what}, rebuilt from a parity,")

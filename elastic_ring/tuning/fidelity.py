@@ -20,6 +20,7 @@ import torch
 from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.files import plain_json, read_small
 from elastic_ring.tuning.climb import NUM_LAYERS, Climb
 from elastic_ring.tuning.quality.attention_error import fidelity
 from elastic_ring.tuning.quality.cost import placed, step_ratio
@@ -110,8 +111,8 @@ def baseline(path: Path, climb: Climb) -> dict[str, Any]:
     where dense itself diverges.
     """
     if path.exists():
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found["climb"] != asdict(climb):
+        found: Any = plain_json(read_small(path))
+        if not isinstance(found, dict) or found.get("climb") != asdict(climb):
             raise ValueError(f"{path} was measured with other settings; name another --out, or give the same")
         return found
     every = list(candidates())

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import stat
 import sys
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -13,6 +16,7 @@ import torch
 from ray import tune as ray_tune
 from ray.tune.search import ConcurrencyLimiter
 
+from elastic_ring.files import plain_json, read_small
 from elastic_ring.runtime.driver import access
 from elastic_ring.tuning.climb import Climb
 from elastic_ring.tuning.fidelity import baseline
@@ -42,20 +46,45 @@ def store_settings(options: argparse.Namespace) -> None:
 
     Raises: ValueError where a search is continued with other settings.
     """
+    _be_own(options.out)
     path = options.out / "options.json"
     names = ("trials", "concurrent", "seed", "for_gpus")
     given = {name: getattr(options, name) for name in names}
     if options.for_gpus:
         given |= {"pattern_len": options.pattern_len, "pattern_layers": options.pattern_layers}
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(given) + "\n", encoding="utf-8")
         return
-    begun = json.loads(path.read_text(encoding="utf-8"))
+    begun = _begun(path)
     other = [name for name in {**begun, **given} if begun.get(name) != given.get(name)]
     if other:
         said = ", ".join(f"--{name.replace('_', '-')} {begun.get(name)}, not {given.get(name)}" for name in other)
         raise ValueError(f"the search in {options.out} was begun with {said}; give the same, or another --out")
+
+
+def _begun(path: Path) -> dict[str, Any]:
+    try:
+        found = plain_json(read_small(path))
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}; give another --out") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} does not say with what the search was begun; give another --out")
+    return found
+
+
+def _be_own(out: Path) -> None:
+    """Ray Tune unpickles the search's state, which runs what is in it: make `out` and the folder of that state, or
+    raise ValueError where somebody else may have written there."""
+    out.mkdir(mode=0o755, parents=True, exist_ok=True)
+    (out / NAME).mkdir(mode=0o700, exist_ok=True)
+    for folder, others in ((out, 0o022), (out / NAME, 0o077)):
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or found.st_mode & others:
+            raise ValueError(
+                f"--out {out}: {folder} is a link, another user's, or open to others, who could leave code there that "
+                f"the search runs (it unpickles its state): give a folder of your own or, if you trust what is in it, "
+                f"chmod {0o755 if folder == out else 0o700:o} {folder}"
+            )
 
 
 def search(options: argparse.Namespace, base: dict[str, Any], asked: list[Candidate]) -> list[dict[str, Any]]:

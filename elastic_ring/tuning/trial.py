@@ -16,6 +16,7 @@ from ray import tune as ray_tune
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search.optuna import OptunaSearch
 
+from elastic_ring.files import plain_json, read_small
 from elastic_ring.tuning.climb import Climb
 from elastic_ring.tuning.fidelity import REJECTED_GAP, handiest, places, tail_loss
 from elastic_ring.tuning.sampler import LONG, SHORT
@@ -89,7 +90,7 @@ class PatternTrial(ray_tune.Trainable):
         Path(checkpoint_dir, "state.json").write_text(json.dumps(state), encoding="utf-8")
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        state = json.loads(Path(checkpoint, "state.json").read_text(encoding="utf-8"))
+        state = plain_json(read_small(Path(checkpoint, "state.json")))
         self._fidelity, self._found = state["fidelity"], state["found"]
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -112,9 +113,11 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     found = []
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            found.append(json.loads(text))
+            line = plain_json(text)
         except ValueError:
             continue
+        if isinstance(line, dict) and {"name", "fidelity", "found"} <= line.keys():
+            found.append(line)
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from elastic_ring.files import plain_json, read_small
 from elastic_ring.validation import Must, Seconds, from_plain, settings
 
 AGAIN = "measure it with jobs/calibrate.py --out FILE, or leave the file out for the figures of an H200"
@@ -59,8 +60,8 @@ class CostModel:
     def read(cls, path: str | Path) -> CostModel:
         """Read a file that `write` made. Raises `ValueError` that names the file, the error in it and what to do."""
         try:
-            loaded: Any = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-        except (OSError, UnicodeDecodeError) as error:
+            loaded: Any = plain_json(read_small(path))
+        except OSError as error:
             raise ValueError(f"machine file {path}: cannot be read: {error}; {AGAIN}") from error
         except ValueError as error:
             raise ValueError(f"machine file {path}: is not JSON: {error}; {AGAIN}") from error

@@ -14,7 +14,6 @@ and `content` (`topk`). Only `read_pattern` opens files.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
@@ -28,6 +27,7 @@ from elastic_ring.attention.patterns.content import TopK
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
 from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS
+from elastic_ring.files import plain_json
 
 _UNIT = {"unit": 128}
 # Name -> its numbers in order with defaults (None: required), and the constructor.
@@ -184,7 +184,7 @@ def _layers(text: str, whole: str) -> tuple[int, ...]:
 
 def _from_json(text: str) -> LayerPatterns:
     try:
-        loaded: Any = json.loads(text)
+        loaded: Any = plain_json(text)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(loaded, dict) or not isinstance(loaded.get("groups"), list):

@@ -11,7 +11,6 @@ Steps are slowed (the user's loss waits) until the last change is seen, so that 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import tempfile
@@ -28,6 +27,7 @@ from elastic_ring.cli.drills.watcher import Watcher, train_while
 from elastic_ring.config import ScalingConfig
 from elastic_ring.data.loader import consumed_digest, slice_sample
 from elastic_ring.data.source import open_source
+from elastic_ring.files import plain_json
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.monitor.metrics import SUMMARY_NAME
 from elastic_ring.runtime.coordinator.recorder import samples_text
@@ -195,7 +195,7 @@ def _changing(
     sampler.join()
     timeline.samples.append((timeline.now(), len(nodes.nodes()), 0, 0))
     timeline.note(f"{len(nodes.nodes())} node(s) left")
-    summary = dict(json.loads((trainer.run_config.folder / SUMMARY_NAME).read_text()))
+    summary = dict(plain_json((trainer.run_config.folder / SUMMARY_NAME).read_text()))
     return summary, missed(timeline, summary, expected_samples(trainer), left_behind(trainer.run_config.name))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import random
@@ -18,6 +17,7 @@ from typing import Any
 
 from elastic_ring.cli.drills.processes import LOOK_S, kill_everything, start_training
 from elastic_ring.config import RunConfig
+from elastic_ring.files import plain_json
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, SUMMARY_NAME, read_metrics
 from elastic_ring.runtime import run_storage
@@ -74,7 +74,7 @@ class Watched:
 
     def next_step_s(self, since_s: float) -> float:
         """From a submission at the Unix time `since_s` to its first committed step, in seconds."""
-        lines = [json.loads(line) for line in (self.look() / METRICS_NAME).read_text().splitlines() if line[-1:] == "}"]
+        lines = [plain_json(line) for line in (self.look() / METRICS_NAME).read_text().splitlines() if line[-1:] == "}"]
         return min([one["unix_s"] - since_s for one in lines if one.get("unix_s", 0.0) > since_s], default=math.nan)
 
 
@@ -144,7 +144,7 @@ def _wait(process: subprocess.Popen[bytes], watched: Watched) -> dict[str, Any]:
         raise SystemExit(
             f"elastic-ring drill: run {watched.run.name} ended with exit status {status}; it said:\n{told}"
         )
-    summary: dict[str, Any] = json.loads((watched.look() / SUMMARY_NAME).read_text())
+    summary: dict[str, Any] = plain_json((watched.look() / SUMMARY_NAME).read_text())
     return summary
 
 

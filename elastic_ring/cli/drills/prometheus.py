@@ -21,6 +21,7 @@ from urllib.parse import quote
 from elastic_ring.cli.drills.local_cluster import HOST
 from elastic_ring.cli.drills.processes import MARK
 from elastic_ring.config import environment
+from elastic_ring.files import plain_json
 from elastic_ring.monitor.metrics_table import PREFIX
 
 SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -134,7 +135,7 @@ class Prometheus:
         """{} while it still starts."""
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/{what}", timeout=ANSWER_S) as answer:
-                told: dict[str, Any] = json.loads(answer.read())["data"]
+                told: dict[str, Any] = plain_json(answer.read())["data"]
         except OSError:
             return {}
         return told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import psutil
 
 from elastic_ring.errors import ElasticRingError
+from elastic_ring.files import plain_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME
 from elastic_ring.trainer import ElasticRingTrainer
 
@@ -41,7 +41,7 @@ class Tail:
                     if not line.endswith(b"\n"):
                         break
                     self._offset += len(line)
-                    self.lines.append(json.loads(line))
+                    self.lines.append(plain_json(line))
         return self.lines
 
 
@@ -61,7 +61,7 @@ class Watcher:
 
     def status(self) -> dict[str, Any]:
         path = self.folder / STATUS_NAME
-        return json.loads(path.read_text()) if path.exists() else {}
+        return plain_json(path.read_text()) if path.exists() else {}
 
     def steps(self) -> list[dict[str, Any]]:
         return self._metrics.read()

@@ -7,7 +7,6 @@ Whatever one record raises is that record's fault.
 from __future__ import annotations
 
 import io
-import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from elastic_ring.data.filesystem import READ_ERRORS, located, raise_if_away, re
 from elastic_ring.data.kinds import BOM, NO_TEXT, no_text
 from elastic_ring.data.listing import File
 from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow
+from elastic_ring.files import plain_json
 from elastic_ring.wording import cut
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def _json_lines(filesystem: Any, span: Span, column: str, tally: Tally) -> Itera
     for number, (at, line) in enumerate(_lines(filesystem, span), 1):
         if line.strip():
             where = f"line {number} at byte {at}" if not span.start else f"the line at byte {at}"
-            yield from _record(partial(json.loads, line), f"{span.name}: {where}", column, tally)
+            yield from _record(partial(plain_json, line, len(line)), f"{span.name}: {where}", column, tally)
 
 
 def _json(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[bytes]:
@@ -115,8 +115,8 @@ def _json(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[by
     with _stream(filesystem, span.file) as file:
         data = file.read()
     try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        found = plain_json(data, len(data))
+    except ValueError as error:
         tally.leave_out(f"{span.name}: is no JSON: {type(error).__name__}: {error}", span.num_bytes)
         return
     for number, value in enumerate(found if isinstance(found, list) else [found], 1):

@@ -21,6 +21,7 @@ from elastic_ring.data.packing import check_context
 from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 from elastic_ring.data.prepared import PreparedTokens
 from elastic_ring.data.tokenizer import BYTES, open_tokenizer
+from elastic_ring.files import plain_json
 from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)
@@ -106,14 +107,14 @@ def materialised(source: DatasetTokens, uri: str) -> PreparedTokens:
     """
     storage, kind = Storage(uri).open(), kind_of(source.dataset)
     if storage.exists(WRITTEN):
-        _check_same(source, json.loads(storage.read(WRITTEN)), uri)
+        _check_same(source, _written(storage), uri)
         log.info("the %s dataset is in %s, written by an earlier submission", kind, uri)
     else:
         log.info("the %s dataset is written to %s and prepared there, since a run reads by index", kind, uri)
         storage.remove_folder(INPUT)  # what a kill left
         storage.replace(WRITTEN, json.dumps(_write(source, storage)).encode())
     if not storage.exists(f"{TOKENS}/{MANIFEST}"):
-        small = json.loads(storage.read(WRITTEN))["num_bytes"] < SMALL_BYTES
+        small = _written(storage)["num_bytes"] < SMALL_BYTES
         prepare(
             PrepareConfig(
                 (f"{uri}/{INPUT}",), f"{uri}/{TOKENS}", tokenizer=source.tokenizer, text_column=source.text_column,
@@ -127,6 +128,17 @@ def materialised(source: DatasetTokens, uri: str) -> PreparedTokens:
 def _settings(source: DatasetTokens) -> dict[str, Any]:
     tokenizer = open_tokenizer(source.tokenizer, source.end_of_document)
     return {"tokenizer": tokenizer.sha256, "text_column": source.text_column, "align_tokens": source.align_tokens}
+
+
+def _written(storage: Storage) -> dict[str, Any]:
+    """What `_write` has told. Raises ValueError."""
+    try:
+        found = plain_json(storage.read_record(WRITTEN))
+        if isinstance(found["settings"], dict) and isinstance(found["sha256"], str) and int(found["num_bytes"]) >= 0:
+            return dict(found)
+    except (ValueError, LookupError, TypeError):
+        pass
+    raise ValueError(f"{storage.at(WRITTEN)}: does not say what was written there; give a run of another name")
 
 
 def _check_same(source: DatasetTokens, written: dict[str, Any], uri: str) -> None:

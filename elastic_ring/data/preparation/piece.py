@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from elastic_ring.data.chunks import Tokens
 from elastic_ring.data.filesystem import patiently
-from elastic_ring.data.manifest import Dropped, Shard
+from elastic_ring.data.manifest import MAX_MANIFEST_BYTES, Dropped, Shard
 from elastic_ring.data.preparation.documents import OnBadInput, Tally, read_documents
 from elastic_ring.data.preparation.inputs import Piece
 from elastic_ring.data.preparation.shard_writer import ShardWriter
 from elastic_ring.data.tokenizer import Tokenizer, open_tokenizer
+from elastic_ring.files import plain_json
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.validation import NonNegativeInt, from_plain, settings
 
@@ -176,7 +177,8 @@ def repeated_name(piece: str) -> str:
 
 
 def read_record(storage: Storage, piece: str) -> PieceRecord:
-    return from_plain(PieceRecord, json.loads(storage.read(record_name(piece))))
+    data = storage.read_record(record_name(piece), MAX_MANIFEST_BYTES)
+    return from_plain(PieceRecord, plain_json(data, MAX_MANIFEST_BYTES))
 
 
 def _is_utf8(document: bytes) -> bool:

@@ -6,7 +6,6 @@ is replaced and its piece runs again, which changes nothing: a piece's files fol
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import secrets
@@ -21,6 +20,7 @@ from elastic_ring import errors
 from elastic_ring.config import environment
 from elastic_ring.data.preparation.inputs import Piece
 from elastic_ring.data.preparation.piece import Job, PieceRecord, PieceWorker
+from elastic_ring.files import plain_json
 from elastic_ring.validation import from_plain
 
 ATTEMPTS = "attempts"
@@ -75,7 +75,7 @@ def over_cluster(
             for row in _dataset(workers, job, task, pieces).iter_rows():
                 if row["error"]:
                     raise getattr(errors, row["error"], ValueError)(row["message"])
-                record = from_plain(PieceRecord, json.loads(row["record"])) if row["record"] else None
+                record = from_plain(PieceRecord, plain_json(row["record"])) if row["record"] else None
                 yield pieces[row["number"]], record
         except ray.exceptions.RayError as error:
             raise errors.RunFailed(f"the preparation's workers failed; the same command goes on: {error}") from error

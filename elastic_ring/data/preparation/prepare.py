@@ -22,7 +22,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from elastic_ring.data.listing import Listing, bad_groups, check_apart, left_out_groups, list_source, used_groups
-from elastic_ring.data.manifest import MANIFEST, PREPARATION, Manifest, read_manifest
+from elastic_ring.data.manifest import MANIFEST, MAX_MANIFEST_BYTES, PREPARATION, Manifest, read_manifest
 from elastic_ring.data.preparation.assemble import assemble
 from elastic_ring.data.preparation.documents import OnBadInput
 from elastic_ring.data.preparation.inputs import Piece, cut
@@ -39,7 +39,7 @@ from elastic_ring.data.preparation.piece import (
 )
 from elastic_ring.data.summary import Group
 from elastic_ring.data.tokenizer import BYTES, Tokenizer, open_tokenizer
-from elastic_ring.files import absolute
+from elastic_ring.files import absolute, plain_json
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, settings
 
@@ -199,7 +199,10 @@ def claim(storage: Storage, plan: Plan) -> bool:
         if names:
             raise ValueError(f"out={storage.uri!r}: holds other files ({names[0]}, ...); give an empty or a new folder")
         storage.create(PREPARATION, json.dumps(plan.identity, indent=1, sort_keys=True).encode())
-    found = json.loads(storage.read(PREPARATION))
+    try:
+        found = plain_json(storage.read_record(PREPARATION, MAX_MANIFEST_BYTES), MAX_MANIFEST_BYTES)
+    except ValueError as error:
+        raise ValueError(f"out={storage.uri!r}: {PREPARATION} cannot be read: {error}; give a new folder") from error
     if found != json.loads(json.dumps(plan.identity)):
         raise ValueError(
             f"out={storage.uri!r}: holds another preparation: {_difference(found, plan)}; give a new folder"
@@ -207,7 +210,9 @@ def claim(storage: Storage, plan: Plan) -> bool:
     return storage.exists(MANIFEST)
 
 
-def _difference(found: Mapping[str, Any], plan: Plan) -> str:
+def _difference(found: Any, plan: Plan) -> str:
+    if not isinstance(found, dict) or not isinstance(found.get("settings"), dict):
+        return f"its {PREPARATION} says something else"
     now = json.loads(json.dumps(plan.settings))
     other = [name for name in now if now[name] != found["settings"].get(name)]
     if not other:

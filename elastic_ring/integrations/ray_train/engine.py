@@ -22,7 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_ring.config import environment
-from elastic_ring.files import user_folder
+from elastic_ring.errors import CheckpointDamaged
+from elastic_ring.files import name_below, user_folder
+from elastic_ring.integrations.ray_train.untrusted import check_names, data_only, gathered
 from elastic_ring.train.optim import make_optimizer, make_own_optimizer
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.wrap import largest_list
@@ -138,6 +140,10 @@ class Zero3Engine:
                 f"{folder}: was saved {'without' if self._swaps_optimizer else 'with'} offload_optimizer='nvme', whose "
                 "checkpoints are in another format: resume with the setting that it was saved with"
             )
+        with data_only(folder):
+            self._load(folder, num_saved)
+
+    def _load(self, folder: Path, num_saved: int) -> None:
         if self._swaps_optimizer:
             self._restore_fragments(folder, num_saved)
         elif num_saved == dist.get_world_size():
@@ -145,7 +151,8 @@ class Zero3Engine:
         else:
             groups = [{k: v for k, v in group.items() if k != "params"}
                       for group in self._engine.optimizer.optimizer.param_groups]  # fmt: skip
-            with _universal(folder) as converted:
+            check_names(folder / TAG, {name for name, _ in self._engine.module.named_parameters()})
+            with _universal(folder, self._engine.device) as converted:
                 self._engine.load_checkpoint(str(converted), tag=TAG)
                 dist.barrier()  # before anybody removes it
             self._mend_universal(groups)
@@ -196,7 +203,7 @@ class Zero3Engine:
                 mine = []
                 for name, param in zip(names, group, strict=True):
                     size = param.partition_numel()
-                    whole = torch.cat([part["slices"][name][key] for part in saved])[: param.ds_numel]
+                    whole = _joined(folder, [part["slices"].get(name, {}).get(key) for part in saved], name, param)
                     piece = whole[rank * size : (rank + 1) * size]
                     mine.append(torch.cat([piece, piece.new_zeros(size - len(piece))]))  # the last rank's is padded
                 values[key] = torch.cat(mine)
@@ -243,6 +250,18 @@ def largest_parameter(task: TrainingTask) -> int:
         return max(param.numel() for param in task.model().parameters())
 
 
+def _joined(folder: Path, slices: list[Any], name: str, param: Any) -> Tensor:
+    """All elements of a parameter, or of its optimizer state, from the ranks' slices. Raises CheckpointDamaged where
+    they do not give all of it: the rest would be zeros."""
+    tensors = [one for one in slices if isinstance(one, Tensor) and one.dim() == 1]
+    num_found = sum(map(len, tensors))
+    if len(tensors) != len(slices) or num_found < param.ds_numel:
+        files = folder / FRAGMENTS.format(rank=0)
+        told = f"{files} and those beside it have {num_found} of {param.ds_numel} elements of {name}"
+        raise CheckpointDamaged(told, path=str(files))
+    return torch.cat(tensors)[: param.ds_numel]
+
+
 def _is_like(value: Any, flat: Tensor) -> bool:
     return isinstance(value, Tensor) and value.numel() == flat.numel() > 1
 
@@ -276,13 +295,12 @@ def _groups(task: TrainingTask, model: nn.Module) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _universal(folder: Path) -> Iterator[Path]:
+def _universal(folder: Path, device: torch.device) -> Iterator[Path]:
     """A checkpoint in DeepSpeed's universal format, converted once on each node in its temporary folder. Collective."""
     from deepspeed.checkpoint.ds_to_universal import main as convert
 
-    names = [secrets.token_hex(8)]
-    dist.broadcast_object_list(names)
-    converted = user_folder() / f"universal-{names[0]}"
+    name = gathered(secrets.token_hex(8), device)[0]
+    converted = user_folder() / name_below(f"universal-{name}")
     converts = environment().get("LOCAL_RANK", "0") == "0"
     if converts:
         convert(Namespace(

@@ -4,7 +4,6 @@ torch is imported here; what only DeepSpeed knows is checked in `checks`."""
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from elastic_ring.config import OptimConfig, StepConfig
-from elastic_ring.files import private_folder, user_folder
+from elastic_ring.files import plain_json, private_folder, read_small, user_folder
 from elastic_ring.mesh import Mesh
 from elastic_ring.validation import Must, NonNegativeInt, settings
 
@@ -100,7 +99,7 @@ class Zero3Config:
 def read_deepspeed(path: Path) -> dict[str, Any]:
     """DeepSpeed's configuration of a file. Raises ValueError for one that is no JSON object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = plain_json(read_small(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"--deepspeed-config {path}: cannot be read as JSON ({error})") from error
     if not isinstance(found, dict):

@@ -24,14 +24,16 @@ from torch import nn
 from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig, check_lasting, check_loss_spikes
 from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, open_source
-from elastic_ring.errors import RunFailed
+from elastic_ring.errors import RecordDamaged, RunFailed
 from elastic_ring.integrations.ray_train import checks, ops
 from elastic_ring.integrations.ray_train.feed import DatasetRows
 from elastic_ring.integrations.ray_train.run_records import Records
 from elastic_ring.integrations.ray_train.settings import Zero3Config, check_mesh
 from elastic_ring.integrations.ray_train.worker import DATASET, Job, Zero3Worker, train_worker
-from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, write_json
+from elastic_ring.monitor.json_files import read_json
+from elastic_ring.monitor.metrics import CONFIG_NAME, write_json
 from elastic_ring.monitor.result import Result
+from elastic_ring.runtime.coordinator.run_spec import summary_of
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.session import cluster
 from elastic_ring.runtime.groups import nccl
@@ -193,17 +195,17 @@ class Zero3Trainer:
     def _finished(self) -> Result | None:
         """The result of an earlier submission that has all steps. Raises ValueError if its settings differ."""
         folder = self._run.driver_folder
-        if not (folder / CONFIG_NAME).exists():
+        known = read_json(folder / CONFIG_NAME)
+        if known is None:
             return None
-        known = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        if not isinstance(known.get("places", {}), dict) or not isinstance(known.get("identity", {}), dict):
+            raise RecordDamaged(f"{folder / CONFIG_NAME} is no record of a run's settings", path=str(folder))
         attach.refuse_other_settings(self._run, attach.differences(known, self._identity, self._config()), str(folder))
         self._identity.tell_moved(self._run.name, known.get("places", {}))
-        path = folder / SUMMARY_NAME
-        if not path.exists():
+        summary = summary_of(folder, self._identity.digest)
+        if summary.get("steps", -1) < self.task.step.steps:
             return None
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        if int(summary["steps"]) < self.task.step.steps:
-            return None
+        attach.refuse_without_weights(self._run)
         log.info("run %s is finished already; its summary is in %s", self._run.name, folder)
         return self._result(summary)
 
@@ -233,8 +235,7 @@ class Zero3Trainer:
         if ended is not None:
             raise RunFailed(ended.message, **ended.facts) if isinstance(ended, ModelRefused) else ended
         log.info("Ray Train's folder is %s", found.path)
-        summary = self._run.driver_folder / SUMMARY_NAME
-        return self._result(json.loads(summary.read_text(encoding="utf-8")))
+        return self._result(summary_of(self._run.driver_folder, self._identity.digest))
 
     def _ray_run_config(self, records: Any) -> ray.train.RunConfig:
         given = self.run_config

@@ -30,14 +30,15 @@ from elastic_ring.control.messages import Vote
 from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.loader import consumed_digest
 from elastic_ring.data.source import hold_out, open_source, order_of
-from elastic_ring.errors import LossSpike, RunFailed, TooManySkipped
-from elastic_ring.files import private_folder
+from elastic_ring.errors import CheckpointDamaged, LossSpike, RunFailed, TooManySkipped
+from elastic_ring.files import plain_json, private_folder, read_small
 from elastic_ring.integrations.ray_train import ops
 from elastic_ring.integrations.ray_train.engine import Zero3Engine, largest_parameter
 from elastic_ring.integrations.ray_train.feed import DatasetFeed, Feed, OrderedFeed
 from elastic_ring.integrations.ray_train.rings import Rings
 from elastic_ring.integrations.ray_train.run_records import TERM
 from elastic_ring.integrations.ray_train.settings import Zero3Config, deepspeed_config, mesh_of
+from elastic_ring.integrations.ray_train.untrusted import gathered
 from elastic_ring.integrations.ray_train.weights import write_weights
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.metrics import StepMetrics
@@ -50,6 +51,7 @@ from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.transaction import sequence_seed
 from elastic_ring.train.vote import Ballot, Outcome
+from elastic_ring.validation import NonNegativeInt, PositiveInt, from_plain, settings
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,23 @@ class Job:
     vocab_size: int | None = None
     end_of_document: int = 0
     num_threads: int = 1
+
+
+@settings
+class SavedState:
+    """What `STATE` says of a checkpoint."""
+
+    step: NonNegativeInt
+    num_workers: PositiveInt
+    skipped_in_a_row: NonNegativeInt = 0  # older versions did not count them
+
+
+def read_state(path: Path) -> SavedState:
+    """Raises CheckpointDamaged."""
+    try:
+        return from_plain(SavedState, plain_json(read_small(path)))
+    except (ValueError, OSError) as error:
+        raise CheckpointDamaged(f"{path} does not say what the checkpoint is: {error}", path=str(path)) from error
 
 
 def train_worker(config: Mapping[str, Any]) -> None:
@@ -254,27 +273,25 @@ class Zero3Worker:
 
     def _resume(self, folder: Path, path: str) -> None:
         begun_s = time.monotonic()
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        num_saved = int(state["num_workers"])
+        state = read_state(folder / STATE)
+        num_saved = state.num_workers
         self.engine = self._make_engine(universal=num_saved != self.size, fill=False)
         self.engine.load(folder, num_saved)
-        self.step, self._resumed_from = int(state["step"]), path
-        self.skipped_in_a_row = int(state["skipped_in_a_row"])
+        self.step, self._resumed_from = state.step, path
+        self.skipped_in_a_row = state.skipped_in_a_row
         self._reason = f"from the checkpoint of {self.step} steps on {num_saved} workers"
         log.info("rank %d: step %d, %s, restored in %.1f s", self.rank, self.step, path, time.monotonic() - begun_s)
 
     def _begin(self) -> int:
         """Tell the records that this group begins; its generation."""
-        facts: list[Any] = [None] * self.size
-        dist.all_gather_object(facts, {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname()})
-        generation = [0]
+        facts = gathered({"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname()}, self.device)
+        generation = 0
         if self.rank == 0:
-            generation[0] = ray.get(self.job.records.begin.remote({
+            generation = ray.get(self.job.records.begin.remote({
                 "step": self.step, "mesh": {"dp": self.mesh.dp, "cp": self.mesh.cp}, "workers": facts,
                 "reason": self._reason, "resumed_from": self._resumed_from,
             }))  # fmt: skip
-        dist.broadcast_object_list(generation)
-        return generation[0]
+        return int(gathered(generation, self.device)[0])
 
     def _tell(self, outcome: Outcome, rate: float, step_s: float) -> None:
         if self.rank != 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from elastic_ring.data.manifest import Manifest
 from elastic_ring.data.tokenizer import FAST, folder_digest
-from elastic_ring.files import shown_url
+from elastic_ring.files import plain_json, read_small, shown_url
 from elastic_ring.integrations.transformers.module import TracedRing, class_of
 
 NUM_TRACED_TOKENS = 16
@@ -21,7 +20,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     """The content of a folder's config.json. Raises ValueError."""
     path = folder / "config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = plain_json(read_small(path))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model folder {str(folder)!r}: its config.json cannot be read ({error}); give a folder as save_pretrained "

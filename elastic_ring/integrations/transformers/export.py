@@ -21,6 +21,7 @@ from torch import Tensor
 
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE
 from elastic_ring.data.tokenizer import BYTES
+from elastic_ring.files import plain_json, read_small
 from elastic_ring.integrations.transformers.checks import check_tokenizer, config_of
 from elastic_ring.integrations.transformers.model import CONFIG_FILE
 from elastic_ring.integrations.transformers.module import build, class_of
@@ -134,9 +135,11 @@ class _Trained:
 
 def _json(path: Path, way_out: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: Any = plain_json(read_small(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); {way_out}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: is no object; {way_out}")
     return found
 
 

@@ -6,7 +6,6 @@ A tensor is read from its file when it is asked for, and only the rows asked for
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from elastic_ring.files import name_below, plain_json, read_small
 from elastic_ring.wording import few
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -135,8 +135,8 @@ def _files_of(folder: Path) -> list[str]:
     if not index.exists():
         return [SINGLE] if (folder / SINGLE).exists() else []
     try:
-        found: Any = json.loads(index.read_text(encoding="utf-8"))
-        return sorted(set(found["weight_map"].values()))
+        found: Any = plain_json(read_small(index))
+        return sorted({name_below(name) for name in found["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: cannot be read as an index of weights ({type(error).__name__}: {error})") from error
 

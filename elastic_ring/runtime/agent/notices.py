@@ -7,7 +7,6 @@ A function without arguments answers None, or in how many seconds the machine go
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import threading
 import urllib.error
@@ -15,6 +14,8 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+
+from elastic_ring.files import plain_json
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def aws(base: str = METADATA) -> float | None:
     """EC2's instance-action of a spot instance, by IMDSv2: two minutes' notice."""
     token = _get(f"{base}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "300"}, method="PUT")
     found = _get(f"{base}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token or ""})
-    return None if found is None else _until(datetime.fromisoformat(json.loads(found)["time"]))
+    return None if found is None else _until(datetime.fromisoformat(plain_json(found)["time"]))
 
 
 def gcp(base: str = GCP_METADATA) -> float | None:
@@ -86,7 +87,7 @@ def gcp(base: str = GCP_METADATA) -> float | None:
 def azure(base: str = METADATA) -> float | None:
     """Azure's scheduled events of the kinds that end this machine."""
     found = _get(f"{base}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
-    events = json.loads(found)["Events"] if found is not None else []
+    events = plain_json(found)["Events"] if found is not None else []
     ends = [event["NotBefore"] for event in events if event["EventType"] in ("Preempt", "Terminate")]
     return min((_until(parsedate_to_datetime(at)) if at else 0.0 for at in ends), default=None)
 

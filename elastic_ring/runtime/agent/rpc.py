@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ring.files import plain_json
+
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
@@ -89,7 +91,7 @@ class JsonConnection:
         self._buffer += data[:end]
         lines = self._buffer.split(b"\n")
         self._buffer = bytearray(data[end + 1 :])
-        return [json.loads(line) for line in lines if line]
+        return [plain_json(bytes(line)) for line in lines if line]
 
     def close(self) -> None:
         with suppress(OSError):

@@ -32,19 +32,8 @@ from elastic_ring.runtime.coordinator.resume import (
     shortened,
     uri_of,
 )
-from elastic_ring.state.checkpoints.checkpoint import (
-    COMMIT,
-    FOLDER,
-    Described,
-    Manifest,
-    commit,
-    committed,
-    located,
-    prune,
-    read_manifest,
-    set_aside,
-    wrong_with,
-)
+from elastic_ring.state.checkpoints.checkpoint import commit, committed, prune, set_aside, wrong_with
+from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, Described, Manifest, located, read_manifest
 from elastic_ring.state.checkpoints.retention import UNFINISHED_AFTER_S
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS_FOLDER
 from elastic_ring.state.storage.folder import Storage, StoredFile

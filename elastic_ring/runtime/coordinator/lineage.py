@@ -38,13 +38,17 @@ def earlier(storage: Storage, lineage: int, identity: str, damaged: dict[str, st
     """
     attempts = [f"{name}/" for name in storage.folders() if name.startswith("attempt-")]
     for folder in ("", *reversed(attempts)):
-        lines = standing(_records(storage, folder + JOURNAL_NAME, damaged))
+        name = folder + JOURNAL_NAME
+        lines = standing(_records(storage, name, damaged))
         begin = next((line for line in lines if line.get("note") == "begin"), None)
         if begin is None or begin.get("lineage", 0) != lineage or begin.get("identity", identity) != identity:
             continue
-        ran = [line["step"] + 1 for line in _records(storage, folder + METRICS_NAME, damaged) if "loss_hex" in line]
-        num_steps = max([*ran, begin.get("num_steps", 0)])
-        return Earlier(journalled(lines), num_steps, rollback.journalled(lines))
+        steps = [line.get("step") for line in _records(storage, folder + METRICS_NAME, damaged) if "loss_hex" in line]
+        ran = [step + 1 for step in steps if type(step) is int]
+        try:
+            return Earlier(journalled(lines), max([*ran, begin.get("num_steps", 0)]), rollback.journalled(lines))
+        except (LookupError, TypeError, AttributeError) as error:
+            damaged[name] = f"{storage.at(name)} holds something else ({type(error).__name__}: {error})"
     return Earlier()
 
 

@@ -53,7 +53,7 @@ from elastic_ring.monitor.metrics import (
 )
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.runtime.coordinator.recovery_log import Note, RecoveryLog
-from elastic_ring.state.checkpoints.checkpoint import located
+from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.storage.retries import ONCE, Retries
 from elastic_ring.train.guards import listed, told_of
 

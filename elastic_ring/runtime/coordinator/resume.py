@@ -18,17 +18,8 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.json_files import parse_json
 from elastic_ring.runtime.coordinator.lineage import Earlier, earlier
 from elastic_ring.runtime.identity import Identity
-from elastic_ring.state.checkpoints.checkpoint import (
-    COMMIT,
-    FOLDER,
-    REJECTED,
-    Manifest,
-    age_key,
-    committed,
-    located,
-    read_manifest,
-    wrong_with,
-)
+from elastic_ring.state.checkpoints.checkpoint import committed, wrong_with
+from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, REJECTED, Manifest, age_key, located, read_manifest
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
 from elastic_ring.wording import cut, few
 
@@ -134,7 +125,7 @@ class _Stored:
             if number is None:  # one that was set aside
                 continue
             try:
-                begun = parse_json(self.storage.read(name), self.storage.at(name))
+                begun = parse_json(self.storage.read_record(name), self.storage.at(name))
                 if begun.get("identity", identity) != identity:
                     raise RecordDamaged(f"{self.storage.at(name)} is another run's", path=name)
                 self.begun[int(number[1])] = [str(folder) for folder in begun["from"]]

@@ -26,7 +26,7 @@ from elastic_ring.runtime.coordinator.run_spec import (
     summary_of,
 )
 from elastic_ring.runtime.terms import Terms
-from elastic_ring.state.checkpoints.checkpoint import located
+from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,8 @@ from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, SUMMARY_NAME
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
 from elastic_ring.runtime.identity import NUM_TOLD, Identity, changed_files
+from elastic_ring.state.checkpoints.weight_files import are_there
+from elastic_ring.state.storage.folder import Storage
 from elastic_ring.wording import few
 
 log = logging.getLogger(__name__)
@@ -88,6 +90,19 @@ def end_on_record(run: RunConfig, attempt: str) -> dict[str, Any] | None:
     status = read_status(run.driver_folder)
     end: dict[str, Any] = (status or {}).get("end") or {}
     return end if end.get("attempt") == attempt else None
+
+
+def refuse_without_weights(run: RunConfig) -> None:
+    """A summary of all steps counts beside the weights that it tells of: a file alone may be anybody's, or a copy.
+
+    Raises ValueError, StorageFailed.
+    """
+    storage = Storage(run.storage_uri, timeout_s=run.timeouts.storage_s)
+    if not are_there(storage):
+        raise ValueError(
+            f"run_dir={run.storage_uri!r}: its {SUMMARY_NAME} says that all steps are done, and the weights are not "
+            f"there: bring them back, or remove {SUMMARY_NAME} to go on from the newest checkpoint"
+        )
 
 
 def local_head() -> str | None:

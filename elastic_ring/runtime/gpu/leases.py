@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.errors import PeerFailed
+from elastic_ring.files import plain_json
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ def _is_of(about: os.stat_result, uid: int) -> bool:
 def last_owner(folder: Path, name: str) -> Owner:
     """The owner recorded in the lock file; an empty record if it cannot be read."""
     try:
-        found = json.loads(_read(lock_path(folder, name)))
+        found = plain_json(_read(lock_path(folder, name)))
         return Owner(int(found["pid"]), int(found["started"]), str(found["run"]), int(found["place"]))
     except (OSError, *_UNREADABLE):  # not there, torn, or not ours
         return Owner()
@@ -224,7 +225,7 @@ def failures_of(folder: Path, name: str) -> list[GpuFailure]:
         with suppress(OSError):
             for line in _read(failure_record_path(folder, name, uid), uid).splitlines():
                 with suppress(AttributeError, *_UNREADABLE):
-                    one = json.loads(line)
+                    one = plain_json(line)
                     when, why = float(one["unix_s"]), str(one["why"])
                     proven = bool(one.get("is_proven", False))
                     found.append(GpuFailure(int(one["pid"]), int(one["started"]), when, why, proven))

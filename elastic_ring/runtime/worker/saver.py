@@ -25,15 +25,13 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.state.checkpoints.checkpoint import (
     Reader,
     Snapshot,
-    attempt_folder,
     buffers_for,
     describe,
     interval_s,
-    located,
-    read_manifest,
     take,
     write_part,
 )
+from elastic_ring.state.checkpoints.manifest import attempt_folder, located, read_manifest
 from elastic_ring.state.pinned import Pinning
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.storage.folder import Storage

@@ -15,10 +15,8 @@ Who writes when, and what a run does with a checkpoint, is decided elsewhere. No
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -28,27 +26,31 @@ import torch
 from torch import Tensor
 
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
+from elastic_ring.files import plain_json
 from elastic_ring.state import pinned
+from elastic_ring.state.checkpoints.header import Place, read_places
+from elastic_ring.state.checkpoints.manifest import (
+    COMMIT,
+    DTYPES,
+    FOLDER,
+    NAMES,
+    OPTIMIZER,
+    PARAMS,
+    REJECTED,
+    Described,
+    Manifest,
+    age_key,
+    file_name,
+    read_manifest,
+    rows_of,
+    step_folder,
+)
 from elastic_ring.state.device.paced_copy import PacedCopy
 from elastic_ring.state.shard import Counters, Shard, raw_bytes
 from elastic_ring.state.storage.folder import Storage, StoredFile
 
-FORMAT = 1
-FOLDER = "checkpoints"
-COMMIT = "COMMIT.json"
-REJECTED = "REJECTED.json"
-NO_DIGEST = 64 * "0"
-PARAMS, OPTIMIZER = "params", "optimizer"
 OWN_TO_A_DEVICE = ("params", "fused", "foreach", "capturable")
 """Of an optimizer's groups what a checkpoint does not bring: another device may compute otherwise."""
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
 # ---------------------------------------------------------------- what one rank writes
 
 
@@ -109,16 +111,6 @@ def meta_of(shard: Shard) -> dict[str, Any]:
     return meta
 
 
-@dataclass(frozen=True)
-class Described:
-    """A stored tensor: its unsharded shape; `whole` if it is not cut by rows, so that every `cp_rank` has its own."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    whole: bool
-    part: int
-
-
 def describe(shard: Shard, shapes: Mapping[str, tuple[int, ...]], num_parts: int) -> dict[str, Described]:
     """Every tensor of a shard, and which of `num_parts` rings writes it; the same on all ranks.
 
@@ -174,10 +166,6 @@ def take(
     return snapshot
 
 
-def file_name(folder: str, cp_rank: int, part: int) -> str:
-    return f"{folder}/shard-{cp_rank:05d}-part-{part:05d}.safetensors"
-
-
 def write_part(
     storage: Storage, folder: str, snapshot: Snapshot, in_the_middle: Callable[[], None] = lambda: None
 ) -> StoredFile:
@@ -222,80 +210,6 @@ def safetensors_chunks(
             yield from raw_bytes([tensor])
 
 
-# ---------------------------------------------------------------- the manifest
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What COMMIT.json holds: `cp` ranks of `num_parts` files each, and every tensor by name.
-
-    Which rows of a tensor a file has follows from its full shape and `cp`, as torch.chunk cuts.
-    """
-
-    step: int
-    lineage: int
-    term: int
-    identity: str
-    folder: str
-    cp: int
-    num_parts: int
-    files: tuple[StoredFile, ...]
-    tensors: Mapping[str, Described]
-    meta: Mapping[str, Any]
-    run: Mapping[str, Any] = field(default_factory=dict)
-    format: int = FORMAT
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in self.files)
-
-    def to_json(self) -> bytes:
-        """With the digest of the whole text, taken with zeros in the digest's place."""
-        text = json.dumps({"sha256": NO_DIGEST, **asdict(self)}, indent=1).encode()
-        return text.replace(NO_DIGEST.encode(), hashlib.sha256(text).hexdigest().encode(), 1)
-
-    @classmethod
-    def from_json(cls, data: bytes, where: str) -> Manifest:
-        """Raises CheckpointDamaged for what is none or has a wrong byte, ValueError for a newer format."""
-        try:
-            values = json.loads(data)
-            digest = values.pop("sha256")
-            right = hashlib.sha256(data.replace(digest.encode(), NO_DIGEST.encode(), 1)).hexdigest() == digest
-            newer = values["format"] > FORMAT
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointDamaged(f"{where} is no manifest: {type(error).__name__}: {error}", path=where) from error
-        if not right:
-            raise CheckpointDamaged(f"{where} is not what was written: it has another digest", path=where)
-        if newer:
-            raise ValueError(
-                f"{where} has format {values['format']}, this version reads up to {FORMAT}: use a newer elastic_ring"
-            )
-        try:
-            values["files"] = tuple(StoredFile(**file) for file in values["files"])
-            values["tensors"] = {
-                name: Described(**{**tensor, "shape": tuple(tensor["shape"])})
-                for name, tensor in values["tensors"].items()
-            }
-            return cls(**values)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointDamaged(f"{where} is no manifest: {type(error).__name__}: {error}", path=where) from error
-
-
-def step_folder(step: int, lineage: int) -> str:
-    return f"{FOLDER}/step-{step:08d}/lineage-{lineage:03d}"
-
-
-def attempt_folder(step: int, lineage: int, name: str) -> str:
-    """The folder of one attempt to write a checkpoint; `name` must never be used twice."""
-    return f"{step_folder(step, lineage)}/attempt-{name}"
-
-
-def located(uri: str, folder: str) -> tuple[str, str]:
-    """(storage, folder in it) of a checkpoint: in the storage `uri`, or in another that a whole path names."""
-    before, found, after = folder.rpartition(f"/{FOLDER}/")
-    return (before, f"{FOLDER}/{after}") if found else (uri, folder)
-
-
 def commit(storage: Storage, manifest: Manifest) -> bool:
     """Make a checkpoint count; False when another writer has committed this step before. Raises StorageFailed."""
     return storage.create(f"{step_folder(manifest.step, manifest.lineage)}/{COMMIT}", manifest.to_json())
@@ -310,23 +224,6 @@ def committed(storage: Storage) -> list[str]:
     suffix = f"/{COMMIT}"
     found = [name.removesuffix(suffix) for name, _ in storage.names(FOLDER) if name.endswith(suffix)]
     return sorted(found, key=age_key, reverse=True)
-
-
-def age_key(path: str) -> tuple[int, int]:
-    """(lineage, step) of a path in or under `checkpoints/step-N/lineage-L`; (-1, -1) of one that has none."""
-    found = re.match(rf"{FOLDER}/step-(\d+)/lineage-(\d+)(/|$)", path)
-    return (int(found[2]), int(found[1])) if found else (-1, -1)
-
-
-def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """Raises CheckpointDamaged, also where the manifest is not of this folder, as its name says; StorageFailed;
-    ValueError (a newer format)."""
-    name = f"{folder}/{COMMIT}"
-    found = Manifest.from_json(storage.read(name), storage.at(name))
-    says = step_folder(found.step, found.lineage)
-    if says != folder or not found.folder.startswith(f"{folder}/"):
-        raise CheckpointDamaged(f"{storage.at(name)} is not of this folder: it is the manifest of {says}", path=name)
-    return found
 
 
 def wrong_files(storage: Storage, manifest: Manifest) -> Iterator[str]:
@@ -359,19 +256,13 @@ def wrong_with(storage: Storage, folder: str, *, read_bytes: bool = True) -> lis
 def set_aside(storage: Storage, folder: str, reasons: Iterable[str], *, undone: bool = False) -> None:
     """A checkpoint that failed its verification no longer counts; its files stay, with the reason. Those of one that is
     whole and whose steps were `undone` go with the next checkpoint of that step."""
-    manifest = storage.read(f"{folder}/{COMMIT}")
+    manifest = storage.read_record(f"{folder}/{COMMIT}")
     record = {"reasons": list(reasons), "manifest": manifest.decode(errors="replace"), "undone": undone}
     storage.create(f"{folder}/{secrets.token_hex(4)}-{REJECTED}", json.dumps(record).encode())
     storage.remove(f"{folder}/{COMMIT}")
 
 
 # ---------------------------------------------------------------- loading
-
-
-def rows_of(shape: tuple[int, ...], cp_rank: int, cp: int) -> tuple[int, int]:
-    """[start, stop) of the first dimension on `cp_rank`, as torch.chunk and FSDP2 cut it."""
-    per_rank = -(-shape[0] // cp)
-    return min(shape[0], cp_rank * per_rank), min(shape[0], (cp_rank + 1) * per_rank)
 
 
 class Reader:
@@ -383,71 +274,97 @@ class Reader:
 
     def __init__(self, storage: Storage, manifest: Manifest, *, whole_files: bool = True) -> None:
         self.storage, self.manifest, self._whole_files = storage, manifest, whole_files
-        self._headers: dict[str, tuple[dict[str, Any], int]] = {}
+        self._places: dict[str, dict[str, Place]] = {}
         self._files = {file.name: file for file in manifest.files}
-        self._open: dict[str, tuple[dict[str, Any], memoryview]] = {}
+        self._open: dict[str, bytearray] = {}
         self.check: Callable[[], None] = lambda: None
         """Asked before each file; what it raises ends the reading."""
 
     def tensor(self, name: str, cp_rank: int, cp: int) -> Tensor:
         """The slice of a tensor on rank `cp_rank` of `cp`. Raises CheckpointDamaged, StorageFailed, ValueError."""
-        found = self.manifest.tensors[name]
+        found = self._described(name)
         if found.whole:
-            return self._whole(name, cp_rank, cp, found.part)
-        shape, part = found.shape, found.part
-        start, stop = rows_of(shape, cp_rank, cp)
-        out = torch.empty((stop - start, *shape[1:]), dtype=DTYPES[found.dtype])
+            return self._whole(name, found, cp_rank, cp)
+        start, stop = rows_of(found.shape, cp_rank, cp)
+        pieces = []
         for source in range(self.manifest.cp):
-            first, last = rows_of(shape, source, self.manifest.cp)
+            first, last = rows_of(found.shape, source, self.manifest.cp)
             low, high = max(start, first), min(stop, last)
             if low < high:
-                out[low - start : high - start] = self._stored(name, source, part)[low - first : high - first]
-        return out
+                stored = self._stored(name, found, source, (last - first, *found.shape[1:]))
+                pieces.append(stored[low - first : high - first])
+        # Joined, not copied into memory that was there: no row can be one that nobody has read.
+        joined = torch.cat(pieces) if pieces else torch.empty((0, *found.shape[1:]), dtype=DTYPES[found.dtype])
+        if len(joined) != stop - start:
+            raise self._damaged(self.manifest.folder, f"has {len(joined)} of {stop - start} rows of {name}")
+        return joined
 
-    def _whole(self, name: str, cp_rank: int, cp: int, part: int) -> Tensor:
+    def _described(self, name: str) -> Described:
+        if name not in self.manifest.tensors:
+            raise self._damaged(self.manifest.folder, f"has no {name}")
+        return self.manifest.tensors[name]
+
+    def _damaged(self, file: str, what: str) -> CheckpointDamaged:
+        return CheckpointDamaged(f"{self.storage.at(file)} {what}", path=self.storage.at(file))
+
+    def _whole(self, name: str, found: Described, cp_rank: int, cp: int) -> Tensor:
         if self.manifest.cp in (1, cp):
-            return self._stored(name, min(cp_rank, self.manifest.cp - 1), part).clone()
+            return self._stored(name, found, min(cp_rank, self.manifest.cp - 1), found.shape).clone()
         # The files of other ranks may be large, and this tensor is all that is wanted of them.
         pieces = Reader(self.storage, self.manifest, whole_files=False)
-        pieces._headers = self._headers
+        pieces._places = self._places
         try:
-            copies = [pieces._stored(name, source, part) for source in range(self.manifest.cp)]
+            copies = [pieces._stored(name, found, source, found.shape) for source in range(self.manifest.cp)]
             agree = all(torch.equal(copy, copies[0]) for copy in copies)
-        except (ValueError, LookupError, TypeError, RuntimeError, StorageFailed):  # of a header with a wrong byte
-            agree = False
+        except (CheckpointDamaged, StorageFailed):  # of a header with a wrong byte
+            copies, agree = [], False
         if not agree:
             for source in range(self.manifest.cp):
-                self._check(file_name(self.manifest.folder, source, part))
+                self._check(file_name(self.manifest.folder, source, found.part))
+            if not copies:
+                raise self._damaged(self.manifest.folder, f"has no whole {name} in each rank's file")
             raise ValueError(
                 f"{name} is not cut by rows and differs between ranks, so it fits no other number of ranks: "
                 f"resume with cp={self.manifest.cp}"
             )
         return copies[0].clone()
 
-    def _stored(self, name: str, cp_rank: int, part: int) -> Tensor:
-        entry, data = self._bytes_of(name, file_name(self.manifest.folder, cp_rank, part))
-        dtype = DTYPES[entry["dtype"]]
+    def _stored(self, name: str, found: Described, cp_rank: int, shape: tuple[int, ...]) -> Tensor:
+        """What one rank's file has of a tensor, which must be all of it: another shape would be spread over the rows.
+        Raises CheckpointDamaged, StorageFailed."""
+        file = file_name(self.manifest.folder, cp_rank, found.part)
+        place, data = self._bytes_of(name, file)
+        if (place.shape, place.dtype) != (shape, DTYPES[found.dtype]) or len(data) != place.num_bytes:
+            held = f"{len(data)} bytes of a {place.dtype} of shape {list(place.shape)}"
+            raise self._damaged(file, f"holds {held} of {name}: its manifest says {found.dtype} {list(shape)}")
         if not data:
-            return torch.empty(entry["shape"], dtype=dtype)
+            return torch.empty(shape, dtype=place.dtype)
         flat = torch.frombuffer(data, dtype=torch.uint8)
-        if flat.data_ptr() % dtype.itemsize:  # a view of another type must begin at a multiple of its size
+        if flat.data_ptr() % place.dtype.itemsize:  # a view of another type must begin at a multiple of its size
             flat = flat.clone()
-        return flat.view(dtype).reshape(entry["shape"])
+        return flat.view(place.dtype).reshape(shape)
 
-    def _bytes_of(self, name: str, file: str) -> tuple[dict[str, Any], memoryview]:
-        """A tensor's entry in the header of a file, and its bytes."""
+    def _bytes_of(self, name: str, file: str) -> tuple[Place, memoryview]:
+        """Where a tensor is in a file, and its bytes."""
         if self._whole_files:
-            header, tensors = self._file(file)
-            start, stop = header[name]["data_offsets"]
-            return header[name], tensors[start:stop]
-        if file not in self._headers:
-            length = int.from_bytes(self.storage.read(file, 0, 8), "little")
-            self._headers[file] = json.loads(self.storage.read(file, 8, length)), 8 + length
-        header, begin = self._headers[file]
-        start, stop = header[name]["data_offsets"]
-        return header[name], memoryview(bytearray(self.storage.read(file, begin + start, stop - start)))
+            data = self._file(file)
+            place = self._place(name, file, len(data), lambda start, size: data[start : start + size])
+            return place, memoryview(data)[place.start : place.start + place.num_bytes]
+        size = self._files[file].num_bytes
+        place = self._place(name, file, size, lambda start, size: self.storage.read(file, start, size))
+        return place, memoryview(bytearray(self.storage.read(file, place.start, place.num_bytes)))
 
-    def _file(self, name: str) -> tuple[dict[str, Any], memoryview]:
+    def _place(self, name: str, file: str, size: int, read: Callable[[int, int], bytes | bytearray]) -> Place:
+        if file not in self._places:
+            try:
+                self._places[file] = read_places(read, size)
+            except ValueError as error:
+                raise self._damaged(file, f"cannot be read as safetensors: {error}") from error
+        if name not in self._places[file]:
+            raise self._damaged(file, f"has no {name}, which its manifest names")
+        return self._places[file][name]
+
+    def _file(self, name: str) -> bytearray:
         if name not in self._open:
             self.check()
             try:
@@ -457,8 +374,7 @@ class Reader:
                     raise CheckpointDamaged(f"{name} is missing", path=self.storage.at(name)) from error
                 raise
             self._compare(found)
-            length = int.from_bytes(data[:8], "little")
-            self._open[name] = json.loads(bytes(data[8 : 8 + length])), memoryview(data)[8 + length :]
+            self._open[name] = data
         return self._open[name]
 
     def _check(self, name: str) -> None:
@@ -481,7 +397,12 @@ class Reader:
         shard.counters = Counters(**self.manifest.meta["counters"])
         with torch.no_grad():
             for name, param in shard.params.items():
-                param.copy_(self.tensor(f"{PARAMS}/{name}", shard.cp_rank, cp))
+                value = self.tensor(f"{PARAMS}/{name}", shard.cp_rank, cp)
+                if value.shape != param.shape:  # it would be spread over what it does not have
+                    raise self._damaged(
+                        self.manifest.folder, f"has {name} in shape {list(value.shape)}, the model {list(param.shape)}"
+                    )
+                param.copy_(value)
         _fill_optimizer(shard, self, cp)
         self._open.clear()
 
@@ -493,7 +414,12 @@ def _fill_optimizer(shard: Shard, reader: Reader, cp: int) -> None:
     for group in shard.optimizer.param_groups:
         wanted = {names[id(param)] for param in group["params"]}
         for name in sorted(wanted)[:1]:
+            if name not in saved:
+                raise reader._damaged(reader.manifest.folder, f"has no group of the optimizer with {name}")
             found = {key: value for key, value in saved[name].items() if key not in OWN_TO_A_DEVICE}
+            for key, value in found.items():
+                if not _fits(group.get(key), value):
+                    raise reader._damaged(reader.manifest.folder, f"has {key}={str(value)[:200]!r} for {name}")
             group.update({key: _restored(group.get(key), value) for key, value in found.items()})
     shard.optimizer.state.clear()
     on_device = {id(param): _keeps_steps_on_device(group) for group in shard.optimizer.param_groups
@@ -504,6 +430,8 @@ def _fill_optimizer(shard: Shard, reader: Reader, cp: int) -> None:
         for key in (key for key in reader.manifest.tensors if key.startswith(prefix)):
             part = key.removeprefix(prefix)
             value = reader.tensor(key, shard.cp_rank, cp)
+            if not reader.manifest.tensors[key].whole and value.shape != param.shape:
+                raise reader._damaged(reader.manifest.folder, f"has {key} in another shape than {name}")
             # As `torch.optim.Optimizer.load_state_dict` does, which would cast what must arrive as it was.
             stays = shard.cpu_offload != "none" or (part == "step" and not on_device.get(id(param), False))
             state[part] = value if stays else value.to(param.device)
@@ -513,6 +441,16 @@ def _fill_optimizer(shard: Shard, reader: Reader, cp: int) -> None:
 
 def _keeps_steps_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group.get("fused") or group.get("capturable"))
+
+
+def _fits(present: Any, value: Any) -> bool:
+    """Whether a setting of an optimizer may become `value`: a number for a number, a list for a tuple of as many."""
+    if present is None or value is None:
+        return True
+    if isinstance(present, (tuple, list)):
+        return isinstance(value, (list, tuple)) and len(value) == len(present) and all(map(_fits, present, value))
+    numbers = isinstance(present, (bool, int, float, Tensor)), isinstance(value, (bool, int, float))
+    return numbers[0] == numbers[1] if any(numbers) else type(present) is type(value)
 
 
 def _restored(present: Any, value: Any) -> Any:
@@ -576,7 +514,7 @@ def prune(
 def _remove(storage: Storage, folder: str) -> None:
     """A checkpoint, but nothing that was set aside in its folder."""
     rejected = [name for name, _ in storage.names(folder, recursive=False) if name.endswith(REJECTED)]
-    all_go = all(_is_undone(storage.read(name)) for name in rejected)
+    all_go = all(_is_undone(storage.read_record(name)) for name in rejected)
     try:
         own = folder if all_go else read_manifest(storage, folder).folder
     except CheckpointDamaged:  # whose files these are is not known
@@ -588,6 +526,6 @@ def _remove(storage: Storage, folder: str) -> None:
 
 def _is_undone(record: bytes) -> bool:
     try:
-        return bool(json.loads(record)["undone"])
+        return bool(plain_json(record)["undone"])
     except (ValueError, LookupError, TypeError):  # of an earlier version, or damaged
         return False

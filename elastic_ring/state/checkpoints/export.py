@@ -15,15 +15,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from elastic_ring.errors import CheckpointDamaged
-from elastic_ring.state.checkpoints.checkpoint import (
-    DTYPES,
-    OPTIMIZER,
-    PARAMS,
-    Manifest,
-    Reader,
-    safetensors_chunks,
-    wrong_files,
-)
+from elastic_ring.state.checkpoints.checkpoint import Reader, safetensors_chunks, wrong_files
+from elastic_ring.state.checkpoints.manifest import DTYPES, OPTIMIZER, PARAMS, Manifest
 from elastic_ring.state.checkpoints.weight_files import grouped, index_text
 from elastic_ring.state.storage.folder import Storage
 

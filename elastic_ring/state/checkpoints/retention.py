@@ -5,18 +5,19 @@ How checkpoints are written, read and pruned is `elastic_ring.state.checkpoints.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from elastic_ring.errors import CheckpointDamaged
-from elastic_ring.state.checkpoints.checkpoint import (
+from elastic_ring.files import plain_json
+from elastic_ring.state.checkpoints.manifest import (
     COMMIT,
     FOLDER,
     REJECTED,
     age_key,
+    attempt_in,
     read_manifest,
 )
 from elastic_ring.state.storage.folder import PROBE, Storage
@@ -142,16 +143,16 @@ def _kept_folders(storage: Storage, entries: Sequence[Entry]) -> set[str]:
 def _record(storage: Storage, name: str) -> tuple[tuple[str, ...], str]:
     """(why a checkpoint was set aside, the folder that its manifest names; empty where that cannot be read)."""
     try:
-        record = json.loads(storage.read(name))
-        reasons, manifest = tuple(map(str, record["reasons"])), str(record["manifest"])
+        record = plain_json(storage.read_record(name))
+        reasons, manifest = tuple(map(str, record["reasons"])), record["manifest"]
     except (ValueError, LookupError, TypeError) as error:
         return (f"its record cannot be read ({type(error).__name__}: {error})",), ""
     try:
-        attempt = str(json.loads(manifest)["folder"])
+        attempt = plain_json(manifest)["folder"]
     except (ValueError, LookupError, TypeError):
         return reasons, ""
-    # A stranger's manifest may name files of a checkpoint that counts.
-    return reasons, attempt if attempt.startswith(f"{name.rsplit('/', 1)[0]}/") else ""
+    # A stranger's manifest may name files of a checkpoint that counts, or of nobody's.
+    return reasons, attempt_in(name.rsplit("/", 1)[0], attempt) or ""
 
 
 def _attempt(path: str) -> str:

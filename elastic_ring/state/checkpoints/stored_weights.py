@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from elastic_ring.errors import StorageFailed
-from elastic_ring.state.checkpoints.checkpoint import DTYPES
+from elastic_ring.state.checkpoints.header import Place, read_places
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_INDEX, read_index
 from elastic_ring.state.storage.folder import Storage
-
-
-@dataclass(frozen=True)
-class Place:
-    """The bytes of one tensor."""
-
-    file: str
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -37,7 +20,8 @@ class StoredWeights:
     """Weights by name; a tensor is read when it is asked for."""
 
     storage: Storage
-    places: Mapping[str, Place]
+    places: Mapping[str, tuple[str, Place]]
+    """The file of each tensor, and where it is in it."""
 
     @classmethod
     def open(cls, where: str | os.PathLike[str]) -> StoredWeights:
@@ -49,8 +33,8 @@ class StoredWeights:
         try:
             if not name.endswith(".json"):
                 return cls(storage, _places(storage, name))
-            weight_map = read_index(storage.read(name), storage.at(name))
-            found: dict[str, Place] = {}
+            weight_map = read_index(storage.read_record(name), storage.at(name))
+            found: dict[str, tuple[str, Place]] = {}
             for file in sorted(set(weight_map.values())):
                 found |= {key: place for key, place in _places(storage, file).items() if weight_map.get(key) == file}
         except StorageFailed as error:
@@ -61,19 +45,19 @@ class StoredWeights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: place.shape for name, place in self.places.items()}
+        return {name: place.shape for name, (_, place) in self.places.items()}
 
     def tensor(self, name: str) -> Tensor:
         """Raises ValueError for a file that can no longer be read."""
-        place = self.places[name]
+        file, place = self.places[name]
         if not place.num_bytes:
             return torch.empty(place.shape, dtype=place.dtype)
         try:
-            data = bytearray(self.storage.read(place.file, place.start, place.num_bytes))
+            data = bytearray(self.storage.read(file, place.start, place.num_bytes))
         except StorageFailed as error:
             raise ValueError(f"weights cannot be read: {error.message}") from error
         if len(data) != place.num_bytes:
-            raise ValueError(f"{self.storage.at(place.file)}: is cut off in {name}")
+            raise ValueError(f"{self.storage.at(file)}: is cut off in {name}")
         return torch.frombuffer(data, dtype=place.dtype).reshape(place.shape)
 
 
@@ -95,23 +79,13 @@ def _located(where: str) -> tuple[Storage, str]:
     return storage, name
 
 
-def _places(storage: Storage, file: str) -> dict[str, Place]:
-    """From a file's header (https://github.com/huggingface/safetensors#format)."""
+def _places(storage: Storage, file: str) -> dict[str, tuple[str, Place]]:
     size = _size(storage, file)
     try:
-        length = int.from_bytes(storage.read(file, 0, 8), "little")
-        if not 0 < length <= size - 8:
-            raise ValueError(f"{size} bytes, and a header of {length}")
-        header: dict[str, dict[str, Any]] = json.loads(storage.read(file, 8, length))
-        header.pop("__metadata__", None)
-        found = {name: _place(file, 8 + length, entry) for name, entry in header.items()}
-        end = max((place.start + place.num_bytes for place in found.values()), default=8 + length)
-        if end != size:
-            raise ValueError(f"{size} bytes, and tensors up to {end}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{storage.at(file)}: cannot be read as safetensors ({what})") from error
-    return found
+        found = read_places(lambda start, num_bytes: storage.read(file, start, num_bytes), size)
+    except ValueError as error:
+        raise ValueError(f"{storage.at(file)}: cannot be read as safetensors ({error})") from error
+    return {name: (file, place) for name, place in found.items()}
 
 
 def _size(storage: Storage, file: str) -> int:
@@ -120,11 +94,3 @@ def _size(storage: Storage, file: str) -> int:
     if file not in sizes:
         raise ValueError(f"{storage.at(file)}: cannot be read as safetensors: there is no such file")
     return sizes[file]
-
-
-def _place(file: str, begin: int, entry: Mapping[str, Any]) -> Place:
-    start, stop = entry["data_offsets"]
-    place = Place(file, begin + start, DTYPES[entry["dtype"]], tuple(entry["shape"]))
-    if start < 0 or stop - start != place.num_bytes:
-        raise ValueError(f"a {entry['dtype']} of shape {list(place.shape)} in {stop - start} bytes")
-    return place

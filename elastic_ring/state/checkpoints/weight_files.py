@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic_ring.errors import StorageFailed
+from elastic_ring.files import name_below, plain_json
 from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)
@@ -56,14 +57,21 @@ def index_text(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> by
 def read_index(data: bytes, where: str) -> dict[str, str]:
     """The file of each tensor. Raises ValueError for what is no index."""
     try:
-        weight_map = json.loads(data)["weight_map"]
-        found = {str(name): str(file) for name, file in weight_map.items()}
+        weight_map = plain_json(data)["weight_map"]
+        return {str(name): name_below(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where}: cannot be read as an index of weights ({type(error).__name__}: {error})") from error
-    outside = sorted(file for file in found.values() if file.startswith("/") or ".." in file.split("/"))
-    if outside:
-        raise ValueError(f"{where}: names {outside[0]}, which is not in its folder")
-    return found
+
+
+def are_there(storage: Storage) -> bool:
+    """Whether final weights are in a run's folder: the one file, or all that its index names. Raises StorageFailed."""
+    if not storage.exists(WEIGHTS_INDEX):
+        return storage.exists(WEIGHTS)
+    try:
+        files = set(read_index(storage.read_record(WEIGHTS_INDEX), storage.at(WEIGHTS_INDEX)).values())
+    except ValueError:
+        return False
+    return files <= {name for name, _ in storage.names(WEIGHTS_FOLDER)}
 
 
 def remove_others(storage: Storage, kept: list[str]) -> None:

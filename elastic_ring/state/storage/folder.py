@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from elastic_ring.config import Timeouts
 from elastic_ring.errors import StorageFailed
+from elastic_ring.files import MAX_JSON_BYTES
 from elastic_ring.state.storage.local_files import LocalFiles
 from elastic_ring.state.storage.object_store import ObjectStore
 from elastic_ring.state.storage.retries import Retries, ignore
@@ -180,6 +181,10 @@ class Storage:
         """The bytes of a file, or of a part of it. Raises StorageFailed, also for one that is not there."""
         with _named(self._shown(name), "cannot be read"):
             return b"".join(self._stream(name, start, num_bytes))
+
+    def read_record(self, name: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
+        """The bytes of a small file; of one that is too long to be one, so many that `plain_json` refuses it."""
+        return self.read(name, 0, most_bytes + 1)
 
     def load(self, name: str) -> tuple[bytearray, StoredFile]:
         """A whole file, and its size and digest as they were read. Raises StorageFailed."""

@@ -19,6 +19,7 @@ import torch
 from elastic_ring.attention.kernels.kernel import CoverKind, Kernel
 from elastic_ring.attention.kernels.registry import KERNELS, select, sparse_form
 from elastic_ring.errors import ElasticRingError, RunFailed
+from elastic_ring.files import plain_json
 from elastic_ring.train.task import TrainingTask
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def gather_rows(world: Any, names: Names, holds: bool) -> list[tuple[bool, Names
     row = torch.frombuffer(bytearray(text.ljust(ROW_BYTES)), dtype=torch.uint8)
     rows = [torch.empty(ROW_BYTES, dtype=torch.uint8) for _ in range(world.size())]
     world.allgather([rows], [row]).wait()
-    read = [json.loads(bytes(each.tolist())) for each in rows]
+    read = [plain_json(bytes(each.tolist())) for each in rows]
     return [(bool(has_state), tuple(found)) for has_state, found in read]
 
 

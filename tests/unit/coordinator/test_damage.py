@@ -41,7 +41,8 @@ from elastic_ring.runtime.coordinator.resume import find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.coordinator.startup import Startup, open_run
 from elastic_ring.runtime.terms import Terms
-from elastic_ring.state.checkpoints.checkpoint import Reader, committed, read_manifest
+from elastic_ring.state.checkpoints.checkpoint import Reader, committed
+from elastic_ring.state.checkpoints.manifest import read_manifest
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.optim import OptimConfig
 from elastic_ring.trainer import check_writable
@@ -133,6 +134,7 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
     )  # fmt: skip
     write_summary(folder, summary)
     (folder / "loss.png").write_bytes(b"\x89PNG and more")
+    (folder / "weights.safetensors").write_bytes(b"what the summary tells of")
     with trainer._telling() as telling:
         telling.tell()
     return folder
@@ -294,6 +296,9 @@ def test_a_finished_run_is_finished_and_from_its_checkpoints_alone_it_goes_on_fr
 ) -> None:
     shutil.copytree(runs[0], tmp_path / "run")
     assert submitted(tmp_path / "run", 4, caplog).is_finished
+    (tmp_path / "run" / "weights.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"summary\.json says that all steps are done, and the weights are not there"):
+        submitted(tmp_path / "run", 4, caplog)
     shutil.copytree(runs[0] / "checkpoints", tmp_path / "bare" / "checkpoints")
     found = submitted(tmp_path / "bare", 6, caplog)
     assert found.step == 4

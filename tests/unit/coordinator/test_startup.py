@@ -31,7 +31,10 @@ def opened(made: RunSpec, *, is_restart: bool = False, others: list[str] | None 
 
 def begun(folder: Path, attempt: str, now: float = 10.0) -> None:
     """A journal as a first coordinator leaves it."""
-    notes = [{"note": "term", "term": 1, "read": 0}, {"note": "begin", "attempt": attempt, "now": now, "run": "opened"}]
+    notes = [
+        {"note": "term", "term": 1, "num_lines": 0},
+        {"note": "begin", "attempt": attempt, "now": now, "run": "opened"},
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "journal.jsonl").write_text("".join(f"{json.dumps(note)}\n" for note in notes))
 

@@ -148,3 +148,18 @@ def test_a_damaged_tokenizer_config_is_named(folder: Path, content: bytes) -> No
     (folder / "tokenizer_config.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"tokenizer='.*': tokenizer_config\.json cannot be read: "):
         open_tokenizer(str(folder))
+
+
+def test_code_in_a_tokenizer_s_folder_does_not_run_though_a_terminal_would_say_yes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks on a terminal whether to run it, unless it is told."""
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    ran = folder / "ran"
+    (folder / "tokenization_own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}, "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ValueError, match="cannot be read"):
+        open_tokenizer(str(folder))
+    assert not ran.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -278,3 +279,16 @@ def test_a_host_on_which_ray_cannot_start_is_told_in_one_line(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"nowhere: is not there or cannot be written.* --shm-size=2g"):
         check_host({}, str(tmp_path / "nowhere"))
     check_host({"TMPDIR": "/" + "x" * 60, "RAY_TMPDIR": "/tmp"}, str(tmp_path))
+
+
+def test_control_characters_of_a_file_are_shown_and_not_obeyed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run's record may be a stranger's, and a terminal obeys more than colours: titles, clipboards, answers."""
+    (tmp_path / "status.json").write_text(json.dumps({"run": "a\x1b]0;owned\x07\x1b[2J", "phase": "x\ry\u202e"}))
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert cli.main(["status", str(tmp_path / "\x1b[8m")]) == 2
+    out, err = capsys.readouterr()
+    assert "run a\\x1b]0;owned\\x07\\x1b[2J: x\\ry\\u202e" in out
+    assert "\\x1b[8m" in err
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & {*out, *err}

@@ -112,6 +112,7 @@ def test_a_finished_run_needs_its_data_no_more(tmp_path: Path) -> None:
     data = text_files(tmp_path / "a")
     trainer(data, tmp_path / "run")._write_config()
     write_json(tmp_path / "run" / "summary.json", {"steps": 2})
+    (tmp_path / "run" / "weights.safetensors").touch()
     shutil.rmtree(tmp_path / "a")
     assert trainer(data, tmp_path / "run")._finished() is not None
     with pytest.raises(ValueError, match="no such file"):

@@ -102,6 +102,56 @@ for loss, is_right in ((task.loss, True), (blind_loss, False)):
     if is_right:
         other = made(task, rings.mesh)
         assert step(engine, rings) == step(other, rings) and same(weights(engine), weights(other))
+"""
+LOADS = """
+import os
+import shutil
+from elastic_ring.errors import CheckpointDamaged
+from elastic_ring.integrations.ray_train.untrusted import check_names, data_only, gathered
+
+class Planted:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+assert gathered({"rank": dist.get_rank()}, torch.device("cpu")) == [{"rank": 0}, {"rank": 1}]
+for dtype in ("float32", "bfloat16"):
+    task = build(parse([*SIZES, f"--step.param-dtype={dtype}"])).task
+    rings = Rings(task, Mesh(1, 2), torch.device("cpu"))
+    engine, whole = made(task, rings.mesh), Path(dtype)
+    whole.mkdir(exist_ok=True)
+    step(engine, rings)
+    engine.save(whole)
+    dist.barrier()
+    before = weights(engine)
+    step(engine, rings)
+    engine.load(whole, 2)
+    assert same(before, weights(engine))
+for kind in ("model_states", "optim_states"):
+    (found,) = (whole / "zero3").glob(f"*_pp_rank_{dist.get_rank()}_*{kind}.pt")
+    shutil.copy(found, f"{found}.whole")
+    torch.save({**torch.load(found, weights_only=False), "stranger": Planted()}, found)
+    dist.barrier()
+    try:
+        engine.load(whole, 2)
+        raise AssertionError("a stranger's file was loaded")
+    except CheckpointDamaged as error:
+        assert "mkdir" in str(error), error
+    shutil.move(f"{found}.whole", found)
+    assert not Path("ran").exists(), "its code ran"
+with data_only(whole):
+    names = {name for name, _ in engine._engine.module.named_parameters()}
+    check_names(whole / "zero3", names)
+    strange = {"/etc/stranger": torch.Size([1])}
+    for odd in ({"param_shapes": [strange]}, {"ds_autoep_layers": [{}]}, {"param_shapes": 1}):
+        state = torch.load(next((whole / "zero3").glob("*model_states.pt")), weights_only=False)
+        other = Path(f"names-{dist.get_rank()}")
+        other.mkdir(exist_ok=True)
+        torch.save({**state, **odd}, other / "a_model_states.pt")
+        try:
+            check_names(other, names)
+            raise AssertionError("names of a stranger become paths")
+        except CheckpointDamaged:
+            pass
 print("passed", dist.get_rank())
 """
 
@@ -110,12 +160,13 @@ print("passed", dist.get_rank())
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_an_engine_begins_skips_and_checks_as_the_elastic_ring_does(tmp_path: Path) -> None:
     """Masters of bfloat16 parameters have the elastic ring's values; a skipped step leaves nothing, in memory and
-    offloaded; a model that attends to its own slice only is refused, and the check of a right one leaves nothing."""
-    (tmp_path / "engines.py").write_text(PRELUDE + MASTERS + SKIPS + CHECKS)
+    offloaded; a model that attends to its own slice only is refused, and the check of a right one leaves nothing. A
+    checkpoint comes back; of a stranger's nothing runs, and its names become no paths."""
+    (tmp_path / "engines.py").write_text(PRELUDE + MASTERS + SKIPS + CHECKS + LOADS)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "engines.py"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("passed") == 2

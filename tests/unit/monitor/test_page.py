@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import re
@@ -190,3 +191,20 @@ def test_of_many_who_say_nothing_some_are_served_and_descriptors_that_run_out_ar
                 sock.close()
             served.stop()
             thread.join(10.0)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("127.0.0.1:{}", 200), ("localhost:{}", 200), ("[::1]:{}", 200), (socket.gethostname().upper(), 200),
+     ("stranger.example:{}", 421), ("localhost.stranger.example", 421), ("", 200), ("a b", 421), ("[::1", 421)],
+)  # fmt: skip
+def test_only_the_machine_s_own_names_are_answered(page: Page, host: str, status: int) -> None:
+    """A stranger's page whose name leads here by now (DNS rebinding) gets nothing through a browser on this machine."""
+    port = int(page.url.rstrip("/").rpartition(":")[2])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.putrequest("GET", "/data.json", skip_host=True)
+    connection.putheader("Host", host.format(port))
+    connection.endheaders()
+    answer = connection.getresponse()
+    assert (answer.status, b"loss" in answer.read()) == (status, status == 200)
+    connection.close()

@@ -108,6 +108,20 @@ def test_the_environment_is_read_in_one_place() -> None:
     assert len(readers) <= 1, f"one place, not several: {readers}"
 
 
+def test_json_of_others_is_read_in_one_place() -> None:
+    """`plain_json` bounds its size and depth. What a process wrote for itself is read as it is."""
+    own = ("control/", "forecast/", "files.py", "integrations/transformers/model.py")
+    own += ("integrations/transformers/first_values.py", "runtime/agent/launch.py")
+    readers = [
+        f"{name(path)}:{node.lineno}"
+        for path in MODULES if not name(path).startswith(own)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.loads", "json.load")
+        if "json.dumps(" not in ast.unparse(node.args[0])
+    ]  # fmt: skip
+    assert not readers, readers
+
+
 def test_only_the_terminal_report_prints() -> None:
     printers = {name(path): lines for path in MODULES if (lines := list(prints(tree(path))))}
     assert {path for path in printers if not path.startswith(PRINTING_ROOMS)} <= MAY_PRINT, printers

@@ -17,7 +17,8 @@ import time
 import torch
 
 from elastic_ring.state.checkpoints import checkpoint
-from elastic_ring.state.checkpoints.checkpoint import Described, Manifest, Snapshot
+from elastic_ring.state.checkpoints.checkpoint import Snapshot
+from elastic_ring.state.checkpoints.manifest import Described, Manifest, new_attempt
 from elastic_ring.state.storage.folder import Storage
 
 CP = 2
@@ -26,7 +27,7 @@ NUM_FLOATS = 20 * (1 << 20) // 4
 
 
 def save(storage: Storage, step: int) -> None:
-    folder, files = checkpoint.attempt_folder(step, 1, "first"), []
+    folder, files = new_attempt(step, 1), []
     for cp_rank in range(CP):
         tensors = {"params/weight": torch.full((NUM_FLOATS,), float(step))}
         files.append(checkpoint.write_part(storage, folder, Snapshot(cp_rank, 0, tensors)))

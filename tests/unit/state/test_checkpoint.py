@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.state.checkpoints import checkpoint
-from elastic_ring.state.checkpoints.checkpoint import Manifest, Reader
+from elastic_ring.state.checkpoints.checkpoint import Reader
+from elastic_ring.state.checkpoints.manifest import FORMAT, Manifest, file_name, new_attempt
 from elastic_ring.state.shard import Counters, Shard
 from elastic_ring.state.storage.folder import Storage
 from tests.object_store.store import ObjectStore
@@ -55,7 +55,7 @@ def shard_of(cp_rank: int, cp: int, *, steps: int = STEP, optimizer: str = "adam
 def save(
     storage: Storage, cp: int, dp: int, *, step: int = STEP, lineage: int = 1, optimizer: str = "adamw"
 ) -> Manifest:
-    folder = checkpoint.attempt_folder(step, lineage, secrets.token_hex(8))
+    folder = new_attempt(step, lineage)
     files = []
     for cp_rank in range(cp):
         for part in range(dp):
@@ -200,6 +200,78 @@ def test_a_flipped_bit_anywhere_in_a_manifest_and_a_cut_anywhere_is_found(storag
                 Manifest.from_json(wrong, "here")
 
 
+def rewritten(storage: Storage, manifest: Manifest, **changes: object) -> str:
+    """The folder of a checkpoint whose manifest a stranger wrote, with the right digest."""
+    folder = checkpoint.step_folder(manifest.step, manifest.lineage)
+    storage.replace(f"{folder}/{checkpoint.COMMIT}", dataclasses.replace(manifest, **changes).to_json())  # type: ignore[arg-type]
+    return folder
+
+
+def test_a_manifest_with_numbers_or_names_that_cannot_be_is_refused_by_all_who_read_it(storage: Storage) -> None:
+    manifest = save(storage, 2, 1)
+    first, *others = manifest.files
+    embed, meta = manifest.tensors["params/embed"], dict(manifest.meta)
+    strangers: list[dict[str, object]] = [
+        {"cp": 0}, {"cp": -1}, {"cp": 1 << 40}, {"cp": 1}, {"cp": 3}, {"cp": True}, {"num_parts": 0}, {"num_parts": 7},
+        {"folder": "../precious"}, {"folder": "/"}, {"folder": f"{manifest.folder}/../../../../.."}, {"term": -1},
+        {"files": (dataclasses.replace(first, name=f"{manifest.folder}/../../../x"), *others)},
+        {"files": (dataclasses.replace(first, num_bytes=-1), *others)}, {"files": ()}, {"files": manifest.files[:1]},
+        *({"tensors": {**manifest.tensors, "params/embed": dataclasses.replace(embed, **change)}}
+          for change in ({"shape": (1 << 50, 4)}, {"shape": (-1, 4)}, {"shape": ()}, {"dtype": "F1"}, {"part": 1})),
+        {"tensors": {"embed": embed}}, {"meta": {}}, {"meta": {**meta, "groups": [{}]}},
+        {"meta": {**meta, "counters": {"applied": -1}}}, {"meta": {**meta, "counters": {"other": 1}}},
+        {"run": {"corpus": [{"first_step": "0"}]}}, {"run": {"places": ["/"]}}, {"run": {"skips": [{"x": 1}]}},
+    ]  # fmt: skip
+    for changes in strangers:
+        folder = rewritten(storage, manifest, **changes)
+        with pytest.raises(CheckpointDamaged, match="is no manifest"):
+            checkpoint.read_manifest(storage, folder)
+        assert checkpoint.wrong_with(storage, folder), changes
+    storage.replace(f"{folder}/{checkpoint.COMMIT}", b"[" * 100_000)
+    with pytest.raises(CheckpointDamaged, match="deeper than"):
+        checkpoint.read_manifest(storage, folder)
+
+
+@pytest.mark.parametrize("whole_files", [True, False])
+def test_a_file_that_holds_less_of_a_tensor_than_the_manifest_says_is_named_and_nothing_is_made_up(
+    storage: Storage, whole_files: bool
+) -> None:
+    """A row that is spread over the others, bytes that nobody wrote: each would be weights of nobody."""
+    manifest = save(storage, 2, 1)
+    real = load_file(storage.at(manifest.files[1].name))
+    for name, odd in {
+        "params/embed": real["params/embed"][:1], "params/norm": torch.zeros(0), "params/head": real["params/head"][0],
+        "optimizer/embed/exp_avg": real["optimizer/embed/exp_avg"].double(),
+    }.items():  # fmt: skip
+        file = storage.replace_bulk(manifest.files[1].name, checkpoint.safetensors_chunks({**real, name: odd}))
+        folder = rewritten(storage, manifest, files=(manifest.files[0], file))
+        assert not checkpoint.wrong_with(storage, folder), "each digest is right"
+        found = Reader(storage, checkpoint.read_manifest(storage, folder), whole_files=whole_files)
+        for cp in (1, 2):
+            with pytest.raises(
+                CheckpointDamaged, match=rf"shard-00001-part-00000.*holds .* of {name}: its manifest says"
+            ):
+                found.tensor(name, cp - 1, cp)
+    header = b'{"params/embed":{"dtype":"F32","shape":[5,4],"data_offsets":[0,0]}}'
+    file = storage.replace_bulk(manifest.files[1].name, [len(header).to_bytes(8, "little") + header])
+    only = {"params/embed": manifest.tensors["params/embed"]}
+    folder = rewritten(storage, manifest, files=(manifest.files[0], file), tensors=only)
+    with pytest.raises(CheckpointDamaged, match=r"shard-00001.*params/embed.* in other than its bytes"):
+        Reader(storage, checkpoint.read_manifest(storage, folder), whole_files=whole_files).tensor("params/embed", 0, 1)
+
+
+def test_a_stranger_s_settings_of_the_optimizer_and_shapes_of_another_model_are_refused(storage: Storage) -> None:
+    manifest = save(storage, 2, 1)
+    groups = [{**group, "lr": "fast"} for group in manifest.meta["groups"]]
+    folder = rewritten(storage, manifest, meta={**manifest.meta, "groups": groups})
+    with pytest.raises(CheckpointDamaged, match="lr='fast'"):
+        Reader(storage, checkpoint.read_manifest(storage, folder)).fill(shard_of(0, 2, steps=0), 2)
+    other = shard_of(0, 2, steps=0)
+    other.params["norm"] = torch.zeros(5)
+    with pytest.raises(CheckpointDamaged, match=r"norm in shape \[2\], the model \[5\]"):
+        Reader(storage, manifest).fill(other, 2)
+
+
 def test_with_its_manifest_a_checkpoint_is_gone_and_the_one_before_it_counts(either: Storage) -> None:
     older = save(either, 1, 1, step=3)
     save(either, 1, 1, step=5)
@@ -209,7 +281,7 @@ def test_with_its_manifest_a_checkpoint_is_gone_and_the_one_before_it_counts(eit
 
 
 def test_a_newer_format_is_refused_with_the_way_out(storage: Storage) -> None:
-    manifest = dataclasses.replace(save(storage, 1, 1), format=checkpoint.FORMAT + 1)
+    manifest = dataclasses.replace(save(storage, 1, 1), format=FORMAT + 1)
     with pytest.raises(ValueError, match="newer elastic_ring"):
         Manifest.from_json(manifest.to_json(), "here")
 
@@ -217,16 +289,19 @@ def test_a_newer_format_is_refused_with_the_way_out(storage: Storage) -> None:
 def test_without_a_manifest_there_is_no_checkpoint(storage: Storage) -> None:
     shard = shard_of(0, 1)
     snapshot = checkpoint.take(shard, checkpoint.describe(shard, SHAPES, 1), 0)
-    checkpoint.write_part(storage, checkpoint.attempt_folder(STEP, 1, "first"), snapshot)
+    checkpoint.write_part(storage, new_attempt(STEP, 1), snapshot)
     assert checkpoint.committed(storage) == []
 
 
 def test_of_writers_of_different_terms_one_commits_a_step_and_the_others_are_told(either: Storage) -> None:
     manifest = save(either, 1, 1, step=3)
-    writers = [
-        dataclasses.replace(manifest, step=5, term=term, folder=checkpoint.attempt_folder(5, 1, str(term)))
-        for term in range(1, 9)
-    ]
+
+    def of_term(term: int) -> Manifest:
+        folder = new_attempt(5, 1)
+        files = tuple(dataclasses.replace(file, name=file_name(folder, 0, 0)) for file in manifest.files)
+        return dataclasses.replace(manifest, step=5, term=term, folder=folder, files=files)
+
+    writers = [of_term(term) for term in range(1, 9)]
     with ThreadPoolExecutor(len(writers)) as pool:
         won = list(pool.map(lambda each: checkpoint.commit(either, each), writers))
     assert won.count(True) == 1

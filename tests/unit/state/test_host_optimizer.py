@@ -14,6 +14,7 @@ from elastic_ring.config import CpuOffload, OptimConfig
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.state import host_optimizer, snapshot, transfer
 from elastic_ring.state.checkpoints import checkpoint
+from elastic_ring.state.checkpoints.manifest import new_attempt
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.snapshot import Buffers
 from elastic_ring.state.storage.folder import Storage
@@ -102,7 +103,7 @@ def test_it_moves_into_a_fresh_module_and_back_to_a_snapshot(steps: int, cpu_off
 @pytest.mark.parametrize(("one", "other"), [("none", "all"), ("optimizer", "none"), ("all", "optimizer")])
 def test_a_checkpoint_of_one_setting_goes_on_with_another(tmp_path: Path, one: CpuOffload, other: CpuOffload) -> None:
     saved, storage = make_shard(one, steps=3), Storage(str(tmp_path)).open()
-    described, attempt = checkpoint.describe(saved, SHAPES, 1), checkpoint.attempt_folder(3, 1, "first")
+    described, attempt = checkpoint.describe(saved, SHAPES, 1), new_attempt(3, 1)
     taken = checkpoint.take(saved, described, 0)
     file = checkpoint.write_part(storage, attempt, taken)
     manifest = checkpoint.Manifest(3, 1, 1, "run", attempt, 1, 1, (file,), described, taken.meta)

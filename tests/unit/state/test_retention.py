@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ import pytest
 
 from elastic_ring.cli.checkpoints import main
 from elastic_ring.state.checkpoints import checkpoint, retention
+from elastic_ring.state.checkpoints.manifest import FORMAT, new_attempt
 from elastic_ring.state.storage.folder import Storage
 from tests.object_store.store import ObjectStore
 from tests.unit.state.test_checkpoint import damage, save
@@ -93,7 +94,7 @@ def test_what_is_not_whole_is_named_and_what_is_whole_is_not(storage: Storage) -
 
 def test_a_newer_format_is_not_passed_over(storage: Storage) -> None:
     save(storage, 1, 1, step=3)
-    newer = dataclasses.replace(save(storage, 1, 1, step=5), format=checkpoint.FORMAT + 1)
+    newer = dataclasses.replace(save(storage, 1, 1, step=5), format=FORMAT + 1)
     storage.replace(f"{checkpoint.step_folder(5, 1)}/{checkpoint.COMMIT}", newer.to_json())
     with pytest.raises(ValueError, match=r"step-00000005.*newer elastic_ring"):
         checkpoint.wrong_with(storage, checkpoint.step_folder(5, 1))
@@ -127,7 +128,7 @@ def test_retention_is_of_each_lineage(storage: Storage) -> None:
 
 
 def attempt(storage: Storage, step: int, lineage: int = 1) -> str:
-    name = f"{checkpoint.attempt_folder(step, lineage, secrets.token_hex(8))}/shard-00000-part-00000.safetensors"
+    name = f"{new_attempt(step, lineage)}/shard-00000-part-00000.safetensors"
     storage.write(name, [b"half"])
     return name
 
@@ -168,3 +169,24 @@ def test_what_was_set_aside_stays_until_it_is_asked_for(storage: Storage, capsys
     assert wrong.files[0].name not in dict(storage.names())
     assert [checkpoint.wrong_with(storage, folder) for folder in checkpoint.committed(storage)][:1] in ([], [[]])
     assert len(checkpoint.committed(storage)) == 2
+
+
+@pytest.mark.parametrize("named", ["../precious", "{}/../../../../../precious", "{}/..", "{}", "", "{}/other", "/", 7])
+def test_what_a_record_names_is_removed_only_where_it_is_an_attempt_of_its_own_step(
+    storage: Storage, named: object
+) -> None:
+    """Records and manifests may be a stranger's: what they name must not go with them."""
+    folder = checkpoint.step_folder(5, 1)
+    precious = Path(storage.root).parent / "precious" / "thesis.tex"
+    precious.parent.mkdir()
+    precious.write_text("years of work")
+    save(storage, 1, 1, step=3)
+    name = named.format(folder) if isinstance(named, str) else named
+    record = json.dumps({"reasons": ["mine"], "manifest": json.dumps({"folder": name})})
+    storage.replace(f"{folder}/0-{checkpoint.REJECTED}", record.encode())
+    storage.replace(f"{folder}/other/kept", b"")
+    before = dict(storage.names(checkpoint.FOLDER))
+    assert retention.set_aside_checkpoints(storage)[0].num_bytes == 0
+    assert main(["prune", storage.uri, "--rejected"]) == 0
+    assert precious.read_text() == "years of work"
+    assert set(before) - set(dict(storage.names(checkpoint.FOLDER))) == {f"{folder}/0-{checkpoint.REJECTED}"}

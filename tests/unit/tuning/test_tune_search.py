@@ -270,6 +270,23 @@ def test_a_search_that_goes_on_refuses_options_that_it_would_ignore(tmp_path: Pa
         store_settings(options)
 
 
+def test_a_folder_where_others_could_leave_code_is_not_searched_in(tmp_path: Path) -> None:
+    """Ray Tune unpickles what lies in it."""
+    options = argparse.Namespace(out=tmp_path / "s", trials=7, concurrent=2, seed=0, for_gpus=False, pattern_len=8192)
+    store_settings(options)
+    assert [(tmp_path / "s" / name).stat().st_mode & 0o777 for name in (".", "search")] == [0o755, 0o700]
+    for folder, mode in (("s", 0o777), ("s", 0o775), ("s/search", 0o755)):
+        (tmp_path / folder).chmod(mode)
+        with pytest.raises(ValueError, match=r"another user's, or open to others.*chmod"):
+            store_settings(options)
+        (tmp_path / folder).chmod(0o700)
+        store_settings(options)
+    (tmp_path / "s" / "search").rename(tmp_path / "theirs")
+    (tmp_path / "s" / "search").symlink_to(tmp_path / "theirs")
+    with pytest.raises(ValueError, match="is a link"):
+        store_settings(options)
+
+
 # ------------------------------------------------------------ the measured grid
 
 

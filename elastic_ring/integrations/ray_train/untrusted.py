@@ -1,0 +1,84 @@
+"""What others may have written, read as data: DeepSpeed's files without their code, and small facts between ranks.
+
+DeepSpeed unpickles its checkpoints with `weights_only=False`, so that a file in a run's folder could run anything; and
+torch's collectives of objects unpickle what any process on the network may have sent. Here both are data only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_ring.config import environment
+from elastic_ring.errors import CheckpointDamaged
+from elastic_ring.files import plain_json
+
+ROW_BYTES = 512
+"""Of what one rank tells the others, as JSON."""
+_ONLY_DATA = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_MODEL_STATES = "*_model_states.pt"
+_SHAPES = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments")
+_EXPERTS = ("ds_autoep_layers", "autoep_layers", "universal_checkpoint_info")
+
+
+@contextmanager
+def data_only(folder: Path) -> Iterator[None]:
+    """Whoever calls torch.load meanwhile, here and in child processes, gets tensors and plain values, and what
+    DeepSpeed needs beside them. Raises CheckpointDamaged, with what it holds, for a file in `folder` with more."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    found = environment()
+    before = found.get(_ONLY_DATA)
+    found[_ONLY_DATA] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum]):
+            yield
+    except UnpicklingError as error:
+        why = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), str(error)[:300])
+        raise CheckpointDamaged(f"{folder} holds more than tensors and numbers, and was not read: {why}",
+                                path=str(folder)) from error  # fmt: skip
+    finally:
+        if before is None:
+            del found[_ONLY_DATA]
+        else:
+            found[_ONLY_DATA] = before
+
+
+def check_names(folder: Path, known: Set[str]) -> None:
+    """DeepSpeed's conversion makes paths of the parameters' names in its files: they must be those of the model.
+
+    Call it in `data_only`. Raises CheckpointDamaged.
+    """
+    for path in sorted(folder.glob(_MODEL_STATES)):
+        state = torch.load(path, map_location="cpu", mmap=True)
+        parts = [part for key in _SHAPES for part in _parts_of(state.get(key))]
+        odd = [name for part in parts for name in part if name not in known]
+        odd += [key for key in _EXPERTS if state.get(key)]
+        if odd or not isinstance(state.get("param_shapes"), list):
+            raise CheckpointDamaged(f"{path} names {str(odd[:1])[:200]}, which the model does not have", path=str(path))
+
+
+def _parts_of(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else [found] if found else []
+
+
+# ---------------------------------------------------------------- between the ranks
+
+
+def gathered(value: Any, device: torch.device) -> list[Any]:
+    """What each rank says, by rank. Collective over the default group. Raises ValueError."""
+    text = json.dumps(value).encode()
+    if len(text) > ROW_BYTES:
+        raise ValueError(f"a rank tells {len(text)} bytes: there is room for {ROW_BYTES}")
+    own = torch.tensor(list(text.ljust(ROW_BYTES)), dtype=torch.uint8, device=device)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return [plain_json(bytes(row.tolist()), ROW_BYTES) for row in rows]
