@@ -94,3 +94,12 @@ def test_gpus_have_their_type_by_the_name_that_cuda_tells() -> None:
     names = {"NVIDIA A100-SXM4-40GB": "A100-40", "NVIDIA A100-SXM4-80GB": "A100-80", "NVIDIA H200": "H200",
              "NVIDIA H100 80GB HBM3": "H100-80", "NVIDIA B200": "B200", "NVIDIA L4": None}  # fmt: skip
     assert {name: gpu_type(name) for name in names} == names
+
+
+@pytest.mark.slow
+def test_five_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert command.main([*SETTINGS, "--deadline", "90d", "--plot", str(tmp_path / "plots")]) == 0
+    assert capsys.readouterr().out
+    written = sorted(path.stem for path in (tmp_path / "plots").iterdir())
+    assert written == ["cost_and_time", "memory", "spares", "step", "tornado"]
