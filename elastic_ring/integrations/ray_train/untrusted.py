@@ -60,7 +60,8 @@ def check_names(folder: Path, known: Set[str]) -> None:
     for path in sorted(folder.glob(_MODEL_STATES)):
         state = torch.load(path, map_location="cpu", mmap=True)
         parts = [part for key in _SHAPES for part in _parts_of(state.get(key))]
-        odd = [name for part in parts for name in part if name not in known]
+        names = [name for part in parts for name in (part if isinstance(part, dict) else [part])]
+        odd = [name for name in names if not isinstance(name, str) or name not in known]
         odd += [key for key in _EXPERTS if state.get(key)]
         if odd or not isinstance(state.get("param_shapes"), list):
             raise CheckpointDamaged(f"{path} names {str(odd[:1])[:200]}, which the model does not have", path=str(path))

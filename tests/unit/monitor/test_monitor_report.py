@@ -21,7 +21,9 @@ import pytest
 
 from elastic_ring.cli import status
 from elastic_ring.config import RunConfig
+from elastic_ring.files import read_small
 from elastic_ring.mesh import Mesh
+from elastic_ring.monitor import json_files
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, build_summary, write_json, write_summary
 from elastic_ring.monitor.metrics_table import TIME_PARTS
@@ -240,14 +242,13 @@ def test_so_does_one_that_may_not_be_read_or_whose_versions_are_none(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_json(run / "config.json", {"versions": {"torch": "2.13.0"}})
-    read_bytes = Path.read_bytes
 
     def refuse(path: Path) -> bytes:
         if path.name == "config.json":
             raise PermissionError(13, "Permission denied", str(path))
-        return read_bytes(path)
+        return read_small(path)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(json_files, "read_small", refuse)
     assert "  versions   config.json cannot be read ([Errno 13] Permission denied" in render_status(run)
     (run / "config.json").unlink()
     monkeypatch.undo()
