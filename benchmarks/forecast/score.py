@@ -89,7 +89,7 @@ HOURS = [
     ("G8 Llama-3.1 405B", 405.9e9, 15.6e12, 8192, 126, 16384, "H100-80", 30.84e6),
 ]
 HOURS_SPREAD = 0.30
-"""Of published GPU-hours: other software, unknown restarts. Assumed before the answers were looked at."""
+"""Of published GPU-hours: other software, unknown restarts. Assumed, with the answers known."""
 
 
 def measured_hour_rows() -> list[Row]:

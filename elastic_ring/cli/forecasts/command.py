@@ -102,6 +102,7 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
     """The settings of train on the fleet. Raises ValueError for what cannot be meant."""
     failures, tokens = asked.failures_of(given.failures), asked.amount(given.tokens, "--tokens")
     train = settings.parse(list(rest))
+    check_answered(train)
     check_together(train.scaling, train.step, ())
     check_copies(train.scaling.mesh, train.run.copies)
     if given.measured_step is not None and given.measured_step <= 0:
@@ -127,6 +128,14 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
         measured_step_s=given.measured_step,
     )  # fmt: skip
     return made if given.from_run is None else with_learned(made, seen.learned(given.from_run, fleet))
+
+
+def check_answered(train: settings.TrainSettings) -> None:
+    """Raises ValueError for settings of which the forecast knows nothing: it would answer for another run."""
+    if train.pattern or train.windows:
+        raise ValueError("--pattern, --windows: only dense attention is forecast; leave them out for an upper bound")
+    if train.model_folder:
+        raise ValueError("--model-folder: only presets are forecast; give a preset's sizes: --model.num-layers ...")
 
 
 def _of_stage(stage: Stage, given: argparse.Namespace, prices: PriceList) -> Scenario:

@@ -81,6 +81,7 @@ def test_json_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
         (["--prices", "prices.toml"], "row 1: price.date"),
         (["--prices", "gone.toml"], "gone.toml: cannot be read"), (["--measured-step", "0"], "--measured-step 0"),
         (["--machine", "gone.json"], "gone.json"), (["--dp", "100"], "global_batch=64 is less than dp=100"),
+        (["--pattern", "window:512"], "--pattern"), (["--model-folder", "."], "--model-folder"),
         (["--fleet", "small.toml"], "num_gpus=8"), (["--fleet", "odd.toml"], "fleet gpu='T4'"),
     ],
 )  # fmt: skip
