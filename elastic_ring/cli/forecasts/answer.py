@@ -1,0 +1,134 @@
+"""What `elastic-ring forecast` answers: from its options and the settings of `train` to a scenario and its forecast."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.cli import settings
+from elastic_ring.cli.forecasts import seen
+from elastic_ring.config import check_copies, check_together
+from elastic_ring.forecast.answers import asked, report
+from elastic_ring.forecast.answers.money import PriceList, read_prices
+from elastic_ring.forecast.answers.stages import Stage, read_stages, with_learned
+from elastic_ring.forecast.answers.stages import lines as stage_lines
+from elastic_ring.forecast.scenario import Scenario, default_efficiency, forecast
+from elastic_ring.forecast.sizing.machines import GPUS, Fleet, read_fleet
+
+
+def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
+    fleet, prices = read_fleet(given.fleet), read_prices(given.prices)
+    if given.claims:
+        from elastic_ring.forecast.answers.claims import claims, page
+
+        print(page(claims(prices)))
+        return 0
+    if given.score:
+        print("\n".join(seen.score(given.score, fleet)))
+        return 0
+    if given.stages:
+        stages = read_stages(given.stages)
+        print("\n".join(stage_lines(stages, lambda stage: _of_stage(stage, given, prices))))
+        return 0
+    deadline_s = None if given.deadline is None else asked.deadline_s(given.deadline, days_until(given.deadline))
+    budget = None if given.budget is None else asked.amount(given.budget, "--budget")
+    scenario = scenario_of(given, rest, fleet, prices)
+    warnings = (
+        prices.warnings(scenario.price, {scenario.price.date: -days_to(scenario.price.date)}) if scenario.price else []
+    )
+    if given.search:
+        return _search(scenario, prices, given, deadline_s, budget)
+    found = forecast(scenario)
+    if given.plot is not None:
+        from elastic_ring.cli.forecasts.plots import write
+
+        write(found, given.plot, deadline_s, budget)
+    if given.json:
+        print(json.dumps(report.as_json(found, deadline_s, budget, warnings), indent=1))
+    else:
+        print("\n".join(report.lines(found, deadline_s, budget, warnings)))
+    return 0
+
+
+def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, prices: PriceList) -> Scenario:
+    """The settings of train on the fleet. Raises ValueError for what cannot be meant."""
+    failures, tokens = asked.failures_of(given.failures), asked.amount(given.tokens, "--tokens")
+    train = settings.parse(list(rest))
+    check_answered(train)
+    check_together(train.scaling, train.step, ())
+    check_copies(train.scaling.mesh, train.run.copies)
+    if given.measured_step is not None and given.measured_step <= 0:
+        raise ValueError(f"--measured-step {given.measured_step}: must be a positive number of seconds")
+    if fleet.num_gpus and fleet.num_gpus < train.scaling.mesh.size + train.scaling.spares:
+        raise ValueError(
+            f"--fleet {given.fleet}: num_gpus={fleet.num_gpus} is less than dp x cp + spares = "
+            f"{train.scaling.mesh.size + train.scaling.spares}: lower them, or take a larger fleet"
+        )
+    machine = None
+    if given.machine is not None:
+        from elastic_ring.attention.autolayout.cost_model import CostModel
+
+        machine = vars(CostModel.read(given.machine))
+    size = train.scaling.mesh.size + train.scaling.spares
+    if given.price == "owned":
+        price: Any = prices.owned_price(fleet, size)
+    else:
+        price = prices.find(fleet.gpu, given.price)
+    made = Scenario(
+        train.model, train.scaling, train.step, train.run, fleet, default_efficiency(fleet, machine),
+        failures, price, tokens,
+        measured_step_s=given.measured_step,
+    )  # fmt: skip
+    return made if given.from_run is None else with_learned(made, seen.learned(given.from_run, fleet))
+
+
+def check_answered(train: settings.TrainSettings) -> None:
+    """Raises ValueError for settings of which the forecast knows nothing: it would answer for another run."""
+    if train.pattern or train.windows:
+        raise ValueError("--pattern, --windows: only dense attention is forecast; leave them out for an upper bound")
+    if train.model_folder:
+        raise ValueError("--model-folder: only presets are forecast; give a preset's sizes: --model.num-layers ...")
+
+
+def _of_stage(stage: Stage, given: argparse.Namespace, prices: PriceList) -> Scenario:
+    """The scenario of a stage; options that it does not have are those of the command."""
+    own = argparse.Namespace(**{**vars(given), "fleet": stage.fleet, "tokens": stage.tokens})
+    if stage.from_run is not None:
+        own.from_run = Path(stage.from_run)
+    try:
+        return scenario_of(own, stage.train, read_fleet(stage.fleet), prices)
+    except ValueError as error:
+        raise ValueError(f"--stages {given.stages}: {stage.name}: {error}") from error
+
+
+def _search(
+    scenario: Scenario, prices: PriceList, given: argparse.Namespace, deadline_s: float | None, budget: float | None
+) -> int:
+    from elastic_ring.forecast.answers.search import search
+
+    front, tried = search(scenario, prices, given.price, deadline_s, budget, list(GPUS))
+    if given.json:
+        rows = [{"line": one.line(), "usd": one.usd, "run_s": one.run_s, "goodput": one.goodput, "success": one.success}
+                for one in front]  # fmt: skip
+        print(json.dumps({"tried": tried, "front": rows}, indent=1))
+        return 0
+    print(f"{tried:,} configurations; the front of cost and time:")
+    print("\n".join(f"  {one.line()}" for one in front) or "  none fits")
+    return 0
+
+
+def days_to(date: str) -> int:
+    """Days from today; below 0 for the past."""
+    return (datetime.date.fromisoformat(date) - datetime.date.today()).days
+
+
+def days_until(text: str) -> dict[str, int]:
+    """As `days_to`, empty for what is no date."""
+    try:
+        return {text: days_to(text)}
+    except ValueError:
+        return {}
