@@ -19,6 +19,7 @@ from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data
 from elastic_ring.config import CpuOffload, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_url
 from elastic_ring.model.config import ModelConfig, preset
+from elastic_ring.monitor.terminal import coloured
 from elastic_ring.validation import from_plain, unknown_setting
 
 SECTIONS: dict[str, Any] = {
@@ -343,10 +344,11 @@ def _parse_flags(argv: Sequence[str], plain: dict[str, Any], name: str) -> tuple
     both = dataclasses.make_dataclass(
         "Train", own + [(section, kind, dataclasses.field(default_factory=kind)) for section, kind in sections.items()]
     )
-    found: Any = tyro.cli(
-        both, args=list(argv), prog="elastic-ring train",
-        description="Train a decoder over elastic rings. Precedence: preset, --config, flags.",
-    )  # fmt: skip
+    with coloured():
+        found: Any = tyro.cli(
+            both, args=list(argv), prog="elastic-ring train",
+            description="Train a decoder over elastic rings. Precedence: preset, --config, flags.",
+        )  # fmt: skip
     return found.short, {section: _plain_flags(getattr(found, section)) for section in SECTIONS}
 
 

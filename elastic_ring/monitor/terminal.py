@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, cast
 
@@ -22,6 +22,10 @@ class PlainStream:
         self.stream.write(printable(text))
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
@@ -37,3 +41,11 @@ def plain_terminal() -> Iterator[None]:
 def clear_screen() -> None:
     stream = sys.stdout
     (stream.stream if isinstance(stream, PlainStream) else stream).write(_CLEAR_SCREEN)
+
+
+@contextmanager
+def coloured() -> Iterator[None]:
+    """The terminal itself, for text of this program and of the command line alone, such as `--help`."""
+    out, err = (one.stream if isinstance(one, PlainStream) else one for one in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
+        yield

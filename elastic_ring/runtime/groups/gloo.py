@@ -124,6 +124,8 @@ class Sockets:
                     if (near, (host, port)) not in self._kept_open:
                         self._kept_open[near, (host, port)] = sock.dup()
         for pair in waiting:
+            if not self._connecting:  # the first raised in the constructor, and the port is shut: each would wait
+                break
             self._unblock_pair(pair)
 
     def _unblock_pair(self, pair: int) -> None:

@@ -33,6 +33,7 @@ from elastic_ring.state.checkpoints.manifest import (
     COMMIT,
     DTYPES,
     FOLDER,
+    MAX_BYTES,
     NAMES,
     OPTIMIZER,
     PARAMS,
@@ -256,7 +257,7 @@ def wrong_with(storage: Storage, folder: str, *, read_bytes: bool = True) -> lis
 def set_aside(storage: Storage, folder: str, reasons: Iterable[str], *, undone: bool = False) -> None:
     """A checkpoint that failed its verification no longer counts; its files stay, with the reason. Those of one that is
     whole and whose steps were `undone` go with the next checkpoint of that step."""
-    manifest = storage.read_record(f"{folder}/{COMMIT}")
+    manifest = storage.read_record(f"{folder}/{COMMIT}", MAX_BYTES)
     record = {"reasons": list(reasons), "manifest": manifest.decode(errors="replace"), "undone": undone}
     storage.create(f"{folder}/{secrets.token_hex(4)}-{REJECTED}", json.dumps(record).encode())
     storage.remove(f"{folder}/{COMMIT}")
@@ -514,7 +515,7 @@ def prune(
 def _remove(storage: Storage, folder: str) -> None:
     """A checkpoint, but nothing that was set aside in its folder."""
     rejected = [name for name, _ in storage.names(folder, recursive=False) if name.endswith(REJECTED)]
-    all_go = all(_is_undone(storage.read_record(name)) for name in rejected)
+    all_go = all(_is_undone(storage.read_record(name, 2 * MAX_BYTES)) for name in rejected)
     try:
         own = folder if all_go else read_manifest(storage, folder).folder
     except CheckpointDamaged:  # whose files these are is not known
@@ -526,6 +527,6 @@ def _remove(storage: Storage, folder: str) -> None:
 
 def _is_undone(record: bytes) -> bool:
     try:
-        return bool(plain_json(record)["undone"])
+        return bool(plain_json(record, 2 * MAX_BYTES)["undone"])
     except (ValueError, LookupError, TypeError):  # of an earlier version, or damaged
         return False

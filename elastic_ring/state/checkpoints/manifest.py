@@ -29,6 +29,8 @@ FORMAT = 1
 FOLDER = "checkpoints"
 COMMIT = "COMMIT.json"
 REJECTED = "REJECTED.json"
+MAX_BYTES = 1 << 28
+"""Of a manifest: a kilobyte a tensor. A record of rejection holds one."""
 NO_DIGEST = 64 * "0"
 PARAMS, OPTIMIZER = "params", "optimizer"
 DTYPES = {
@@ -38,7 +40,7 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ATTEMPT = re.compile(r"attempt-[\w.-]+")
-_TENSOR = re.compile(rf"{PARAMS}/[^/]+|{OPTIMIZER}/[^/]+/.+")
+_TENSOR = re.compile(rf"{PARAMS}/.+|{OPTIMIZER}/.+/.+")  # a parameter's name may have a slash
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 _Ranks = Annotated[int, Field(ge=1, le=1 << 20)]
 
@@ -93,7 +95,7 @@ class Manifest:
         """Raises CheckpointDamaged for what is none, has a wrong byte or contradicts itself, ValueError for a newer
         format."""
         try:
-            values = plain_json(data)
+            values = plain_json(data, MAX_BYTES)
             digest = values.pop("sha256")
             right = hashlib.sha256(data.replace(digest.encode(), NO_DIGEST.encode(), 1)).hexdigest() == digest
             newer = values["format"] > FORMAT
@@ -212,7 +214,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     """Raises CheckpointDamaged, also where the manifest is not of this folder, as its name says; StorageFailed;
     ValueError (a newer format)."""
     name = f"{folder}/{COMMIT}"
-    found = Manifest.from_json(storage.read_record(name), storage.at(name))
+    found = Manifest.from_json(storage.read_record(name, MAX_BYTES), storage.at(name))
     if (says := step_folder(found.step, found.lineage)) != folder:
         raise CheckpointDamaged(f"{storage.at(name)} is not of this folder: it is the manifest of {says}", path=name)
     return found

@@ -15,6 +15,7 @@ from elastic_ring.files import plain_json
 from elastic_ring.state.checkpoints.manifest import (
     COMMIT,
     FOLDER,
+    MAX_BYTES,
     REJECTED,
     age_key,
     attempt_in,
@@ -143,7 +144,7 @@ def _kept_folders(storage: Storage, entries: Sequence[Entry]) -> set[str]:
 def _record(storage: Storage, name: str) -> tuple[tuple[str, ...], str]:
     """(why a checkpoint was set aside, the folder that its manifest names; empty where that cannot be read)."""
     try:
-        record = plain_json(storage.read_record(name))
+        record = plain_json(storage.read_record(name, 2 * MAX_BYTES), 2 * MAX_BYTES)
         reasons, manifest = tuple(map(str, record["reasons"])), record["manifest"]
     except (ValueError, LookupError, TypeError) as error:
         return (f"its record cannot be read ({type(error).__name__}: {error})",), ""

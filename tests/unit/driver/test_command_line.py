@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +282,25 @@ def test_a_host_on_which_ray_cannot_start_is_told_in_one_line(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"nowhere: is not there or cannot be written.* --shm-size=2g"):
         check_host({}, str(tmp_path / "nowhere"))
     check_host({"TMPDIR": "/" + "x" * 60, "RAY_TMPDIR": "/tmp"}, str(tmp_path))
+
+
+def test_help_on_a_terminal_has_colours_and_no_escape_in_letters() -> None:
+    ours, theirs = pty.openpty()
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-m", "elastic_ring", "train", "--no-such-flag"], stdout=theirs, stderr=theirs,
+            env={**os.environ, "TERM": "xterm"},
+        ) as process:  # fmt: skip
+            os.close(theirs)
+            told = b""
+            with suppress(OSError):  # a terminal whose other end is closed
+                while data := os.read(ours, 1 << 16):
+                    told += data
+        assert process.returncode == 2
+    finally:
+        os.close(ours)
+    assert b"no-such-flag" in told
+    assert b"\\x1b" not in told
 
 
 def test_control_characters_of_a_file_are_shown_and_not_obeyed(

@@ -227,6 +227,8 @@ def test_a_manifest_with_numbers_or_names_that_cannot_be_is_refused_by_all_who_r
         with pytest.raises(CheckpointDamaged, match="is no manifest"):
             checkpoint.read_manifest(storage, folder)
         assert checkpoint.wrong_with(storage, folder), changes
+    folder = rewritten(storage, manifest, tensors={**manifest.tensors, "params/en/de": embed})
+    assert "params/en/de" in checkpoint.read_manifest(storage, folder).tensors  # torch allows such a name
     storage.replace(f"{folder}/{checkpoint.COMMIT}", b"[" * 100_000)
     with pytest.raises(CheckpointDamaged, match="deeper than"):
         checkpoint.read_manifest(storage, folder)
