@@ -60,7 +60,7 @@ _LEAST_S, _LEAST_SHARE = 0.5, 0.01
 
 def goodput_line(summary: Mapping[str, Any]) -> str:
     """For example `goodput 43% of 72 s; the rest: start 31 s, checkpoints 2 s`."""
-    parts: Mapping[str, float] = summary["time_s"]
+    parts: Mapping[str, float] = summary.get("time_s", {})
     total_s, line = math.fsum(parts.values()), f"goodput {summary['goodput']:.0%}"
     shown = [(s, TIME_NAMES[part]) for part, s in parts.items() if part in TIME_NAMES]
     shown = sorted(one for one in shown if one[0] >= max(_LEAST_S, _LEAST_SHARE * total_s))[::-1]
