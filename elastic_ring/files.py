@@ -25,7 +25,10 @@ MAX_NAME_BYTES = 1024
 _CONTROL = re.compile("(?!^)\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """What a terminal obeys, and what it cannot show. A bar returns to the begin of its line: text in a line may not."""
 
-_URL = re.compile(r"""(\b[A-Za-z][A-Za-z0-9+.-]*)://(?:[^/?#\s'"]*@)?([^?#\s'"]*)([?#][^\s'"]*)?""")
+_USER = r"""[^/?#\s'"]*|[^/?#\s'"@:\[]*:(?!\d{1,5}[/?#])[^\s'"]*"""
+"""Name and password; a password as people type it may hold what ends a host, but a port is none."""
+_URL = re.compile(rf"""(\b[A-Za-z][A-Za-z0-9+.-]*)://(?:({_USER})@)?([^?#\s'"]*)([?#][^\s'"]*)?""")
+_AZURE = ("abfs", "abfss", "az", "wasb", "wasbs")  # there the name before the @ is the container's
 _PATTERNS = ("file", "gs", "gcs", "local", "s3")  # there a question mark is part of a name or a pattern
 
 
@@ -70,11 +73,23 @@ def shown_url(text: str) -> str:
     may hold a signature. Everything else stays as it is."""
 
     def shown(found: re.Match[str]) -> str:
-        scheme, rest, query = found[1], found[2], found[3] or ""
+        scheme, rest, query = found[1], found[3], found[4] or ""
+        if scheme in _AZURE and (container := (found[2] or "").partition(":")[0]):
+            rest = f"{container}@{rest}"
         is_name = scheme in _PATTERNS and not re.match(r"\?\w+=", query)
         return f"{scheme}://{rest}{query if is_name else ''}"
 
     return _URL.sub(shown, text)
+
+
+def shown_plain(value: Any) -> Any:
+    """A value as JSON or TOML has it, with each text in it as `shown_url` has it. Before it is written: what is cut out
+    of a text in quotes may be half of an escape."""
+    if isinstance(value, str):
+        return shown_url(value)
+    if isinstance(value, dict):
+        return {shown_plain(key): shown_plain(one) for key, one in value.items()}
+    return [shown_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def with_access(uri: str, like: str) -> str:

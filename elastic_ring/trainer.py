@@ -50,7 +50,7 @@ from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, 
 from elastic_ring.data.sampling.order import SampleOrder
 from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
 from elastic_ring.data.source import SourceConfig, fingerprinted, hold_out, open_source, order_of
-from elastic_ring.files import plain_json, shown_url
+from elastic_ring.files import plain_json, shown_plain, shown_url
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
 from elastic_ring.monitor.json_files import read_json, readable_json, set_aside
@@ -444,7 +444,7 @@ class ElasticRingTrainer:
             "run": self.run_config,
         }
         text = {name: json.dumps(vars(value), default=str) for name, value in settings.items()}
-        shown = {name: plain_json(shown_url(value)) for name, value in text.items()}
+        shown = {name: shown_plain(plain_json(value)) for name, value in text.items()}
         shown["run"]["env"] = sorted(self.run_config.env)  # values may be secrets
         given = {} if self.task.cost_model is None else {"cost_model": str(self.task.cost_model)}
         found = versions(self.scaling_config.device)

@@ -17,7 +17,7 @@ import tyro
 
 from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data
 from elastic_ring.config import CpuOffload, OptimConfig, RunConfig, ScalingConfig, StepConfig
-from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_url
+from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_plain
 from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.monitor.terminal import coloured
 from elastic_ring.validation import from_plain, unknown_setting
@@ -203,7 +203,7 @@ class TrainSettings:
         if self.model_folder is not None:
             plain["model"] = {name: plain["model"][name] for name in sorted(FREE_OF_FOLDER)}
         own = {name: value for name in TOP if (value := getattr(self, name)) is not None}
-        return shown_url(tomli_w.dumps({"preset": self.preset, **own, **plain}))
+        return tomli_w.dumps(shown_plain({"preset": self.preset, **own, **plain}))
 
 
 def plain_of(config: Any) -> dict[str, Any]:

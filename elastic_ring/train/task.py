@@ -14,7 +14,7 @@ from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layers import AttentionFn, LayerPatterns
 from elastic_ring.config import StepConfig
 from elastic_ring.data.source import SourceConfig
-from elastic_ring.files import shown_url
+from elastic_ring.files import shown_plain
 from elastic_ring.model.config import built_in
 from elastic_ring.model.flops import flops_of
 from elastic_ring.model.loss import language_model_loss
@@ -102,7 +102,7 @@ class TrainingTask:
 
 def description_of(task: TrainingTask) -> dict[str, Any]:
     """The task's entry in config.json, for readers of its weights: pattern, kind of data, the decoder's shape."""
-    shape, data = built_in(task.model), json.loads(shown_url(json.dumps(vars(task.data), default=str)))
+    shape, data = built_in(task.model), shown_plain(json.loads(json.dumps(vars(task.data), default=str)))
     return {
         **({} if task.pattern is None else {"pattern": str(task.pattern)}),
         **({} if shape is None else {"model": vars(shape)}),

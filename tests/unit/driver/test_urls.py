@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
+import tomllib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import fsspec
 import pytest
 
-from elastic_ring import ElasticRingTrainer, RunConfig, StepConfig
+from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, StepConfig
 from elastic_ring.cli import settings, train
 from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.data.filesystem import located, reading
 from elastic_ring.data.growth import beside, grown
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
-from elastic_ring.data.source import PreparedTokens
+from elastic_ring.data.source import PreparedTokens, TokenShards
 from elastic_ring.errors import StorageFailed
 from elastic_ring.files import shown_url, with_access
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
+from elastic_ring.train.task import TrainingTask, description_of
 from tests.unit.data.corpora import texts, write_jsonl
 
 SECRET = "hunter2"
@@ -37,11 +40,28 @@ STORE = f"memory://me:{SECRET}@store"  # fsspec's own, in this process; the name
         ("simplecache::https://u:hunter2@host/a", "simplecache::https://host/a"),
         ("s3://key:hunter2@bucket/a?endpoint_override=host", "s3://bucket/a"),
         ("s3://bucket/part-?.parquet", "s3://bucket/part-?.parquet"), ("/a/b?c=d", "/a/b?c=d"), ("a@b", "a@b"),
+        ("abfs://runs@acct.dfs.net/a", "abfs://runs@acct.dfs.net/a"), ("az://runs:hunter2@acct/a", "az://runs@acct/a"),
+        ("wasbs://:hunter2@acct/a?sig=hunter2", "wasbs://acct/a"), ("abfs://acct/runs", "abfs://acct/runs"),
+        ("s3://u:hun/ter2@bucket/a", "s3://bucket/a"), ("s3://k:hunt?er2@b", "s3://b"), ("s3://k:h#2@b/a", "s3://b/a"),
+        ("ftp://u:hunter2@h:21/a@b", "ftp://h:21/a@b"), ("hdfs://host:8020/a@b", "hdfs://host:8020/a@b"),
+        ("http://[::1]:80/a@b", "http://[::1]:80/a@b"), ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
         ("data ('http://u:hunter2@h/a?b', 'ftp://h/c') and more?", "data ('http://h/a', 'ftp://h/c') and more?"),
     ],
 )  # fmt: skip
 def test_a_uri_is_shown_without_name_password_and_query(given: str, shown: str) -> None:
     assert shown_url(given) == shown
+
+
+def test_quotes_in_a_uri_leave_the_records_of_a_run_readable(tmp_path: Path) -> None:
+    storage = f'http://u:{SECRET}@h/x?q="v"&w=\\'
+    data = TokenShards(64, f'memory://me:{SECRET}@h/x?q="v"', vocab_size=257)
+    run = RunConfig("r", run_dir=str(tmp_path), resume=storage)
+    task = TrainingTask(partial(Transformer, preset("laptop")), data, StepConfig(context_tokens=64), OptimConfig())
+    kept = replace(settings.parse(["--run-dir", str(tmp_path)]), run=run)
+    written = kept.toml(), json.dumps(description_of(task))
+    assert tomllib.loads(written[0])["run"]["resume"].startswith("http://h/x")
+    assert json.loads(written[1])["data"]["uri"].startswith("memory://h/x")
+    assert SECRET not in "".join(written)
 
 
 def put(uri: str, path: Path) -> None:
