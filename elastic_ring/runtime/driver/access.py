@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import socket
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -65,17 +66,20 @@ def ask_for_token() -> None:
     given = environment()
     if given.get(MODE, "token").lower() != "token":
         return
-    made = {} if given.get(TOKEN) or given.get(TOKEN_FILE) else _stored(Path.home() / ".ray" / "auth_token")
+    made = {} if given.get(TOKEN) or given.get(TOKEN_FILE) else _stored("~/.ray/auth_token")
     _use({MODE: "token", **made})
 
 
-def _stored(path: Path) -> dict[str, str]:
-    """Make the file of the user's token, unless there is one; variables for where it cannot be made."""
+def _stored(name: str | Path) -> dict[str, str]:
+    """Make the file of the user's token, or close the one that is there to others; variables for where it cannot be
+    made."""
     token = secrets.token_hex(32)
-    new = path.with_name(f"{path.name}.{token[:8]}")
     try:
+        path = Path(name).expanduser()
+        new = path.with_name(f"{path.name}.{token[:8]}")
         path.parent.mkdir(mode=0o700, exist_ok=True)
         if path.exists():
+            _close_to_others(path)
             return {}
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(token)
@@ -85,13 +89,29 @@ def _stored(path: Path) -> dict[str, str]:
             pass
         finally:
             new.unlink()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter for a user without a name and HOME
         log.warning(
             "no token can be kept (%s): this run has one of its own, and `elastic-ring scale` from elsewhere does not "
             "reach it; set HOME to a folder of yours, or %s", error, TOKEN,
         )  # fmt: skip
         return {TOKEN: token}
     return {}
+
+
+def _close_to_others(path: Path) -> None:
+    """Ray makes the file readable for every user of the machine, unless the umask is 077."""
+    about = path.stat()
+    if about.st_uid != os.geteuid() or not about.st_mode & 0o077:
+        return  # an administrator's is as open as that one wants it
+    try:
+        path.chmod(stat.S_IMODE(about.st_mode) & 0o700)
+    except OSError as error:
+        log.warning("other users of this machine can read Ray's token in %s, which cannot be closed: %s", path, error)
+        return
+    log.warning(
+        "other users of this machine could read Ray's token in %s: it is closed now; remove it to have a new one, once "
+        "nothing runs with this one", path,
+    )  # fmt: skip
 
 
 @cache

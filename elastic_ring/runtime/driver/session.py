@@ -90,6 +90,12 @@ def _start_local(num_cpus: int) -> None:
             address="local", num_cpus=num_cpus, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
             logging_level=logging.WARNING,
         )  # fmt: skip
+    except ray.exceptions.AuthenticationError as error:
+        raise ValueError(
+            f"Ray finds no token ({error}): set {access.TOKEN_FILE} to a file that has one, or unset it"
+        ) from error
+    except ValueError:  # a wrong setting of Ray's, in its own words
+        raise
     except Exception as error:  # Ray has no class of its own for it
         raise RunFailed(
             f"Ray could not be started on this host, or its processes took too long on a host that is too busy: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pwd
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -73,6 +74,34 @@ def test_a_run_without_a_place_for_its_token_has_one_of_its_own(
     (tmp_path / "home").write_text("no folder")
     first, second = (access._stored(tmp_path / "home" / ".ray" / "auth_token")[access.TOKEN] for _ in range(2))
     assert first != second
+    assert "set HOME to a folder of yours" in caplog.text
+
+
+def test_a_token_that_ray_made_is_closed_to_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of `ray.init()` of a preparation in Python, before a training."""
+    file = tmp_path / ".ray" / "auth_token"
+    file.parent.mkdir()
+    file.write_text(OWN)
+    for mode in (0o644, 0o660):
+        file.chmod(mode)
+        caplog.clear()
+        for _ in range(2):
+            assert access._stored(file) == {}
+        assert (stat.S_IMODE(file.stat().st_mode), file.read_text()) == (0o600, OWN)
+        assert ["remove it to have a new one" in line for line in caplog.messages] == [True]
+
+
+def test_a_user_without_a_name_and_home_has_a_token_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError("uid not found")
+
+    with access.using({access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: ""}):
+        monkeypatch.setattr(pwd, "getpwuid", nobody)
+        monkeypatch.delenv("HOME", raising=False)
+        access.ask_for_token()
+        assert len(environment()[access.TOKEN]) == 64
     assert "set HOME to a folder of yours" in caplog.text
 
 

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 from elastic_ring.config import RunConfig
-from elastic_ring.runtime.driver import session
+from elastic_ring.runtime.driver import access, session
 from elastic_ring.runtime.driver.session import interruptible
 
 LEAVES = """
@@ -47,6 +48,17 @@ def test_a_second_interrupt_ends_at_once_and_says_that_the_run_is_still_being_cl
 def test_where_the_head_is_gone_nothing_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "head_is_gone", lambda: True)
     assert "the head of the Ray cluster is gone" in interrupted(RunConfig("gone", run_dir=str(tmp_path)))
+
+
+def test_a_wrong_token_is_a_wrong_setting_not_a_busy_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray reads it before it starts anything."""
+    (tmp_path / "empty").touch()
+    for name in ("empty", "none"):
+        wrong = {access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: str(tmp_path / name)}
+        told = rf"no token.*{name}.*set RAY_AUTH_TOKEN_PATH to a file that has one"
+        with access.using(wrong), pytest.raises(ValueError, match=told):
+            session._start_local(1)
+    assert not ray.is_initialized()
 
 
 @pytest.mark.slow
