@@ -50,7 +50,7 @@ for n in range(10**9):
 QUICK = HangSettings(
     period_s=0.02, floor_s=0.4, cap_s=2.0, stopped_limit_s=0.2, computing_floor_s=8.0, computing_cap_s=8.0
 )
-PROBED_RANGE, CALL_S = 1 << 22, 1.5
+PROBED_RANGE, CALL_S = 1 << 22, 0.8
 FOR_EVER = 1 << 50
 
 
