@@ -114,9 +114,10 @@ def private_folder(path: Path) -> Path:
         path.mkdir(mode=0o700)
     about = path.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        by_name = ", or set TMPDIR to a folder of your own" * (Path(tempfile.gettempdir()) in path.parents)
         raise ValueError(
             f"{path}: is not a folder of this user alone (owner {about.st_uid}, {stat.filemode(about.st_mode)}), so "
-            "others may have put files there: remove it, or set TMPDIR to a folder of your own"
+            f"others may have put files there: remove it, or have its owner or root do so{by_name}"
         )
     return path
 

@@ -7,6 +7,7 @@ decided in `runtime.gpu.leases`.
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,16 +46,29 @@ COMPILERS = {
 """Variables that say where compiled kernels are kept. Triton's, CUDA's and torch's extensions lie in the home."""
 
 
-def kernel_cache() -> Path:
-    """Results of the kernels' self-tests, shared by this user's processes of a node: they decide which kernel runs."""
-    return private_folder(user_folder(SHARED_MEMORY) / "kernels")
+def kernel_cache() -> Path | None:
+    """Results of the kernels' self-tests, shared by this user's processes of a node: they decide which kernel runs.
+    None where somebody else has the folder's name: each process tests for itself."""
+    try:
+        return private_folder(user_folder(SHARED_MEMORY) / "kernels")
+    except (ValueError, OSError) as error:
+        log.warning("each process tests its kernels for itself: %s", error)
+        return None
 
 
 def keep_caches_private() -> None:
     """Have compilers keep what they compile in a folder of this user alone, where no other one was named: their own
     default is a name in the temporary folder that can be foreseen, and what lies there is run."""
-    for name, folder in COMPILERS.items():
-        environment().setdefault(name, str(user_folder() / folder))
+    unset = {name: folder for name, folder in COMPILERS.items() if name not in environment()}
+    if not unset:
+        return
+    try:
+        parent = user_folder()
+    except (ValueError, OSError) as error:
+        parent = Path(tempfile.mkdtemp(prefix="elastic_ring-"))
+        log.warning("what this process compiles is kept in %s, for it alone: %s", parent, error)
+    for name, folder in unset.items():
+        environment()[name] = str(parent / folder)
 
 
 def newcomer_bytes(cpu_offload: CpuOffload) -> int:

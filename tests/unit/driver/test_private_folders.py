@@ -19,9 +19,11 @@ PLACES: dict[str, Callable[[], Path]] = {
     "a coordinator's records of a run on an object store": lambda: RunConfig("r", storage_path="s3://b/runs").folder,
     "a driver's": lambda: RunConfig("r", storage_path="s3://b/runs").driver_folder,
     "NVMe swap": lambda: Zero3Config().swap_folder,
-    "proofs of kernels": device.kernel_cache,
-    "compiled kernels": lambda: compiled(),
 }
+CACHES: dict[str, Callable[[], Path]] = {
+    "proofs of kernels": lambda: device.kernel_cache() or Path("none"), "compiled kernels": lambda: compiled(),
+}  # fmt: skip
+ALL = {**PLACES, **CACHES}
 
 
 def compiled() -> Path:
@@ -40,7 +42,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
+@pytest.mark.parametrize("place", ALL.values(), ids=list(ALL))
 def test_each_place_is_inside_a_folder_of_this_user_alone(shared: Path, place: Callable[[], Path]) -> None:
     before = os.umask(0)
     try:
@@ -58,9 +60,30 @@ def test_each_place_is_inside_a_folder_of_this_user_alone(shared: Path, place: C
 def test_a_link_that_somebody_planted_there_is_refused(shared: Path, place: Callable[[], Path]) -> None:
     (shared / "precious").mkdir(mode=0o700)
     (shared / f"elastic_ring-{os.geteuid()}").symlink_to(shared / "precious")
-    with pytest.raises(ValueError, match=r"not a folder of this user alone.*remove it, or set TMPDIR"):
+    with pytest.raises(ValueError, match=r"not a folder of this user alone.*remove it, .*or set TMPDIR"):
         place().mkdir(parents=True, exist_ok=True)
     assert not list((shared / "precious").iterdir())
+
+
+def test_a_planted_name_costs_a_cache_and_no_worker(
+    shared: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shared / f"elastic_ring-{os.geteuid()}").mkdir(mode=0o755)
+    assert device.kernel_cache() is None
+    own = compiled().parent
+    assert (own.parent, own.stat().st_mode & 0o777) == (shared, 0o700)
+    assert {Path(environment()[name]).parent for name in device.COMPILERS} == {own}
+    assert len(caplog.records) == 2
+    monkeypatch.setattr(device, "user_folder", lambda *_: pytest.fail("every variable is set"))
+    assert compiled().parent == own
+
+
+def test_the_way_out_is_one_for_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shm" / f"elastic_ring-{os.geteuid()}").mkdir(parents=True, mode=0o755)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    with pytest.raises(ValueError, match=r"remove it, or have its owner or root do so$"):
+        user_folder(tmp_path / "shm")
 
 
 def test_a_folder_that_is_anothers_or_open_to_others_is_refused(tmp_path: Path) -> None:
