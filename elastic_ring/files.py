@@ -20,11 +20,16 @@ from typing import Any
 MAX_JSON_BYTES = 1 << 26
 """Of a record. What lists millions of things has a limit of its own."""
 MAX_JSON_DEPTH = 64
-MAX_TOML_BYTES = 1 << 20
+MAX_TOML_BYTES = 1 << 18
 MAX_NAME_BYTES = 1024
 _CONTROL = re.compile("(?!^)\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """What a terminal obeys, and what it cannot show. A bar returns to the begin of its line: text in a line may not."""
 
+_LONG_KEY = re.compile(
+    r"""(?<![\w\\-])(?:(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*)"""
+    rf"{{{MAX_JSON_DEPTH}}}"
+)  # fmt: skip
+"""So many parts of a key of TOML, bare or in quotes, wherever a key may stand. Numbers in a row are none."""
 _USER = r"""[^/?#\s'"]*|[^/?#\s'"@:\[]*:(?!\d{1,5}[/?#])[^\s'"]*"""
 """Name and password; a password as people type it may hold what ends a host, but a port is none."""
 _URL = re.compile(rf"""(\b[A-Za-z][A-Za-z0-9+.-]*)://(?:({_USER})@)?([^?#\s'"]*)([?#][^\s'"]*)?""")
@@ -122,12 +127,12 @@ def private_folder(path: Path) -> Path:
     return path
 
 
-def read_small(path: str | os.PathLike[str], most_bytes: int = MAX_JSON_BYTES) -> bytes:
+def read_small(path: str | os.PathLike[str], most_bytes: int = MAX_JSON_BYTES, *, is_asked: bool = False) -> bytes:
     """All bytes of a regular file. Raises ValueError for a longer one and for what is no file (a pipe would be waited
-    for without end), OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    for without end), OSError. `is_asked`: the user has named it for this call, so it may be a pipe or a terminal."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if is_asked else os.O_NONBLOCK))
     with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        if not is_asked and not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ValueError(f"{os.fspath(path)} is no regular file")
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -161,7 +166,7 @@ def plain_toml(data: bytes) -> dict[str, Any]:
     if len(data) > MAX_TOML_BYTES:
         raise ValueError(f"TOML of {len(data)} bytes: there may be {MAX_TOML_BYTES}")
     text = data.decode("utf-8-sig")
-    if any(re.split("[=\"'#]", line, maxsplit=1)[0].count(".") > MAX_JSON_DEPTH for line in text.splitlines()):
+    if _LONG_KEY.search(text):
         raise ValueError(f"a key of TOML has more than {MAX_JSON_DEPTH} parts")  # which take hours to read
     try:
         return tomllib.loads(text)

@@ -298,7 +298,7 @@ def has_flag(argv: Sequence[str], setting: str) -> bool:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a file of settings. Raises ValueError for a file that cannot be read and for unknown keys."""
     try:
-        found = plain_toml(read_small(path, MAX_TOML_BYTES))
+        found = plain_toml(read_small(path, MAX_TOML_BYTES, is_asked=True))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config {path}: cannot be read as TOML ({error})") from error
     top = ["preset", *TOP, *SECTIONS]

@@ -99,7 +99,7 @@ class Zero3Config:
 def read_deepspeed(path: Path) -> dict[str, Any]:
     """DeepSpeed's configuration of a file. Raises ValueError for one that is no JSON object."""
     try:
-        found = plain_json(read_small(path))
+        found = plain_json(read_small(path, is_asked=True))
     except (OSError, ValueError) as error:
         raise ValueError(f"--deepspeed-config {path}: cannot be read as JSON ({error})") from error
     if not isinstance(found, dict):

@@ -10,7 +10,8 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from elastic_ring.data.prepared import PreparedTokens
 from elastic_ring.data.shards import TokenShards
 from elastic_ring.data.tokenizer import open_tokenizer
 from elastic_ring.errors import ElasticRingError, RecordDamaged
-from elastic_ring.files import name_below, plain_json, printable, read_small
+from elastic_ring.files import MAX_TOML_BYTES, name_below, plain_json, plain_toml, printable, read_small
 from elastic_ring.integrations.transformers.weights import FolderWeights
 from elastic_ring.monitor.journal import Journal, line_of, parse, salvage
 from elastic_ring.monitor.json_files import json_bytes, read_json
@@ -480,6 +481,40 @@ def test_nothing_that_is_shown_moves_the_cursor(text: str) -> None:
     assert not any((sign < " " and sign not in "\n\t\r") or "\x7f" <= sign <= "\x9f" for sign in shown)
     assert "\r" not in shown.replace("\r\n", "")
     shown.encode()
+
+
+LONG_KEYS = [
+    "a" + ".a" * 64 + " = 1\n", '"a"' + ".a" * 64 + " = 1\n", "'='.\"#\\\"\"" + " . 'a'" * 64 + " = 1\n",
+    "[run]\nenv = { b = 1, " + "a." * 64 + "a = 1 }\n", "[" + "a." * 20_000 + "a]\n", "ä.b" + '. "\\""' * 64 + "= 1\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LONG_KEYS)
+def test_a_key_of_many_parts_is_refused_wherever_it_stands(text: str) -> None:
+    with pytest.raises(ValueError, match="more than 64 parts"):
+        plain_toml(text.encode())
+
+
+def test_many_dots_that_are_no_key_are_read_and_the_look_for_keys_ends() -> None:
+    rows = "a = [\n" + f"  {', '.join(['1.5'] * 70)},\n" * 3 + "]\n" + f"b = '{'. ' * 200}'  # {'.' * 200}\n"
+    assert len(plain_toml(rows.encode())["a"]) == 210
+    assert plain_toml(("a." * 63 + "a = 1").encode())
+    begun = time.process_time()
+    for odd in ("a", '"', "'", '\\"', "a ", '"a"', '"."', "a.", "a . \t"):
+        with suppress(ValueError):
+            plain_toml((odd * (MAX_TOML_BYTES // len(odd))).encode())
+    assert time.process_time() - begun < MOST_S
+
+
+def test_a_file_that_the_user_names_may_be_a_pipe_of_some_length(tmp_path: Path) -> None:
+    for text, told in ((b"preset = '100m'", ""), (b"#" * (MAX_TOML_BYTES + 1), "has more than")):
+        ends = os.pipe()
+        with ThreadPoolExecutor() as pool, suppress(BrokenPipeError):
+            writes = pool.submit(lambda end=ends[1], said=text: (os.write(end, said), os.close(end)))
+            with pytest.raises(ValueError, match=told) if told else nullcontext():
+                assert read_toml(Path(f"/dev/fd/{ends[0]}")) == {"preset": "100m"}
+            os.close(ends[0])
+            writes.result()
 
 
 def test_what_is_no_file_is_not_waited_for_and_what_is_too_long_or_too_deep_is_not_read(tmp_path: Path) -> None:
