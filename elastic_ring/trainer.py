@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,7 @@ from elastic_ring.data.source import SourceConfig, fingerprinted, hold_out, open
 from elastic_ring.files import plain_json, shown_plain, shown_url
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
-from elastic_ring.monitor.json_files import read_json, readable_json, set_aside
+from elastic_ring.monitor.json_files import read_json, set_aside
 from elastic_ring.monitor.metrics import (
     CONFIG_NAME,
     JOURNAL_NAME,
@@ -270,8 +271,9 @@ class ElasticRingTrainer:
                     "choose another run_dir, or submit it under its own name to go on"
                 )
             same_data = config.get("data") == description_of(self.task)["data"]
-            if is_whole and same_data:  # then the data may be gone
-                self._contents = self.task.data, config["identity"]["data"], ()
+            of_data = config.get("identity", {}).get("data")
+            if is_whole and same_data and of_data is not None:  # then the data may be gone
+                self._contents = self.task.data, of_data, ()
             attach.refuse_other_settings(
                 self.run_config, attach.differences(config, self._identity, self._config()),
                 f"its folder {self.run_config.driver_folder}",
@@ -305,8 +307,9 @@ class ElasticRingTrainer:
 
     def _tell_moved(self, before: Mapping[str, str] = MappingProxyType({})) -> None:
         """Where the run's record, or else the checkpoint where it begins, has other places."""
-        places = readable_json(self.run_config.driver_folder / CONFIG_NAME).get("places", {})
-        replace(self._identity, places=self._places).tell_moved(self.run_config.name, {**before, **places})
+        with suppress(errors.RecordDamaged):
+            before = {**before, **(_recorded(self.run_config.driver_folder / CONFIG_NAME) or {}).get("places", {})}
+        replace(self._identity, places=self._places).tell_moved(self.run_config.name, before)
 
     def _resume(self) -> Resume:
         """Where this submission begins. Raises ValueError for what cannot be resumed, and for a later manifest that is
@@ -636,7 +639,18 @@ def _shown(record: dict[str, Any]) -> StepMetrics:
 def _recorded(path: Path) -> dict[str, Any] | None:
     """The content of a config.json; None where there is none. Raises RecordDamaged."""
     found = read_json(path)
-    known = found is None or (isinstance(found.get("run"), dict) and "name" in found["run"] and "digest" in found)
-    if not known:
+    if found is not None and not _is_settings(found):
         raise errors.RecordDamaged(f"{path} is no record of a run's settings", path=str(path))
     return found
+
+
+def _is_settings(found: Mapping[str, Any]) -> bool:
+    """Whether what a submission reads of a config.json is there and is text."""
+    run, files = found.get("run"), found.get("files", [])
+    texts = [found.get("identity", {}), found.get("places", {})]
+    return (
+        isinstance(run, dict) and "name" in run and "digest" in found
+        and all(isinstance(one, dict) and all(isinstance(text, str) for text in one.values()) for one in texts)
+        and isinstance(files, list)
+        and all(isinstance(one, list) and [type(text) for text in one] == [str, str] for one in files)
+    )  # fmt: skip

@@ -139,7 +139,9 @@ def differences(recorded: Mapping[str, Any], own: Identity, wanted: Mapping[str,
 
 def other_versions(recorded: Mapping[str, Any], here: Mapping[str, str]) -> str:
     """The packages whose recorded version differs from this process's, as text; empty if none does."""
-    there: Mapping[str, str] = recorded.get("versions", {})
+    there = recorded.get("versions", {})
+    if not isinstance(there, dict):  # a stranger's
+        return ""
     odd = [name for name in there if name in here and there[name] != here[name]]
     return ", ".join(f"{name} {there[name]} there, {here[name]} here" for name in odd)
 

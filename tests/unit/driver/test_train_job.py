@@ -87,8 +87,14 @@ def test_a_runs_record_names_its_versions_which_are_no_part_of_what_it_is_recogn
     assert submission._finished() is None, "the same run, whatever it was begun with"
 
 
-@pytest.mark.parametrize("left", ["", '{"run": '])
-def test_a_record_that_a_power_cut_left_unreadable_is_told_set_aside_and_written_anew(
+STRANGERS = [
+    json.dumps({"run": {"name": "train-1t-laptop"}, "digest": "", **one})
+    for one in ({"identity": [1]}, {"identity": {"data": [1]}}, {"places": ["/"]}, {"files": [1]}, {"files": [["a"]]})
+]
+
+
+@pytest.mark.parametrize("left", ["", '{"run": ', *STRANGERS])
+def test_a_record_that_is_cut_or_a_strangers_is_told_set_aside_and_written_anew(
     tmp_path: Path, left: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     submission = train.build(train.parse(["--run-dir", str(tmp_path)]))
