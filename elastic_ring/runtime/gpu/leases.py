@@ -277,6 +277,13 @@ def lock_owner(path: Path, locks: str) -> int | None:
     return None
 
 
+def _may_lock(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode) and os.access(path, os.R_OK | os.W_OK)
+    except FileNotFoundError:
+        return True  # it is made
+
+
 def describe(folder: Path, gpus: Sequence[Gpu]) -> str:
     """Why each of these GPUs is not available."""
     locks, verdicts = Path("/proc/locks").read_text(), verdicts_of(folder, [gpu.name for gpu in gpus])
@@ -287,6 +294,8 @@ def describe(folder: Path, gpus: Sequence[Gpu]) -> str:
         if verdicts[gpu.name] == "bad":
             why = failures_of(folder, gpu.name)[-1].why
             reasons.append(f"GPU {gpu.index} failed ({why}; {folder}/{gpu.name}.*.bad)")
+        elif not _may_lock(path):
+            reasons.append(f"GPU {gpu.index} cannot be locked: {path} is no file that this user may write; remove it")
         elif pid is not None:
             known = record.pid == pid and record.run and record.run.isprintable()
             who = f", rank {record.place} of run {record.run}" if known else ""
@@ -325,9 +334,12 @@ class GpuLease:
         return self.gpu
 
     def lock(self, gpu: Gpu) -> bool:
-        """Take it if it is free."""
+        """Take it if it is free. One whose lock cannot be opened is not: `describe` says so."""
         path = lock_path(shared_folder(self.folder), gpu.name)
-        fd = open_shared(path)
+        try:
+            fd = open_shared(path)
+        except OSError:
+            return False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             about = os.fstat(fd)

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -179,8 +178,9 @@ def test_what_is_no_file_in_a_records_place_is_none_and_nobody_waits_for_it(
     assert last_owner(tmp_path, A.name) == Owner()
     assert failures_of(tmp_path, A.name) == []
     assert record_failure(tmp_path, A, "not kept") == "good"
-    with suppress(OSError):
-        assert not GpuLease("run", tmp_path).lock(A)
+    assert not GpuLease("run", tmp_path).lock(A)
+    with pytest.raises(PeerFailed, match=rf"cannot be locked: {lock_path(tmp_path, A.name)} is no file"):
+        GpuLease("run", tmp_path).acquire((A,), 0, 0.0, lambda: None)
     assert acquire(GpuLease("run", tmp_path), 0, (B,)) == B
     assert (tmp_path / "precious").read_text() == "kept"
 
