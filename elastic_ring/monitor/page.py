@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -85,7 +86,8 @@ class Page:
         name = (urlsplit(f"//{host}").hostname or "") if _HOST.fullmatch(host) else ""
         with suppress(ValueError):
             return bool(ip_address(name))
-        return name in ("localhost", self._host.lower(), socket.gethostname().lower())
+        name = name.removesuffix(".")
+        return name in ("localhost", self._host.lower()) or name in _own_names()
 
     def data(self) -> bytes:
         """What the page shows, as JSON; at most `FRESH_S` old."""
@@ -94,6 +96,13 @@ class Page:
                 found = json.dumps(page_data(self._look()), allow_nan=False).encode()
                 self._last = (time.monotonic(), found)
             return self._last[1]
+
+
+@cache
+def _own_names() -> frozenset[str]:
+    """This machine's names, with and without its domain."""
+    whole = {name.lower().removesuffix(".") for name in (socket.gethostname(), socket.getfqdn())}
+    return frozenset(whole | {name.partition(".")[0] for name in whole})
 
 
 class _Server(ThreadingHTTPServer):

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from elastic_ring.cli import status
 from elastic_ring.monitor import page as page_module
 from elastic_ring.monitor.metrics import METRICS_NAME, MetricsLog, write_json
-from elastic_ring.monitor.page import Page, page_data, thinned
+from elastic_ring.monitor.page import Page, _own_names, page_data, thinned
 from tests.unit.deploy.tools import program
 from tests.unit.monitor.test_monitor_report import SENTENCE, live_status, metrics
 
@@ -208,3 +208,14 @@ def test_only_the_machine_s_own_names_are_answered(page: Page, host: str, status
     answer = connection.getresponse()
     assert (answer.status, b"loss" in answer.read()) == (status, status == 200)
     connection.close()
+
+
+def test_a_machine_answers_to_its_name_with_and_without_its_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "Node1")
+    monkeypatch.setattr(socket, "getfqdn", lambda *_: "node1.cluster.example")
+    _own_names.cache_clear()
+    page = Page(Path, "127.0.0.1", 0)
+    own = [page.answers_to(host) for host in ("node1:80", "NODE1.cluster.example.:80", "localhost.")]
+    others = [page.answers_to(host) for host in ("node1.stranger.example", "cluster.example", ".")]
+    _own_names.cache_clear()
+    assert (own, others) == ([True] * 3, [False] * 3)
