@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         left = drain(options.node_id, options.deadline_s)
-    except (ElasticRingError, ConnectionError) as error:
+    except (ElasticRingError, ConnectionError, ValueError) as error:
         print(f"elastic-ring drain: {error}", file=sys.stderr)
         return 1
     if left:

@@ -132,7 +132,9 @@ def run(options: argparse.Namespace) -> int:
         return 2
     if options.address == "local":
         access.ask_for_token()
-    ray.init(address=options.address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address="local", log_to_driver=False, logging_level="ERROR")
+    else:
+        access.connect(options.address, logging_level="ERROR")
     access.warn_if_open(ray.get_runtime_context().gcs_address)
     trials = search(options, base, asked)
     if not any(trial.get("long_gap") is not None for trial in trials):

@@ -1,4 +1,4 @@
-"""Who may use a Ray: the token of one that starts here, and a warning about one that asks for none.
+"""Who may use a Ray: the token of one that starts here, whose Ray is joined, a warning about one that asks for none.
 
 Ray's ports are open on all interfaces, `--node-ip-address=127.0.0.1` or not, and run anybody's code who has the token.
 """
@@ -15,24 +15,95 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
+import ray
+from ray._common.utils import get_ray_address_file
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from elastic_ring.config import environment
+from elastic_ring.files import printable
 
 log = logging.getLogger(__name__)
 
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 TLS = "RAY_USE_TLS"  # strangers need a certificate, and this process's own question would have to show it
 ANSWER_S = 2.0
+MAX_ADDRESS_CHARS = 512
 
 
 def new_access() -> dict[str, str]:
     """Variables of a Ray for one purpose, and of whoever may connect to it: a token that the user has set counts."""
     return {MODE: "token", TOKEN: environment().get(TOKEN) or secrets.token_hex(32)}
+
+
+def connect(address: str = "auto", **how: Any) -> None:
+    """Join the cluster at `address`; `auto`: the one that RAY_ADDRESS names or, without it, one that this user or root
+    runs on this machine. `how`: as `ray.init` takes it.
+
+    Raises ConnectionError where none is, and where it refuses this process.
+    """
+    if address == "auto":
+        address = environment().get("RAY_ADDRESS") or "auto"
+    is_found = address in ("auto", "local")
+    if is_found:
+        address = local_head() or min(_heads_of_raylets(), default="")
+        if not address:
+            raise ConnectionError("no Ray cluster of this user or root runs on this machine: set RAY_ADDRESS to one")
+    try:
+        # As Ray does for one that it finds by itself.
+        if is_found and MODE not in environment() and _token_loader().has_token(ignore_auth_mode=True):
+            _use({MODE: "token"})
+        ray.init(address=address, log_to_driver=False, **how)
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        raise ConnectionError(
+            f"{address}: no Ray cluster answers there ({error}); one that asks for a token wants RAY_AUTH_MODE=token "
+            "here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+        ) from error
+
+
+def local_head() -> str | None:
+    """The address of a cluster that this user or root began on this machine by `ray start`, if it still answers."""
+    path = get_ray_address_file(None)  # in /tmp/ray: a folder that any user may have made
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("%s is passed over (%s): set RAY_ADDRESS to join a cluster", path, error)
+        return None
+    with open(fd, encoding="utf-8", errors="replace") as file:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid not in (os.geteuid(), 0):
+            log.warning(
+                "%s is user %d's, whose Ray cluster is passed over: set RAY_ADDRESS to join it", path, about.st_uid
+            )
+            return None
+        address = file.read(MAX_ADDRESS_CHARS).strip()
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except (OSError, ValueError):
+        log.warning("Ray remembers a cluster at %s that does not answer", printable(address))
+        return None
+    return address
+
+
+def _heads_of_raylets() -> set[str]:
+    """The clusters of this user's and root's Rays on this machine: `ray.init()` leaves no file."""
+    found = set()
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        words, users = process.info["cmdline"], process.info["uids"]
+        if words and users and users.effective in (os.geteuid(), 0) and Path(words[0]).name == "raylet":
+            found |= {word.partition("=")[2] for word in words if word.startswith("--gcs-address=")}
+    return found - {""}
+
+
+def _token_loader() -> Any:
+    return AuthenticationTokenLoader.instance()
 
 
 @contextmanager
@@ -54,7 +125,7 @@ def _use(variables: Mapping[str, str | None]) -> None:
         else:
             environment()[name] = value
     Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    _token_loader().reset_cache()
 
 
 def ask_for_token() -> None:

@@ -7,13 +7,11 @@ from another cluster. Nothing is started here.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray._private.services import find_bootstrap_address
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 from elastic_ring.config import RunConfig
@@ -103,20 +101,6 @@ def refuse_without_weights(run: RunConfig) -> None:
             f"run_dir={run.storage_uri!r}: its {SUMMARY_NAME} says that all steps are done, and the weights are not "
             f"there: bring them back, or remove {SUMMARY_NAME} to go on from the newest checkpoint"
         )
-
-
-def local_head() -> str | None:
-    """The address of a cluster that `ray start` began on this machine, if it still answers; else None."""
-    address = find_bootstrap_address(None)
-    if not address:
-        return None
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
-    except OSError:
-        log.warning("Ray remembers a cluster at %s that does not answer: a Ray of its own is started", address)
-        return None
-    return str(address)
 
 
 def refuse_other_settings(run: RunConfig, told: Sequence[str], where: str, or_else: str = "") -> None:

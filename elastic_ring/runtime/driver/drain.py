@@ -14,6 +14,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
 
 from elastic_ring.errors import RunFailed
+from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
 
 log = logging.getLogger(__name__)
@@ -27,9 +28,10 @@ KEPT = ("coordinator", "agent:")
 def drain(node: str | None, deadline_s: float) -> list[str]:
     """Names of the runs' workers that are still on the node at the deadline; none if all have left before it.
 
-    `node`: Ray's id of it in hexadecimal; None for the one that this process is on. Raises: RunFailed when Ray refuses.
+    `node`: Ray's id of it in hexadecimal; None for the one that this process is on. Raises: RunFailed when Ray refuses;
+    ConnectionError without a cluster that lets this process in.
     """
-    ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    access.connect(namespace=NAMESPACE, logging_level="ERROR")
     try:
         node = node or ray.get_runtime_context().get_node_id()
         deadline = time.monotonic() + deadline_s

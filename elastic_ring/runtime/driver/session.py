@@ -50,8 +50,8 @@ def ray_session(scaling: ScalingConfig, lease_s: float) -> Iterator[None]:
 
 @contextmanager
 def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
-    """Attach to an existing cluster (RAY_ADDRESS, or one that `ray start` began here), else run a local one within,
-    which counts `num_cpus` CPUs. The head of an existing one may be away for `lease_s`.
+    """Attach to an existing cluster (RAY_ADDRESS, or one that `ray start` of this user or root began here), else run a
+    local one within, which counts `num_cpus` CPUs. The head of an existing one may be away for `lease_s`.
 
     Raises: ValueError when RAY_ADDRESS does not answer, and where this host lacks what a local one needs;
     RunFailed where a local one does not start.
@@ -60,16 +60,12 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
         access.warn_if_open(ray.get_runtime_context().gcs_address)
         yield
         return
-    address = environment().get("RAY_ADDRESS") or attach.local_head()
-    if address and address != "local":
+    if (environment().get("RAY_ADDRESS") or access.local_head() or "local") != "local":
         outlast_head(lease_s)
         try:
-            ray.init(namespace=NAMESPACE, log_to_driver=False)
-        except (ConnectionError, ray.exceptions.AuthenticationError) as error:
-            raise ValueError(
-                f"RAY_ADDRESS={address!r}: no Ray cluster answers there ({error}); one that asks for a token wants "
-                "RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
-            ) from error
+            access.connect(namespace=NAMESPACE)
+        except ConnectionError as error:
+            raise ValueError(f"RAY_ADDRESS: {error}; RAY_ADDRESS=local starts a Ray of your own") from error
     else:
         check_host(environment())
         # Its monitor takes the coordinator first: it is the last resort behind the guard of the node's agent.

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import pwd
+import socket
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from ray._private.services import GCS_SERVER_EXECUTABLE, resolve_ip_for_localhost
 
+from elastic_ring import cli
 from elastic_ring.config import environment
-from elastic_ring.runtime.driver import access
+from elastic_ring.runtime.driver import access, session
 
 OWN = "a" * 64
 
@@ -55,6 +59,91 @@ def test_who_asks_for_no_token_is_told_once_loopback_or_not(
     told = [record.getMessage() for record in caplog.records if "can run code on this Ray" in record.getMessage()]
     assert len(told) == (mode == "disabled")
     assert all(access.joined(reached[0], port) in line for line in told)
+
+
+@contextmanager
+def seen_by_another(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> Iterator[None]:
+    """What this user made is a stranger's meanwhile."""
+    with monkeypatch.context() as patched:
+        if os.geteuid():
+            patched.setattr(os, "geteuid", lambda: 12345)
+        for path in paths if not os.getuid() else ():
+            os.chown(path, 65534, 65534)
+        yield
+        for path in paths if not os.getuid() else ():
+            os.chown(path, 0, 0)
+
+
+def test_only_a_cluster_of_this_user_or_root_is_joined_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, link, pipe = tmp_path / "ray_current_cluster", tmp_path / "link", tmp_path / "pipe"
+    monkeypatch.setattr(access, "get_ray_address_file", lambda _: str(file))
+    assert access.local_head() is None
+    assert not caplog.messages
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        file.write_text(address + "\n")
+        assert access.local_head() == address
+        with seen_by_another(monkeypatch, file):
+            assert access.local_head() is None
+        assert "whose Ray cluster is passed over: set RAY_ADDRESS to join it" in caplog.messages[-1]
+        link.symlink_to(file)
+        os.mkfifo(pipe)
+        for odd in (link, pipe):
+            monkeypatch.setattr(access, "get_ray_address_file", lambda _, odd=odd: str(odd))
+            assert access.local_head() is None
+            assert "is passed over" in caplog.messages[-1]
+    monkeypatch.setattr(access, "get_ray_address_file", lambda _: str(file))
+    for dead in (address, "no address"):
+        file.write_text(dead)
+        assert access.local_head() is None
+        assert f"a cluster at {dead} that does not answer" in caplog.messages[-1]
+
+
+def test_a_ray_without_a_file_is_found_by_its_raylet_if_it_is_this_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, theirs = "10.9.8.7:1", "10.9.8.7:2"
+    wait = "import os, sys; {}; print(flush=True); sys.stdin.read()"
+    with raylet(own, wait.format("pass")), raylet(theirs, wait.format("os.getuid() or os.setuid(65534)")):
+        found = access._heads_of_raylets()
+        assert own in found
+        assert (theirs in found) == (os.geteuid() != 0)
+        with seen_by_another(monkeypatch):
+            assert (own in access._heads_of_raylets()) == (os.getuid() == 0)
+
+
+@contextmanager
+def raylet(address: str, code: str) -> Iterator[None]:
+    words = ["raylet", "-c", code, f"--gcs-address={address}"]
+    with subprocess.Popen(words, executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.stdin.close()
+
+
+@pytest.mark.parametrize("command", [["scale", "r", "--spares", "1"], ["drain"]])
+def test_a_command_without_the_token_says_what_is_wanted(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with access.using({access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: str(tmp_path / "none")}):
+        assert cli.main(command) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"elastic-ring {command[0]}: 127.0.0.1:1: no Ray cluster answers there (")
+    assert "wants RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN" in err
+
+
+def test_where_a_cluster_refuses_the_way_out_is_a_ray_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    wrong = {access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: str(tmp_path / "none")}
+    with access.using(wrong), pytest.raises(ValueError, match="RAY_ADDRESS=local starts a Ray of your own"):
+        session.cluster(1).__enter__()
 
 
 def test_the_token_is_made_for_its_user_alone_and_once(tmp_path: Path) -> None:
