@@ -119,15 +119,16 @@ class NodeAgent:
             if told := warning(self._node, self._memory_limit, ray_threshold(os.getppid())):
                 connection.send({"kind": "told", "text": told})
 
-    def keep_variables(self, folder: str, values: dict[str, str]) -> str:
+    def keep_variables(self, folder: str, values: dict[str, str], python: str = "") -> str:
         """Keep variables for the run's workers on this node, in its stamp folder; the command that starts Python with
-        them."""
+        them. `python`: the job's own `py_executable`."""
         with self._lock:
             where = Path(folder)
             if where not in self._locks:
                 self._locks[where] = hold(where, self._timeouts.clear_s)
             path = keep_variables(where, values)
-        return shlex.join([sys.executable, "-I", "-S", launch.__file__, str(path)])
+        words = shlex.join([sys.executable, "-I", "-S", launch.__file__, str(path)])
+        return f"{words} {python or shlex.quote(sys.executable)}"
 
     def ping(self) -> str:
         """Answer Ray's liveness check with the node's id."""

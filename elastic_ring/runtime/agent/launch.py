@@ -1,4 +1,4 @@
-"""Starts a worker's Python with variables from a file that only its user can read: `python launch.py FILE ARGUMENTS`.
+"""Starts a worker's Python with variables from a file that only its user can read: `python launch.py FILE COMMAND`.
 
 Ray writes the `env_vars` of a runtime_env into its logs and into arguments of processes, which all users of a host see,
 and values of `run.env` may be secrets. They must be there before Python starts: some are read at once, others by what
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+
+_NAME = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         for name, value in json.load(file).items():
-            os.putenv(name, value)
-    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+            os.environ[name] = _NAME.sub("", os.path.expandvars(value))  # as Ray does with env_vars
+    os.execvp(sys.argv[2], sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ NAMESPACE = "elastic_ring"
 # Ray must not hide GPUs: a worker sees all of the node's and locks the one it uses (`runtime.gpu.device`).
 WORKER_ENVIRONMENT = {**nccl.ENVIRONMENT, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Environment of GPU workers where the user has set nothing; docs/operating/gpus.md gives the reasons."""
+PLAIN = frozenset({*WORKER_ENVIRONMENT, "PYTHONPATH"})
+"""Variables that are no secret. Ray itself joins PYTHONPATH with the job's working_dir."""
 NODE_LABEL = "ray.io/node-id"
 MARKET_LABEL, SPOT = "ray.io/market-type", "spot"
 LOOK_S = 0.5
@@ -162,11 +164,12 @@ class Cluster:
     def _runtime_env(self, node: NodeInfo, stamp_dir: str) -> dict[str, Any] | None:
         """What Ray starts a worker with. It logs this and passes it as arguments, so only variables that are no secret
         are in it; the others are kept by the node's agent. Waits for that agent. Raises what Ray raises."""
-        known = {name: value for name, value in self._run.env.items() if name in WORKER_ENVIRONMENT}
+        known = {name: value for name, value in self._run.env.items() if name in PLAIN}
         others = {name: value for name, value in self._run.env.items() if name not in known}
         found: dict[str, Any] = {"env_vars": known} if known else {}
         if others:
-            kept = self.start_agent(node).keep_variables.remote(stamp_dir, others)
+            python = ray.get_runtime_context().runtime_env.get("py_executable") or ""
+            kept = self.start_agent(node).keep_variables.remote(stamp_dir, others, python)
             found["py_executable"] = ray.get(kept, timeout=self._run.timeouts.hello_s)
         return found or None
 

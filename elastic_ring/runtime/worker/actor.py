@@ -15,12 +15,13 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from elastic_ring.config import environment
 from elastic_ring.control.decisions.terms import TermClaim
 from elastic_ring.control.messages import (
     Build,
@@ -34,6 +35,7 @@ from elastic_ring.control.messages import (
     Stop,
     from_json,
 )
+from elastic_ring.errors import RunFailed
 from elastic_ring.monitor.stamps import StampWriter, phase_name
 from elastic_ring.runtime.agent.rpc import raise_open_files
 from elastic_ring.runtime.agent.stamp_dir import hold
@@ -95,6 +97,7 @@ class Worker:
         return self.describe()
 
     def _warm_up(self, coordinator: Any, work: StartWork) -> None:
+        check_arrived(self.spec.run.env, environment())
         keep_caches_private()
         torch.set_num_threads(self.spec.scaling.num_threads)
         # FSDP2 warns of views once per wrapped module, which would fill the log tail of every death.
@@ -396,6 +399,15 @@ class Worker:
 
     def _tell_control(self, told: StallDetected) -> None:
         self._commands.put((told, {}))
+
+
+def check_arrived(asked: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Raises RunFailed if this process was started without variables of `run.env`."""
+    if missing := sorted(asked.keys() - own.keys()):
+        raise RunFailed(
+            f"run.env: {', '.join(missing)} did not reach this worker: a runtime_env with nsight, rocprof_sys, "
+            "image_uri or container starts Python its own way; give them in env_vars of that runtime_env"
+        )
 
 
 def _stderr_path() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 from ray.runtime_env import RuntimeEnv
 
 from elastic_ring.config import Timeouts
+from elastic_ring.errors import RunFailed
 from elastic_ring.runtime.agent.agent import NodeAgent
 from elastic_ring.runtime.agent.stamp_dir import VARIABLES, hold, remove_stale
+from elastic_ring.runtime.worker.actor import check_arrived
 
 SECRET = "hunter2 $(id) 'quoted'\nline"
 AS_RAY_DOES = """
@@ -47,6 +50,26 @@ def test_a_worker_starts_with_the_variables_that_its_agent_keeps_for_this_user_a
     assert remove_stale(tmp_path) == [], "the agent holds it"
     os.close(agent._locks[folder])
     assert remove_stale(tmp_path) == [folder.name]
+
+
+@pytest.mark.parametrize(("python", "flags"), [("", 0), (f"{shlex.quote(sys.executable)} -O", 1)])
+def test_values_name_others_as_in_ray_s_env_vars_and_a_jobs_own_python_is_kept(
+    tmp_path: Path, python: str, flags: int
+) -> None:
+    folder, script = tmp_path / "elastic_ring-run-11111111", tmp_path / "worker.py"
+    script.write_text("import os, sys; print(os.environ['ONE'], os.environ['TWO'], sys.flags.optimize)")
+    agent: Any = NodeAgent("node", Timeouts())
+    command = agent.keep_variables(str(folder), {"ONE": "${KEPT}/a${NOT_SET}", "TWO": "$ONE:$5"}, python)
+    words = [sys.executable, "-c", AS_RAY_DOES, command, str(script)]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "KEPT": "kept"}, timeout=60)
+    assert done.stdout.split() == ["kept/a", "kept/a:$5", str(flags)], done.stderr
+    os.close(agent._locks[folder])
+
+
+def test_a_worker_without_a_variable_that_was_asked_for_says_so() -> None:
+    check_arrived({"A": "1"}, {"A": "", "B": ""})
+    with pytest.raises(RunFailed, match=r"run\.env: B, C did not reach this worker.*nsight"):
+        check_arrived({"C": "s", "B": "s", "A": "s"}, {"A": ""})
 
 
 def test_a_folder_that_somebody_else_made_gets_no_secret(tmp_path: Path) -> None:
