@@ -32,6 +32,7 @@ from elastic_ring.control.messages import (
     to_json,
 )
 from elastic_ring.control.state import State
+from elastic_ring.errors import ElasticRingError
 from elastic_ring.runtime.agent.stamp_dir import stamp_folder
 from elastic_ring.runtime.driver.cluster import Cluster, watch_ref
 from elastic_ring.runtime.driver.drain import leave_node
@@ -154,7 +155,8 @@ class Dispatcher:
             self._handles[worker] = self._cluster.start_worker(worker, node, self._me, self.stamp_dir, self._started)
         except Exception as error:
             log.exception("%s could not be started", worker)
-            detail = f"Ray refuses to start it: {type(error).__name__}: {error}"
+            is_ours = isinstance(error, ElasticRingError)
+            detail = f"{error}" if is_ours else f"Ray refuses to start it: {type(error).__name__}: {error}"
             self._put("event", WorkerLost(self._cause(), worker, "start-failed", detail))
 
     def _started(self, worker: str, started: dict[str, Any] | None, error: BaseException | None) -> None:

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.capacity.demand import Ask, next_ask, sizes
+from elastic_ring.errors import PeerFailed
 from elastic_ring.runtime.agent.agent import NodeAgent
 from elastic_ring.runtime.autoscaler import RENEW_S, Autoscaler
 from elastic_ring.runtime.groups import nccl
@@ -125,11 +127,29 @@ def worker_environment(
     return {**{name: theirs.get(name, value) for name, value in ours.items()}, **asked}
 
 
+class AgentAnswers:
+    """What agents answer. One that is late is waited for once: starts on other nodes come after it."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._late: dict[str, Future[str]] = {}
+
+    def get(self, node: str, ask: Callable[[], Future[str]]) -> str:
+        """Raises PeerFailed while the node's agent does not answer, and what the answer raises."""
+        late = self._late.pop(node, None)
+        asked = ask() if late is None else late
+        if wait((asked,), self._wait_s if late is None else 0.0).not_done:
+            self._late[node] = asked
+            raise PeerFailed(f"the agent of node {node} does not answer (waited {self._wait_s:g} s)")
+        return asked.result()
+
+
 class Cluster:
     """The Ray calls of one run. All return at once; results arrive through callbacks."""
 
     def __init__(self, run: RunConfig, scaling: ScalingConfig, task: TrainingTask) -> None:
         self._run, self._scaling, self._task = run, scaling, task
+        self._answers = AgentAnswers(run.timeouts.hello_s)
 
     @property
     def need(self) -> dict[str, float]:
@@ -163,14 +183,15 @@ class Cluster:
 
     def _runtime_env(self, node: NodeInfo, stamp_dir: str) -> dict[str, Any] | None:
         """What Ray starts a worker with. It logs this and passes it as arguments, so only variables that are no secret
-        are in it; the others are kept by the node's agent. Waits for that agent. Raises what Ray raises."""
+        are in it; the others are kept by the node's agent. Waits for it. Raises PeerFailed, and what Ray raises."""
         known = {name: value for name, value in self._run.env.items() if name in PLAIN}
         others = {name: value for name, value in self._run.env.items() if name not in known}
         found: dict[str, Any] = {"env_vars": known} if known else {}
         if others:
             python = ray.get_runtime_context().runtime_env.get("py_executable") or ""
-            kept = self.start_agent(node).keep_variables.remote(stamp_dir, others, python)
-            found["py_executable"] = ray.get(kept, timeout=self._run.timeouts.hello_s)
+            found["py_executable"] = self._answers.get(
+                node.node, lambda: self.start_agent(node).keep_variables.remote(stamp_dir, others, python).future()
+            )
         return found or None
 
     def remove_worker(self, worker: str) -> None:

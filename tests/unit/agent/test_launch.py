@@ -7,6 +7,8 @@ import os
 import shlex
 import subprocess
 import sys
+import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import pytest
 from ray.runtime_env import RuntimeEnv
 
 from elastic_ring.config import Timeouts
-from elastic_ring.errors import RunFailed
+from elastic_ring.errors import PeerFailed, RunFailed
 from elastic_ring.runtime.agent.agent import NodeAgent
 from elastic_ring.runtime.agent.stamp_dir import VARIABLES, hold, remove_stale
+from elastic_ring.runtime.driver.cluster import AgentAnswers
 from elastic_ring.runtime.worker.actor import check_arrived
 
 SECRET = "hunter2 $(id) 'quoted'\nline"
@@ -64,6 +67,25 @@ def test_values_name_others_as_in_ray_s_env_vars_and_a_jobs_own_python_is_kept(
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "KEPT": "kept"}, timeout=60)
     assert done.stdout.split() == ["kept/a", "kept/a:$5", str(flags)], done.stderr
     os.close(agent._locks[folder])
+
+
+def test_an_agent_that_is_late_is_waited_for_once() -> None:
+    answers, asked, hung = AgentAnswers(0.2), list[str](), Future[str]()
+
+    def ask() -> Future[str]:
+        asked.append("asked")
+        return hung
+
+    begun = time.monotonic()
+    for _ in range(20):
+        with pytest.raises(PeerFailed, match="the agent of node n does not answer"):
+            answers.get("n", ask)
+    assert time.monotonic() - begun < 20 * 0.2
+    hung.set_result("python")
+    assert answers.get("n", ask) == "python"
+    assert asked == ["asked"]
+    assert answers.get("n", ask) == "python"
+    assert asked == ["asked"] * 2, "a new agent has nothing kept yet"
 
 
 def test_a_worker_without_a_variable_that_was_asked_for_says_so() -> None:
