@@ -79,12 +79,29 @@ def _be_own(out: Path) -> None:
     (out / NAME).mkdir(mode=0o700, exist_ok=True)
     for folder, others in ((out, 0o022), (out / NAME, 0o077)):
         found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or found.st_mode & others:
+        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0)
+        if not is_own or (found.st_mode & others and not _closed(folder, found, others)):
             raise ValueError(
                 f"--out {out}: {folder} is a link, another user's, or open to others, who could leave code there that "
                 f"the search runs (it unpickles its state): give a folder of your own or, if you trust what is in it, "
                 f"chmod {0o755 if folder == out else 0o700:o} {folder}"
             )
+
+
+def _closed(folder: Path, about: os.stat_result, others: int) -> bool:
+    """Take `others`' permissions away, as an earlier version or a umask of 002 gave them, where nobody has used them:
+    each entry is this user's or root's and, in the folder that is unpickled, could not be written by anybody else."""
+    if about.st_uid != os.geteuid():
+        return False
+    folder.chmod(stat.S_IMODE(about.st_mode) & ~others)  # first, so that nobody adds one meanwhile
+    is_state = others == 0o077
+    entries, writable = (folder.rglob("*"), 0o022) if is_state else (folder.iterdir(), 0)
+    for found in map(Path.lstat, entries):
+        if found.st_uid not in (about.st_uid, 0) or (found.st_mode & writable and not stat.S_ISLNK(found.st_mode)):
+            folder.chmod(stat.S_IMODE(about.st_mode))
+            return False
+    logging.warning("%s was open to others (%s), who left nothing there: closed", folder, stat.filemode(about.st_mode))
+    return True
 
 
 def search(options: argparse.Namespace, base: dict[str, Any], asked: list[Candidate]) -> list[dict[str, Any]]:
