@@ -14,6 +14,7 @@ from typing import Any
 from elastic_ring.config import RunConfig
 from elastic_ring.control.messages import BatchSkip, Checkpoint, CorpusVersion
 from elastic_ring.errors import CheckpointDamaged, RecordDamaged, StorageFailed
+from elastic_ring.files import name_below, shown_url
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.json_files import parse_json
 from elastic_ring.runtime.coordinator.lineage import Earlier, earlier
@@ -128,7 +129,9 @@ class _Stored:
                 begun = parse_json(self.storage.read_record(name), self.storage.at(name))
                 if begun.get("identity", identity) != identity:
                     raise RecordDamaged(f"{self.storage.at(name)} is another run's", path=name)
-                self.begun[int(number[1])] = [str(folder) for folder in begun["from"]]
+                self.begun[int(number[1])] = [
+                    _checkpoint_name(folder, self.storage.at(name)) for folder in begun["from"]
+                ]
             except RecordDamaged as error:
                 self.damaged[name] = error.message
             except (LookupError, TypeError) as error:
@@ -249,16 +252,37 @@ def shortened(lines: Iterable[str]) -> str:
 
 
 def _beginning_of(run: RunConfig, stored: _Stored, begun_from: Sequence[str]) -> list[Checkpoint]:
-    """The checkpoint that a lineage began at, of this storage or of another; none where it is not there any more."""
+    """The checkpoint that a lineage began at, of this storage or of one beside it; none where it is not there any more.
+
+    Raises ValueError for another one: a record, which may be a stranger's, does not say what is opened as this user.
+    """
     usable = []
     for path in begun_from:
         uri, folder = located("", path)
+        if uri and uri.rpartition("/")[0] != stored.storage.uri.rstrip("/").rpartition("/")[0]:
+            raise ValueError(
+                f"resume='auto': the newest lineage in {stored.storage.uri} has no checkpoint yet, and began at "
+                f"{shown_url(path)}, says its record: give resume={shown_url(path)!r} if you know that place"
+            )
         if uri:
             storage = open_or_refuse(uri, write=False, timeout_s=run.timeouts.storage_s, setting="resume")
             usable += [Checkpoint(one.step, path, one.mesh) for one in known(storage) if one.folder == folder]
         else:
             usable += stored.whole([one for one in stored.found if one.folder == path])
     return usable
+
+
+def _checkpoint_name(given: object, where: str) -> str:
+    """`given` if it names a checkpoint, in this storage or, with a whole path, in another. Raises RecordDamaged."""
+    uri, folder = located("", given) if isinstance(given, str) else ("", "")
+    try:
+        name_below(folder, where)
+        is_name = lineage_of_folder(folder) >= 0 and uri.isprintable() and uri.rpartition("/")[2] not in (".", "..")
+    except ValueError:
+        is_name = False
+    if not is_name:
+        raise RecordDamaged(f"{where} names {cut(ascii(given), LONGEST_TOLD)}, which is no checkpoint", path=where)
+    return str(given)
 
 
 def lineage_name(lineage: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, read_metrics
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator import checkpoints
+from elastic_ring.runtime.coordinator import resume as resume_module
 from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper
 from elastic_ring.runtime.coordinator.resume import Resume, find_resume
 from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
@@ -218,6 +220,28 @@ def test_auto_begins_where_a_lineage_began_that_was_cut_before_its_first_checkpo
     (Path(path) / "COMMIT.json").unlink()
     with pytest.raises(ValueError, match=r"step-00000001/lineage-000, at which it began, is not there any more"):
         find_resume(replace(run, resume="auto"), IDENTITY)
+
+
+def test_a_record_of_a_lineage_opens_no_storage_that_nobody_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    real = resume_module.open_or_refuse
+    monkeypatch.setattr(resume_module, "open_or_refuse", lambda uri, **how: (opened.append(uri), real(uri, **how))[1])
+    run = RunConfig("kept", run_dir=str(tmp_path / "own"))
+    record = tmp_path / "own" / "lineages" / "000.json"
+    record.parent.mkdir(parents=True)
+    checkpoint = "checkpoints/step-00000001/lineage-000"
+    for place in ("s3://theirs/runs/r", str(tmp_path / "elsewhere" / "r"), f"{tmp_path}/../r", "r"):
+        record.write_text(json.dumps({"from": [f"{place}/{checkpoint}"]}))
+        with pytest.raises(
+            ValueError, match=rf"began at {re.escape(place)}/.* give resume='.*' if you know that place"
+        ):
+            find_resume(run, IDENTITY)
+    for odd in (1, None, "x", "../x", f"{tmp_path}/../{checkpoint}", f"../{checkpoint}", f"{checkpoint}/../../x"):
+        record.write_text(json.dumps({"from": [odd]}))
+        assert "lineages/000.json" in find_resume(run, IDENTITY).damaged, odd
+    assert set(opened) == {str(tmp_path / "own")}
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"sha256": "another", "format": 1}'])
