@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from secrets import token_hex
 from statistics import median
 from typing import Any
 
@@ -35,7 +36,7 @@ from benchmarks.harness import results
 from benchmarks.harness.arguments import at_least_one, bench_parser
 from elastic_ring.state.checkpoints import checkpoint
 from elastic_ring.state.checkpoints.checkpoint import Snapshot
-from elastic_ring.state.checkpoints.manifest import Manifest, new_attempt
+from elastic_ring.state.checkpoints.manifest import Manifest, attempt_folder
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.storage.folder import Storage
 
@@ -104,7 +105,7 @@ class Bench:
         self.last = checkpoint.take(self.shard, self.described, 0, self.last, self.stream)
         waited = time.monotonic() - begun
         self.last.wait()  # in the thread that writes
-        attempt = new_attempt(1, 1)
+        attempt = attempt_folder(1, 1, token_hex(8))
         file = checkpoint.write_part(storage, attempt, self.last)
         manifest = Manifest(1, 1, 1, "bench", attempt, 1, 1, (file,), self.described, self.last.meta)
         assert checkpoint.commit(storage, manifest)

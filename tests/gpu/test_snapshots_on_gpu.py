@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from secrets import token_hex
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state import pinned
 from elastic_ring.state.checkpoints import checkpoint
-from elastic_ring.state.checkpoints.manifest import new_attempt
+from elastic_ring.state.checkpoints.manifest import attempt_folder
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.snapshot import Buffers, load, size_of, take
 from elastic_ring.state.storage.folder import Storage
@@ -134,7 +135,7 @@ def test_a_checkpoint_is_the_state_before_the_step_that_is_queued_right_after_it
         last.wait()
         step(shard)
         last.wait()
-        attempt = new_attempt(number, 1)
+        attempt = attempt_folder(number, 1, token_hex(8))
         file = checkpoint.write_part(storage, attempt, last)
         manifest = checkpoint.Manifest(number, 1, 1, "run", attempt, 1, 1, (file,), described, last.meta)
         assert checkpoint.commit(storage, manifest)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -170,11 +169,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def step_folder(step: int, lineage: int) -> str:
     return f"{FOLDER}/step-{step:08d}/lineage-{lineage:03d}"
-
-
-def new_attempt(step: int, lineage: int) -> str:
-    """A folder that nobody has used and nobody will use again."""
-    return attempt_folder(step, lineage, secrets.token_hex(8))
 
 
 def attempt_folder(step: int, lineage: int, name: str) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from elastic_ring.cli import main as command_line
 from elastic_ring.cli.checkpoints import age, main, size
 from elastic_ring.state.checkpoints import checkpoint
-from elastic_ring.state.checkpoints.manifest import new_attempt
+from elastic_ring.state.checkpoints.manifest import attempt_folder
 from elastic_ring.state.storage.folder import Storage
 from tests.object_store.store import ObjectStore
 from tests.unit.state.test_checkpoint import SHAPES, STEP, damage, save, shard_of, whole_values
@@ -38,7 +39,7 @@ def test_list_shows_each_checkpoint_newest_first_and_what_does_not_count(storage
         save(storage, 2, 2, step=step)
     storage.replace(f"{checkpoint.step_folder(5, 1)}/{checkpoint.COMMIT}", b"{")
     checkpoint.set_aside(storage, checkpoint.step_folder(3, 1), ["a byte is wrong"])
-    storage.write(f"{new_attempt(11, 1)}/shard", [b"half"])
+    storage.write(f"{attempt_folder(11, 1, token_hex(8))}/shard", [b"half"])
     assert command_line(["checkpoints", "list", storage.uri]) == 0
     header, newest, damaged, aside, left = capsys.readouterr().out.splitlines()
     assert header.split() == ["step", "lineage", "mesh", "size", "files", "saved", "folder"]
@@ -177,7 +178,7 @@ def test_all_verbs_work_on_an_object_store(
     for step in (3, 5, 9):
         save(storage, 2, 1, step=step)
     object_store.client().create_multipart_upload(
-        Bucket=storage.root.split("/")[0], Key=f"runs/one/{new_attempt(8, 1)}/shard"
+        Bucket=storage.root.split("/")[0], Key=f"runs/one/{attempt_folder(8, 1, token_hex(8))}/shard"
     )
     assert main(["prune", f"{uri}/", "--keep-last", "1"]) == 0
     assert "1 unfinished upload(s)" in capsys.readouterr().out

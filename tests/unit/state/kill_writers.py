@@ -13,12 +13,13 @@ import random
 import signal
 import sys
 import time
+from secrets import token_hex
 
 import torch
 
 from elastic_ring.state.checkpoints import checkpoint
 from elastic_ring.state.checkpoints.checkpoint import Snapshot
-from elastic_ring.state.checkpoints.manifest import Described, Manifest, new_attempt
+from elastic_ring.state.checkpoints.manifest import Described, Manifest, attempt_folder
 from elastic_ring.state.storage.folder import Storage
 
 CP = 2
@@ -27,7 +28,7 @@ NUM_FLOATS = 20 * (1 << 20) // 4
 
 
 def save(storage: Storage, step: int) -> None:
-    folder, files = new_attempt(step, 1), []
+    folder, files = attempt_folder(step, 1, token_hex(8)), []
     for cp_rank in range(CP):
         tensors = {"params/weight": torch.full((NUM_FLOATS,), float(step))}
         files.append(checkpoint.write_part(storage, folder, Snapshot(cp_rank, 0, tensors)))

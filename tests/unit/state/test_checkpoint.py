@@ -6,6 +6,7 @@ import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.state.checkpoints import checkpoint
 from elastic_ring.state.checkpoints.checkpoint import Reader
-from elastic_ring.state.checkpoints.manifest import FORMAT, Manifest, file_name, new_attempt
+from elastic_ring.state.checkpoints.manifest import FORMAT, Manifest, attempt_folder, file_name
 from elastic_ring.state.shard import Counters, Shard
 from elastic_ring.state.storage.folder import Storage
 from tests.object_store.store import ObjectStore
@@ -55,7 +56,7 @@ def shard_of(cp_rank: int, cp: int, *, steps: int = STEP, optimizer: str = "adam
 def save(
     storage: Storage, cp: int, dp: int, *, step: int = STEP, lineage: int = 1, optimizer: str = "adamw"
 ) -> Manifest:
-    folder = new_attempt(step, lineage)
+    folder = attempt_folder(step, lineage, token_hex(8))
     files = []
     for cp_rank in range(cp):
         for part in range(dp):
@@ -291,7 +292,7 @@ def test_a_newer_format_is_refused_with_the_way_out(storage: Storage) -> None:
 def test_without_a_manifest_there_is_no_checkpoint(storage: Storage) -> None:
     shard = shard_of(0, 1)
     snapshot = checkpoint.take(shard, checkpoint.describe(shard, SHAPES, 1), 0)
-    checkpoint.write_part(storage, new_attempt(STEP, 1), snapshot)
+    checkpoint.write_part(storage, attempt_folder(STEP, 1, token_hex(8)), snapshot)
     assert checkpoint.committed(storage) == []
 
 
@@ -299,7 +300,7 @@ def test_of_writers_of_different_terms_one_commits_a_step_and_the_others_are_tol
     manifest = save(either, 1, 1, step=3)
 
     def of_term(term: int) -> Manifest:
-        folder = new_attempt(5, 1)
+        folder = attempt_folder(5, 1, token_hex(8))
         files = tuple(dataclasses.replace(file, name=file_name(folder, 0, 0)) for file in manifest.files)
         return dataclasses.replace(manifest, step=5, term=term, folder=folder, files=files)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from elastic_ring.config import CpuOffload, OptimConfig
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.state import host_optimizer, snapshot, transfer
 from elastic_ring.state.checkpoints import checkpoint
-from elastic_ring.state.checkpoints.manifest import new_attempt
+from elastic_ring.state.checkpoints.manifest import attempt_folder
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.snapshot import Buffers
 from elastic_ring.state.storage.folder import Storage
@@ -103,7 +104,7 @@ def test_it_moves_into_a_fresh_module_and_back_to_a_snapshot(steps: int, cpu_off
 @pytest.mark.parametrize(("one", "other"), [("none", "all"), ("optimizer", "none"), ("all", "optimizer")])
 def test_a_checkpoint_of_one_setting_goes_on_with_another(tmp_path: Path, one: CpuOffload, other: CpuOffload) -> None:
     saved, storage = make_shard(one, steps=3), Storage(str(tmp_path)).open()
-    described, attempt = checkpoint.describe(saved, SHAPES, 1), new_attempt(3, 1)
+    described, attempt = checkpoint.describe(saved, SHAPES, 1), attempt_folder(3, 1, token_hex(8))
     taken = checkpoint.take(saved, described, 0)
     file = checkpoint.write_part(storage, attempt, taken)
     manifest = checkpoint.Manifest(3, 1, 1, "run", attempt, 1, 1, (file,), described, taken.meta)

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
 
 from elastic_ring.cli.checkpoints import main
 from elastic_ring.state.checkpoints import checkpoint, retention
-from elastic_ring.state.checkpoints.manifest import FORMAT, new_attempt
+from elastic_ring.state.checkpoints.manifest import FORMAT, attempt_folder
 from elastic_ring.state.storage.folder import Storage
 from tests.object_store.store import ObjectStore
 from tests.unit.state.test_checkpoint import damage, save
@@ -128,7 +129,7 @@ def test_retention_is_of_each_lineage(storage: Storage) -> None:
 
 
 def attempt(storage: Storage, step: int, lineage: int = 1) -> str:
-    name = f"{new_attempt(step, lineage)}/shard-00000-part-00000.safetensors"
+    name = f"{attempt_folder(step, lineage, token_hex(8))}/shard-00000-part-00000.safetensors"
     storage.write(name, [b"half"])
     return name
 
