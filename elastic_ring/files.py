@@ -130,9 +130,9 @@ def private_folder(path: Path) -> Path:
 def read_small(path: str | os.PathLike[str], most_bytes: int = MAX_JSON_BYTES, *, is_asked: bool = False) -> bytes:
     """All bytes of a regular file. Raises ValueError for a longer one and for what is no file (a pipe would be waited
     for without end), OSError. `is_asked`: the user has named it for this call, so it may be a pipe or a terminal."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if is_asked else os.O_NONBLOCK))
-    with open(fd, "rb") as file:
-        if not is_asked and not stat.S_ISREG(os.fstat(fd).st_mode):
+    flags = 0 if is_asked else os.O_NONBLOCK
+    with open(path, "rb", opener=lambda name, given: os.open(name, given | flags)) as file:
+        if not is_asked and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError(f"{os.fspath(path)} is no regular file")
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:

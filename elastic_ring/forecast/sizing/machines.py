@@ -7,7 +7,6 @@ has its spread. Bytes a second are one way, of one GPU.
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small
 from elastic_ring.model.gpus import GPU_GIB
 from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, from_plain, settings
 
@@ -169,7 +169,7 @@ def read_fleet(text: str) -> Fleet:
 
 def read_toml(path: str, flag: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return plain_toml(read_small(path, MAX_TOML_BYTES, is_asked=True))
     except (OSError, ValueError) as error:
         raise ValueError(f"{flag} {path}: cannot be read as TOML ({error})") from error
 
