@@ -23,7 +23,7 @@ MAX_JSON_DEPTH = 64
 MAX_TOML_BYTES = 1 << 18
 MAX_NAME_BYTES = 1024
 _CONTROL = re.compile("(?!^)\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What a terminal obeys, and what it cannot show. A bar returns to the begin of its line: text in a line may not."""
+"""Characters that a terminal obeys or cannot show. A progress bar may return to the start of its line; text may not."""
 
 _LONG_KEY = re.compile(
     r"""(?<![\w\\-])(?:(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*)"""

@@ -1,8 +1,8 @@
 """Starts a worker's Python with variables from a file that only its user can read: `python launch.py FILE COMMAND`.
 
-Ray writes the `env_vars` of a runtime_env into its logs and into arguments of processes, which all users of a host see,
-and values of `run.env` may be secrets. They must be there before Python starts: some are read at once, others by what
-is imported. Runs as a script of its own; nothing else of the package may be imported.
+Values of `run.env` may be secrets, and Ray writes the `env_vars` of a runtime_env into its logs and into process
+arguments, which all users of a host can read. The variables must be set before Python starts, since Python and imported
+libraries read some of them at once. This file runs as a script and must not import the rest of the package.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Who may use a Ray: the token of one that starts here, whose Ray is joined, a warning about one that asks for none.
+"""Access to Ray: the token of a local Ray, the clusters that may be joined unasked, a warning about one without tokens.
 
-Ray's ports are open on all interfaces, `--node-ip-address=127.0.0.1` or not, and run anybody's code who has the token.
+Ray listens on all interfaces, even with `--node-ip-address=127.0.0.1`, and whoever has the token can run code through it.
 """
 
 from __future__ import annotations
