@@ -1,6 +1,6 @@
 """Access to Ray: the token of a local Ray, the clusters that may be joined unasked, a warning about one without tokens.
 
-Ray listens on all interfaces, even with `--node-ip-address=127.0.0.1`, and whoever has the token can run code through it.
+Ray listens on all interfaces, even with `--node-ip-address=127.0.0.1`, and whoever has the token can run code on it.
 """
 
 from __future__ import annotations
