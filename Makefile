@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 RUNS := runs
 
 export RAY_USAGE_STATS_ENABLED ?= 0
+# Where the environment forbids bytecode, each of some thousand processes would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help venv train lint test test-all soak nvme docs clean
@@ -51,7 +53,7 @@ lint: venv
 test: venv
 	@begun=$$(date +%s); log=$$(mktemp); $(MAKE) --no-print-directory lint > $$log 2>&1 & lint=$$!; \
 	$(PYTEST) -m "not slow and not soak"; tests=$$?; \
-	wait $$lint; lint=$$?; cat $$log; rm $$log; echo "make test: $$(( $$(date +%s) - begun )) s"; \
+	wait $$lint; lint=$$?; test $$lint = 0 || cat $$log; rm $$log; echo "make test: $$(( $$(date +%s) - begun )) s"; \
 	exit $$(( tests ? tests : lint ))
 
 test-all: venv

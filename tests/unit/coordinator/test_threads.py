@@ -88,7 +88,7 @@ def monitor(monkeypatch: pytest.MonkeyPatch) -> NodeMonitor:
     """One that has not been opened, of a coordinator on node "me". What Ray lists is given by each test."""
     monkeypatch.setattr(node_monitor.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "me"))
     spec: Any = SimpleNamespace(
-        run=SimpleNamespace(timeouts=SimpleNamespace(node_silent_s=1e9)), scaling=None, task=None
+        run=SimpleNamespace(timeouts=SimpleNamespace(node_silent_s=1e9, hello_s=1.0)), scaling=None, task=None
     )
     return NodeMonitor(spec, "127.0.0.1", lambda kind, event: None, "key")
 
