@@ -172,8 +172,10 @@ class ScalingConfig:
     """Members on GPUs destroy their unused CUDA contexts after step 2; such a worker exits instead of becoming a
     spare again."""
     domain_labels: Annotated[tuple[str, ...], BeforeValidator(_list_as_tuple)] = (
-        "ray.io/availability-zone", "rack", "host",
-    )  # fmt: skip
+        "ray.io/availability-zone",
+        "rack",
+        "host",
+    )
     """Ray's labels of nodes that say what fails together, the widest first; those that a node lacks are left out."""
     wait_for_resources_s: Seconds = 0.0
     """How long to wait at the start for a cluster that is still too small."""
@@ -374,9 +376,11 @@ class RunConfig:
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Durable checkpoints."""
     copies: Annotated[
-        str, BeforeValidator(_number_as_text), Field(pattern=r"^(auto|[012]|parity:([2-9]|[1-9][0-9]+))$"),
+        str,
+        BeforeValidator(_number_as_text),
+        Field(pattern=r"^(auto|[012]|parity:([2-9]|[1-9][0-9]+))$"),
         Must("auto, 0, 1, 2 or parity:G, with G of at least 2"),
-    ] = "auto"  # fmt: skip
+    ] = "auto"
     """Copies of each rank's state in the host memory of other ranks, on other nodes where there are some: 0, 1 or 2
     whole ones, or parity:G, one XOR for each G ranks, which covers the loss of one of them. auto: one while the mesh is
     a single ring, so that nobody else holds a shard, if the nodes have the memory (48 bytes x parameters / cp a rank);
@@ -396,18 +400,21 @@ class RunConfig:
     loss_spike: Literal["off", "log", "act"] = "log"
     """What follows a loss far above those before: nothing, a line in the log, or loss_spike_actions."""
     loss_spike_actions: Annotated[
-        tuple[Literal["clip", "skip", "back", "stop"], ...], BeforeValidator(_list_as_tuple), Field(min_length=1),
+        tuple[Literal["clip", "skip", "back", "stop"], ...],
+        BeforeValidator(_list_as_tuple),
+        Field(min_length=1),
         Must("one or more of clip, skip, back, stop"),
-    ] = ("clip", "skip", "skip", "stop")  # fmt: skip
+    ] = ("clip", "skip", "skip", "stop")
     """What the first, second, ... spike within 64 steps leads to, the last for all later ones: clip (ten steps at a
     tenth of clip_norm), skip (the step changes nothing), back (to the newest copies or checkpoint from before it, and
     on with later batches; so also after max_skipped steps in a row), stop (the run ends)."""
     rollback_limit: PositiveInt = 3
     """So often the run goes back from about the same step; then it ends."""
     skip_batches: Annotated[
-        tuple[Annotated[str, Field(pattern=r"^[0-9]+\+[1-9][0-9]*$")], ...], BeforeValidator(_list_as_tuple),
+        tuple[Annotated[str, Field(pattern=r"^[0-9]+\+[1-9][0-9]*$")], ...],
+        BeforeValidator(_list_as_tuple),
         Must("entries such as 60+21, by rising step: from step 60 on, 21 batches are left out"),
-    ] = ()  # fmt: skip
+    ] = ()
     """Batches that the order of samples leaves out from the beginning: 60+21 from step 60 on the next 21. With what the
     journal of a run that went back says, another run uses the same batches."""
     straggler: Literal["off", "log", "act"] = "log"

@@ -12,9 +12,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KINDS = (
-    "kill", "freeze", "gil", "raise", "exit", "drain", "kill-node", "freeze-node", "kill-coordinator",
-    "freeze-coordinator", "slow", "flip", "wrong", "poison",
-)  # fmt: skip
+    "kill",
+    "freeze",
+    "gil",
+    "raise",
+    "exit",
+    "drain",
+    "kill-node",
+    "freeze-node",
+    "kill-coordinator",
+    "freeze-coordinator",
+    "slow",
+    "flip",
+    "wrong",
+    "poison",
+)
 PHASES = ("forward", "backward", "reduce", "vote", "apply", "idle", "heal", "upload", "commit")
 """`upload`: in the middle of a rank's file of the checkpoint of `step` steps. `commit`: in the coordinator, between the
 last of these files and the manifest."""

@@ -28,7 +28,7 @@ _CONTROL = re.compile("(?!^)\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-
 _LONG_KEY = re.compile(
     r"""(?<![\w\\-])(?:(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*)"""
     rf"{{{MAX_JSON_DEPTH}}}"
-)  # fmt: skip
+)
 """So many parts of a key of TOML, bare or in quotes, wherever a key may stand. Numbers in a row are none."""
 _USER = r"""[^/?#\s'"]*|[^/?#\s'"@:\[]*:(?!\d{1,5}[/?#])[^\s'"]*"""
 """Name and password; a password as people type it may hold what ends a host, but a port is none."""
@@ -152,9 +152,11 @@ def plain_json(data: bytes | str, most_bytes: int = MAX_JSON_BYTES, most_depth: 
     for _ in range(most_depth):
         level = [
             child
-            for one in level if isinstance(one, (dict, list))
-            for child in (one.values() if isinstance(one, dict) else one) if isinstance(child, (dict, list))
-        ]  # fmt: skip
+            for one in level
+            if isinstance(one, (dict, list))
+            for child in (one.values() if isinstance(one, dict) else one)
+            if isinstance(child, (dict, list))
+        ]
         if not level:
             return found
     raise ValueError(f"JSON is nested deeper than {most_depth} levels")

@@ -164,12 +164,20 @@ class ElasticRingTrainer:
         self.scaling_config = scaling_config or ScalingConfig()
         self.run_config = run_config or RunConfig()
         self.task = TrainingTask(
-            model, data, step, optim_config or OptimConfig(total_steps=step.steps),
-            parts.loss if loss is None else loss, optimizer, parts.initial if initial is None else initial, units,
+            model,
+            data,
+            step,
+            optim_config or OptimConfig(total_steps=step.steps),
+            parts.loss if loss is None else loss,
+            optimizer,
+            parts.initial if initial is None else initial,
+            units,
             parts.pattern if pattern is None else parse_pattern(pattern) if isinstance(pattern, str) else pattern,
             CostModel.read(cost_model) if isinstance(cost_model, str | Path) else cost_model,
-            dict(metrics or {}), lr_schedule, parts.flops,
-        )  # fmt: skip
+            dict(metrics or {}),
+            lr_schedule,
+            parts.flops,
+        )
         self._fetched_s = 0.0
         self._contents: tuple[SourceConfig, str, Files] | None = None
         self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
@@ -275,11 +283,12 @@ class ElasticRingTrainer:
             if is_whole and same_data and of_data is not None:  # then the data may be gone
                 self._contents = self.task.data, of_data, ()
             attach.refuse_other_settings(
-                self.run_config, attach.differences(config, self._identity, self._config()),
+                self.run_config,
+                attach.differences(config, self._identity, self._config()),
                 f"its folder {self.run_config.driver_folder}",
                 f"; another name with resume={self.run_config.storage_uri!r} goes on from its newest checkpoint, for "
                 "more steps, too",
-            )  # fmt: skip
+            )
             if is_whole:
                 self._tell_moved()
         if not is_whole:
@@ -297,8 +306,9 @@ class ElasticRingTrainer:
         step = {name: getattr(task.step, name) for name in ("seed", "global_batch", "context_tokens", "param_dtype")}
         step["num_val_sequences"] = task.step.num_val_sequences if task.step.val_every_steps else 0
         # What only watches the training, or only says how it is done, may change.
-        code = {name: value for name, value in self._code().items()
-                if name != "units" and not name.startswith("metric ")}  # fmt: skip
+        code = {
+            name: value for name, value in self._code().items() if name != "units" and not name.startswith("metric ")
+        }
         return identity_of(task, step, code, self._contents[1])
 
     @property
@@ -338,9 +348,13 @@ class ElasticRingTrainer:
         """The parts of the run that are code, each described by its qualified name and arguments."""
         task = self.task
         parts: dict[str, Any] = {
-            "model": task.model, "loss": task.loss, "optimizer": task.optimizer, "initial": task.initial,
-            "units": task.units, **{f"metric {name}": metric for name, metric in task.metrics.items()},
-        }  # fmt: skip
+            "model": task.model,
+            "loss": task.loss,
+            "optimizer": task.optimizer,
+            "initial": task.initial,
+            "units": task.units,
+            **{f"metric {name}": metric for name, metric in task.metrics.items()},
+        }
         if task.lr_schedule is not None:
             parts["lr_schedule"] = task.lr_schedule
         return {name: described(part) for name, part in parts.items()}
@@ -395,18 +409,32 @@ class ElasticRingTrainer:
             log.info("run %s resumes at step %d from %s", run.name, resume.step, resume.resumed_from[-1]["path"])
         self._tell_moved(resume.places)
         run_spec = RunSpec(
-            run, self.scaling_config, self.task, attempt, self._digest, time.time(), fingerprint, self._identity,
-            resume, start_dp,
-        )  # fmt: skip
+            run,
+            self.scaling_config,
+            self.task,
+            attempt,
+            self._digest,
+            time.time(),
+            fingerprint,
+            self._identity,
+            resume,
+            start_dp,
+        )
         made = (
             ray.remote(Coordinator)
             .options(
-                name=actor_name(self.run_config.name, "coordinator"), namespace=NAMESPACE, lifetime="detached",
-                get_if_exists=True, max_restarts=-1, max_task_retries=-1, max_concurrency=64, num_cpus=0,
+                name=actor_name(self.run_config.name, "coordinator"),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                max_task_retries=-1,
+                max_concurrency=64,
+                num_cpus=0,
                 resources=ON_HEAD,
             )
             .remote(run_spec)
-        )  # fmt: skip
+        )
         if attach.attempt_of(made, self.run_config, starts=True) == attempt:
             return made, True
         return self._settled(fingerprint, attempt)  # another submission won; follow it if its settings agree
@@ -512,9 +540,11 @@ class ElasticRingTrainer:
     def _telling(self) -> Telling:
         run, folder = self.run_config, self.run_config.driver_folder
         return Telling(
-            self.callbacks, RunInfo(run.name, folder, self._config()),
-            bring=partial(run_storage.fetch_places, run, folder), keep=partial(run_storage.keep_places, run, folder),
-        )  # fmt: skip
+            self.callbacks,
+            RunInfo(run.name, folder, self._config()),
+            bring=partial(run_storage.fetch_places, run, folder),
+            keep=partial(run_storage.keep_places, run, folder),
+        )
 
     def _told(self, done: Result) -> Result:
         """`done`, once the callbacks have been told what an earlier driver left untold."""
@@ -563,8 +593,10 @@ def check_kernel(name: str, device: str) -> None:
     """Raises ValueError for a pinned kernel that is unknown or does not run on this kind of device."""
     names = [kernel.name for kernel in covering("causal") if device in kernel.devices]
     if name and name not in names:
-        raise ValueError(f"kernel={name!r} is no attention kernel for device={device!r}: choose one of "
-                         f"{', '.join(names)}, or leave it out to have one chosen")  # fmt: skip
+        raise ValueError(
+            f"kernel={name!r} is no attention kernel for device={device!r}: choose one of "
+            f"{', '.join(names)}, or leave it out to have one chosen"
+        )
 
 
 def check_task(task: TrainingTask, cp: int, device: str) -> None:
@@ -629,11 +661,18 @@ def training_order(task: TrainingTask) -> SampleOrder:
 def _shown(record: dict[str, Any]) -> StepMetrics:
     mesh = Mesh(record["dp"], record["cp"])
     return StepMetrics(
-        step=record["step"], loss=record["loss"], grad_norm=record["grad_norm"], lr=record["lr"],
-        num_tokens=record["num_tokens"], tokens_per_s=record["num_tokens"] / max(record["step_s"], 1e-9),
-        step_s=record["step_s"], skipped=record["skipped"], generation=record["generation"], mesh=mesh,
+        step=record["step"],
+        loss=record["loss"],
+        grad_norm=record["grad_norm"],
+        lr=record["lr"],
+        num_tokens=record["num_tokens"],
+        tokens_per_s=record["num_tokens"] / max(record["step_s"], 1e-9),
+        step_s=record["step_s"],
+        skipped=record["skipped"],
+        generation=record["generation"],
+        mesh=mesh,
         num_members=mesh.size,
-    )  # fmt: skip
+    )
 
 
 def _recorded(path: Path) -> dict[str, Any] | None:
@@ -649,8 +688,10 @@ def _is_settings(found: Mapping[str, Any]) -> bool:
     run, files = found.get("run"), found.get("files", [])
     texts = [found.get("identity", {}), found.get("places", {})]
     return (
-        isinstance(run, dict) and "name" in run and "digest" in found
+        isinstance(run, dict)
+        and "name" in run
+        and "digest" in found
         and all(isinstance(one, dict) and all(isinstance(text, str) for text in one.values()) for one in texts)
         and isinstance(files, list)
         and all(isinstance(one, list) and [type(text) for text in one] == [str, str] for one in files)
-    )  # fmt: skip
+    )

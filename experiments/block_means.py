@@ -135,9 +135,9 @@ class BlockMeans:
         wide_q[:, torch.tensor(rows, dtype=torch.int64)] = mean_q.detach()
         wide_k[:, : mean_k.size(1)] = mean_k.detach()
         num_chosen = min(top_k - 1, num_blocks)
-        mine = torch.stack([
-            _numbers(choose_blocks(a, b, rows, top_k), rows, num_chosen) for a, b in zip(wide_q, wide_k, strict=True)
-        ])  # fmt: skip
+        mine = torch.stack(
+            [_numbers(choose_blocks(a, b, rows, top_k), rows, num_chosen) for a, b in zip(wide_q, wide_k, strict=True)]
+        )
         choices = [
             mine if rank == self.cp_rank else mine.new_empty(batch, num_heads, len(held), num_chosen)
             for rank, held in enumerate(owned)

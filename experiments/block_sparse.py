@@ -64,9 +64,14 @@ class BlockSparseAttention:
         if not q.is_cuda:
             raise ValueError(f"device {q.device}: block-sparse kernels run on GPUs; on a CPU use RingAttention")
         kernel = select(
-            q.device, q.dtype, q.size(-1), self._deterministic, self._kernel, cover="tables",
+            q.device,
+            q.dtype,
+            q.size(-1),
+            self._deterministic,
+            self._kernel,
+            cover="tables",
             head_ratio=q.size(2) // k.size(2),
-        )  # fmt: skip
+        )
         return attend(kernel, q, k, v, self._tables_for(q, k), q.size(-1) ** -0.5 if scale is None else scale)
 
     def _tables_for(self, q: torch.Tensor, k: torch.Tensor) -> BlockTables:

@@ -52,9 +52,18 @@ class PeerRing(RingAttention):
         if together not in self._most:
             self._most[together] = most_tokens(self.schedule, together)
         exchange = PeerExchange(
-            plan.exchange, plan.frame, self._group, direction, call_index, self.ledger, self._buffers, k,
-            plan.partial_dtype, memory=self._memory, most=self._most[together],
-        )  # fmt: skip
+            plan.exchange,
+            plan.frame,
+            self._group,
+            direction,
+            call_index,
+            self.ledger,
+            self._buffers,
+            k,
+            plan.partial_dtype,
+            memory=self._memory,
+            most=self._most[together],
+        )
         exchange.reserve()
         return exchange
 

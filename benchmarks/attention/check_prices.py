@@ -101,9 +101,13 @@ def systems_of(
         exact = plan_sparse(pattern, layout, *options.heads)
         candidate = price(exact, sizes, cost_model)
         row = Row(
-            text, pattern.density(options.tokens), f"{layout.name}/hops", candidate.forward_s, candidate.all_bytes,
+            text,
+            pattern.density(options.tokens),
+            f"{layout.name}/hops",
+            candidate.forward_s,
+            candidate.all_bytes,
             candidate.work_max_over_mean,
-        )  # fmt: skip
+        )
         found.append(System(row, exact, cp_rank, group, sizes))
         candidates.append(candidate)
     return found, candidates
@@ -125,10 +129,14 @@ def compare(rows: list[Row], candidates: list[LayoutPrice]) -> tuple[list[str], 
     first = candidates.index(rank(candidates)[0][0])
     quickest = predicted.index(min(predicted))
     agreement = {
-        "pattern": rows[0].pattern, "num": len(rows), "forward": rank_correlation(predicted, forward),
-        "both": rank_correlation(predicted, both), "chosen": rows[first].candidate,
-        "regret_of_chosen": both[first] / min(both) - 1, "regret_of_quickest": both[quickest] / min(both) - 1,
-    }  # fmt: skip
+        "pattern": rows[0].pattern,
+        "num": len(rows),
+        "forward": rank_correlation(predicted, forward),
+        "both": rank_correlation(predicted, both),
+        "chosen": rows[first].candidate,
+        "regret_of_chosen": both[first] / min(both) - 1,
+        "regret_of_quickest": both[quickest] / min(both) - 1,
+    }
     lines = [
         f"{row.pattern:<38} {row.candidate:<24} {row.all_bytes / 2**20:>7.2f} {row.work_max_over_mean:>8.3f}"
         f" {1e3 * row.predicted_s:>9.2f} {1e3 * f:>9.2f} {1e3 * b:>9.2f}{'  chosen' if i == first else ''}"
@@ -157,8 +165,11 @@ def _rank(cp_rank: int, cp: int, store: str, options: argparse.Namespace) -> Non
     else:
         cost_model = CostModel.read(options.machine)
     stopwatch = Stopwatch(group, device, effort, CLOCKS[options.clock])
-    lines += [f"{options.tokens} tokens, cp {cp}, {options.heads[0]}:{options.heads[1]} heads of {options.head_dim},"
-              f" fp32, one thread a rank, {options.clock} time", HEAD]  # fmt: skip
+    lines += [
+        f"{options.tokens} tokens, cp {cp}, {options.heads[0]}:{options.heads[1]} heads of {options.head_dim},"
+        f" fp32, one thread a rank, {options.clock} time",
+        HEAD,
+    ]
     rows: list[Row] = []
     agreements: list[dict[str, Any]] = []
     for text in options.patterns:
@@ -185,9 +196,12 @@ def _end(rows: list[Row], agreements: list[dict[str, Any]], cost_model: CostMode
     if options.out is not None:
         load = {"start": options.load, "end": os.getloadavg()[0]}
         record = {
-            "load": load, "clock": options.clock, "machine": asdict(cost_model), "agreement": agreements,
+            "load": load,
+            "clock": options.clock,
+            "machine": asdict(cost_model),
+            "agreement": agreements,
             "rows": [asdict(row) for row in rows],
-        }  # fmt: skip
+        }
         write_json(options.out, record)
 
 

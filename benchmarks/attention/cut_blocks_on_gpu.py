@@ -84,10 +84,17 @@ def time_rank(cp_rank: int, cp: int, options: argparse.Namespace) -> None:
             for kernel in options.kernels:
                 key = (case.name, kernel)
                 ms, host_ms = (1e3 * statistics.median(each[key]) for each in (times, hosts))
-                rows.append([
-                    f"{tokens // 1024}K", case.name, kernel, f"{pairs.sum() / 1e6:.1f}", f"{ms:.2f}", f"{host_ms:.2f}",
-                    f"{firsts[key]:.1f}",
-                ])  # fmt: skip
+                rows.append(
+                    [
+                        f"{tokens // 1024}K",
+                        case.name,
+                        kernel,
+                        f"{pairs.sum() / 1e6:.1f}",
+                        f"{ms:.2f}",
+                        f"{host_ms:.2f}",
+                        f"{firsts[key]:.1f}",
+                    ]
+                )
     if cp_rank == 0:
         heads = f"{options.heads[0]}:{options.heads[1]} heads"
         show(f"cp={cp}, {heads}\n" + table(["tokens", "case", "kernel", "M pairs", "ms", "host ms", "first s"], rows))
@@ -102,9 +109,15 @@ def _pass(case: Case, kernel: str, cp_rank: int, cp: int, options: argparse.Name
 
     def run() -> None:
         attention = PatternedAttention(
-            pattern, layout, cp_rank, group, document_starts=case.starts, plans=plans, deterministic=False,
+            pattern,
+            layout,
+            cp_rank,
+            group,
+            document_starts=case.starts,
+            plans=plans,
+            deterministic=False,
             sparse_kernel=kernel,
-        )  # fmt: skip
+        )
         torch.autograd.grad(attention(*leaves), leaves, dout)
 
     return run

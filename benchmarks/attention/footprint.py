@@ -34,6 +34,8 @@ def footprint(ring: RingAttention, q: torch.Tensor, k: torch.Tensor) -> Footprin
     num_partials = sum(exchange.partial_slots) + sum(exchange.inbox_slots)
     num_kept = sum(stage.num_fetched for stage in exchange.stages) if plan.keeps else 0
     return Footprint(
-        len(exchange.stages), num_keys * row_bytes + num_partials * partial_row_bytes, num_kept * row_bytes,
+        len(exchange.stages),
+        num_keys * row_bytes + num_partials * partial_row_bytes,
+        num_kept * row_bytes,
         plan.returns.blocks.num_bytes,
-    )  # fmt: skip
+    )

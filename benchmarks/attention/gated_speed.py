@@ -68,8 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     names = ("heads", "head_dim", "block", "top_k", "window", "repeats")
     sizes = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
-    print(f"{options.heads} heads of {options.head_dim}, blocks of {options.block}, {options.top_k} chosen, window"
-          f" {options.window}, fp32, both passes, one thread")  # fmt: skip
+    print(
+        f"{options.heads} heads of {options.head_dim}, blocks of {options.block}, {options.top_k} chosen, window"
+        f" {options.window}, fp32, both passes, one thread"
+    )
     print(f"{'tokens':>8} {'form':>6} {'CPU s':>8} {'extra MiB':>10}")
     for tokens in options.tokens.split(","):
         for form in options.forms.split(","):

@@ -141,13 +141,24 @@ def cases() -> Iterator[Case]:
 
 
 TILES = (
-    "window:7", "sinks:3+window:5", "strided:3,2,4", "longnet:16/1,48/2,unit=1", "bigbird:2,1,2,5,4",
-    "hierarchical:2,4", "profile:0,1,5,unit=4", "topk:2,1,8",
-)  # fmt: skip
+    "window:7",
+    "sinks:3+window:5",
+    "strided:3,2,4",
+    "longnet:16/1,48/2,unit=1",
+    "bigbird:2,1,2,5,4",
+    "hierarchical:2,4",
+    "profile:0,1,5,unit=4",
+    "topk:2,1,8",
+)
 BLOCKS = (
-    "bigbird:2,0,0", "sinks:128+bigbird:2,0,0", "longnet:256/1,1024/2,unit=128", "bigbird:1,1,1", "strided:3", "topk:2",
+    "bigbird:2,0,0",
+    "sinks:128+bigbird:2,0,0",
+    "longnet:256/1,1024/2,unit=128",
+    "bigbird:1,1,1",
+    "strided:3",
+    "topk:2",
     "hierarchical:1",
-)  # fmt: skip
+)
 
 
 def able(version: Version, case: Case) -> bool:
@@ -271,13 +282,22 @@ def time_rank(cp_rank: int, cp: int, options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
         if cp_rank == 0:
             last = found[-1]
-            show(f"{last.case:36s} old {last.old_s * 1e3:8.2f} ms, new over old {last.new_s / last.old_s:.3f}, host"
-                 f" {last.host_old_s * 1e3:.2f} ms, {last.host_new_s / last.host_old_s:.3f}")  # fmt: skip
+            show(
+                f"{last.case:36s} old {last.old_s * 1e3:8.2f} ms, new over old {last.new_s / last.old_s:.3f}, host"
+                f" {last.host_old_s * 1e3:.2f} ms, {last.host_new_s / last.host_old_s:.3f}"
+            )
     if cp_rank == 0:
         rows: list[list[object]] = [
-            [x.case, f"{1e3 * x.old_s:.2f}", f"{1e3 * x.new_s:.2f}", f"{x.new_s / x.old_s:.3f}",
-             f"{1e3 * x.host_old_s:.2f}", f"{x.host_new_s / x.host_old_s:.3f}"] for x in found
-        ]  # fmt: skip
+            [
+                x.case,
+                f"{1e3 * x.old_s:.2f}",
+                f"{1e3 * x.new_s:.2f}",
+                f"{x.new_s / x.old_s:.3f}",
+                f"{1e3 * x.host_old_s:.2f}",
+                f"{x.host_new_s / x.host_old_s:.3f}",
+            ]
+            for x in found
+        ]
         show("\n" + table(["case", "old ms", "new ms", "new / old", "host old ms", "host new / old"], rows))
         write_json(options.out, {"cases": [vars(x) for x in found]})
 

@@ -208,11 +208,22 @@ def long_call(kernel: Kernel, options: argparse.Namespace) -> list[dict[str, Any
     for kind, kept, attend in (("static", density, sparse), ("dense", 1.0, dense_of(kernel))):
         once(attend, tensors)
         median, _ = device_ms(attend, tensors, 1) if kind == "static" else (float("nan"), 0.0)
-        rows.append({"kernel": kernel.name, "kind": kind, "tokens": seq_len, "density": kept, "ms": median,
-                     "peak_mib": peak_mib(attend, tensors), "driver_mib": _driver_mib()})  # fmt: skip
-        print(f"{kernel.name:<20} {kind:<8} {seq_len:,} tokens, density {kept:.4f}, {median:.1f} ms, peak"
-              f" {rows[-1]['peak_mib']:,.0f} MiB above inputs and gradients, driver {rows[-1]['driver_mib']:,.0f} MiB",
-              flush=True)  # fmt: skip
+        rows.append(
+            {
+                "kernel": kernel.name,
+                "kind": kind,
+                "tokens": seq_len,
+                "density": kept,
+                "ms": median,
+                "peak_mib": peak_mib(attend, tensors),
+                "driver_mib": _driver_mib(),
+            }
+        )
+        print(
+            f"{kernel.name:<20} {kind:<8} {seq_len:,} tokens, density {kept:.4f}, {median:.1f} ms, peak"
+            f" {rows[-1]['peak_mib']:,.0f} MiB above inputs and gradients, driver {rows[-1]['driver_mib']:,.0f} MiB",
+            flush=True,
+        )
     return rows
 
 

@@ -176,8 +176,16 @@ def show_problem(results: list[Result], took_s: float) -> None:
     for r in results:
         if r.refusal is None:
             milliseconds = [None if s is None else f"{1e3 * s:.2f}" for s in (r.exposed_s, r.hop_mean_s, r.hop_p99_s)]
-            rows.append([r.system, f"{r.tflops_per_gpu:.1f}", r.share_of_ceiling, r.ours_over_this,
-                         f"{r.peak_bytes / 2**30:.1f}", *milliseconds])  # fmt: skip
+            rows.append(
+                [
+                    r.system,
+                    f"{r.tflops_per_gpu:.1f}",
+                    r.share_of_ceiling,
+                    r.ours_over_this,
+                    f"{r.peak_bytes / 2**30:.1f}",
+                    *milliseconds,
+                ]
+            )
     head = ["system", "TFLOP/s", "of kernel", "ours/it", "GiB", "exposed ms", "hop ms", "p99 ms"]
     refused = [f"{r.system}: not run: {r.refusal}" for r in results if r.refusal is not None]
     show(f"\n{results[0].problem}  ({took_s:.0f} s)\n" + "\n".join([table(head, rows), *refused]))
@@ -205,9 +213,11 @@ def _record(results: list[Result], options: argparse.Namespace) -> dict[str, obj
     return {
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "backends": {b.name: b.version() for b in covering("causal") if "cuda" in b.devices},
-        "in_a_row": options.in_a_row, "deterministic": options.deterministic, "headline": headline_system(results),
+        "in_a_row": options.in_a_row,
+        "deterministic": options.deterministic,
+        "headline": headline_system(results),
         "results": [asdict(result) for result in results],
-    }  # fmt: skip
+    }
 
 
 def check(problem: Problem, systems: list[System], cp_rank: int) -> list[str]:

@@ -35,9 +35,15 @@ class Ours:
     layout = "zigzag"
 
     def __init__(
-        self, name: str, backend: str | None, deterministic: bool, hops_per_stage: int | None, copy_engines: bool,
-        *, graphed: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        backend: str | None,
+        deterministic: bool,
+        hops_per_stage: int | None,
+        copy_engines: bool,
+        *,
+        graphed: bool = False,
+    ) -> None:
         self.name = name
         self.graphed = graphed
         self._graphs: GraphedRing | None = None
@@ -58,10 +64,15 @@ class Ours:
         memory = _peer_memory(cp_rank, problem.cp) if self._copy_engines and problem.cp > 1 else None
         kind: Any = RingAttention if memory is None else partial(PeerRing, memory=memory)
         ring = kind(
-            schedule, cp_rank, group if problem.cp > 1 else None, backend=self._backend,
-            deterministic=self._deterministic, hops_per_stage=self._hops_per_stage, ledger=self.ledger,
+            schedule,
+            cp_rank,
+            group if problem.cp > 1 else None,
+            backend=self._backend,
+            deterministic=self._deterministic,
+            hops_per_stage=self._hops_per_stage,
+            ledger=self.ledger,
             buffers=self._buffers,
-        )  # fmt: skip
+        )
         self._memory = memory
         self.close()
         if self.graphed:

@@ -113,9 +113,12 @@ def patterns(options: argparse.Namespace, tokens: int) -> dict[str, SparsePatter
 def _longnet(heads: tuple[int, int], tokens: int) -> tuple[Any, ...]:
     segments = [2048 * 4**i for i in range(8) if 2048 * 4**i < 4 * tokens]
     rules = longnet(
-        heads[0], segments, [4**i for i in range(len(segments))], heads_per_offset=heads[0] // heads[1],
+        heads[0],
+        segments,
+        [4**i for i in range(len(segments))],
+        heads_per_offset=heads[0] // heads[1],
         unit_tokens=BLOCK_TOKENS,
-    )  # fmt: skip
+    )
     return tuple(rule | BigBird(2, 0, 0) for rule in rules)
 
 
@@ -138,9 +141,13 @@ class Bench:
         ledger, buffers = HopLedger(), HopBuffers()
         schedule = plan(Pattern(), make_layout("zigzag", tokens, self.cp))
         ring = RingAttention(
-            schedule, self.cp_rank, self.group, ledger=ledger, buffers=buffers,
+            schedule,
+            self.cp_rank,
+            self.group,
+            ledger=ledger,
+            buffers=buffers,
             deterministic=self.options.deterministic,
-        )  # fmt: skip
+        )
         row = Row(tokens, "dense", 1.0, DENSE)
         system = System(row, ring, self.tensors(tokens // self.cp, self.cp_rank), ledger, buffers)
         self.measure([system], self.options.dense_repeats)
@@ -149,9 +156,14 @@ class Bench:
     def sparse(self, name: str, pattern: SparsePattern, tokens: int, dense: Row | None) -> list[Row]:
         density = pattern.density(tokens)
         kernel = select(
-            "cuda", torch.bfloat16, self.options.head_dim, self.options.deterministic, self.options.kernel,
-            cover="tables", head_ratio=self.options.heads[0] // self.options.heads[1],
-        ).name  # fmt: skip
+            "cuda",
+            torch.bfloat16,
+            self.options.head_dim,
+            self.options.deterministic,
+            self.options.kernel,
+            cover="tables",
+            head_ratio=self.options.heads[0] // self.options.heads[1],
+        ).name
         systems = []
         if self.options.single:
             attention = BlockSparseAttention(pattern, kernel=kernel, deterministic=self.options.deterministic)
@@ -161,10 +173,17 @@ class Bench:
             schedule = plan_sparse(pattern, layout, *self.options.heads)
             ledger, buffers = HopLedger(), HopBuffers()
             ring = RingAttention(
-                schedule, self.cp_rank, self.group, ledger=ledger, buffers=buffers, kernel=kernel,
-                deterministic=self.options.deterministic, partials=torch.float32 if self.options.partials else None,
-                stage_bytes=self.options.stage_bytes or STAGE_LIMIT_BYTES, keep_keys=self.options.keep_keys,
-            )  # fmt: skip
+                schedule,
+                self.cp_rank,
+                self.group,
+                ledger=ledger,
+                buffers=buffers,
+                kernel=kernel,
+                deterministic=self.options.deterministic,
+                partials=torch.float32 if self.options.partials else None,
+                stage_bytes=self.options.stage_bytes or STAGE_LIMIT_BYTES,
+                keep_keys=self.options.keep_keys,
+            )
             tensors = self.tensors(tokens // self.cp, self.cp_rank)
             ring.check_call(*tensors[:3])
             row = Row(tokens, name, density, f"ring, {layout_name}", planned_s=time.monotonic() - began_s)
@@ -247,8 +266,10 @@ class Bench:
 def run_rank(cp_rank: int, cp: int, options: argparse.Namespace) -> None:
     bench, done = Bench(cp_rank, cp, options), list[Row]()
     if cp_rank == 0:
-        show(f"{cp} x {torch.cuda.get_device_name()}, {options.heads[0]}:{options.heads[1]} heads of"
-             f" {options.head_dim}, bf16, both passes\n{_HEAD}")  # fmt: skip
+        show(
+            f"{cp} x {torch.cuda.get_device_name()}, {options.heads[0]}:{options.heads[1]} heads of"
+            f" {options.head_dim}, bf16, both passes\n{_HEAD}"
+        )
     for tokens in options.tokens:
         dense = bench.dense(tokens) if options.dense_repeats else None
         done += [dense] if dense is not None else []
@@ -293,9 +314,14 @@ def _figure(value: float | None, form: str) -> str:
 def _record(rows: list[Row], options: argparse.Namespace) -> dict[str, Any]:
     return {
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "heads": options.heads, "head_dim": options.head_dim, "kernel": options.kernel,
-        "in_a_row": options.in_a_row, "graphed": options.graphed, "deterministic": options.deterministic,
+        "heads": options.heads,
+        "head_dim": options.head_dim,
+        "kernel": options.kernel,
+        "in_a_row": options.in_a_row,
+        "graphed": options.graphed,
+        "deterministic": options.deterministic,
         "partials": str(options.partials or "the kernel's type"),
-        "stage_bytes": options.stage_bytes or STAGE_LIMIT_BYTES, "keep_keys": options.keep_keys,
+        "stage_bytes": options.stage_bytes or STAGE_LIMIT_BYTES,
+        "keep_keys": options.keep_keys,
         "rows": [asdict(row) for row in rows],
-    }  # fmt: skip
+    }

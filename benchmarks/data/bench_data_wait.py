@@ -62,8 +62,20 @@ def train(num_bytes: int, num_steps: int, bytes_per_s: float, latency_s: float) 
             with faulty_proxy(store.port) as proxy:
                 proxy.delay_s = lambda size: latency_s + size / bytes_per_s
                 given["AWS_ENDPOINT_URL"] = proxy.endpoint
-                _run(["train", "--preset", "laptop", "--data", f"{uri}/manifest.json", "--steps", str(num_steps),
-                      "--run-dir", f"{name}/run"], given)  # fmt: skip
+                _run(
+                    [
+                        "train",
+                        "--preset",
+                        "laptop",
+                        "--data",
+                        f"{uri}/manifest.json",
+                        "--steps",
+                        str(num_steps),
+                        "--run-dir",
+                        f"{name}/run",
+                    ],
+                    given,
+                )
             lines = (Path(name) / "run" / "metrics.jsonl").read_text().splitlines()
         finally:
             store.stop()

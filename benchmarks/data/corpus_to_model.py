@@ -88,13 +88,32 @@ def walk(folder: Path, base: str, num_bytes: int, num_steps: int) -> tuple[str, 
     corpus = f"{base}/corpus" if "://" in base else f"{folder}/corpus"
     if "://" in base:
         upload(folder / "corpus" / "documents.jsonl", corpus)
-    prepared = run(["data", "prepare", "--source", corpus, "--tokenizer", f"{folder}/llama",
-                    "--out", f"{base}/prepared"])  # fmt: skip
+    prepared = run(
+        ["data", "prepare", "--source", corpus, "--tokenizer", f"{folder}/llama", "--out", f"{base}/prepared"]
+    )
     common = [
-        "train", "--model-folder", f"{folder}/llama", "--data", f"{base}/prepared/manifest.json", "--dp", "2",
-        "--cp", "2", "--spares", "1", "--context", str(CONTEXT), "--global-batch", "4", "--steps", str(num_steps),
-        "--checkpoint-every-steps", str(CHECKPOINT_EVERY), "--storage-path", f"{base}/runs",
-    ]  # fmt: skip
+        "train",
+        "--model-folder",
+        f"{folder}/llama",
+        "--data",
+        f"{base}/prepared/manifest.json",
+        "--dp",
+        "2",
+        "--cp",
+        "2",
+        "--spares",
+        "1",
+        "--context",
+        str(CONTEXT),
+        "--global-batch",
+        "4",
+        "--steps",
+        str(num_steps),
+        "--checkpoint-every-steps",
+        str(CHECKPOINT_EVERY),
+        "--storage-path",
+        f"{base}/runs",
+    ]
     struck, calm = Watched("tuned", f"{base}/runs"), Watched("undisturbed", f"{base}/runs")
     command = [*common, "--run-name", "tuned", "--faults", FAULT]
     cut_s, num_killed = cut(command, struck, folder / "log")
@@ -106,24 +125,33 @@ def walk(folder: Path, base: str, num_bytes: int, num_steps: int) -> tuple[str, 
     logits, learned = difference(folder, f"{base}/runs/tuned", folder / "tuned-model")
     resumed_at = [one["step"] for one in found["resumed_from"]]
     rows: list[list[object]] = [
-        ["1 data prepare", prepared], ["2 train, until the power cut", cut_s], ["3 train again, to its end", resumed],
+        ["1 data prepare", prepared],
+        ["2 train, until the power cut", cut_s],
+        ["3 train again, to its end", resumed],
         ["4 export", exported],
-    ]  # fmt: skip
+    ]
     # A summary has the recoveries of its own submission; the worker died in the one before.
     recoveries = [line for line in (folder / "log").read_text().splitlines() if "took its place" in line]
-    text = "\n".join([
-        f"{num_bytes >> 20} MiB, {num_documents:,} documents; {num_steps} steps of 4 sequences of {CONTEXT} tokens",
-        f"corpus, shards and run folders in {'an object store' if struck.run.is_remote else 'a folder'}",
-        results.table(["command", "s"], rows),
-        *recoveries,
-        f"power cut: {num_killed} processes killed; resumed at steps {', '.join(map(str, resumed_at))}",
-        f"as the undisturbed run: {', '.join(f'{key} {same}' for key, same in equal.items())}",
-        f"logits of from_pretrained: at most {logits:.2g} from the trainer's, {learned:.2g} from the first values'",
-    ])  # fmt: skip
+    text = "\n".join(
+        [
+            f"{num_bytes >> 20} MiB, {num_documents:,} documents; {num_steps} steps of 4 sequences of {CONTEXT} tokens",
+            f"corpus, shards and run folders in {'an object store' if struck.run.is_remote else 'a folder'}",
+            results.table(["command", "s"], rows),
+            *recoveries,
+            f"power cut: {num_killed} processes killed; resumed at steps {', '.join(map(str, resumed_at))}",
+            f"as the undisturbed run: {', '.join(f'{key} {same}' for key, same in equal.items())}",
+            f"logits of from_pretrained: at most {logits:.2g} from the trainer's, {learned:.2g} from the first values'",
+        ]
+    )
     record = {
-        "seconds": {str(name): seconds for name, seconds in rows}, "recoveries": recoveries, "killed": num_killed,
-        "resumed_at": resumed_at, "equal": equal, "logits_apart": logits, "logits_learned": learned,
-    }  # fmt: skip
+        "seconds": {str(name): seconds for name, seconds in rows},
+        "recoveries": recoveries,
+        "killed": num_killed,
+        "resumed_at": resumed_at,
+        "equal": equal,
+        "logits_apart": logits,
+        "logits_learned": learned,
+    }
     good = all(equal.values()) and bool(recoveries) and bool(resumed_at) and logits < 1e-4 < learned
     return text, record, good
 
@@ -141,10 +169,17 @@ def save_llama(folder: Path) -> None:
     train_tokenizer(folder / "corpus" / "documents.jsonl", folder / "llama", VOCAB)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=None,
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
         eos_token_id=0,
-    )  # fmt: skip
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "llama")
 
 
@@ -152,9 +187,13 @@ def run(arguments: list[str]) -> float:
     """One command to its end, in a Ray of its own; its seconds."""
     begun = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "elastic_ring", *arguments], env=variables(""), capture_output=True, text=True,
-        timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "elastic_ring", *arguments],
+        env=variables(""),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(f"elastic-ring {' '.join(arguments)}: exit status {done.returncode}\n{done.stderr[-3000:]}")
     return time.monotonic() - begun

@@ -19,9 +19,16 @@ from elastic_ring.model.config import preset
 
 FOUNDRY = Path(__file__).with_name("foundry.csv")
 MPT = {
-    "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20),
-    "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64),
-}  # fmt: skip
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
 """(layers, width, heads) by name."""
 MPT_VOCAB = 50_368
 
@@ -47,11 +54,23 @@ def foundry() -> Iterator[Case]:
         layers, width, heads = MPT[row["model"]]
         tokens, gpus = int(row["micro"]) * int(row["seq"]), int(row["gpus"])
         job = Job(
-            layers=layers, width=width, heads=heads, kv_heads=heads, head_dim=width // heads, block=12.0 * width**2,
-            head=float(MPT_VOCAB * width), vocab=MPT_VOCAB, ffn=8.0 * width, num_parameters=float(row["parameters"]),
-            tokens=tokens, seq=int(row["seq"]), passes=int(row["accum"]), shard_ranks=gpus,
-            recompute="all" if row["recompute"] == "1" else "none", grad_bytes=2,
-        )  # fmt: skip
+            layers=layers,
+            width=width,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=width // heads,
+            block=12.0 * width**2,
+            head=float(MPT_VOCAB * width),
+            vocab=MPT_VOCAB,
+            ffn=8.0 * width,
+            num_parameters=float(row["parameters"]),
+            tokens=tokens,
+            seq=int(row["seq"]),
+            passes=int(row["accum"]),
+            shard_ranks=gpus,
+            recompute="all" if row["recompute"] == "1" else "none",
+            grad_bytes=2,
+        )
         seen = tokens * int(row["accum"]) / float(row["tokens_s_gpu"])
         name = f"G2 {row['gpu']} {row['model']} {row['seq']} x {gpus}"
         yield Case(name, "mosaicml/llm-foundry", row["gpu"], "fsdp-fa2", job, seen, index % 2 == 0)
@@ -69,13 +88,22 @@ OWN: list[tuple[str, int, int, int, int, str, dict[str, Any], float, str]] = [
     ("1b", 32_768, 1, 1, 1, "H200", {"compile_blocks": True}, 1.040, "gpu_runs/2026-11-22-fifth-run-H200.md"),
     ("1b", 32_768, 2, 2, 2, "H200", {}, 0.589, "training/2026-11-21-training-4xH200.md"),
     ("1b", 32_768, 1, 2, 1, "H100-80", {}, 0.617, "gpu_runs/2026-11-25-tenth-run-2xH100.md"),
-    ("1b", 65_536, 1, 1, 1, "H200", {"cpu_offload": "optimizer"}, 3.304,
-     "training/2026-11-24-state-in-host-memory-H200.md"),
+    (
+        "1b",
+        65_536,
+        1,
+        1,
+        1,
+        "H200",
+        {"cpu_offload": "optimizer"},
+        3.304,
+        "training/2026-11-24-state-in-host-memory-H200.md",
+    ),
     ("1b", 131_072, 1, 2, 1, "H200", {"density": 0.192}, 2.212, "gpu_runs/2026-11-21-second-run-H200.md"),
     ("8b", 131_072, 1, 2, 1, "H200", {"cpu_offload": "optimizer"}, 22.93, "gpu_runs/2026-11-24-ninth-run-2xH200.md"),
     ("8b", 131_072, 1, 2, 1, "H200", {"cpu_offload": "all"}, 23.50, "gpu_runs/2026-11-24-ninth-run-2xH200.md"),
     ("1b", 131_072, 1, 2, 1, "H100-80", {}, 5.11, "gpu_runs/2026-11-25-tenth-run-2xH100.md"),
-]  # fmt: skip
+]
 
 
 def own() -> Iterator[Case]:
@@ -86,16 +114,24 @@ def own() -> Iterator[Case]:
         step = StepConfig(steps=1, global_batch=batch, context_tokens=context, param_dtype="bfloat16")
         job = job_of(config, scaling, step, density=other.get("density", 1.0))
         told = ", ".join(f"{key}={value}" for key, value in other.items())
-        yield Case(f"G9 {gpu} {name} {context} dp {dp} cp {cp} {told}".rstrip(), where, gpu, "elastic-ring", job, seen,
-                   index % 2 == 0)  # fmt: skip
+        yield Case(
+            f"G9 {gpu} {name} {context} dp {dp} cp {cp} {told}".rstrip(),
+            where,
+            gpu,
+            "elastic-ring",
+            job,
+            seen,
+            index % 2 == 0,
+        )
 
 
 def llama_8b() -> Job:
     """Llama-3.1 8B, to be given its tokens and mesh."""
     return job_of(
-        preset("8b"), ScalingConfig(dp=1, cp=1, device="cuda"),
+        preset("8b"),
+        ScalingConfig(dp=1, cp=1, device="cuda"),
         StepConfig(steps=1, global_batch=1, context_tokens=8192, param_dtype="bfloat16"),
-    )  # fmt: skip
+    )
 
 
 def published() -> Iterator[Case]:
@@ -104,12 +140,18 @@ def published() -> Iterator[Case]:
     base = dataclasses.replace(llama_8b(), recompute="none")
     for gpus, seen in ((8, 12.78), (32, 13.00), (128, 13.16)):
         job = dataclasses.replace(base, tokens=4096, cp=2, passes=32, shard_ranks=gpus, compiled=True)
-        yield Case(f"G1 8B 8K cp 2 x {gpus}", "NVIDIA/dgxc-benchmarking 1b9bb6b", "H100-80", "vendor",
-                   job, seen, False)  # fmt: skip
+        yield Case(f"G1 8B 8K cp 2 x {gpus}", "NVIDIA/dgxc-benchmarking 1b9bb6b", "H100-80", "vendor", job, seen, False)
     for compiled, rate in ((False, 5762), (True, 6667)):
         job = dataclasses.replace(base, tokens=16_384, shard_ranks=8, recompute="half", compiled=compiled)
-        yield Case(f"G3 8B 8K x 8{' compiled' * compiled}", "pytorch/torchtitan, llama3_h100_202412", "H100-96-500W",
-                   "fsdp-fa2", job, 16_384 / rate, False)  # fmt: skip
+        yield Case(
+            f"G3 8B 8K x 8{' compiled' * compiled}",
+            "pytorch/torchtitan, llama3_h100_202412",
+            "H100-96-500W",
+            "fsdp-fa2",
+            job,
+            16_384 / rate,
+            False,
+        )
 
 
 def all_cases() -> list[Case]:

@@ -16,8 +16,15 @@ from elastic_ring.forecast.sizing.machines import GPUS, Efficiency
 from elastic_ring.forecast.sizing.step_time import step_time
 
 FREE = ("matmul", "half_width", "attention", "narrow_heads", "elementwise", "overlap", "host_s")
-BOUNDS = {"matmul": (0.3, 0.95), "half_width": (10.0, 2000.0), "attention": (0.1, 0.9), "narrow_heads": (0.5, 1.0),
-          "elementwise": (0.3, 4.0), "overlap": (0.3, 1.0), "host_s": (2e-4, 6e-3)}  # fmt: skip
+BOUNDS = {
+    "matmul": (0.3, 0.95),
+    "half_width": (10.0, 2000.0),
+    "attention": (0.1, 0.9),
+    "narrow_heads": (0.5, 1.0),
+    "elementwise": (0.3, 4.0),
+    "overlap": (0.3, 1.0),
+    "host_s": (2e-4, 6e-3),
+}
 PULL = 0.3
 """Standard deviation of log of a figure around its assumed value: what few cases do not tell stays there."""
 
@@ -61,8 +68,10 @@ def main() -> None:
         for label, some in (("fitted", half), ("reported", [case for case in mine if not case.fitted])):
             off = np.exp(errors(some, found)) - 1
             size = np.abs(off)
-            print(f"  {label}: {len(some)} cases, mean {np.mean(size):.1%}, median {np.median(size):.1%}, "
-                  f"worst {np.max(size):.1%}")  # fmt: skip
+            print(
+                f"  {label}: {len(some)} cases, mean {np.mean(size):.1%}, median {np.median(size):.1%}, "
+                f"worst {np.max(size):.1%}"
+            )
             for case, one in zip(some, off, strict=True):
                 print(f"    {one:+.1%} {case.name}")
 

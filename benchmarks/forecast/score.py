@@ -29,12 +29,17 @@ LOW_POWER = Gpu("H100-96-500W", "hopper", 912e12, 2.4e12, 450e9, 50e9, 55e9, 100
 NULL_MFU, NULL_GOODPUT = 0.40, 0.90
 # (preset, tokens, cp, passes, cpu_offload, GiB of tensors, GiB reserved), of benchmarks/results, as they came
 PEAKS: list[tuple[str, int, int, int, CpuOffload, float, float]] = [
-    ("1b", 65_536, 1, 1, "none", 29.8, 38.5), ("1b", 65_536, 1, 1, "none", 29.8, 41.4),
-    ("1b", 65_536, 1, 1, "optimizer", 22.4, 30.4), ("1b", 65_536, 1, 1, "optimizer", 22.4, 31.9),
-    ("1b", 65_536, 1, 1, "all", 18.6, 25.3), ("1b", 65_536, 1, 1, "all", 18.6, 25.9),
-    ("1b", 65_536, 2, 1, "none", 22.7, 30.3), ("8b", 65_536, 2, 1, "none", 110.1, 135.3),
-    ("8b", 65_536, 2, 1, "optimizer", 80.2, 110.8), ("8b", 65_536, 2, 1, "all", 65.0, 84.1),
-]  # fmt: skip
+    ("1b", 65_536, 1, 1, "none", 29.8, 38.5),
+    ("1b", 65_536, 1, 1, "none", 29.8, 41.4),
+    ("1b", 65_536, 1, 1, "optimizer", 22.4, 30.4),
+    ("1b", 65_536, 1, 1, "optimizer", 22.4, 31.9),
+    ("1b", 65_536, 1, 1, "all", 18.6, 25.3),
+    ("1b", 65_536, 1, 1, "all", 18.6, 25.9),
+    ("1b", 65_536, 2, 1, "none", 22.7, 30.3),
+    ("8b", 65_536, 2, 1, "none", 110.1, 135.3),
+    ("8b", 65_536, 2, 1, "optimizer", 80.2, 110.8),
+    ("8b", 65_536, 2, 1, "all", 65.0, 84.1),
+]
 
 
 @dataclass(frozen=True)
@@ -160,8 +165,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/forecast/score.txt")
     rows = all_rows()
-    told = [f"{row.name:<60} {row.forecast:>12.4g} {row.seen:>12.4g} {row.error:>+7.1%} {'' if row.held else 'missed'}"
-            for row in rows]  # fmt: skip
+    told = [
+        f"{row.name:<60} {row.forecast:>12.4g} {row.seen:>12.4g} {row.error:>+7.1%} {'' if row.held else 'missed'}"
+        for row in rows
+    ]
     judged = [row for row in rows if row.group.split()[1] in ("step,", "GPU-hours") or "reserved" in row.group]
     held = [row.held for row in judged if "fitted" not in row.group]
     text = "\n".join(

@@ -92,25 +92,40 @@ class GpuRun:
     @property
     def model(self) -> ModelConfig:
         return replace(
-            preset(self.preset), checkpoint_activations=self.checkpoint, offload_activations=self.offload,
+            preset(self.preset),
+            checkpoint_activations=self.checkpoint,
+            offload_activations=self.offload,
             compile_blocks=self.compile,
-        )  # fmt: skip
+        )
 
     def trainer(self, folder: Path, name: str, steps: int, faults: str = "") -> ElasticRingTrainer:
         step = StepConfig(
-            steps=steps, global_batch=self.batch, context_tokens=self.context, param_dtype="bfloat16",
-            check_model=False, deterministic=self.deterministic, kernel=self.kernel,
-        )  # fmt: skip
+            steps=steps,
+            global_batch=self.batch,
+            context_tokens=self.context,
+            param_dtype="bfloat16",
+            check_model=False,
+            deterministic=self.deterministic,
+            kernel=self.kernel,
+        )
         return ElasticRingTrainer(
-            partial(Transformer, self.model), RandomTokens(self.context, self.model.vocab_size), step_config=step,
+            partial(Transformer, self.model),
+            RandomTokens(self.context, self.model.vocab_size),
+            step_config=step,
             optim_config=OptimConfig(peak_lr=3e-4, min_lr=3e-5, warmup_steps=min(10, steps), total_steps=steps),
             scaling_config=ScalingConfig(
-                dp=self.dp, cp=self.cp, spares=self.spares, device="cuda", resources_per_worker={"CPU": 1.0},
-                release_contexts=self.release_contexts, cpu_offload=self.cpu_offload,
+                dp=self.dp,
+                cp=self.cp,
+                spares=self.spares,
+                device="cuda",
+                resources_per_worker={"CPU": 1.0},
+                release_contexts=self.release_contexts,
+                cpu_offload=self.cpu_offload,
             ),
             run_config=RunConfig(name, run_dir=str(folder / name), faults=faults, progress=False, timeouts=TIMEOUTS),  # type: ignore[arg-type]
-            initial=QuickInitial(self.model.num_layers), pattern=self.pattern or None,
-        )  # fmt: skip
+            initial=QuickInitial(self.model.num_layers),
+            pattern=self.pattern or None,
+        )
 
 
 def utilisation(run: GpuRun, step_s: float) -> float:
@@ -154,5 +169,9 @@ def process_memory_mib(pid: int) -> int | None:
 
 
 def described(run: GpuRun) -> dict[str, Any]:
-    return {**vars(run), "gpu": torch.cuda.get_device_name(0), "gpus": torch.cuda.device_count(),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version()))}  # fmt: skip
+    return {
+        **vars(run),
+        "gpu": torch.cuda.get_device_name(0),
+        "gpus": torch.cuda.device_count(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }

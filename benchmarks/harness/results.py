@@ -27,10 +27,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     cells = [[_cell(value) for value in row] for row in (head, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     return "\n".join(
-        "  ".join(text.ljust(width) if i == 0 else text.rjust(width) for i, (text, width) in
-                  enumerate(zip(row, widths, strict=True))).rstrip()
+        "  ".join(
+            text.ljust(width) if i == 0 else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in cells
-    )  # fmt: skip
+    )
 
 
 def _cell(value: object) -> str:
@@ -70,10 +72,13 @@ def device() -> str:
 def about() -> dict[str, Any]:
     """What the figures depend on."""
     return {
-        "utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": command_line(),
-        "device": device(), "cores": os.cpu_count(), "load_1_min": round(os.getloadavg()[0], 2),
+        "utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command_line(),
+        "device": device(),
+        "cores": os.cpu_count(),
+        "load_1_min": round(os.getloadavg()[0], 2),
         "versions": versions(),
-    }  # fmt: skip
+    }
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
@@ -88,8 +93,11 @@ def save(topic: str, name: str, text: str, figures: dict[str, Any]) -> Path:
     """benchmarks/results/TOPIC/NAME-DATE.txt as printed, the figures as .json beside it; the path without suffix."""
     here = about()
     stem = RESULTS / topic / f"{name}-{here['utc'][:10]}"
-    head = [here["command"], f"{here['utc']}, {here['device']}, load {here['load_1_min']}",
-            ", ".join(f"{package} {number}" for package, number in here["versions"].items())]  # fmt: skip
+    head = [
+        here["command"],
+        f"{here['utc']}, {here['device']}, load {here['load_1_min']}",
+        ", ".join(f"{package} {number}" for package, number in here["versions"].items()),
+    ]
     stem.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{stem}.txt").write_text("\n".join(head) + f"\n\n{text}\n", encoding="utf-8")
     write_json(Path(f"{stem}.json"), figures)

@@ -89,19 +89,23 @@ def small_trainer(
     """The peers' model, optimizer and sequences a step, on rings of 2 x 2 where `scaling` says nothing else."""
     rate = common.LEARNING_RATE
     return ElasticRingTrainer(
-        small_model, PeersBytes(), loss=loss,
+        small_model,
+        PeersBytes(),
+        loss=loss,
         step_config=StepConfig(
             steps=steps, global_batch=SEQUENCES, context_tokens=common.CONTEXT_TOKENS, check_model=check_model
         ),
         optim_config=OptimConfig(peak_lr=rate, min_lr=rate, total_steps=steps, weight_decay=0.01, betas=(0.9, 0.999)),
-        scaling_config=scaling
-        or ScalingConfig(dp=DP, cp=CP, spares=spares, resources_per_worker={"CPU": 0.25}),
+        scaling_config=scaling or ScalingConfig(dp=DP, cp=CP, spares=spares, resources_per_worker={"CPU": 0.25}),
         run_config=RunConfig(
-            name, run_dir=str(folder / name), timeouts=timeouts or Timeouts(), progress=False,
+            name,
+            run_dir=str(folder / name),
+            timeouts=timeouts or Timeouts(),
+            progress=False,
             grow_cost_s=0.0,  # these runs are short, and grow all the same
         ),
         units=whole_model,
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------ its processes
@@ -153,9 +157,13 @@ def local_ray(num_cpus: int = 8) -> Iterator[None]:
 
     ask_for_token()
     ray.init(
-        address="local", num_cpus=num_cpus, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
+        address="local",
+        num_cpus=num_cpus,
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        log_to_driver=False,
         logging_level="ERROR",
-    )  # fmt: skip
+    )
     try:
         yield
     finally:

@@ -26,8 +26,14 @@ def draw(path: Path, samples: Samples, events: Sequence[tuple[float, str]]) -> N
     series = with_gaps(samples)
     times = [sample[0] for sample in series]
     upper.step(times, [sample[2] for sample in series], where="post", label="members", color="tab:blue", linewidth=2)
-    upper.step(times, [sample[3] for sample in series], where="post", label="asked for by the coordinator",
-               color="tab:orange", linestyle="--")  # fmt: skip
+    upper.step(
+        times,
+        [sample[3] for sample in series],
+        where="post",
+        label="asked for by the coordinator",
+        color="tab:orange",
+        linestyle="--",
+    )
     lower.step(times, [sample[1] for sample in series], where="post", color="tab:green", linewidth=2)
     for axes in (upper, lower):
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))

@@ -62,24 +62,56 @@ def _shim() -> types.ModuleType:
     module: Any = types.ModuleType("flash_attn.flash_attn_interface")
 
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
-        window_size: tuple[int, int] = (-1, -1), alibi_slopes: Any = None, return_softmax: bool = False,
-    ) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int] = (-1, -1),
+        alibi_slopes: Any = None,
+        return_softmax: bool = False,
+    ) -> tuple[Tensor, Tensor, None, None]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, q.size(1), k.size(1), 0.0, causal, False, scale=softmax_scale
         )
         return out, lse, None, None
 
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
-        dq: Tensor, dk: Tensor, dv: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
-        window_size: tuple[int, int] = (-1, -1), alibi_slopes: Any = None, deterministic: bool = False,
-    ) -> None:  # fmt: skip
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int] = (-1, -1),
+        alibi_slopes: Any = None,
+        deterministic: bool = False,
+    ) -> None:
         random = torch.zeros(2, dtype=torch.uint64, device=q.device)
         found = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, softmax_lse, None, None, q.size(1), k.size(1), 0.0, causal, random, random,
+            dout,
+            q,
+            k,
+            v,
+            out,
+            softmax_lse,
+            None,
+            None,
+            q.size(1),
+            k.size(1),
+            0.0,
+            causal,
+            random,
+            random,
             scale=softmax_scale,
-        )  # fmt: skip
+        )
         for target, grad in zip((dq, dk, dv), found, strict=True):
             target.copy_(grad)
 

@@ -11,9 +11,14 @@ from benchmarks.peers import common
 
 
 def train_with_kills(
-    train_worker: Callable[[dict[str, Any]], None], name: str, num_kills: int, torch_config: Callable[[], Any],
-    *, extra_cpus: int = 0, config: dict[str, Any] | None = None,
-) -> list[dict[str, float]]:  # fmt: skip
+    train_worker: Callable[[dict[str, Any]], None],
+    name: str,
+    num_kills: int,
+    torch_config: Callable[[], Any],
+    *,
+    extra_cpus: int = 0,
+    config: dict[str, Any] | None = None,
+) -> list[dict[str, float]]:
     """Train on an embedded Ray with its defaults and kill a worker `num_kills` times; the phases of each recovery.
 
     `torch_config` is called once Ray's environment is set. Raises RuntimeError when the workers do not come back.

@@ -26,9 +26,12 @@ def build(run: GpuRun, groups: Groups, device: torch.device) -> Transaction:
     task = run.trainer(Path("/tmp"), "probe", 1000).task
     source = task.data.open()
     state = Transaction(
-        task, Loader(source), Order(task.step.seed, task.step.global_batch, source.num_sequences),
-        lambda phase, step, hop=None: None, kernel_cache(),
-    )  # fmt: skip
+        task,
+        Loader(source),
+        Order(task.step.seed, task.step.global_batch, source.num_sequences),
+        lambda phase, step, hop=None: None,
+        kernel_cache(),
+    )
     state.offload(run.cpu_offload)
     state.use(device)
     state.enter(groups, (1, 1), keep=False)

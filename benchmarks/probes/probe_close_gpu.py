@@ -107,15 +107,26 @@ class Process:
         where = Rendezvous("127.0.0.1", port, prefix, "127.0.0.1", 60.0, 600.0)
         self.connector = Connector(where, self.device)
         self.groups = self.connector.connect(self.mesh, rank)
-        return {"what": "connect", "rank": rank, "free_s": freed - begun, **self.connector.timings,
-                "total_s": time.monotonic() - begun}  # fmt: skip
+        return {
+            "what": "connect",
+            "rank": rank,
+            "free_s": freed - begun,
+            **self.connector.timings,
+            "total_s": time.monotonic() - begun,
+        }
 
     def release(self) -> dict[str, Any]:
         contexts, begun = CudaContexts(), time.monotonic()
         before = contexts.having()
         num_released = end_contexts(unused_others(self.device, contexts), contexts)
-        return {"what": "release", "process": self.index, "s": time.monotonic() - begun, "num_released": num_released,
-                "contexts_before": before, "contexts_after": CudaContexts().having()}  # fmt: skip
+        return {
+            "what": "release",
+            "process": self.index,
+            "s": time.monotonic() - begun,
+            "num_released": num_released,
+            "contexts_before": before,
+            "contexts_after": CudaContexts().having(),
+        }
 
     def hold(self, gib: int) -> dict[str, Any]:
         fd = os.open(self.lock, os.O_RDWR | os.O_CREAT)
@@ -176,8 +187,13 @@ class Process:
             rates.append(x.numel() / (time.monotonic() - start) / 1e9)
         ok = role == 0 or int(x[::4096].sum()) == 0
         self.connector.retire(link)
-        return {"what": "heal", "role": role, "link_s": linked - begun, "GB_per_s": [round(r, 1) for r in rates],
-                "ok": ok}  # fmt: skip
+        return {
+            "what": "heal",
+            "role": role,
+            "link_s": linked - begun,
+            "GB_per_s": [round(r, 1) for r in rates],
+            "ok": ok,
+        }
 
     def memory(self) -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -343,8 +359,14 @@ def release(asked: Asked, ends: dict[int, Connection], generation: int, indices:
     for answer in tell(ends, {index: ("release",) for index in indices}).values():
         asked.show({"generation": generation, **answer})
     after = tell(ends, {0: ("memory",)})[0]
-    asked.show({"generation": generation, "what": "released", "used_gib_before": before.get("used_gib"),
-                "used_gib_after": after.get("used_gib")})  # fmt: skip
+    asked.show(
+        {
+            "generation": generation,
+            "what": "released",
+            "used_gib_before": before.get("used_gib"),
+            "used_gib_after": after.get("used_gib"),
+        }
+    )
 
 
 def contexts(text: str) -> str:
@@ -358,8 +380,9 @@ def main(argv: list[str]) -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--hold-gib", type=int, default=20)
-    parser.add_argument("--contexts", type=contexts, default="own", help=f"several of {','.join(CONTEXTS)}: where"
-                        " members have them")  # fmt: skip
+    parser.add_argument(
+        "--contexts", type=contexts, default="own", help=f"several of {','.join(CONTEXTS)}: where members have them"
+    )
     parser.add_argument("--at-once", action="store_true", help="build groups while the killed process still ends")
     parser.add_argument(
         "--warm",

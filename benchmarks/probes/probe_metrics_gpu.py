@@ -28,9 +28,12 @@ from elastic_ring.cli.drills.processes import start_training
 from elastic_ring.monitor.metrics_table import TABLE
 
 NEEDED = (
-    "elastic_ring_gpu_memory_bytes", "elastic_ring_gpu_temperature_celsius", "elastic_ring_gpu_power_watts",
-    "elastic_ring_gpu_utilisation_ratio", "elastic_ring_mfu_ratio",
-)  # fmt: skip
+    "elastic_ring_gpu_memory_bytes",
+    "elastic_ring_gpu_temperature_celsius",
+    "elastic_ring_gpu_power_watts",
+    "elastic_ring_gpu_utilisation_ratio",
+    "elastic_ring_mfu_ratio",
+)
 OF_RINGS = "elastic_ring_hop_latency_seconds"
 LINE = re.compile(r"^ray_(elastic_ring_\w+?)(?:_bucket|_sum|_count)?\{([^}]*)\} (\S+)")
 PART = re.compile(r'part="([^"]*)"')
@@ -62,11 +65,33 @@ def main() -> int:
         folder = Path(name)
         with LocalCluster(folder / "ray", (16,), token) as cluster:
             training = start_training(
-                ["--preset", options.preset, "--dp", str(options.dp), "--cp", str(options.cp), "--spares", "0",
-                 "--context", str(options.context), "--global-batch", str(options.dp), "--steps", "1000000",
-                 "--checkpoint-every-steps", "0", "--run-name", "probe", "--storage-path", str(folder), *more],
-                folder / "train.log", token, cluster.variables,
-            )  # fmt: skip
+                [
+                    "--preset",
+                    options.preset,
+                    "--dp",
+                    str(options.dp),
+                    "--cp",
+                    str(options.cp),
+                    "--spares",
+                    "0",
+                    "--context",
+                    str(options.context),
+                    "--global-batch",
+                    str(options.dp),
+                    "--steps",
+                    "1000000",
+                    "--checkpoint-every-steps",
+                    "0",
+                    "--run-name",
+                    "probe",
+                    "--storage-path",
+                    str(folder),
+                    *more,
+                ],
+                folder / "train.log",
+                token,
+                cluster.variables,
+            )
             seen = watch(f"http://{cluster.metrics[0]}/metrics", options.seconds)
         training.wait()
         if not seen:
@@ -89,8 +114,11 @@ def watch(url: str, seconds: float) -> dict[str, float]:
 
 def told(seen: Mapping[str, float], cp: int) -> int:
     names = {key.partition("{")[0] for key in seen}
-    shown = {key: value for key, value in sorted(seen.items())
-             if "gpu" in key or key.startswith((OF_RINGS, "elastic_ring_mfu", "elastic_ring_step_part"))}  # fmt: skip
+    shown = {
+        key: value
+        for key, value in sorted(seen.items())
+        if "gpu" in key or key.startswith((OF_RINGS, "elastic_ring_mfu", "elastic_ring_step_part"))
+    }
     not_seen = [metric.name for metric in TABLE if metric.name not in names]
     print(json.dumps({"seen": shown, "not_seen": not_seen, "num_series": len(seen)}))
     missing = [name for name in (*NEEDED, *([OF_RINGS] if cp > 1 else [])) if name not in names]

@@ -75,8 +75,15 @@ def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: a
             assert state.shard is not None
             params = list(state.shard.params.values())
             whole = "".join(d.hex()[16:48] for d in device_digests(params))
-            story.append({"loss": losses[-1], "gradient": gradient[16:48], "params": hash(whole), "s": seconds,
-                          "each": [d.hex()[16:] for d in device_digests(params)]})  # fmt: skip
+            story.append(
+                {
+                    "loss": losses[-1],
+                    "gradient": gradient[16:48],
+                    "params": hash(whole),
+                    "s": seconds,
+                    "each": [d.hex()[16:] for d in device_digests(params)],
+                }
+            )
         stories.append(story)
         names = list(state.shard.params)  # type: ignore[union-attr]
         del state
@@ -109,11 +116,15 @@ def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: 
     steady = median(seconds[1:])
     used = utilisation(run, steady)
     return {
-        "first_s": round(seconds[0], 3), "step_s": round(steady, 4), "mfu": round(used, 4),
+        "first_s": round(seconds[0], 3),
+        "step_s": round(steady, 4),
+        "mfu": round(used, 4),
         "tflops": round(used * PEAK_FLOPS / 1e12, 1),
         "spread": round((max(seconds[1:]) - min(seconds[1:])) / steady, 3),
-        "peak_gib": round(peaks[0] / 2**30, 1), "reserved_gib": round(peaks[1] / 2**30, 1), "loss": losses[-1],
-    }  # fmt: skip
+        "peak_gib": round(peaks[0] / 2**30, 1),
+        "reserved_gib": round(peaks[1] / 2**30, 1),
+        "loss": losses[-1],
+    }
 
 
 def peak_bytes(device: torch.device) -> tuple[int, int]:
@@ -201,9 +212,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=120.0)
     args = parser.parse_args(argv)
     run = GpuRun(
-        args.preset, args.context, args.batch, args.cp, args.dp, deterministic=not args.fast, kernel=args.kernel,
-        checkpoint=not args.no_checkpoint, offload=args.offload, cpu_offload=args.cpu_offload,
-    )  # fmt: skip
+        args.preset,
+        args.context,
+        args.batch,
+        args.cp,
+        args.dp,
+        deterministic=not args.fast,
+        kernel=args.kernel,
+        checkpoint=not args.no_checkpoint,
+        offload=args.offload,
+        cpu_offload=args.cpu_offload,
+    )
     text = Path(args.pattern).read_text(encoding="utf-8") if Path(args.pattern).is_file() else args.pattern
     if text and args.compile and args.what == "speed":
         parser.error("--pattern and --compile each time the step against another: give one of them")
@@ -218,8 +237,20 @@ def main(argv: list[str]) -> int:
 
 
 def show(answers: list[dict[str, Any]], args: argparse.Namespace, variant: str = "") -> None:
-    chosen = ("what", "preset", "context", "kernel", "fast", "no_checkpoint", "offload", "cpu_offload", "dp", "cp",
-              "batch", "env")  # fmt: skip
+    chosen = (
+        "what",
+        "preset",
+        "context",
+        "kernel",
+        "fast",
+        "no_checkpoint",
+        "offload",
+        "cpu_offload",
+        "dp",
+        "cp",
+        "batch",
+        "env",
+    )
     asked = {name: value for name, value in vars(args).items() if name in chosen}
     for answer in answers:
         print(json.dumps({**asked, **({"variant": variant} if variant else {}), **answer}), flush=True)
@@ -235,16 +266,28 @@ def against_eager(run: GpuRun, args: argparse.Namespace) -> int:
         show(answers, args, name)
         if any("error" in answer for answer in answers):
             return 1
-        rows[name].append({what: max(answer[what] for answer in answers)
-                           for what in ("step_s", "first_s", "warm_s", "peak_gib", "loss")})  # fmt: skip
+        rows[name].append(
+            {
+                what: max(answer[what] for answer in answers)
+                for what in ("step_s", "first_s", "warm_s", "peak_gib", "loss")
+            }
+        )
     best = {name: min(row["step_s"] for row in found) for name, found in rows.items()}
-    print(json.dumps({
-        "speed_up": round(best["eager"] / best["compiled"], 4),
-        **{f"{name}_s": seconds for name, seconds in best.items()},
-        **{f"{name}_mfu": round(utilisation(run, seconds), 4) for name, seconds in best.items()},
-        **{f"{name}_{what}": [row[what] for row in found] for name, found in rows.items()
-           for what in ("warm_s", "first_s", "peak_gib", "loss")},
-    }), flush=True)  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "speed_up": round(best["eager"] / best["compiled"], 4),
+                **{f"{name}_s": seconds for name, seconds in best.items()},
+                **{f"{name}_mfu": round(utilisation(run, seconds), 4) for name, seconds in best.items()},
+                **{
+                    f"{name}_{what}": [row[what] for row in found]
+                    for name, found in rows.items()
+                    for what in ("warm_s", "first_s", "peak_gib", "loss")
+                },
+            }
+        ),
+        flush=True,
+    )
     return 0
 
 
@@ -272,12 +315,23 @@ def against_dense(run: GpuRun, text: str, args: argparse.Namespace) -> int:
     attention = steps["dense"] - other
     bound = steps["dense"] / (other + attention * densities["pattern"])
     gained = steps["dense"] / steps["pattern"]
-    print(json.dumps({
-        "pattern": args.pattern, "density": round(densities["pattern"], 5), "dense_s": steps["dense"],
-        "sparse_s": steps["pattern"], "own_block_s": steps["own block"], "not_attention_s": round(other, 4),
-        "attention_share": round(attention / steps["dense"], 4), "speed_up": round(gained, 3),
-        "amdahl_bound": round(bound, 3), "of_bound": round(gained / bound, 4),
-    }), flush=True)  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "pattern": args.pattern,
+                "density": round(densities["pattern"], 5),
+                "dense_s": steps["dense"],
+                "sparse_s": steps["pattern"],
+                "own_block_s": steps["own block"],
+                "not_attention_s": round(other, 4),
+                "attention_share": round(attention / steps["dense"], 4),
+                "speed_up": round(gained, 3),
+                "amdahl_bound": round(bound, 3),
+                "of_bound": round(gained / bound, 4),
+            }
+        ),
+        flush=True,
+    )
     return 0
 
 

@@ -54,17 +54,21 @@ def main(argv: list[str]) -> None:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    run = GpuRun(args.preset, args.context, args.batch, args.cp, args.dp, deterministic=not args.fast,
-                 kernel=args.kernel)  # fmt: skip
+    run = GpuRun(
+        args.preset, args.context, args.batch, args.cp, args.dp, deterministic=not args.fast, kernel=args.kernel
+    )
     summary = trainer(run, args, folder).fit().summary
     seconds = [line["step_s"] for line in read_metrics(folder / "probe")]
     steady = median(seconds[1:] or seconds)
     shutil.rmtree(folder / "probe")
     return {
-        "first_s": round(seconds[0], 3), "step_s": round(steady, 4), "mfu": round(utilisation(run, steady), 4),
+        "first_s": round(seconds[0], 3),
+        "step_s": round(steady, 4),
+        "mfu": round(utilisation(run, steady), 4),
         "spread": round((max(seconds[1:]) - min(seconds[1:])) / steady, 3) if seconds[1:] else None,
-        "peak_gib": round(summary["peak_gpu_bytes"] / 2**30, 1), "loss": float.fromhex(summary["losses"][-1]),
-    }  # fmt: skip
+        "peak_gib": round(summary["peak_gpu_bytes"] / 2**30, 1),
+        "loss": float.fromhex(summary["losses"][-1]),
+    }
 
 
 def without_checkpoint(worker: Zero3Worker) -> None:
@@ -75,14 +79,19 @@ def without_checkpoint(worker: Zero3Worker) -> None:
 def trainer(run: GpuRun, args: argparse.Namespace, folder: Path) -> Zero3Trainer:
     base = run.trainer(folder, "base", args.steps)
     return Zero3Trainer(
-        base.task.model, base.task.data, cp=run.cp, step_config=base.task.step, optim_config=base.task.optim,
-        initial=base.task.initial, train_loop=without_checkpoint,
+        base.task.model,
+        base.task.data,
+        cp=run.cp,
+        step_config=base.task.step,
+        optim_config=base.task.optim,
+        initial=base.task.initial,
+        train_loop=without_checkpoint,
         scaling_config=scaling_config((run.dp * run.cp,) * 2, {"CPU": 1.0}, use_gpu=not args.cpu),
         run_config=run_config("probe", str(folder), max_failures=0),
         zero=Zero3Config(
             offload_optimizer=args.offload_optimizer, offload_param=args.offload_param, checkpoint_every_steps=0
         ),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -27,15 +27,27 @@ class Train(Protocol):
     """The signature of `train_for` without its `clock`."""
 
     def __call__(
-        self, family: Family, seed: int, settings: ClockSettings, corpus: Corpus, device: torch.device, *,
+        self,
+        family: Family,
+        seed: int,
+        settings: ClockSettings,
+        corpus: Corpus,
+        device: torch.device,
+        *,
         steps: int | None = None,
-    ) -> dict[str, Any]: ...  # fmt: skip
+    ) -> dict[str, Any]: ...
 
 
 def train_apart(
-    family: Family, seed: int, settings: ClockSettings, corpus: Corpus, device: torch.device, *,
-    steps: int | None = None, train: Train = train_for,
-) -> dict[str, Any]:  # fmt: skip
+    family: Family,
+    seed: int,
+    settings: ClockSettings,
+    corpus: Corpus,
+    device: torch.device,
+    *,
+    steps: int | None = None,
+    train: Train = train_for,
+) -> dict[str, Any]:
     """Call `train` on one thread in a new process, which exits with it, or when this process dies.
 
     Raises: ValueError where that process raised one, else RuntimeError with its traceback or exit code.

@@ -84,9 +84,15 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def train_for(
-    family: Family, seed: int, settings: ClockSettings, corpus: Corpus, device: torch.device, *,
-    steps: int | None = None, clock: Clock | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    family: Family,
+    seed: int,
+    settings: ClockSettings,
+    corpus: Corpus,
+    device: torch.device,
+    *,
+    steps: int | None = None,
+    clock: Clock | None = None,
+) -> dict[str, Any]:
     """Train one family for `settings.seconds`, or for `steps` if given, then evaluate it on the held-out sequences.
 
     Returns "seconds" (time of the last step's end), "ms_per_step" (mean), "median_ms" (over the intervals between
@@ -130,9 +136,12 @@ def train_for(
 
 
 def _train(
-    step: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, settings: ClockSettings, steps: int | None,
+    step: Callable[[int], Tensor],
+    optimizer: torch.optim.Optimizer,
+    settings: ClockSettings,
+    steps: int | None,
     read: Clock,
-) -> tuple[list[Tensor], list[Look]]:  # fmt: skip
+) -> tuple[list[Tensor], list[Look]]:
     """(losses, clock readings from before the first step to after the last).
 
     The clock is read after each of the first `LOOK_STEPS` steps, then every `LOOK_STEPS` steps. In between, the used
@@ -197,9 +206,15 @@ class Attentions:
     def of_step(self) -> list[AttentionFn]:
         """One callable per layer, for one call each, in order; drop them with the step's graph."""
         attention = PatternedAttention(
-            self._pattern, self._layout, 0, None, backend=self._settings.kernel, deterministic=False,
-            buffers=self._buffers, sparse_kernel=self._settings.sparse_kernel,
-        )  # fmt: skip
+            self._pattern,
+            self._layout,
+            0,
+            None,
+            backend=self._settings.kernel,
+            deterministic=False,
+            buffers=self._buffers,
+            sparse_kernel=self._settings.sparse_kernel,
+        )
         return [self._called(attention.layer(number)) for number in range(self._settings.num_layers)]
 
     def mixed(self) -> torch.autocast:
@@ -219,9 +234,12 @@ class Attentions:
 
 
 def train_step(
-    model: SmallModel, optimizer: torch.optim.Optimizer, attentions: Attentions, rows: Tensor,
+    model: SmallModel,
+    optimizer: torch.optim.Optimizer,
+    attentions: Attentions,
+    rows: Tensor,
     layers: list[AttentionFn] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """One step on rows (B, S + 1) of tokens; returns the loss on its device.
 
     `layers` replace those of `attentions`.
@@ -261,8 +279,10 @@ def _optimizer(model: SmallModel, settings: ClockSettings) -> torch.optim.Optimi
     others = [p for p in model.parameters() if p.dim() <= 1]
     return torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
-        lr=settings.peak_lr, betas=(0.9, 0.98), fused=True,
-    )  # fmt: skip
+        lr=settings.peak_lr,
+        betas=(0.9, 0.98),
+        fused=True,
+    )
 
 
 def _warm_up(model: SmallModel, attentions: Attentions, settings: ClockSettings, corpus: Corpus) -> None:
@@ -276,9 +296,12 @@ def _warm_up(model: SmallModel, attentions: Attentions, settings: ClockSettings,
 
 
 def _rest_ms(
-    step: Callable[[int, list[AttentionFn]], Tensor], first: int, attentions: Attentions, settings: ClockSettings,
+    step: Callable[[int, list[AttentionFn]], Tensor],
+    first: int,
+    attentions: Attentions,
+    settings: ClockSettings,
     read: Clock,
-) -> float:  # fmt: skip
+) -> float:
     """Median time of a step without attention, from step `first` on, after `LOOK_STEPS` of warm-up.
 
     Changes the weights: do not use the model afterwards.

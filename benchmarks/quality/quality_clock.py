@@ -55,9 +55,12 @@ PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "flash-attn
 
 
 def run(
-    options: argparse.Namespace, settings: ClockSettings, known: dict[str, Family], texts: Corpus,
+    options: argparse.Namespace,
+    settings: ClockSettings,
+    known: dict[str, Family],
+    texts: Corpus,
     train: Train = train_apart,
-) -> None:  # fmt: skip
+) -> None:
     """Run what is missing, seed by seed, so that an interrupted run leaves complete seeds.
 
     Raises: ValueError for a file with other settings, and for what the device cannot run.
@@ -67,8 +70,17 @@ def run(
     check_settings(options.out, {**value, **_surroundings(device, known)})
     if ("signal", "", 0) not in finished(options.out):
         bits = long_range_bits(texts.held, settings.seq_len // 8, int(settings.seq_len * settings.tail_share))
-        append(options.out, {"part": "signal", "family": "", "seed": 0, "value": bits,
-                             "training": len(texts.training), "held": texts.num_held})  # fmt: skip
+        append(
+            options.out,
+            {
+                "part": "signal",
+                "family": "",
+                "seed": 0,
+                "value": bits,
+                "training": len(texts.training),
+                "held": texts.num_held,
+            },
+        )
     begun, longest = time.monotonic(), 0.0
     for seed in options.seeds:
         for part in options.parts:
@@ -81,8 +93,17 @@ def run(
                     return
                 steps = None if part == "clock" else _dense(records, seed)["steps"]
                 value = train(known[name], seed, settings, texts, device, steps=steps)
-                append(options.out, {"part": part, "family": name, "seed": seed, "value": value,
-                                     "pattern": known[name].text, "device": _name(device)})  # fmt: skip
+                append(
+                    options.out,
+                    {
+                        "part": part,
+                        "family": name,
+                        "seed": seed,
+                        "value": value,
+                        "pattern": known[name].text,
+                        "device": _name(device),
+                    },
+                )
                 longest = max(longest, time.monotonic() - now)
                 print(f"{part:<6} {name:<16} seed {seed}  {_describe(value)}", flush=True)
 
@@ -97,8 +118,11 @@ def check_settings(path: Path, value: dict[str, Any]) -> None:
         if begun is None:
             write(path, file, {"part": "settings", "family": "", "seed": 0, "value": value})
             return
-    other = [f"{name} {begun['value'].get(name)!r} (now {value[name]!r})" for name in value
-             if begun["value"].get(name) != value[name]]  # fmt: skip
+    other = [
+        f"{name} {begun['value'].get(name)!r} (now {value[name]!r})"
+        for name in value
+        if begun["value"].get(name) != value[name]
+    ]
     if other:
         raise ValueError(f"--out {path} was begun with {', '.join(other)}; name another file, or give the same")
 
@@ -219,8 +243,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of matrices; default: bfloat16 on a GPU")
     parser.add_argument("--kernel", help="dense backend, and on a GPU its sparse form; default there: flash-attn-4")
     parser.add_argument("--compile", action="store_true", help="compile everything but attention: shorter dense steps")
-    parser.add_argument("--text", default="stdlib", help="stdlib; torch: that package's sources, about five times as"
-                        " many; or comma-separated paths and patterns of your own (stdlib)")  # fmt: skip
+    parser.add_argument(
+        "--text",
+        default="stdlib",
+        help="stdlib; torch: that package's sources, about five times as"
+        " many; or comma-separated paths and patterns of your own (stdlib)",
+    )
     parser.add_argument("--stop-after", type=float, default=HOURS, help="begin no run that would end after so many s")
     parser.add_argument("--table", action="store_true", help="only print the table of what is there")
     return parser
@@ -236,11 +264,18 @@ def _settings(options: argparse.Namespace) -> ClockSettings:
     if options.seconds <= 0 or options.width % options.heads:
         raise ValueError("--seconds must be positive, and --width a multiple of --heads")
     return ClockSettings(
-        options.seconds, options.seq_len, options.block or (128 if gpu else options.seq_len // 32), options.batch,
-        options.width, options.layers, options.heads, options.peak_lr,
+        options.seconds,
+        options.seq_len,
+        options.block or (128 if gpu else options.seq_len // 32),
+        options.batch,
+        options.width,
+        options.layers,
+        options.heads,
+        options.peak_lr,
         dtype=options.dtype or ("bfloat16" if gpu else "float32"),
-        kernel=options.kernel or ("flash-attn-4" if gpu else None), compiled=options.compile,
-    )  # fmt: skip
+        kernel=options.kernel or ("flash-attn-4" if gpu else None),
+        compiled=options.compile,
+    )
 
 
 def _asked(given: str | None, known: Sequence[str], option: str) -> list[str]:

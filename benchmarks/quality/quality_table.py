@@ -159,15 +159,21 @@ def _row(name: str, records: Records, seeds: list[int], kept: list[dict[str, Any
         return None if record is None else record["value"]
 
     cost = of("cost", 0) or {}
-    gaps = [of("text", s)["tail_loss"] - of("text", s, "dense")["tail_loss"]
-            for s in seeds if of("text", s) and of("text", s, "dense")]  # fmt: skip
+    gaps = [
+        of("text", s)["tail_loss"] - of("text", s, "dense")["tail_loss"]
+        for s in seeds
+        if of("text", s) and of("text", s, "dense")
+    ]
     shares = {task: [of("tasks", s)["accuracy"][task] for s in seeds if of("tasks", s)] for task in TASKS}
     means = {task: mean(values) for task, values in shares.items() if values}
     lost = {
-        task: mean(of("tasks", s, "dense")["accuracy"][task] - of("tasks", s)["accuracy"][task]
-                   for s in seeds if of("tasks", s) and of("tasks", s, "dense"))
+        task: mean(
+            of("tasks", s, "dense")["accuracy"][task] - of("tasks", s)["accuracy"][task]
+            for s in seeds
+            if of("tasks", s) and of("tasks", s, "dense")
+        )
         for task in means
-    }  # fmt: skip
+    }
     worst = max(lost, key=lambda task: lost[task], default="")
     gap = f"{mean(gaps):+.4f} [{min(gaps):+.3f} {max(gaps):+.3f}]"[:24] if gaps else "-"
     fidelities = [f[name] for f in kept if name in f]
@@ -207,10 +213,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
         tasks = Settings(steps=options.steps, seq_len=options.seq_len, block=options.seq_len // 16)
         text = replace(
-            tasks, steps=options.text_steps, seq_len=options.text_len, block=options.text_len // 32,
-            batch=options.text_batch, width=options.text_width, num_layers=options.text_layers,
+            tasks,
+            steps=options.text_steps,
+            seq_len=options.text_len,
+            block=options.text_len // 32,
+            batch=options.text_batch,
+            width=options.text_width,
+            num_layers=options.text_layers,
             device=options.text_device,
-        )  # fmt: skip
+        )
         if not options.table:
             run(options, tasks, text)
         print("\n".join(table(finished(options.out))))

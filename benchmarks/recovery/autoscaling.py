@@ -34,9 +34,13 @@ def changing_run(folder: Path, timeline: Timeline) -> tuple[dict[str, Any], list
     """(summary, each bound that does not hold, in words) of the benches' small run on the autoscaling cluster."""
     gate = folder / "gate"
     trainer = runs.small_trainer(
-        folder, NAME, steps=STEPS, loss=SlowUntil(runs.small_loss, str(gate), STEP_S), check_model=False,
+        folder,
+        NAME,
+        steps=STEPS,
+        loss=SlowUntil(runs.small_loss, str(gate), STEP_S),
+        check_model=False,
         scaling=autoscaling.scaling(),
-    )  # fmt: skip
+    )
     return autoscaling.changing_run(folder, trainer, gate, timeline)
 
 

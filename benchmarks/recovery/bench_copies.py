@@ -92,8 +92,7 @@ def measure(num_bytes: int, repeats: int, device: str) -> dict[str, Any]:
     stream = torch.cuda.Stream() if on_gpu else None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
-                         master_listen_fd=listener.detach())  # fmt: skip
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     peer = multiprocessing.get_context("spawn").Process(target=hold, args=(port, repeats + 1), daemon=True)
     peer.start()
     link = group(0, port)

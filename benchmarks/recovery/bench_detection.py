@@ -73,9 +73,12 @@ def _freeze_once(run: runs.Watcher, number: int) -> dict[str, float]:
     step = runs.first_step_of(run, status["generation"])
     noticed_s = min(line["now"] for line in run.events("WorkerLost", "MemberFailed") if line["now"] > wall_s) - wall_s
     row = {
-        "freeze": number, "rank": rank, "killed_s": killed_s, "noticed_s": noticed_s,
+        "freeze": number,
+        "rank": rank,
+        "killed_s": killed_s,
+        "noticed_s": noticed_s,
         "next_step_s": step["committed_monotonic_s"] - injected_s,
-    }  # fmt: skip
+    }
     results.show(f"  rank {rank} frozen: noticed after {noticed_s:.2f} s, next step after {row['next_step_s']:.2f} s")
     return {name: round(value, 4) for name, value in row.items()}
 
@@ -114,19 +117,25 @@ def watch_healthy(minutes: float, run: runs.Watcher) -> dict[str, object]:
     with busy_cores(num_cores):
         end_s = time.monotonic() + 60.0 * minutes
         run.until(
-            "the end of the healthy run", lambda: True if time.monotonic() > end_s else None, 60.0 * minutes + 60.0,
+            "the end of the healthy run",
+            lambda: True if time.monotonic() > end_s else None,
+            60.0 * minutes + 60.0,
             poll_s=1.0,
-        )  # fmt: skip
+        )
     alarms = run.events(*ALARMS)
     for line in alarms:
         event = line["event"]
         results.show(f"  ALARM {event['type']} {event.get('worker', '')}: {event.get('detail', line['reason'])[:200]}")
     status = run.whole(0)
     return {
-        "minutes": minutes, "busy_loops": num_cores, "steps": len(run.steps()) - first,
-        "alarms": len(alarms), "alarms_before_the_load": before, "generations": status["generation"],
+        "minutes": minutes,
+        "busy_loops": num_cores,
+        "steps": len(run.steps()) - first,
+        "alarms": len(alarms),
+        "alarms_before_the_load": before,
+        "generations": status["generation"],
         "terms": status["term"],
-    }  # fmt: skip
+    }
 
 
 def healthy(minutes: float) -> tuple[str, list[str], dict[str, object]]:
@@ -142,9 +151,12 @@ def healthy(minutes: float) -> tuple[str, list[str], dict[str, object]]:
 
 
 CACHES = (
-    "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "CUTE_DSL_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+    "CUTE_DSL_CACHE_DIR",
     "CUDA_CACHE_PATH",
-)  # fmt: skip
+)
 COLD = ["--preset", "laptop", "--compile", "--steps", "8", "--context", "512", "--global-batch", "4"]
 
 
@@ -202,12 +214,18 @@ def cold(options: list[str], start_s: float | None) -> tuple[str, list[str], dic
     slowest = max(steps, key=lambda step: step["step_s"], default={"step": -1, "step_s": 0.0})
     later = max(steps[1:], key=lambda step: step["step_s"], default={"step": -1, "step_s": 0.0})
     row = {
-        "finished": not problem, "steps": len(steps), "workers_killed": len(run.events("WorkerLost")),
-        "alarms": len(alarms), "compiled_before": sum(each["before"] for each in rows),
-        "compiled_after": sum(each["after"] for each in rows), "slowest_step": slowest["step"],
-        "slowest_step_s": slowest["step_s"], "slowest_later_step": later["step"],
-        "slowest_later_step_s": later["step_s"], "all_s": time.monotonic() - begun,
-    }  # fmt: skip
+        "finished": not problem,
+        "steps": len(steps),
+        "workers_killed": len(run.events("WorkerLost")),
+        "alarms": len(alarms),
+        "compiled_before": sum(each["before"] for each in rows),
+        "compiled_after": sum(each["after"] for each in rows),
+        "slowest_step": slowest["step"],
+        "slowest_step_s": slowest["step_s"],
+        "slowest_later_step": later["step"],
+        "slowest_later_step_s": later["step_s"],
+        "all_s": time.monotonic() - begun,
+    }
     told = ["finished", "workers_killed", "alarms", "compiled_after"]
     missed = [problem] if problem else []
     if [row[name] for name in told[1:]] != [0, 0, 0]:

@@ -110,10 +110,23 @@ def run(case: Case, folder: Path, options: argparse.Namespace, cluster: LocalClu
     """Train once; the figures of its recovery, or `failed` with the last lines."""
     where, log = folder / case.name, folder / f"{case.name}.log"
     arguments = [
-        "--run-dir", str(where), "--preset", options.preset, "--dp", str(case.dp), "--cp", str(case.cp),
-        "--spares", str(case.spares), "--context", str(options.context), "--steps", str(STEPS),
-        "--faults", case.faults(),
-    ]  # fmt: skip
+        "--run-dir",
+        str(where),
+        "--preset",
+        options.preset,
+        "--dp",
+        str(case.dp),
+        "--cp",
+        str(case.cp),
+        "--spares",
+        str(case.spares),
+        "--context",
+        str(options.context),
+        "--steps",
+        str(STEPS),
+        "--faults",
+        case.faults(),
+    ]
     if case.copies:
         arguments += ["--copies", str(case.copies), "--run.copy-every-steps", "2"]
     if options.device == "cpu":

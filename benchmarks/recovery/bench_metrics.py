@@ -163,8 +163,10 @@ def worker_measures(_: Any, on: bool) -> None:
         words[stamps._COUNTER_SLOT] = counter
 
     places: list[tuple[Any, str, Any]] = [
-        (step_records, "gpu_memory", dict), (transaction, "WorkClock", NoClock), (stamps.StampWriter, "stamp", stamp),
-    ]  # fmt: skip
+        (step_records, "gpu_memory", dict),
+        (transaction, "WorkClock", NoClock),
+        (stamps.StampWriter, "stamp", stamp),
+    ]
     for place, what, without in places:
         own = f"_bench_{what}"
         if not hasattr(place, own):
@@ -211,14 +213,23 @@ def report(rows: list[Figures], scraper: Scraper) -> tuple[str, Figures, bool]:
     low, high = (float(np.percentile(ratios, percent)) for percent in (5, 95))
     more = (cores["with"] - cores["without"]) / (os.cpu_count() or 1)
     table = [[one, float(blocks[one].mean()), cores[one]] for one in SIDES]
-    text = "\n".join([
-        results.table(["metrics", "step s", "CPU, cores"], table),
-        f"{len(without)} pairs of blocks; {scraper.num_series} series, {scraper.num_scrapes} scrapes",
-        f"step {100 * (ratio - 1):+.2f} % (90 % of draws from {100 * (low - 1):+.2f} to {100 * (high - 1):+.2f} %)",
-        f"CPU of coordinator and agent {100 * more:+.3f} % of the machine's cores",
-    ])  # fmt: skip
-    record = {"rows": rows, "ratio": ratio, "from": low, "to": high, "cores": cores,
-              "cores_share": more, "series": scraper.num_series}  # fmt: skip
+    text = "\n".join(
+        [
+            results.table(["metrics", "step s", "CPU, cores"], table),
+            f"{len(without)} pairs of blocks; {scraper.num_series} series, {scraper.num_scrapes} scrapes",
+            f"step {100 * (ratio - 1):+.2f} % (90 % of draws from {100 * (low - 1):+.2f} to {100 * (high - 1):+.2f} %)",
+            f"CPU of coordinator and agent {100 * more:+.3f} % of the machine's cores",
+        ]
+    )
+    record = {
+        "rows": rows,
+        "ratio": ratio,
+        "from": low,
+        "to": high,
+        "cores": cores,
+        "cores_share": more,
+        "series": scraper.num_series,
+    }
     return text, record, ratio - 1 <= LIMIT
 
 

@@ -248,15 +248,21 @@ def product_alone(turns: Turns, num_steps: int, trainer: ElasticRingTrainer) -> 
 def cost_of_copies(without: dict[str, Any], with_them: dict[str, Any]) -> dict[str, Any]:
     """The ratio of the means' overheads, and its 95th percentile under drawing pairs of blocks with replacement."""
     sides = [(np.array(one["product_s"]), np.array(one["plain_s"])) for one in (without, with_them)]
-    draws = [np.random.default_rng(seed).integers(len(plain), size=(NUM_DRAWS, len(plain)))
-             for seed, (_, plain) in enumerate(sides)]  # fmt: skip
+    draws = [
+        np.random.default_rng(seed).integers(len(plain), size=(NUM_DRAWS, len(plain)))
+        for seed, (_, plain) in enumerate(sides)
+    ]
     before, after = (
         np.array([product[draw].mean() / plain[draw].mean() for draw in drawn])
         for drawn, (product, plain) in zip(draws, sides, strict=True)
     )
     overheads = [float(product.mean() / plain.mean()) for product, plain in sides]
-    return {"overhead_without": overheads[0], "overhead_with": overheads[1], "cost": overheads[1] / overheads[0],
-            "cost_upper_bound": float(np.percentile(after / before, 95))}  # fmt: skip
+    return {
+        "overhead_without": overheads[0],
+        "overhead_with": overheads[1],
+        "cost": overheads[1] / overheads[0],
+        "cost_upper_bound": float(np.percentile(after / before, 95)),
+    }
 
 
 def measure_alone(arguments: argparse.Namespace, copies: str, in_turns: int = 0) -> dict[str, Any]:
@@ -270,10 +276,17 @@ def measure_alone(arguments: argparse.Namespace, copies: str, in_turns: int = 0)
         trainer.task = _with(trainer.task, loss=loss)
         rows = product_alone(turns, arguments.block_steps, trainer)
         steps_s = np.diff([at_s for at_s, _ in rows])
-        results.show(f"  copies={copies}: median {np.median(steps_s):.4f} s, mean {steps_s.mean():.4f} s, longest "
-                     f"{steps_s.max():.4f} s of {len(steps_s)} steps")  # fmt: skip
-        return {"steps_s": steps_s.tolist(), "losses": [loss for _, loss in rows], "copies": notes.copies(),
-                "stacks": notes.stacks(), "checkpoints": checkpoints_of(trainer)}  # fmt: skip
+        results.show(
+            f"  copies={copies}: median {np.median(steps_s):.4f} s, mean {steps_s.mean():.4f} s, longest "
+            f"{steps_s.max():.4f} s of {len(steps_s)} steps"
+        )
+        return {
+            "steps_s": steps_s.tolist(),
+            "losses": [loss for _, loss in rows],
+            "copies": notes.copies(),
+            "stacks": notes.stacks(),
+            "checkpoints": checkpoints_of(trainer),
+        }
 
 
 def measure_apart(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -300,9 +313,11 @@ def cost_apart(without: dict[str, Any], with_them: dict[str, Any]) -> dict[str, 
         steps[np.random.default_rng(seed).integers(len(steps), size=(NUM_DRAWS, len(steps)))].mean(axis=1)
         for seed, steps in enumerate(sides)
     )
-    return {"cost": float(sides[1].mean() / sides[0].mean()),
-            "cost_of_medians": float(np.median(sides[1]) / np.median(sides[0])),
-            "cost_upper_bound": float(np.percentile(after / before, 95))}  # fmt: skip
+    return {
+        "cost": float(sides[1].mean() / sides[0].mean()),
+        "cost_of_medians": float(np.median(sides[1]) / np.median(sides[0])),
+        "cost_upper_bound": float(np.percentile(after / before, 95)),
+    }
 
 
 def measure(arguments: argparse.Namespace, copies: str = "0") -> dict[str, Any]:
@@ -347,19 +362,27 @@ def _figures(
     if model.startswith("gpu-"):
         run = gpu_run(arguments)
         model = f"{model} at {arguments.context} tokens on {run.dp} x {run.cp} GPUs"
-        used = {"mfu_product": utilisation(run, float(np.median(product))),
-                "mfu_plain": utilisation(run, float(np.median(plain)))}  # fmt: skip
+        used = {
+            "mfu_product": utilisation(run, float(np.median(product))),
+            "mfu_plain": utilisation(run, float(np.median(plain))),
+        }
     pairs = zip([x for _, x in first[0]], [x for _, x in first[1]], strict=True)
     return {
-        "model": model if used else f"{model} model", "apart": arguments.apart,
-        "blocks": 1 if arguments.apart else arguments.blocks, "steps_per_block": arguments.block_steps,
-        "product_s": product.tolist(), "plain_s": plain.tolist(),
-        "median_product_s": float(np.median(product)), "median_plain_s": float(np.median(plain)),
-        "mean_product_s": float(product.mean()), "mean_plain_s": float(plain.mean()),
-        **used, "ratio": float(np.median(product) / np.median(plain)),
+        "model": model if used else f"{model} model",
+        "apart": arguments.apart,
+        "blocks": 1 if arguments.apart else arguments.blocks,
+        "steps_per_block": arguments.block_steps,
+        "product_s": product.tolist(),
+        "plain_s": plain.tolist(),
+        "median_product_s": float(np.median(product)),
+        "median_plain_s": float(np.median(plain)),
+        "mean_product_s": float(product.mean()),
+        "mean_plain_s": float(plain.mean()),
+        **used,
+        "ratio": float(np.median(product) / np.median(plain)),
         "upper_bound": None if arguments.apart else upper_bound(product, plain),
         "worst_loss_error": max(abs(a - b) / abs(b) for a, b in pairs),
-    }  # fmt: skip
+    }
 
 
 def report(figures: dict[str, Any], limit: float) -> tuple[str, list[str]]:

@@ -76,9 +76,15 @@ class Run:
 
     def start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, str(Path(__file__).resolve()), "--side", self.system, "--folder", str(self.folder)]
-        given = {**os.environ, MARK: self.token, "RAY_ADDRESS": "local", 
-                 "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1",
-                 "PYTHONPATH": str(results.ROOT)}  # fmt: skip
+        given = {
+            **os.environ,
+            MARK: self.token,
+            "RAY_ADDRESS": "local",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(results.ROOT),
+        }
         with Path(self.folder, "log").open("ab") as log:
             return subprocess.Popen(command, env=given, stdout=log, stderr=log)
 
@@ -133,11 +139,15 @@ def measure(system: str, num_cuts: int, folder: Path) -> list[dict[str, float]]:
             process = run.start()
             run.until("next step", lambda: any(s > last and at > submitted_s for s, at in run.steps()), process)  # noqa: B023
             after = [one for one in run.steps() if one[1] > submitted_s]
-            rows.append({
-                "cut": number, "killed": num_killed,
-                "next_step_s": round(min(at for step, at in after if step > last) - submitted_s, 3),
-                "steps_again": run.steps_again(last, after), "step_s": step_s(before),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "cut": number,
+                    "killed": num_killed,
+                    "next_step_s": round(min(at for step, at in after if step > last) - submitted_s, 3),
+                    "steps_again": run.steps_again(last, after),
+                    "step_s": step_s(before),
+                }
+            )
             results.show(f"  {system}: {rows[-1]}")
     finally:
         kill_everything(run.token)

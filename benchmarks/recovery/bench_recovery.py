@@ -69,9 +69,13 @@ def kill_once(run: runs.Watcher, number: int) -> dict[str, float]:
     before = [line for line in run.steps() if line["generation"] == status["generation"]]
     phases = _phases(run, injected_s + wall_less_monotonic_s, step, recovery["heal_s"], wall_less_monotonic_s)
     row = {
-        "kill": number, "rank": rank, **phases, "next_step_s": step["committed_monotonic_s"] - injected_s,
-        "steps_undone": recovery["steps_undone"], "step_s": _step_s(before, injected_s),
-    }  # fmt: skip
+        "kill": number,
+        "rank": rank,
+        **phases,
+        "next_step_s": step["committed_monotonic_s"] - injected_s,
+        "steps_undone": recovery["steps_undone"],
+        "step_s": _step_s(before, injected_s),
+    }
     results.show(f"  {OURS}: rank {rank} killed, next step after {row['next_step_s']:.3f} s")
     return {name: round(value, 4) for name, value in row.items()}
 
@@ -84,9 +88,11 @@ def _phases(
     generation = step["generation"]
     resumed_s = max(line["now"] for line in run.events("Resumed") if line["event"]["generation"] == generation)
     return {
-        "detect_s": noticed_s - injected_s, "close_s": resumed_s - noticed_s - heal_s, "heal_s": heal_s,
+        "detect_s": noticed_s - injected_s,
+        "close_s": resumed_s - noticed_s - heal_s,
+        "heal_s": heal_s,
         "rerun_s": step["committed_monotonic_s"] + offset_s - resumed_s,
-    }  # fmt: skip
+    }
 
 
 def _step_s(lines: list[dict[str, Any]], before_s: float) -> float:

@@ -82,15 +82,33 @@ def kill_once(run: runs.Watcher, number: int, num_spares: int, paced: int) -> di
     phases, heal_s = recovery["phases"], recovery["heal_s"]
     wire_GB_s = phases.get("heal_bytes", 0.0) / max(phases.get("wire_s", 0.0), 1e-9) / 1e9
     row = {
-        "kill": number, "rank": rank, "detect_s": noticed_s - injected_s - offset_s,
-        "close_s": resumed_s - noticed_s - heal_s, "heal_s": heal_s,
+        "kill": number,
+        "rank": rank,
+        "detect_s": noticed_s - injected_s - offset_s,
+        "close_s": resumed_s - noticed_s - heal_s,
+        "heal_s": heal_s,
         "rerun_s": step["committed_monotonic_s"] + offset_s - resumed_s,
-        "next_step_s": step["committed_monotonic_s"] - injected_s, "wire_GB_s": wire_GB_s,
-        **{name: phases.get(name, 0.0) for name in ("free_s", "device_s", "connect_s", "meet_s", "world_s", "groups_s",
-                                                    "link_group_s", "test_s", "roll_s", "link_s", "wire_s",
-                                                    "verify_s")},
+        "next_step_s": step["committed_monotonic_s"] - injected_s,
+        "wire_GB_s": wire_GB_s,
+        **{
+            name: phases.get(name, 0.0)
+            for name in (
+                "free_s",
+                "device_s",
+                "connect_s",
+                "meet_s",
+                "world_s",
+                "groups_s",
+                "link_group_s",
+                "test_s",
+                "roll_s",
+                "link_s",
+                "wire_s",
+                "verify_s",
+            )
+        },
         "exact": recovery["exact"],
-    }  # fmt: skip
+    }
     row = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
     results.show(f"  {row}" + (f" memory {memory}, {own} its own" if memory else ""))
     return {**row, "memory": memory, "own_gib": own, "spares": num_there, "action": recovery["action"]}
@@ -149,10 +167,11 @@ def kill_two(run: runs.Watcher, number: int, num_spares: int) -> dict[str, Any]:
     run.more_steps(1)
     found = run.recoveries()[before:]
     row = {
-        "pair": number, "apart_s": round(second_s - first_s, 3),
+        "pair": number,
+        "apart_s": round(second_s - first_s, 3),
         "next_step_s": round(run.steps()[-1]["committed_monotonic_s"] - second_s, 3),
         "recoveries": [{key: recovery[key] for key in ("cause", "action", "exact")} for recovery in found],
-    }  # fmt: skip
+    }
     results.show(f"  {row}")
     return row
 
@@ -174,9 +193,7 @@ def growth(rows: list[dict[str, Any]]) -> dict[str, float]:
     if all(row.get("own_gib") for row in samples):
         series[OWN] = [row["own_gib"] for row in samples]
     for index in range(len(samples[0]["memory"]) - 1):
-        series[f"GPU {index}"] = [
-            row["memory"][1 + index] - row["spares"] * CONTEXT_BYTES / 2**30 for row in samples
-        ]  # fmt: skip
+        series[f"GPU {index}"] = [row["memory"][1 + index] - row["spares"] * CONTEXT_BYTES / 2**30 for row in samples]
     kills = [float(row["kill"]) for row in samples]
     return {name: 1024 * slope(list(zip(kills, gib, strict=True))) for name, gib in series.items()}
 
@@ -185,8 +202,9 @@ def outgrown(rows: list[dict[str, Any]]) -> list[str]:
     limits = {HOST: HOST_SLOPE_MIB}
     return [
         f"memory of {name} grows by {mib:.1f} MiB a kill, more than {limits.get(name, GPU_SLOPE_MIB):g}"
-        for name, mib in growth(rows).items() if mib > limits.get(name, GPU_SLOPE_MIB)
-    ]  # fmt: skip
+        for name, mib in growth(rows).items()
+        if mib > limits.get(name, GPU_SLOPE_MIB)
+    ]
 
 
 def memory_gib(pid: int) -> list[float]:
@@ -203,9 +221,14 @@ def own_gib(pid: int) -> float | None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     run = GpuRun(
-        args.preset, args.context, args.batch, args.cp, spares=args.spares, kernel=args.kernel,
+        args.preset,
+        args.context,
+        args.batch,
+        args.cp,
+        spares=args.spares,
+        kernel=args.kernel,
         release_contexts=args.release_contexts,
-    )  # fmt: skip
+    )
     figures: dict[str, Any] = {"run": gpu_runs.described(run), "parameters": num_parameters(run.model)}
     figures["paced"] = args.paced
     figures["link_GB_s"] = gpu_runs.link_rate()
@@ -272,8 +295,9 @@ def report(figures: dict[str, Any]) -> tuple[str, list[str]]:
         missed += outgrown(rows)
     for row in figures.get("pairs", ()):
         text += f"\nkilled {row['apart_s']} s after another one, while the ring was being closed: {row['recoveries']}"
-        missed += [f"pair {row['pair']} was not exact: {found['action']}" for found in row["recoveries"]
-                   if not found["exact"]]  # fmt: skip
+        missed += [
+            f"pair {row['pair']} was not exact: {found['action']}" for found in row["recoveries"] if not found["exact"]
+        ]
     for name, same in figures.get("same", {}).items():
         text += f"\na planned kill in {name}, equal to the run without faults: {same}"
         missed += [f"{kind} of a kill in {name} differ from the run without faults" for kind in same if not same[kind]]
@@ -298,8 +322,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--limit-s", type=float, default=1e9, help="kill no more after this time")
     parser.add_argument("--spares", type=int, default=1)
     parser.add_argument("--kernel", default="", help="pin one attention kernel")
-    parser.add_argument("--release-contexts", action=argparse.BooleanOptionalAction, default=True, help="members let go"
-                        " of the other GPUs")  # fmt: skip
+    parser.add_argument(
+        "--release-contexts",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="members let go of the other GPUs",
+    )
     parser.add_argument("--short-steps", type=int, default=12, help="of the two runs that are compared; 0: leave out")
     parser.add_argument("--faults", type=phases, default="backward", help=f"planned kills: {','.join(FAULTS)}")
     parser.add_argument("--in-building", type=int, default=0, help="pairs of kills, the second while the ring closes")

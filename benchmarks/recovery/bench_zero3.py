@@ -61,8 +61,25 @@ def main() -> None:
                 start[door] = run(door, args, Path(folder, f"{door}-small"), layers=1, width=32, kill=False)["bytes"]
             rows.append(measure(system, args, Path(folder, system), start[door]))
     head = ["system", "worker MiB", "start MiB", "state MiB", "step s", "recover s", "steps again", "last loss"]
-    text = table(head, [[row[key] for key in ("system", "worker_mib", "start_mib", "state_mib", "step_s", "recover_s",
-                                              "steps_rerun", "last_loss")] for row in rows])  # fmt: skip
+    text = table(
+        head,
+        [
+            [
+                row[key]
+                for key in (
+                    "system",
+                    "worker_mib",
+                    "start_mib",
+                    "state_mib",
+                    "step_s",
+                    "recover_s",
+                    "steps_rerun",
+                    "last_loss",
+                )
+            ]
+            for row in rows
+        ],
+    )
     show(text)
     if args.save:
         save(
@@ -80,12 +97,15 @@ def measure(system: str, args: argparse.Namespace, folder: Path, start_bytes: in
     recovery: dict[str, Any] = summary["recoveries"][0] if kill else {"step": 0, "total_s": None, "steps_rerun": None}
     warm = {0, recovery["step"], recovery["step"] + 1}
     row = {
-        "system": system, "worker_mib": round(whole["bytes"] / MIB), "start_mib": round(start_bytes / MIB),
+        "system": system,
+        "worker_mib": round(whole["bytes"] / MIB),
+        "start_mib": round(start_bytes / MIB),
         "state_mib": round((whole["bytes"] - start_bytes) / MIB),
         "step_s": median(line["step_s"] for line in whole["steps"] if line["step"] not in warm),
-        "recover_s": recovery["total_s"], "steps_rerun": recovery["steps_rerun"],
+        "recover_s": recovery["total_s"],
+        "steps_rerun": recovery["steps_rerun"],
         "last_loss": float.fromhex(summary["losses"][-1]),
-    }  # fmt: skip
+    }
     show(f"{system}: {row}")
     return row
 
@@ -93,10 +113,19 @@ def measure(system: str, args: argparse.Namespace, folder: Path, start_bytes: in
 def run(system: str, args: argparse.Namespace, folder: Path, *, layers: int, width: int, kill: bool) -> dict[str, Any]:
     """Train once; summary, steps, and the most private memory of a worker."""
     process = subprocess.Popen(
-        command(system, args, folder, layers, width), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0",
-             "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local", "RAY_worker_niceness": "0"},
-    )  # fmt: skip
+        command(system, args, folder, layers, width),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+            "RAY_ADDRESS": "local",
+            "RAY_worker_niceness": "0",
+        },
+    )
     most, killed, deadline = 0, not kill, time.monotonic() + LIMIT_S
     try:
         while process.poll() is None:
@@ -119,15 +148,27 @@ def run(system: str, args: argparse.Namespace, folder: Path, *, layers: int, wid
 
 def command(system: str, args: argparse.Namespace, folder: Path, layers: int, width: int) -> list[str]:
     script = "train_1t.py" if system == "elastic" else "train_zero3.py"
-    model = [f"--model.num-layers={layers}", f"--model.width={width}", f"--model.ffn-width={3 * width}",
-             f"--context={args.context}", "--global-batch=4", f"--steps={args.steps}"]  # fmt: skip
+    model = [
+        f"--model.num-layers={layers}",
+        f"--model.width={width}",
+        f"--model.ffn-width={3 * width}",
+        f"--context={args.context}",
+        "--global-batch=4",
+        f"--steps={args.steps}",
+    ]
     where = [f"--storage-path={folder}", "--run-name=run"]
     if system == "elastic":
         mesh = ["--dp=2", "--cp=2", "--spares=1", "--checkpoint-every-steps=0"]
     else:
         place = OFFLOADED_SYSTEMS.get(system, "none")
-        mesh = ["--workers=4", "--cp=2", "--checkpoint-every-steps=2", f"--offload-optimizer={place}",
-                f"--offload-param={place}", f"--nvme-path={folder}/swap"]  # fmt: skip
+        mesh = [
+            "--workers=4",
+            "--cp=2",
+            "--checkpoint-every-steps=2",
+            f"--offload-optimizer={place}",
+            f"--offload-param={place}",
+            f"--nvme-path={folder}/swap",
+        ]
     return [sys.executable, str(ROOT / "jobs" / script), *model, *where, *mesh]
 
 

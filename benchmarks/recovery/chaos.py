@@ -124,8 +124,10 @@ class Soak:
         self.injections.append(
             {"kind": kind, "signal": number.name, "step": len(run.steps()), "back_s": round(took_s, 3)}
         )
-        results.show(f"  {self.num_injected:3d}/{self.num_kills} {number.name} {kind}: on again after {took_s:.2f} s, "
-                    f"step {len(run.steps())}")  # fmt: skip
+        results.show(
+            f"  {self.num_injected:3d}/{self.num_kills} {number.name} {kind}: on again after {took_s:.2f} s, "
+            f"step {len(run.steps())}"
+        )
 
     def _kind(self, status: dict[str, Any]) -> str:
         kind = self.rng.choices(list(SHARES), list(SHARES.values()))[0]
@@ -193,8 +195,9 @@ def growth(soak: Soak) -> tuple[str, list[str]]:
         rows.append([role, pid, lived, *(f"{a:.1f} -> {b:.1f}" for a, b in zip(first, last, strict=True))])
         missed += [
             f"{role} (pid {pid}): {name} grew from {a:.1f} to {b:.1f}, more than {GROWTH[name]:.0f}, over {lived}"
-            for name, a, b in zip(GROWTH, first, last, strict=True) if b - a > GROWTH[name]
-        ]  # fmt: skip
+            for name, a, b in zip(GROWTH, first, last, strict=True)
+            if b - a > GROWTH[name]
+        ]
     before, after = soak.counts[0], soak.counts[-1]
     text = results.table(["process", "pid", "recoveries", *GROWTH], rows)
     if not rows:
@@ -215,13 +218,15 @@ def trainer_of(model: str, folder: Path, name: str, steps: int, pause: Path) -> 
         (ModelConfig(257, 2, 32, 4, 2, 8, 64), 96, 6) if model == "tiny" else (preset("laptop"), 2048, 4)
     )
     return ElasticRingTrainer(
-        partial(Transformer, config), corpus(context), loss=PausedLoss(str(pause)),
+        partial(Transformer, config),
+        corpus(context),
+        loss=PausedLoss(str(pause)),
         step_config=StepConfig(steps=steps, global_batch=batch, context_tokens=context),
         optim_config=OptimConfig(peak_lr=3e-3, min_lr=3e-4, warmup_steps=min(10, steps), total_steps=steps),
         scaling_config=ScalingConfig(dp=runs.DP, cp=runs.CP, spares=SPARES, resources_per_worker={"CPU": 0.25}),
         run_config=RunConfig(name, run_dir=str(folder / name), progress=False),
         initial=Initialiser(0, config.num_layers),
-    )  # fmt: skip
+    )
 
 
 def compare(calm: dict[str, Any], found: dict[str, Any]) -> list[str]:
@@ -232,8 +237,11 @@ def compare(calm: dict[str, Any], found: dict[str, Any]) -> list[str]:
     not_exact = [r["cause"] for r in found["recoveries"] if not r["exact"]]
     missed += [f"promised sample-exact only: {cause}" for cause in not_exact]
     if not not_exact:
-        missed += [f"{key} differ from the run without faults" for key in ("losses", "weights_sha256")
-                   if calm[key] != found[key]]  # fmt: skip
+        missed += [
+            f"{key} differ from the run without faults"
+            for key in ("losses", "weights_sha256")
+            if calm[key] != found[key]
+        ]
     return missed
 
 
@@ -253,8 +261,10 @@ def run_all(model: str, num_kills: int, seed: int) -> tuple[str, list[str], dict
         trainer = trainer_of(model, folder, "calm", steps, pause)
         runs.train_while(trainer, nothing, to_the_end=True)
         calm = runs.summary_of(trainer)
-        results.show(f"{steps} steps with {num_kills} kills, seed {seed}; without them it took "
-                    f"{time.monotonic() - began_s:.0f} s")  # fmt: skip
+        results.show(
+            f"{steps} steps with {num_kills} kills, seed {seed}; without them it took "
+            f"{time.monotonic() - began_s:.0f} s"
+        )
         soak = Soak(random.Random(seed), pause, num_kills)
         trainer = trainer_of(model, folder, RUN, steps, pause)
         runs.train_while(trainer, soak.soak, to_the_end=True)

@@ -56,9 +56,14 @@ class GatedLoss:
     once: now and then the product computes one again, to compare. That costs a wait for the device each time."""
 
     def __init__(
-        self, loss: LossFunction, gate: Gate, sequences_per_block: int, notes: WorkerNotes | None = None, *,
+        self,
+        loss: LossFunction,
+        gate: Gate,
+        sequences_per_block: int,
+        notes: WorkerNotes | None = None,
+        *,
         repeats: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._loss, self._gate, self._sequences_per_block = loss, gate, sequences_per_block
         self._repeats = repeats
         self._notes = notes
@@ -133,9 +138,12 @@ class PlainWorker:
                 torch.use_deterministic_algorithms(True, warn_only=True)
                 torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         dist.init_process_group(
-            "nccl" if kind == "cuda" else "gloo", store=store, rank=self._rank, world_size=mesh.size,
+            "nccl" if kind == "cuda" else "gloo",
+            store=store,
+            rank=self._rank,
+            world_size=mesh.size,
             device_id=self._device if kind == "cuda" else None,
-        )  # fmt: skip
+        )
         groups = init_device_mesh(kind, (mesh.dp, mesh.cp), mesh_dim_names=("dp", "cp"))
         # Hops go before kernels that are running, as in the product.
         rings = [dist.new_group(list(mesh.ring(dp_rank)), pg_options=_urgent(kind)) for dp_rank in range(mesh.dp)]
@@ -150,8 +158,9 @@ class PlainWorker:
         ndims = {name: len(shape) for name, shape in full_shapes(self._model).items()}
         self._optimizer = make_optimizer(list(params.items()), task.optim, ndims)
         self._flat = torch.zeros(sum(p.numel() for p in self._params), device=self._device)
-        self._views = [v.view_as(p) for v, p in zip(self._flat.split([p.numel() for p in self._params]), self._params,
-                                                    strict=True)]  # fmt: skip
+        self._views = [
+            v.view_as(p) for v, p in zip(self._flat.split([p.numel() for p in self._params]), self._params, strict=True)
+        ]
         source = open_source(task.data)
         self._loader, self._order = Loader(source), Order(task.step.seed, task.step.global_batch, source.num_sequences)
         self._buffers = HopBuffers()
@@ -189,9 +198,13 @@ class PlainWorker:
             schedule = plan(Pattern(causal=True, document_starts=piece.document_starts), self._layout)
             config = self._task.step
             attention = RingAttention(
-                schedule, self._coordinate.cp_rank, self._ring, backend=config.kernel or None,
-                deterministic=config.deterministic, buffers=self._buffers,
-            )  # fmt: skip
+                schedule,
+                self._coordinate.cp_rank,
+                self._ring,
+                backend=config.kernel or None,
+                deterministic=config.deterministic,
+                buffers=self._buffers,
+            )
             batch = batch_of(piece, attention, self._device)
             loss, num_targets = self._task.loss(self._model, batch)
             loss.backward()

@@ -16,36 +16,99 @@ from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSou
 from elastic_ring.monitor.metrics_table import OF_RAY, TABLE, Metric, by_name
 
 ROWS = {
-    "Training": ("loss", "validation_loss", "gradient_norm", "learning_rate", "tokens_per_second", "step_seconds",
-                 "mfu_ratio", "skipped_steps", "loss_spikes", "stragglers", "wrong_results", "slowest_rank_ratio",
-                 "last_commit_timestamp_seconds"),
+    "Training": (
+        "loss",
+        "validation_loss",
+        "gradient_norm",
+        "learning_rate",
+        "tokens_per_second",
+        "step_seconds",
+        "mfu_ratio",
+        "skipped_steps",
+        "loss_spikes",
+        "stragglers",
+        "wrong_results",
+        "slowest_rank_ratio",
+        "last_commit_timestamp_seconds",
+    ),
     "Mesh": ("phase", "mesh", "wanted_rings", "workers", "wanted_spares", "nodes", "failed_starts", "generation"),
-    "Recoveries": ("recoveries", "lost_workers", "recovery_sum_seconds", "recovery_duration_seconds", "undone_steps",
-                   "rerun_steps"),
-    "Memory": ("worker_memory_bytes", "gpu_memory_bytes", "memory_pressure_ratio", "memory_shortages",
-               "memory_reliefs", "memory_tight", "memory_share_ratio"),
-    "Checkpoints": ("checkpoints", "checkpoints_missed", "last_checkpoint_timestamp_seconds", "checkpoint_step",
-                    "checkpoint_size_bytes", "checkpoint_seconds", "checkpoint_intervals_missed",
-                    "checkpoint_failing_seconds"),
+    "Recoveries": (
+        "recoveries",
+        "lost_workers",
+        "recovery_sum_seconds",
+        "recovery_duration_seconds",
+        "undone_steps",
+        "rerun_steps",
+    ),
+    "Memory": (
+        "worker_memory_bytes",
+        "gpu_memory_bytes",
+        "memory_pressure_ratio",
+        "memory_shortages",
+        "memory_reliefs",
+        "memory_tight",
+        "memory_share_ratio",
+    ),
+    "Checkpoints": (
+        "checkpoints",
+        "checkpoints_missed",
+        "last_checkpoint_timestamp_seconds",
+        "checkpoint_step",
+        "checkpoint_size_bytes",
+        "checkpoint_seconds",
+        "checkpoint_intervals_missed",
+        "checkpoint_failing_seconds",
+    ),
     "Copies in peers' memory": ("copy_step", "copy_size_bytes", "copy_seconds", "copies_skipped"),
-    "Where time goes": ("time_seconds", "goodput_ratio", "data_wait_seconds",
-                        "step_part_mean_seconds", "step_part_longest_seconds", "rank_work_seconds",
-                        "late_compilations"),
-    "Nodes": ("network_errors", "network_drops", "network_infiniband_errors", "network_infiniband_drops",
-              "network_infiniband_sent_bytes", "network_infiniband_received_bytes"),
-    "GPUs": ("gpu_utilisation_ratio", "gpu_power_watts", "gpu_temperature_celsius", "gpu_slowed", "gpu_ecc_errors",
-             "gpu_remapped_rows", "gpu_needs_reset", "gpu_xid_errors"),
+    "Where time goes": (
+        "time_seconds",
+        "goodput_ratio",
+        "data_wait_seconds",
+        "step_part_mean_seconds",
+        "step_part_longest_seconds",
+        "rank_work_seconds",
+        "late_compilations",
+    ),
+    "Nodes": (
+        "network_errors",
+        "network_drops",
+        "network_infiniband_errors",
+        "network_infiniband_drops",
+        "network_infiniband_sent_bytes",
+        "network_infiniband_received_bytes",
+    ),
+    "GPUs": (
+        "gpu_utilisation_ratio",
+        "gpu_power_watts",
+        "gpu_temperature_celsius",
+        "gpu_slowed",
+        "gpu_ecc_errors",
+        "gpu_remapped_rows",
+        "gpu_needs_reset",
+        "gpu_xid_errors",
+    ),
     "Exchange of keys and values": ("hop_sent_bytes", "hop_exposed_wait_seconds", "hop_latency_seconds"),
-    "Coordinator and driver": ("term", "bit_exact", "driver_silent_seconds", "driver_lease_seconds", "failed",
-                               "committed_steps", "planned_steps"),
-}  # fmt: skip
+    "Coordinator and driver": (
+        "term",
+        "bit_exact",
+        "driver_silent_seconds",
+        "driver_lease_seconds",
+        "failed",
+        "committed_steps",
+        "planned_steps",
+    ),
+}
 """Rows of panels: names of the table without `elastic_ring_`."""
 AT_A_GLANCE = ("committed_steps", "loss", "tokens_per_second", "goodput_ratio", "generation")
 STACKED = ("time_seconds", "workers", "phase")
 UNITS = {"seconds": "s", "bytes": "bytes", "1": "short", "watts": "watt", "degrees": "celsius"}
 UNITS_OF_RAY = {
-    "bytes": "bytes", "MiB": "mbytes", "percent": "percent", "power": "mwatt", "temperature": "celsius",
-}  # fmt: skip
+    "bytes": "bytes",
+    "MiB": "mbytes",
+    "percent": "percent",
+    "power": "mwatt",
+    "temperature": "celsius",
+}
 SOURCE = DataSourceRef(type_val="prometheus", uid="${source}")
 
 
@@ -120,15 +183,26 @@ def build() -> str:
     """The dashboard as JSON."""
     table = by_name()
     made = (
-        dashboard.Dashboard("elastic_ring").uid("elastic-ring").tags(["elastic_ring"]).refresh("15s")
-        .time("now-6h", "now").tooltip(DashboardCursorSync.CROSSHAIR).readonly()
+        dashboard.Dashboard("elastic_ring")
+        .uid("elastic-ring")
+        .tags(["elastic_ring"])
+        .refresh("15s")
+        .time("now-6h", "now")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .readonly()
         .with_variable(dashboard.DatasourceVariable("source").label("data source").type("prometheus"))
         .with_variable(
-            dashboard.QueryVariable("run").label("run").datasource(SOURCE).multi(True).include_all(True)
-            .query("label_values(ray_elastic_ring_phase, run)").refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+            dashboard.QueryVariable("run")
+            .label("run")
+            .datasource(SOURCE)
+            .multi(True)
+            .include_all(True)
+            .query("label_values(ray_elastic_ring_phase, run)")
+            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
         )
-        .with_row(dashboard.Row("At a glance")).with_panel(current_phase())
-    )  # fmt: skip
+        .with_row(dashboard.Row("At a glance"))
+        .with_panel(current_phase())
+    )
     for name in AT_A_GLANCE:
         made.with_panel(glance(table[f"elastic_ring_{name}"]))
     for row, names in ROWS.items():

@@ -42,8 +42,10 @@ def text(
 def box(x: float, y: float, w: float, h: float, lines: list[str], color: str = INK, fill: str = "#ffffff") -> str:
     """A box whose first line is its name."""
     top = y + h / 2 - 8 * len(lines) + 12
-    words = [text(x + w / 2, top + 16 * i, line, 13 if i == 0 else 11, color if i == 0 else GREY, bold=i == 0)
-             for i, line in enumerate(lines)]  # fmt: skip
+    words = [
+        text(x + w / 2, top + 16 * i, line, 13 if i == 0 else 11, color if i == 0 else GREY, bold=i == 0)
+        for i, line in enumerate(lines)
+    ]
     frame = f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="6" fill="{fill}" stroke="{color}"/>'
     return "\n".join([frame, *words])
 
@@ -67,27 +69,48 @@ def architecture() -> str:
 
     parts = [
         box(20, 40, 200, 70, ["driver", "ElasticRingTrainer.fit()", "follows the run, holds no state"]),
-        box(330, 30, 300, 90, ["coordinator (Ray actor)", "control core, a pure function:",
-                               "(state, event, now) -> (state, commands, reason)", "no Ray, no torch, no clock"]),
+        box(
+            330,
+            30,
+            300,
+            90,
+            [
+                "coordinator (Ray actor)",
+                "control core, a pure function:",
+                "(state, event, now) -> (state, commands, reason)",
+                "no Ray, no torch, no clock",
+            ],
+        ),
         box(740, 40, 200, 70, ["run folder", "journal.jsonl before a command", "leaves; metrics, status, summary"]),
-        line("M220 75 L330 75", both=True), text(275, 66, "run spec, steps", 11, GREY),
-        line("M630 75 L740 75"), text(685, 66, "decisions", 11, GREY),
-        *node(20, 390, "node 0"), *node(430, 510, "node 1"),
-        line("M440 120 L240 208", both=True), line("M520 120 L690 208", both=True),
+        line("M220 75 L330 75", both=True),
+        text(275, 66, "run spec, steps", 11, GREY),
+        line("M630 75 L740 75"),
+        text(685, 66, "decisions", 11, GREY),
+        *node(20, 390, "node 0"),
+        *node(430, 510, "node 1"),
+        line("M440 120 L240 208", both=True),
+        line("M520 120 L690 208", both=True),
         text(330, 150, "commands, reports", 11, GREY, "end"),
         text(616, 150, "deaths, hangs, node losses", 11, GREY, "start"),
-        worker(56, 0, "dp 0, cp 0"), worker(262, 1, "dp 0, cp 1"),
-        worker(450, 2, "dp 1, cp 0"), worker(640, 3, "dp 1, cp 1"),
+        worker(56, 0, "dp 0, cp 0"),
+        worker(262, 1, "dp 0, cp 1"),
+        worker(450, 2, "dp 1, cp 0"),
+        worker(640, 3, "dp 1, cp 1"),
         box(816, 310, 108, 74, ["spare", "imports done,", "kernels compiled,", "no rank"], GREEN),
-        line("M168 347 L262 347", both=True), text(215, 338, "K/V hops,", 11, GREY), text(215, 364, "FSDP2", 11, GREY),
-        line("M562 347 L640 347", both=True), text(601, 338, "K/V hops,", 11, GREY), text(601, 364, "FSDP2", 11, GREY),
-        text(215, 290, "ring 0: one sequence", 12), text(601, 290, "ring 1: another sequence", 12),
+        line("M168 347 L262 347", both=True),
+        text(215, 338, "K/V hops,", 11, GREY),
+        text(215, 364, "FSDP2", 11, GREY),
+        line("M562 347 L640 347", both=True),
+        text(601, 338, "K/V hops,", 11, GREY),
+        text(601, 364, "FSDP2", 11, GREY),
+        text(215, 290, "ring 0: one sequence", 12),
+        text(601, 290, "ring 1: another sequence", 12),
         line("M112 384 C112 430 506 430 506 384", both=True),
         line("M318 384 C318 430 696 430 696 384", both=True),
         text(215, 438, "gradients summed over the rings, one vote a step", 11, GREY),
         line("M340 384 C380 468 850 468 868 384", GREEN, dashed=True),
         text(640, 462, "after a death: the same cp_rank of another ring heals the spare", 11, GREEN),
-    ]  # fmt: skip
+    ]
     return svg(960, 490, parts)
 
 
@@ -98,8 +121,10 @@ def attention() -> str:
         return box(x, y, 200, 78, lines, color)
 
     parts = [
-        text(120, 24, "what is seen", 12, GREY), text(360, 24, "who computes and sends what", 12, GREY),
-        text(600, 24, "one pass", 12, GREY), text(840, 24, "one tile", 12, GREY),
+        text(120, 24, "what is seen", 12, GREY),
+        text(360, 24, "who computes and sends what", 12, GREY),
+        text(600, 24, "one pass", 12, GREY),
+        text(840, 24, "one tile", 12, GREY),
         at(20, 40, ["pattern", "patterns/rules.py", "patterns/families.py", "patterns/parse.py"]),
         at(20, 160, ["layout", "layouts/layout.py", "layouts/placement.py", "autolayout/ chooses"]),
         at(260, 100, ["schedule", "plan/schedule.py", "plan/sparse_schedule.py", "hops, ranges, bytes"]),
@@ -108,15 +133,21 @@ def attention() -> str:
         at(500, 250, ["exchange", "comm/exchange.py", "plan/traffic.py", "pieces of K/V, of dK/dV"], BLUE),
         at(740, 100, ["kernel", "kernels/registry.py", "kernels/verify.py", "kernels/adapters/"], GREEN),
         at(740, 250, ["merge", "accumulate.py, merge.py", "fused_merge.py on GPUs", "(out, lse) in fp32"], GREEN),
-        line("M220 79 L260 119"), line("M220 199 L260 159"),
+        line("M220 79 L260 119"),
+        line("M220 199 L260 159"),
         line("M360 178 L360 250"),
-        line("M460 289 L500 160"), text(474, 216, "calls", 11, GREY, "end"),
-        line("M460 300 L500 300"), text(480, 318, "pieces", 11, GREY),
-        line("M600 250 L600 178", both=True), text(610, 218, "K/V of a stage", 11, GREY, "start"),
-        line("M700 139 L740 139"), text(720, 130, "tile", 11, GREY),
-        line("M840 178 L840 250"), text(850, 218, "out, lse", 11, GREY, "start"),
+        line("M460 289 L500 160"),
+        text(474, 216, "calls", 11, GREY, "end"),
+        line("M460 300 L500 300"),
+        text(480, 318, "pieces", 11, GREY),
+        line("M600 250 L600 178", both=True),
+        text(610, 218, "K/V of a stage", 11, GREY, "start"),
+        line("M700 139 L740 139"),
+        text(720, 130, "tile", 11, GREY),
+        line("M840 178 L840 250"),
+        text(850, 218, "out, lse", 11, GREY, "start"),
         line("M740 276 L700 178"),
-    ]  # fmt: skip
+    ]
     return svg(960, 350, parts)
 
 
@@ -169,12 +200,14 @@ def read_runs(killed: Path, undisturbed: Path) -> dict[str, Any]:
     one, other = (json.loads((folder / "summary.json").read_text()) for folder in (killed, undisturbed))
     recovery = one["recoveries"][0]
     return {
-        "killed": one["losses"], "undisturbed": other["losses"],
+        "killed": one["losses"],
+        "undisturbed": other["losses"],
         "recovery": {
-            "step": recovery["step"], "cause": recovery["cause"],
+            "step": recovery["step"],
+            "cause": recovery["cause"],
             "action": f"{recovery['action']} in {recovery['total_s']:.1f} s; no step lost",
         },
-    }  # fmt: skip
+    }
 
 
 def drawings() -> dict[str, str]:

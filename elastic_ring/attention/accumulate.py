@@ -70,9 +70,10 @@ class Accumulator:
         deferred, self._deferred = self._deferred, []
         for start, length, parts in _strips(deferred):
             merge_all_(
-                self._out.narrow(1, start, length), self._lse.narrow(1, start, length),
+                self._out.narrow(1, start, length),
+                self._lse.narrow(1, start, length),
                 [(out, lse) for out, lse in parts],
-            )  # fmt: skip
+            )
         return self._out, self._lse
 
     def _fill(self) -> None:
@@ -173,8 +174,9 @@ def _strips(
     for start, stop in pairwise(sorted({edge for rows, _ in deferred for edge in rows})):
         parts = [
             tuple(tensor.narrow(1, start - first, stop - start) for tensor in tensors)
-            for (first, last), tensors in deferred if first <= start and stop <= last
-        ]  # fmt: skip
+            for (first, last), tensors in deferred
+            if first <= start and stop <= last
+        ]
         if parts:
             yield start, stop - start, parts
 

@@ -64,32 +64,50 @@ def ring_attention(
     check_tensors(q, k, v)
     check_options(causal, seq_len, scale)
     cp = ring_group.size()
+    layout = _layout_of(layout, seq_len, q.size(1), cp)
+    starts = tuple(int(start) for start in document_starts)
+    if pattern is not None:
+        return PatternedAttention(
+            _patterns_of(pattern),
+            layout,
+            ring_group.rank(),
+            ring_group,
+            document_starts=starts,
+            causal=bool(causal),
+            backend=backend.name if isinstance(backend, Kernel) else backend,
+            deterministic=deterministic,
+            scale=scale,
+            plans=calls.plans,
+            first_call_index=call_index,
+            abandoned=calls.abandoned,
+        )(q, k, v)
+    dense = Pattern(causal, starts)
+    plans = calls.plans.of((dense, layout, backend, deterministic), lambda: plan(dense, layout))
+    ring = RingAttention(
+        plans.schedule,
+        ring_group.rank(),
+        ring_group,
+        backend=backend,
+        deterministic=deterministic,
+        plans=plans,
+        first_call_index=call_index,
+    )
+    ring._abandoned = calls.abandoned
+    return ring(q, k, v, scale=scale)
+
+
+def _layout_of(layout: str | Layout, seq_len: int | None, num_local: int, cp: int) -> Layout:
+    """The layout that a call means. Raises: ValueError where it does not fit the group or the length."""
     if isinstance(layout, Layout):
         if layout.cp != cp:
             raise ValueError(f"layout is for cp={layout.cp}, but the group has {cp} ranks; make another")
         if seq_len is not None and seq_len != layout.seq_len:
             raise ValueError(f"seq_len={seq_len}, but layout has {layout.seq_len} tokens; leave seq_len out")
         seq_len = layout.seq_len
-    seq_len = q.size(1) * cp if seq_len is None else seq_len
+    seq_len = num_local * cp if seq_len is None else seq_len
     if seq_len < cp:
         raise ValueError(f"seq_len={seq_len} is shorter than cp={cp}: every rank needs at least one token")
-    if isinstance(layout, str):
-        layout = make_layout(layout, seq_len, cp)
-    starts = tuple(int(start) for start in document_starts)
-    if pattern is not None:
-        return PatternedAttention(
-            _patterns_of(pattern), layout, ring_group.rank(), ring_group, document_starts=starts, causal=bool(causal),
-            backend=backend.name if isinstance(backend, Kernel) else backend, deterministic=deterministic, scale=scale,
-            plans=calls.plans, first_call_index=call_index, abandoned=calls.abandoned,
-        )(q, k, v)  # fmt: skip
-    dense = Pattern(causal, starts)
-    plans = calls.plans.of((dense, layout, backend, deterministic), lambda: plan(dense, layout))
-    ring = RingAttention(
-        plans.schedule, ring_group.rank(), ring_group, backend=backend, deterministic=deterministic, plans=plans,
-        first_call_index=call_index,
-    )  # fmt: skip
-    ring._abandoned = calls.abandoned
-    return ring(q, k, v, scale=scale)
+    return make_layout(layout, seq_len, cp) if isinstance(layout, str) else layout
 
 
 def _patterns_of(pattern: PatternLike) -> LayerPatterns:

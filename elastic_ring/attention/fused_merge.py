@@ -20,18 +20,57 @@ from elastic_ring.attention.merge import MOST_AT_ONCE
 # becomes 1 or a multiple of 16, or when a pointer's alignment changes.
 @triton.jit(
     do_not_specialize=[
-        "lse_ptr", "one_lse_ptr", "two_lse_ptr", "three_lse_ptr", "num_rows", "lse_b", "lse_h", "one_lse_b",
-        "one_lse_h", "two_lse_b", "two_lse_h", "three_lse_b", "three_lse_h",
+        "lse_ptr",
+        "one_lse_ptr",
+        "two_lse_ptr",
+        "three_lse_ptr",
+        "num_rows",
+        "lse_b",
+        "lse_h",
+        "one_lse_b",
+        "one_lse_h",
+        "two_lse_b",
+        "two_lse_h",
+        "three_lse_b",
+        "three_lse_h",
     ]
-)  # fmt: skip
+)
 def _merge_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, lse_ptr, one_ptr, one_lse_ptr, two_ptr, two_lse_ptr, three_ptr, three_lse_ptr,
-    num_rows, num_heads,
-    out_b, out_s, one_b, one_s, two_b, two_s, three_b, three_s,
-    lse_b, lse_s, lse_h, one_lse_b, one_lse_s, one_lse_h,
-    two_lse_b, two_lse_s, two_lse_h, three_lse_b, three_lse_s, three_lse_h,
-    num_parts: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    lse_ptr,
+    one_ptr,
+    one_lse_ptr,
+    two_ptr,
+    two_lse_ptr,
+    three_ptr,
+    three_lse_ptr,
+    num_rows,
+    num_heads,
+    out_b,
+    out_s,
+    one_b,
+    one_s,
+    two_b,
+    two_s,
+    three_b,
+    three_s,
+    lse_b,
+    lse_s,
+    lse_h,
+    one_lse_b,
+    one_lse_s,
+    one_lse_h,
+    two_lse_b,
+    two_lse_s,
+    two_lse_h,
+    three_lse_b,
+    three_lse_s,
+    three_lse_h,
+    num_parts: tl.constexpr,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    block: tl.constexpr,
+):
     batch = tl.program_id(1).to(tl.int64)
     lanes = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = lanes < num_rows * num_heads
@@ -75,10 +114,18 @@ def _merged(out, lse, part_at, part_lse_at, mask, inside):  # type: ignore[no-un
 
 @triton.jit
 def _add_kernel(  # type: ignore[no-untyped-def]
-    total_ptr, one_ptr, two_ptr, three_ptr,
-    size, total_b, one_b, two_b, three_b,
-    num_parts: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    total_ptr,
+    one_ptr,
+    two_ptr,
+    three_ptr,
+    size,
+    total_b,
+    one_b,
+    two_b,
+    three_b,
+    num_parts: tl.constexpr,
+    block: tl.constexpr,
+):
     batch = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = at < size
@@ -94,10 +141,18 @@ def _add_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _add_placed_kernel(  # type: ignore[no-untyped-def]
-    total_ptr, inbox_ptr, places_ptr,
-    num_rows, total_b, inbox_b, inbox_s,
-    num_hops: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    total_ptr,
+    inbox_ptr,
+    places_ptr,
+    num_rows,
+    total_b,
+    inbox_b,
+    inbox_s,
+    num_hops: tl.constexpr,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    block: tl.constexpr,
+):
     batch = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     dim = tl.arange(0, padded_dim)
@@ -119,10 +174,20 @@ def _add_placed_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gather_rows_kernel(  # type: ignore[no-untyped-def]
-    packed_ptr, k_ptr, v_ptr, rows_ptr,
-    num_rows, packed_row, packed_b, packed_kind, k_b, v_b,
-    head_dim: tl.constexpr, padded_dim: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    packed_ptr,
+    k_ptr,
+    v_ptr,
+    rows_ptr,
+    num_rows,
+    packed_row,
+    packed_b,
+    packed_kind,
+    k_b,
+    v_b,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    block: tl.constexpr,
+):
     batch = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     row = tl.load(rows_ptr + at, mask=at < num_rows, other=0).to(tl.int64)
@@ -138,12 +203,36 @@ def _gather_rows_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _own_gradients_kernel(  # type: ignore[no-untyped-def]
-    weighted_ptr, dlse_ptr, dout_ptr, own_ptr, own_lse_ptr, out_ptr, lse_ptr,
-    num_rows, num_heads,
-    weighted_b, weighted_s, dout_b, dout_s, own_b, own_s, out_b, out_s,
-    dlse_b, dlse_s, dlse_h, own_lse_b, own_lse_s, own_lse_h, lse_b, lse_s, lse_h,
-    head_dim: tl.constexpr, padded_dim: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    weighted_ptr,
+    dlse_ptr,
+    dout_ptr,
+    own_ptr,
+    own_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    num_rows,
+    num_heads,
+    weighted_b,
+    weighted_s,
+    dout_b,
+    dout_s,
+    own_b,
+    own_s,
+    out_b,
+    out_s,
+    dlse_b,
+    dlse_s,
+    dlse_h,
+    own_lse_b,
+    own_lse_s,
+    own_lse_h,
+    lse_b,
+    lse_s,
+    lse_h,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    block: tl.constexpr,
+):
     batch = tl.program_id(1).to(tl.int64)
     lanes = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = lanes < num_rows * num_heads
@@ -177,11 +266,21 @@ def merge_all_(out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch
     block = max(1, 2048 // padded_dim)
     grid = (triton.cdiv(num_rows * num_heads, block), batch)
     _merge_kernel[grid](
-        out, lse, *(tensor for pair in found for tensor in pair), num_rows, num_heads,
-        out.stride(0), out.stride(1), *(stride for part, _ in found for stride in part.stride()[:2]),
-        *lse.stride(), *(stride for _, part_lse in found for stride in part_lse.stride()),
-        num_parts=len(parts), head_dim=head_dim, padded_dim=padded_dim, block=block,
-    )  # fmt: skip
+        out,
+        lse,
+        *(tensor for pair in found for tensor in pair),
+        num_rows,
+        num_heads,
+        out.stride(0),
+        out.stride(1),
+        *(stride for part, _ in found for stride in part.stride()[:2]),
+        *lse.stride(),
+        *(stride for _, part_lse in found for stride in part_lse.stride()),
+        num_parts=len(parts),
+        head_dim=head_dim,
+        padded_dim=padded_dim,
+        block=block,
+    )
 
 
 def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -208,9 +307,18 @@ def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) 
     padded_dim = triton.next_power_of_2(head_dim)
     block = max(1, 4096 // padded_dim)
     _add_placed_kernel[(triton.cdiv(num_rows, block), batch)](
-        total, inbox, places, num_rows, total.stride(0), inbox.stride(0), inbox.stride(1), num_hops=places.size(0),
-        head_dim=head_dim, padded_dim=padded_dim, block=block,
-    )  # fmt: skip
+        total,
+        inbox,
+        places,
+        num_rows,
+        total.stride(0),
+        inbox.stride(0),
+        inbox.stride(1),
+        num_hops=places.size(0),
+        head_dim=head_dim,
+        padded_dim=padded_dim,
+        block=block,
+    )
 
 
 def gather_rows_(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
@@ -228,9 +336,20 @@ def gather_rows_(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: t
     padded_dim = triton.next_power_of_2(head_dim)
     block = max(1, 4096 // padded_dim)
     _gather_rows_kernel[(triton.cdiv(rows.numel(), block), k.size(0))](
-        packed, k, v, rows, rows.numel(), packed.stride(0), packed.stride(1), packed.stride(2), k.stride(0),
-        v.stride(0), head_dim=head_dim, padded_dim=padded_dim, block=block,
-    )  # fmt: skip
+        packed,
+        k,
+        v,
+        rows,
+        rows.numel(),
+        packed.stride(0),
+        packed.stride(1),
+        packed.stride(2),
+        k.stride(0),
+        v.stride(0),
+        head_dim=head_dim,
+        padded_dim=padded_dim,
+        block=block,
+    )
 
 
 def own_gradients(
@@ -245,10 +364,23 @@ def own_gradients(
     padded_dim = triton.next_power_of_2(head_dim)
     block = max(1, 2048 // padded_dim)
     _own_gradients_kernel[(triton.cdiv(num_rows * num_heads, block), batch)](
-        weighted, dlse, dout, own, own_lse, whole, lse, num_rows, num_heads,
-        *(stride for x in (weighted, *wide) for stride in x.stride()[:2]), *dlse.stride(), *own_lse.stride(),
-        *lse.stride(), head_dim=head_dim, padded_dim=padded_dim, block=block,
-    )  # fmt: skip
+        weighted,
+        dlse,
+        dout,
+        own,
+        own_lse,
+        whole,
+        lse,
+        num_rows,
+        num_heads,
+        *(stride for x in (weighted, *wide) for stride in x.stride()[:2]),
+        *dlse.stride(),
+        *own_lse.stride(),
+        *lse.stride(),
+        head_dim=head_dim,
+        padded_dim=padded_dim,
+        block=block,
+    )
     return weighted, dlse
 
 

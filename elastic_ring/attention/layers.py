@@ -325,9 +325,15 @@ class PatternedAttention:
     @property
     def _place(self) -> tuple[Any, ...]:
         return (
-            self.layout, self.cp_rank, self._document_starts, self._causal, self._kv_wire, self._hosts,
-            self._backend, self._deterministic,
-        )  # fmt: skip
+            self.layout,
+            self.cp_rank,
+            self._document_starts,
+            self._causal,
+            self._kv_wire,
+            self._hosts,
+            self._backend,
+            self._deterministic,
+        )
 
     def _make_ring(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor) -> RingAttention:
         place = self._place
@@ -335,10 +341,19 @@ class PatternedAttention:
             pattern = Pattern(self._causal, self._document_starts)
             plans = self._plans.of(place, lambda: plan(pattern, self.layout))
             return RingAttention(
-                plans.schedule, self.cp_rank, self._group, ledger=self.ledger, buffers=self._buffers,
-                backend=self._backend, deterministic=self._deterministic, cache_dir=self._cache_dir,
-                observer=self._observer, plans=plans, kv_wire=self._kv_wire, hosts=self._hosts,
-            )  # fmt: skip
+                plans.schedule,
+                self.cp_rank,
+                self._group,
+                ledger=self.ledger,
+                buffers=self._buffers,
+                backend=self._backend,
+                deterministic=self._deterministic,
+                cache_dir=self._cache_dir,
+                observer=self._observer,
+                plans=plans,
+                kv_wire=self._kv_wire,
+                hosts=self._hosts,
+            )
         block = self.patterns.block
         key = (*place, self._sparse_kernel, rules, block, q.size(2), k.size(2))
         return self._sparse(self._plans.of(key, lambda: self._schedule(rules, block, q, k)), q)
@@ -352,10 +367,19 @@ class PatternedAttention:
         if kernel is None and q.is_cuda:
             kernel = sparse_form(self._backend)
         return RingAttention(
-            plans.schedule, self.cp_rank, self._group, ledger=self.ledger, observer=self._observer, kernel=kernel,
-            deterministic=self._deterministic, buffers=self._buffers, plans=plans, cache_dir=self._cache_dir,
-            kv_wire=self._kv_wire, hosts=self._hosts,
-        )  # fmt: skip
+            plans.schedule,
+            self.cp_rank,
+            self._group,
+            ledger=self.ledger,
+            observer=self._observer,
+            kernel=kernel,
+            deterministic=self._deterministic,
+            buffers=self._buffers,
+            plans=plans,
+            cache_dir=self._cache_dir,
+            kv_wire=self._kv_wire,
+            hosts=self._hosts,
+        )
 
 
 def _list_block(rules: tuple[Rule, ...], block: int) -> int:

@@ -237,9 +237,19 @@ class RingAttention(RecomputableRing):
 
     def _open_exchange(self, direction: Direction, call_index: int, k: torch.Tensor, plan: CallPlan) -> HopExchange:
         return HopExchange(
-            plan.exchange, plan.frame, self._group, direction, call_index, self.ledger, self._buffers, k,
-            plan.partial_dtype, pack=plan.pack, keep=plan.keeps and direction == "forward", wire=self._kv_wire,
-        )  # fmt: skip
+            plan.exchange,
+            plan.frame,
+            self._group,
+            direction,
+            call_index,
+            self.ledger,
+            self._buffers,
+            k,
+            plan.partial_dtype,
+            pack=plan.pack,
+            keep=plan.keeps and direction == "forward",
+            wire=self._kv_wire,
+        )
 
     # ------------------------------------------------------------ plans and kernels
 
@@ -262,9 +272,15 @@ class RingAttention(RecomputableRing):
         schedule = self.schedule
         if schedule.is_dense:
             return lower_rectangles(
-                schedule, self.cp_rank, q, k, self._kernel_for(q, k.size(2)), hops_per_stage=self._hops_per_stage,
-                coalesced=self._coalesced, encoded=self._kv_wire != "native",
-            )  # fmt: skip
+                schedule,
+                self.cp_rank,
+                q,
+                k,
+                self._kernel_for(q, k.size(2)),
+                hops_per_stage=self._hops_per_stage,
+                coalesced=self._coalesced,
+                encoded=self._kv_wire != "native",
+            )
         if self._in_blocks(q):
             whole, options = self._plans.in_blocks, self._block_options(q)
             if whole is schedule:
@@ -289,9 +305,15 @@ class RingAttention(RecomputableRing):
         kind = (q.device, q.dtype, q.size(-1), q.size(2) // num_kv_heads)
         if kind not in self._plans.kernels:
             self._plans.kernels[kind] = select(
-                q.device, q.dtype, q.size(-1), self._deterministic, wanted,
-                cover=cover, head_ratio=kind[3], cache_dir=self._cache_dir,
-            )  # fmt: skip
+                q.device,
+                q.dtype,
+                q.size(-1),
+                self._deterministic,
+                wanted,
+                cover=cover,
+                head_ratio=kind[3],
+                cache_dir=self._cache_dir,
+            )
         return self._plans.kernels[kind]
 
     def _block_options(self, q: torch.Tensor) -> BlockOptions:

@@ -29,9 +29,12 @@ COMMANDS = {
 }
 # Optional dependencies, and the extra of pyproject.toml that has each.
 EXTRAS = {
-    "optuna": "tune", "matplotlib": "plot", "huggingface_hub": "huggingface", "tokenizers": "huggingface",
+    "optuna": "tune",
+    "matplotlib": "plot",
+    "huggingface_hub": "huggingface",
+    "tokenizers": "huggingface",
     "transformers": "huggingface",
-}  # fmt: skip
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,17 +36,24 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--keep-last", type=_positive, default=2, metavar="N", help="how many stay (2)")
             one.add_argument("--keep-every", type=int, default=0, metavar="N", help="and the steps divisible by N")
             one.add_argument(
-                "--unfinished-after-s", type=float, default=UNFINISHED_AFTER_S, metavar="SECONDS",
+                "--unfinished-after-s",
+                type=float,
+                default=UNFINISHED_AFTER_S,
+                metavar="SECONDS",
                 help="an attempt newer than all checkpoints is under way until nothing was added to it for so long "
                 "(3600); 0 where no run writes",
-            )  # fmt: skip
+            )
             one.add_argument("--rejected", action="store_true", help="also those that failed their verification")
         if verb == "export":
             one.add_argument("--to", required=True, metavar="FOLDER", help="an empty folder; safetensors also to s3://")
             one.add_argument("--step", type=int, metavar="N", help="of this step (the newest)")
-            one.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors",
-                             help="safetensors: parameters with an index, as Hugging Face reads them; dcp: parameters, "
-                             "optimizer and counters for torch.distributed.checkpoint (safetensors)")  # fmt: skip
+            one.add_argument(
+                "--format",
+                choices=("safetensors", "dcp"),
+                default="safetensors",
+                help="safetensors: parameters with an index, as Hugging Face reads them; dcp: parameters, "
+                "optimizer and counters for torch.distributed.checkpoint (safetensors)",
+            )
             one.add_argument("--shard-mib", type=_positive, default=5120, metavar="N", help="MiB of a file (5120)")
     return made
 
@@ -86,10 +93,17 @@ def _list(storage: Storage, options: argparse.Namespace) -> int:
             rows.append((step, lineage, "damaged", "", "", "", str(error)))
             continue
         saved = next(entry for entry in storage.entries(folder, recursive=False) if entry.path.endswith("COMMIT.json"))
-        rows.append((
-            str(found.step), str(found.lineage), f"{found.num_parts}x{found.cp}", size(found.num_bytes),
-            str(len(found.files)), age(saved.modified_unix_s), storage.at(folder),
-        ))  # fmt: skip
+        rows.append(
+            (
+                str(found.step),
+                str(found.lineage),
+                f"{found.num_parts}x{found.cp}",
+                size(found.num_bytes),
+                str(len(found.files)),
+                age(saved.modified_unix_s),
+                storage.at(folder),
+            )
+        )
     print(table(rows) if len(rows) > 1 else f"no checkpoint in {storage.uri}")
     for rejected in retention.set_aside_checkpoints(storage):
         print(f"set aside: {rejected.folder}, {size(rejected.num_bytes)}: {'; '.join(rejected.reasons)}")

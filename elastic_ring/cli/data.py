@@ -100,9 +100,10 @@ def config_of(options: argparse.Namespace) -> PrepareConfig:
     from elastic_ring.validation import from_plain
 
     given = {
-        name: value for name, value in vars(options).items()
+        name: value
+        for name, value in vars(options).items()
         if name not in ("verb", "source", "weights") and value is not None
-    }  # fmt: skip
+    }
     try:
         weights = [float(weight) for weight in options.weights.split(",") if weight]
     except ValueError as error:

@@ -46,8 +46,12 @@ class DataConfig:
 
 
 OF_MANIFEST: Mapping[str, Any] = {
-    "digest": "", "column": "tokens", "vocab_size": None, "end_of_document": None, "align_tokens": 1,
-}  # fmt: skip
+    "digest": "",
+    "column": "tokens",
+    "vocab_size": None,
+    "end_of_document": None,
+    "align_tokens": 1,
+}
 """The settings that a manifest has, with their defaults."""
 
 
@@ -79,8 +83,12 @@ def prepared_data(
             f"data.digest={data.digest[:16]}...: {shown_url(data.uri)} has {manifest.digest[:16]} now: restore the "
             "manifest, or start a run of another name without it"
         )
-    says: dict[str, Any] = {"vocab_size": manifest.vocab_size, "end_of_document": manifest.end_of_document,
-            "align_tokens": manifest.align_tokens, "column": manifest.column}  # fmt: skip
+    says: dict[str, Any] = {
+        "vocab_size": manifest.vocab_size,
+        "end_of_document": manifest.end_of_document,
+        "align_tokens": manifest.align_tokens,
+        "column": manifest.column,
+    }
     for name, value in says.items():
         if getattr(data, name) not in (OF_MANIFEST[name], value):
             way_out = " (prepare it anew with --align-tokens)" if name == "align_tokens" else ": leave it out"

@@ -21,10 +21,13 @@ from elastic_ring.errors import ElasticRingError
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     own = argparse.ArgumentParser(
-        prog="elastic-ring doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False, epilog="Beside these all settings of `elastic-ring train`, --preset, --config, "
+        prog="elastic-ring doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Beside these all settings of `elastic-ring train`, --preset, --config, "
         "--data, --storage-path and the others: see its --help.",
-    )  # fmt: skip
+    )
     own.add_argument("--json", action="store_true", help="print findings and reports as JSON")
     options, rest = own.parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
@@ -48,10 +51,13 @@ def _examine(asked: TrainSettings, *, as_json: bool) -> int:
     storage = Storage(folder)
     data = data_source(asked.data, shape, asked.step.context_tokens)
     wanted = examine.Examination(
-        asked.scaling, storage.root if storage.is_local else folder, data,
+        asked.scaling,
+        storage.root if storage.is_local else folder,
+        data,
         (asked.model_folder,) if asked.model_folder else (),
-        (asked.step.param_dtype, shape.head_dim, shape.num_heads // shape.num_kv_heads), run.timeouts,
-    )  # fmt: skip
+        (asked.step.param_dtype, shape.head_dim, shape.num_heads // shape.num_kv_heads),
+        run.timeouts,
+    )
     with ray_session(asked.scaling, run.timeouts.lease_s):
         reports, findings = examine.examine(wanted)
     if as_json:

@@ -23,9 +23,13 @@ from elastic_ring.monitor.terminal import coloured
 from elastic_ring.validation import from_plain, unknown_setting
 
 SECTIONS: dict[str, Any] = {
-    "model": ModelConfig, "scaling": ScalingConfig, "step": StepConfig, "optim": OptimConfig, "data": DataConfig,
+    "model": ModelConfig,
+    "scaling": ScalingConfig,
+    "step": StepConfig,
+    "optim": OptimConfig,
+    "data": DataConfig,
     "run": RunConfig,
-}  # fmt: skip
+}
 
 
 def laptop() -> dict[str, Any]:
@@ -72,19 +76,35 @@ FREE_OF_FOLDER = frozenset({"checkpoint_activations", "loss_chunk_tokens"})
 
 # Short flags and the settings that they set, where that is one.
 SHORT = {
-    "dp": "scaling.dp", "cp": "scaling.cp", "spares": "scaling.spares", "max_dp": "scaling.max_dp",
-    "min_dp": "scaling.min_dp", "wait_for_resources_s": "scaling.wait_for_resources_s",
-    "grow_delay_s": "run.grow_delay_s", "grow_interval_s": "run.grow_interval_s", "grow_cost_s": "run.grow_cost_s",
+    "dp": "scaling.dp",
+    "cp": "scaling.cp",
+    "spares": "scaling.spares",
+    "max_dp": "scaling.max_dp",
+    "min_dp": "scaling.min_dp",
+    "wait_for_resources_s": "scaling.wait_for_resources_s",
+    "grow_delay_s": "run.grow_delay_s",
+    "grow_interval_s": "run.grow_interval_s",
+    "grow_cost_s": "run.grow_cost_s",
     "corpus_look_s": "run.corpus_look_s",
-    "steps": "step.steps", "seed": "step.seed", "global_batch": "step.global_batch",
-    "context": "step.context_tokens", "val_every": "step.val_every_steps", "layout": "step.layout",
+    "steps": "step.steps",
+    "seed": "step.seed",
+    "global_batch": "step.global_batch",
+    "context": "step.context_tokens",
+    "val_every": "step.val_every_steps",
+    "layout": "step.layout",
     "kv_wire": "step.kv_wire",
-    "kernel": "step.kernel", "faults": "run.faults", "align_tokens": "data.align_tokens", "run_name": "run.name",
-    "run_dir": "run.run_dir", "storage_path": "run.storage_path", "resume": "run.resume",
+    "kernel": "step.kernel",
+    "faults": "run.faults",
+    "align_tokens": "data.align_tokens",
+    "run_name": "run.name",
+    "run_dir": "run.run_dir",
+    "storage_path": "run.storage_path",
+    "resume": "run.resume",
     "checkpoint_every_steps": "run.checkpoint_config.every_steps",
-    "checkpoint_keep_last": "run.checkpoint_config.keep_last", "copies": "run.copies",
+    "checkpoint_keep_last": "run.checkpoint_config.keep_last",
+    "copies": "run.copies",
     "cpu_offload": "scaling.cpu_offload",
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,15 +297,18 @@ def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file:
     """Raises ValueError for settings of a model that a folder decides, and for settings of a folder without one."""
     if top["model_folder"] is None:
         if top["windows"] is not None:
-            raise ValueError(f"windows={top['windows']!r}: says how a model folder's windows are kept; --model-folder "
-                             "names none. For other models give --pattern")  # fmt: skip
+            raise ValueError(
+                f"windows={top['windows']!r}: says how a model folder's windows are kept; --model-folder "
+                "names none. For other models give --pattern"
+            )
         return
     if flags.compile or flags.offload_activations:
-        raise ValueError(f"{'compile' if flags.compile else 'offload_activations'}=True: models of --model-folder have "
-                         "no such setting; leave it out")  # fmt: skip
+        raise ValueError(
+            f"{'compile' if flags.compile else 'offload_activations'}=True: models of --model-folder have "
+            "no such setting; leave it out"
+        )
     decided = [setting for setting in ModelConfig.__pydantic_fields__ if setting not in FREE_OF_FOLDER]  # type: ignore[attr-defined]
-    asked = [setting for setting in decided
-             if setting in file.get("model", {}) or has_flag(argv, f"model.{setting}")]  # fmt: skip
+    asked = [setting for setting in decided if setting in file.get("model", {}) or has_flag(argv, f"model.{setting}")]
     if asked:
         raise ValueError(f"model.{asked[0]}: the folder of --model-folder decides it; leave it out")
 
@@ -346,9 +369,11 @@ def _parse_flags(argv: Sequence[str], plain: dict[str, Any], name: str) -> tuple
     )
     with coloured():
         found: Any = tyro.cli(
-            both, args=list(argv), prog="elastic-ring train",
+            both,
+            args=list(argv),
+            prog="elastic-ring train",
             description="Train a decoder over elastic rings. Precedence: preset, --config, flags.",
-        )  # fmt: skip
+        )
     return found.short, {section: _plain_flags(getattr(found, section)) for section in SECTIONS}
 
 

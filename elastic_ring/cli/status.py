@@ -46,16 +46,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", metavar="RUN", help="the run's folder, or s3://bucket/prefix/NAME")
     parser.add_argument(
-        "--watch", nargs="?", const=1.0, type=_positive, metavar="SECONDS",
+        "--watch",
+        nargs="?",
+        const=1.0,
+        type=_positive,
+        metavar="SECONDS",
         help="show again every SECONDS (1 if left out) until Ctrl-C",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--serve", type=_port, metavar="PORT", help="serve the live page on this port until Ctrl-C; 0 for a free one"
     )
     parser.add_argument(
-        "--host", default=LOCAL,
+        "--host",
+        default=LOCAL,
         help=f"address to serve on; everyone who reaches it sees the page ({LOCAL}: this machine only)",
-    )  # fmt: skip
+    )
     return parser
 
 

@@ -46,10 +46,16 @@ def build(asked: TrainSettings) -> ElasticRingTrainer:
     if not asked.plan:  # which prints them itself
         _tell_size(asked, model)
     trainer = ElasticRingTrainer(
-        factory, data_source(asked.data, model, step.context_tokens), scaling_config=scaling, run_config=asked.run,
-        step_config=step, optim_config=asked.optim, initial=initial, pattern=_pattern(asked.pattern, model, step),
+        factory,
+        data_source(asked.data, model, step.context_tokens),
+        scaling_config=scaling,
+        run_config=asked.run,
+        step_config=step,
+        optim_config=asked.optim,
+        initial=initial,
+        pattern=_pattern(asked.pattern, model, step),
         cost_model=asked.machine,
-    )  # fmt: skip
+    )
     trainer.config_files["config.toml"] = asked.toml()
     return trainer
 
@@ -64,9 +70,14 @@ def plan(asked: TrainSettings, trainer: ElasticRingTrainer | None = None) -> Mod
     if pattern is not None:
         density = pattern.density(asked.step.context_tokens, sizes.num_layers, sizes.num_heads, sizes.num_kv_heads)
     return plan_of(
-        sizes, asked.scaling, asked.step, asked.run.copies, saves=asked.run.checkpoint_config.is_on,
-        fused_norms=asked.model_folder is None, density=density,
-    )  # fmt: skip
+        sizes,
+        asked.scaling,
+        asked.step,
+        asked.run.copies,
+        saves=asked.run.checkpoint_config.is_on,
+        fused_norms=asked.model_folder is None,
+        density=density,
+    )
 
 
 def planned_alone(asked: TrainSettings) -> bool:
@@ -98,9 +109,12 @@ def _check(asked: TrainSettings) -> None:
 def _tell_size(asked: TrainSettings, model: ModelConfig) -> None:
     about = "about " if asked.model_folder else ""  # its norms and biases are counted as our decoder's
     logging.info(
-        "%s%s parameters, mesh %s, %d spare(s)", about, f"{num_parameters(model):,}", asked.scaling.mesh,
+        "%s%s parameters, mesh %s, %d spare(s)",
+        about,
+        f"{num_parameters(model):,}",
+        asked.scaling.mesh,
         asked.scaling.spares,
-    )  # fmt: skip
+    )
 
 
 def sizes_of(trainer: ElasticRingTrainer, asked: TrainSettings) -> ModelConfig:
@@ -118,9 +132,11 @@ def _model(asked: TrainSettings) -> tuple[Callable[[], nn.Module], ModelConfig, 
         from elastic_ring.integrations.transformers import ring_model
 
         made = ring_model(
-            asked.model_folder, checkpoint_activations=asked.model.checkpoint_activations,
-            loss_chunk_tokens=asked.model.loss_chunk_tokens, windows=asked.windows or "exact",  # type: ignore[arg-type]
-        )  # fmt: skip
+            asked.model_folder,
+            checkpoint_activations=asked.model.checkpoint_activations,
+            loss_chunk_tokens=asked.model.loss_chunk_tokens,
+            windows=asked.windows or "exact",  # type: ignore[arg-type]
+        )
         logging.info("%s: %s", asked.model_folder, made.description())
         return made, made.sizes(), None
     from elastic_ring.model.init import Initialiser
@@ -152,9 +168,14 @@ def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> So
             "(--data.end-of-document ID)"
         )
     return TokenShards(
-        context_tokens, data.uri, data.column, vocab_size, END_OF_DOCUMENT if end is None else end,
-        data.rows_end_documents, data.align_tokens,
-    )  # fmt: skip
+        context_tokens,
+        data.uri,
+        data.column,
+        vocab_size,
+        END_OF_DOCUMENT if end is None else end,
+        data.rows_end_documents,
+        data.align_tokens,
+    )
 
 
 def _prepared(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:
@@ -171,10 +192,13 @@ def _prepared(data: DataConfig, model: ModelConfig, context_tokens: int) -> Sour
             "--model.vocab-size out"
         )
     logging.info(
-        "%s: %s documents, %s tokens, vocabulary %s%s", shown_url(data.uri), f"{manifest.num_documents:,}",
-        f"{manifest.num_tokens:,}", f"{manifest.vocab_size:,}",
+        "%s: %s documents, %s tokens, vocabulary %s%s",
+        shown_url(data.uri),
+        f"{manifest.num_documents:,}",
+        f"{manifest.num_tokens:,}",
+        f"{manifest.vocab_size:,}",
         "" if manifest.is_complete else "; the complete beginning of a preparation",
-    )  # fmt: skip
+    )
     log_long_documents(manifest, context_tokens)
     assert data.vocab_size is not None
     return PreparedTokens(context_tokens, data.uri, data.digest, data.vocab_size, data.align_tokens)

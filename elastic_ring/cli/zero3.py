@@ -29,30 +29,39 @@ if TYPE_CHECKING:
 PLACES = ("none", "cpu", "nvme")
 # Settings of the elastic ring that mean nothing here, and what to use; of guards `guard_table` has the reasons.
 INSTEAD = {
-    "scaling.dp": "it follows from --workers and --cp", "scaling.spares": "Ray Train starts lost workers again",
-    "scaling.cp": "give --cp", "scaling.cpu_offload": "give --offload-optimizer and --offload-param",
-    "scaling.min_dp": "give --workers MIN:MAX", "scaling.max_dp": "give --workers MIN:MAX",
-    "run.faults": "kill a process; this door plans no faults", "run.resume": "Ray Train resumes by the run's name",
+    "scaling.dp": "it follows from --workers and --cp",
+    "scaling.spares": "Ray Train starts lost workers again",
+    "scaling.cp": "give --cp",
+    "scaling.cpu_offload": "give --offload-optimizer and --offload-param",
+    "scaling.min_dp": "give --workers MIN:MAX",
+    "scaling.max_dp": "give --workers MIN:MAX",
+    "run.faults": "kill a process; this door plans no faults",
+    "run.resume": "Ray Train resumes by the run's name",
     "run.run_dir": "Ray Train's folder is --storage-path/--run-name",
     "run.checkpoint_config": "give --checkpoint-every-steps; the newest two are kept",
     "run.copies": "a worker group starts anew from a checkpoint",
-    "run.rollback_limit": "loss spikes lead to no going back", "run.skip_batches": "no batch is left out",
+    "run.rollback_limit": "loss spikes lead to no going back",
+    "run.skip_batches": "no batch is left out",
     "step.val_every_steps": "this door does not validate",
-}  # fmt: skip
+}
 NONE_HERE = "this door has nothing of the kind; leave it out"
 OBEYED = {
-    "scaling": {"device", "resources_per_worker"}, "run": {"name", "storage_path", "loss_spike", "loss_spike_actions"},
-}  # fmt: skip
+    "scaling": {"device", "resources_per_worker"},
+    "run": {"name", "storage_path", "loss_spike", "loss_spike_actions"},
+}
 
 
 def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]:
     """This door's own flags, and the settings that it shares. Raises ValueError for what cannot be meant."""
     own = argparse.ArgumentParser(
-        prog="train_zero3", add_help=False, allow_abbrev=False, description=__doc__,
+        prog="train_zero3",
+        add_help=False,
+        allow_abbrev=False,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Beside these the settings of `elastic-ring train`, --preset, --steps, --data, --pattern, "
         "--model-folder, --run-name, --storage-path and all that have a dot: see its --help.",
-    )  # fmt: skip
+    )
     own.add_argument("--help", "-h", action="help", help="show this and exit")
     own.add_argument("--workers", default="2", metavar="N|MIN:MAX", help="Ray Train's workers (2)")
     own.add_argument("--cp", type=int, default=2, help="workers of a ring, over which a sequence is split (2)")
@@ -65,8 +74,9 @@ def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]
     found, rest = own.parse_known_args(argv)
     for setting in _ignored():
         for flag in (setting, *(short for short, long in SHORT.items() if f"{long}.".startswith(f"{setting}."))):
-            if has_flag(rest, flag) or any(word.replace("_", "-").startswith(f"--{flag}.".replace("_", "-"))
-                                           for word in rest):  # fmt: skip
+            if has_flag(rest, flag) or any(
+                word.replace("_", "-").startswith(f"--{flag}.".replace("_", "-")) for word in rest
+            ):
                 raise ValueError(f"--{flag.replace('_', '-')}: is the elastic ring's; here {_instead(setting)}")
     asked = parse(rest)
     refuse_ignored(asked)
@@ -75,8 +85,15 @@ def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]
 
 def _ignored() -> list[str]:
     """The settings of the elastic ring that this door does not obey."""
-    return ["step.val_every_steps", *(f"{section}.{name}" for section, obeyed in OBEYED.items()
-            for name in SECTIONS[section].__pydantic_fields__ if name not in obeyed)]  # fmt: skip
+    return [
+        "step.val_every_steps",
+        *(
+            f"{section}.{name}"
+            for section, obeyed in OBEYED.items()
+            for name in SECTIONS[section].__pydantic_fields__
+            if name not in obeyed
+        ),
+    ]
 
 
 def _instead(setting: str) -> str:
@@ -112,17 +129,28 @@ def build(own: argparse.Namespace, asked: TrainSettings) -> Zero3Trainer:
     base = build_elastic(asked)
     use_gpu = asked.scaling.device == "cuda"
     zero = Zero3Config(
-        offload_optimizer=own.offload_optimizer, offload_param=own.offload_param, nvme_path=own.nvme_path,
-        checkpoint_every_steps=own.checkpoint_every_steps, loss_spike=asked.run.loss_spike,
+        offload_optimizer=own.offload_optimizer,
+        offload_param=own.offload_param,
+        nvme_path=own.nvme_path,
+        checkpoint_every_steps=own.checkpoint_every_steps,
+        loss_spike=asked.run.loss_spike,
         loss_spike_actions=asked.run.loss_spike_actions,  # type: ignore[arg-type]
         deepspeed={} if own.deepspeed_config is None else read_deepspeed(own.deepspeed_config),
-    )  # fmt: skip
+    )
     trainer = Zero3Trainer(
-        base.task.model, base.task.data, cp=own.cp, zero=zero, step_config=asked.step, optim_config=asked.optim,
-        initial=base.task.initial, pattern=base.task.pattern, loss=base.task.loss, cost_model=base.task.cost_model,
+        base.task.model,
+        base.task.data,
+        cp=own.cp,
+        zero=zero,
+        step_config=asked.step,
+        optim_config=asked.optim,
+        initial=base.task.initial,
+        pattern=base.task.pattern,
+        loss=base.task.loss,
+        cost_model=base.task.cost_model,
         scaling_config=scaling_config(workers_of(own.workers), asked.scaling.resources_per_worker, use_gpu=use_gpu),
         run_config=run_config(asked.run.name, asked.run.storage_path, own.max_failures),
-    )  # fmt: skip
+    )
     trainer.config_files.update(base.config_files)
     return trainer
 

@@ -157,8 +157,11 @@ def _again(ctx: Transition, why: str) -> None:
     fruitless = ctx.state.fruitless_builds + 1
     ctx.set(fruitless_builds=fruitless)
     if fruitless >= ctx.options.build_failure_limit:
-        ctx.end("RunFailed", f"the ring could not be closed in {fruitless} attempts, though nobody died. "
-                f"{recovery.first_cause(ctx.state)}The last: {why}")  # fmt: skip
+        ctx.end(
+            "RunFailed",
+            f"the ring could not be closed in {fruitless} attempts, though nobody died. "
+            f"{recovery.first_cause(ctx.state)}The last: {why}",
+        )
     else:
         give_up(ctx, why)
 

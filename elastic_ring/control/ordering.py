@@ -57,10 +57,28 @@ def order_build(
     reliefs = ctx.options.memory_reliefs[: state.memory.num_reliefs]
 
     def order(worker: str) -> Build:  # thousands are made: `dataclasses.replace` looks at every field of each
-        return Build(ctx.cause, worker, state.term, state.generation, plan.mesh, plan.members, step,
-                     beginning.roll_forward, plan.heals, beginning.fresh, beginning.restore, beginning.step_back,
-                     beginning.keep, holders.copy_holders, holders.parity_groups, reliefs, state.corpus,
-                     state.skips, bool(incident.saves_for) and not beginning.goes_back, nodes)  # fmt: skip
+        return Build(
+            ctx.cause,
+            worker,
+            state.term,
+            state.generation,
+            plan.mesh,
+            plan.members,
+            step,
+            beginning.roll_forward,
+            plan.heals,
+            beginning.fresh,
+            beginning.restore,
+            beginning.step_back,
+            beginning.keep,
+            holders.copy_holders,
+            holders.parity_groups,
+            reliefs,
+            state.corpus,
+            state.skips,
+            bool(incident.saves_for) and not beginning.goes_back,
+            nodes,
+        )
 
     _free_gpus(ctx, plan, situation)
     leaving_senders = {sender for heal in plan.heals for sender in heal.senders} & set(plan.leaving)

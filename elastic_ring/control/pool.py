@@ -218,10 +218,17 @@ class Pool:
         dying = frozenset(
             name for name, worker in kept.items() if worker.status == "stopping" and not worker.written_off
         )
-        pool = with_changes(self, {
-            "workers": workers, "total": total, "due": due, "on": self.on.having(on) if on else self.on,
-            "draining": self.draining.difference(changes) | draining, "dying": self.dying.difference(changes) | dying,
-        })  # fmt: skip
+        pool = with_changes(
+            self,
+            {
+                "workers": workers,
+                "total": total,
+                "due": due,
+                "on": self.on.having(on) if on else self.on,
+                "draining": self.draining.difference(changes) | draining,
+                "dying": self.dying.difference(changes) | dying,
+            },
+        )
         if not counts and (pool.draining, pool.dying) == (self.draining, self.dying):
             return pool
         return with_changes(pool, {"counts": self.counts.having(counts), "version": object()})._judged(counts)

@@ -33,8 +33,15 @@ _CLIENTS = frozenset({"aiobotocore", "aiohttp", "azure", "botocore", "google", "
 _WRONG_REQUESTS = ("ParamValidationError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
 _AWS = "AWS Error"
 _AWS_ABSENT = ("NO_SUCH_BUCKET", "NO_SUCH_KEY", "RESOURCE_NOT_FOUND")
-_AWS_REFUSED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "INVALID_CLIENT_TOKEN_ID", "INVALID_SIGNATURE",
-                "SIGNATURE_DOES_NOT_MATCH", "UNRECOGNIZED_CLIENT", "HTTP status code 403")  # fmt: skip
+_AWS_REFUSED = (
+    "ACCESS_DENIED",
+    "INVALID_ACCESS_KEY_ID",
+    "INVALID_CLIENT_TOKEN_ID",
+    "INVALID_SIGNATURE",
+    "SIGNATURE_DOES_NOT_MATCH",
+    "UNRECOGNIZED_CLIENT",
+    "HTTP status code 403",
+)
 
 
 def is_away(error: BaseException) -> bool:

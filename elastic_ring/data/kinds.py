@@ -19,16 +19,28 @@ MAX_NO_TEXT = 0.1
 """Share of bytes that are no UTF-8, or control characters, above which a file is no text. Latin-1 has about 0.03."""
 BOM = b"\xef\xbb\xbf"
 ENDINGS = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow",
-    ".feather": "arrow", ".ipc": "arrow", ".txt": "text", ".text": "text", ".md": "text", ".rst": "text",
-}  # fmt: skip
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".rst": "text",
+}
 """Endings that say what a file should hold: one that does not is bad input, where others are left out of a folder."""
 TABLES = (".csv", ".tsv", ".tab")
 COMPRESSED = (".gz", ".bz2", ".zst", ".lz4", ".xz", ".lzma", ".z", ".br", ".zip")
 CODECS = (
-    (b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"\x04\x22\x4d\x18", "lz4"),
+    (b"\x1f\x8b", "gzip"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"\x04\x22\x4d\x18", "lz4"),
     *((b"BZh%d%s" % (level, begins), "bz2") for level in range(1, 10) for begins in (b"1AY&SY", b"\x17rE8P\x90")),
-)  # fmt: skip
+)
 """bz2 begins with a block or, where it is empty, with its end: text may begin with BZh."""
 NO_TEXT = "binary data or another encoding"
 UNPACK, EXPORT = "unpack it", "write its text out as JSON lines, Parquet or text files"

@@ -287,8 +287,7 @@ def _saved_dataset(filesystem: Any, path: str, uri: str, told: str) -> Listing |
     others = {found.path: found.num_bytes for found in walk(filesystem, path)}.items() - {
         (file.path, file.num_bytes) for file in files
     }
-    beside = [LeftOut(shown(name.removeprefix(path).lstrip("/")), size, BESIDE)
-              for name, size in sorted(others)]  # fmt: skip
+    beside = [LeftOut(shown(name.removeprefix(path).lstrip("/")), size, BESIDE) for name, size in sorted(others)]
     return Listing(uri, filesystem, tuple(files), tuple(beside))
 
 

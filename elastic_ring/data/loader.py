@@ -144,9 +144,14 @@ class Loader:
     """
 
     def __init__(
-        self, source: Source, while_waiting: Callable[[], None] | None = None, num_ahead: int = 1, *,
-        patience_s: float = Timeouts.storage_s, tell: Callable[[str], None] = ignore,
-    ) -> None:  # fmt: skip
+        self,
+        source: Source,
+        while_waiting: Callable[[], None] | None = None,
+        num_ahead: int = 1,
+        *,
+        patience_s: float = Timeouts.storage_s,
+        tell: Callable[[str], None] = ignore,
+    ) -> None:
         self.source = source
         self._while_waiting, self._num_ahead = while_waiting, num_ahead
         self._patience_s, self._tell = patience_s, tell

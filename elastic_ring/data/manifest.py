@@ -109,13 +109,16 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if not self.end_of_document < self.vocab_size <= MAX_VOCAB_SIZE:
-            raise ValueError(f"end_of_document={self.end_of_document} is no token below vocab_size={self.vocab_size}, "
-                             f"of at most {MAX_VOCAB_SIZE}")  # fmt: skip
+            raise ValueError(
+                f"end_of_document={self.end_of_document} is no token below vocab_size={self.vocab_size}, "
+                f"of at most {MAX_VOCAB_SIZE}"
+            )
         shards = [shard for source in self.sources for shard in source.shards]
         num_groups = sum(-(-shard.num_tokens // self.row_group_tokens) for shard in shards)
         if num_groups > MAX_ROW_GROUPS or max(self.row_group_tokens, self.align_tokens) > MAX_COUNT:
-            raise ValueError(f"row_group_tokens={self.row_group_tokens} gives {num_groups} row groups: there may be "
-                             f"{MAX_ROW_GROUPS}")  # fmt: skip
+            raise ValueError(
+                f"row_group_tokens={self.row_group_tokens} gives {num_groups} row groups: there may be {MAX_ROW_GROUPS}"
+            )
 
     @property
     def num_tokens(self) -> int:

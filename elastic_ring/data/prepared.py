@@ -83,11 +83,14 @@ class PreparedTokens:
         sizes = [[self._num_sequences(source) for source in manifest.sources] for manifest in manifests]
         facts = ["prepared", self.context_tokens, [manifest.digest for manifest in manifests], firsts]
         return PreparedCorpus(
-            tuple(streams), tuple(source.weight or 1.0 for source in manifests[0].sources), firsts, sizes,
+            tuple(streams),
+            tuple(source.weight or 1.0 for source in manifests[0].sources),
+            firsts,
+            sizes,
             is_complete=manifests[-1].is_complete,
             block=max(1, BLOCK_ROW_GROUPS * manifests[0].row_group_tokens // self.context_tokens),
             fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
-        )  # fmt: skip
+        )
 
     def _num_sequences(self, source: PreparedSource) -> int:
         return max(source.num_tokens - 1, 0) // self.context_tokens
@@ -96,12 +99,16 @@ class PreparedTokens:
         source = manifest.sources[index]
         chunks = RowGroups(self.uri, manifest, source)
         return PackedSource(
-            chunks, ends=chunks.ends, context_tokens=self.context_tokens, vocab_size=manifest.vocab_size,
-            describe=f"{shown_url(self.uri)} (source {source.name})", how=["prepared"],
+            chunks,
+            ends=chunks.ends,
+            context_tokens=self.context_tokens,
+            vocab_size=manifest.vocab_size,
+            describe=f"{shown_url(self.uri)} (source {source.name})",
+            how=["prepared"],
             digests=lambda: files_of(source),
             padding=manifest.end_of_document if manifest.align_tokens > 1 else None,
             cache_bytes=max(LEAST_CACHE_BYTES, CACHE_BYTES // len(manifest.sources)),
-        )  # fmt: skip
+        )
 
 
 def files_of(source: PreparedSource) -> Files:
@@ -112,8 +119,9 @@ def log_long_documents(manifest: Manifest, context_tokens: int) -> None:
     if manifest.longest_document_tokens > context_tokens:
         log.info(
             "documents of up to %s tokens are packed over several sequences of context_tokens=%d",
-            f"{manifest.longest_document_tokens:,}", context_tokens,
-        )  # fmt: skip
+            f"{manifest.longest_document_tokens:,}",
+            context_tokens,
+        )
 
 
 class PreparedCorpus:
@@ -196,9 +204,15 @@ class PreparedCorpus:
 
     def _part(self, steps: Any, sizes: Any, *, held: Sequence[int], is_complete: bool) -> PreparedCorpus:
         return PreparedCorpus(
-            self._streams, self._weights, steps, sizes, is_complete=is_complete, block=self._block,
-            fingerprint=self._own, held=held,
-        )  # fmt: skip
+            self._streams,
+            self._weights,
+            steps,
+            sizes,
+            is_complete=is_complete,
+            block=self._block,
+            fingerprint=self._own,
+            held=held,
+        )
 
     def _place(self, sample_id: int) -> tuple[PackedSource, int]:
         if not 0 <= sample_id < self.num_sequences:
@@ -240,9 +254,13 @@ def check_grown(before: Manifest, after: Manifest, uri: str) -> None:
             f"{shown_url(uri)}: source {shorter[0]} has fewer shards than the run has used: a corpus only grows under "
             "a run; restore the manifest, or start a run of another name"
         )
-    alike = (before.vocab_size, before.end_of_document, before.row_group_tokens, before.align_tokens,
-             before.tokenizer_sha256) == (after.vocab_size, after.end_of_document, after.row_group_tokens,
-             after.align_tokens, after.tokenizer_sha256)  # fmt: skip
+    alike = (
+        before.vocab_size,
+        before.end_of_document,
+        before.row_group_tokens,
+        before.align_tokens,
+        before.tokenizer_sha256,
+    ) == (after.vocab_size, after.end_of_document, after.row_group_tokens, after.align_tokens, after.tokenizer_sha256)
     grown = all(one.weight == two.weight and two.shards[: len(one.shards)] == one.shards for one, two in pairs)
     if not (alike and grown and len(before.sources) == len(after.sources)):
         raise ValueError(

@@ -47,8 +47,13 @@ class RowGroups:
     def __getitem__(self, index: int) -> RowGroup:
         shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
         num_tokens = int(self.ends[index] - (self.ends[index - 1] if index else 0))
-        return RowGroup(self._files, self._source.shards[shard], index - int(self._firsts[shard]), num_tokens,
-                         self._manifest.vocab_size)  # fmt: skip
+        return RowGroup(
+            self._files,
+            self._source.shards[shard],
+            index - int(self._firsts[shard]),
+            num_tokens,
+            self._manifest.vocab_size,
+        )
 
 
 @dataclass(frozen=True)

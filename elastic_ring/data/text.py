@@ -196,10 +196,14 @@ def _open(listings: Sequence[Listing], context_tokens: int, align_tokens: int, d
         return tuple((name, total.hexdigest()) for name, total in of_files.values())
 
     return PackedSource(
-        chunks, context_tokens=context_tokens, vocab_size=BYTE_VOCAB_SIZE, describe=describe, digests=digests,
+        chunks,
+        context_tokens=context_tokens,
+        vocab_size=BYTE_VOCAB_SIZE,
+        describe=describe,
+        digests=digests,
         how=["text", context_tokens, BYTE_VOCAB_SIZE, END_OF_DOCUMENT, align_tokens],
         padding=END_OF_DOCUMENT if align_tokens > 1 else None,
-    )  # fmt: skip
+    )
 
 
 def _once(listings: Sequence[Listing]) -> list[tuple[Listing, File]]:

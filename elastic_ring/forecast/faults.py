@@ -167,7 +167,7 @@ def _with_checkpoints(schedule: Schedule, rng: random.Random) -> Schedule:
     options = replace(schedule.options, takes_checkpoints=True)
     return replace(
         schedule, options=options, save_every=rng.choice([1, 2, 5]), faults=tuple(sorted([*schedule.faults, *more]))
-    )  # fmt: skip
+    )
 
 
 def _with_scaling(schedule: Schedule, rng: random.Random) -> Schedule:

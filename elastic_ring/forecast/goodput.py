@@ -47,7 +47,7 @@ PRIORS: Mapping[str, Failures] = {
     "opt": Failures("opt", (8_000, 11_900, 17_000), source="OPT: two hosts a day of 124"),
     "rsc": Failures("rsc", (8_100, 15_000, 29_500), source="Meta RSC: 7.9 h at 1,024 A100, 1.8 h at 16,384"),
     "none": Failures("none", (1e12, 1e12, 1e12), planned_per_day=0.0, source="no failures"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

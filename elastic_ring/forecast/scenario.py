@@ -64,8 +64,14 @@ class Scenario:
 
     @cached_property
     def plan(self) -> ModelPlan:
-        return plan_of(self.model, self.scaling, self.step, self.run.copies, saves=self.run.checkpoint_config.is_on,
-                       density=self.density)  # fmt: skip
+        return plan_of(
+            self.model,
+            self.scaling,
+            self.step,
+            self.run.copies,
+            saves=self.run.checkpoint_config.is_on,
+            density=self.density,
+        )
 
     @property
     def fits(self) -> bool:
@@ -119,12 +125,14 @@ class Scenario:
         if self.measured_step_s is None:
             spread += 0.02 * math.log10(max([1.0, *self.extrapolated.values()]))
         found = {
-            "step": around(1.0, spread, "x", origin), "links": Range(0.7, 1.0, 1.15, "x"),
+            "step": around(1.0, spread, "x", origin),
+            "links": Range(0.7, 1.0, 1.15, "x"),
             "jitter": Range(0.4, 1.0, 3.0, "x"),
             "gpu_hours": Range(*self.failures.gpu_hours, "GPU-hours between losses", "specified"),
-            "repair": Range(0.3, 1.0, 3.0, "x"), "rebuild": Range(0.4, 1.0, 3.0, "x"),
+            "repair": Range(0.3, 1.0, 3.0, "x"),
+            "rebuild": Range(0.4, 1.0, 3.0, "x"),
             "storage": Range(0.5, 1.0, 1.2, "x"),
-        }  # fmt: skip
+        }
         return found | ({"price": self.price.range()} if self.price else {})
 
     def shape(self, draws: Draws, step_s: Number) -> RunShape:
@@ -132,14 +140,22 @@ class Scenario:
         written_s = self.checkpoint_bytes / (self.fleet.links.storage_gb_s * 1e9 * draws["storage"])
         interval_s: Number = self._interval_s(step_s, written_s)
         return RunShape(
-            self.scaling.dp, self.scaling.cp, self.scaling.spares, self.fleet.gpus_per_host,
-            self.fleet.hosts_per_switch, self.fleet.hosts_per_power_domain, step_s,
+            self.scaling.dp,
+            self.scaling.cp,
+            self.scaling.spares,
+            self.fleet.gpus_per_host,
+            self.fleet.hosts_per_switch,
+            self.fleet.hosts_per_power_domain,
+            step_s,
             heal_s=SNAPSHOT_BYTES * self.plan.memory.shard / link + 0.1,
             rebuild_s=(REBUILD_S + REBUILD_PER_RANK_S * self.scaling.mesh.size) * draws["rebuild"],
-            detect_s=DETECT_S["host"], interval_s=interval_s, wait_s=CHECKPOINT_WAIT_S, restore_s=written_s + 30.0,
+            detect_s=DETECT_S["host"],
+            interval_s=interval_s,
+            wait_s=CHECKPOINT_WAIT_S,
+            restore_s=written_s + 30.0,
             copies_hold=self.num_copies > 0 and self.num_gpus > self.fleet.gpus_per_host,
             copy_steps=self.run.copy_every_steps,
-        )  # fmt: skip
+        )
 
     def _interval_s(self, step_s: Number, written_s: Number) -> Number:
         """As asked for, else as often as one is written, at least a minute apart."""
@@ -252,6 +268,9 @@ def default_efficiency(fleet: Fleet, machine: Mapping[str, float] | None = None)
     peak, link = fleet.spec.peak_flops, fleet.spec.nvlink_bytes_s
     both = BOTH_PASSES * machine["dense_flops"] / peak
     return dataclasses.replace(
-        eff, attention=min(0.9, both), link=min(1.0, machine["link_bytes_per_s"] / link),
-        matmul=min(0.95, machine.get("matmul_flops", eff.matmul * peak) / peak), origin=origin,
-    )  # fmt: skip
+        eff,
+        attention=min(0.9, both),
+        link=min(1.0, machine["link_bytes_per_s"] / link),
+        matmul=min(0.95, machine.get("matmul_flops", eff.matmul * peak) / peak),
+        origin=origin,
+    )

@@ -76,11 +76,29 @@ class Tier1:
         self.random = random.Random(seed)
         small = self.shape
         self.options = ControlOptions(
-            "tier1", small.dp, small.cp, 10**9, spares=small.spares, min_dp=1, report_s=1e4, build_s=1e6, start_s=1e6,
-            start_max_s=1e6, restore_s=1e6, boundary_s=1e6, grow_delay_s=1.0, backoff_s=1.0, spare_grace_s=1.0,
-            crash_loop_limit=10**9, start_failure_limit=10**9, build_failure_limit=10**9, round_limit=10**9,
-            takes_checkpoints=True, grow_cost_s=0.0, memory_reliefs=(),
-        )  # fmt: skip
+            "tier1",
+            small.dp,
+            small.cp,
+            10**9,
+            spares=small.spares,
+            min_dp=1,
+            report_s=1e4,
+            build_s=1e6,
+            start_s=1e6,
+            start_max_s=1e6,
+            restore_s=1e6,
+            boundary_s=1e6,
+            grow_delay_s=1.0,
+            backoff_s=1.0,
+            spare_grace_s=1.0,
+            crash_loop_limit=10**9,
+            start_failure_limit=10**9,
+            build_failure_limit=10**9,
+            round_limit=10**9,
+            takes_checkpoints=True,
+            grow_cost_s=0.0,
+            memory_reliefs=(),
+        )
         self.state = coordination.initial(self.options)
         self.now, self.order, self.names = 0.0, itertools.count(), itertools.count()
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -234,8 +252,19 @@ class Tier1:
         kind = "aborted" if command.mode == "abort" else "boundary"
         told = (build.term, build.generation) if kind == "boundary" else (command.term, command.generation)
         valid = self.shard_valid
-        self._advance(Report("w", command.worker, *told, kind, self._applied(), None, shard if valid else None, False,
-                             state_id=(build.term, build.generation) if valid else (0, 0)))  # fmt: skip
+        self._advance(
+            Report(
+                "w",
+                command.worker,
+                *told,
+                kind,
+                self._applied(),
+                None,
+                shard if valid else None,
+                False,
+                state_id=(build.term, build.generation) if valid else (0, 0),
+            )
+        )
 
     @property
     def shard_valid(self) -> bool:

@@ -52,8 +52,11 @@ class Tracker(Callback):
         self._log(RECOVERY, int(recovery["step"]), values)
 
     def on_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        values = {f"checkpoint/{name}": float(value) for name, value in checkpoint.items()
-                  if name != "step" and type(value) in (int, float)}  # fmt: skip
+        values = {
+            f"checkpoint/{name}": float(value)
+            for name, value in checkpoint.items()
+            if name != "step" and type(value) in (int, float)
+        }
         self._log(CHECKPOINT, int(checkpoint["step"]), {CHECKPOINT: math.nan, **values})
 
     def open(self, run: RunInfo) -> Points:
@@ -77,13 +80,19 @@ class Tracker(Callback):
 def values_of(metrics: StepMetrics) -> Values:
     """What trackers plot of a step; what was not measured is left out."""
     found = {
-        STEP: metrics.loss, "train/grad_norm": metrics.grad_norm, "train/lr": metrics.lr,
-        "train/skipped": float(metrics.skipped), "speed/tokens_per_s": metrics.tokens_per_s,
-        "speed/step_s": metrics.step_s, "speed/exposed_hop_wait_s": metrics.exposed_hop_wait_s,
-        "speed/hop_latency_p99_s": metrics.hop_latency_p99_s, "mesh/members": float(metrics.num_members),
-        "mesh/dp": float(metrics.mesh.dp), "mesh/cp": float(metrics.mesh.cp),
+        STEP: metrics.loss,
+        "train/grad_norm": metrics.grad_norm,
+        "train/lr": metrics.lr,
+        "train/skipped": float(metrics.skipped),
+        "speed/tokens_per_s": metrics.tokens_per_s,
+        "speed/step_s": metrics.step_s,
+        "speed/exposed_hop_wait_s": metrics.exposed_hop_wait_s,
+        "speed/hop_latency_p99_s": metrics.hop_latency_p99_s,
+        "mesh/members": float(metrics.num_members),
+        "mesh/dp": float(metrics.mesh.dp),
+        "mesh/cp": float(metrics.mesh.cp),
         "mesh/generation": float(metrics.generation),
-    }  # fmt: skip
+    }
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -147,9 +156,15 @@ class WandB(Tracker):
 
     def open(self, run: RunInfo) -> Points:
         self._run = _library("wandb").init(
-            **{"name": run.name, "id": run.id, "resume": "allow", "dir": str(run.folder), "config": dict(run.config),
-               **self._init}
-        )  # fmt: skip
+            **{
+                "name": run.name,
+                "id": run.id,
+                "resume": "allow",
+                "dir": str(run.folder),
+                "config": dict(run.config),
+                **self._init,
+            }
+        )
         found: dict[str, list[tuple[int, float]]] = {}
         for mark in MARKS:
             kind = mark.partition("/")[0]
@@ -193,8 +208,11 @@ class MLflow(Tracker):
         if tracked.info.status != "RUNNING":  # an attempt before this one has failed or was stopped
             self._client.update_run(self._id, status="RUNNING")
         if not tracked.data.params:
-            params = [self._entities.Param(name, str(value)[:LONGEST_PARAMETER])
-                      for name, value in flat(run.config).items() if value not in ("", None)]  # fmt: skip
+            params = [
+                self._entities.Param(name, str(value)[:LONGEST_PARAMETER])
+                for name, value in flat(run.config).items()
+                if value not in ("", None)
+            ]
             for first in range(0, len(params), 100):  # what MLflow takes at once
                 self._client.log_batch(self._id, params=params[first : first + 100])
         return {

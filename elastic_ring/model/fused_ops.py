@@ -49,9 +49,16 @@ class FusedOps:
 
 
 def before(
-    x: Tensor, norm: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    x: Tensor,
+    norm: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
     head_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """RMSNorm, projections and rotary embedding: x (B, S, width) to q (B, S, H, D), k and v (B, S, H_kv, D)."""
     x = F.rms_norm(x, [x.size(-1)], norm, eps)
     heads = (x.size(0), x.size(1), -1, head_dim)

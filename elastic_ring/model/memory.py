@@ -20,12 +20,16 @@ MASTER_BYTES, MOMENTS_BYTES, SUM_BYTES, GRADIENT_BYTES = 4, 8, 4, 4
 """Of a rank's shard, for each parameter: the fp32 master, Adam's two moments, the buffer that is summed over the rings,
 and FSDP2's gradients, which are there from a block's backward pass to the sum."""
 IN_HOST_BYTES: Mapping[CpuOffload, int] = {
-    "none": 0, "optimizer": MOMENTS_BYTES, "all": MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES,
-}  # fmt: skip
+    "none": 0,
+    "optimizer": MOMENTS_BYTES,
+    "all": MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES,
+}
 """Of these, by `cpu_offload`."""
 VISITING_BYTES: Mapping[CpuOffload, int] = {
-    "none": 0, "optimizer": MOMENTS_BYTES, "all": MASTER_BYTES + MOMENTS_BYTES,
-}  # fmt: skip
+    "none": 0,
+    "optimizer": MOMENTS_BYTES,
+    "all": MASTER_BYTES + MOMENTS_BYTES,
+}
 """What the update of a parameter brings to the GPU, two buckets at a time (`state.host_optimizer`)."""
 LOGITS_BYTES = 12
 """Of a logit in the loss's backward pass: probabilities, their gradient in the type that is computed in, and the next
@@ -161,10 +165,12 @@ class StepMemory:
         moments = MOMENTS_BYTES if self.cpu_offload == "none" else 0
         masters = 0 if self.cpu_offload == "all" else MASTER_BYTES
         return {
-            "fp32 masters": masters * self.shard, "Adam's moments": moments * self.shard,
-            "gradients summed over rings": SUM_BYTES * self.shard, "hop buffers": self.hop_buffers,
+            "fp32 masters": masters * self.shard,
+            "Adam's moments": moments * self.shard,
+            "gradients summed over rings": SUM_BYTES * self.shard,
+            "hop buffers": self.hop_buffers,
             **({"matmul workspace": WORKSPACE_BYTES} if self.on_gpu else {}),
-        }  # fmt: skip
+        }
 
     def _gradients(self, num_parameters: int) -> int:
         """FSDP2's gradients on the device. Those of earlier sequences are all there."""
@@ -192,37 +198,54 @@ class StepMemory:
     def _of_loss(self) -> Moment:
         config, rows = self.config, min(self.config.loss_chunk_tokens, self.tokens)
         logits = rows * config.vocab_size * LOGITS_BYTES
-        return Moment("the loss's backward pass", {
-            **self._lasting, "FSDP2's gradients": self._gradients(0),
-            "kept activations": self._kept(config.num_layers),
-            "gathered embedding and head": self._gathered(self.root),
-            "gathered blocks": self._gathered(self.block),
-            "head's gradient": FP32 * self.table, "a chunk of logits": logits,
-            "last layer's result": 3 * self._width_bytes, "rotary angles": self.rotation,
-        })  # fmt: skip
+        return Moment(
+            "the loss's backward pass",
+            {
+                **self._lasting,
+                "FSDP2's gradients": self._gradients(0),
+                "kept activations": self._kept(config.num_layers),
+                "gathered embedding and head": self._gathered(self.root),
+                "gathered blocks": self._gathered(self.block),
+                "head's gradient": FP32 * self.table,
+                "a chunk of logits": logits,
+                "last layer's result": 3 * self._width_bytes,
+                "rotary angles": self.rotation,
+            },
+        )
 
     def _of_layer(self, layer: int) -> Moment:
         """The backward pass of one layer; the gradients of the next one are being summed over the ring."""
         config = self.config
         done = config.num_layers - 1 - layer
         on_way = (self.element_bytes + FP32) * self.block if done else 0
-        return Moment(f"the backward pass of layer {layer}", {
-            **self._lasting, "FSDP2's gradients": self._gradients(done * self.block),
-            "gradients of a block on their way": on_way,
-            "kept activations": self._kept(layer + 1), "recomputed block": self.recomputed,
-            "gathered embedding and head": self._gathered(self.root),
-            "gathered blocks": 2 * self._gathered(self.block),
-            "head's gradient": self.element_bytes * self.table, "rotary angles": self.rotation,
-        })  # fmt: skip
+        return Moment(
+            f"the backward pass of layer {layer}",
+            {
+                **self._lasting,
+                "FSDP2's gradients": self._gradients(done * self.block),
+                "gradients of a block on their way": on_way,
+                "kept activations": self._kept(layer + 1),
+                "recomputed block": self.recomputed,
+                "gathered embedding and head": self._gathered(self.root),
+                "gathered blocks": 2 * self._gathered(self.block),
+                "head's gradient": self.element_bytes * self.table,
+                "rotary angles": self.rotation,
+            },
+        )
 
     def _of_end(self) -> Moment:
         """The embedding's gradient is added to the head's where they are one, and all are summed over the ring."""
-        return Moment("the end of the backward pass", {
-            **self._lasting, "FSDP2's gradients": self._gradients(self.num_parameters),
-            "gathered embedding and head": self._gathered(self.root),
-            "head's and embedding's gradients": 2 * self.element_bytes * self.table,
-            "the same in fp32, on their way": FP32 * self.root, "first layer's gradient": self._width_bytes,
-        })  # fmt: skip
+        return Moment(
+            "the end of the backward pass",
+            {
+                **self._lasting,
+                "FSDP2's gradients": self._gradients(self.num_parameters),
+                "gathered embedding and head": self._gathered(self.root),
+                "head's and embedding's gradients": 2 * self.element_bytes * self.table,
+                "the same in fp32, on their way": FP32 * self.root,
+                "first layer's gradient": self._width_bytes,
+            },
+        )
 
     def _of_update(self) -> Moment:
         """`all` has the gradients in host memory: those of the buckets do not visit, their sums are here."""
@@ -246,6 +269,7 @@ class StepMemory:
             "offloaded state": IN_HOST_BYTES[self.cpu_offload] * self.shard,
             "offloaded activations": self.activation_bytes if offloaded else 0,
             "a step on CPUs": 0 if self.on_gpu else self.device_bytes,
-            "a checkpoint's part": staging, "snapshots and copies": copies,
-        }  # fmt: skip
+            "a checkpoint's part": staging,
+            "snapshots and copies": copies,
+        }
         return {name: size for name, size in terms.items() if size}

@@ -94,9 +94,14 @@ class Block(nn.Module):
             contexts = partial(own, offload=True)
         start = OffloadedTensor(x)
         out: Tensor = checkpoint(
-            self._from_start, start, rotation, attention, use_reentrant=False, preserve_rng_state=False,
+            self._from_start,
+            start,
+            rotation,
+            attention,
+            use_reentrant=False,
+            preserve_rng_state=False,
             context_fn=contexts,
-        )  # fmt: skip
+        )
         if self.offload_activations:
             start.leave()
         return out
@@ -107,15 +112,28 @@ class Block(nn.Module):
     def _compute(self, x: Tensor, rotation: Rotation, attention: AttentionFn) -> Tensor:
         pieces, own, ffn = compiled() if self.compile_blocks else EAGER, self.attention, self.ffn
         q, k, v = pieces.before(
-            x, self.attention_norm.weight, own.query.weight, own.key.weight, own.value.weight, rotation.cos,
-            rotation.sin, self.norm_eps, self.head_dim,
-        )  # fmt: skip
+            x,
+            self.attention_norm.weight,
+            own.query.weight,
+            own.key.weight,
+            own.value.weight,
+            rotation.cos,
+            rotation.sin,
+            self.norm_eps,
+            self.head_dim,
+        )
         # Flatten outside the compiled ops: the memory layout of attention's result depends on the sequence's documents.
         attended = attention(q, k, v).flatten(2)
         return pieces.after(
-            x, attended, own.output.weight, self.ffn_norm.weight, ffn.gate.weight, ffn.up.weight, ffn.down.weight,
+            x,
+            attended,
+            own.output.weight,
+            self.ffn_norm.weight,
+            ffn.gate.weight,
+            ffn.up.weight,
+            ffn.down.weight,
             self.norm_eps,
-        )  # fmt: skip
+        )
 
 
 class _ZeroAttention(torch.autograd.Function):

@@ -257,9 +257,14 @@ class Telling:
     one is gone. Use it in a `with`; nothing is read or called before the first `tell`."""
 
     def __init__(
-        self, callbacks: Sequence[Callback], run: RunInfo, *, clock: Callable[[], float] = time.monotonic,
-        bring: Callable[[], None] = lambda: None, keep: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self,
+        callbacks: Sequence[Callback],
+        run: RunInfo,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        bring: Callable[[], None] = lambda: None,
+        keep: Callable[[], None] = lambda: None,
+    ) -> None:
         """For a run whose folder is a copy: `bring` gets the record of what was told from where the run is kept, before
         it is read, and `keep` puts it there whenever something was told."""
         self._run, self._callbacks, self._clock = run, tuple(callbacks), clock
@@ -317,8 +322,10 @@ class Telling:
     def _open(self) -> None:
         self._bring()
         self._record = _read(self._run.folder / CALLBACKS_NAME, self._run.name) or {
-            "id": secrets.token_hex(8), "run": self._run.name, "told": {},
-        }  # fmt: skip
+            "id": secrets.token_hex(8),
+            "run": self._run.name,
+            "told": {},
+        }
         run, told = replace(self._run, id=self._record["id"]), self._record["told"]
         self._save()
         self._listeners = [
@@ -343,8 +350,10 @@ def end_of(folder: Path) -> str:
 
 def kept_places(record: Mapping[str, Any]) -> dict[str, Any]:
     """Callbacks have been told the steps that stay; recoveries and checkpoints are counted anew by each attempt."""
-    told = {name: {kind: at for kind, at in place.items() if kind in (STEP, VALIDATION)}
-            for name, place in record["told"].items()}  # fmt: skip
+    told = {
+        name: {kind: at for kind, at in place.items() if kind in (STEP, VALIDATION)}
+        for name, place in record["told"].items()
+    }
     return {**record, "told": told}
 
 

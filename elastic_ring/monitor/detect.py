@@ -56,9 +56,15 @@ class HangSettings:
 
     def __post_init__(self) -> None:
         for name in (
-            "period_s", "floor_s", "factor", "cap_s", "computing_floor_s", "computing_cap_s", "half_life_s",
+            "period_s",
+            "floor_s",
+            "factor",
+            "cap_s",
+            "computing_floor_s",
+            "computing_cap_s",
+            "half_life_s",
             "stopped_limit_s",
-        ):  # fmt: skip
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
         for cap, floor in (("cap_s", "floor_s"), ("computing_cap_s", "computing_floor_s")):

@@ -27,9 +27,14 @@ MAX_LINE_BYTES = 1 << 26
 LOOK_S, QUIET_S = 0.01, 0.2
 """Seconds between looks at an incomplete line, and without change until its writer counts as dead."""
 _TYPES: dict[str, tuple[type, ...]] = {
-    "note": (str,), "term": (int,), "num_lines": (int,), "now": (int, float), "attempt": (str,),
-    "commands": (list,), "loss_hex": (str,),
-}  # fmt: skip
+    "note": (str,),
+    "term": (int,),
+    "num_lines": (int,),
+    "now": (int, float),
+    "attempt": (str,),
+    "commands": (list,),
+    "loss_hex": (str,),
+}
 """Of what decides which lines count: whoever reads them back need not ask. A line of other types is damaged."""
 _CRC = re.compile(rb',"crc":"([0-9a-f]{8})"}\n$')
 Retried = Callable[[Callable[[], None], Callable[[Exception], bool]], None]
@@ -43,9 +48,7 @@ class Journal:
     its successor) never interleave.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, durable: bool = True, retries: Retried = ONCE
-    ) -> None:  # fmt: skip
+    def __init__(self, path: str | os.PathLike[str], *, durable: bool = True, retries: Retried = ONCE) -> None:
         """`retries`: how a write that fails is tried again."""
         self.path = Path(path)
         self.durable = durable

@@ -36,16 +36,43 @@ WENT_BACK, AGAIN, BEGINS, OF_RUN = "went back", "again", "begins", "run"
 this step are missing; whose lines these are, by the run's identity."""
 
 SUMMARY_KEYS = (
-    "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact", "mesh_changed",
-    "generations", "recoveries", "compilations_after_step_0", "skipped_steps", "lost_workers", "resumed_from",
-    "checkpoints", "memory", "peak_gpu_bytes", "time_s", "identity",
-)  # fmt: skip
+    "steps",
+    "losses",
+    "weights_sha256",
+    "samples_sha256",
+    "goodput",
+    "exact",
+    "mesh_changed",
+    "generations",
+    "recoveries",
+    "compilations_after_step_0",
+    "skipped_steps",
+    "lost_workers",
+    "resumed_from",
+    "checkpoints",
+    "memory",
+    "peak_gpu_bytes",
+    "time_s",
+    "identity",
+)
 MEMORY_KEYS = ("step", "generation", "shortages", "reliefs", "why")
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
 RECOVERY_KEYS = (
-    "step", "faults", "cause", "action", "detect_s", "close_s", "heal_s", "rerun_s", "total_s",
-    "steps_undone", "steps_rerun", "source", "survivor_pids_kept", "exact",
-)  # fmt: skip
+    "step",
+    "faults",
+    "cause",
+    "action",
+    "detect_s",
+    "close_s",
+    "heal_s",
+    "rerun_s",
+    "total_s",
+    "steps_undone",
+    "steps_rerun",
+    "source",
+    "survivor_pids_kept",
+    "exact",
+)
 
 
 @dataclass(frozen=True)
@@ -192,8 +219,12 @@ class MetricsLog:
     def begin_at(self, step: int) -> None:
         """A build begins at `step`: what is missing before it will not come any more, and is told once."""
         if step > self._last_step + 1:
-            log.error("%s has no lines for steps %d to %d: they were lost with their writer, or it began elsewhere",
-                      self.path, self._last_step + 1, step - 1)  # fmt: skip
+            log.error(
+                "%s has no lines for steps %d to %d: they were lost with their writer, or it began elsewhere",
+                self.path,
+                self._last_step + 1,
+                step - 1,
+            )
             self._journal.append({"step": step, "note": BEGINS})
             self._begun.add(step)
             self._last_step = step - 1

@@ -19,9 +19,23 @@ PREFIX = "ray_"
 
 PHASES = ("idle", "forming", "building", "running", "closing", "waiting", "finishing", "reconnecting", "ended")
 CAUSES = (
-    "died", "hung", "exited", "node lost", "unreachable", "start-failed", "device error", "poisoned device",
-    "computed wrongly", "out of memory", "drained", "peer", "user", "memory", "corrupt", "coordinator",
-)  # fmt: skip
+    "died",
+    "hung",
+    "exited",
+    "node lost",
+    "unreachable",
+    "start-failed",
+    "device error",
+    "poisoned device",
+    "computed wrongly",
+    "out of memory",
+    "drained",
+    "peer",
+    "user",
+    "memory",
+    "corrupt",
+    "coordinator",
+)
 """Why a recovery began: the reason of its first loss; `drained` after a notice; without a loss `peer` for a broken
 exchange, `user` for an error of the user's code, `memory` for a step that ran out of memory, `corrupt` for ranks that
 did not agree; `coordinator` when only that was replaced."""
@@ -31,15 +45,28 @@ CLOCK_PARTS = ("idle", "forward", "backward", "reduce", "vote", "apply", "other"
 """Of a step on one rank; `other` has what is not in every step: validating, saving, compiling, rebuilding. Waits for
 data lie within the other parts."""
 TIME_PARTS = (
-    "steps", "startup", "waiting", "validation", "checkpoint", "recovery", "rerun", "undone", "resize", "other",
-)  # fmt: skip
+    "steps",
+    "startup",
+    "waiting",
+    "validation",
+    "checkpoint",
+    "recovery",
+    "rerun",
+    "undone",
+    "resize",
+    "other",
+)
 RECOVERY_PARTS = ("detect", "close", "heal", "rerun", "total")
 GPU_METRICS = {
-    "utilisation": "elastic_ring_gpu_utilisation_ratio", "power_watts": "elastic_ring_gpu_power_watts",
-    "temperature_celsius": "elastic_ring_gpu_temperature_celsius", "ecc_errors": "elastic_ring_gpu_ecc_errors",
-    "remapped_rows": "elastic_ring_gpu_remapped_rows", "needs_reset": "elastic_ring_gpu_needs_reset",
-    "xid_errors": "elastic_ring_gpu_xid_errors", "slowed": "elastic_ring_gpu_slowed",
-}  # fmt: skip
+    "utilisation": "elastic_ring_gpu_utilisation_ratio",
+    "power_watts": "elastic_ring_gpu_power_watts",
+    "temperature_celsius": "elastic_ring_gpu_temperature_celsius",
+    "ecc_errors": "elastic_ring_gpu_ecc_errors",
+    "remapped_rows": "elastic_ring_gpu_remapped_rows",
+    "needs_reset": "elastic_ring_gpu_needs_reset",
+    "xid_errors": "elastic_ring_gpu_xid_errors",
+    "slowed": "elastic_ring_gpu_slowed",
+}
 """By the keys of `runtime.agent.gpu_health`."""
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 300.0)
 
@@ -80,7 +107,8 @@ TABLE: tuple[Metric, ...] = (
     Metric("elastic_ring_committed_steps", "steps", "steps whose result is committed"),
     Metric("elastic_ring_planned_steps", "steps", "steps that the run is to train"),
     Metric(
-        "elastic_ring_last_commit_timestamp_seconds", "seconds",
+        "elastic_ring_last_commit_timestamp_seconds",
+        "seconds",
         "Unix time at which the coordinator heard of the newest committed step; of its own start before the first",
     ),
     Metric("elastic_ring_term", "1", "number of the coordinator that decides; rises with each new one"),
@@ -89,153 +117,350 @@ TABLE: tuple[Metric, ...] = (
     Metric("elastic_ring_driver_silent_seconds", "seconds", "time since a driver last called"),
     Metric("elastic_ring_driver_lease_seconds", "seconds", "silence of the driver after which the run ends (lease_s)"),
     # training
-    Metric("elastic_ring_loss", "1", "mean loss of the newest committed step's tokens; missing while not finite",
-           only=STEP_1),
-    Metric("elastic_ring_validation_loss", "1", "loss of the held-out sequences when they were last computed",
-           only="after the first validation"),
-    Metric("elastic_ring_gradient_norm", "1", "norm of the gradient before clipping; missing while not finite",
-           only=STEP_1),
+    Metric(
+        "elastic_ring_loss",
+        "1",
+        "mean loss of the newest committed step's tokens; missing while not finite",
+        only=STEP_1,
+    ),
+    Metric(
+        "elastic_ring_validation_loss",
+        "1",
+        "loss of the held-out sequences when they were last computed",
+        only="after the first validation",
+    ),
+    Metric(
+        "elastic_ring_gradient_norm", "1", "norm of the gradient before clipping; missing while not finite", only=STEP_1
+    ),
     Metric("elastic_ring_learning_rate", "1", "learning rate of the newest committed step", only=STEP_1),
-    Metric("elastic_ring_step_seconds", "seconds", "duration of the newest committed step on global rank 0",
-           only=STEP_1),
-    Metric("elastic_ring_tokens_per_second", "tokens/s", "tokens of the newest committed step by its duration",
-           only=STEP_1),
-    Metric("elastic_ring_mfu_ratio", "1",
-           "model FLOP utilisation of the newest committed step: 6 for each parameter and token and causal attention, "
-           "recomputation not counted, by its duration and the devices' peak (peak_tflops)",
-           only="where model and peak are known, without a pattern"),
-    Metric("elastic_ring_skipped_steps", "steps",
-           "steps so far that a non-finite gradient, or a loss spike, made the run skip"),
-    Metric("elastic_ring_loss_spikes", "steps",
-           "steps so far whose loss was far above those before (loss_spike), whatever was done about it"),
-    Metric("elastic_ring_stragglers", "ranks",
-           "how often so far a rank was slower than its peers for a whole window (straggler)"),
-    Metric("elastic_ring_slowest_rank_ratio", "1",
-           "how many times as long as its peers the slowest rank worked in the newest step that measured it",
-           only=STEP_1),
-    Metric("elastic_ring_wrong_results", "findings",
-           "how often so far ranks that must agree did not (corruption), whatever was done about it"),
+    Metric(
+        "elastic_ring_step_seconds", "seconds", "duration of the newest committed step on global rank 0", only=STEP_1
+    ),
+    Metric(
+        "elastic_ring_tokens_per_second", "tokens/s", "tokens of the newest committed step by its duration", only=STEP_1
+    ),
+    Metric(
+        "elastic_ring_mfu_ratio",
+        "1",
+        "model FLOP utilisation of the newest committed step: 6 for each parameter and token and causal attention, "
+        "recomputation not counted, by its duration and the devices' peak (peak_tflops)",
+        only="where model and peak are known, without a pattern",
+    ),
+    Metric(
+        "elastic_ring_skipped_steps",
+        "steps",
+        "steps so far that a non-finite gradient, or a loss spike, made the run skip",
+    ),
+    Metric(
+        "elastic_ring_loss_spikes",
+        "steps",
+        "steps so far whose loss was far above those before (loss_spike), whatever was done about it",
+    ),
+    Metric(
+        "elastic_ring_stragglers",
+        "ranks",
+        "how often so far a rank was slower than its peers for a whole window (straggler)",
+    ),
+    Metric(
+        "elastic_ring_slowest_rank_ratio",
+        "1",
+        "how many times as long as its peers the slowest rank worked in the newest step that measured it",
+        only=STEP_1,
+    ),
+    Metric(
+        "elastic_ring_wrong_results",
+        "findings",
+        "how often so far ranks that must agree did not (corruption), whatever was done about it",
+    ),
     # the mesh
-    Metric("elastic_ring_mesh", "ranks", "rings (dp) and ranks of a ring (cp); 0 without a mesh", "part",
-           ("dp", "cp")),
-    Metric("elastic_ring_wanted_rings", "rings", "min_dp, dp and max_dp of the settings", "part",
-           ("min", "start", "max")),
-    Metric("elastic_ring_workers", "workers", "workers by what they do; leaving ones are draining or stopping", "part",
-           ("member", "spare", "starting", "leaving")),
+    Metric("elastic_ring_mesh", "ranks", "rings (dp) and ranks of a ring (cp); 0 without a mesh", "part", ("dp", "cp")),
+    Metric(
+        "elastic_ring_wanted_rings", "rings", "min_dp, dp and max_dp of the settings", "part", ("min", "start", "max")
+    ),
+    Metric(
+        "elastic_ring_workers",
+        "workers",
+        "workers by what they do; leaving ones are draining or stopping",
+        "part",
+        ("member", "spare", "starting", "leaving"),
+    ),
     Metric("elastic_ring_wanted_spares", "workers", "spares of the settings"),
-    Metric("elastic_ring_nodes", "nodes", "nodes that the coordinator may use, and those among them that drain", "part",
-           ("usable", "draining")),
+    Metric(
+        "elastic_ring_nodes",
+        "nodes",
+        "nodes that the coordinator may use, and those among them that drain",
+        "part",
+        ("usable", "draining"),
+    ),
     Metric("elastic_ring_failed_starts", "starts", "failed starts in a row, of the node with most of them"),
     # recoveries
     Metric("elastic_ring_recoveries", "recoveries", "recoveries so far, by the cause of each", "cause", CAUSES),
     Metric("elastic_ring_lost_workers", "workers", "members lost so far, by reason", "cause", LOSSES),
-    Metric("elastic_ring_recovery_sum_seconds", "seconds", "time of all recoveries so far, by part", "part",
-           RECOVERY_PARTS),
-    Metric("elastic_ring_recovery_duration_seconds", "seconds",
-           "durations of the recoveries that this coordinator saw; Ray makes its sum of bucket midpoints, so take "
-           "sums from elastic_ring_recovery_sum_seconds", "part", RECOVERY_PARTS, "after the first recovery",
-           "histogram"),
+    Metric(
+        "elastic_ring_recovery_sum_seconds", "seconds", "time of all recoveries so far, by part", "part", RECOVERY_PARTS
+    ),
+    Metric(
+        "elastic_ring_recovery_duration_seconds",
+        "seconds",
+        "durations of the recoveries that this coordinator saw; Ray makes its sum of bucket midpoints, so take "
+        "sums from elastic_ring_recovery_sum_seconds",
+        "part",
+        RECOVERY_PARTS,
+        "after the first recovery",
+        "histogram",
+    ),
     Metric("elastic_ring_memory_shortages", "attempts", "attempts at a step so far that ran out of memory"),
     Metric("elastic_ring_memory_reliefs", "reliefs", "reliefs of the memory ladder in force; 0 while memory suffices"),
-    Metric("elastic_ring_memory_tight", "times",
-           "how often so far memory was nearly full for eight steps in a row (memory pressure)"),
-    Metric("elastic_ring_memory_share_ratio", "1",
-           "how full memory was in the newest step: of what the fullest rank's device can give (device; 0 without a "
-           "limit), of what the guard of the fullest node allows (host)", "part", ("device", "host")),
+    Metric(
+        "elastic_ring_memory_tight",
+        "times",
+        "how often so far memory was nearly full for eight steps in a row (memory pressure)",
+    ),
+    Metric(
+        "elastic_ring_memory_share_ratio",
+        "1",
+        "how full memory was in the newest step: of what the fullest rank's device can give (device; 0 without a "
+        "limit), of what the guard of the fullest node allows (host)",
+        "part",
+        ("device", "host"),
+    ),
     # memory by kind
-    Metric("elastic_ring_worker_memory_bytes", "bytes",
-           "host memory of the worker that has most of each kind: resident (rss), resident at most so far (peak), "
-           "shared memory (shared)", "part", ("rss", "peak", "shared")),
-    Metric("elastic_ring_gpu_memory_bytes", "bytes",
-           "GPU memory of global rank 0 after the newest step: tensors (allocated), what torch holds for them "
-           "(reserved), free pieces of blocks that are in use (fragmented), the most that tensors took so far (peak)",
-           "part", ("allocated", "reserved", "fragmented", "peak"), "on GPUs"),
-    Metric("elastic_ring_memory_pressure_ratio", "1",
-           "share of the last 10 s in which some or all tasks (full) of a node or its container waited for memory; of "
-           "the node that waits most (PSI)", "part", ("some", "full"), "where the kernel tells"),
+    Metric(
+        "elastic_ring_worker_memory_bytes",
+        "bytes",
+        "host memory of the worker that has most of each kind: resident (rss), resident at most so far (peak), "
+        "shared memory (shared)",
+        "part",
+        ("rss", "peak", "shared"),
+    ),
+    Metric(
+        "elastic_ring_gpu_memory_bytes",
+        "bytes",
+        "GPU memory of global rank 0 after the newest step: tensors (allocated), what torch holds for them "
+        "(reserved), free pieces of blocks that are in use (fragmented), the most that tensors took so far (peak)",
+        "part",
+        ("allocated", "reserved", "fragmented", "peak"),
+        "on GPUs",
+    ),
+    Metric(
+        "elastic_ring_memory_pressure_ratio",
+        "1",
+        "share of the last 10 s in which some or all tasks (full) of a node or its container waited for memory; of "
+        "the node that waits most (PSI)",
+        "part",
+        ("some", "full"),
+        "where the kernel tells",
+    ),
     Metric("elastic_ring_undone_steps", "steps", "committed steps so far that a recovery undid"),
     Metric("elastic_ring_rerun_steps", "steps", "steps so far that ran again because nobody held their result"),
     # checkpoints
     Metric("elastic_ring_checkpoints", "checkpoints", "checkpoints so far that count"),
-    Metric("elastic_ring_checkpoints_missed", "checkpoints",
-           "checkpoints so far that were due and do not count: not written, or the last one was still being written"),
-    Metric("elastic_ring_last_checkpoint_timestamp_seconds", "seconds",
-           "Unix time at which the newest checkpoint began to count; of the coordinator's start before the first",
-           only="with checkpoints"),
+    Metric(
+        "elastic_ring_checkpoints_missed",
+        "checkpoints",
+        "checkpoints so far that were due and do not count: not written, or the last one was still being written",
+    ),
+    Metric(
+        "elastic_ring_last_checkpoint_timestamp_seconds",
+        "seconds",
+        "Unix time at which the newest checkpoint began to count; of the coordinator's start before the first",
+        only="with checkpoints",
+    ),
     Metric("elastic_ring_checkpoint_step", "steps", "steps that the newest checkpoint contains", only=CHECKPOINT_1),
     Metric("elastic_ring_checkpoint_size_bytes", "bytes", "size of the newest checkpoint", only=CHECKPOINT_1),
-    Metric("elastic_ring_checkpoint_seconds", "seconds",
-           "the newest checkpoint: all of it (total), and how long training waited for it (blocked)", "part",
-           ("total", "blocked"), CHECKPOINT_1),
-    Metric("elastic_ring_checkpoint_intervals_missed", "intervals",
-           "intervals of training without a checkpoint that counts, for whatever reason; 0 in the first 30 s of it"),
-    Metric("elastic_ring_checkpoint_failing_seconds", "seconds",
-           "for how long no checkpoint could be written, for whatever reason; 0 when the last one could"),
+    Metric(
+        "elastic_ring_checkpoint_seconds",
+        "seconds",
+        "the newest checkpoint: all of it (total), and how long training waited for it (blocked)",
+        "part",
+        ("total", "blocked"),
+        CHECKPOINT_1,
+    ),
+    Metric(
+        "elastic_ring_checkpoint_intervals_missed",
+        "intervals",
+        "intervals of training without a checkpoint that counts, for whatever reason; 0 in the first 30 s of it",
+    ),
+    Metric(
+        "elastic_ring_checkpoint_failing_seconds",
+        "seconds",
+        "for how long no checkpoint could be written, for whatever reason; 0 when the last one could",
+    ),
     # copies in peers' memory
-    Metric("elastic_ring_copy_step", "steps",
-           "steps that the newest snapshot contains whose exchange with the peers of global rank 0 is complete",
-           only=COPIES_1),
+    Metric(
+        "elastic_ring_copy_step",
+        "steps",
+        "steps that the newest snapshot contains whose exchange with the peers of global rank 0 is complete",
+        only=COPIES_1,
+    ),
     Metric("elastic_ring_copy_size_bytes", "bytes", "size of this snapshot of global rank 0", only=COPIES_1),
-    Metric("elastic_ring_copy_seconds", "seconds",
-           "its exchange: all of it (total), and how long training waited for it (blocked)", "part",
-           ("total", "blocked"), COPIES_1),
-    Metric("elastic_ring_copies_skipped", "snapshots",
-           "snapshots that this process of global rank 0 left out because the last was still under way", only=COPIES_1),
+    Metric(
+        "elastic_ring_copy_seconds",
+        "seconds",
+        "its exchange: all of it (total), and how long training waited for it (blocked)",
+        "part",
+        ("total", "blocked"),
+        COPIES_1,
+    ),
+    Metric(
+        "elastic_ring_copies_skipped",
+        "snapshots",
+        "snapshots that this process of global rank 0 left out because the last was still under way",
+        only=COPIES_1,
+    ),
     # where time goes
     Metric("elastic_ring_goodput_ratio", "1", "time of steps that stayed committed by time since the run's start"),
-    Metric("elastic_ring_time_seconds", "seconds",
-           "time since the run's start: in steps that stayed committed (steps); before the first one (startup); "
-           "without enough workers (waiting); computing held-out sequences; waiting for checkpoints; in recoveries "
-           "while no step ran (recovery: detect, close, heal); in attempts that broke off (rerun) and in committed "
-           "steps that were undone; in planned changes of the mesh, drains too (resize); and other", "part",
-           TIME_PARTS),
-    Metric("elastic_ring_data_wait_seconds", "seconds",
-           "how long global rank 0 waited for its data in the newest committed step", only=STEP_1),
-    Metric("elastic_ring_step_part_mean_seconds", "seconds",
-           "clock of the newest whole step by part, mean over the ranks: waits for other ranks are in the part where "
-           "they happen, those for data also in data; on GPUs the host's clock", "part", CLOCK_PARTS, STEP_1),
-    Metric("elastic_ring_step_part_longest_seconds", "seconds", "the same on the rank on which the part took longest",
-           "part", CLOCK_PARTS, STEP_1),
-    Metric("elastic_ring_rank_work_seconds", "seconds",
-           "how long each rank worked itself for one sequence, without waits for others and for data, in the newest "
-           "step that measured it", "part", only=STEP_1, open_values="the global rank"),
+    Metric(
+        "elastic_ring_time_seconds",
+        "seconds",
+        "time since the run's start: in steps that stayed committed (steps); before the first one (startup); "
+        "without enough workers (waiting); computing held-out sequences; waiting for checkpoints; in recoveries "
+        "while no step ran (recovery: detect, close, heal); in attempts that broke off (rerun) and in committed "
+        "steps that were undone; in planned changes of the mesh, drains too (resize); and other",
+        "part",
+        TIME_PARTS,
+    ),
+    Metric(
+        "elastic_ring_data_wait_seconds",
+        "seconds",
+        "how long global rank 0 waited for its data in the newest committed step",
+        only=STEP_1,
+    ),
+    Metric(
+        "elastic_ring_step_part_mean_seconds",
+        "seconds",
+        "clock of the newest whole step by part, mean over the ranks: waits for other ranks are in the part where "
+        "they happen, those for data also in data; on GPUs the host's clock",
+        "part",
+        CLOCK_PARTS,
+        STEP_1,
+    ),
+    Metric(
+        "elastic_ring_step_part_longest_seconds",
+        "seconds",
+        "the same on the rank on which the part took longest",
+        "part",
+        CLOCK_PARTS,
+        STEP_1,
+    ),
+    Metric(
+        "elastic_ring_rank_work_seconds",
+        "seconds",
+        "how long each rank worked itself for one sequence, without waits for others and for data, in the newest "
+        "step that measured it",
+        "part",
+        only=STEP_1,
+        open_values="the global rank",
+    ),
     Metric("elastic_ring_late_compilations", "compilations", "compilations so far that the warm-up did not cover"),
     # nodes, as their agents read them every 5 s
     Metric("elastic_ring_network_errors", "errors", f"errors of {NETWORK}", "part", open_values=NODE),
     Metric("elastic_ring_network_drops", "packets", f"packets dropped by {NETWORK}", "part", open_values=NODE),
-    Metric("elastic_ring_network_infiniband_errors", "errors",
-           f"{IB}: symbol errors, recoveries, lost links, errors on receipt, overruns", "part", (), IB_ONLY,
-           open_values=NODE),
-    Metric("elastic_ring_network_infiniband_drops", "packets", f"{IB}: packets discarded", "part", (), IB_ONLY,
-           open_values=NODE),
-    Metric("elastic_ring_network_infiniband_sent_bytes", "bytes", f"{IB}: data sent", "part", (), IB_ONLY,
-           open_values=NODE),
-    Metric("elastic_ring_network_infiniband_received_bytes", "bytes", f"{IB}: data received", "part", (), IB_ONLY,
-           open_values=NODE),
-    Metric("elastic_ring_gpu_utilisation_ratio", "1", "share of the time in which the GPU computed", "part", (), NVML,
-           open_values=GPU),
+    Metric(
+        "elastic_ring_network_infiniband_errors",
+        "errors",
+        f"{IB}: symbol errors, recoveries, lost links, errors on receipt, overruns",
+        "part",
+        (),
+        IB_ONLY,
+        open_values=NODE,
+    ),
+    Metric(
+        "elastic_ring_network_infiniband_drops",
+        "packets",
+        f"{IB}: packets discarded",
+        "part",
+        (),
+        IB_ONLY,
+        open_values=NODE,
+    ),
+    Metric(
+        "elastic_ring_network_infiniband_sent_bytes", "bytes", f"{IB}: data sent", "part", (), IB_ONLY, open_values=NODE
+    ),
+    Metric(
+        "elastic_ring_network_infiniband_received_bytes",
+        "bytes",
+        f"{IB}: data received",
+        "part",
+        (),
+        IB_ONLY,
+        open_values=NODE,
+    ),
+    Metric(
+        "elastic_ring_gpu_utilisation_ratio",
+        "1",
+        "share of the time in which the GPU computed",
+        "part",
+        (),
+        NVML,
+        open_values=GPU,
+    ),
     Metric("elastic_ring_gpu_power_watts", "watts", "power that the GPU takes", "part", (), NVML, open_values=GPU),
-    Metric("elastic_ring_gpu_temperature_celsius", "degrees", "temperature of the GPU", "part", (), NVML,
-           open_values=GPU),
-    Metric("elastic_ring_gpu_ecc_errors", "errors", "uncorrected memory errors since the driver's start", "part", (),
-           NVML, open_values=GPU),
-    Metric("elastic_ring_gpu_remapped_rows", "rows",
-           "rows of memory that were remapped in the GPU's life; pages that were retired, before Ampere", "part", (),
-           NVML, open_values=GPU),
-    Metric("elastic_ring_gpu_needs_reset", "1",
-           "1 while a row of memory waits for a reset to be remapped, or could not be", "part", (), NVML,
-           open_values=GPU),
-    Metric("elastic_ring_gpu_xid_errors", "errors",
-           "Xid errors since the agent's start, without those that programs cause", "part", (), NVML, open_values=GPU),
-    Metric("elastic_ring_gpu_slowed", "1", "1 while the GPU is slowed down for heat, or by its hardware", "part", (),
-           NVML, open_values=GPU),
+    Metric(
+        "elastic_ring_gpu_temperature_celsius", "degrees", "temperature of the GPU", "part", (), NVML, open_values=GPU
+    ),
+    Metric(
+        "elastic_ring_gpu_ecc_errors",
+        "errors",
+        "uncorrected memory errors since the driver's start",
+        "part",
+        (),
+        NVML,
+        open_values=GPU,
+    ),
+    Metric(
+        "elastic_ring_gpu_remapped_rows",
+        "rows",
+        "rows of memory that were remapped in the GPU's life; pages that were retired, before Ampere",
+        "part",
+        (),
+        NVML,
+        open_values=GPU,
+    ),
+    Metric(
+        "elastic_ring_gpu_needs_reset",
+        "1",
+        "1 while a row of memory waits for a reset to be remapped, or could not be",
+        "part",
+        (),
+        NVML,
+        open_values=GPU,
+    ),
+    Metric(
+        "elastic_ring_gpu_xid_errors",
+        "errors",
+        "Xid errors since the agent's start, without those that programs cause",
+        "part",
+        (),
+        NVML,
+        open_values=GPU,
+    ),
+    Metric(
+        "elastic_ring_gpu_slowed",
+        "1",
+        "1 while the GPU is slowed down for heat, or by its hardware",
+        "part",
+        (),
+        NVML,
+        open_values=GPU,
+    ),
     # K/V exchange of global rank 0 in the newest step that measured it
     Metric("elastic_ring_hop_sent_bytes", "bytes", "K/V and gradients sent in one step", only=STEP_1),
-    Metric("elastic_ring_hop_exposed_wait_seconds", "seconds", "time of one step in which nothing was left to compute",
-           only=STEP_1),
-    Metric("elastic_ring_hop_latency_seconds", "seconds", "one exchange, from ready to start until arrived", "part",
-           ("mean", "p99"), "on GPUs"),
-)  # fmt: skip
+    Metric(
+        "elastic_ring_hop_exposed_wait_seconds",
+        "seconds",
+        "time of one step in which nothing was left to compute",
+        only=STEP_1,
+    ),
+    Metric(
+        "elastic_ring_hop_latency_seconds",
+        "seconds",
+        "one exchange, from ready to start until arrived",
+        "part",
+        ("mean", "p99"),
+        "on GPUs",
+    ),
+)
 
 OF_RAY: dict[str, str] = {
     "ray_node_cpu_utilization": "percent of the node's CPUs in use",

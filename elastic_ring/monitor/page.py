@@ -201,10 +201,14 @@ def _page_data(folder: Path, now_unix_s: float | None) -> dict[str, Any]:
         "phase": _phase(status, summary),
         "error": "; ".join(filter(None, (status.get("error"), *records.damaged))),
         "news_s": None if status.get("ended") or not status else max(0.0, now - status.get("updated_unix_s", now)),
-        "step": status.get("step", len(steps)), "total_steps": status.get("total_steps", len(steps)),
-        "term": status.get("term"), "generation": status.get("generation"), "mesh": status.get("mesh"),
+        "step": status.get("step", len(steps)),
+        "total_steps": status.get("total_steps", len(steps)),
+        "term": status.get("term"),
+        "generation": status.get("generation"),
+        "mesh": status.get("mesh"),
         "tokens_per_s": _rate(steps[-5:]),
-        "goodput": summary.get("goodput"), "exact": summary.get("exact"),
+        "goodput": summary.get("goodput"),
+        "exact": summary.get("exact"),
         "loss": thinned([(line["step"], line["loss"]) for line in steps if line["loss"] is not None]),
         "validation": thinned([(line["step"], line["val_loss"]) for line in steps if line.get("val_loss") is not None]),
         "step_s": thinned([(line["step"], line["step_s"]) for line in steps]),
@@ -213,7 +217,7 @@ def _page_data(folder: Path, now_unix_s: float | None) -> dict[str, Any]:
         "ranks": sorted(status.get("members") or [], key=lambda member: int(member["global_rank"])),
         "spares": status.get("spares") or [],
         "story": status.get("story") or [],
-    }  # fmt: skip
+    }
 
 
 def _phase(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

@@ -61,15 +61,27 @@ def draw_loss(
     validated = [line for line in steps if line.get("val_loss") is not None]
     if validated:
         axes.plot(
-            [line["step"] for line in validated], [line["val_loss"] for line in validated], "o",
-            color="#c77700", markersize=4, label="validation", zorder=4,
-        )  # fmt: skip
+            [line["step"] for line in validated],
+            [line["val_loss"] for line in validated],
+            "o",
+            color="#c77700",
+            markersize=4,
+            label="validation",
+            zorder=4,
+        )
     skipped = [line["step"] for line in steps if line.get("skipped")]
     if skipped:
         axes.plot(
-            skipped, [0.0] * len(skipped), "x", color="#6b7a89", markersize=5, label="skipped step",
-            transform=axes.get_xaxis_transform(), clip_on=False, zorder=4,
-        )  # fmt: skip
+            skipped,
+            [0.0] * len(skipped),
+            "x",
+            color="#6b7a89",
+            markersize=5,
+            label="skipped step",
+            transform=axes.get_xaxis_transform(),
+            clip_on=False,
+            zorder=4,
+        )
     if validated or skipped:
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=8)
     axes.set_xlabel("step")
@@ -107,9 +119,16 @@ def _draw_generations(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
             mesh = band[0].get("mesh")
             name = f"gen {generation}" + (f"\n{mesh['dp']}x{mesh['cp']}" if mesh else "")
             axes.text(
-                (left + right) / 2, 0.02, name, transform=axes.get_xaxis_transform(),
-                ha="center", va="bottom", fontsize=7, color="#6b7a89", zorder=2,
-            )  # fmt: skip
+                (left + right) / 2,
+                0.02,
+                name,
+                transform=axes.get_xaxis_transform(),
+                ha="center",
+                va="bottom",
+                fontsize=7,
+                color="#6b7a89",
+                zorder=2,
+            )
 
 
 def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]]) -> None:
@@ -124,9 +143,16 @@ def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]]) -> Non
         side = -1 if near_the_end else 1
         text = f"{short_cause(recovery['cause'])}\n{seconds(recovery['total_s'])} s"
         axes.annotate(
-            text, (at, 0.98 - 0.1 * (index // every % 4)), xycoords=axes.get_xaxis_transform(),
-            xytext=(3 * side, 0), textcoords="offset points",
-            ha="right" if near_the_end else "left", va="top", fontsize=7, color=_RECOVERY_COLOUR, zorder=5,
+            text,
+            (at, 0.98 - 0.1 * (index // every % 4)),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(3 * side, 0),
+            textcoords="offset points",
+            ha="right" if near_the_end else "left",
+            va="top",
+            fontsize=7,
+            color=_RECOVERY_COLOUR,
+            zorder=5,
             in_layout=False,
             bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
-        )  # fmt: skip
+        )

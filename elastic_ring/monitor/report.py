@@ -51,10 +51,16 @@ def recovery_line(recovery: Mapping[str, Any]) -> str:
 
 
 TIME_NAMES = {
-    "startup": "start", "waiting": "waiting", "validation": "validation", "checkpoint": "checkpoints",
-    "recovery": "recoveries", "rerun": "steps broken off", "undone": "steps undone", "resize": "changes of the mesh",
+    "startup": "start",
+    "waiting": "waiting",
+    "validation": "validation",
+    "checkpoint": "checkpoints",
+    "recovery": "recoveries",
+    "rerun": "steps broken off",
+    "undone": "steps undone",
+    "resize": "changes of the mesh",
     "other": "compiling, writing the weights and other",
-}  # fmt: skip
+}
 _LEAST_S, _LEAST_SHARE = 0.5, 0.01
 
 

@@ -48,13 +48,19 @@ class Identity:
         if there and there.get(VERSION) != CONTENTS:
             return [f"it has an identity of another version ({there.get(VERSION)}), and this one writes {CONTENTS}"]
         here = self.what
-        return [f"{name}: {short(there.get(name))} there, {short(here.get(name))} here"
-                for name in sorted({*there, *here}) if there.get(name) != here.get(name)]  # fmt: skip
+        return [
+            f"{name}: {short(there.get(name))} there, {short(here.get(name))} here"
+            for name in sorted({*there, *here})
+            if there.get(name) != here.get(name)
+        ]
 
     def tell_moved(self, run: str, there: Mapping[str, Any]) -> None:
         """One line where contents are at another place than the record says."""
-        moved = [f"{name} was at {short(there[name])} and is at {short(place)} now"
-                 for name, place in sorted(self.places.items()) if there.get(name, place) != place]  # fmt: skip
+        moved = [
+            f"{name} was at {short(there[name])} and is at {short(place)} now"
+            for name, place in sorted(self.places.items())
+            if there.get(name, place) != place
+        ]
         if moved:
             log.info("run %s goes on with the same contents elsewhere: %s", run, "; ".join(moved))
 
@@ -77,14 +83,11 @@ def changed_files(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]])
     gone, new = (Counter(map(tuple, one)) - Counter(map(tuple, other)) for one, other in ((there, here), (here, there)))
     before, now = ({name for name, _ in found} for found in (gone, new))
     kinds = {"changed": before & now, "gone": before - now, "new": now - before}
-    told = [f"{kind} {few(sorted(names), NUM_TOLD)}"
-            for kind, names in kinds.items() if names]  # fmt: skip
+    told = [f"{kind} {few(sorted(names), NUM_TOLD)}" for kind, names in kinds.items() if names]
     return f"files of the data: {'; '.join(told) or 'the same, in another order or cut otherwise'}"
 
 
-def identity_of(
-    task: TrainingTask, settings: Mapping[str, Any], parts: Mapping[str, str], contents: str
-) -> Identity:  # fmt: skip
+def identity_of(task: TrainingTask, settings: Mapping[str, Any], parts: Mapping[str, str], contents: str) -> Identity:
     """The identity of a run with these `settings` of its step, its `parts` that are code, and data of these
     `contents`."""
     found = {f"step.{name}": value for name, value in settings.items()}

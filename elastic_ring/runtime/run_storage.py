@@ -41,9 +41,7 @@ def storage_of(run: RunConfig, *, excludes: bool = True, tell: Callable[[str], N
     return Storage(run.storage_uri, excludes, run.timeouts.storage_s, tell).open(write=False)
 
 
-def fetch(
-    run: RunConfig, folder: Path, *, keep_longer: bool = False, tell: Callable[[str], None] = ignore
-) -> None:  # fmt: skip
+def fetch(run: RunConfig, folder: Path, *, keep_longer: bool = False, tell: Callable[[str], None] = ignore) -> None:
     """Bring the records from the store into `folder`; nothing for a run whose folder is a path.
 
     `keep_longer`: a growing file that is there already stays where it only goes on from what the store has.

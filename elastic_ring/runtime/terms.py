@@ -151,9 +151,12 @@ class TermGuard:
     `is_there` whether the coordinator answers within so many seconds; `leave` ends this process."""
 
     def __init__(
-        self, run: RunConfig, own: Callable[[], TermClaim | None], is_there: Callable[[float], bool],
+        self,
+        run: RunConfig,
+        own: Callable[[], TermClaim | None],
+        is_there: Callable[[float], bool],
         leave: Callable[[int], object] = os._exit,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._run, self._own, self._is_there, self._leave = run, own, is_there, leave
         self._terms: Terms | None = None
         self._silence = Unanswered(longest_turn_s=run.timeouts.storage_s + 4 * ASK_S)

@@ -42,17 +42,37 @@ def attention_of(
     wire = kv_wire or task.step.kv_wire
     if task.pattern is not None:
         return PatternedAttention(
-            task.pattern, layout, cp_rank, group, document_starts=piece.document_starts, observer=observer,
-            backend=task.step.kernel or None, deterministic=task.step.deterministic, cache_dir=kernel_cache,
-            buffers=buffers, check=check, plans=plans, kv_wire=wire, hosts=hosts,
-        )  # fmt: skip
+            task.pattern,
+            layout,
+            cp_rank,
+            group,
+            document_starts=piece.document_starts,
+            observer=observer,
+            backend=task.step.kernel or None,
+            deterministic=task.step.deterministic,
+            cache_dir=kernel_cache,
+            buffers=buffers,
+            check=check,
+            plans=plans,
+            kv_wire=wire,
+            hosts=hosts,
+        )
     kernel, pattern = task.step.kernel or None, Pattern(causal=True, document_starts=piece.document_starts)
     place = (layout, cp_rank, piece.document_starts, kernel, task.step.deterministic, wire, hosts)
     kept = (PlanCache() if plans is None else plans).of(place, lambda: plan(pattern, layout))
     return RingAttention(
-        kept.schedule, cp_rank, group, backend=kernel, deterministic=task.step.deterministic, cache_dir=kernel_cache,
-        observer=observer, buffers=buffers, plans=kept, kv_wire=wire, hosts=hosts,
-    )  # fmt: skip
+        kept.schedule,
+        cp_rank,
+        group,
+        backend=kernel,
+        deterministic=task.step.deterministic,
+        cache_dir=kernel_cache,
+        observer=observer,
+        buffers=buffers,
+        plans=kept,
+        kv_wire=wire,
+        hosts=hosts,
+    )
 
 
 def batch_of(piece: Slice, attention: RingAttention | PatternedAttention, device: torch.device) -> Batch:

@@ -8,13 +8,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RING, ZERO3, HUGGING_FACE, OWN_MODEL, RESUME, TUNER = DOORS = (
-    "elastic ring", "ZeRO-3 in Ray Train", "Hugging Face model", "own model", "resume", "tuner",
-)  # fmt: skip
+    "elastic ring",
+    "ZeRO-3 in Ray Train",
+    "Hugging Face model",
+    "own model",
+    "resume",
+    "tuner",
+)
 NON_FINITE, MAX_SKIPPED, SPIKES, STRAGGLERS, CORRUPTION, SAMPLES, TOKENS, ATTENDS, MEMORY = GUARDS = (
-    "a step that is not finite is skipped and reported", "`max_skipped` ends the run", "loss spikes", "stragglers",
-    "wrong results (`corruption`)", "digest of the samples", "tokenizer and vocabulary",
-    "the model attends to the whole sequence", "reliefs when memory runs out",
-)  # fmt: skip
+    "a step that is not finite is skipped and reported",
+    "`max_skipped` ends the run",
+    "loss spikes",
+    "stragglers",
+    "wrong results (`corruption`)",
+    "digest of the samples",
+    "tokenizer and vocabulary",
+    "the model attends to the whole sequence",
+    "reliefs when memory runs out",
+)
 
 SETTINGS = {
     MAX_SKIPPED: ("max_skipped",),

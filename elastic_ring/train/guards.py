@@ -26,8 +26,10 @@ def told_of(step: int, loss: float, skipped: bool, spike: str, spike_limit: floa
     named = f"; its sequences are {listed(sample_ids)}" if sample_ids else ""
     if spike:
         did = {"clip": "gradients are clipped harder", "skip": "the step changes nothing"}.get(spike)
-        return (f"loss spike in step {step}: {loss:.4g}, above {spike_limit:.4g}; "
-                f"{did or 'nothing is done (loss_spike=log)'}{named}")  # fmt: skip
+        return (
+            f"loss spike in step {step}: {loss:.4g}, above {spike_limit:.4g}; "
+            f"{did or 'nothing is done (loss_spike=log)'}{named}"
+        )
     if not skipped:
         return ""
     what = "its gradient is not finite" if math.isfinite(loss) else f"its loss is {loss}"

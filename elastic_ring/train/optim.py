@@ -97,16 +97,22 @@ def check_optimizer(optimizer: object, local_shards: Sequence[tuple[str, Tensor]
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer returned a {type(optimizer).__name__}: it must return a torch.optim.Optimizer")
     named = {kind.__name__ for kind in type(optimizer).__mro__}
-    for names, why in ((NEED_WHOLE, "computes with whole matrices, and a rank holds some rows of each"),
-                       (NEED_CLOSURE, "computes the gradient several times in a step")):  # fmt: skip
+    for names, why in (
+        (NEED_WHOLE, "computes with whole matrices, and a rank holds some rows of each"),
+        (NEED_CLOSURE, "computes the gradient several times in a step"),
+    ):
         for name in sorted(named & names):
-            raise ValueError(f"optimizer {name} {why}: take one that works element by element or row by row, such as "
-                             "AdamW, Adam, SGD, RMSprop, Adagrad or Lion")  # fmt: skip
+            raise ValueError(
+                f"optimizer {name} {why}: take one that works element by element or row by row, such as "
+                "AdamW, Adam, SGD, RMSprop, Adagrad or Lion"
+            )
     own = {id(tensor): name for name, tensor in local_shards}
     held = [id(param) for group in optimizer.param_groups for param in group["params"]]
     if any(key not in own for key in held) or len(set(held)) != len(held):
-        raise ValueError("the optimizer has other parameters than the shards that it was given: build it over exactly "
-                         "these tensors, each once")  # fmt: skip
+        raise ValueError(
+            "the optimizer has other parameters than the shards that it was given: build it over exactly "
+            "these tensors, each once"
+        )
 
 
 def make_optimizer(

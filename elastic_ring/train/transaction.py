@@ -407,9 +407,14 @@ class Transaction:
         gradient.step, gradient.membership_id = step, self._membership_id
 
     def vote(
-        self, step: int, local: Local, *, boundary: bool, checkpoint: BallotPart = _nothing,
+        self,
+        step: int,
+        local: Local,
+        *,
+        boundary: bool,
+        checkpoint: BallotPart = _nothing,
         copies: BallotPart = _nothing,
-    ) -> Outcome:  # fmt: skip
+    ) -> Outcome:
         """Agree on the step's result. Once this returns on any rank, the step is committed."""
         assert self._gradient is not None
         assert self._groups is not None
@@ -490,9 +495,12 @@ class Transaction:
         self._back = None
         try:
             raise_for_skips(
-                outcome, self.shard.counters.skipped_in_a_row, self.task.optim.max_skipped, self.sample_ids,
+                outcome,
+                self.shard.counters.skipped_in_a_row,
+                self.task.optim.max_skipped,
+                self.sample_ids,
                 goes_back=self.spikes is not None and self.spikes.goes_back,
-            )  # fmt: skip
+            )
         except MustGoBack as back:
             self._back = back
             raise
@@ -531,8 +539,10 @@ class Transaction:
         summed = torch.zeros_like(sums)
         for part in rows:
             summed += part
-        return {f"val_{name}": float(summed[row, 0] / summed[row, 1]) if summed[row, 1] else 0.0
-                for row, name in enumerate(measures)}  # fmt: skip
+        return {
+            f"val_{name}": float(summed[row, 0] / summed[row, 1]) if summed[row, 1] else 0.0
+            for row, name in enumerate(measures)
+        }
 
     # ------------------------------------------------------------ parts
 
@@ -559,10 +569,18 @@ class Transaction:
             self._watch(direction, step, hop if call_index == 0 or direction == "backward" else None)
 
         return attention_of(
-            self.task, piece, self._layouts.of_pass(self._mesh.cp, self.device.type, piece.num_sequences),
-            self._coordinate.cp_rank, group, observe, self.kernel_cache, self._buffers, self._groups.check, self._plans,
+            self.task,
+            piece,
+            self._layouts.of_pass(self._mesh.cp, self.device.type, piece.num_sequences),
+            self._coordinate.cp_rank,
+            group,
+            observe,
+            self.kernel_cache,
+            self._buffers,
+            self._groups.check,
+            self._plans,
             hosts=self._hosts,
-        )  # fmt: skip
+        )
 
     def _batch(self, piece: Slice, attention: RingAttention | PatternedAttention) -> Batch:
         return batch_of(piece, attention, self.device)

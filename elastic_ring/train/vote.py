@@ -19,12 +19,35 @@ from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
 
 FIELDS = (
-    "grad_norm_sq", "num_nonfinite", "loss_sum", "num_tokens", "boundary", "checkpoint", "copies",
-    "samples_0", "samples_1", "samples_2", "samples_3",
-    "spike_num_seen", "spike_limit", "spike_verdict", "spike_clips_harder", "work_s", "memory_share",
-    "told_state", "told_reduced", "told_norm_sq", "told_own", "told_again",
-    "first_what", "first_state", "first_reduced", "first_norm_sq", "first_own", "first_again",
-)  # fmt: skip
+    "grad_norm_sq",
+    "num_nonfinite",
+    "loss_sum",
+    "num_tokens",
+    "boundary",
+    "checkpoint",
+    "copies",
+    "samples_0",
+    "samples_1",
+    "samples_2",
+    "samples_3",
+    "spike_num_seen",
+    "spike_limit",
+    "spike_verdict",
+    "spike_clips_harder",
+    "work_s",
+    "memory_share",
+    "told_state",
+    "told_reduced",
+    "told_norm_sq",
+    "told_own",
+    "told_again",
+    "first_what",
+    "first_state",
+    "first_reduced",
+    "first_norm_sq",
+    "first_own",
+    "first_again",
+)
 NUM_SAMPLE_LIMBS = 4
 SPIKE_FIELDS = frozenset(name for name in FIELDS if name.startswith("spike_"))
 """Of these the vote takes what one rank says, and no sum."""
@@ -83,9 +106,24 @@ class Ballot:
 
     def row(self) -> torch.Tensor:
         first = (WHATS.index(self.first.what), *self.first.told.numbers()) if self.first else (0.0,) * 6
-        values = (self.grad_norm_sq, self.num_nonfinite, self.loss_sum, self.num_tokens, self.boundary, self.checkpoint,
-                  self.copies, *self.samples, self.spike.num_seen, self.spike.limit, self.spike.verdict,
-                  self.spike.clips_harder, self.work_s, self.memory_share, *self.digests.numbers(), *first)  # fmt: skip
+        values = (
+            self.grad_norm_sq,
+            self.num_nonfinite,
+            self.loss_sum,
+            self.num_tokens,
+            self.boundary,
+            self.checkpoint,
+            self.copies,
+            *self.samples,
+            self.spike.num_seen,
+            self.spike.limit,
+            self.spike.verdict,
+            self.spike.clips_harder,
+            self.work_s,
+            self.memory_share,
+            *self.digests.numbers(),
+            *first,
+        )
         return torch.tensor([float(v) for v in values], dtype=torch.float64)
 
 

@@ -99,8 +99,9 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
     wrong += [f"{name} is unknown to the module" for name in sorted(shapes.keys() - own.keys())]
     wrong += [
         f"{name} has shape {shapes[name]}, not {tuple(value.shape)}"
-        for name, value in found.items() if name in shapes and shapes[name] != tuple(value.shape)
-    ]  # fmt: skip
+        for name, value in found.items()
+        if name in shapes and shapes[name] != tuple(value.shape)
+    ]
     if wrong:
         shown = few(wrong, NUM_NAMED, "; ")
         raise ValueError(f"{os.fspath(path)}: holds other parameters than a {type(module).__name__}: {shown}")
@@ -233,8 +234,9 @@ def _write_index(
                 path=storage.at(file.name),
             )
     metadata = {
-        "total_size": sum(gather.sizes.values()), "sha256": gather.sha256,
+        "total_size": sum(gather.sizes.values()),
+        "sha256": gather.sha256,
         "file_sha256": {file.name: file.sha256 for file in written},
-    }  # fmt: skip
+    }
     weight_map = {name: file for file, names in files.items() for name in names}
     storage.replace(WEIGHTS_INDEX, index_text(weight_map, metadata))

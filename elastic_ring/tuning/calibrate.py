@@ -71,9 +71,12 @@ class Stopwatch:
     """
 
     def __init__(
-        self, group: Ranks | None, device: torch.device, effort: TimingBudget,
+        self,
+        group: Ranks | None,
+        device: torch.device,
+        effort: TimingBudget,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._group, self._device, self._effort, self._clock = group, device, effort, clock
         self._begun = clock()
 
@@ -179,9 +182,14 @@ def _rate(stopwatch: Stopwatch, what: str, cases: Iterable[Case], checks: list[C
 
 
 def _overlap(
-    stopwatch: Stopwatch, group: Ranks, device: torch.device, kernel: Callable[[], None], message_s: float,
-    link_bytes_per_s: float, effort: TimingBudget,
-) -> float:  # fmt: skip
+    stopwatch: Stopwatch,
+    group: Ranks,
+    device: torch.device,
+    kernel: Callable[[], None],
+    message_s: float,
+    link_bytes_per_s: float,
+    effort: TimingBudget,
+) -> float:
     """The overlap (0 to 1) of `kernel` with a message of similar duration: the hidden share of the shorter one."""
     kernel_s = stopwatch.median_s(kernel)
     num_bytes = round(min(effort.most_bytes, max(LEAST_BYTES, (kernel_s - message_s) * link_bytes_per_s)))

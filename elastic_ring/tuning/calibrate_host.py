@@ -40,8 +40,10 @@ def report(found: Calibration) -> str:
         )
     bad = [check for check in found.checks if not check.fitted and abs(check.error) > BAD_FIT]
     if bad:
-        lines.append(f"{len(bad)} of the measurements that were not fitted are told wrong by more than {BAD_FIT:.0%}:"
-                     " do not plan by these figures; measure again on an idle host")  # fmt: skip
+        lines.append(
+            f"{len(bad)} of the measurements that were not fitted are told wrong by more than {BAD_FIT:.0%}:"
+            " do not plan by these figures; measure again on an idle host"
+        )
     return "\n".join(lines)
 
 
@@ -55,9 +57,13 @@ def join(rank: int, num_ranks: int, store: str, on_gpus: bool) -> torch.device:
     torch.cuda.set_device(device)
     nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     dist.init_process_group(
-        "nccl", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, device_id=device,
+        "nccl",
+        store=dist.FileStore(store, num_ranks),
+        rank=rank,
+        world_size=num_ranks,
+        device_id=device,
         pg_options=nccl,
-    )  # fmt: skip
+    )
     return device
 
 

@@ -82,10 +82,14 @@ def draw(shown: Sequence[Trial], chosen: Sequence[Trial], path: Path) -> None:
     axes = figure.subplots()
     best = {(t["name"], t["layout"]) for t in chosen}
     dots = axes.scatter(
-        [t["step_s"] for t in shown], [t["gap"] for t in shown], c=[t["bytes"] for t in shown],
-        s=[90 if (t["name"], t["layout"]) in best else 25 for t in shown], cmap="viridis", edgecolors="black",
+        [t["step_s"] for t in shown],
+        [t["gap"] for t in shown],
+        c=[t["bytes"] for t in shown],
+        s=[90 if (t["name"], t["layout"]) in best else 25 for t in shown],
+        cmap="viridis",
+        edgecolors="black",
         linewidths=0.5,
-    )  # fmt: skip
+    )
     for trial in chosen:
         place = (trial["step_s"], trial["gap"])
         name = f"{trial['name']}, {trial['layout']}"

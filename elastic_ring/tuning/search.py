@@ -120,14 +120,18 @@ def search(options: argparse.Namespace, base: dict[str, Any], asked: list[Candid
         tuner = ray_tune.Tuner(
             trainable,
             tune_config=ray_tune.TuneConfig(
-                search_alg=ConcurrencyLimiter(searcher, options.concurrent), scheduler=NonDominatedRank(log),
-                num_samples=options.trials, reuse_actors=True,
+                search_alg=ConcurrencyLimiter(searcher, options.concurrent),
+                scheduler=NonDominatedRank(log),
+                num_samples=options.trials,
+                reuse_actors=True,
             ),
             run_config=ray_tune.RunConfig(
-                name=NAME, storage_path=str(options.out), verbose=1,
+                name=NAME,
+                storage_path=str(options.out),
+                verbose=1,
                 checkpoint_config=ray_tune.CheckpointConfig(checkpoint_at_end=False),
             ),
-        )  # fmt: skip
+        )
     results = tuner.fit()
     for error in results.errors:
         logging.error("a trial failed: %s", error)
@@ -155,8 +159,11 @@ def run(options: argparse.Namespace) -> int:
     access.warn_if_open(ray.get_runtime_context().gcs_address)
     trials = search(options, base, asked)
     if not any(trial.get("long_gap") is not None for trial in trials):
-        print(f"elastic-ring tune: none of {options.trials} trials reached the last fidelity, so there is no front; why"
-              " is logged above", file=sys.stderr)  # fmt: skip
+        print(
+            f"elastic-ring tune: none of {options.trials} trials reached the last fidelity, so there is no front; why"
+            " is logged above",
+            file=sys.stderr,
+        )
         return 1
     print(report(trials, base, options.out, options.pattern_len, options.pattern_layers))
     return 0

@@ -144,8 +144,12 @@ def sparse_cases(
     (low, _), (middle, _), (high, _) = lengths(device, effort)
     few, some, many = (BigBird(blocks, 0, blocks) for blocks in (1, 2, 4))
     for num_tokens, rule, fitted in (
-        (low, few, True), (low, many, True), (middle, some, False), (high, few, True), (high, many, True),
-    ):  # fmt: skip
+        (low, few, True),
+        (low, many, True),
+        (middle, some, False),
+        (high, few, True),
+        (high, many, True),
+    ):
         pattern = SparsePattern((rule,))
         schedule = plan_sparse(pattern, contiguous(num_tokens, 1), sizes.num_heads, sizes.num_kv_heads)
         calls, pairs = sparse_kernels(schedule, 0, False, per_tile)
@@ -159,9 +163,13 @@ class _Attends:
     """One forward pass. The first call creates the tensors."""
 
     def __init__(
-        self, ring: RingAttention, device: torch.device, sizes: Sizes, dtype: torch.dtype,
+        self,
+        ring: RingAttention,
+        device: torch.device,
+        sizes: Sizes,
+        dtype: torch.dtype,
         num_tokens: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._ring, self._device, self._dtype = ring, device, dtype
         heads = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
         self._shapes = [(1, num_tokens, number, sizes.head_dim) for number in heads]

@@ -164,9 +164,14 @@ def _ring_of(
     """A rank's ring for one call, of what content chose."""
     if all(top_k.fetch_all for rule in case.heads for top_k in top_ks_of(rule)):
         attention = PatternedAttention(
-            case.pattern, case.layout, cp_rank, group, document_starts=case.document_starts,
-            sparse_kernel=options["kernel"], deterministic=options["deterministic"],
-        )  # fmt: skip
+            case.pattern,
+            case.layout,
+            cp_rank,
+            group,
+            document_starts=case.document_starts,
+            sparse_kernel=options["kernel"],
+            deterministic=options["deterministic"],
+        )
         return attention._ring(0, q, k)
     ledger = HopLedger()
     route = Router(case.layout, cp_rank, group, case.documents, ledger, coalesced=True)

@@ -111,11 +111,16 @@ def test_documents_of_any_length_meet_only_kernels_that_the_warm_up_compiled(cp:
         for cp_rank in range(cp):
             q, k, v = (
                 torch.randn(
-                    1, layout.num_tokens(cp_rank), heads, head_dim, device=device, dtype=torch.bfloat16,
+                    1,
+                    layout.num_tokens(cp_rank),
+                    heads,
+                    head_dim,
+                    device=device,
+                    dtype=torch.bfloat16,
                     requires_grad=True,
                 )
                 for heads in (shape[0], shape[1], shape[1])
-            )  # fmt: skip
+            )
             nobody = NullProcessGroup(cp_rank, cp) if cp > 1 else None
             RingAttention(schedule, cp_rank, nobody)(q, k, v).sum().backward()
     torch.cuda.synchronize(device)

@@ -75,8 +75,13 @@ def use_beside(device: torch.device) -> None:
         except BaseException as error:
             failed.append(error)
 
-    for call in (look, partial(nccl.link_error, backend), partial(nccl.end, backend), partial(empty_cache, device),
-                 partial(nccl.probe, device)):  # fmt: skip
+    for call in (
+        look,
+        partial(nccl.link_error, backend),
+        partial(nccl.end, backend),
+        partial(empty_cache, device),
+        partial(nccl.probe, device),
+    ):
         thread = threading.Thread(target=alone, args=(call,))
         thread.start()
         thread.join()

@@ -126,8 +126,12 @@ def test_training_steps_have_equal_bits_and_8_bytes_a_parameter_less_at_their_pe
         assert offloaded["losses"] == plain["losses"]
         assert offloaded["bits"] == plain["bits"]
         saved_bytes = plain["peak_bytes"] - offloaded["peak_bytes"]
-        print(f"{cpu_offload}: {saved_bytes / plain['num_parameters']:.2f} bytes a parameter less,",
-              plain["num_parameters"], plain["peak_bytes"], offloaded["peak_bytes"])  # fmt: skip
+        print(
+            f"{cpu_offload}: {saved_bytes / plain['num_parameters']:.2f} bytes a parameter less,",
+            plain["num_parameters"],
+            plain["peak_bytes"],
+            offloaded["peak_bytes"],
+        )
         assert least < saved_bytes / plain["num_parameters"] < most
     assert [one["on_gpu"] for one in found.values()] == [[True, True], [True, False], [False, False]]
 
@@ -159,7 +163,8 @@ def trained(state: Transaction) -> dict[str, Any]:
     params = list(state.shard.params.values())
     moments = [entry["exp_avg"] for entry in state.shard.optimizer.state.values()]
     return {
-        "losses": [loss.hex() for loss in losses], "bits": bits(state.shard),
+        "losses": [loss.hex() for loss in losses],
+        "bits": bits(state.shard),
         "on_gpu": [params[0].is_cuda, moments[0].is_cuda],
         "num_parameters": sum(param.numel() for param in params),
-    }  # fmt: skip
+    }

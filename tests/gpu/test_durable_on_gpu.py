@@ -49,11 +49,14 @@ def run(folder: Path, name: str, device: str, *, cp: int, spares: int = 0, **set
     """A run of a small decoder in bfloat16, which kernels of both kinds of device take."""
     step = StepConfig(steps=STEPS, global_batch=2, context_tokens=CONTEXT, param_dtype="bfloat16", check_model=False)
     trainer = ElasticRingTrainer(
-        partial(Transformer, SMALL), StdlibText(CONTEXT), step_config=step, initial=Initialiser(0, SMALL.num_layers),
+        partial(Transformer, SMALL),
+        StdlibText(CONTEXT),
+        step_config=step,
+        initial=Initialiser(0, SMALL.num_layers),
         optim_config=OptimConfig(peak_lr=1e-3, min_lr=1e-4, warmup_steps=2, total_steps=STEPS),
         scaling_config=ScalingConfig(dp=1, cp=cp, spares=spares, device=device, resources_per_worker={"CPU": 1.0}),  # type: ignore[arg-type]
         run_config=RunConfig(name, run_dir=str(folder / name), progress=False, timeouts=PATIENT, **settings),
-    )  # fmt: skip
+    )
     result = trainer.fit()
     assert left_behind(name) == []
     return result
@@ -62,8 +65,17 @@ def run(folder: Path, name: str, device: str, *, cp: int, spares: int = 0, **set
 def one_ring_comes_back_from_a_copy(folder: Path, device: str) -> None:
     none = CheckpointConfig(every_steps=0)
     calm = run(folder, "calm", device, cp=2, checkpoint_config=none).summary
-    killed = run(folder, "killed", device, cp=2, spares=1, copies="1", copy_every_steps=1, checkpoint_config=none,
-                 faults="kill@step=4,phase=backward,rank=1").summary  # fmt: skip
+    killed = run(
+        folder,
+        "killed",
+        device,
+        cp=2,
+        spares=1,
+        copies="1",
+        copy_every_steps=1,
+        checkpoint_config=none,
+        faults="kill@step=4,phase=backward,rank=1",
+    ).summary
     (recovery,) = killed["recoveries"]
     assert (recovery["source"], recovery["exact"]) == ("copy", True)
     assert recovery["steps_undone"] <= 2, "twice the steps between copies"

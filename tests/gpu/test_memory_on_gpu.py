@@ -52,7 +52,9 @@ def trained(folder: Path, room_bytes: int) -> dict[str, Any] | None:
     """The summary; None where the run ended for want of memory."""
     name = f"room-{room_bytes // MIB}"
     trainer = ElasticRingTrainer(
-        partial(Transformer, MODEL), RandomTokens(CONTEXT, MODEL.vocab_size), loss=BallastLoss(room_bytes),
+        partial(Transformer, MODEL),
+        RandomTokens(CONTEXT, MODEL.vocab_size),
+        loss=BallastLoss(room_bytes),
         initial=QuickInitial(MODEL.num_layers),
         step_config=StepConfig(
             steps=STEPS, global_batch=1, context_tokens=CONTEXT, param_dtype="bfloat16", check_model=False
@@ -60,7 +62,7 @@ def trained(folder: Path, room_bytes: int) -> dict[str, Any] | None:
         optim_config=OptimConfig(peak_lr=3e-4, min_lr=3e-5, warmup_steps=2, total_steps=STEPS),
         scaling_config=ScalingConfig(dp=1, cp=1, spares=0, device="cuda", resources_per_worker={"CPU": 1.0}),
         run_config=RunConfig(name, run_dir=str(folder / name), progress=False, timeouts=TIMEOUTS),
-    )  # fmt: skip
+    )
     try:
         return trainer.fit().summary
     except OutOfMemory:

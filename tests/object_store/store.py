@@ -57,9 +57,13 @@ class ObjectStore:
         from botocore.session import Session
 
         return Session().create_client(
-            "s3", endpoint_url=self.endpoint, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=KEY,
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id=KEY,
+            aws_secret_access_key=KEY,
             config=Config(request_checksum_calculation="when_required"),
-        )  # fmt: skip
+        )
 
     def new_bucket(self) -> str:
         """A bucket that nobody else uses."""

@@ -54,9 +54,13 @@ def local_ray(fork_server: ForkServer) -> None:
     if not ray.is_initialized():
         with fork_server.forking():
             ray.init(
-                address="local", num_cpus=32, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
+                address="local",
+                num_cpus=32,
+                namespace=NAMESPACE,
+                include_dashboard=False,
+                log_to_driver=False,
                 logging_level="ERROR",
-            )  # fmt: skip
+            )
 
 
 def slow_loss(seconds: float, model: Any, batch: Any) -> tuple[Any, int]:
@@ -124,19 +128,32 @@ def tiny_trainer(
     loss: Any = partial(slow_loss, slow_s) if slow_s else language_model_loss
     options = {"dp": 2, "cp": 2, "spares": 1, **scaling}
     step = StepConfig(
-        steps=steps, global_batch=options.pop("global_batch", 6), context_tokens=96,
-        sequences_per_pass=options.pop("sequences_per_pass", 1), kv_wire=options.pop("kv_wire", "native"),
-    )  # fmt: skip
-    settings: dict[str, Any] = {"run_dir": str(folder / name), "faults": faults, "progress": False, "grow_cost_s": 0.0,
-                                **(run or {})}  # fmt: skip
+        steps=steps,
+        global_batch=options.pop("global_batch", 6),
+        context_tokens=96,
+        sequences_per_pass=options.pop("sequences_per_pass", 1),
+        kv_wire=options.pop("kv_wire", "native"),
+    )
+    settings: dict[str, Any] = {
+        "run_dir": str(folder / name),
+        "faults": faults,
+        "progress": False,
+        "grow_cost_s": 0.0,
+        **(run or {}),
+    }
     return ElasticRingTrainer(
-        partial(Transformer, TINY), data or StdlibText(96), step_config=step,
+        partial(Transformer, TINY),
+        data or StdlibText(96),
+        step_config=step,
         optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=steps),
         loss=partial(held_loss, gate, gate_s) if gate else loss,
-        scaling_config=ScalingConfig(**options), run_config=RunConfig(name=name, **settings),
+        scaling_config=ScalingConfig(**options),
+        run_config=RunConfig(name=name, **settings),
         initial=Initialiser(0, TINY.num_layers),
-        callbacks=callbacks, optimizer=optimizer, lr_schedule=lr_schedule,
-    )  # fmt: skip
+        callbacks=callbacks,
+        optimizer=optimizer,
+        lr_schedule=lr_schedule,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -28,9 +28,15 @@ from tests.ray.forked_worker import SOCKET
 
 # Not Ray itself: it reads the environment when it is imported.
 PRELOADED = (
-    "elastic_ring.runtime.worker.actor", "torch._dynamo", "numpy.random", "fsspec.implementations.local",
-    "google.protobuf.json_format", "jsonschema", "requests", "yaml",
-)  # fmt: skip
+    "elastic_ring.runtime.worker.actor",
+    "torch._dynamo",
+    "numpy.random",
+    "fsspec.implementations.local",
+    "google.protobuf.json_format",
+    "jsonschema",
+    "requests",
+    "yaml",
+)
 ROOT = Path(__file__).parents[2]
 CLIENT = Path(__file__).with_name("forked_worker.py")
 

@@ -27,7 +27,7 @@ def main(address: str, node_address: str, folder: str, name: str, gate: str, lea
     timeouts = Timeouts(lease_s=float(lease_s))
     tiny_trainer(
         Path(folder), name, steps=STEPS, gate=Path(gate), gate_s=float(step_s), run={"timeouts": timeouts}
-    ).fit()  # fmt: skip
+    ).fit()
 
 
 if __name__ == "__main__":

@@ -214,9 +214,10 @@ class TermWorld:
     def check_counting(self, reader: Submission) -> None:
         """What counts, beside what `reader` began with, is its own."""
         others = {
-            one.attempt for one in self.storage.written
+            one.attempt
+            for one in self.storage.written
             if not one.is_aside and one.folder not in reader.began_with and one.attempt != reader.attempt
-        }  # fmt: skip
+        }
         require(not others, ONE_COMMITS, f"checkpoints of {others} count in {reader.attempt}")
 
     def check_end(self) -> None:

@@ -86,8 +86,15 @@ def test_copies_lie_in_another_zone_where_zones_are_even_else_on_another_rack_or
         failure_places(nodes, racks, CopyMode(2)) == ["east/1"] * 2 + ["east/2"] * 2 + ["west/1"] * 2 + ["west/2"] * 2
     )
     assert failure_places(nodes, racks | {"c": ("east", "1")}, CopyMode(1)) == [
-        "east/1", "east/1", "east/2", "east/2", "east/1", "east/1", "west/2", "west/2",
-    ]  # fmt: skip
+        "east/1",
+        "east/1",
+        "east/2",
+        "east/2",
+        "east/1",
+        "east/1",
+        "west/2",
+        "west/2",
+    ]
     assert failure_places(nodes, {}, CopyMode(1)) == nodes
     assert failure_places(["a", "a"], racks, CopyMode(1)) == ["a", "a"]
 
@@ -126,8 +133,11 @@ def test_placement_is_the_same_whenever_it_is_computed_and_fast_for_2000_ranks()
 
 def test_what_the_setting_may_be() -> None:
     assert [parse_copies(text) for text in ("0", "1", "2", "parity:3")] == [
-        CopyMode(), CopyMode(1), CopyMode(2), CopyMode(group_size=3),
-    ]  # fmt: skip
+        CopyMode(),
+        CopyMode(1),
+        CopyMode(2),
+        CopyMode(group_size=3),
+    ]
     for text in ("3", "-1", "", "parity", "parity:1", "parity:x", "parity:-2", "full"):
         with pytest.raises(ValueError, match="copies="):
             parse_copies(text)
@@ -155,7 +165,19 @@ def test_what_is_held_and_where_copies_go_survive_the_journal() -> None:
     report = Report("c", "w", 1, 4, "aborted", 12, None, 2, False, copies=held, state_id=(1, 3))
     assert from_json(to_json(report)) == report
     order = Build(
-        "c", "w", 1, 4, Mesh(1, 2), ("w", "v"), 10, None, (), False,
-        step_back=at, keep=at, copy_holders=((1,), (0,)), parity_groups=(ParityGroup((0,), 1),),
-    )  # fmt: skip
+        "c",
+        "w",
+        1,
+        4,
+        Mesh(1, 2),
+        ("w", "v"),
+        10,
+        None,
+        (),
+        False,
+        step_back=at,
+        keep=at,
+        copy_holders=((1,), (0,)),
+        parity_groups=(ParityGroup((0,), 1),),
+    )
     assert from_json(to_json(order)) == order

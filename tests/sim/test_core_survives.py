@@ -59,9 +59,15 @@ def _run_seeds(num_seeds: int, first: int = 0) -> None:
 
 
 ONE_WORKER = replace(
-    random_schedule(0), nodes=(1,), gpus=(), faults=(), lost=0.0, doubled=0.0, faults_end_s=60.0,
+    random_schedule(0),
+    nodes=(1,),
+    gpus=(),
+    faults=(),
+    lost=0.0,
+    doubled=0.0,
+    faults_end_s=60.0,
     options=ControlOptions(run="simulated", dp=1, cp=1, total_steps=30, spares=0, start_s=5.0, backoff_s=3.0),
-)  # fmt: skip
+)
 
 
 def test_a_member_whose_exchange_breaks_while_it_is_frozen_says_so_when_it_thaws() -> None:

@@ -16,9 +16,17 @@ from tests.sim.bench import Bench
 def _formed(dp: int, cp: int, nodes: dict[str, int], **more: Any) -> policy.Plan:
     on = {f"{node}.{slot}": node for node, slots in nodes.items() for slot in range(slots)}
     situation = policy.Situation(
-        mesh=Mesh(dp, cp), members=(), holders={}, empty=(), spares=tuple(on), node_of=on, target_dp=dp, min_dp=1,
-        fresh=True, **more,
-    )  # fmt: skip
+        mesh=Mesh(dp, cp),
+        members=(),
+        holders={},
+        empty=(),
+        spares=tuple(on),
+        node_of=on,
+        target_dp=dp,
+        min_dp=1,
+        fresh=True,
+        **more,
+    )
     plan = policy.plan(situation)
     assert isinstance(plan, policy.Plan)
     return plan

@@ -77,11 +77,15 @@ def recover_from(*deaths: Death, applied: int = 7) -> tuple[Bench, tuple[Command
         [{"rank": rank, "phase": "forward", "signal": "SIGSEGV"} for rank in (3, 0, 1)],
         [{"rank": rank, "phase": "backward", "signal": "SIGKILL"} for rank in (3, 2, 3)],
         [{"rank": 3, "phase": "forward", "signal": "SIGKILL", "reason": "hung"}] * 3,
-        [{"rank": 3, "phase": "forward"}, {"rank": 0, "phase": "apply"},
-         {"rank": 3, "phase": "forward", "signal": "SIGBUS"}, {"rank": 2, "phase": "forward"}],
+        [
+            {"rank": 3, "phase": "forward"},
+            {"rank": 0, "phase": "apply"},
+            {"rank": 3, "phase": "forward", "signal": "SIGBUS"},
+            {"rank": 2, "phase": "forward"},
+        ],
     ],
     ids=["its own signal", "one ring in one phase", "hangs", "an outside kill between them"],
-)  # fmt: skip
+)
 def test_a_step_whose_own_work_kills_three_times_ends_the_run_and_every_death_is_told(deaths: list[Death]) -> None:
     _, sent = recover_from(*deaths)
     end = end_in(sent)
@@ -119,16 +123,27 @@ def test_a_signal_that_is_known_only_after_the_exit_began_counts(late: bool) -> 
     [
         [{"rank": rank, "phase": "idle", "signal": "SIGKILL"} for rank in (0, 1, 3, 2)],
         [{"rank": 3, "phase": "idle", "signal": "SIGSEGV"}] * 4,
-        [{"rank": 0, "phase": "forward"}, {"rank": 3, "phase": "forward"}, {"rank": 0, "phase": "backward"},
-         {"rank": 2, "phase": "apply"}],
+        [
+            {"rank": 0, "phase": "forward"},
+            {"rank": 3, "phase": "forward"},
+            {"rank": 0, "phase": "backward"},
+            {"rank": 2, "phase": "apply"},
+        ],
         [{"rank": 1, "phase": phase} for phase in ("reduce", "vote", "reduce", "rebuild")],
         [{"rank": 3, "phase": "forward", "step": 6}] * 4,
         [{"rank": 3, "phase": "", "step": -1, "signal": ""}] * 4,
         [{"rank": 3, "phase": "forward", "reason": "device error"}] * 4,
     ],
-    ids=["kills while idle", "crashes while idle", "kills of different rings and phases", "waiting for peers",
-         "of another step", "nobody knows where", "one GPU"],
-)  # fmt: skip
+    ids=[
+        "kills while idle",
+        "crashes while idle",
+        "kills of different rings and phases",
+        "waiting for peers",
+        "of another step",
+        "nobody knows where",
+        "one GPU",
+    ],
+)
 def test_deaths_that_are_not_of_the_steps_own_work_are_no_crash_loop(deaths: list[Death]) -> None:
     run, _ = recover_from(*deaths)
     assert run.phase == "running"

@@ -20,11 +20,18 @@ from tests.sim.truth import World
 
 EVERY = 3
 ONE_RING = replace(
-    random_schedule(0), nodes=(2, 2, 2), gpus=(), faults=(), lost=0.0, doubled=0.0, faults_end_s=60.0, save_every=0,
+    random_schedule(0),
+    nodes=(2, 2, 2),
+    gpus=(),
+    faults=(),
+    lost=0.0,
+    doubled=0.0,
+    faults_end_s=60.0,
+    save_every=0,
     options=ControlOptions(
         run="simulated", dp=1, cp=4, total_steps=20, spares=2, start_s=5.0, copies="1", copy_every_steps=EVERY
     ),
-)  # fmt: skip
+)
 
 
 class Run:

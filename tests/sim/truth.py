@@ -152,9 +152,10 @@ def _check_committed(world: simulator.World) -> None:
     world.corpus.check_end(history, world.coordinators[-1].state)
     skips = world.coordinators[-1].state.skips
     require(
-        [vote.values[6] for vote in history] == [batch_of(step, skips) for step in range(total)], 4,
+        [vote.values[6] for vote in history] == [batch_of(step, skips) for step in range(total)],
+        4,
         "other batches were used than the seed and what is left out say",
-    )  # fmt: skip
+    )
     for step, vote in world.published.items():
         require(history[step] == vote, 3, f"step {step} was published and is not in the weights")
 

@@ -178,7 +178,8 @@ def _reason(ranked: list[LayoutPrice], rest: list[LayoutPrice], num_calls: int) 
     words += [f"against {price}" for price in ranked if price.layout.name == "zigzag" and price != best]
     uneven = [price for price in rest if price.layout.name == "zigzag" or price == rest[0]]
     words += [
-        f"passed over, work max/mean above {BALANCE_LIMIT}: {price}" for price in uneven
+        f"passed over, work max/mean above {BALANCE_LIMIT}: {price}"
+        for price in uneven
         if price.all_bytes < best.all_bytes
-    ]  # fmt: skip
+    ]
     return "; ".join(words)

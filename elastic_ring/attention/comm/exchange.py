@@ -381,14 +381,24 @@ class HopExchange:
         plan = self._plan
         start, stop = plan.inbox_rows(index)
         return self._buffers.get(
-            "inbox", 0, self._frame.shape(stop - start), self.partial_dtype, self._like.device,
-            sum(plan.inbox_slots) * self._row, start * self._row,
-        )  # fmt: skip
+            "inbox",
+            0,
+            self._frame.shape(stop - start),
+            self.partial_dtype,
+            self._like.device,
+            sum(plan.inbox_slots) * self._row,
+            start * self._row,
+        )
 
     def _buffer(
-        self, name: str, slot: int, most: int, num_rows: int, dtype: torch.dtype | None = None,
+        self,
+        name: str,
+        slot: int,
+        most: int,
+        num_rows: int,
+        dtype: torch.dtype | None = None,
         frame: Frame | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """A shared buffer of `num_rows`, allocated for the `most` rows of any stage that uses it; in the keys' type and
         frame if these are left out."""
         frame = frame or self._frame

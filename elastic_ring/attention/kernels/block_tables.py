@@ -85,9 +85,17 @@ class BlockTables:
         lists = (self.own, self.own_by_key, self.full, self.full_by_key)
         own, own_by_key, full, full_by_key = (each.of_heads(first, last) for each in lists)
         return BlockTables(
-            own, own_by_key, full, full_by_key, self.num_q_blocks, self.num_k_blocks, self.all_rows, self.all_keys,
-            whole=(self, first), masks=self.masks and self.masks.of_heads(first, last),
-        )  # fmt: skip
+            own,
+            own_by_key,
+            full,
+            full_by_key,
+            self.num_q_blocks,
+            self.num_k_blocks,
+            self.all_rows,
+            self.all_keys,
+            whole=(self, first),
+            masks=self.masks and self.masks.of_heads(first, last),
+        )
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors of the lists and of `made`, possibly with duplicates."""
@@ -117,9 +125,13 @@ def tables_between(own: Mask, full: Kept, device: torch.device, masks: torch.Ten
 
 
 def tables_apart(
-    kept: Sequence[Kept], keys: Sequence[Positions], device: torch.device, masks: torch.Tensor | None = None, *,
+    kept: Sequence[Kept],
+    keys: Sequence[Positions],
+    device: torch.device,
+    masks: torch.Tensor | None = None,
+    *,
     all_rows: bool = True,
-) -> BlockTables:  # fmt: skip
+) -> BlockTables:
     """Tables for one or more groups whose queries see only keys of their own group, all fully and none diagonal.
 
     `kept[i]` (H or 1, n, m) bool, queries first, are the visible blocks of group i; with `masks` they say how each is
@@ -207,9 +219,13 @@ def packed(masks: Mask) -> NDArray[np.int32]:
 
 
 def kept_between(
-    rules: tuple[Rule, ...], documents: tuple[Range, ...], queries: Positions, keys: Positions, causal: bool = True,
+    rules: tuple[Rule, ...],
+    documents: tuple[Range, ...],
+    queries: Positions,
+    keys: Positions,
+    causal: bool = True,
     masks: MaskNumbers | None = None,
-) -> Kept:  # fmt: skip
+) -> Kept:
     """(H, n, m), or (1, n, m) if all heads follow one rule: what is kept of each pair of the blocks `queries` and
     `keys`; bool without `masks`, which number the ways in which a rule keeps part of a block.
 
@@ -225,9 +241,13 @@ def kept_between(
 
 
 def _of_documents(
-    rule: Rule, documents: tuple[Range, ...], queries: Positions, keys: Positions, causal: bool,
+    rule: Rule,
+    documents: tuple[Range, ...],
+    queries: Positions,
+    keys: Positions,
+    causal: bool,
     masks: MaskNumbers | None,
-) -> Kept:  # fmt: skip
+) -> Kept:
     """(n, m): what `rule` keeps of each pair of blocks; nothing across documents."""
     kept: Kept = np.zeros((len(queries), len(keys)), dtype=bool if masks is None else np.int16)
     for number, (start, stop) in enumerate(documents):

@@ -74,9 +74,17 @@ class Kernel:
         return self.forward(q, k, v, causal=cover == "causal", scale=scale)
 
     def gradients(
-        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, cover: Cover, scale: float, **places: torch.Tensor,
-    ) -> Grads:  # fmt: skip
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        cover: Cover,
+        scale: float,
+        **places: torch.Tensor,
+    ) -> Grads:
         """(dq, dk, dv) of one call."""
         if isinstance(cover, BlockTables):
             return self.backward(dout, q, k, v, out, lse, cover, scale, **places)

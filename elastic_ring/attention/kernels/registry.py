@@ -38,37 +38,80 @@ _HALF = (torch.bfloat16, torch.float16)
 def _of(name: str, adapter: Any, dtypes: tuple[torch.dtype, ...], **what: Any) -> Kernel:
     """A kernel whose functions are those of a file of `adapters`."""
     repeatable = getattr(adapter, "deterministic_backward", None)
-    return Kernel(name, dtypes=dtypes, forward=adapter.forward, backward=adapter.backward,
-                  deterministic_backward=repeatable, **what)  # fmt: skip
+    return Kernel(
+        name,
+        dtypes=dtypes,
+        forward=adapter.forward,
+        backward=adapter.backward,
+        deterministic_backward=repeatable,
+        **what,
+    )
 
 
 _GPU: dict[str, Any] = {
-    "covers": DENSE, "devices": ("cuda",), "max_head_dim": 256, "deterministic": False, "min_capability": (8, 0),
-    "head_dim_multiple": 8, "keeps_type": True,
-}  # fmt: skip
+    "covers": DENSE,
+    "devices": ("cuda",),
+    "max_head_dim": 256,
+    "deterministic": False,
+    "min_capability": (8, 0),
+    "head_dim_multiple": 8,
+    "keeps_type": True,
+}
 _EXACT: dict[str, Any] = {"dtypes": _ALL_DTYPES, "max_head_dim": None, "deterministic": True}
 _TABLES: dict[str, Any] = {
-    "covers": ("tables", "masked_tables"), "devices": ("cuda",), "dtypes": _HALF, "max_head_dim": None,
-    "head_dims": (64, 128), "keeps_type": True,
-}  # fmt: skip
+    "covers": ("tables", "masked_tables"),
+    "devices": ("cuda",),
+    "dtypes": _HALF,
+    "max_head_dim": None,
+    "head_dims": (64, 128),
+    "keeps_type": True,
+}
 
 KERNELS: tuple[Kernel, ...] = (
-    _of("flash-attn-4", flash_attn4, _HALF, **_GPU | {"min_capability": (9, 0)}, writes_gradients=True,
-        tile_tokens=flash_attn4.TILE_TOKENS, package="flash-attn-4"),
+    _of(
+        "flash-attn-4",
+        flash_attn4,
+        _HALF,
+        **_GPU | {"min_capability": (9, 0)},
+        writes_gradients=True,
+        tile_tokens=flash_attn4.TILE_TOKENS,
+        package="flash-attn-4",
+    ),
     _of("cudnn", cudnn, _HALF, **_GPU | {"max_head_dim": 128}),
     _of("flash-attn-2", flash_attn2, _HALF, **_GPU, writes_gradients=True, package="flash-attn"),
     _of("aten-flash", aten_flash, _HALF, **_GPU),
-    _of("flex", flex, (*_HALF, torch.float32), **_GPU | {"deterministic": True, "head_dim_multiple": 16},
-        by_length=True),
+    _of(
+        "flex", flex, (*_HALF, torch.float32), **_GPU | {"deterministic": True, "head_dim_multiple": 16}, by_length=True
+    ),
     _of("aten-cpu", aten_cpu, covers=(*DENSE, "mask"), devices=("cpu",), **_EXACT),
     _of("reference", reference, covers=DENSE, devices=("cpu", "cuda"), **_EXACT),
-    Kernel("flash-attn-4-sparse", forward=block_sparse.flash_forward, backward=block_sparse.flash_backward,
-           deterministic=False, writes_gradients=True, package="flash-attn-4", **_TABLES),
-    Kernel("flex-sparse", forward=block_sparse.flex_forward, backward=block_sparse.flex_backward, deterministic=True,
-           by_length=True, **_TABLES),
-    _of("reference-sparse", block_reference, covers=("tables", "masked_tables"), devices=("cpu", "cuda"),
-        writes_gradients=True, only_by_name=True, **_EXACT),
-)  # fmt: skip
+    Kernel(
+        "flash-attn-4-sparse",
+        forward=block_sparse.flash_forward,
+        backward=block_sparse.flash_backward,
+        deterministic=False,
+        writes_gradients=True,
+        package="flash-attn-4",
+        **_TABLES,
+    ),
+    Kernel(
+        "flex-sparse",
+        forward=block_sparse.flex_forward,
+        backward=block_sparse.flex_backward,
+        deterministic=True,
+        by_length=True,
+        **_TABLES,
+    ),
+    _of(
+        "reference-sparse",
+        block_reference,
+        covers=("tables", "masked_tables"),
+        devices=("cpu", "cuda"),
+        writes_gradients=True,
+        only_by_name=True,
+        **_EXACT,
+    ),
+)
 """In order of preference."""
 
 _ALWAYS_TESTED: tuple[CoverKind, ...] = (*DENSE, "mask", "tables")

@@ -101,8 +101,14 @@ def warm_up_kernels(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: i
     except torch.OutOfMemoryError:
         raise
     except (
-        RuntimeError, ImportError, NotImplementedError, TypeError, ValueError, AssertionError, AttributeError,
-    ) as error:  # fmt: skip
+        RuntimeError,
+        ImportError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+        AssertionError,
+        AttributeError,
+    ) as error:
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -104,16 +104,22 @@ def lower_blocks(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: Blo
         gather_rows_(packed, k, v, blocks.stages[index].served_rows)
 
     return CallPlan(
-        kernel, (own, *fetched), Program((*_fetching(blocks, len(halves)), *last), halves, fetches=True),
+        kernel,
+        (own, *fetched),
+        Program((*_fetching(blocks, len(halves)), *last), halves, fetches=True),
         blocks.plan.exchange(schedule.cp, coalesced=coalesced),
-        row_frame(q.new_empty((q.size(0), 0, num_kv, q.size(3)))), pack, options.partial_dtype(dtype),
+        row_frame(q.new_empty((q.size(0), 0, num_kv, q.size(3)))),
+        pack,
+        options.partial_dtype(dtype),
         SumTypes(running, running, exact if apart else dtype, blocks.by_rows, at_once, half < num_kv and apart),
-        PlacedSums(blocks), _head_order(blocks),
+        PlacedSums(blocks),
+        _head_order(blocks),
         # Fetched keys run first, so that the one call on all own keys hides the partials' return.
         Program((Op("hold", 0), Op("own", 0), Op("release", 0), *last), (OwnPart(None, (whole,), once=True),), False)
-        if keeps else None,
+        if keeps
+        else None,
         keeps,
-    )  # fmt: skip
+    )
 
 
 def lower_padded(schedule: Schedule, whole: Schedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> CallPlan:

@@ -52,9 +52,10 @@ def past_blocks(
         parts = [there[start // BLOCK_TOKENS : stop // BLOCK_TOKENS] for start, stop in hop.fetch[0]]
         of_hops.append(np.concatenate([own[:0], *parts]))
     return PastBlocks(
-        torch.from_numpy(always).to(device), int(always.sum(-1).max(initial=0)),
+        torch.from_numpy(always).to(device),
+        int(always.sum(-1).max(initial=0)),
         tuple(torch.from_numpy(each).to(device) for each in of_hops),
-    )  # fmt: skip
+    )
 
 
 @dataclass(eq=False)

@@ -118,19 +118,28 @@ def _places(plan: BlockPlan, cp: int, host: HostTables) -> list[np.ndarray]:
 
 
 def _stage(
-    plan: BlockStage, host: StageTables, num_own_blocks: int, num_heads: int, device: torch.device,
+    plan: BlockStage,
+    host: StageTables,
+    num_own_blocks: int,
+    num_heads: int,
+    device: torch.device,
     masks: torch.Tensor | None,
-) -> DeviceStage:  # fmt: skip
+) -> DeviceStage:
     return DeviceStage(
-        plan, tuple(_calls(plan, host, num_own_blocks, num_heads, device, masks)),
+        plan,
+        tuple(_calls(plan, host, num_own_blocks, num_heads, device, masks)),
         torch.from_numpy(host.served_rows).to(device),
-    )  # fmt: skip
+    )
 
 
 def _calls(
-    plan: BlockStage, host: StageTables, num_own_blocks: int, num_heads: int, device: torch.device,
+    plan: BlockStage,
+    host: StageTables,
+    num_own_blocks: int,
+    num_heads: int,
+    device: torch.device,
     masks: torch.Tensor | None,
-) -> Iterator[StageCall]:  # fmt: skip
+) -> Iterator[StageCall]:
     groups = zip(plan.regions, host.kept, host.keys, host.readers, strict=True)
     row = 0
     for num_kv_heads, alike in groupby(groups, lambda group: group[0].num_kv_heads):
@@ -146,7 +155,7 @@ def _calls(
             rows_of(readers, [region.heads for region in regions], num_heads, device),
             # The number of groups that fetch anything may change from call to call.
             tables_apart(kept, keys, device, masks, all_rows=whole and len(fetching) in (1, len(of_all))),
-        )  # fmt: skip
+        )
 
 
 def _order(heads: tuple[int, ...], device: torch.device) -> torch.Tensor | None:

@@ -67,9 +67,11 @@ def lower_rectangles(
     plan = rank_plan(schedule, cp_rank, hops_together(schedule, k, hops_per_stage))
     packed, unit = encoded or not coalesced, k.size(3) if encoded else 1
     exchange = ExchangePlan(
-        schedule.cp, traffic(plan, k.size(0), k.size(2) * k.size(3) // unit, packed=packed), packed=packed,
+        schedule.cp,
+        traffic(plan, k.size(0), k.size(2) * k.size(3) // unit, packed=packed),
+        packed=packed,
         coalesced=coalesced,
-    )  # fmt: skip
+    )
     frame, fetched = token_frame(k, unit), plan.stages[1:]
     own = _own_parts(plan.stages[0], q, k, len(plan.stages))
     visits, exact = plan.row_visits, accumulate_dtype(k.dtype)
@@ -79,15 +81,23 @@ def lower_rectangles(
         return k.dtype if kernel.keeps_type and num_parts <= 2 else exact
 
     return CallPlan(
-        kernel, tuple(map(_stage_calls, plan.stages)),
+        kernel,
+        tuple(map(_stage_calls, plan.stages)),
         Program(one_late(len(fetched), len(own)), own, fetches=True),
-        exchange, frame, partial(_pack, plan, frame) if packed else None,
+        exchange,
+        frame,
+        partial(_pack, plan, frame) if packed else None,
         k.dtype if kernel.keeps_type else exact,  # widening rounded values would only add bytes
-        SumTypes(running(visits[0]), running(visits[1]), running(len(plan.stages)),
-                 zeroed=len(own) > 1 and len(plan.stages) > 2),
+        SumTypes(
+            running(visits[0]),
+            running(visits[1]),
+            running(len(plan.stages)),
+            zeroed=len(own) > 1 and len(plan.stages) > 2,
+        ),
         RangeSums(plan.sums[1:], tuple(stage.inbox for stage in exchange.stages), frame),
-        every_row_sees=plan.every_row_sees, pairs=True,
-    )  # fmt: skip
+        every_row_sees=plan.every_row_sees,
+        pairs=True,
+    )
 
 
 def _stage_calls(stage: Stage) -> StageCalls:

@@ -51,11 +51,16 @@ def lower_tiles(schedule: Schedule, cp_rank: int, k: torch.Tensor, kernel: Kerne
         gather_groups_(packed, k, v, schedule.groups, schedule.requested(cp_rank, index + 1))
 
     return CallPlan(
-        kernel, stages,
+        kernel,
+        stages,
         Program(one_late(len(stages) - 1, 1), (OwnPart(None, stages[0].backward, once=False),), fetches=True),
-        tile_exchange(schedule, cp_rank, ahead), row_frame(k), pack, exact, SumTypes(exact, exact, exact, by_rows=True),
+        tile_exchange(schedule, cp_rank, ahead),
+        row_frame(k),
+        pack,
+        exact,
+        SumTypes(exact, exact, exact, by_rows=True),
         GroupSums(schedule, cp_rank),
-    )  # fmt: skip
+    )
 
 
 def _stage(schedule: Schedule, cp_rank: int, hop: int, own: tuple[SparseTile, ...], k: torch.Tensor) -> StageCalls:

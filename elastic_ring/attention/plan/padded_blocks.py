@@ -34,9 +34,11 @@ def padded(schedule: Schedule) -> Schedule:
     pieces = _Pieces(np.array([positions for _, positions, _ in ordered]), begins)
     rules = {rule: _InBlocks(rule, pieces) for group in schedule.groups for rule in group.rules}
     pattern = replace(
-        schedule.sparse, heads=tuple(rules[rule] for rule in schedule.sparse.heads), block=BLOCK_TOKENS,
+        schedule.sparse,
+        heads=tuple(rules[rule] for rule in schedule.sparse.heads),
+        block=BLOCK_TOKENS,
         document_starts=tuple((begins * BLOCK_TOKENS).tolist()),
-    )  # fmt: skip
+    )
     hops = tuple(tuple(_hop(hop, chunks[hop.source]) for hop in own) for own in schedule.hops)
     groups = tuple(replace(group, rules=tuple(rules[rule] for rule in group.rules)) for group in schedule.groups)
     return Schedule(pattern, layout, hops, schedule.num_heads, schedule.num_kv_heads, groups, in_part=True)

@@ -51,8 +51,10 @@ class RankPlan:
         asked = [(hop, self.schedule.requested(self.cp_rank, hop)[0]) for hop in stage.hops if hop > 0]
         cuts = sorted({edge for _, ranges in asked for span in ranges for edge in span})
         sizes = [[stop - start for start, stop in ranges] for _, ranges in asked]
-        places = [(hop, ranges, [start for start, _ in ranges], list(accumulate(size, initial=0)))
-                  for (hop, ranges), size in zip(asked, sizes, strict=True)]  # fmt: skip
+        places = [
+            (hop, ranges, [start for start, _ in ranges], list(accumulate(size, initial=0)))
+            for (hop, ranges), size in zip(asked, sizes, strict=True)
+        ]
         sums: list[Sum] = []
         for start, stop in pairwise(cuts):
             shares: list[tuple[int, int]] = []

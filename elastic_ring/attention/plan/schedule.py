@@ -125,10 +125,20 @@ class Schedule:
         return sum((len(group.kv_heads) or kv_heads) * own.num_fetched_tokens(i) for i, group in enumerate(self.groups))
 
     def hop_bytes(
-        self, cp_rank: int, hop: int, head_dim: int, itemsize: int, direction: Direction, *, kv_heads: int = 0,
-        batch: int = 1, side: Side = "received", partial_itemsize: int | None = None, keys_kept: bool = False,
+        self,
+        cp_rank: int,
+        hop: int,
+        head_dim: int,
+        itemsize: int,
+        direction: Direction,
+        *,
+        kv_heads: int = 0,
+        batch: int = 1,
+        side: Side = "received",
+        partial_itemsize: int | None = None,
+        keys_kept: bool = False,
         wire_row_bytes: int | None = None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Bytes that `cp_rank` receives (or sends) in one hop of one attention call, of `kv_heads` if dense.
 
         Forward: K and V of the fetched tokens, `itemsize` bytes an element. Backward: K and V again (not if

@@ -99,9 +99,15 @@ class BlockPlan:
     def exchange(self, cp: int, *, coalesced: bool) -> ExchangePlan:
         """Buffers: 2 for K/V, `NUM_TURNS` for dK/dV, `NUM_TURNS` inbox slots, 1 for sends."""
         return ExchangePlan(
-            cp, tuple(stage.traffic for stage in self.stages), ahead=2 if coalesced else 1, late=coalesced, packed=True,
-            send_slots=1, turns=NUM_TURNS, coalesced=coalesced,
-        )  # fmt: skip
+            cp,
+            tuple(stage.traffic for stage in self.stages),
+            ahead=2 if coalesced else 1,
+            late=coalesced,
+            packed=True,
+            send_slots=1,
+            turns=NUM_TURNS,
+            coalesced=coalesced,
+        )
 
     @property
     def num_added_apart(self) -> int:
@@ -213,11 +219,13 @@ def plan_blocks(schedule: Schedule, cp_rank: int, limit_rows: int | None = None)
     stages = [_stage(schedule, cp_rank, group, own_blocks, kv_order, masks) for group in hops]
     whole = int((kept != 0).sum()) * BLOCK_TOKENS**2 + int(own.sum()) * BLOCK_TOKENS * (BLOCK_TOKENS + 1) // 2
     plan = BlockPlan(
-        tuple(order), tuple(kv_order), tuple(stage for stage, _ in stages),
+        tuple(order),
+        tuple(kv_order),
+        tuple(stage for stage, _ in stages),
         num_own_pairs=whole * (schedule.num_heads // len(kept)),
         num_row_visits=1 + _most_visits([tables.readers for _, tables in stages], len(own_blocks)),
         small=len(hops) < 2 and _fetches_little(schedule),
-    )  # fmt: skip
+    )
     tables = tuple(tables for _, tables in stages)
     return plan, HostTables(own, kept, tables, None if masks is None else masks.array())
 
@@ -240,9 +248,13 @@ def _size(group: _Numbered) -> int:
 
 
 def _stage(
-    schedule: Schedule, cp_rank: int, hops: tuple[int, ...], own_blocks: Positions, kv_order: list[int],
+    schedule: Schedule,
+    cp_rank: int,
+    hops: tuple[int, ...],
+    own_blocks: Positions,
+    kv_order: list[int],
     masks: MaskNumbers | None,
-) -> tuple[BlockStage, StageTables]:  # fmt: skip
+) -> tuple[BlockStage, StageTables]:
     blocks, keys, fetched = _packed(schedule, cp_rank, hops)
     regions, kept, readers = _regions(schedule, own_blocks, blocks, masks)
     served, served_rows = _served(schedule, cp_rank, hops, len(kv_order))
@@ -251,9 +263,13 @@ def _stage(
     num_fetched_rows = sum(region.num_tokens * region.num_kv_heads for region in regions)
     joined = len(hops) == 1
     stage = BlockStage(
-        hops, regions, _transfers(fetched, joined=joined), _transfers(served, joined=joined), num_fetched_rows,
+        hops,
+        regions,
+        _transfers(fetched, joined=joined),
+        _transfers(served, joined=joined),
+        num_fetched_rows,
         len(served_rows),
-    )  # fmt: skip
+    )
     return stage, StageTables(kept, keys, readers, served_rows, places)
 
 

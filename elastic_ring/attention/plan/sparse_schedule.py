@@ -64,9 +64,13 @@ def _owned(layout: Layout, cp_rank: int) -> Positions:
 
 
 def _needed(
-    rule: Rule, pattern: SparsePattern, layout: Layout, documents: tuple[Range, ...], cp_rank: int,
+    rule: Rule,
+    pattern: SparsePattern,
+    layout: Layout,
+    documents: tuple[Range, ...],
+    cp_rank: int,
     chunks: tuple[Chunk, ...],
-) -> Mask:  # fmt: skip
+) -> Mask:
     """(seq_len,): the keys that any query of `cp_rank`, whose slice is `chunks`, sees under `rule`. Its own keys may be
     omitted."""
     needed = np.zeros(layout.seq_len, dtype=bool)

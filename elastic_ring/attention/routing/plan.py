@@ -85,11 +85,16 @@ def plan_routing(layout: Layout, documents: tuple[Range, ...], rule: TopK) -> Ro
         keys.append(_sent_blocks(held, past))
         queries.append(_sent_blocks(held, query_blocks))
     return RoutingPlan(
-        num_blocks=int(first[-1]), first_block=tuple(first[:-1].tolist()),
-        local=tuple(tuple(map(tuple, own.local.tolist())) for own in held), rows=rows,
-        speakers=tuple(own.local[chosen, 0] for own, chosen in zip(held, chooses, strict=True)), begins=begins,
-        keys=tuple(keys), queries=tuple(queries), few=_few(counts, width),
-    )  # fmt: skip
+        num_blocks=int(first[-1]),
+        first_block=tuple(first[:-1].tolist()),
+        local=tuple(tuple(map(tuple, own.local.tolist())) for own in held),
+        rows=rows,
+        speakers=tuple(own.local[chosen, 0] for own, chosen in zip(held, chooses, strict=True)),
+        begins=begins,
+        keys=tuple(keys),
+        queries=tuple(queries),
+        few=_few(counts, width),
+    )
 
 
 def _chunks(layout: Layout, cp_rank: int, documents: tuple[Range, ...], unit: int, first: Positions) -> _Chunks:
@@ -97,10 +102,11 @@ def _chunks(layout: Layout, cp_rank: int, documents: tuple[Range, ...], unit: in
     document = np.array([chunk.document for chunk in own], dtype=np.int64)
     begin = first[document]
     return _Chunks(
-        begin + np.array([chunk.block for chunk in own], dtype=np.int64), begin,
+        begin + np.array([chunk.block for chunk in own], dtype=np.int64),
+        begin,
         np.array([chunk.positions[0] for chunk in own], dtype=np.int64),
         np.array([chunk.local for chunk in own], dtype=np.int64).reshape(-1, 2),
-    )  # fmt: skip
+    )
 
 
 def _sent_blocks(held: list[_Chunks], wanted: np.ndarray) -> SentBlocks:

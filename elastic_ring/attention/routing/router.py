@@ -119,8 +119,9 @@ class Router:
             raise ValueError(f"B={q.size(0)}: content chooses for one sequence at a time; call once for each")
         return [
             _RoutingRequest(rule, plan, self._on_device(rule, plan, q.device), heads, self._cp_rank, q, k)
-            for rule, plan in plans.items() if plan.any_chosen
-        ]  # fmt: skip
+            for rule, plan in plans.items()
+            if plan.any_chosen
+        ]
 
     def _index(self, numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
         return self._routes.get(("index", numbers, device), lambda: torch.tensor(numbers, device=device))
@@ -139,9 +140,10 @@ class Router:
         flat = torch.cat([each.in_document(blocks).flatten() for each, blocks in mine])
         ranks = range(self._layout.cp)
         all_choices = self._swap(
-            [flat for _ in ranks], [sum(each.num_choices(peer) for each in requests) for peer in ranks],
+            [flat for _ in ranks],
+            [sum(each.num_choices(peer) for each in requests) for peer in ranks],
             _tag(call_index) + 1,
-        )  # fmt: skip
+        )
         found = torch.cat(all_choices).cpu().numpy()
         if self._check is not None:
             self._check()
@@ -152,14 +154,15 @@ class Router:
         ranks = range(self._layout.cp)
         received = self._swap(
             [torch.cat([each.outgoing(peer) for each in requests]) for peer in ranks],
-            [sum(each.num_incoming(peer) for each in requests) for peer in ranks], _tag(call_index),
-        )  # fmt: skip
+            [sum(each.num_incoming(peer) for each in requests) for peer in ranks],
+            _tag(call_index),
+        )
         mine, offset = [], [0] * len(ranks)
         for each in requests:
             ends = [begin + each.num_incoming(peer) for peer, begin in zip(ranks, offset, strict=True)]
-            mine.append(each.choose([
-                piece[begin:end] for piece, begin, end in zip(received, offset, ends, strict=True)
-            ]))  # fmt: skip
+            mine.append(
+                each.choose([piece[begin:end] for piece, begin, end in zip(received, offset, ends, strict=True)])
+            )
             offset = ends
         return mine
 
@@ -303,9 +306,12 @@ def _on_device(plan: RoutingPlan, cp_rank: int, device: torch.device) -> _Device
     return _DevicePlan(
         tuple(index(received.chunks[cp_rank]) for received in plan.keys),
         tuple(index(received.chunks[cp_rank]) for received in plan.queries),
-        turns(plan.keys[cp_rank]), turns(plan.queries[cp_rank]),
-        index(plan.rows[cp_rank]), index(plan.begins[cp_rank]), index(plan.speakers[cp_rank]),
-    )  # fmt: skip
+        turns(plan.keys[cp_rank]),
+        turns(plan.queries[cp_rank]),
+        index(plan.rows[cp_rank]),
+        index(plan.begins[cp_rank]),
+        index(plan.speakers[cp_rank]),
+    )
 
 
 def chunk_sums(x: torch.Tensor, spans: Sequence[Range]) -> torch.Tensor:

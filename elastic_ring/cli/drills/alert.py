@@ -126,9 +126,7 @@ def _watch(
     return took_s
 
 
-def _plant(
-    name: str, drill: AlertDrill, rule: str, scene: Scene, prometheus: Prometheus, said: Path
-) -> None:  # fmt: skip
+def _plant(name: str, drill: AlertDrill, rule: str, scene: Scene, prometheus: Prometheus, said: Path) -> None:
     """Once the run trains, Prometheus sees it, and the alert is silent."""
     if drill.after_steps:
         try:

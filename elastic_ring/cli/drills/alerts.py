@@ -11,14 +11,40 @@ from elastic_ring.cli.drills import planted
 Constants = tuple[tuple[str, str], ...]
 
 SMALL = (
-    "--preset", "laptop", "--dp", "1", "--cp", "1", "--spares", "0", "--context", "256", "--global-batch", "2",
-    "--steps", "1000000", "--checkpoint-every-steps", "0", "--cpus-per-worker", "1",
-)  # fmt: skip
+    "--preset",
+    "laptop",
+    "--dp",
+    "1",
+    "--cp",
+    "1",
+    "--spares",
+    "0",
+    "--context",
+    "256",
+    "--global-batch",
+    "2",
+    "--steps",
+    "1000000",
+    "--checkpoint-every-steps",
+    "0",
+    "--cpus-per-worker",
+    "1",
+)
 """The run of every drill; what a drill adds wins."""
 PATIENT = (
-    "--run.timeouts.stopped-s", "90", "--run.timeouts.heart-floor-s", "100", "--run.timeouts.heart-cap-s", "110",
-    "--run.timeouts.heart-computing-s", "115", "--run.timeouts.report-s", "120", "--run.timeouts.build-s", "150",
-)  # fmt: skip
+    "--run.timeouts.stopped-s",
+    "90",
+    "--run.timeouts.heart-floor-s",
+    "100",
+    "--run.timeouts.heart-cap-s",
+    "110",
+    "--run.timeouts.heart-computing-s",
+    "115",
+    "--run.timeouts.report-s",
+    "120",
+    "--run.timeouts.build-s",
+    "150",
+)
 """A hang stays for longer than the drill: the run would end it by itself after seconds."""
 
 
@@ -59,7 +85,9 @@ DRILLS: Mapping[str, AlertDrill] = {
     ),
     "ElasticRingNoProgress": AlertDrill(
         "native code of a member takes the GIL and keeps it, and the limits on hangs are long",
-        (*PATIENT, "--faults", "gil@step=200,rank=0"), plant=planted.nothing_more, after_steps=199,
+        (*PATIENT, "--faults", "gil@step=200,rank=0"),
+        plant=planted.nothing_more,
+        after_steps=199,
         constants=(("600", "30"),),
     ),
     "ElasticRingDoesNotStart": AlertDrill(
@@ -67,7 +95,9 @@ DRILLS: Mapping[str, AlertDrill] = {
     ),
     "ElasticRingWaitsForCapacity": AlertDrill(
         "one of two nodes is killed, and the run may not have fewer rings",
-        ("--dp", "2", "--min-dp", "2"), cpus=(1, 1), plant=planted.kill_second_node,
+        ("--dp", "2", "--min-dp", "2"),
+        cpus=(1, 1),
+        plant=planted.kill_second_node,
     ),
     "ElasticRingCoordinatorSilent": AlertDrill(
         "the head is killed, and the coordinator with it", plant=planted.kill_head
@@ -77,34 +107,47 @@ DRILLS: Mapping[str, AlertDrill] = {
     ),
     "ElasticRingSlowSteps": AlertDrill(
         "the only member is stopped for four fifths of the time, after more than a minute at its pace",
-        PATIENT, plant=planted.slow_after_a_while, speed=30.0,
+        PATIENT,
+        plant=planted.slow_after_a_while,
+        speed=30.0,
         # Else the rule is silent for as long as the mesh is new.
         constants=(('(ray_elastic_ring_mesh{part="dp"})[6h:1m]', '(ray_elastic_ring_mesh{part="dp"})[10m:1m]'),),
     ),
-    "ElasticRingRecoveryRate": AlertDrill(
-        "the user's code raises in eight steps", ("--faults", raising(40, 80, 5))
-    ),
+    "ElasticRingRecoveryRate": AlertDrill("the user's code raises in eight steps", ("--faults", raising(40, 80, 5))),
     "ElasticRingCommunicationErrors": AlertDrill(
         "the connections between two members are shut down three times", ("--cp", "2"), plant=planted.cut_connections
     ),
     "ElasticRingStepsUndone": AlertDrill(
         "the only holder of a shard is killed, nine steps after a checkpoint",
-        ("--cp", "2", "--spares", "1", "--copies", "0", "--checkpoint-every-steps", "20", "--faults",
-         "kill@step=49,rank=0"),
+        (
+            "--cp",
+            "2",
+            "--spares",
+            "1",
+            "--copies",
+            "0",
+            "--checkpoint-every-steps",
+            "20",
+            "--faults",
+            "kill@step=49,rank=0",
+        ),
     ),
     "ElasticRingCheckpointsFail": AlertDrill(
         "a file lies where the checkpoints' folder was",
         ("--checkpoint-every-steps", "20", "--run.timeouts.storage-s", "1"),
-        plant=planted.block_checkpoints, constants=(("> 900", "> 15"),),
+        plant=planted.block_checkpoints,
+        constants=(("> 900", "> 15"),),
     ),
     "ElasticRingCheckpointsOverdue": AlertDrill(
         "a file lies where the checkpoints' folder was",
         ("--checkpoint-every-steps", "20", "--run.timeouts.storage-s", "1"),
-        plant=planted.block_checkpoints, speed=30.0,
+        plant=planted.block_checkpoints,
+        speed=30.0,
     ),
     "ElasticRingCheckpointOld": AlertDrill(
         "the run is to save so seldom that nothing is saved",
-        ("--checkpoint-every-steps", "1000000"), constants=(("6 * 3600", "20"),),
+        ("--checkpoint-every-steps", "1000000"),
+        constants=(("6 * 3600", "20"),),
     ),
     "ElasticRingCoordinatorRestarts": AlertDrill(
         "the coordinator is killed three times", plant=planted.kill_coordinators, speed=20.0
@@ -119,16 +162,16 @@ DRILLS: Mapping[str, AlertDrill] = {
         "every spare is killed while it starts", ("--spares", "1"), plant=planted.kill_starting
     ),
     "ElasticRingGoodputLow": AlertDrill(
-        "the user's code raises once in every step", ("--faults", raising(60, 4000, 1)),
+        "the user's code raises once in every step",
+        ("--faults", raising(60, 4000, 1)),
         constants=(("/ 3600", "/ 60"),),
     ),
     "ElasticRingMemoryPressure": AlertDrill(
         "another process takes 6 % of the node's memory, and the rule's limit is 3 % above what is used now",
-        plant=planted.fill_memory, measured=planted.memory_limit,
+        plant=planted.fill_memory,
+        measured=planted.memory_limit,
     ),
-    "ElasticRingSkippedSteps": AlertDrill(
-        "a learning rate at which the weights overflow", ("--optim.peak-lr", "1000")
-    ),
+    "ElasticRingSkippedSteps": AlertDrill("a learning rate at which the weights overflow", ("--optim.peak-lr", "1000")),
     "ElasticRingLossSpikes": AlertDrill(POISONED, STEADY_RATE, prepare=planted.poisoned_words),
     "ElasticRingStraggler": AlertDrill(
         "one of two rings' members becomes slow, and stays so",
@@ -136,29 +179,46 @@ DRILLS: Mapping[str, AlertDrill] = {
     ),
     "ElasticRingWrongResult": AlertDrill(
         "one bit of a member's local gradient is wrong, in three steps; a spare takes its place each time",
-        ("--dp", "2", "--spares", "1", "--run.corruption", "act", "--run.corruption-every-steps", "10", "--faults",
-         "flip@step=209,phase=backward,rank=1; flip@step=409,phase=backward,rank=1; "
-         "flip@step=609,phase=backward,rank=1"),
+        (
+            "--dp",
+            "2",
+            "--spares",
+            "1",
+            "--run.corruption",
+            "act",
+            "--run.corruption-every-steps",
+            "10",
+            "--faults",
+            "flip@step=209,phase=backward,rank=1; flip@step=409,phase=backward,rank=1; "
+            "flip@step=609,phase=backward,rank=1",
+        ),
     ),
     "ElasticRingLossAnomaly": AlertDrill(POISONED, STEADY_RATE, prepare=planted.poisoned_words),
     "ElasticRingGradientAnomaly": AlertDrill(POISONED, STEADY_RATE, prepare=planted.poisoned_sentence),
     "ElasticRingExposedWait": AlertDrill(
         "one of a ring's two members is stopped for four fifths of the time",
-        (*PATIENT, "--cp", "2"), plant=planted.slow_last_rank, after_steps=50,
+        (*PATIENT, "--cp", "2"),
+        plant=planted.slow_last_rank,
+        after_steps=50,
     ),
     "ElasticRingHopLatency": AlertDrill(
         "one of a ring's two members is stopped for four fifths of the time, after more than a minute at its pace",
-        (*PATIENT, *ON_GPUS, "--cp", "2"), plant=planted.slow_after_a_while, gpus=2,
+        (*PATIENT, *ON_GPUS, "--cp", "2"),
+        plant=planted.slow_after_a_while,
+        gpus=2,
     ),
     "ElasticRingDeviceFails": AlertDrill(
         "a kernel's failed assertion leaves a member no use of its GPU; a spare takes its place and its GPU",
         (*ON_GPUS, "--spares", "1", "--checkpoint-every-steps", "20", "--faults", "poison@step=1000,phase=forward"),
-        plant=planted.nothing_more, gpus=1,
+        plant=planted.nothing_more,
+        gpus=1,
     ),
     "ElasticRingDeviceHot": AlertDrill(
         "a process computes at full load, and the rule's limit is 3 degrees above what the hottest GPU has now",
-        plant=planted.heat_gpu, measured=planted.heat_limit, gpus=1,
+        plant=planted.heat_gpu,
+        measured=planted.heat_limit,
+        gpus=1,
     ),
-}  # fmt: skip
+}
 """By the alert's name. The others, of a GPU that is slowed down or about to fail, are nothing that a process can cause;
 rules_test.yml has their cases."""

@@ -162,7 +162,7 @@ def scaling() -> ScalingConfig:
     """One ring at first, MAX_DP at most; each worker takes a CPU."""
     return ScalingConfig(
         dp=1, cp=CP, spares=0, min_dp=1, max_dp=MAX_DP, wait_for_resources_s=LIMIT_S, resources_per_worker={"CPU": 1.0}
-    )  # fmt: skip
+    )
 
 
 def changing_run(
@@ -222,10 +222,24 @@ def autoscaling(storage_path: str) -> int:
     from elastic_ring.cli import train
 
     name, timeline = f"autoscaling-{secrets.token_hex(2)}", Timeline()
-    asked = train.parse([
-        "--preset", "laptop", "--steps", str(STEPS), "--context", "256", "--global-batch", "2", "--grow-cost-s", "0",
-        "--run-name", name, "--storage-path", storage_path,
-    ])  # fmt: skip
+    asked = train.parse(
+        [
+            "--preset",
+            "laptop",
+            "--steps",
+            str(STEPS),
+            "--context",
+            "256",
+            "--global-batch",
+            "2",
+            "--grow-cost-s",
+            "0",
+            "--run-name",
+            name,
+            "--storage-path",
+            storage_path,
+        ]
+    )
     with tempfile.TemporaryDirectory(prefix="as-", ignore_cleanup_errors=True) as folder:
         gate = Path(folder, "gate")
         trainer = train.build(replace(asked, scaling=scaling()))

@@ -49,36 +49,72 @@ class AutoscalingCluster:
     def set_max_nodes(self, number: int) -> None:
         """What the cluster may grow to from now on; the autoscaler reads it at each look."""
         node = {
-            "resources": {"CPU": self._cpus_per_node}, "node_config": {}, "min_workers": 0, "max_workers": number,
+            "resources": {"CPU": self._cpus_per_node},
+            "node_config": {},
+            "min_workers": 0,
+            "max_workers": number,
             "idle_timeout_s": self._idle_s,
-        }  # fmt: skip
+        }
         head = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
         config = {
-            "cluster_name": "autoscaling", "max_workers": number, "idle_timeout_minutes": self._idle_s / 60,
+            "cluster_name": "autoscaling",
+            "max_workers": number,
+            "idle_timeout_minutes": self._idle_s / 60,
             "provider": {
-                "type": "external", "module": PROVIDER, "gcs_address": self._address, "head_node_id": HEAD_ID,
-                "launch_multiple": True, "disable_node_updaters": True,
+                "type": "external",
+                "module": PROVIDER,
+                "gcs_address": self._address,
+                "head_node_id": HEAD_ID,
+                "launch_multiple": True,
+                "disable_node_updaters": True,
             },
-            "available_node_types": {"ray.head.default": head, "worker": node}, "head_node_type": "ray.head.default",
-            "auth": {"ssh_user": "ray"}, "docker": {}, "file_mounts": {}, "cluster_synced_files": [],
-            "initialization_commands": [], "setup_commands": [], "head_setup_commands": [],
-            "worker_setup_commands": [], "head_start_ray_commands": [], "worker_start_ray_commands": [],
-        }  # fmt: skip
+            "available_node_types": {"ray.head.default": head, "worker": node},
+            "head_node_type": "ray.head.default",
+            "auth": {"ssh_user": "ray"},
+            "docker": {},
+            "file_mounts": {},
+            "cluster_synced_files": [],
+            "initialization_commands": [],
+            "setup_commands": [],
+            "head_setup_commands": [],
+            "worker_setup_commands": [],
+            "head_start_ray_commands": [],
+            "worker_start_ray_commands": [],
+        }
         replace_file(self._config, json.dumps(config).encode())  # the autoscaler must not read half of it
 
     def __enter__(self) -> AutoscalingCluster:
         variables = {
-            **environment(), **self._access, "RAY_USAGE_STATS_ENABLED": "0", "RAY_FAKE_CLUSTER": "1",
-            "RAY_enable_autoscaler_v2": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
-            NODE_ID: HEAD_ID, "PYTHONPATH": os.pathsep.join([str(ROOT), environment().get("PYTHONPATH", "")]),
-        }  # fmt: skip
+            **environment(),
+            **self._access,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_FAKE_CLUSTER": "1",
+            "RAY_enable_autoscaler_v2": "1",
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+            "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
+            NODE_ID: HEAD_ID,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), environment().get("PYTHONPATH", "")]),
+        }
         with (self._folder / "head.log").open("wb") as log:
             self._head = subprocess.Popen(
-                [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={self._port}",
-                 f"--node-ip-address={ADDRESS}", "--num-cpus=0", "--include-dashboard=false",
-                 f"--autoscaling-config={self._config}", f"--temp-dir={self._folder / 'ray'}"],
-                env=variables, stdout=log, stderr=log,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "ray.scripts.scripts",
+                    "start",
+                    "--head",
+                    "--block",
+                    f"--port={self._port}",
+                    f"--node-ip-address={ADDRESS}",
+                    "--num-cpus=0",
+                    "--include-dashboard=false",
+                    f"--autoscaling-config={self._config}",
+                    f"--temp-dir={self._folder / 'ray'}",
+                ],
+                env=variables,
+                stdout=log,
+                stderr=log,
+            )
         self._until("the head", lambda: "Ray runtime started" in (self._folder / "head.log").read_text())
         return self
 

@@ -77,9 +77,13 @@ class LocalCluster:
         index = len(self.nodes)
         log = self._folder.parent / f"node-{index}.log"
         variables = {
-            **environment(), **self._access, MARK: self._token, "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_memory_usage_threshold": "0.98", **more,
-        }  # fmt: skip
+            **environment(),
+            **self._access,
+            MARK: self._token,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_memory_usage_threshold": "0.98",
+            **more,
+        }
         variables.pop("RAY_ADDRESS", None)
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={HOST}"]
         with log.open("wb") as told:

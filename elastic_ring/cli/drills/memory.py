@@ -89,9 +89,13 @@ def memory(options: argparse.Namespace) -> int:
         calm = _run(folder, f"{name}-{kind}-calm", scaling, StruckLoss())
         struck = _run(folder, f"{name}-{kind}", scaling, StruckLoss(kind, str(folder / f"{name}-{kind}.claim")))
         wrong += [f"{kind}: {what}" for what in differences(kind, calm, struck)]
-        log.info("%s: reliefs %s, lost workers %s, %s", kind,
-                 [change["reliefs"] for change in struck["memory"]], struck["lost_workers"],
-                 "; ".join(one["cause"] for one in struck["recoveries"]))  # fmt: skip
+        log.info(
+            "%s: reliefs %s, lost workers %s, %s",
+            kind,
+            [change["reliefs"] for change in struck["memory"]],
+            struck["lost_workers"],
+            "; ".join(one["cause"] for one in struck["recoveries"]),
+        )
     for what in wrong:
         log.error("%s", what)
     log.info("memory: %s", "not as planted" if wrong else "both runs went on, with the bits of the undisturbed ones")
@@ -115,10 +119,13 @@ def differences(kind: str, calm: Mapping[str, Any], struck: Mapping[str, Any]) -
 def _run(folder: Path, name: str, scaling: ScalingConfig, loss: StruckLoss) -> Mapping[str, Any]:
     limit = min(0.97, HostMemory().read().share + GUARD_ROOM) if loss.kind == "grows" else 0.0
     trainer = ElasticRingTrainer(
-        partial(Transformer, WIDE), StdlibText(CONTEXT), loss=loss, initial=Initialiser(0, WIDE.num_layers),
+        partial(Transformer, WIDE),
+        StdlibText(CONTEXT),
+        loss=loss,
+        initial=Initialiser(0, WIDE.num_layers),
         step_config=StepConfig(steps=STEPS, global_batch=scaling.dp, context_tokens=CONTEXT, check_model=False),
         optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=1, total_steps=STEPS),
         scaling_config=scaling,
         run_config=RunConfig(name=name, run_dir=str(folder / name), progress=False, memory_limit=limit),
-    )  # fmt: skip
+    )
     return trainer.fit().summary

@@ -127,12 +127,20 @@ def _cut(watched: Watched, options: argparse.Namespace, delay_s: float, moment: 
 
 def _start(
     watched: Watched, options: argparse.Namespace, *, every: int, token: str = "", faults: str = "none"
-) -> subprocess.Popen[bytes]:  # fmt: skip
+) -> subprocess.Popen[bytes]:
     arguments = [
-        *options.train, "--steps", str(options.steps), "--run-name", watched.run.name,
-        "--storage-path", options.storage_path, "--checkpoint-every-steps", str(every),
-        "--faults", faults,
-    ]  # fmt: skip
+        *options.train,
+        "--steps",
+        str(options.steps),
+        "--run-name",
+        watched.run.name,
+        "--storage-path",
+        options.storage_path,
+        "--checkpoint-every-steps",
+        str(every),
+        "--faults",
+        faults,
+    ]
     # A cluster that others use is not for cutting.
     return start_training(arguments, watched.log_path, token, {"RAY_ADDRESS": "local"})
 
@@ -148,15 +156,15 @@ def _wait(process: subprocess.Popen[bytes], watched: Watched) -> dict[str, Any]:
     return summary
 
 
-def _told(
-    cuts: list[Cut], last_s: float, left: list[int], summary: dict[str, Any], expected: dict[str, Any]
-) -> int:  # fmt: skip
+def _told(cuts: list[Cut], last_s: float, left: list[int], summary: dict[str, Any], expected: dict[str, Any]) -> int:
     equal = {key: summary[key] == expected[key] for key in ("losses", "samples_sha256", "weights_sha256")}
     # A submission that is cut before it is past the steps on record has committed none of its own.
     seconds = [s for s in (*(cut.to_next_step_s for cut in cuts[1:]), last_s) if math.isfinite(s)]
-    print(f"{len(cuts)} power cut(s), {sum(cut.num_killed for cut in cuts)} processes killed\n"
-          f"resumed at steps {', '.join(str(one['step']) for one in summary['resumed_from'])}\n"
-          f"from a new submission to its first new step: {', '.join(f'{s:.1f}' for s in seconds)} s\n"
-          f"checkpoints left: {', '.join(map(str, left))}\n"
-          f"as in the undisturbed run: {', '.join(f'{key} {same}' for key, same in equal.items())}")  # fmt: skip
+    print(
+        f"{len(cuts)} power cut(s), {sum(cut.num_killed for cut in cuts)} processes killed\n"
+        f"resumed at steps {', '.join(str(one['step']) for one in summary['resumed_from'])}\n"
+        f"from a new submission to its first new step: {', '.join(f'{s:.1f}' for s in seconds)} s\n"
+        f"checkpoints left: {', '.join(map(str, left))}\n"
+        f"as in the undisturbed run: {', '.join(f'{key} {same}' for key, same in equal.items())}"
+    )
     return 0 if all(equal.values()) else 1

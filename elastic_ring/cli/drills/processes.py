@@ -20,13 +20,15 @@ LOOK_S = 0.02
 
 def start_training(
     arguments: Sequence[str], log: Path, token: str, variables: Mapping[str, str]
-) -> subprocess.Popen[bytes]:  # fmt: skip
+) -> subprocess.Popen[bytes]:
     """`elastic-ring train` with these arguments, `variables` beside this process's; what it says goes into `log`."""
     with log.open("ab") as told:
         return subprocess.Popen(
             [sys.executable, "-m", "elastic_ring", "train", *arguments],
-            env={**environment(), MARK: token, **variables}, stdout=told, stderr=told,
-        )  # fmt: skip
+            env={**environment(), MARK: token, **variables},
+            stdout=told,
+            stderr=told,
+        )
 
 
 def marked(token: str) -> list[psutil.Process]:

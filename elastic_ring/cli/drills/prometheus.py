@@ -76,21 +76,35 @@ class Prometheus:
     def __enter__(self) -> Prometheus:
         rules = self._write(self._rule)
         # JSON is YAML.
-        (self._folder / "prometheus.yml").write_text(json.dumps({
-            "global": {"scrape_interval": self._every, "evaluation_interval": self._every}, "rule_files": [str(rules)],
-            "scrape_configs": [{"job_name": "ray", "static_configs": [{"targets": self._targets}]}],
-            **({"alerting": {"alertmanagers": [{"static_configs": [{"targets": [self._alertmanager]}]}]}}
-               if self._alertmanager else {}),
-        }))  # fmt: skip
+        (self._folder / "prometheus.yml").write_text(
+            json.dumps(
+                {
+                    "global": {"scrape_interval": self._every, "evaluation_interval": self._every},
+                    "rule_files": [str(rules)],
+                    "scrape_configs": [{"job_name": "ray", "static_configs": [{"targets": self._targets}]}],
+                    **(
+                        {"alerting": {"alertmanagers": [{"static_configs": [{"targets": [self._alertmanager]}]}]}}
+                        if self._alertmanager
+                        else {}
+                    ),
+                }
+            )
+        )
         program = shutil.which("prometheus")
         if program is None:
             raise ValueError("the program prometheus is not installed (Debian: apt install prometheus)")
         with (self._folder / "prometheus.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [program, f"--config.file={self._folder}/prometheus.yml", f"--storage.tsdb.path={self._folder}/data",
-                 f"--web.listen-address={HOST}:{self._port}"],
-                env={**environment(), MARK: self._token}, stdout=log, stderr=log,
-            )  # fmt: skip
+                [
+                    program,
+                    f"--config.file={self._folder}/prometheus.yml",
+                    f"--storage.tsdb.path={self._folder}/data",
+                    f"--web.listen-address={HOST}:{self._port}",
+                ],
+                env={**environment(), MARK: self._token},
+                stdout=log,
+                stderr=log,
+            )
         return self
 
     def __exit__(self, *raised: object) -> None:

@@ -79,10 +79,17 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
     else:
         price = prices.find(fleet.gpu, given.price)
     made = Scenario(
-        train.model, train.scaling, train.step, train.run, fleet, default_efficiency(fleet, machine),
-        failures, price, tokens,
+        train.model,
+        train.scaling,
+        train.step,
+        train.run,
+        fleet,
+        default_efficiency(fleet, machine),
+        failures,
+        price,
+        tokens,
         measured_step_s=given.measured_step,
-    )  # fmt: skip
+    )
     return made if given.from_run is None else with_learned(made, seen.learned(given.from_run, fleet))
 
 
@@ -112,8 +119,10 @@ def _search(
 
     front, tried = search(scenario, prices, given.price, deadline_s, budget, list(GPUS))
     if given.json:
-        rows = [{"line": one.line(), "usd": one.usd, "run_s": one.run_s, "goodput": one.goodput, "success": one.success}
-                for one in front]  # fmt: skip
+        rows = [
+            {"line": one.line(), "usd": one.usd, "run_s": one.run_s, "goodput": one.goodput, "success": one.success}
+            for one in front
+        ]
         print(json.dumps({"tried": tried, "front": rows}, indent=1))
         return 0
     print(f"{tried:,} configurations; the front of cost and time:")

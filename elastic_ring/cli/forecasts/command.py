@@ -17,9 +17,12 @@ from elastic_ring.cli import settings
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="elastic-ring forecast", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False, add_help=False,
-    )  # fmt: skip
+        prog="elastic-ring forecast",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
     add = parser.add_argument
     add("--fleet", default="h100-80", help="a TOML file, or a GPU type (h100-80)")
     add("--tokens", default="1T", help="to train on: 300B, 1T (1T)")

@@ -24,9 +24,12 @@ def write(found: Forecast, folder: Path, deadline_s: float | None, budget_usd: f
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, draw in (
-        ("memory", _memory), ("step", _step), ("spares", _spares), ("tornado", _tornado),
+        ("memory", _memory),
+        ("step", _step),
+        ("spares", _spares),
+        ("tornado", _tornado),
         ("cost_and_time", lambda axes, one: _cost_and_time(axes, one, deadline_s, budget_usd)),
-    ):  # fmt: skip
+    ):
         figure, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
         draw(axes, found)
         written.append(folder / f"{name}.png")
@@ -104,8 +107,12 @@ def _tornado(axes: Any, found: Forecast) -> None:
     rows = found.tornado[::-1]
     by = "usd" if "usd" in found.draws else "run_s"
     middle = found.middle[by]
-    axes.barh([NAMES[name] for name, _, _ in rows], [high - low for _, low, high in rows],
-              left=[low for _, low, _ in rows], color="tab:blue")  # fmt: skip
+    axes.barh(
+        [NAMES[name] for name, _, _ in rows],
+        [high - low for _, low, high in rows],
+        left=[low for _, low, _ in rows],
+        color="tab:blue",
+    )
     axes.axvline(middle, color="black", linewidth=1)
     axes.set_xlabel("USD" if by == "usd" else "seconds")
     axes.set_title("From P10 to P90 of one input, the others at their medians", fontsize=10)

@@ -74,6 +74,9 @@ def _save_at_once(ctx: Transition, phase: Running) -> None:
 
 
 def _first_to_leave(state: State) -> float | None:
-    times = [state.nodes[state.workers[name].node].leaves_at for name in leaving_members(state)
-             if state.workers[name].node in state.nodes]  # fmt: skip
+    times = [
+        state.nodes[state.workers[name].node].leaves_at
+        for name in leaving_members(state)
+        if state.workers[name].node in state.nodes
+    ]
     return min((at for at in times if at), default=None)

@@ -276,9 +276,13 @@ def _start(ctx: Transition, node: str) -> None:
     state = ctx.state
     name = f"w{state.num_started}.t{state.term}"
     started = Worker(
-        name, node, "starting", ctx.now + state.options.start_s,
-        start_deadline=ctx.now + state.options.start_max_s, hired_at=ctx.now,
-    )  # fmt: skip
+        name,
+        node,
+        "starting",
+        ctx.now + state.options.start_s,
+        start_deadline=ctx.now + state.options.start_max_s,
+        hired_at=ctx.now,
+    )
     ctx.send(StartWorker(ctx.cause, name, node, state.term))
     ctx.put(started)
     ctx.set(num_started=state.num_started + 1)

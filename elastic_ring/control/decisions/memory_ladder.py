@@ -56,9 +56,14 @@ def climb(ctx: Transition, event: MemberFailed) -> bool:
         ctx.end("OutOfMemory", f"{told}\nTried before: {tried}. {ADVICE}", step=event.step, worker=event.worker)
         return True
     climbed = replace(
-        ladder, num_reliefs=ladder.num_reliefs + 1, generation=event.generation, since=ctx.state.committed,
-        num_shortages=ladder.num_shortages + 1, why=told, wanted="",
-    )  # fmt: skip
+        ladder,
+        num_reliefs=ladder.num_reliefs + 1,
+        generation=event.generation,
+        since=ctx.state.committed,
+        num_shortages=ladder.num_shortages + 1,
+        why=told,
+        wanted="",
+    )
     ctx.set(memory=climbed)
     name = reliefs[ladder.num_reliefs]
     ctx.explain(f"{told}; relief {climbed.num_reliefs} of {len(reliefs)}, {name}: {MEANING.get(name, name)}")
@@ -75,10 +80,14 @@ def climb_after_deaths(ctx: Transition, incident: Incident) -> None:
         return
     helps = ladder.num_reliefs < len(reliefs) and reliefs[ladder.num_reliefs] != "offload"
     climbed = replace(
-        ladder, num_reliefs=ladder.num_reliefs + helps, generation=generation, since=ctx.state.committed,
-        num_shortages=ladder.num_shortages + 1, why=f"{short[0].worker} was killed: {short[0].detail}".splitlines()[0],
+        ladder,
+        num_reliefs=ladder.num_reliefs + helps,
+        generation=generation,
+        since=ctx.state.committed,
+        num_shortages=ladder.num_shortages + 1,
+        why=f"{short[0].worker} was killed: {short[0].detail}".splitlines()[0],
         wanted="",
-    )  # fmt: skip
+    )
     ctx.set(memory=climbed)
     ctx.explain(f"{short[0].worker} died of its node's memory: relief {climbed.num_reliefs} of {len(reliefs)}")
 
@@ -108,9 +117,13 @@ def climb_early(ctx: Transition) -> None:
     ladder = ctx.state.memory
     name = ctx.options.memory_reliefs[ladder.num_reliefs]
     climbed = replace(
-        ladder, num_reliefs=ladder.num_reliefs + 1, since=ctx.state.committed, why=ladder.wanted, wanted="",
+        ladder,
+        num_reliefs=ladder.num_reliefs + 1,
+        since=ctx.state.committed,
+        why=ladder.wanted,
+        wanted="",
         num_early=ladder.num_early + 1,
-    )  # fmt: skip
+    )
     ctx.set(memory=climbed)
     ctx.explain(f"{ladder.wanted}; relief {climbed.num_reliefs}, {name}: {MEANING.get(name, name)}")
 

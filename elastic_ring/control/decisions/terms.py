@@ -51,8 +51,11 @@ def refuse_if_replaced(run: str, place: str, own: TermClaim, newest: TermClaim) 
     raise TermLost(
         f"run {run} in {place} is not this submission's any more: {host} has claimed term {newest.term}, {held}; it "
         "stops here and writes nothing more; to go on here instead, stop the run there and submit this command again",
-        run=run, host=newest.host, term=newest.term, own_term=own.term,
-    )  # fmt: skip
+        run=run,
+        host=newest.host,
+        term=newest.term,
+        own_term=own.term,
+    )
 
 
 def begin(run: str, place: str, attempt: str, *, has_claimed: bool) -> Generator[Action, Any, TermClaim]:

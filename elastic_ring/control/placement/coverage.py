@@ -17,9 +17,13 @@ from elastic_ring.control.state import State, domains_of, gpus_on, members, mesh
 from elastic_ring.mesh import Mesh
 
 OUTCOMES = (
-    "a spare", "fewer rings", "a wait for workers", "back to copies", "back to the newest checkpoint",
+    "a spare",
+    "fewer rings",
+    "a wait for workers",
+    "back to copies",
+    "back to the newest checkpoint",
     "the end of the run",
-)  # fmt: skip
+)
 """From the best to the worst."""
 SPARE, FEWER, WAIT, COPIES, CHECKPOINT, END = range(len(OUTCOMES))
 PROCESS = "any process"
@@ -53,10 +57,15 @@ def covered(state: State) -> dict[str, str]:
     for node, number in able.items():
         able_in[places.get(node, node)] += number
     counted = _Counted(
-        mesh, tuple(places.get(node, node) for node in on), tuple(failure_places(on, domains, mode)),
-        frozenset(able_in.items()), able.total() > 0 or all(standbys[node] > 0 for node in on), options.min_dp, mode,
+        mesh,
+        tuple(places.get(node, node) for node in on),
+        tuple(failure_places(on, domains, mode)),
+        frozenset(able_in.items()),
+        able.total() > 0 or all(standbys[node] > 0 for node in on),
+        options.min_dp,
+        mode,
         options.takes_checkpoints or bool(state.checkpoints),
-    )  # fmt: skip
+    )
     losses = (PROCESS, *(DOMAINS if places else HOSTS))
     return {loss: OUTCOMES[outcome] for loss, outcome in zip(losses, _worst(counted), strict=False)}
 

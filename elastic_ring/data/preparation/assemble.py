@@ -41,15 +41,23 @@ def assemble(
     if is_complete:
         _check_bad_share(config, plan, dropped)
     return Manifest(
-        vocab_size=tokenizer.vocab_size, end_of_document=tokenizer.end_of_document, column=COLUMN,
-        row_group_tokens=config.row_group_tokens, align_tokens=config.align_tokens,
-        tokenizer_sha256=tokenizer.sha256, sources=sources, is_complete=is_complete,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=tokenizer.end_of_document,
+        column=COLUMN,
+        row_group_tokens=config.row_group_tokens,
+        align_tokens=config.align_tokens,
+        tokenizer_sha256=tokenizer.sha256,
+        sources=sources,
+        is_complete=is_complete,
         longest_document_tokens=max((record.longest_document_tokens for record in by_name), default=0),
         dropped=dropped,
-        about={"sources": list(map(shown, config.sources)), "tokenizer": config.tokenizer, "pyarrow": pa.__version__,
-               "files": {what: [dataclasses.asdict(group) for group in groups]
-                         for what, groups in plan.groups.items()}},
-    ).sealed()  # fmt: skip
+        about={
+            "sources": list(map(shown, config.sources)),
+            "tokenizer": config.tokenizer,
+            "pyarrow": pa.__version__,
+            "files": {what: [dataclasses.asdict(group) for group in groups] for what, groups in plan.groups.items()},
+        },
+    ).sealed()
 
 
 def _dropped(records: Sequence[PieceRecord]) -> Dropped:
@@ -64,10 +72,10 @@ def _check_bad_share(config: PrepareConfig, plan: Plan, dropped: Dropped) -> Non
     """Raises ValueError where more was skipped than is allowed."""
     total_bytes = sum(piece.num_bytes for piece in plan.pieces)
     shares = {
-        f"{dropped.num_bad_records:,} of {dropped.num_records:,} records":
-            dropped.num_bad_records / max(dropped.num_records, 1),
+        f"{dropped.num_bad_records:,} of {dropped.num_records:,} records": dropped.num_bad_records
+        / max(dropped.num_records, 1),
         f"{dropped.bad_bytes:,} of {total_bytes:,} bytes, whole files,": dropped.bad_bytes / max(total_bytes, 1),
-    }  # fmt: skip
+    }
     told, share = max(shares.items(), key=lambda item: item[1])
     if share > config.max_bad_share:
         raise ValueError(

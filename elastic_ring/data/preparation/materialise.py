@@ -58,8 +58,10 @@ class DatasetTokens:
     def __post_init__(self) -> None:
         check_context(self.context_tokens, self.align_tokens)
         if kind_of(self.dataset) is None:
-            raise ValueError(f"DatasetTokens dataset is a {type(self.dataset).__name__}: give a ray.data.Dataset or a "
-                             "datasets.Dataset")  # fmt: skip
+            raise ValueError(
+                f"DatasetTokens dataset is a {type(self.dataset).__name__}: give a ray.data.Dataset or a "
+                "datasets.Dataset"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -117,10 +119,15 @@ def materialised(source: DatasetTokens, uri: str) -> PreparedTokens:
         small = _written(storage)["num_bytes"] < SMALL_BYTES
         prepare(
             PrepareConfig(
-                (f"{uri}/{INPUT}",), f"{uri}/{TOKENS}", tokenizer=source.tokenizer, text_column=source.text_column,
-                end_of_document=source.end_of_document, align_tokens=source.align_tokens, workers=0 if small else None,
+                (f"{uri}/{INPUT}",),
+                f"{uri}/{TOKENS}",
+                tokenizer=source.tokenizer,
+                text_column=source.text_column,
+                end_of_document=source.end_of_document,
+                align_tokens=source.align_tokens,
+                workers=0 if small else None,
             )
-        )  # fmt: skip
+        )
         storage.remove_folder(INPUT)
     return PreparedTokens.of(f"{uri}/{TOKENS}/{MANIFEST}", source.context_tokens)
 
@@ -143,8 +150,9 @@ def _written(storage: Storage) -> dict[str, Any]:
 
 def _check_same(source: DatasetTokens, written: dict[str, Any], uri: str) -> None:
     if written["settings"] != _settings(source):
-        raise ValueError(f"{uri}: was prepared with {written['settings']}, not {_settings(source)}; give a run of "
-                         "another name")  # fmt: skip
+        raise ValueError(
+            f"{uri}: was prepared with {written['settings']}, not {_settings(source)}; give a run of another name"
+        )
     total = hashlib.sha256()
     for column in _columns(source):
         _add(total, column)
@@ -171,8 +179,12 @@ def _write(source: DatasetTokens, storage: Storage) -> dict[str, Any]:
         _write_file(source, storage, number, columns)
     if not num_documents:
         raise ValueError("the dataset has no rows: give documents")
-    return {"sha256": total.hexdigest(), "num_documents": num_documents, "num_bytes": num_bytes,
-            "settings": _settings(source)}  # fmt: skip
+    return {
+        "sha256": total.hexdigest(),
+        "num_documents": num_documents,
+        "num_bytes": num_bytes,
+        "settings": _settings(source),
+    }
 
 
 def _write_file(source: DatasetTokens, storage: Storage, number: int, columns: list[Any]) -> None:
@@ -194,8 +206,10 @@ def _columns(source: DatasetTokens) -> Iterator[Any]:
     of_ray = kind_of(dataset) == "Ray"
     names = dataset.columns() if of_ray else dataset.column_names
     if name not in names:
-        raise ValueError(f"the dataset has no column {name!r}: it has {', '.join(names)}; give "
-                         "DatasetTokens(dataset, context_tokens, text_column=...)")  # fmt: skip
+        raise ValueError(
+            f"the dataset has no column {name!r}: it has {', '.join(names)}; give "
+            "DatasetTokens(dataset, context_tokens, text_column=...)"
+        )
     if of_ray:
         tables = _in_order(dataset.select_columns([name]))
     else:

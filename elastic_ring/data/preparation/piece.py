@@ -95,17 +95,27 @@ class PieceWorker:
     def _prepare(self, piece: Piece) -> PieceRecord:
         job, tokenizer, tally = self.job, self.tokenizer, self._tally()
         writer = ShardWriter(
-            self.storage, f"{SHARDS}/{piece.name}", tokenizer.vocab_size, tokenizer.end_of_document,
-            job.row_group_tokens, job.align_tokens,
-        )  # fmt: skip
+            self.storage,
+            f"{SHARDS}/{piece.name}",
+            tokenizer.vocab_size,
+            tokenizer.end_of_document,
+            job.row_group_tokens,
+            job.align_tokens,
+        )
         repeated = self._repeated(piece)
         for batch in batches(self._kept(piece, tally, repeated)):
             for tokens in self._encoded(batch, piece, tally):
                 writer.add(tokens)
         dropped = Dropped(
-            len(repeated), tally.num_empty_documents, tally.num_empty_files, tuple(tally.bad), tally.num_records,
-            tally.num_bad_records, tally.num_bad, tally.bad_bytes,
-        )  # fmt: skip
+            len(repeated),
+            tally.num_empty_documents,
+            tally.num_empty_files,
+            tuple(tally.bad),
+            tally.num_records,
+            tally.num_bad_records,
+            tally.num_bad,
+            tally.bad_bytes,
+        )
         record = PieceRecord(piece.name, writer.close(), writer.longest_tokens, dropped)
         self.storage.replace(record_name(piece.name), record.to_json())
         return record

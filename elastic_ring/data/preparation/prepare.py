@@ -140,9 +140,16 @@ def prepare(config: PrepareConfig) -> Manifest:
 
         spread = partial(over_cluster, config.workers)
     job = Job(
-        config.out, config.tokenizer, config.end_of_document, tokenizer.sha256, config.text_column,
-        config.on_bad_input, config.row_group_tokens, config.align_tokens, config.drop_duplicates,
-    )  # fmt: skip
+        config.out,
+        config.tokenizer,
+        config.end_of_document,
+        tokenizer.sha256,
+        config.text_column,
+        config.on_bad_input,
+        config.row_group_tokens,
+        config.align_tokens,
+        config.drop_duplicates,
+    )
     if config.drop_duplicates:
         _find_duplicates(storage, job, plan, spread)
     manifest = _run(storage, job, plan, spread, partial(assemble, config, tokenizer, plan))
@@ -160,8 +167,16 @@ def plan_of(config: PrepareConfig, tokenizer: Tokenizer) -> Plan:
     ]
     pieces = [cut(listing, index, config.piece_bytes) for index, listing in enumerate(listings)]
     decides = dataclasses.asdict(config)
-    for name in ("sources", "out", "tokenizer", "end_of_document", "workers", "on_bad_input", "max_bad_share",
-                 "allow_left_out"):  # fmt: skip
+    for name in (
+        "sources",
+        "out",
+        "tokenizer",
+        "end_of_document",
+        "workers",
+        "on_bad_input",
+        "max_bad_share",
+        "allow_left_out",
+    ):
         del decides[name]
     decides |= {"tokenizer_sha256": tokenizer.sha256, "weights": list(config.weights)}
     groups = {"used": used_groups(listings), "bad": bad_groups(listings), "left_out": left_out_groups(listings)}

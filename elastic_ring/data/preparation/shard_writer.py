@@ -101,6 +101,10 @@ def stored(storage: Storage, name: str, tokens: NDArray[Any], starts: Starts, ro
     data = sink.getvalue().to_pybytes()
     storage.replace(name, data)
     return Shard(
-        name.rpartition("/")[2], int((starts >= 0).sum()), len(tokens), digest, len(data),
+        name.rpartition("/")[2],
+        int((starts >= 0).sum()),
+        len(tokens),
+        digest,
+        len(data),
         hashlib.sha256(data).hexdigest(),
-    )  # fmt: skip
+    )

@@ -83,12 +83,14 @@ class MixedOrder:
         self._steps: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._sources = [
             BlockOrder(
-                seed, source,
+                seed,
+                source,
                 [Stage(first[source], v.num_sequences[source]) for first, v in zip(firsts, versions, strict=True)],
-                block=block, window=window,
+                block=block,
+                window=window,
             )
             for source in range(len(weights))
-        ]  # fmt: skip
+        ]
 
     def sample_ids(self, step: int) -> tuple[int, ...]:
         """The ids of the `global_batch` sequences of this step, in batch order."""

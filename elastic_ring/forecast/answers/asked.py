@@ -57,6 +57,10 @@ def failures_of(text: str) -> Failures:
     low, middle, high = (float(hour) for hour in hours)
     median_h, deviation = plain.get("repair_hours", Failures().repair_hours)
     return Failures(
-        text, (low, middle, high), (float(median_h), float(deviation)), shares,
-        planned_per_day=float(plain.get("planned_per_day", 0.0)), source=plain.get("source", text),
-    )  # fmt: skip
+        text,
+        (low, middle, high),
+        (float(median_h), float(deviation)),
+        shares,
+        planned_per_day=float(plain.get("planned_per_day", 0.0)),
+        source=plain.get("source", text),
+    )

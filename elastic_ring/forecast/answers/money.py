@@ -87,8 +87,13 @@ class PriceList:
     def owned_price(self, fleet: Fleet, num_gpus: int) -> Price:
         """What an hour of an own GPU costs, as a row."""
         usd = self.owned.usd_hour(fleet, num_gpus) / num_gpus
-        return Price(gpu=fleet.gpu, kind="owned", usd_hour=[0.8 * usd, usd, 1.3 * usd], date="2026-05-01",
-                     source="owned: wear, upkeep, energy, staff")  # fmt: skip
+        return Price(
+            gpu=fleet.gpu,
+            kind="owned",
+            usd_hour=[0.8 * usd, usd, 1.3 * usd],
+            date="2026-05-01",
+            source="owned: wear, upkeep, energy, staff",
+        )
 
     def warnings(self, row: Price, days_of: Mapping[str, int]) -> list[str]:
         """`days_of`: by date, how many days ago it was."""

@@ -12,9 +12,15 @@ from elastic_ring.forecast.sizing.memory import ModelPlan
 from elastic_ring.model.gpus import GPU_GIB
 
 NAMES: Mapping[str, str] = {
-    "step": "step time", "links": "links", "jitter": "slowest rank", "gpu_hours": "time between losses",
-    "repair": "repair of a host", "rebuild": "rebuild of groups", "storage": "storage", "price": "price",
-}  # fmt: skip
+    "step": "step time",
+    "links": "links",
+    "jitter": "slowest rank",
+    "gpu_hours": "time between losses",
+    "repair": "repair of a host",
+    "rebuild": "rebuild of groups",
+    "storage": "storage",
+    "price": "price",
+}
 INTERVALS_S = (60.0, 300.0, 900.0, 3600.0, 14_400.0)
 SPARE_HOSTS = (0, 1, 2, 4, 8)
 
@@ -49,28 +55,38 @@ def lines(found: Forecast, deadline_s: float | None, budget_usd: float | None, w
     told = [
         f"{short(plan.num_parameters)} parameters, {mesh}, {scenario.scaling.spares} spare(s) on {scenario.num_gpus} "
         f"{scenario.fleet.gpu} of {scenario.fleet.name}, {short(scenario.tokens)} tokens",
-        *(f"extrapolated x {ratio:.3g} in {what}, beyond the largest shape that was seen"
-          for what, ratio in scenario.extrapolated.items()),
+        *(
+            f"extrapolated x {ratio:.3g} in {what}, beyond the largest shape that was seen"
+            for what, ratio in scenario.extrapolated.items()
+        ),
         f"memory of a rank {plan.needed_bytes / 2**30:.1f} GiB with reserve, {plan.gpu_bytes / 2**30:.1f} of tensors, "
         f"{plan.floor_bytes / 2**30:.1f} on any number of ranks [{tags['memory']}]",
-        *(f"  {gpu:<8} {of:6.1f} GiB: {'fits' if left >= 0 else 'does not fit'}, {left:+.1f} GiB"
-          for gpu, (of, left) in verdicts(plan, gib, scenario.fleet.gpu).items()),
-        *([f"  the allocator will show {low / 2**30:.1f} to {high / 2**30:.1f} GiB, {middle / 2**30:.1f} likely"]
-          if scenario.fits else [f"  {change}" for change in changes_that_fit(found)]),
+        *(
+            f"  {gpu:<8} {of:6.1f} GiB: {'fits' if left >= 0 else 'does not fit'}, {left:+.1f} GiB"
+            for gpu, (of, left) in verdicts(plan, gib, scenario.fleet.gpu).items()
+        ),
+        *(
+            [f"  the allocator will show {low / 2**30:.1f} to {high / 2**30:.1f} GiB, {middle / 2**30:.1f} likely"]
+            if scenario.fits
+            else [f"  {change}" for change in changes_that_fit(found)]
+        ),
         _row("step", found, "step_s", 1.0, "s", tags["step_s"]),
         *_parts(found),
         _row("goodput", found, "goodput", 0.01, "%", tags["goodput"]),
         _row("time", found, "run_s", DAY, "days", tags["run_s"]),
         _row("GPU-hours", found, "gpu_hours", 1.0, "", tags["run_s"]),
         _row("energy", found, "mwh", 1.0, "MWh", "specified"),
-    ]  # fmt: skip
+    ]
     if "usd" in found.draws and scenario.price:
         a_token = found.middle["usd"] / scenario.tokens * 1e6
-        told += [_row("cost", found, "usd", 1.0, "USD", tags["usd"]),
-                 f"  {a_token:.3g} USD a million committed tokens; {scenario.price.kind}, {scenario.price.date}, "
-                 f"{scenario.price.source}"]  # fmt: skip
-    told += [f"probability of {name}: {chance:.0%}" for name, chance in
-             found.probability(deadline_s, budget_usd).items()]  # fmt: skip
+        told += [
+            _row("cost", found, "usd", 1.0, "USD", tags["usd"]),
+            f"  {a_token:.3g} USD a million committed tokens; {scenario.price.kind}, {scenario.price.date}, "
+            f"{scenario.price.source}",
+        ]
+    told += [
+        f"probability of {name}: {chance:.0%}" for name, chance in found.probability(deadline_s, budget_usd).items()
+    ]
     if not scenario.fits:
         told.append(f"a rank does not fit a {scenario.fleet.gpu}: nothing of this runs there")
     by = "cost, USD" if "usd" in found.draws else "time, s"
@@ -121,21 +137,33 @@ def as_json(
     plan = scenario.plan
     figures = {
         name: {"p10": low, "p50": middle, "p90": high, "origin": tags.get(name, "assumed")}
-        for name in found.draws for low, middle, high in [found.quantiles(name)]
-    }  # fmt: skip
+        for name in found.draws
+        for low, middle, high in [found.quantiles(name)]
+    }
     return {
-        "parameters": plan.num_parameters, "dp": scenario.scaling.dp, "cp": scenario.scaling.cp,
-        "spares": scenario.scaling.spares, "gpu": scenario.fleet.gpu, "num_gpus": scenario.num_gpus,
+        "parameters": plan.num_parameters,
+        "dp": scenario.scaling.dp,
+        "cp": scenario.scaling.cp,
+        "spares": scenario.scaling.spares,
+        "gpu": scenario.fleet.gpu,
+        "num_gpus": scenario.num_gpus,
         "tokens": scenario.tokens,
         "memory": {
-            "needed_bytes": plan.needed_bytes, "tensor_bytes": plan.gpu_bytes, "floor_bytes": plan.floor_bytes,
-            "fits": scenario.fits, "origin": tags["memory"], "terms": dict(plan.memory.fullest.terms),
-            "margin_gib": {gpu: left for gpu, (_, left) in
-                           verdicts(plan, scenario.fleet.memory_gib, scenario.fleet.gpu).items()},
+            "needed_bytes": plan.needed_bytes,
+            "tensor_bytes": plan.gpu_bytes,
+            "floor_bytes": plan.floor_bytes,
+            "fits": scenario.fits,
+            "origin": tags["memory"],
+            "terms": dict(plan.memory.fullest.terms),
+            "margin_gib": {
+                gpu: left for gpu, (_, left) in verdicts(plan, scenario.fleet.memory_gib, scenario.fleet.gpu).items()
+            },
         },
-        "extrapolated": scenario.extrapolated, "figures": figures, "median_inputs": dict(found.middle),
+        "extrapolated": scenario.extrapolated,
+        "figures": figures,
+        "median_inputs": dict(found.middle),
         "inputs": {name: vars(one) for name, one in scenario.inputs().items()},
         "probability": found.probability(deadline_s, budget_usd),
         "tornado": [{"input": name, "p10": one, "p90": two} for name, one, two in found.tornado],
         "warnings": list(warnings),
-    }  # fmt: skip
+    }

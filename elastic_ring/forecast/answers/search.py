@@ -60,10 +60,11 @@ def fitting_changes(base: Scenario) -> list[tuple[str, float]]:
     moves: list[tuple[str, dict[str, Any]]] = [
         ("checkpointed activations", {"checkpoint_activations": True}),
         ("--offload-activations", {"checkpoint_activations": True, "offload_activations": True}),
-        ("--cpu-offload optimizer", {"cpu_offload": "optimizer"}), ("--cpu-offload all", {"cpu_offload": "all"}),
+        ("--cpu-offload optimizer", {"cpu_offload": "optimizer"}),
+        ("--cpu-offload all", {"cpu_offload": "all"}),
         *((f"--cp {base.scaling.cp * k}", {"cp": base.scaling.cp * k}) for k in (2, 4, 8)),
         ("one sequence a pass", {"sequences_per_pass": 1}),
-    ]  # fmt: skip
+    ]
     asked = [*(([one[0]], one[1]) for one in moves)]
     asked += [([a[0], b[0]], {**a[1], **b[1]}) for a, b in itertools.combinations(moves, 2)]
     cost = _gpu_seconds(base)
@@ -89,24 +90,41 @@ def candidates(base: Scenario, prices: PriceList, kind: str, gpus: Sequence[str]
         fleet: Fleet = base.fleet if gpu == base.fleet.gpu else named_fleet(gpu)
         if gpu not in priced:
             continue
-        here = {"fleet": fleet, "eff": base.eff if gpu == base.fleet.gpu else default_efficiency(fleet),
-                "price": prices.find(gpu, kind)}  # fmt: skip
+        here = {
+            "fleet": fleet,
+            "eff": base.eff if gpu == base.fleet.gpu else default_efficiency(fleet),
+            "price": prices.find(gpu, kind),
+        }
         for cp, dp in sorted(itertools.product(powers, powers), key=lambda mesh: -mesh[0] * mesh[1]):
             if cp * dp > most or cp > base.step.context_tokens or dp > base.step.global_batch:
                 continue
             for offload, together, acts in itertools.product(OFFLOADS, (1, 2, 4), (False, True)):
                 if together > -(-base.step.global_batch // dp):
                     continue
-                made = changed(base, dp=dp, cp=cp, min_dp=1, max_dp=None, cpu_offload=offload,
-                               sequences_per_pass=together, checkpoint_activations=True,
-                               offload_activations=acts, **here)  # fmt: skip
+                made = changed(
+                    base,
+                    dp=dp,
+                    cp=cp,
+                    min_dp=1,
+                    max_dp=None,
+                    cpu_offload=offload,
+                    sequences_per_pass=together,
+                    checkpoint_activations=True,
+                    offload_activations=acts,
+                    **here,
+                )
                 yield made
 
 
 def search(
-    base: Scenario, prices: PriceList, kind: str, deadline_s: float | None, budget_usd: float | None,
-    gpus: Sequence[str], limit: int = 10_000,
-) -> tuple[list[Candidate], int]:  # fmt: skip
+    base: Scenario,
+    prices: PriceList,
+    kind: str,
+    deadline_s: float | None,
+    budget_usd: float | None,
+    gpus: Sequence[str],
+    limit: int = 10_000,
+) -> tuple[list[Candidate], int]:
     """The front of cost and time with the probability of each, and how many configurations were priced. What does not
     fit is priced no further; of what fits, spares, copies and intervals are tried too."""
     found: list[Candidate] = []
@@ -127,8 +145,14 @@ def search(
             config = dataclasses.replace(made.run.checkpoint_config, every_s=every_s, every_steps=None)
             one = changed(made, spares=spares, copies=copies, checkpoint_config=config, measured_step_s=step_s)
             totals = one.evaluate(one.medians())
-            found.append(Candidate(dataclasses.replace(one, measured_step_s=made.measured_step_s),
-                                   float(totals["usd"]), float(totals["run_s"]), float(totals["goodput"])))  # fmt: skip
+            found.append(
+                Candidate(
+                    dataclasses.replace(one, measured_step_s=made.measured_step_s),
+                    float(totals["usd"]),
+                    float(totals["run_s"]),
+                    float(totals["goodput"]),
+                )
+            )
     return [_with_chance(one, deadline_s, budget_usd) for one in pareto(found)], tried
 
 

@@ -97,7 +97,7 @@ def lines(stages: Sequence[Stage], make: Callable[[Stage], Scenario]) -> list[st
             f"  days {days[1] / DAY:.3g} (80 %: {days[0] / DAY:.3g} to {days[2] / DAY:.3g}), USD {short(usd[1])} "
             f"({short(usd[0])} to {short(usd[2])}), goodput {found.quantiles('goodput')[1]:.1%}",
             f"  passes its gate: {gate.mean():.0%}; all until here: {passed.mean():.0%}",
-        ]  # fmt: skip
+        ]
     return told
 
 

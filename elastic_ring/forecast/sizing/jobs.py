@@ -13,12 +13,25 @@ def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, densit
     together = min(step.sequences_per_pass, of_ring)
     qkvo = 2.0 * config.width * config.head_dim * (config.num_heads + config.num_kv_heads)
     return Job(
-        layers=config.num_layers, width=config.width, heads=config.num_heads, kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim, block=qkvo + 3.0 * config.width * config.ffn_width,
-        head=float(config.vocab_size * config.width), vocab=config.vocab_size, ffn=3.0 * config.ffn_width,
+        layers=config.num_layers,
+        width=config.width,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block=qkvo + 3.0 * config.width * config.ffn_width,
+        head=float(config.vocab_size * config.width),
+        vocab=config.vocab_size,
+        ffn=3.0 * config.ffn_width,
         num_parameters=float(num_parameters(config)),
-        tokens=together * -(-step.context_tokens // scaling.cp), seq=step.context_tokens,
-        passes=-(-of_ring // together), shard_ranks=scaling.cp, cp=scaling.cp, replicas=scaling.dp,
-        recompute="all but attention" if config.checkpoint_activations else "none", compiled=config.compile_blocks,
-        density=density, offload=scaling.cpu_offload, offload_activations=config.offload_activations,
-    )  # fmt: skip
+        tokens=together * -(-step.context_tokens // scaling.cp),
+        seq=step.context_tokens,
+        passes=-(-of_ring // together),
+        shard_ranks=scaling.cp,
+        cp=scaling.cp,
+        replicas=scaling.dp,
+        recompute="all but attention" if config.checkpoint_activations else "none",
+        compiled=config.compile_blocks,
+        density=density,
+        offload=scaling.cpu_offload,
+        offload_activations=config.offload_activations,
+    )

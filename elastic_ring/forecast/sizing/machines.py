@@ -82,13 +82,33 @@ CLASSES: Mapping[str, Efficiency] = {
     one.name: one
     for one in (
         Efficiency("elastic-ring/hopper", 0.528, 313.0, 0.611, 0.865, 1.04, 0.68, spread=0.035, origin="calibrated"),
-        Efficiency("fsdp-fa2/hopper", 0.657, 304.0, 0.186, 0.80, 1.01, 0.41, spread=0.062, origin="calibrated",
-                   seen=(512, 6.5e10)),
-        Efficiency("fsdp-fa2/ampere", 0.788, 294.0, 0.325, 0.98, 0.97, 0.64, spread=0.076, origin="calibrated",
-                   seen=(64, 6.5e10)),
+        Efficiency(
+            "fsdp-fa2/hopper",
+            0.657,
+            304.0,
+            0.186,
+            0.80,
+            1.01,
+            0.41,
+            spread=0.062,
+            origin="calibrated",
+            seen=(512, 6.5e10),
+        ),
+        Efficiency(
+            "fsdp-fa2/ampere",
+            0.788,
+            294.0,
+            0.325,
+            0.98,
+            0.97,
+            0.64,
+            spread=0.076,
+            origin="calibrated",
+            seen=(64, 6.5e10),
+        ),
         Efficiency("vendor/hopper", spread=0.10),
     )
-}  # fmt: skip
+}
 """Fitted by `benchmarks/forecast/fit.py`; `vendor` is a textbook's figures for tuned kernels, which nothing was fitted
 to. A spread is the 80th percentile of the fitted half's errors over 1.28, at least what two hosts differ by (3.5 %)."""
 
@@ -133,9 +153,12 @@ class Fleet:
         """The spec sheet, with this fleet's links."""
         links = self.links
         return replace(
-            GPUS[self.gpu], nvlink_bytes_s=links.nvlink_gb_s * GB, nic_bytes_s=links.nic_gb_s * GB,
-            pcie_bytes_s=links.pcie_gb_s * GB, host_watts=self.host_watts or GPUS[self.gpu].host_watts,
-        )  # fmt: skip
+            GPUS[self.gpu],
+            nvlink_bytes_s=links.nvlink_gb_s * GB,
+            nic_bytes_s=links.nic_gb_s * GB,
+            pcie_bytes_s=links.pcie_gb_s * GB,
+            host_watts=self.host_watts or GPUS[self.gpu].host_watts,
+        )
 
     @property
     def memory_gib(self) -> float:
@@ -148,9 +171,11 @@ def named_fleet(name: str) -> Fleet:
     if found is None:
         raise ValueError(f"--fleet {name}: is no file and no GPU type; give one of {', '.join(GPUS)}, or a TOML file")
     links = Links(
-        nvlink_gb_s=found.nvlink_bytes_s / GB, nic_gb_s=found.nic_bytes_s / GB, pcie_gb_s=found.pcie_bytes_s / GB,
+        nvlink_gb_s=found.nvlink_bytes_s / GB,
+        nic_gb_s=found.nic_bytes_s / GB,
+        pcie_gb_s=found.pcie_bytes_s / GB,
         storage_gb_s=25.0,
-    )  # fmt: skip
+    )
     return Fleet(gpu=found.name, links=links, name=found.name)
 
 

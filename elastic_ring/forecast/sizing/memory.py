@@ -131,10 +131,12 @@ class ModelPlan:
             f"every worker of a node, standbys too, takes about {CONTEXT_BYTES / 2**30:.1f} GiB of each of its GPUs",
             f"with {RESERVE:.0%} that the allocator holds beside tensors, and {self.num_contexts} "
             f"context{'s' * (self.num_contexts > 1)} and communicators, a rank takes {size(self.needed_bytes)}:",
-            *(f"  {gpu:<8} {GPU_GIB[gpu]:5.1f} GiB: {'fits' if fits else 'does not fit'}"
-              for gpu, fits in self.verdicts.items()),
+            *(
+                f"  {gpu:<8} {GPU_GIB[gpu]:5.1f} GiB: {'fits' if fits else 'does not fit'}"
+                for gpu, fits in self.verdicts.items()
+            ),
             f"{size(self.floor_bytes)} of it no number of ranks takes away",
-        ]  # fmt: skip
+        ]
 
     def _of_copies(self) -> str:
         """Host memory of a rank: the last complete snapshot and the one that follows it, and those of its peers."""
@@ -167,25 +169,47 @@ def size(num_bytes: int) -> str:
 
 
 def plan_of(
-    config: ModelConfig, scaling: ScalingConfig, step: StepConfig, copies: str = "auto", *, saves: bool = True,
-    fused_norms: bool = True, density: float = 1.0,
-) -> ModelPlan:  # fmt: skip
+    config: ModelConfig,
+    scaling: ScalingConfig,
+    step: StepConfig,
+    copies: str = "auto",
+    *,
+    saves: bool = True,
+    fused_norms: bool = True,
+    density: float = 1.0,
+) -> ModelPlan:
     """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms` as in `StepMemory`."""
     number = num_parameters(config)
     of_ring = -(-step.global_batch // scaling.dp)
     together = min(step.sequences_per_pass, of_ring)
     memory = StepMemory(
-        config, number, scaling.cp, together * -(-step.context_tokens // scaling.cp),
-        ELEMENT_BYTES[step.param_dtype], -(-of_ring // together),
-        scaling.cpu_offload, scaling.device == "cuda", fused_norms,
-    )  # fmt: skip
+        config,
+        number,
+        scaling.cp,
+        together * -(-step.context_tokens // scaling.cp),
+        ELEMENT_BYTES[step.param_dtype],
+        -(-of_ring // together),
+        scaling.cpu_offload,
+        scaling.device == "cuda",
+        fused_norms,
+    )
     in_host = IN_HOST_BYTES[scaling.cpu_offload]
     if copies == AUTO:
         copies = str(min(parse_copies(AUTO, scaling.dp).num_copies, scaling.mesh.size - 1))
     return ModelPlan(
-        number, scaling.mesh.size, memory.tokens, (STATE_BYTES - in_host) * memory.shard,
-        memory.block * memory.element_bytes, model_flops(config, step.context_tokens, density), memory,
-        scaling.device == "cuda", copies, SNAPSHOT_BYTES * memory.shard, in_host * memory.shard,
-        SNAPSHOT_BYTES * -(-memory.shard // scaling.dp) if saves else 0, together,
-        density, 1 + (scaling.spares > 0),
-    )  # fmt: skip
+        number,
+        scaling.mesh.size,
+        memory.tokens,
+        (STATE_BYTES - in_host) * memory.shard,
+        memory.block * memory.element_bytes,
+        model_flops(config, step.context_tokens, density),
+        memory,
+        scaling.device == "cuda",
+        copies,
+        SNAPSHOT_BYTES * memory.shard,
+        in_host * memory.shard,
+        SNAPSHOT_BYTES * -(-memory.shard // scaling.dp) if saves else 0,
+        together,
+        density,
+        1 + (scaling.spares > 0),
+    )

@@ -22,8 +22,10 @@ def check_zero_settings(zero: Zero3Config) -> None:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
-        raise ValueError(f"deepspeed configuration zero_optimization.{name}={first['input']!r}: DeepSpeed refuses it "
-                         f"({first['msg']})") from error  # fmt: skip
+        raise ValueError(
+            f"deepspeed configuration zero_optimization.{name}={first['input']!r}: DeepSpeed refuses it "
+            f"({first['msg']})"
+        ) from error
 
 
 def check_swap_folder(folder: Path) -> None:
@@ -37,13 +39,17 @@ def check_swap_folder(folder: Path) -> None:
         if name.exists():
             name.unlink()
             why = "its file system has no direct I/O, which DeepSpeed uses; tmpfs is one of these"
-        raise ValueError(f"nvme_path={str(folder)!r} cannot be used for offloading ({why}): give a folder on a local "
-                         "disk of every node (--nvme-path)") from error  # fmt: skip
+        raise ValueError(
+            f"nvme_path={str(folder)!r} cannot be used for offloading ({why}): give a folder on a local "
+            "disk of every node (--nvme-path)"
+        ) from error
     try:
         os.posix_fallocate(opened, 0, BLOCK_BYTES)
     except OSError as error:
-        raise ValueError(f"nvme_path={str(folder)!r} cannot be written to ({error.strerror or error}): free space "
-                         "there, or give another folder (--nvme-path)") from error  # fmt: skip
+        raise ValueError(
+            f"nvme_path={str(folder)!r} cannot be written to ({error.strerror or error}): free space "
+            "there, or give another folder (--nvme-path)"
+        ) from error
     finally:
         os.close(opened)
         name.unlink(missing_ok=True)

@@ -104,8 +104,11 @@ class Zero3Engine:
 
         self._engine.set_gradient_accumulation_boundary(is_boundary=True)
         self.backward(loss)
-        found = [safe_get_local_grad(param).detach().reshape(-1).double()
-                 for _, param in self._named() if param.requires_grad]  # fmt: skip
+        found = [
+            safe_get_local_grad(param).detach().reshape(-1).double()
+            for _, param in self._named()
+            if param.requires_grad
+        ]
         self._engine.optimizer._overflow_clean_up(self._engine.optimizer.loss_scale)
         self._engine.set_gradient_accumulation_boundary(is_boundary=None)
         return found
@@ -149,8 +152,10 @@ class Zero3Engine:
         elif num_saved == dist.get_world_size():
             self._engine.load_checkpoint(str(folder), tag=TAG)
         else:
-            groups = [{k: v for k, v in group.items() if k != "params"}
-                      for group in self._engine.optimizer.optimizer.param_groups]  # fmt: skip
+            groups = [
+                {k: v for k, v in group.items() if k != "params"}
+                for group in self._engine.optimizer.optimizer.param_groups
+            ]
             check_names(folder / TAG, {name for name, _ in self._engine.module.named_parameters()})
             with _universal(folder, self._engine.device) as converted:
                 self._engine.load_checkpoint(str(converted), tag=TAG)
@@ -290,8 +295,11 @@ def _groups(task: TrainingTask, model: nn.Module) -> list[dict[str, Any]]:
     params: list[Any] = [param for param in model.parameters() if param.requires_grad]
     decayed = [param for param in params if len(param.ds_shape) >= 2]
     others = [param for param in params if len(param.ds_shape) < 2]
-    return [{"params": part, "weight_decay": decay}
-            for part, decay in ((decayed, task.optim.weight_decay), (others, 0.0)) if part]  # fmt: skip
+    return [
+        {"params": part, "weight_decay": decay}
+        for part, decay in ((decayed, task.optim.weight_decay), (others, 0.0))
+        if part
+    ]
 
 
 @contextmanager
@@ -303,10 +311,17 @@ def _universal(folder: Path, device: torch.device) -> Iterator[Path]:
     converted = user_folder() / name_below(f"universal-{name}")
     converts = environment().get("LOCAL_RANK", "0") == "0"
     if converts:
-        convert(Namespace(
-            input_folder=str(folder / TAG), output_folder=str(converted / TAG), num_extract_workers=1,
-            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=False,
-        ))  # fmt: skip
+        convert(
+            Namespace(
+                input_folder=str(folder / TAG),
+                output_folder=str(converted / TAG),
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=False,
+            )
+        )
     dist.barrier()
     try:
         yield converted

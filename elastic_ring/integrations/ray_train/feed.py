@@ -54,11 +54,14 @@ class OrderedFeed:
         upcoming = [*mine, *self._share(step + 1)]
         return [
             self._loader.load(
-                sample_id, index, self._layout, self._at.cp_rank,
+                sample_id,
+                index,
+                self._layout,
+                self._at.cp_rank,
                 upcoming=[later for _, later in upcoming[place + 1 :]][:READ_AHEAD],
             )
             for place, (index, sample_id) in enumerate(mine)
-        ]  # fmt: skip
+        ]
 
     def close(self) -> None:
         self._loader.close()
@@ -101,12 +104,22 @@ class DatasetFeed:
     """
 
     def __init__(
-        self, shard: Any, layout: Layout, mesh: Mesh, at: Coordinate, ring: Any, *, global_batch: int, vocab_size: int,
+        self,
+        shard: Any,
+        layout: Layout,
+        mesh: Mesh,
+        at: Coordinate,
+        ring: Any,
+        *,
+        global_batch: int,
+        vocab_size: int,
         end_of_document: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if global_batch % mesh.size:
-            raise ValueError(f"global_batch={global_batch} is no multiple of workers={mesh.size}: each worker reads "
-                             "equally many sequences of a Ray dataset; change one of them")  # fmt: skip
+            raise ValueError(
+                f"global_batch={global_batch} is no multiple of workers={mesh.size}: each worker reads "
+                "equally many sequences of a Ray dataset; change one of them"
+            )
         self._each, self._layout, self._mesh, self._at, self._ring = global_batch // mesh.size, layout, mesh, at, ring
         self._samples = packed(_documents(shard, vocab_size), layout.seq_len, end_of_document)
         self._starts_room = layout.seq_len + 2
@@ -118,9 +131,14 @@ class DatasetFeed:
             for cp_rank, sample in enumerate(self._exchanged(next(self._samples))):
                 index = (place * self._mesh.dp + self._at.dp_rank) * cp + cp_rank
                 found.append(
-                    slice_sample(sample, self._layout, self._at.cp_rank, sample_id=step * self._each * self._mesh.size
-                                 + index, index_in_batch=index)
-                )  # fmt: skip
+                    slice_sample(
+                        sample,
+                        self._layout,
+                        self._at.cp_rank,
+                        sample_id=step * self._each * self._mesh.size + index,
+                        index_in_batch=index,
+                    )
+                )
         return found
 
     def sample_ids(self, step: int) -> Sequence[int]:
@@ -167,13 +185,17 @@ def _documents(shard: Any, vocab_size: int) -> Iterator[Any]:
         empty = True
         for batch in shard.iter_batches(batch_size=64, prefetch_batches=PREFETCH_BATCHES, batch_format="numpy"):
             if TOKENS not in batch:
-                raise ValueError(f"the Ray dataset has columns {', '.join(batch)}: it needs a column {TOKENS!r} of "
-                                 "lists of tokens; make one with Dataset.map_batches")  # fmt: skip
+                raise ValueError(
+                    f"the Ray dataset has columns {', '.join(batch)}: it needs a column {TOKENS!r} of "
+                    "lists of tokens; make one with Dataset.map_batches"
+                )
             for row in batch[TOKENS]:
                 document = np.asarray(row, dtype=np.int64)
                 if document.ndim != 1 or (len(document) and not 0 <= document.min() <= document.max() < vocab_size):
-                    raise ValueError(f"a row of the Ray dataset's column {TOKENS!r} is no list of tokens below "
-                                     f"vocab_size={vocab_size}: tokenise with the model's tokenizer")  # fmt: skip
+                    raise ValueError(
+                        f"a row of the Ray dataset's column {TOKENS!r} is no list of tokens below "
+                        f"vocab_size={vocab_size}: tokenise with the model's tokenizer"
+                    )
                 empty = False
                 yield document
         if empty:

@@ -50,9 +50,15 @@ class Rings:
     def batch(self, piece: Slice) -> Batch:
         """One sequence's slice with the ring's attention, for a loss function."""
         attention = attention_of(
-            self.task, piece, self.layout, self.coordinate.cp_rank, self.ring, kernel_cache=self._kernel_cache,
-            buffers=self._buffers, plans=self._plans,
-        )  # fmt: skip
+            self.task,
+            piece,
+            self.layout,
+            self.coordinate.cp_rank,
+            self.ring,
+            kernel_cache=self._kernel_cache,
+            buffers=self._buffers,
+            plans=self._plans,
+        )
         return batch_of(piece, attention, self.device)
 
     def total(self, *values: float) -> list[float]:
@@ -71,13 +77,19 @@ class Rings:
         Raises ModelRefused.
         """
         groups = SimpleNamespace(
-            mesh=self.mesh, global_rank=dist.get_rank(), ring=self.ring, check=lambda: None, launching=nullcontext,
+            mesh=self.mesh,
+            global_rank=dist.get_rank(),
+            ring=self.ring,
+            check=lambda: None,
+            launching=nullcontext,
             shard=SimpleNamespace(allreduce=self._add_over_a_ring),
-        )  # fmt: skip
+        )
         state = SimpleNamespace(
-            model=engine.module, loader=SimpleNamespace(source=source), device=self.device,
+            model=engine.module,
+            loader=SimpleNamespace(source=source),
+            device=self.device,
             kernel_cache=self._kernel_cache,
-        )  # fmt: skip
+        )
         check_model(self.task, groups, state, engine.gradients_of)
 
     def _add_over_a_ring(self, tensors: Sequence[Tensor]) -> Any:

@@ -53,11 +53,21 @@ class Records:
             noticed_s, cause = self._noticed or (now, "Ray Train changed the number of workers")
             last_s = self._last_s if self._last_s is not None else noticed_s
             self._recovery = {
-                "step": step, "faults": [], "cause": cause, "action": "Ray Train started a new worker group",
-                "detect_s": max(0.0, noticed_s - last_s), "close_s": now - max(noticed_s, last_s), "heal_s": 0.0,
-                "steps_undone": undone, "steps_rerun": undone, "source": "checkpoint", "survivor_pids_kept": False,
-                "exact": False, "_begun_s": now, "_last_s": last_s,
-            }  # fmt: skip
+                "step": step,
+                "faults": [],
+                "cause": cause,
+                "action": "Ray Train started a new worker group",
+                "detect_s": max(0.0, noticed_s - last_s),
+                "close_s": now - max(noticed_s, last_s),
+                "heal_s": 0.0,
+                "steps_undone": undone,
+                "steps_rerun": undone,
+                "source": "checkpoint",
+                "survivor_pids_kept": False,
+                "exact": False,
+                "_begun_s": now,
+                "_last_s": last_s,
+            }
         self._note({"note": "attempt", "generation": generation, **attempt})
         mesh = attempt["mesh"]
         log.info("generation %d: dp=%d x cp=%d from step %d", generation, mesh["dp"], mesh["cp"], step)
@@ -105,19 +115,24 @@ class Records:
         recoveries = [{k: v for k, v in line.items() if k not in keys} for line in self._of("recovery")]
         num_failures = len(self._of("failed"))
         summary = build_summary(
-            losses_hex=self._metrics.losses_hex(), weights_sha256=weights_sha256,
-            samples_sha256=samples_digest(self._folder), goodput=self._goodput.ratio(time.monotonic()),
+            losses_hex=self._metrics.losses_hex(),
+            weights_sha256=weights_sha256,
+            samples_sha256=samples_digest(self._folder),
+            goodput=self._goodput.ratio(time.monotonic()),
             exact=not recoveries and all(line["mesh"] == attempts[0]["mesh"] for line in attempts),
-            generations=[{"term": TERM, "generation": line["generation"], "mesh": line["mesh"],
-                          "reason": line["reason"]} for line in attempts],
+            generations=[
+                {"term": TERM, "generation": line["generation"], "mesh": line["mesh"], "reason": line["reason"]}
+                for line in attempts
+            ],
             recoveries=recoveries,
             skipped_steps=sum(bool(line["skipped"]) for line in read_metrics(self._folder)),
             lost_workers={"worker group failed": num_failures} if num_failures else {},
-            resumed_from=[{"path": line["resumed_from"], "step": line["step"]}
-                          for line in attempts if line["resumed_from"]],
+            resumed_from=[
+                {"path": line["resumed_from"], "step": line["step"]} for line in attempts if line["resumed_from"]
+            ],
             checkpoints=[{"path": line["path"], "step": line["step"]} for line in self._of("checkpoint")],
             peak_gpu_bytes=peak_gpu_bytes,
-        )  # fmt: skip
+        )
         write_summary(self._folder, summary)
         self._metrics.close()
         self._attempts.close()

@@ -41,7 +41,7 @@ DECIDED = {
     "autotp_size": "the mesh is data x context parallel; leave it out",
     "pipeline": "the mesh is data x context parallel; leave it out",
     "sequence_parallel_size": "cp (--cp), whose ring replaces DeepSpeed's sequence parallelism",
-}  # fmt: skip
+}
 # Settings of ZeRO that keep more than one copy of a shard, for groups of so many ranks.
 GROUPS = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}
 OFFLOADS = {"offload_optimizer": "--offload-optimizer", "offload_param": "--offload-param"}
@@ -72,9 +72,11 @@ class Zero3Config:
     loss_spike: Literal["off", "log", "act"] = "log"
     """What follows a loss far above those before: nothing, a line in the log, or loss_spike_actions."""
     loss_spike_actions: Annotated[
-        tuple[Literal["clip", "skip", "stop"], ...], BeforeValidator(_list_as_tuple), Field(min_length=1),
+        tuple[Literal["clip", "skip", "stop"], ...],
+        BeforeValidator(_list_as_tuple),
+        Field(min_length=1),
         Must("one or more of clip, skip, stop; back needs the elastic ring, which keeps its workers when it goes back"),
-    ] = ("clip", "skip", "skip", "stop")  # fmt: skip
+    ] = ("clip", "skip", "skip", "stop")
     """What the first, second, ... spike within 64 steps leads to, the last for all later ones, as in RunConfig."""
     deepspeed: Annotated[Mapping[str, Any], Must("a mapping, DeepSpeed's configuration")] = field(default_factory=dict)
     """More of DeepSpeed's own configuration; what is set here or by other settings must not be in it."""
@@ -111,57 +113,75 @@ def check_deepspeed(given: Mapping[str, Any], own: Zero3Config) -> None:
     """Raises ValueError for keys that other settings decide, and for values that contradict them."""
     for key, decided_by in DECIDED.items():
         if key in given and given[key] != "auto":
-            raise ValueError(f"deepspeed configuration {key}={given[key]!r}: elastic_ring sets it ({decided_by}); "
-                             "leave it out")  # fmt: skip
+            raise ValueError(
+                f"deepspeed configuration {key}={given[key]!r}: elastic_ring sets it ({decided_by}); leave it out"
+            )
     zero = given.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise ValueError(f"deepspeed configuration zero_optimization={zero!r}: must be an object")
     if zero.get("stage", STAGE) not in (STAGE, "auto"):
-        raise ValueError(f"deepspeed configuration zero_optimization.stage={zero['stage']!r}: this is the door for "
-                         "stage 3; leave it out")  # fmt: skip
+        raise ValueError(
+            f"deepspeed configuration zero_optimization.stage={zero['stage']!r}: this is the door for "
+            "stage 3; leave it out"
+        )
     for key, flag in OFFLOADS.items():
         part = zero.get(key) or {}
         wanted = getattr(own, key)
         if part.get("device", wanted) != wanted:
-            raise ValueError(f"deepspeed configuration zero_optimization.{key}.device={part['device']!r} with {key}="
-                             f"{wanted!r}: set {flag} {part['device']}, and leave it out there")  # fmt: skip
+            raise ValueError(
+                f"deepspeed configuration zero_optimization.{key}.device={part['device']!r} with {key}="
+                f"{wanted!r}: set {flag} {part['device']}, and leave it out there"
+            )
         if "nvme_path" in part:
-            raise ValueError(f"deepspeed configuration zero_optimization.{key}.nvme_path={part['nvme_path']!r}: set "
-                             "nvme_path (--nvme-path), and leave it out there")  # fmt: skip
+            raise ValueError(
+                f"deepspeed configuration zero_optimization.{key}.nvme_path={part['nvme_path']!r}: set "
+                "nvme_path (--nvme-path), and leave it out there"
+            )
 
 
 def check_mesh(num_workers: tuple[int, int], cp: int, step: StepConfig, own: Zero3Config) -> None:
     """Raises ValueError where no mesh of these workers runs such steps: `num_workers` is (fewest, most)."""
     if step.sequences_per_pass > 1:
-        raise ValueError(f"sequences_per_pass={step.sequences_per_pass}: ZeRO-3 in Ray Train computes one sequence at "
-                         "a time; set it to 1")  # fmt: skip
+        raise ValueError(
+            f"sequences_per_pass={step.sequences_per_pass}: ZeRO-3 in Ray Train computes one sequence at "
+            "a time; set it to 1"
+        )
     fewest, most = num_workers
     if not 1 <= fewest <= most:
         raise ValueError(f"workers={fewest}:{most}: must be MIN:MAX with 1 <= MIN <= MAX")
     if cp < 1:
         raise ValueError(f"cp={cp}: must be at least 1")
     if fewest < cp:
-        raise ValueError(f"workers={fewest} is less than cp={cp}: a ring needs cp workers; raise --workers or lower "
-                         "--cp")  # fmt: skip
+        raise ValueError(
+            f"workers={fewest} is less than cp={cp}: a ring needs cp workers; raise --workers or lower --cp"
+        )
     if step.context_tokens < cp:
-        raise ValueError(f"context_tokens={step.context_tokens} is less than cp={cp}: every rank of a ring needs at "
-                         "least one token; raise context_tokens or lower cp")  # fmt: skip
+        raise ValueError(
+            f"context_tokens={step.context_tokens} is less than cp={cp}: every rank of a ring needs at "
+            "least one token; raise context_tokens or lower cp"
+        )
     if fewest == most:
         if most % cp:
-            raise ValueError(f"workers={most} is no multiple of cp={cp}: the mesh is dp rings of cp workers; give "
-                             f"--workers {most - most % cp} or {most - most % cp + cp}")  # fmt: skip
+            raise ValueError(
+                f"workers={most} is no multiple of cp={cp}: the mesh is dp rings of cp workers; give "
+                f"--workers {most - most % cp} or {most - most % cp + cp}"
+            )
         if step.global_batch % (most // cp):
-            raise ValueError(f"global_batch={step.global_batch} is no multiple of dp={most // cp} (workers={most}, "
-                             f"cp={cp}): ZeRO-3 needs equally many sequences on every ring; change --global-batch or "
-                             "--workers")  # fmt: skip
+            raise ValueError(
+                f"global_batch={step.global_batch} is no multiple of dp={most // cp} (workers={most}, "
+                f"cp={cp}): ZeRO-3 needs equally many sequences on every ring; change --global-batch or "
+                "--workers"
+            )
     zero = own.deepspeed.get("zero_optimization", {})
     for key, off in GROUPS.items():
         size = zero.get(key, off)
         for number in range(fewest, most + 1):
             if size != off and number % size:
-                raise ValueError(f"deepspeed configuration zero_optimization.{key}={size!r} does not divide workers="
-                                 f"{number}: ZeRO-3 shards over all dp x cp workers; leave it out or let it divide "
-                                 "them")  # fmt: skip
+                raise ValueError(
+                    f"deepspeed configuration zero_optimization.{key}={size!r} does not divide workers="
+                    f"{number}: ZeRO-3 shards over all dp x cp workers; leave it out or let it divide "
+                    "them"
+                )
 
 
 def mesh_of(num_workers: int, cp: int, global_batch: int) -> Mesh:
@@ -176,9 +196,16 @@ def mesh_of(num_workers: int, cp: int, global_batch: int) -> Mesh:
 
 
 def deepspeed_config(
-    own: Zero3Config, step: StepConfig, optim: OptimConfig, mesh: Mesh, *, swap_folder: Path, universal: bool,
-    largest_elements: int, pin_memory: bool,
-) -> dict[str, Any]:  # fmt: skip
+    own: Zero3Config,
+    step: StepConfig,
+    optim: OptimConfig,
+    mesh: Mesh,
+    *,
+    swap_folder: Path,
+    universal: bool,
+    largest_elements: int,
+    pin_memory: bool,
+) -> dict[str, Any]:
     """DeepSpeed's configuration for one worker group. `largest_elements`: of one parameter, for buffers of NVMe."""
     made = {key: value for key, value in copy.deepcopy(dict(own.deepspeed)).items() if key not in DECIDED}
     # DeepSpeed's own linear layer would round differently from the elastic ring's.
@@ -195,9 +222,16 @@ def deepspeed_config(
         zero[key] = part
     return {
         # Gradients are summed in fp32, as in the elastic ring; with bf16 parameters DeepSpeed's own choice is bf16.
-        "steps_per_print": NEVER, "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}, **made,
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": step.global_batch // mesh.dp,
-        "gradient_clipping": optim.clip_norm or 0.0, "bf16": {"enabled": step.param_dtype == "bfloat16"},
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        "checkpoint": {"load_universal": universal}, "zero_optimization": zero,
-    }  # fmt: skip
+        "steps_per_print": NEVER,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        **made,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": step.global_batch // mesh.dp,
+        "gradient_clipping": optim.clip_norm or 0.0,
+        "bf16": {"enabled": step.param_dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "checkpoint": {"load_universal": universal},
+        "zero_optimization": zero,
+    }

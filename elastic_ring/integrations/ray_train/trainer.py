@@ -97,20 +97,27 @@ class Zero3Trainer:
         self.vocab_size, self.end_of_document = vocab_size, end_of_document
         check_mesh(self.num_workers, cp, step, self.zero)
         if step.val_every_steps:
-            raise ValueError(f"val_every_steps={step.val_every_steps}: ZeRO-3 in Ray Train does not validate; set it "
-                             "to 0, or validate the weights afterwards")  # fmt: skip
+            raise ValueError(
+                f"val_every_steps={step.val_every_steps}: ZeRO-3 in Ray Train does not validate; set it "
+                "to 0, or validate the weights afterwards"
+            )
         if settings.get("callbacks"):
             raise ValueError("callbacks: ZeRO-3 in Ray Train tells none; give ray.train.RunConfig(callbacks=[...])")
         if isinstance(run_config, RunConfig):
-            raise ValueError("run_config is the elastic ring's: give a ray.train.RunConfig; loss_spike and "
-                             "loss_spike_actions are settings of Zero3Config")  # fmt: skip
+            raise ValueError(
+                "run_config is the elastic ring's: give a ray.train.RunConfig; loss_spike and "
+                "loss_spike_actions are settings of Zero3Config"
+            )
         self._check_dataset(data)
         self.device: Literal["cpu", "cuda"] = "cuda" if self.scaling_config.use_gpu else "cpu"
         base = ElasticRingTrainer(
-            model, data or DatasetRows(step.context_tokens, vocab_size or 0), step_config=step,
-            optim_config=optim_config, scaling_config=ScalingConfig(dp=1, cp=cp, spares=0, device=self.device),
+            model,
+            data or DatasetRows(step.context_tokens, vocab_size or 0),
+            step_config=step,
+            optim_config=optim_config,
+            scaling_config=ScalingConfig(dp=1, cp=cp, spares=0, device=self.device),
             **settings,
-        )  # fmt: skip
+        )
         self.task = base.task
         check_loss_spikes(
             RunConfig(loss_spike=self.zero.loss_spike, loss_spike_actions=self.zero.loss_spike_actions), self.task.optim
@@ -158,13 +165,19 @@ class Zero3Trainer:
         if (data is None) == (self.dataset is None):
             raise ValueError("give data (a corpus in the run's own order) or dataset (a Ray dataset), one of them")
         if self.dataset is not None and (self.vocab_size is None or self.end_of_document is None):
-            raise ValueError(f"dataset with vocab_size={self.vocab_size}, end_of_document={self.end_of_document}: give "
-                             "both, as of its tokenizer")  # fmt: skip
-        if self.vocab_size is not None and self.end_of_document is not None and (
-            not 0 <= self.end_of_document < self.vocab_size
-        ):  # fmt: skip
-            raise ValueError(f"end_of_document={self.end_of_document} is no token of a vocabulary of vocab_size="
-                             f"{self.vocab_size}: give both as of the dataset's tokenizer")  # fmt: skip
+            raise ValueError(
+                f"dataset with vocab_size={self.vocab_size}, end_of_document={self.end_of_document}: give "
+                "both, as of its tokenizer"
+            )
+        if (
+            self.vocab_size is not None
+            and self.end_of_document is not None
+            and (not 0 <= self.end_of_document < self.vocab_size)
+        ):
+            raise ValueError(
+                f"end_of_document={self.end_of_document} is no token of a vocabulary of vocab_size="
+                f"{self.vocab_size}: give both as of the dataset's tokenizer"
+            )
 
     @cached_property
     def _contents(self) -> tuple[str, Files]:
@@ -188,9 +201,17 @@ class Zero3Trainer:
         told = description_of(self.task)
         if self.dataset is not None:
             del told["data"]
-        return {"run": {"name": self._run.name}, "digest": own.digest, "identity": dict(own.what),
-                "places": dict(own.places), "files": self._contents[1], **shown, **told,
-                "cp": self.cp, "versions": found}  # fmt: skip
+        return {
+            "run": {"name": self._run.name},
+            "digest": own.digest,
+            "identity": dict(own.what),
+            "places": dict(own.places),
+            "files": self._contents[1],
+            **shown,
+            **told,
+            "cp": self.cp,
+            "versions": found,
+        }
 
     def _finished(self) -> Result | None:
         """The result of an earlier submission that has all steps. Raises ValueError if its settings differ."""
@@ -216,17 +237,25 @@ class Zero3Trainer:
         keeper: Any = ray.remote(num_cpus=0)(Records).options(scheduling_strategy=here)
         records = keeper.remote(self._run.driver_folder)
         job = Job(
-            task=self.task, zero=self.zero, cp=self.cp, device=self.device, name=self._run.name,
-            storage_uri=self._run.storage_uri, records=records, loop=self.train_loop,
+            task=self.task,
+            zero=self.zero,
+            cp=self.cp,
+            device=self.device,
+            name=self._run.name,
+            storage_uri=self._run.storage_uri,
+            records=records,
+            loop=self.train_loop,
             vocab_size=self.vocab_size if self.dataset is not None else None,
             end_of_document=self.end_of_document or 0,
-        )  # fmt: skip
+        )
         trainer = TorchTrainer(
-            train_worker, train_loop_config={"job": job}, scaling_config=self.scaling_config,
+            train_worker,
+            train_loop_config={"job": job},
+            scaling_config=self.scaling_config,
             torch_config=TorchConfig(backend="gloo" if self.device == "cpu" else None),
             run_config=self._ray_run_config(records),
             datasets=None if self.dataset is None else {DATASET: self.dataset},
-        )  # fmt: skip
+        )
         try:
             found = trainer.fit()
         except ray.train.TrainingFailedError as error:
@@ -241,15 +270,21 @@ class Zero3Trainer:
         given = self.run_config
         env = dict(given.worker_runtime_env or {})
         env["env_vars"] = {
-            "DS_ACCELERATOR": self.device, ops.FOLDER: str(ops.extensions_folder()),
-            **(GPU_ENVIRONMENT if self.device == "cuda" else {}), **env.get("env_vars", {}),
-        }  # fmt: skip
+            "DS_ACCELERATOR": self.device,
+            ops.FOLDER: str(ops.extensions_folder()),
+            **(GPU_ENVIRONMENT if self.device == "cuda" else {}),
+            **env.get("env_vars", {}),
+        }
         return ray.train.RunConfig(
-            name=self._run.name, storage_path=self._run.storage_path, storage_filesystem=given.storage_filesystem,
-            failure_config=given.failure_config, checkpoint_config=given.checkpoint_config,
-            callbacks=[*(given.callbacks or []), _TellRecords(records)], worker_runtime_env=env,
+            name=self._run.name,
+            storage_path=self._run.storage_path,
+            storage_filesystem=given.storage_filesystem,
+            failure_config=given.failure_config,
+            checkpoint_config=given.checkpoint_config,
+            callbacks=[*(given.callbacks or []), _TellRecords(records)],
+            worker_runtime_env=env,
             logging_config=given.logging_config,
-        )  # fmt: skip
+        )
 
     def _num_cpus(self) -> int:
         """For a cluster of one's own, where none is there yet; Ray Data needs some beside the workers."""
@@ -267,17 +302,20 @@ def scaling_config(
     """Ray Train's, for (fewest, most) workers."""
     fewest, most = num_workers
     return ray.train.ScalingConfig(
-        num_workers=most if fewest == most else num_workers, use_gpu=use_gpu,
+        num_workers=most if fewest == most else num_workers,
+        use_gpu=use_gpu,
         resources_per_worker={**resources_per_worker, **({"GPU": 1} if use_gpu else {})},
-    )  # fmt: skip
+    )
 
 
 def run_config(name: str, storage_path: str, max_failures: int) -> ray.train.RunConfig:
     """Ray Train's, which keeps the newest checkpoints."""
     return ray.train.RunConfig(
-        name=name, storage_path=storage_path, failure_config=ray.train.FailureConfig(max_failures=max_failures),
+        name=name,
+        storage_path=storage_path,
+        failure_config=ray.train.FailureConfig(max_failures=max_failures),
         checkpoint_config=ray.train.CheckpointConfig(num_to_keep=NUM_KEPT),
-    )  # fmt: skip
+    )
 
 
 class _TellRecords(ray.train.UserCallback):

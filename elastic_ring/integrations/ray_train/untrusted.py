@@ -43,8 +43,9 @@ def data_only(folder: Path) -> Iterator[None]:
             yield
     except UnpicklingError as error:
         why = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), str(error)[:300])
-        raise CheckpointDamaged(f"{folder} holds more than tensors and numbers, and was not read: {why}",
-                                path=str(folder)) from error  # fmt: skip
+        raise CheckpointDamaged(
+            f"{folder} holds more than tensors and numbers, and was not read: {why}", path=str(folder)
+        ) from error
     finally:
         if before is None:
             del found[_ONLY_DATA]

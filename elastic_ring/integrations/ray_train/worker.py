@@ -191,9 +191,14 @@ class Zero3Worker:
         """What the step came to, the same on every rank, and judged as in the elastic ring. Collective."""
         norm = self.engine.gradient_norm() * max(1.0, num_tokens)  # of the summed loss, as the elastic ring has it
         ballot = Ballot(
-            norm * norm, int(not math.isfinite(norm)), float(self.rings.add(loss_sum)), int(num_tokens), False,
-            tuple(samples), spike=self._spikes.ballot(step) if self._spikes is not None else SpikeBallot(),
-        )  # fmt: skip
+            norm * norm,
+            int(not math.isfinite(norm)),
+            float(self.rings.add(loss_sum)),
+            int(num_tokens),
+            False,
+            tuple(samples),
+            spike=self._spikes.ballot(step) if self._spikes is not None else SpikeBallot(),
+        )
         return Outcome(Vote(step, tuple(ballot.row().tolist()), (TERM, self._generation or 0)))
 
     def save(self) -> None:
@@ -203,15 +208,14 @@ class Zero3Worker:
         with tempfile.TemporaryDirectory(prefix="elastic-ring-zero3-") as folder:
             self.engine.save(Path(folder))
             if self.rank == 0:
-                state = {
-                    "step": self.step, "num_workers": self.size, "skipped_in_a_row": self.skipped_in_a_row
-                }  # fmt: skip
+                state = {"step": self.step, "num_workers": self.size, "skipped_in_a_row": self.skipped_in_a_row}
                 Path(folder, STATE).write_text(json.dumps(state), encoding="utf-8")
             name = f"checkpoint-{self.step:09d}-{self._generation}"
             ray.train.report(
                 {"step": self.step, "num_workers": self.size},
-                checkpoint=ray.train.Checkpoint.from_directory(folder), checkpoint_dir_name=name,
-            )  # fmt: skip
+                checkpoint=ray.train.Checkpoint.from_directory(folder),
+                checkpoint_dir_name=name,
+            )
         self._saved_step = self.step
         if self.rank == 0:
             ray.get(self.job.records.checkpoint.remote(self.step, f"{self.job.storage_uri}/{name}"))
@@ -245,10 +249,15 @@ class Zero3Worker:
         step, rings = self.task.step, self.rings
         if self.job.vocab_size is not None:
             return DatasetFeed(
-                ray.train.get_dataset_shard(DATASET), rings.layout, self.mesh, rings.coordinate, rings.ring,
-                global_batch=step.global_batch, vocab_size=self.job.vocab_size,
+                ray.train.get_dataset_shard(DATASET),
+                rings.layout,
+                self.mesh,
+                rings.coordinate,
+                rings.ring,
+                global_batch=step.global_batch,
+                vocab_size=self.job.vocab_size,
                 end_of_document=self.job.end_of_document,
-            )  # fmt: skip
+            )
         training, _ = hold_out(patiently(lambda: open_source(self.task.data)), num_sequences=0)
         order = order_of(training, step.seed, step.global_batch)
         return OrderedFeed(training, order, rings.layout, self.mesh, rings.coordinate)
@@ -265,10 +274,15 @@ class Zero3Worker:
             private_folder(self.swap_folder)
         dist.barrier()
         config = deepspeed_config(
-            self.job.zero, self.task.step, self.task.optim, self.mesh, swap_folder=self.swap_folder,
-            universal=universal, largest_elements=largest_parameter(self.task),
+            self.job.zero,
+            self.task.step,
+            self.task.optim,
+            self.mesh,
+            swap_folder=self.swap_folder,
+            universal=universal,
+            largest_elements=largest_parameter(self.task),
             pin_memory=self.device.type == "cuda",
-        )  # fmt: skip
+        )
         return Zero3Engine(self.task, config, fill=fill)
 
     def _resume(self, folder: Path, path: str) -> None:
@@ -287,10 +301,17 @@ class Zero3Worker:
         facts = gathered({"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname()}, self.device)
         generation = 0
         if self.rank == 0:
-            generation = ray.get(self.job.records.begin.remote({
-                "step": self.step, "mesh": {"dp": self.mesh.dp, "cp": self.mesh.cp}, "workers": facts,
-                "reason": self._reason, "resumed_from": self._resumed_from,
-            }))  # fmt: skip
+            generation = ray.get(
+                self.job.records.begin.remote(
+                    {
+                        "step": self.step,
+                        "mesh": {"dp": self.mesh.dp, "cp": self.mesh.cp},
+                        "workers": facts,
+                        "reason": self._reason,
+                        "resumed_from": self._resumed_from,
+                    }
+                )
+            )
         return int(gathered(generation, self.device)[0])
 
     def _tell(self, outcome: Outcome, rate: float, step_s: float) -> None:
@@ -300,10 +321,19 @@ class Zero3Worker:
         step, ids = outcome.vote.step, self.feed.sample_ids(outcome.vote.step)
         self.job.records.step.remote(
             StepMetrics(
-                step=step, loss=outcome.loss, grad_norm=outcome.grad_norm, lr=rate, num_tokens=int(outcome.num_tokens),
-                tokens_per_s=outcome.num_tokens / max(step_s, 1e-9), step_s=step_s, skipped=outcome.skip,
-                generation=self._generation, mesh=self.mesh, num_members=self.size,
-                samples=samples_text(outcome.samples), committed_monotonic_s=time.monotonic(),
+                step=step,
+                loss=outcome.loss,
+                grad_norm=outcome.grad_norm,
+                lr=rate,
+                num_tokens=int(outcome.num_tokens),
+                tokens_per_s=outcome.num_tokens / max(step_s, 1e-9),
+                step_s=step_s,
+                skipped=outcome.skip,
+                generation=self._generation,
+                mesh=self.mesh,
+                num_members=self.size,
+                samples=samples_text(outcome.samples),
+                committed_monotonic_s=time.monotonic(),
             ),
             told_of(step, outcome.loss, outcome.skip, outcome.spike, outcome.spike_limit, ids),
-        )  # fmt: skip
+        )

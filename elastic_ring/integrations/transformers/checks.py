@@ -37,8 +37,9 @@ def config_of(plain: dict[str, Any]) -> Any:
 
     kind = plain.get("model_type", "")
     if kind not in CONFIG_MAPPING:
-        raise ValueError(f"model_type={kind!r}: this version of transformers does not know it; code from the folder is "
-                         "never run")  # fmt: skip
+        raise ValueError(
+            f"model_type={kind!r}: this version of transformers does not know it; code from the folder is never run"
+        )
     return CONFIG_MAPPING[kind].from_dict(plain)
 
 

@@ -101,13 +101,17 @@ class RingModel:
         config = self.config
         num_heads = int(config.num_attention_heads)
         return ModelConfig(
-            vocab_size=self.vocab_size, num_layers=int(config.num_hidden_layers), width=int(config.hidden_size),
-            num_heads=num_heads, num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
+            vocab_size=self.vocab_size,
+            num_layers=int(config.num_hidden_layers),
+            width=int(config.hidden_size),
+            num_heads=num_heads,
+            num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
             head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
-            ffn_width=int(config.intermediate_size), tie_embeddings=bool(config.tie_word_embeddings),
+            ffn_width=int(config.intermediate_size),
+            tie_embeddings=bool(config.tie_word_embeddings),
             checkpoint_activations=self.checkpoint_activations,
             loss_chunk_tokens=self.loss_chunk_tokens if config.model_type in PLAIN_HEAD else WHOLE_SLICE,
-        )  # fmt: skip
+        )
 
     def description(self) -> str:
         begins = "weights from the folder" if self.weights is not None else "values drawn from the seed"

@@ -36,10 +36,20 @@ class TracedRing:
 
 
 def attend(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, ring: Any, scaling: float | None = None,
-    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, s_aux: Any = None,
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    *,
+    ring: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
     **unused: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     """Attention of transformers' interface through a ring: q (B, H, S, D), k and v (B, H_kv, S, D) to (B, S, H, D).
 
     Windows are in the ring's pattern. Rings scale by 1 / sqrt(D); another `scaling` goes into q. Raises ValueError for
@@ -47,8 +57,10 @@ def attend(
     """
     kind, layer = type(module).__name__, int(module.layer_idx)
     if softcap is not None:
-        raise ValueError(f"{kind}: attn_logit_softcapping={softcap}: attention on rings has no softcap; set it to None "
-                         "in the config, which changes the model, or choose another")  # fmt: skip
+        raise ValueError(
+            f"{kind}: attn_logit_softcapping={softcap}: attention on rings has no softcap; set it to None "
+            "in the config, which changes the model, or choose another"
+        )
     if s_aux is not None:
         raise ValueError(f"{kind}: attention on rings has no sinks (s_aux); choose another model")
     if dropout:
@@ -93,9 +105,14 @@ def _ring_class(base: Any) -> Any:
     """A causal language model whose forward pass takes a batch's parts, as `elastic_ring.model.loss` calls it."""
 
     def forward(
-        self: Any, tokens: Tensor, *, positions: Tensor, document_ids: Tensor, attention: Any,
+        self: Any,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        document_ids: Tensor,
+        attention: Any,
         targets: Tensor | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         # The loss is computed in here because FSDP2 keeps the head's weight gathered only there.
         named = {"input_ids": tokens, "position_ids": positions, "ring": attention, "use_cache": False}
         if targets is None or self.config.model_type not in PLAIN_HEAD:
@@ -104,9 +121,12 @@ def _ring_class(base: Any) -> Any:
         hidden = self.base_model(**named).last_hidden_state
         cap = getattr(self.config, "final_logit_softcapping", None)
         return chunked_cross_entropy(
-            hidden.flatten(0, 1), self.get_output_embeddings().weight, targets.flatten(), self.loss_chunk_tokens,
+            hidden.flatten(0, 1),
+            self.get_output_embeddings().weight,
+            targets.flatten(),
+            self.loss_chunk_tokens,
             softcap=cap,
-        )  # fmt: skip
+        )
 
     # Under the base's own module: transformers takes classes of other modules for custom code.
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "loss_chunk_tokens": 1024})

@@ -18,15 +18,21 @@ log = logging.getLogger(__name__)
 
 END = "<|endoftext|>"
 _OUTER = {
-    "embedding.weight": "model.embed_tokens.weight", "final_norm.weight": "model.norm.weight",
+    "embedding.weight": "model.embed_tokens.weight",
+    "final_norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
-}  # fmt: skip
+}
 _IN_BLOCK = {
-    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj", "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
-}  # fmt: skip
+}
 
 
 def shape_of_run(recorded: Mapping[str, Any]) -> ModelConfig | None:
@@ -37,14 +43,25 @@ def shape_of_run(recorded: Mapping[str, Any]) -> ModelConfig | None:
 def llama_config(shape: ModelConfig, context_tokens: int, end_of_document: int | None) -> dict[str, Any]:
     """As the config.json of a Llama says it."""
     return {
-        "model_type": "llama", "vocab_size": shape.vocab_size, "hidden_size": shape.width,
-        "intermediate_size": shape.ffn_width, "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim,
-        "hidden_act": "silu", "rms_norm_eps": shape.norm_eps, "tie_word_embeddings": shape.tie_embeddings,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta}, "attention_bias": False,
-        "mlp_bias": False, "max_position_embeddings": context_tokens, "bos_token_id": None,
-        "eos_token_id": end_of_document, "pad_token_id": None,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.ffn_width,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.norm_eps,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": context_tokens,
+        "bos_token_id": None,
+        "eos_token_id": end_of_document,
+        "pad_token_id": None,
+    }
 
 
 def llama_name(name: str) -> str:

@@ -40,8 +40,10 @@ def with_pattern(
     said = [_said(rules, window, context_tokens) for rules, window in trained]
     told = []
     if any(_in_blocks(rules, window) for rules, window in trained):
-        told.append(f"trained with windows of whole blocks of {BLOCK_TOKENS} tokens, up to {2 * BLOCK_TOKENS - 2} "
-                    "more than the config's, which are written")  # fmt: skip
+        told.append(
+            f"trained with windows of whole blocks of {BLOCK_TOKENS} tokens, up to {2 * BLOCK_TOKENS - 2} "
+            "more than the config's, which are written"
+        )
     sizes = Counter(window for window in said if isinstance(window, int))
     kept = sizes.most_common(1)[0][0] if sizes else None  # a config has one size
     wanted = [window if window == kept else None for window in said]

@@ -100,8 +100,15 @@ class NodeAgent:
         with self._lock:
             self._start()
         connection = dial(coordinator["host"], coordinator["port"], self._timeouts.hello_s)
-        connection.send({"kind": "hello", "node": self._node, "key": coordinator["key"], "pid": os.getpid(),
-                         "reconnect_s": reconnect_s(environment())})  # fmt: skip
+        connection.send(
+            {
+                "kind": "hello",
+                "node": self._node,
+                "key": coordinator["key"],
+                "pid": os.getpid(),
+                "reconnect_s": reconnect_s(environment()),
+            }
+        )
         threading.Thread(target=self._check_resolver, args=(connection,), name="resolver", daemon=True).start()
         with self._lock:
             if self._connection is not None:
@@ -265,8 +272,12 @@ class NodeAgent:
         stopped_s = now - self._stopped_since if self._stopped_since is not None else 0.0
         silent_s = now - self._echoed_at
         if stopped_s > self._timeouts.stopped_s or silent_s > self._timeouts.coordinator_silent_s:
-            log.error("the coordinator (pid %d) is stopped for %.1f s, silent for %.1f s: killing it", pid, stopped_s,
-                      silent_s)  # fmt: skip
+            log.error(
+                "the coordinator (pid %d) is stopped for %.1f s, silent for %.1f s: killing it",
+                pid,
+                stopped_s,
+                silent_s,
+            )
             self._exits.kill(COORDINATOR)
             self._echoed_at, self._stopped_since = now, None
 
@@ -308,8 +319,17 @@ class NodeAgent:
             self._exits.kill(worker)
         elif self._connection is not None:  # the coordinator waits for a death notice
             known = [notice for notice in self._notices if notice["worker"] == worker]
-            gone = {"kind": "death", "worker": worker, "pid": 0, "reason": "died", "how": "it was gone already",
-                    "step": -1, "phase": "unknown", "log_lines": [], "monotonic_s": time.monotonic()}  # fmt: skip
+            gone = {
+                "kind": "death",
+                "worker": worker,
+                "pid": 0,
+                "reason": "died",
+                "how": "it was gone already",
+                "step": -1,
+                "phase": "unknown",
+                "log_lines": [],
+                "monotonic_s": time.monotonic(),
+            }
             self._connection.send(known[-1] if known else gone)
 
     def _forget(self, worker: str) -> None:
@@ -372,15 +392,25 @@ class NodeAgent:
         stamp = watched.stamps.read() or watched.last
         why = watched.hang or watched.memory
         message = {
-            "kind": "death", "worker": watched.worker, "pid": watched.pid, "reason": reason,
-            "how": f"{why}; {how}" if why else how, "signal": signal,
+            "kind": "death",
+            "worker": watched.worker,
+            "pid": watched.pid,
+            "reason": reason,
+            "how": f"{why}; {how}" if why else how,
+            "signal": signal,
             "step": stamp.step if stamp else -1,
             "phase": phase_name(stamp.phase) if stamp else "unknown",
             "log_lines": tail(watched.log_path, NUM_LOG_LINES) if watched.log_path else [],
             "monotonic_s": monotonic_s,
-        }  # fmt: skip
-        log.warning("%s (pid %d) %s in %s of step %d", watched.worker, watched.pid, message["how"], message["phase"],
-                    message["step"])  # fmt: skip
+        }
+        log.warning(
+            "%s (pid %d) %s in %s of step %d",
+            watched.worker,
+            watched.pid,
+            message["how"],
+            message["phase"],
+            message["step"],
+        )
         others = [notice for notice in self._notices if notice["worker"] != watched.worker]
         self._notices = [*others[-KEPT_NOTICES:], message]
         if self._connection is not None:
@@ -394,8 +424,10 @@ def progress(stamp: Stamp | None) -> dict[str, Any]:
         return {}
     in_phase_s = max(0.0, (time.monotonic_ns() - stamp.monotonic_ns) / 1e9)
     found: dict[str, Any] = {
-        "at_step": stamp.step, "phase": phase_name(stamp.phase), "in_phase_s": round(in_phase_s, 3)
-    }  # fmt: skip
+        "at_step": stamp.step,
+        "phase": phase_name(stamp.phase),
+        "in_phase_s": round(in_phase_s, 3),
+    }
     return found if stamp.clock is None else {**found, "clock": clock_of(stamp.clock)}
 
 

@@ -16,9 +16,15 @@ log = logging.getLogger(__name__)
 
 Reading = dict[str, float]
 GPU_KEYS = (
-    "utilisation", "power_watts", "temperature_celsius", "ecc_errors", "remapped_rows", "needs_reset", "xid_errors",
+    "utilisation",
+    "power_watts",
+    "temperature_celsius",
+    "ecc_errors",
+    "remapped_rows",
+    "needs_reset",
+    "xid_errors",
     "slowed",
-)  # fmt: skip
+)
 """Of one GPU: shares of 1, watts, degrees; uncorrected memory errors since the driver's start; rows of memory that were
 remapped (pages retired, on older GPUs), 1 if one waits for a reset or could not be remapped; Xid errors that the agent
 saw; 1 while it is slowed down for heat, or by its hardware."""
@@ -99,10 +105,16 @@ class Nvml:
                 clock = 0
             name = self._nvml.nvmlDeviceGetName(handle)
             memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-            found.append({
-                **reading, "index": int(index), "name": name if isinstance(name, str) else name.decode(),
-                "used_bytes": int(memory.used), "total_bytes": int(memory.total), "max_clock_mhz": clock,
-            })  # fmt: skip
+            found.append(
+                {
+                    **reading,
+                    "index": int(index),
+                    "name": name if isinstance(name, str) else name.decode(),
+                    "used_bytes": int(memory.used),
+                    "total_bytes": int(memory.total),
+                    "max_clock_mhz": clock,
+                }
+            )
         return found
 
     def _read(self, index: int, handle: Any) -> Reading:
@@ -132,8 +144,10 @@ class Nvml:
             return {"remapped_rows": corrected + uncorrected, "needs_reset": float(bool(is_pending or has_failed))}
         except nvml.NVMLError:
             pass
-        causes = (nvml.NVML_PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS,
-                  nvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR)  # fmt: skip
+        causes = (
+            nvml.NVML_PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS,
+            nvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR,
+        )
         try:
             pages = sum(len(list(nvml.nvmlDeviceGetRetiredPages(handle, cause))) for cause in causes)
             return {"remapped_rows": pages, "needs_reset": float(nvml.nvmlDeviceGetRetiredPagesPendingStatus(handle))}

@@ -9,9 +9,14 @@ from pathlib import Path
 import psutil
 
 ERRORS = (
-    "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "port_rcv_remote_physical_errors",
-    "local_link_integrity_errors", "excessive_buffer_overrun_errors",
-)  # fmt: skip
+    "symbol_error",
+    "link_error_recovery",
+    "link_downed",
+    "port_rcv_errors",
+    "port_rcv_remote_physical_errors",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+)
 DROPS = ("port_xmit_discards", "VL15_dropped")
 WORD_BYTES = 4
 """InfiniBand counts data in words."""

@@ -138,10 +138,16 @@ class Coordinator:
     def identity(self) -> dict[str, Any]:
         """Who this is, for a driver that found the name taken."""
         run_spec = self.run_spec
-        return {"digest": run_spec.digest, "what": dict(run_spec.identity.what),
-                "places": dict(run_spec.identity.places), "attempt": run_spec.attempt, "pid": os.getpid(),
-                "folder": run_spec.run.storage_uri, "ended": self._ended,
-                "head_is_kept": is_kept(environment())}  # fmt: skip
+        return {
+            "digest": run_spec.digest,
+            "what": dict(run_spec.identity.what),
+            "places": dict(run_spec.identity.places),
+            "attempt": run_spec.attempt,
+            "pid": os.getpid(),
+            "folder": run_spec.run.storage_uri,
+            "ended": self._ended,
+            "head_is_kept": is_kept(environment()),
+        }
 
     def renew(self) -> None:
         """Renew the driver's lease."""
@@ -247,12 +253,7 @@ class Coordinator:
         self._note(term_note(opened.term, opened.num_written))
         self.recorder = RunRecorder(run_spec.run, self._note, self.clock, self.storage_wait)
         self.storage_wait.tell = self.recorder.recoveries.say
-        begin = opened.begin
-        if begin is None:
-            begin = {"note": "begin", "attempt": run_spec.attempt, "now": self.clock(), "run": run_spec.run.name,
-                     "identity": run_spec.identity.digest, "versions": versions(run_spec.scaling.device),
-                     **run_spec.resume.journalled()}  # fmt: skip
-            self._note(begin)
+        begin = opened.begin or self._begun()
         self.mirror.open()  # not before: where this journal comes, that of an earlier submission leaves the store
         self.recorder.identity = begin.get("identity", "")
         self.recorder.open(begin["now"], run_spec.resume.step)
@@ -275,18 +276,13 @@ class Coordinator:
         self.dispatch = Dispatcher(run_spec, self.address, self.cluster, self.node_monitor, self.me, self._put)
         self.dispatch.open()
         self.dispatch.recall(self.state)
-        facts = {"identity": run_spec.identity.digest, "run": checkpoint_facts(run_spec)}
-        self.checkpoints = CheckpointKeeper(
-            run_spec.run, run_spec.resume, self._term, facts, self._put, lambda: self.recorder.resumed_from,
-            self.mirror.flush, lambda: {name: [dataclasses.asdict(one) for one in getattr(self.state, name)]
-                                        for name in ("corpus", "skips")},
-            self.term_watch.look, run_spec.attempt, self._inject_into_commit,
-        )  # fmt: skip
+        self.checkpoints = self._checkpoint_keeper()
         self.corpus = CorpusWatcher(
-            run_spec.task.data, run_spec.run.corpus_look_s,
+            run_spec.task.data,
+            run_spec.run.corpus_look_s,
             grew=lambda uri, digest: self._put("grew", (uri, digest)),
             refused=partial(self._put, "told"),
-        )  # fmt: skip
+        )
         if run_spec.run.checkpoint_config.is_on or run_spec.resume.checkpoints or run_spec.resume.lineage:
             self.checkpoints.open()
         self.metrics_exporter = MetricsExporter(
@@ -297,6 +293,39 @@ class Coordinator:
         )
         self.demand.open(goes_on=any(line.get("note") == "demand" for line in opened.lines))
 
+    def _begun(self) -> dict[str, Any]:
+        """Journal that this submission begins."""
+        run_spec = self.run_spec
+        begin = {
+            "note": "begin",
+            "attempt": run_spec.attempt,
+            "now": self.clock(),
+            "run": run_spec.run.name,
+            "identity": run_spec.identity.digest,
+            "versions": versions(run_spec.scaling.device),
+            **run_spec.resume.journalled(),
+        }
+        self._note(begin)
+        return begin
+
+    def _checkpoint_keeper(self) -> CheckpointKeeper:
+        run_spec = self.run_spec
+        return CheckpointKeeper(
+            run_spec.run,
+            run_spec.resume,
+            self._term,
+            {"identity": run_spec.identity.digest, "run": checkpoint_facts(run_spec)},
+            self._put,
+            lambda: self.recorder.resumed_from,
+            self.mirror.flush,
+            lambda: {
+                name: [dataclasses.asdict(one) for one in getattr(self.state, name)] for name in ("corpus", "skips")
+            },
+            self.term_watch.look,
+            run_spec.attempt,
+            self._inject_into_commit,
+        )
+
     def _opened(self, terms: Terms) -> Startup:
         """The run as `open_run` opens it. While its storage is away a coordinator that was started again waits, since
         training goes on; for `fail_after_s` at most."""
@@ -305,9 +334,12 @@ class Coordinator:
             silence.tick(time.monotonic(), is_heard=False)
             try:
                 return open_run(
-                    self.run_spec, terms.open(), is_restart=self._is_restart, clear=self._clear,
+                    self.run_spec,
+                    terms.open(),
+                    is_restart=self._is_restart,
+                    clear=self._clear,
                     others=lambda: left_behind(run.name, keep=self._own_name),
-                )  # fmt: skip
+                )
             except StorageFailed as error:
                 if not self._is_restart:
                     raise
@@ -608,10 +640,11 @@ class Coordinator:
         num_losses = sum(self.recorder.recoveries.num_lost().values())
         seen_s = self.clock() - self.recorder.started_s
         return {
-            "attempt": self.run_spec.attempt, "lineage": self.run_spec.resume.lineage,
+            "attempt": self.run_spec.attempt,
+            "lineage": self.run_spec.resume.lineage,
             "mean_time_between_failures_s": (seen_s + PRIOR_FAILURE_S) / (1 + num_losses),
             "wants_first": not (self.recorder.checkpoints or self.run_spec.resume.checkpoints),
-        }  # fmt: skip
+        }
 
     # ------------------------------------------------------------ the end
 
@@ -626,9 +659,12 @@ class Coordinator:
             return
         weights_sha256 = self.dispatch.weights_sha256
         concluded = aside(
-            lambda: self._conclude(end, weights_sha256), self._queue, self.node_monitor.echo, self.recorder.checkpoint,
+            lambda: self._conclude(end, weights_sha256),
+            self._queue,
+            self.node_monitor.echo,
+            self.recorder.checkpoint,
             self._end_report.look,
-        )  # fmt: skip
+        )
         if concluded is None:
             told = "stopped while its last records were being written: submit it again to have them"
             concluded = {**end, "error": end["error"] or "RunFailed", "message": end["message"] or told}

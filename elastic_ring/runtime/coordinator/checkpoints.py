@@ -78,11 +78,19 @@ class CheckpointKeeper:
     """
 
     def __init__(
-        self, run: RunConfig, resume: Resume, term: int, facts: Mapping[str, Any], post: Post,
-        resumed_from: Callable[[], Sequence[Mapping[str, Any]]] = tuple, recorded: Callable[[], None] = lambda: None,
-        data: Callable[[], Mapping[str, Any]] = dict, ask: Callable[[], None] = lambda: None,
-        attempt: str = "", inject: Callable[[int], None] = lambda step: None,
-    ) -> None:  # fmt: skip
+        self,
+        run: RunConfig,
+        resume: Resume,
+        term: int,
+        facts: Mapping[str, Any],
+        post: Post,
+        resumed_from: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+        recorded: Callable[[], None] = lambda: None,
+        data: Callable[[], Mapping[str, Any]] = dict,
+        ask: Callable[[], None] = lambda: None,
+        attempt: str = "",
+        inject: Callable[[int], None] = lambda step: None,
+    ) -> None:
         """`facts` go into each manifest: `identity`, and under `run` what a reader may want to know. `resumed_from`
         tells of the checkpoints that this run began at so far. `recorded` returns once the records are in storage.
         `data` tells of the later manifests of a corpus that grows and of batches that are left out, and from which step
@@ -235,13 +243,22 @@ class CheckpointKeeper:
             return
         parts = [pending.parts[key] for key in sorted(pending.parts)]
         manifest = Manifest(
-            step=step, lineage=self._resume.lineage, term=self._term, identity=self._facts["identity"],
-            folder=head["folder"], cp=head["cp"], num_parts=head["dp"],
+            step=step,
+            lineage=self._resume.lineage,
+            term=self._term,
+            identity=self._facts["identity"],
+            folder=head["folder"],
+            cp=head["cp"],
+            num_parts=head["dp"],
             files=tuple(StoredFile(**part["file"]) for part in parts),
             tensors={name: Described(**{**one, "shape": tuple(one["shape"])}) for name, one in head["tensors"].items()},
-            meta=head["meta"], run={**self._facts["run"], "resumed_from": list(self._resumed_from()),
-                 **{name: value for name, value in self._data().items() if value}},
-        )  # fmt: skip
+            meta=head["meta"],
+            run={
+                **self._facts["run"],
+                "resumed_from": list(self._resumed_from()),
+                **{name: value for name, value in self._data().items() if value},
+            },
+        )
         begun = time.monotonic()
         self._recorded()  # what comes before a checkpoint must outlive the cluster too
         self._check_files(manifest)
@@ -254,12 +271,16 @@ class CheckpointKeeper:
         self._failing_since = None
         if head.get("interval"):
             self._post("told", head["interval"])
-        self._post("checkpoint", {
-            "step": step, "path": uri_of(self._storage, manifest.folder.rpartition("/")[0]),
-            "bytes": manifest.num_bytes,
-            "blocked_s": max(part["blocked_s"] for part in parts),
-            "total_s": max(part["total_s"] for part in parts) + time.monotonic() - begun,
-        })  # fmt: skip
+        self._post(
+            "checkpoint",
+            {
+                "step": step,
+                "path": uri_of(self._storage, manifest.folder.rpartition("/")[0]),
+                "bytes": manifest.num_bytes,
+                "blocked_s": max(part["blocked_s"] for part in parts),
+                "total_s": max(part["total_s"] for part in parts) + time.monotonic() - begun,
+            },
+        )
         self._jobs.put(self._tell)  # a job of its own: trying it again must not commit again
 
     def _is_committed(self, manifest: Manifest) -> bool:
@@ -274,8 +295,9 @@ class CheckpointKeeper:
                 seen = "missing" if file.name not in sizes else f"of {sizes[file.name]} bytes"
                 raise StorageFailed(
                     f"{uri_of(self._storage, file.name)} is {seen} on the coordinator's node, a worker wrote "
-                    f"{file.num_bytes} bytes: storage_path must be one place for all nodes", path=file.name,
-                )  # fmt: skip
+                    f"{file.num_bytes} bytes: storage_path must be one place for all nodes",
+                    path=file.name,
+                )
 
     def _clean(self, step: int, written: Collection[int]) -> None:
         """What is left over stays where the store does not let it be removed: the checkpoint counts all the same."""

@@ -57,9 +57,12 @@ class DemandKeeper:
     """
 
     def __init__(
-        self, run: str, scaling: ScalingConfig, tell: Callable[[dict[str, Any]], None],
+        self,
+        run: str,
+        scaling: ScalingConfig,
+        tell: Callable[[dict[str, Any]], None],
         nodes: Callable[[], Iterable[NodeInfo]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._autoscaler = autoscaler_of(run, scaling)
         self._tell, self._nodes = tell, nodes
         self._wish = Wish((), 0, None)

@@ -38,8 +38,10 @@ class DriverFeed:
     def outline(self, state: State) -> None:
         """Where the run stands now."""
         self._outline = {
-            "phase": type(state.phase).__name__.lower(), "generation": state.generation, "term": state.term,
-        }  # fmt: skip
+            "phase": type(state.phase).__name__.lower(),
+            "generation": state.generation,
+            "term": state.term,
+        }
 
     def news(self, after_step: int) -> dict[str, Any]:
         """The steps after `after_step`, and where the run stands."""

@@ -103,10 +103,12 @@ class MetricsExporter:
 
     def _export(self, state: State, driver_silent_s: float, now: float) -> None:
         self._metrics = self._metrics or {metric.name: _made(metric) for metric in TABLE}
-        others = [("elastic_ring_driver_silent_seconds", "", driver_silent_s),
-                  ("elastic_ring_driver_lease_seconds", "", self._config.timeouts.lease_s),
-                  ("elastic_ring_checkpoints_missed", "", self._recorder.num_checkpoints_missed),
-                  ("elastic_ring_checkpoint_failing_seconds", "", self._checkpoint_failing_s())]  # fmt: skip
+        others = [
+            ("elastic_ring_driver_silent_seconds", "", driver_silent_s),
+            ("elastic_ring_driver_lease_seconds", "", self._config.timeouts.lease_s),
+            ("elastic_ring_checkpoints_missed", "", self._recorder.num_checkpoints_missed),
+            ("elastic_ring_checkpoint_failing_seconds", "", self._checkpoint_failing_s()),
+        ]
         if self._config.checkpoint_config.is_on:
             newest_unix_s = self._recorder.checkpoint_unix_s or self._started_unix_s
             others.append(("elastic_ring_last_checkpoint_timestamp_seconds", "", newest_unix_s))
@@ -180,12 +182,15 @@ def _of_mesh(state: State) -> Iterator[Sample]:
     yield "elastic_ring_wanted_rings", "max", options.dp_limit
     waiting = set(spares(state))
     doing = Counter(
-        "leaving" if worker.status == "stopping" or worker.draining
-        else "starting" if worker.status == "starting"
-        else "spare" if worker.worker in waiting
+        "leaving"
+        if worker.status == "stopping" or worker.draining
+        else "starting"
+        if worker.status == "starting"
+        else "spare"
+        if worker.worker in waiting
         else "member"
         for worker in state.workers.values()
-    )  # fmt: skip
+    )
     yield from (("elastic_ring_workers", what, doing[what]) for what in by_name()["elastic_ring_workers"].values)
     yield "elastic_ring_wanted_spares", "", options.spares
     nodes = list(state.nodes.values())
@@ -268,8 +273,11 @@ def _of_clocks(state: State, recorder: RunRecorder) -> Iterator[Sample]:
 def _of_nodes(recorder: RunRecorder) -> Iterator[Sample]:
     for address, read in sorted(recorder.health().items())[:MOST_RANKS]:
         yield from ((f"elastic_ring_network_{key}", address, number) for key, number in read["network"].items())
-    gpus = [(f"{address}/{index}", gpu) for address, read in sorted(recorder.health().items())
-            for index, gpu in sorted(read["gpus"].items())]  # fmt: skip
+    gpus = [
+        (f"{address}/{index}", gpu)
+        for address, read in sorted(recorder.health().items())
+        for index, gpu in sorted(read["gpus"].items())
+    ]
     for name, gpu in gpus[:MOST_RANKS]:
         yield from ((GPU_METRICS[key], name, number) for key, number in sorted(gpu.items()))
 

@@ -134,8 +134,11 @@ class NodeMonitor:
     def host_share(self) -> float:
         """How full the fullest node is, as `memory_pressure.host_share` counts; 0 where nothing is known yet."""
         with self._lock:
-            known = [(share, self._guard_limits.get(node, 0.0), self._pressure.get(node, {}))
-                     for node, share in self._memory_shares.items() if node in self.nodes]  # fmt: skip
+            known = [
+                (share, self._guard_limits.get(node, 0.0), self._pressure.get(node, {}))
+                for node, share in self._memory_shares.items()
+                if node in self.nodes
+            ]
         return max((host_share(*each) for each in known), default=0.0)
 
     def listed(self) -> list[NodeInfo]:
@@ -284,8 +287,13 @@ class NodeMonitor:
     def _start_agent(self, node: NodeInfo) -> None:
         """Start or find the node's agent and have it connect. Waits for Ray, so the lock must not be held."""
         agent = self._cluster.start_agent(node)
-        coordinator = {"host": self._address, "port": self._agent_server.port, "key": self._key, "pid": os.getpid(),
-                    "node": self._own_node}  # fmt: skip
+        coordinator = {
+            "host": self._address,
+            "port": self._agent_server.port,
+            "key": self._key,
+            "pid": os.getpid(),
+            "node": self._own_node,
+        }
 
         def attached(_: Any, error: BaseException | None) -> None:
             if error is not None:

@@ -67,9 +67,7 @@ class RunRecorder:
     """The records of one run. `note` appends to the journal; `clock` is the coordinator's; `retries` writes steps again
     that the folder refuses."""
 
-    def __init__(
-        self, run: RunConfig, note: Note, clock: Callable[[], float], retries: Retried = ONCE
-    ) -> None:  # fmt: skip
+    def __init__(self, run: RunConfig, note: Note, clock: Callable[[], float], retries: Retried = ONCE) -> None:
         self._run, self._note, self._clock = run, note, clock
         self.progress: Callable[[str], Mapping[str, Any]] = lambda worker: {}
         """What a worker does right now, and what memory its process takes."""
@@ -160,9 +158,14 @@ class RunRecorder:
         self.overdue.counted(checkpoint["step"])
         self.checkpoint_unix_s = round(time.time(), 3)
         self._note({"note": "checkpoint", "checkpoint": dict(checkpoint), "unix_s": self.checkpoint_unix_s})
-        log.info("checkpoint of step %d: %.1f MB in %.2f s, for %.3f s of which training waited: %s",
-                 checkpoint["step"], checkpoint["bytes"] / 1e6, checkpoint["total_s"], checkpoint["blocked_s"],
-                 checkpoint["path"])  # fmt: skip
+        log.info(
+            "checkpoint of step %d: %.1f MB in %.2f s, for %.3f s of which training waited: %s",
+            checkpoint["step"],
+            checkpoint["bytes"] / 1e6,
+            checkpoint["total_s"],
+            checkpoint["blocked_s"],
+            checkpoint["path"],
+        )
 
     def checkpoint_failed(self, failed: Mapping[str, Any]) -> None:
         """A checkpoint of a step was due, and does not count."""
@@ -179,72 +182,93 @@ class RunRecorder:
         return bool(ids) and tuple(record["membership_id"]) == ids[-1]
 
     def publish(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Committed steps, in order; those that are known already change nothing. Returns what was new. A record with
-        a `val_loss` is what the held-out sequences gave after its step, one with `not_repeatable` why a step's bits
-        would not come again, one with `compiled` the names of what a worker compiled in a step after step 0, and how
-        many it compiled before, one with `waiting` that a worker waits for storage, one with `copied` the figures of
-        copies in peers' memory, one with `left_out` sequences that the order leaves out."""
+        """Committed steps, in order; those that are known already change nothing. Returns what was new."""
         for record in records:
-            if "waiting" in record:
-                self.waits(record["waiting"])
-            elif "val_loss" in record:
-                measured = {name: value for name, value in record.items() if name.startswith("val_")}
-                self.metrics.validated(record["step"], measured)
-                self.lost.add("validation", record.get("took_s", 0.0))
-            elif "not_repeatable" in record:
-                self.recoveries.not_repeatable(record["step"], record["not_repeatable"])
-            elif "left_out" in record:
-                self._left_out(record)
-            elif "copied" in record:
-                self.copied = record["copied"]
-            elif "compiled" in record:
-                note = {"note": "compiled", **{key: record[key] for key in ("step", "worker", "compiled", "before")}}
-                self._count_compilations(note)
-                self._note(note)
+            self._take_finding(record)
         # Calls of one worker may overtake each other on their way.
         steps = [record for record in records if "loss" in record]
         self._waiting.update({record["step"]: record for record in steps if self.counts(record)})
         self._waiting = {step: r for step, r in self._waiting.items() if step > self.metrics.last_step}
         new: list[Mapping[str, Any]] = []
         while (found := self._waiting.pop(self.metrics.last_step + 1, None)) is not None and self.counts(found):
-            record = found
-            new.append(record)
-            now = self._attempt_began_at = self._clock()
-            mesh = Mesh(record["dp"], record["cp"])
-            step_s = max(record["step_s"], 1e-9)
-            self.metrics.record(
-                StepMetrics(
-                    step=record["step"], loss=record["loss"], grad_norm=record["grad_norm"], lr=record["lr"],
-                    num_tokens=record["num_tokens"], tokens_per_s=record["num_tokens"] / step_s,
-                    step_s=step_s, skipped=record["skipped"], generation=record["generation"], mesh=mesh,
-                    num_members=mesh.size, hop_bytes=record["hop_bytes"], far_hop_bytes=record["far_hop_bytes"],
-                    exposed_hop_wait_s=record["hop_wait_s"],
-                    hop_latency_mean_s=record["hop_latency_mean_s"], hop_latency_p99_s=record["hop_latency_p99_s"],
-                    samples=samples_text(record["samples"]),
-                    committed_monotonic_s=record["committed_monotonic_s"], data_wait_s=record["data_wait_s"],
-                )
-            )  # fmt: skip
-            self._tell_of(record)
-            self._look_at_work(record, mesh)
-            self._look_at_pressure(record)
-            if record.get("gpu_memory"):
-                self.gpu_memory = record["gpu_memory"]
-                self.peak_gpu_bytes = max(self.peak_gpu_bytes, self.gpu_memory["peak"])
-            if record.get("wrong"):
-                self.found_wrong(record["wrong"])
-            if record.get("frozen_s"):
-                self.lost.add("frozen", record["frozen_s"])
-                self.recoveries.say(f"step {record['step']}: for {record['frozen_s']:.0f} s nothing ran on the host of "
-                                    "rank 0 (paused, suspended or stopped); that is no time of the step")  # fmt: skip
-            self.goodput.committed(record["step"], record["step_s"])
-            self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
-            self.recoveries.committed(record["step"], now)
-            self.overdue.interval_s = record.get("checkpoint_interval_s", self.overdue.interval_s)
-            self.overdue.committed(record["step"] + 1, now)
+            new.append(found)
+            self._committed(found)
         if num_intervals := self.overdue.news():
-            self.recoveries.say(f"no checkpoint for {num_intervals} intervals, since step {self.overdue.step}; a loss "
-                                "of all holders of a shard, or of the cluster, goes back to there")  # fmt: skip
+            self.recoveries.say(
+                f"no checkpoint for {num_intervals} intervals, since step {self.overdue.step}; a loss "
+                "of all holders of a shard, or of the cluster, goes back to there"
+            )
         return new
+
+    def _take_finding(self, record: Mapping[str, Any]) -> None:
+        """Take a record that is no step's. One with a `val_loss` is what held-out sequences gave after its step, one
+        with `not_repeatable` why a step's bits would not come again, one with `compiled` the names of what a worker
+        compiled in a step after step 0, and how many it compiled before, one with `waiting` that a worker waits for
+        storage, one with `copied` the figures of copies in peers' memory, one with `left_out` sequences that the order
+        leaves out."""
+        if "waiting" in record:
+            self.waits(record["waiting"])
+        elif "val_loss" in record:
+            measured = {name: value for name, value in record.items() if name.startswith("val_")}
+            self.metrics.validated(record["step"], measured)
+            self.lost.add("validation", record.get("took_s", 0.0))
+        elif "not_repeatable" in record:
+            self.recoveries.not_repeatable(record["step"], record["not_repeatable"])
+        elif "left_out" in record:
+            self._left_out(record)
+        elif "copied" in record:
+            self.copied = record["copied"]
+        elif "compiled" in record:
+            note = {"note": "compiled", **{key: record[key] for key in ("step", "worker", "compiled", "before")}}
+            self._count_compilations(note)
+            self._note(note)
+
+    def _committed(self, record: Mapping[str, Any]) -> None:
+        now = self._attempt_began_at = self._clock()
+        mesh = Mesh(record["dp"], record["cp"])
+        step_s = max(record["step_s"], 1e-9)
+        self.metrics.record(
+            StepMetrics(
+                step=record["step"],
+                loss=record["loss"],
+                grad_norm=record["grad_norm"],
+                lr=record["lr"],
+                num_tokens=record["num_tokens"],
+                tokens_per_s=record["num_tokens"] / step_s,
+                step_s=step_s,
+                skipped=record["skipped"],
+                generation=record["generation"],
+                mesh=mesh,
+                num_members=mesh.size,
+                hop_bytes=record["hop_bytes"],
+                far_hop_bytes=record["far_hop_bytes"],
+                exposed_hop_wait_s=record["hop_wait_s"],
+                hop_latency_mean_s=record["hop_latency_mean_s"],
+                hop_latency_p99_s=record["hop_latency_p99_s"],
+                samples=samples_text(record["samples"]),
+                committed_monotonic_s=record["committed_monotonic_s"],
+                data_wait_s=record["data_wait_s"],
+            )
+        )
+        self._tell_of(record)
+        self._look_at_work(record, mesh)
+        self._look_at_pressure(record)
+        if record.get("gpu_memory"):
+            self.gpu_memory = record["gpu_memory"]
+            self.peak_gpu_bytes = max(self.peak_gpu_bytes, self.gpu_memory["peak"])
+        if record.get("wrong"):
+            self.found_wrong(record["wrong"])
+        if record.get("frozen_s"):
+            self.lost.add("frozen", record["frozen_s"])
+            self.recoveries.say(
+                f"step {record['step']}: for {record['frozen_s']:.0f} s nothing ran on the host of "
+                "rank 0 (paused, suspended or stopped); that is no time of the step"
+            )
+        self.goodput.committed(record["step"], record["step_s"])
+        self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
+        self.recoveries.committed(record["step"], now)
+        self.overdue.interval_s = record.get("checkpoint_interval_s", self.overdue.interval_s)
+        self.overdue.committed(record["step"] + 1, now)
 
     def waits(self, told: str) -> None:
         """Somebody waits for storage. Many do at once, so one speaks for all."""
@@ -256,13 +280,17 @@ class RunRecorder:
     def _tell_of(self, record: Mapping[str, Any]) -> None:
         """A loss far above those before, or a step that was skipped."""
         spike, step = record.get("spike", ""), record["step"]
-        told = told_of(step, record["loss"], record["skipped"], spike, record.get("spike_limit", 0.0),
-                       record.get("sample_ids", ()))  # fmt: skip
+        told = told_of(
+            step, record["loss"], record["skipped"], spike, record.get("spike_limit", 0.0), record.get("sample_ids", ())
+        )
         if not told:
             return
         self.num_spikes += bool(spike)
-        self._note({"note": "spike", "step": step, "verdict": spike, "told": told} if spike else
-                   {"note": "skipped", "step": step, "told": told})  # fmt: skip
+        self._note(
+            {"note": "spike", "step": step, "verdict": spike, "told": told}
+            if spike
+            else {"note": "skipped", "step": step, "told": told}
+        )
         self.recoveries.say(told)
 
     def goes_back(self, step: int, why: str, membership_id: tuple[int, int]) -> None:
@@ -278,10 +306,19 @@ class RunRecorder:
     def _left_out(self, record: Mapping[str, Any]) -> None:
         """Batches that the order leaves out from a step on."""
         ids = record["left_out"]
-        told = (f"from step {record['step']} on the order leaves out {record['num_batches']} batch(es): "
-                f"sequences {listed(ids)}")  # fmt: skip
-        self._note({"note": "left out", "step": record["step"], "num_batches": record["num_batches"],
-                    "sequences": ids, "told": told})  # fmt: skip
+        told = (
+            f"from step {record['step']} on the order leaves out {record['num_batches']} batch(es): "
+            f"sequences {listed(ids)}"
+        )
+        self._note(
+            {
+                "note": "left out",
+                "step": record["step"],
+                "num_batches": record["num_batches"],
+                "sequences": ids,
+                "told": told,
+            }
+        )
         self.recoveries.say(told)
 
     def _look_at_work(self, record: Mapping[str, Any], mesh: Mesh) -> None:
@@ -303,11 +340,22 @@ class RunRecorder:
     def straggles(self, found: Straggler, worker: str, node: str) -> None:
         """A rank that is slower than its peers for a whole window."""
         did = "a spare is to take its place" if self._run.straggler == "act" else "nothing is done (straggler=log)"
-        told = (f"straggler: {worker}, rank {found.global_rank} on node {node}, works {found.ratio:.1f} times as long "
-                f"for a sequence as its peers, for {self._run.straggler_window_s:g} s; {did}")  # fmt: skip
+        told = (
+            f"straggler: {worker}, rank {found.global_rank} on node {node}, works {found.ratio:.1f} times as long "
+            f"for a sequence as its peers, for {self._run.straggler_window_s:g} s; {did}"
+        )
         self.num_stragglers += 1
-        self._note({"note": "straggler", "worker": worker, "node": node, "rank": found.global_rank,
-                    "ratio": round(found.ratio, 3), "step": self.metrics.last_step, "told": told})  # fmt: skip
+        self._note(
+            {
+                "note": "straggler",
+                "worker": worker,
+                "node": node,
+                "rank": found.global_rank,
+                "ratio": round(found.ratio, 3),
+                "step": self.metrics.last_step,
+                "told": told,
+            }
+        )
         self.recoveries.say(told)
 
     def _look_at_pressure(self, record: Mapping[str, Any]) -> None:
@@ -333,8 +381,16 @@ class RunRecorder:
         text = f"memory pressure: {who} in {NUM_STEPS} steps in a row"
         did = "" if self._run.memory_pressure == "act" else "; nothing is done (memory_pressure=log)"
         self.num_tight += 1
-        self._note({"note": "tight", "what": found.what, "share": round(found.share, 4), "worker": worker,
-                    "step": self.metrics.last_step, "told": text + did})  # fmt: skip
+        self._note(
+            {
+                "note": "tight",
+                "what": found.what,
+                "share": round(found.share, 4),
+                "worker": worker,
+                "step": self.metrics.last_step,
+                "told": text + did,
+            }
+        )
         self.recoveries.say(text + did)
         return text
 
@@ -363,9 +419,11 @@ class RunRecorder:
         if change.resumed_at is None:
             return
         generation = {
-            "term": change.term, "generation": change.generation,
-            "mesh": {"dp": change.mesh.dp, "cp": change.mesh.cp}, "reason": change.reason,
-        }  # fmt: skip
+            "term": change.term,
+            "generation": change.generation,
+            "mesh": {"dp": change.mesh.dp, "cp": change.mesh.cp},
+            "reason": change.reason,
+        }
         self.generations.append(generation)
         self._note({"note": "generation", **generation})
         self._look_at_memory(state, change)
@@ -388,11 +446,15 @@ class RunRecorder:
         ladder, before = state.memory, len(self.memory[-1]["reliefs"]) if self.memory else 0
         if ladder.num_reliefs == before:
             return
-        self.memory.append({
-            "step": change.step, "generation": change.generation, "shortages": ladder.num_shortages,
-            "reliefs": list(state.options.memory_reliefs[: ladder.num_reliefs]),
-            "why": ladder.why if ladder.num_reliefs > before else "",
-        })  # fmt: skip
+        self.memory.append(
+            {
+                "step": change.step,
+                "generation": change.generation,
+                "shortages": ladder.num_shortages,
+                "reliefs": list(state.options.memory_reliefs[: ladder.num_reliefs]),
+                "why": ladder.why if ladder.num_reliefs > before else "",
+            }
+        )
         self._note({"note": "memory", **self.memory[-1]})
         reliefs = ", ".join(self.memory[-1]["reliefs"]) or "none"
         self.recoveries.say(f"memory ladder in force from step {change.step}: {reliefs}")
@@ -452,17 +514,27 @@ class RunRecorder:
             return {**known, **self.progress(worker)}
 
         return {
-            "run": self._run.name, "phase": phase_name(state),
-            "term": state.term, "generation": state.generation,
+            "run": self._run.name,
+            "phase": phase_name(state),
+            "term": state.term,
+            "generation": state.generation,
             "mesh": {"dp": mesh.dp, "cp": mesh.cp} if mesh else {"dp": 0, "cp": 0},
-            "step": self.metrics.last_step + 1, "total_steps": state.options.total_steps,
+            "step": self.metrics.last_step + 1,
+            "total_steps": state.options.total_steps,
             "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
-            "spares": [person(w) for w in spares(state)], "covered": covered(state),
-            "recoveries": self.recoveries.records[-20:], "updated_unix_s": time.time(), "ended": False,
-            "checkpoint_intervals_missed": self.overdue.num_intervals, "checkpoint_step": self.overdue.step,
+            "spares": [person(w) for w in spares(state)],
+            "covered": covered(state),
+            "recoveries": self.recoveries.records[-20:],
+            "updated_unix_s": time.time(),
+            "ended": False,
+            "checkpoint_intervals_missed": self.overdue.num_intervals,
+            "checkpoint_step": self.overdue.step,
             "lost_s": {cause: round(s, 3) for cause, s in self.lost.lost_s.items()},
-            "error": "", "end": {}, "peak_gpu_bytes": self.peak_gpu_bytes, "story": describe(state)["story"],
-        }  # fmt: skip
+            "error": "",
+            "end": {},
+            "peak_gpu_bytes": self.peak_gpu_bytes,
+            "story": describe(state)["story"],
+        }
 
     def write_summary(self, weights_sha256: str, exact: bool) -> dict[str, Any]:
         """`exact`: whether every change of the mesh so far kept its promise of the same bits.
@@ -550,9 +622,15 @@ def over(end: Mapping[str, Any]) -> dict[str, Any]:
     being killed."""
     told = {key: end[key] for key in ("error", "message", "facts", "attempt")}
     return {
-        "phase": "ended", "mesh": {"dp": 0, "cp": 0}, "members": [], "spares": [], "updated_unix_s": time.time(),
-        "ended": True, "error": told["message"] if told["error"] else "", "end": told,
-    }  # fmt: skip
+        "phase": "ended",
+        "mesh": {"dp": 0, "cp": 0},
+        "members": [],
+        "spares": [],
+        "updated_unix_s": time.time(),
+        "ended": True,
+        "error": told["message"] if told["error"] else "",
+        "end": told,
+    }
 
 
 def write_end(run: RunConfig, end: Mapping[str, Any]) -> None:

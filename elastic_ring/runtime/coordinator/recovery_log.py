@@ -109,8 +109,11 @@ class RecoveryLog:
         if not odd:
             return
         worker, found = next(iter(odd.items()))
-        pairs = [f"{key} {found.get(key)} instead of {reference.get(key)}" for key in {**reference, **found}
-                 if found.get(key) != reference.get(key)]  # fmt: skip
+        pairs = [
+            f"{key} {found.get(key)} instead of {reference.get(key)}"
+            for key in {**reference, **found}
+            if found.get(key) != reference.get(key)
+        ]
         self._no_equal_bits(f"{worker} is another machine than the first member ({', '.join(pairs)})")
 
     def compare_places(self, mesh: Mesh, members: Sequence[str]) -> None:
@@ -198,14 +201,26 @@ class RecoveryLog:
         """
         last_s = now if alive_at_s is None else alive_at_s
         fault_at = min((self.fired[i] for i in self._open_faults), default=last_s)
-        self._add({
-            "step": step, "cause": "the coordinator died", "kind": "coordinator",
-            "faults": [str(self._run.faults[i]) for i in sorted(self._take_faults())],
-            "action": "coordinator restarted from its journal", "detect_s": 0.0, "close_s": now - fault_at,
-            "heal_s": 0.0, "rerun_s": 0.0, "total_s": now - fault_at, "steps_undone": 0, "steps_rerun": 0,
-            "source": "replica",
-            "survivor_pids_kept": True, "exact": True,
-        }, closes=False)  # fmt: skip
+        self._add(
+            {
+                "step": step,
+                "cause": "the coordinator died",
+                "kind": "coordinator",
+                "faults": [str(self._run.faults[i]) for i in sorted(self._take_faults())],
+                "action": "coordinator restarted from its journal",
+                "detect_s": 0.0,
+                "close_s": now - fault_at,
+                "heal_s": 0.0,
+                "rerun_s": 0.0,
+                "total_s": now - fault_at,
+                "steps_undone": 0,
+                "steps_rerun": 0,
+                "source": "replica",
+                "survivor_pids_kept": True,
+                "exact": True,
+            },
+            closes=False,
+        )
 
     def recall(self, line: Mapping[str, Any]) -> None:
         """Restore from a journal note of an earlier coordinator."""

@@ -166,9 +166,7 @@ def find_resume(run: RunConfig, identity: Identity, *, grows: bool = False) -> R
     return replace(_found_resume(run, storage, identity, reads), excludes=storage.excludes)
 
 
-def _found_resume(
-    run: RunConfig, storage: Storage, identity: Identity, reads: bool
-) -> Resume:  # fmt: skip
+def _found_resume(run: RunConfig, storage: Storage, identity: Identity, reads: bool) -> Resume:
     stored = _Stored.of(storage, identity)
     newest = stored.newest
     if run.resume == "never":
@@ -182,8 +180,10 @@ def _found_resume(
         usable = stored.whole([checkpoint for checkpoint in stored.found if checkpoint.step == int(run.resume)])[-1:]
         if not usable:
             steps = ", ".join(str(checkpoint.step) for checkpoint in stored.found)
-            raise ValueError(f"resume={run.resume!r}: no checkpoint of that step in {storage.uri}; "
-                             f"there are {steps or 'none'}{_and_damaged(stored.damaged)}")  # fmt: skip
+            raise ValueError(
+                f"resume={run.resume!r}: no checkpoint of that step in {storage.uri}; "
+                f"there are {steps or 'none'}{_and_damaged(stored.damaged)}"
+            )
         before = earlier(storage, lineage_of(usable[-1]), identity.digest, stored.damaged) if reads else Earlier()
         found = _resume(run, storage, usable, newest + 1, identity, before)
         return replace(found, damaged=stored.damaged)
@@ -297,9 +297,11 @@ def _resume_from(run: RunConfig, lineage: int, identity: Identity, reads: bool) 
     stored = _Stored.of(storage, identity)
     usable = stored.whole([one for one in stored.found if one.folder == folder or not uri])[-1:]
     if not usable:
-        raise ValueError(f"resume={run.resume!r}: there is no checkpoint; give auto, never, a step, or the path of a "
-                         f"run or of one of its checkpoints (elastic-ring checkpoints list PATH)"
-                         f"{_and_damaged(stored.damaged)}")  # fmt: skip
+        raise ValueError(
+            f"resume={run.resume!r}: there is no checkpoint; give auto, never, a step, or the path of a "
+            f"run or of one of its checkpoints (elastic-ring checkpoints list PATH)"
+            f"{_and_damaged(stored.damaged)}"
+        )
     whole = [Checkpoint(one.step, uri_of(storage, one.folder), one.mesh) for one in usable]
     before = earlier(storage, lineage_of(usable[-1]), identity.digest, stored.damaged) if reads else Earlier()
     found = _resume(run, storage, whole, lineage, identity, before)
@@ -308,7 +310,7 @@ def _resume_from(run: RunConfig, lineage: int, identity: Identity, reads: bool) 
 
 def _resume(
     run: RunConfig, storage: Storage, usable: Sequence[Checkpoint], lineage: int, identity: Identity, before: Earlier
-) -> Resume:  # fmt: skip
+) -> Resume:
     skips = skips_of(run) if before.skips is None else before.skips
     if not usable:
         return Resume(lineage, corpus=before.corpus, num_steps=before.num_steps, skips=skips)

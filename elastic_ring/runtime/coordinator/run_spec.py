@@ -26,9 +26,16 @@ from elastic_ring.train.task import TrainingTask
 log = logging.getLogger(__name__)
 
 RECORDS = (
-    JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, "loss.png", WEIGHTS_INDEX, WEIGHTS, WEIGHTS_FOLDER,
+    JOURNAL_NAME,
+    METRICS_NAME,
+    STATUS_NAME,
+    SUMMARY_NAME,
+    "loss.png",
+    WEIGHTS_INDEX,
+    WEIGHTS,
+    WEIGHTS_FOLDER,
     CALLBACKS_NAME,
-)  # fmt: skip
+)
 """What one attempt writes into the run's folder."""
 
 
@@ -68,18 +75,33 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
     """The core's options from the user's settings."""
     scaling, run, timeouts = run_spec.scaling, run_spec.run, run_spec.run.timeouts
     return ControlOptions(
-        run=run.name, dp=run_spec.start_dp or scaling.dp, cp=scaling.cp, total_steps=run_spec.task.step.steps,
-        spares=scaling.spares, min_dp=scaling.min_dp, max_dp=scaling.most_rings, report_s=timeouts.report_s,
-        build_s=timeouts.build_s, start_s=timeouts.start_s, start_max_s=timeouts.start_max_s,
-        hello_s=timeouts.hello_s, boundary_s=timeouts.boundary_s, finalize_s=timeouts.finalize_s,
-        restore_s=timeouts.restore_s, grow_delay_s=run.grow_delay_s,
-        grow_interval_s=run.grow_interval_s, grow_cost_s=run.grow_cost_s, crash_loop_limit=run.crash_loop_limit,
-        user_error_limit=run.user_error_limit, rollback_limit=run.rollback_limit,
+        run=run.name,
+        dp=run_spec.start_dp or scaling.dp,
+        cp=scaling.cp,
+        total_steps=run_spec.task.step.steps,
+        spares=scaling.spares,
+        min_dp=scaling.min_dp,
+        max_dp=scaling.most_rings,
+        report_s=timeouts.report_s,
+        build_s=timeouts.build_s,
+        start_s=timeouts.start_s,
+        start_max_s=timeouts.start_max_s,
+        hello_s=timeouts.hello_s,
+        boundary_s=timeouts.boundary_s,
+        finalize_s=timeouts.finalize_s,
+        restore_s=timeouts.restore_s,
+        grow_delay_s=run.grow_delay_s,
+        grow_interval_s=run.grow_interval_s,
+        grow_cost_s=run.grow_cost_s,
+        crash_loop_limit=run.crash_loop_limit,
+        user_error_limit=run.user_error_limit,
+        rollback_limit=run.rollback_limit,
         takes_checkpoints=run.checkpoint_config.is_on,
-        copies=run.copies, copy_every_steps=run.copy_every_steps,
+        copies=run.copies,
+        copy_every_steps=run.copy_every_steps,
         memory_reliefs=reliefs_on(scaling.device, run_spec.task.step.sequences_per_pass),
         memory_relax_steps=run.memory_relax_steps,
-    )  # fmt: skip
+    )
 
 
 def is_finished(run: RunConfig, folder: Path, steps: int, identity: str) -> bool:
@@ -106,10 +128,12 @@ def summary_of(folder: Path, identity: str) -> dict[str, Any]:
 def checkpoint_facts(run_spec: RunSpec) -> dict[str, Any]:
     """What a manifest says of the run that wrote it, for its readers."""
     return {
-        "name": run_spec.run.name, "settings": dict(run_spec.identity.what),
-        "places": dict(run_spec.identity.places), "total_steps": run_spec.task.step.steps,
+        "name": run_spec.run.name,
+        "settings": dict(run_spec.identity.what),
+        "places": dict(run_spec.identity.places),
+        "total_steps": run_spec.task.step.steps,
         "versions": versions(run_spec.scaling.device),
-    }  # fmt: skip
+    }
 
 
 def has_records(folder: Path) -> bool:

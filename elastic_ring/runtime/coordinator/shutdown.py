@@ -60,9 +60,12 @@ EventQueue = queue.Queue[tuple[str, Any, dict[str, Any]]]
 
 
 def aside(
-    work: Callable[[], End], events: EventQueue, echo: Callable[[str], None],
-    checkpoint: Callable[[Mapping[str, Any]], None], look: Callable[[], None] = lambda: None,
-) -> End | None:  # fmt: skip
+    work: Callable[[], End],
+    events: EventQueue,
+    echo: Callable[[str], None],
+    checkpoint: Callable[[Mapping[str, Any]], None],
+    look: Callable[[], None] = lambda: None,
+) -> End | None:
     """Do long work beside the deciding thread, whose silence would otherwise look like a hang to the agents. `look` is
     called again and again. None when the user stops the run meanwhile: then nothing waits for the rest."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="conclude")

@@ -56,9 +56,13 @@ class Startup:
 
 
 def open_run(
-    run_spec: RunSpec, terms: Terms, *, is_restart: bool, others: Callable[[], Sequence[str]],
+    run_spec: RunSpec,
+    terms: Terms,
+    *,
+    is_restart: bool,
+    others: Callable[[], Sequence[str]],
     clear: Callable[[], Sequence[str]],
-) -> Startup:  # fmt: skip
+) -> Startup:
     """Claim a term, and go on with the journal of this attempt or make room for a first one.
 
     `is_restart`: in a process that Ray started again. `others()` names what exists of the run beside this coordinator;
@@ -141,8 +145,9 @@ class _Reading:
             raise JournalDamaged(
                 f"line {self.damaged[0]} of {path} is damaged, so a new coordinator cannot tell what was decided: "
                 "submit the run again, and it goes on from its newest checkpoint",
-                path=str(path), line=self.damaged[0],
-            )  # fmt: skip
+                path=str(path),
+                line=self.damaged[0],
+            )
 
 
 def _set_damaged_aside(run_spec: RunSpec, of_journal: Sequence[str]) -> list[str]:

@@ -85,8 +85,11 @@ def examine(asked: Examination) -> tuple[dict[str, Any], list[Finding]]:
         reports, findings = look(hosts, asked)
         findings += _storage(hosts, asked) + _data(hosts, asked)
         places, unheard = hosts.ask(lambda host, probe: probe.listen.remote(), asked.timeouts.probe_s)
-        findings += verdicts.errors("ports", unheard, "Look at its log in Ray's dashboard", len(places),
-                                    "every host listens") if unheard else []  # fmt: skip
+        findings += (
+            verdicts.errors("ports", unheard, "Look at its log in Ray's dashboard", len(places), "every host listens")
+            if unheard
+            else []
+        )
         findings += _ports(hosts, asked, places)
         findings += _loads(hosts, asked, reports, places)
     finally:
@@ -108,16 +111,23 @@ def look(hosts: _Hosts, asked: Examination) -> tuple[dict[str, Any], list[Findin
     for _ in range(NUM_ASKED):
         for host in reports:
             _read_clock(hosts.probes[host], reports[host], asked.timeouts.probe_s)
-    findings = verdicts.errors("hosts", silent, "Look at its raylet's log, and whether the package is installed there",
-                               len(reports), "a process starts and answers")  # fmt: skip
+    findings = verdicts.errors(
+        "hosts",
+        silent,
+        "Look at its raylet's log, and whether the package is installed there",
+        len(reports),
+        "a process starts and answers",
+    )
     return reports, [*findings, *verdicts.cheap_findings(reports, device)]
 
 
 def _started(asked: Examination) -> dict[str, Any]:
     nodes = [node for node in live_nodes(asked.scaling) if node.num_slots and not node.draining]
     if not nodes:
-        raise ValueError(f"no node of the cluster has room for a worker ({dict(asked.scaling.resources_per_worker)}): "
-                         "start Ray on the hosts, or lower resources_per_worker")  # fmt: skip
+        raise ValueError(
+            f"no node of the cluster has room for a worker ({dict(asked.scaling.resources_per_worker)}): "
+            "start Ray on the hosts, or lower resources_per_worker"
+        )
     addresses = [node.address for node in nodes]
     env = WORKER_ENVIRONMENT if asked.scaling.device == "cuda" else {}
     made = {}
@@ -127,20 +137,22 @@ def _started(asked: Examination) -> dict[str, Any]:
         made[name] = (
             ray.remote(Probe)
             .options(
-                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.node, soft=False),
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.node, soft=False),
                 runtime_env={"env_vars": env},
             )
             .remote(node.address, asked.scaling.device, asked.timeouts.probe_s)
-        )  # fmt: skip
+        )
     return made
 
 
 def _ray_gpus(host: str) -> int:
     address, _, node_id = host.partition("/")
     return sum(
-        int(node["Resources"].get("GPU", 0)) for node in ray.nodes()
+        int(node["Resources"].get("GPU", 0))
+        for node in ray.nodes()
         if node["Alive"] and node["NodeManagerAddress"] == address and node["NodeID"].startswith(node_id)
-    )  # fmt: skip
+    )
 
 
 def _read_clock(probe: Any, report: dict[str, Any], limit_s: float) -> None:
@@ -181,8 +193,14 @@ def _data(hosts: _Hosts, asked: Examination) -> list[Finding]:
     )
     if len(set(counts.values())) > 1:
         text = ", ".join(f"{count:,} on {host}" for host, count in counts.items())
-        return [Finding("data", "failure", f"hosts find different data, by sequences: {text}",
-                        "Give all hosts the same files: prepare them once, where all see them")]  # fmt: skip
+        return [
+            Finding(
+                "data",
+                "failure",
+                f"hosts find different data, by sequences: {text}",
+                "Give all hosts the same files: prepare them once, where all see them",
+            )
+        ]
     shown = f"{max(counts.values(), default=0):,} sequences, the first and the last read"
     return verdicts.errors("data", failed, "Give a path or URI that every host sees", len(counts), shown)
 
@@ -198,8 +216,13 @@ def _loads(
     hosts: _Hosts, asked: Examination, reports: Mapping[str, Any], places: Mapping[str, tuple[Place, Place, str]]
 ) -> list[Finding]:
     """Kernels and links, unless somebody would be disturbed."""
-    runs = sorted({entry["name"].split(":")[1] for entry in list_named_actors(all_namespaces=True)
-                   if entry["namespace"] == NAMESPACE and entry["name"].startswith("er:")})  # fmt: skip
+    runs = sorted(
+        {
+            entry["name"].split(":")[1]
+            for entry in list_named_actors(all_namespaces=True)
+            if entry["namespace"] == NAMESPACE and entry["name"].startswith("er:")
+        }
+    )
     busy = verdicts.in_use(reports)
     if runs or busy:
         why = f"run {', '.join(runs)} is there" if runs else f"GPUs of {len(busy)} host(s) are in use"
@@ -208,8 +231,13 @@ def _loads(
     names, failed = hosts.ask(
         lambda host, probe: probe.do.remote(on_host.test_kernels, device, *asked.kernel), asked.timeouts.compile_s
     )
-    found = verdicts.errors("kernels", failed, "Pin another one with --kernel, or look at the driver and the packages",
-                            len(names), f"{', '.join(sorted(set(names.values())))} passed")  # fmt: skip
+    found = verdicts.errors(
+        "kernels",
+        failed,
+        "Pin another one with --kernel, or look at the driver and the packages",
+        len(names),
+        f"{', '.join(sorted(set(names.values())))} passed",
+    )
     return found + _links(hosts, asked, dict(places))
 
 
@@ -257,8 +285,9 @@ def _ring(hosts: _Hosts, asked: Examination, names: list[str], places: Mapping[s
     }
     answers, failed = collected(asking, asked.timeouts.probe_s)
     if failed:
-        return verdicts.errors("links", failed, "Each pair works and the ring does not: look for a switch that is full",
-                               0, "")  # fmt: skip
+        return verdicts.errors(
+            "links", failed, "Each pair works and the ring does not: look for a switch that is full", 0, ""
+        )
     told = [(names[rank - 1], host, *answers[host]) for rank, host in enumerate(names)]
     return verdicts.links(told, "a ring of all hosts")
 

@@ -32,8 +32,10 @@ def report(device: str, ray_folder: str = "", ray_gpus: int = 0, *, look_at_gpus
         "open_files": _unlimited(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         "shm_free_bytes": shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
         "disk_free_bytes": shutil.disk_usage(ray_folder if os.path.isdir(ray_folder) else "/tmp").free,
-        "ray_gpus": ray_gpus, "gpus": gpus() if device == "cuda" and look_at_gpus else [], "unix_s": time.time(),
-    }  # fmt: skip
+        "ray_gpus": ray_gpus,
+        "gpus": gpus() if device == "cuda" and look_at_gpus else [],
+        "unix_s": time.time(),
+    }
 
 
 def gpus() -> list[dict[str, Any]] | None:
@@ -77,9 +79,13 @@ def test_kernels(device: str, dtype: str, head_dim: int, head_ratio: int) -> str
     """The name of the kernel that a run would take here, once it has passed its self-test. Raises RunFailed."""
     keep_caches_private()
     return select(
-        device, getattr(torch, dtype), head_dim, True, head_ratio=head_ratio,
+        device,
+        getattr(torch, dtype),
+        head_dim,
+        True,
+        head_ratio=head_ratio,
         cache_dir=kernel_cache() if device == "cuda" else None,
-    ).name  # fmt: skip
+    ).name
 
 
 def _file_of(host: str) -> str:

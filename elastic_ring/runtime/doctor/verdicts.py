@@ -60,11 +60,15 @@ def versions(reports: Mapping[str, Report]) -> list[Finding]:
         if len(by_version) > 1:
             text = "; ".join(f"{version} on {few(hosts, NUM_NAMED)}" for version, hosts in by_version.items())
             rarest = min(by_version.values(), key=len)
-            found.append(Finding(
-                "versions", "failure" if name in MUST_AGREE else "warning", f"{name} differs: {text}",
-                "Install the same on all hosts: workers exchange Python objects, and bits follow from versions",
-                tuple(rarest),
-            ))  # fmt: skip
+            found.append(
+                Finding(
+                    "versions",
+                    "failure" if name in MUST_AGREE else "warning",
+                    f"{name} differs: {text}",
+                    "Install the same on all hosts: workers exchange Python objects, and bits follow from versions",
+                    tuple(rarest),
+                )
+            )
     if found or not reports:
         return found
     same = next(iter(reports.values()))["versions"]
@@ -73,24 +77,39 @@ def versions(reports: Mapping[str, Report]) -> list[Finding]:
 
 def limits(reports: Mapping[str, Report]) -> list[Finding]:
     return _least(
-        reports, "ulimits", lambda report: report["open_files"], LEAST_FILES, GOOD_FILES, "open files",
+        reports,
+        "ulimits",
+        lambda report: report["open_files"],
+        LEAST_FILES,
+        GOOD_FILES,
+        "open files",
         "Raise it before `ray start`: ulimit -n 65536, or LimitNOFILE of the service",
-    )  # fmt: skip
+    )
 
 
 def shared_memory(reports: Mapping[str, Report], device: str) -> list[Finding]:
     least = LEAST_SHM_BYTES if device == "cuda" else 0
     return _least(
-        reports, "/dev/shm", lambda report: report["shm_free_bytes"], least, GOOD_SHM_BYTES, "bytes free",
+        reports,
+        "/dev/shm",
+        lambda report: report["shm_free_bytes"],
+        least,
+        GOOD_SHM_BYTES,
+        "bytes free",
         "Ray's object store and NCCL live there: docker run --shm-size, or an emptyDir of medium Memory",
-    )  # fmt: skip
+    )
 
 
 def disks(reports: Mapping[str, Report]) -> list[Finding]:
     return _least(
-        reports, "disk", lambda report: report["disk_free_bytes"], LEAST_DISK_BYTES, GOOD_DISK_BYTES,
-        "bytes free for Ray's files", "Free some, or give ray start --temp-dir on a larger disk",
-    )  # fmt: skip
+        reports,
+        "disk",
+        lambda report: report["disk_free_bytes"],
+        LEAST_DISK_BYTES,
+        GOOD_DISK_BYTES,
+        "bytes free for Ray's files",
+        "Free some, or give ray start --temp-dir on a larger disk",
+    )
 
 
 def clocks(reports: Mapping[str, Report]) -> list[Finding]:
@@ -100,15 +119,24 @@ def clocks(reports: Mapping[str, Report]) -> list[Finding]:
     middle = median([0.0, *known.values()])  # of who asks, too: of two alone nobody can tell which is wrong
     off = {host: abs(offset - middle) - reports[host]["clock_error_s"] for host, offset in known.items()}
     found = []
-    for verdict, least, most in (("failure", CLOCK_FAILURE_S, float("inf")), ("warning", CLOCK_WARNING_S,
-                                                                              CLOCK_FAILURE_S)):  # fmt: skip
+    grades: tuple[tuple[Verdict, float, float], ...] = (
+        ("failure", CLOCK_FAILURE_S, float("inf")),
+        ("warning", CLOCK_WARNING_S, CLOCK_FAILURE_S),
+    )
+    for verdict, least, most in grades:
         hosts = [host for host, seconds in off.items() if least <= seconds < most]
         if hosts:
             worst = max(off[host] for host in hosts)
-            found.append(Finding(
-                "clocks", verdict, f"off by {worst:.1f} s", "Run chrony or ntpd: object stores refuse requests of a "  # type: ignore[arg-type]
-                "clock that is wrong, and records are put in order by it", tuple(hosts),
-            ))  # fmt: skip
+            found.append(
+                Finding(
+                    "clocks",
+                    verdict,
+                    f"off by {worst:.1f} s",
+                    "Run chrony or ntpd: object stores refuse requests of a "
+                    "clock that is wrong, and records are put in order by it",
+                    tuple(hosts),
+                )
+            )
     return found or [Finding("clocks", "ok", f"within {max(0.0, *off.values()):.1f} s")]
 
 
@@ -117,42 +145,85 @@ def gpus(reports: Mapping[str, Report]) -> list[Finding]:
     for host, report in reports.items():
         here, promised = report["gpus"], report["ray_gpus"]
         if here is None:
-            found.append(Finding("GPUs", "warning", "nothing is known of them: no NVML there",
-                                 "pip install nvidia-ml-py, and look at nvidia-smi", (host,)))  # fmt: skip
+            found.append(
+                Finding(
+                    "GPUs",
+                    "warning",
+                    "nothing is known of them: no NVML there",
+                    "pip install nvidia-ml-py, and look at nvidia-smi",
+                    (host,),
+                )
+            )
             continue
         if len(here) < promised:
-            found.append(Finding("GPUs", "failure", f"Ray counts {promised}, and {len(here)} are there",
-                                 "Look at dmesg and nvidia-smi, or start Ray with --num-gpus", (host,)))  # fmt: skip
-        for gpu in here:
-            where = f"GPU {gpu['index']} ({gpu['name']})"
-            if gpu.get("needs_reset"):
-                found.append(Finding("GPUs", "failure", f"{where} has memory rows to remap", "Reset it", (host,)))
-            if gpu.get("ecc_errors"):
-                found.append(Finding("GPUs", "warning", f"{where} has {gpu['ecc_errors']:.0f} memory errors that were "
-                                     "not corrected", "Reset it, and replace it if they return", (host,)))  # fmt: skip
-            if gpu.get("slowed"):
-                found.append(Finding("GPUs", "warning", f"{where} is slowed down by heat or its hardware",
-                                     "Look at its cooling and power", (host,)))  # fmt: skip
-            if gpu["used_bytes"] > IDLE_GPU_BYTES:
-                found.append(Finding("GPUs", "note", f"{where} is in use ({gpu['used_bytes'] / GIB:.1f} GiB)", "",
-                                     (host,)))  # fmt: skip
+            found.append(
+                Finding(
+                    "GPUs",
+                    "failure",
+                    f"Ray counts {promised}, and {len(here)} are there",
+                    "Look at dmesg and nvidia-smi, or start Ray with --num-gpus",
+                    (host,),
+                )
+            )
+        found += [finding for gpu in here for finding in _of_gpu(host, gpu)]
     for key, what in (("name", "model"), ("max_clock_mhz", "highest clock")):
-        by_value = _grouped({
-            host: ", ".join(sorted({str(gpu.get(key)) for gpu in report["gpus"] or ()}))
-            for host, report in reports.items()
-        })  # fmt: skip
+        by_value = _grouped(
+            {
+                host: ", ".join(sorted({str(gpu.get(key)) for gpu in report["gpus"] or ()}))
+                for host, report in reports.items()
+            }
+        )
         if len(by_value) > 1:
             text = "; ".join(f"{value} on {few(hosts, NUM_NAMED)}" for value, hosts in by_value.items())
-            found.append(Finding("GPUs", "warning", f"their {what} differs: {text}",
-                                 "The slowest sets the pace, and bits differ between models"))  # fmt: skip
+            found.append(
+                Finding(
+                    "GPUs",
+                    "warning",
+                    f"their {what} differs: {text}",
+                    "The slowest sets the pace, and bits differ between models",
+                )
+            )
     num = sum(len(report["gpus"] or ()) for report in reports.values())
     return found or [Finding("GPUs", "ok", f"{num}, all idle and healthy")]
 
 
+def _of_gpu(host: str, gpu: Mapping[str, Any]) -> list[Finding]:
+    found = []
+    where = f"GPU {gpu['index']} ({gpu['name']})"
+    if gpu.get("needs_reset"):
+        found.append(Finding("GPUs", "failure", f"{where} has memory rows to remap", "Reset it", (host,)))
+    if gpu.get("ecc_errors"):
+        found.append(
+            Finding(
+                "GPUs",
+                "warning",
+                f"{where} has {gpu['ecc_errors']:.0f} memory errors that were not corrected",
+                "Reset it, and replace it if they return",
+                (host,),
+            )
+        )
+    if gpu.get("slowed"):
+        found.append(
+            Finding(
+                "GPUs",
+                "warning",
+                f"{where} is slowed down by heat or its hardware",
+                "Look at its cooling and power",
+                (host,),
+            )
+        )
+    if gpu["used_bytes"] > IDLE_GPU_BYTES:
+        found.append(Finding("GPUs", "note", f"{where} is in use ({gpu['used_bytes'] / GIB:.1f} GiB)", "", (host,)))
+    return found
+
+
 def in_use(reports: Mapping[str, Report]) -> list[str]:
     """The hosts with a GPU that somebody uses: they get no load."""
-    return [host for host, report in reports.items()
-            if any(gpu["used_bytes"] > IDLE_GPU_BYTES for gpu in report["gpus"] or ())]  # fmt: skip
+    return [
+        host
+        for host, report in reports.items()
+        if any(gpu["used_bytes"] > IDLE_GPU_BYTES for gpu in report["gpus"] or ())
+    ]
 
 
 def errors(check: str, told: Mapping[str, str], way_out: str, num_hosts: int, good: str) -> list[Finding]:
@@ -170,19 +241,29 @@ def storage(answers: Mapping[str, Report], missing: Mapping[str, Sequence[str]],
     found = []
     for host, others in missing.items():
         if others:
-            found.append(Finding(
-                "storage", "failure", f"does not see what {few(others, NUM_NAMED)} wrote to {uri}",
-                "Give a storage_path that is the same place on all hosts: a shared file system, or s3://bucket/prefix",
-                (host,),
-            ))  # fmt: skip
+            found.append(
+                Finding(
+                    "storage",
+                    "failure",
+                    f"does not see what {few(others, NUM_NAMED)} wrote to {uri}",
+                    "Give a storage_path that is the same place on all hosts: a shared file system, or s3://bucket/prefix",
+                    (host,),
+                )
+            )
     winners = [host for host, answer in answers.items() if answer["won"]]
     weak = [host for host, answer in answers.items() if not answer["excludes"]]
     if weak:
         way_out = "Time alone then keeps two coordinators apart; use a store that has If-None-Match"
         found.append(Finding("storage", "warning", f"{uri} ignores conditional writes", way_out))
     elif len(winners) != 1 and answers and not found:
-        found.append(Finding("storage", "failure", f"{len(winners)} of {len(answers)} hosts made the one file",
-                             "Mount it without caching of names, or give an object store"))  # fmt: skip
+        found.append(
+            Finding(
+                "storage",
+                "failure",
+                f"{len(winners)} of {len(answers)} hosts made the one file",
+                "Mount it without caching of names, or give an object store",
+            )
+        )
     return found
 
 
@@ -194,33 +275,57 @@ def links(measured: Sequence[Link], what: str) -> list[Finding]:
     usual = median(rates)
     slow = sorted((link for link in measured if link[3] < SLOW_SHARE * usual), key=lambda link: link[3])
     told = [
-        Finding("links", "warning", f"{what}: {rate / 1e9:.2f} GB/s, the usual is {usual / 1e9:.2f}",
-                "Look at its interface, cable and switch, and NCCL_SOCKET_IFNAME", (one, other))
+        Finding(
+            "links",
+            "warning",
+            f"{what}: {rate / 1e9:.2f} GB/s, the usual is {usual / 1e9:.2f}",
+            "Look at its interface, cable and switch, and NCCL_SOCKET_IFNAME",
+            (one, other),
+        )
         for one, other, _, rate in slow
-    ]  # fmt: skip
-    return [*told, Finding("links", "ok", f"{what}: {len(measured)} measured, {min(rates) / 1e9:.2f} to "
-                           f"{max(rates) / 1e9:.2f} GB/s each way, {1e6 * median(delays):,.0f} µs")]  # fmt: skip
+    ]
+    return [
+        *told,
+        Finding(
+            "links",
+            "ok",
+            f"{what}: {len(measured)} measured, {min(rates) / 1e9:.2f} to "
+            f"{max(rates) / 1e9:.2f} GB/s each way, {1e6 * median(delays):,.0f} µs",
+        ),
+    ]
 
 
 def ports(reached: Mapping[str, Mapping[str, float | str]]) -> list[Finding]:
     """`reached`: by host the seconds to each other one, or why it was not reached."""
     told = {
-        (host, other): answer for host, answers in reached.items() for other, answer in answers.items()
+        (host, other): answer
+        for host, answers in reached.items()
+        for other, answer in answers.items()
         if isinstance(answer, str)
-    }  # fmt: skip
+    }
     found = [
-        Finding("ports", "failure", f"cannot connect to {other}: {reason}", "Open all TCP ports between the hosts of a "
-                "run, or give both an interface that reaches the other", (host,))
+        Finding(
+            "ports",
+            "failure",
+            f"cannot connect to {other}: {reason}",
+            "Open all TCP ports between the hosts of a run, or give both an interface that reaches the other",
+            (host,),
+        )
         for (host, other), reason in told.items()
-    ]  # fmt: skip
+    ]
     num = sum(len(answers) for answers in reached.values())
     return found or [Finding("ports", "ok", f"{num} connections between {len(reached)} host(s)")]
 
 
 def _least(
-    reports: Mapping[str, Report], check: str, of: Callable[[Report], float], least: float, good: float, what: str,
+    reports: Mapping[str, Report],
+    check: str,
+    of: Callable[[Report], float],
+    least: float,
+    good: float,
+    what: str,
     way_out: str,
-) -> list[Finding]:  # fmt: skip
+) -> list[Finding]:
     """A failure below `least`, a warning below `good`."""
     found = []
     for verdict, low, high in (("failure", float("-inf"), least), ("warning", least, good)):

@@ -83,8 +83,11 @@ class Absence:
             log.warning(
                 "run %s: the head of the Ray cluster at %s does not answer; the workers train on without it. This "
                 "driver waits up to %.0f s (timeouts.lease_s); should it end without another word, Ray has ended it: "
-                "submit the same command again", self._run.name, self._gcs_address, self._run.timeouts.lease_s,
-            )  # fmt: skip
+                "submit the same command again",
+                self._run.name,
+                self._gcs_address,
+                self._run.timeouts.lease_s,
+            )
         return answers
 
     def _wait(self, error: BaseException | None) -> None:

@@ -163,8 +163,10 @@ def _stored(name: str | Path) -> dict[str, str]:
     except (OSError, RuntimeError) as error:  # the latter for a user without a name and HOME
         log.warning(
             "no token can be kept (%s): this run has one of its own, and `elastic-ring scale` from elsewhere does not "
-            "reach it; set HOME to a folder of yours, or %s", error, TOKEN,
-        )  # fmt: skip
+            "reach it; set HOME to a folder of yours, or %s",
+            error,
+            TOKEN,
+        )
         return {TOKEN: token}
     return {}
 
@@ -181,8 +183,9 @@ def _close_to_others(path: Path) -> None:
         return
     log.warning(
         "other users of this machine could read Ray's token in %s: it is closed now; remove it to have a new one, once "
-        "nothing runs with this one", path,
-    )  # fmt: skip
+        "nothing runs with this one",
+        path,
+    )
 
 
 @cache
@@ -196,8 +199,10 @@ def warn_if_open(head: str) -> None:
         if answers(address):
             log.warning(
                 "anyone who can connect to %s can run code on this Ray cluster, as the user %s: it asks for no token "
-                "(RAY_AUTH_MODE). How to switch it: docs/quickstart.md, 'On a cluster'", address, _user(),
-            )  # fmt: skip
+                "(RAY_AUTH_MODE). How to switch it: docs/quickstart.md, 'On a cluster'",
+                address,
+                _user(),
+            )
             return
 
 
@@ -219,10 +224,13 @@ def beyond_loopback(host: str) -> list[str]:
         return [host]
     return [
         one.address
-        for interface in psutil.net_if_addrs().values() for one in interface
-        if one.family in (socket.AF_INET, socket.AF_INET6) and "%" not in one.address
-        and one.address != "::1" and not one.address.startswith("127.")
-    ]  # fmt: skip
+        for interface in psutil.net_if_addrs().values()
+        for one in interface
+        if one.family in (socket.AF_INET, socket.AF_INET6)
+        and "%" not in one.address
+        and one.address != "::1"
+        and not one.address.startswith("127.")
+    ]
 
 
 def joined(host: str, port: int) -> str:

@@ -159,9 +159,12 @@ class Cluster:
         """Start a worker on a node; another thread calls `done(worker, answer or None, error or None)`."""
         name = actor_name(self._run.name, worker)
         group = placement_group(
-            [self.need], strategy="STRICT_PACK", name=name, lifetime="detached",
+            [self.need],
+            strategy="STRICT_PACK",
+            name=name,
+            lifetime="detached",
             bundle_label_selector=[{NODE_LABEL: node.node}],
-        )  # fmt: skip
+        )
         worker_spec = WorkerSpec(
             worker, node.node, node.address, f"{stamp_dir}/{worker}.stamp", self._task, self._scaling, self._run
         )
@@ -171,13 +174,20 @@ class Cluster:
         actor = (
             ray.remote(Worker)
             .options(
-                name=name, namespace=NAMESPACE, lifetime="detached", max_restarts=0, max_concurrency=4,
-                num_cpus=need.pop("CPU", 0), num_gpus=num_gpus, memory=need.pop("memory", None), resources=need,
+                name=name,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                max_restarts=0,
+                max_concurrency=4,
+                num_cpus=need.pop("CPU", 0),
+                num_gpus=num_gpus,
+                memory=need.pop("memory", None),
+                resources=need,
                 runtime_env=self._runtime_env(node, stamp_dir),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             )
             .remote(worker_spec)
-        )  # fmt: skip
+        )
         watch_ref(actor.start.remote(coordinator), lambda answer, error: done(worker, answer, error))
         return actor
 
@@ -207,15 +217,23 @@ class Cluster:
         return (
             ray.remote(NodeAgent)
             .options(
-                name=actor_name(self._run.name, f"agent:{node.node}"), namespace=NAMESPACE, lifetime="detached",
-                get_if_exists=True, max_restarts=0, max_concurrency=4, num_cpus=0,
+                name=actor_name(self._run.name, f"agent:{node.node}"),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=0,
+                max_concurrency=4,
+                num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.node, soft=False),
             )
             .remote(
-                node.node, self._run.timeouts, self._scaling.device == "cuda", self._run.notices,
+                node.node,
+                self._run.timeouts,
+                self._scaling.device == "cuda",
+                self._run.notices,
                 self._run.memory_limit,
             )
-        )  # fmt: skip
+        )
 
     def find_worker(self, worker: str) -> Any | None:
         """The handle of a worker that another coordinator started; None when Ray no longer lists it."""
@@ -263,17 +281,19 @@ def _actors(run: str, keep: str) -> list[str]:
     prefix = actor_name(run, "")
     found = list_named_actors(all_namespaces=True)
     return sorted(
-        actor["name"] for actor in found
+        actor["name"]
+        for actor in found
         if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix) and actor["name"] != keep
-    )  # fmt: skip
+    )
 
 
 def _groups(run: str) -> list[str]:
     prefix = actor_name(run, "")
     return sorted(
-        group_id for group_id, group in placement_group_table().items()
+        group_id
+        for group_id, group in placement_group_table().items()
         if group["name"].startswith(prefix) and group["state"] != "REMOVED"
-    )  # fmt: skip
+    )
 
 
 def room(scaling: ScalingConfig, run: str = "") -> int:

@@ -46,9 +46,11 @@ def drain(node: str | None, deadline_s: float) -> list[str]:
 def give_notice(node: str, deadline_s: float, why: str = "elastic-ring drain") -> None:
     """Tell Ray that a node goes `deadline_s` from now. Raises: RunFailed when Ray refuses."""
     accepted, why_not = _gcs().drain_node(
-        node, autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), why,
+        node,
+        autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+        why,
         int((time.time() + deadline_s) * 1000),
-    )  # fmt: skip
+    )
     if not accepted:
         raise RunFailed(f"Ray does not drain node {node}: {why_not}", node=node)
 
@@ -81,9 +83,10 @@ def _gcs() -> GcsClient:
 def workers_on(node: str) -> list[str]:
     """Names of the runs' workers on a node."""
     return sorted(
-        actor["Name"] for actor in gcs_state.actor_table(None).values()
+        actor["Name"]
+        for actor in gcs_state.actor_table(None).values()
         if actor["Address"]["NodeID"] == node and actor["State"] != "DEAD" and _is_worker(actor["Name"])
-    )  # fmt: skip
+    )
 
 
 def _is_worker(name: str) -> bool:

@@ -44,13 +44,18 @@ def with_settled_copies(run: RunConfig, mesh: Mesh, num_parameters: int, nodes: 
     elif run.copies == "0":
         log.warning(
             "dp=1 and copies=0%s: nobody else holds a worker's state; %s. copies=1 (--copies 1) keeps it in another "
-            "worker's memory, dp=2 in a second ring", f" ({why})" * bool(why), cost,
-        )  # fmt: skip
+            "worker's memory, dp=2 in a second ring",
+            f" ({why})" * bool(why),
+            cost,
+        )
     else:
         log.info(
             "dp=1: another worker's memory keeps a copy of each worker's state (--copies 0 for none), %s of host "
-            "memory a rank; %s%s", _size(need_bytes(mesh, num_parameters)), cost, f"; copies{on_one}" * bool(on_one),
-        )  # fmt: skip
+            "memory a rank; %s%s",
+            _size(need_bytes(mesh, num_parameters)),
+            cost,
+            f"; copies{on_one}" * bool(on_one),
+        )
     return run
 
 

@@ -83,9 +83,13 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
 def _start_local(num_cpus: int) -> None:
     try:
         ray.init(
-            address="local", num_cpus=num_cpus, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
+            address="local",
+            num_cpus=num_cpus,
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            log_to_driver=False,
             logging_level=logging.WARNING,
-        )  # fmt: skip
+        )
     except ray.exceptions.AuthenticationError as error:
         raise ValueError(
             f"Ray finds no token ({error}): set {access.TOKEN_FILE} to a file that has one, or unset it"

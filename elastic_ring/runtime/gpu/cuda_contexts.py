@@ -168,5 +168,10 @@ class ContextReleaser:
     def _end(self, unused: list[int], where: str, waited_s: float) -> None:
         begun = time.monotonic()
         num_ended = end_contexts(unused, self._contexts)
-        log.info("%s: released %d other GPUs in %.3f s; the next step waited for %.3f s",
-                 where, num_ended, time.monotonic() - begun, waited_s)  # fmt: skip
+        log.info(
+            "%s: released %d other GPUs in %.3f s; the next step waited for %.3f s",
+            where,
+            num_ended,
+            time.monotonic() - begun,
+            waited_s,
+        )

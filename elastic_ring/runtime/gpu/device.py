@@ -40,9 +40,10 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 MUCH_BYTES = 1 << 30
 COMPILERS = {
-    "TORCHINDUCTOR_CACHE_DIR": "inductor", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn",
     "CUTE_DSL_CACHE_DIR": "cute-dsl",
-}  # fmt: skip
+}
 """Variables that say where compiled kernels are kept. Triton's, CUDA's and torch's extensions lie in the home."""
 
 

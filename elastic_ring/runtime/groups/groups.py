@@ -218,9 +218,12 @@ class Connector:
             left = max(0.001, deadline - time.monotonic())
             try:
                 store = TCPStore(
-                    self.where.host, self.where.port, is_master=False, wait_for_workers=False,
+                    self.where.host,
+                    self.where.port,
+                    is_master=False,
+                    wait_for_workers=False,
                     timeout=timedelta(seconds=min(_STORE_TRY_S, left)),
-                )  # fmt: skip
+                )
                 break
             except dist.DistNetworkError:
                 if time.monotonic() >= deadline:

@@ -61,8 +61,15 @@ def _forget_tables() -> None:
     """As `destroy_process_group`, but without waiting for NCCL's groups to shut down: they are aborted."""
     world = c10d._world
     c10d._update_default_pg(None)
-    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
-                  world.tags_to_pg, world.pg_coalesce_state):  # fmt: skip
+    for table in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+        world.pg_coalesce_state,
+    ):
         table.clear()
     c10d._unregister_all_process_groups()
     world.group_count = 0

@@ -219,8 +219,13 @@ class Worker:
         if self._training.paused.is_set() or not self._stall_watchdog.holds(told):
             return
         phase = phase_name(self._stamps.phase)
-        log.error("step %d of generation %d stalled in %s: %s; its process groups are aborted", member.applied,
-                  told.generation, phase, told.why)  # fmt: skip
+        log.error(
+            "step %d of generation %d stalled in %s: %s; its process groups are aborted",
+            member.applied,
+            told.generation,
+            phase,
+            told.why,
+        )
         # A thread that returns reports by itself. One that does not is abandoned, or killed, at the next `Stop`.
         if not member.abort(self._training.paused, GIVE_UP_S):
             identity = (self.spec.worker, told.term, told.generation)

@@ -133,8 +133,11 @@ class Copies:
             return
         if outcome.copying:
             self.num_skipped += 1
-            log.warning("no copies of step %d: the last ones, or memory for them, are not ready (%d skipped so far)",
-                        applied, self.num_skipped)  # fmt: skip
+            log.warning(
+                "no copies of step %d: the last ones, or memory for them, are not ready (%d skipped so far)",
+                applied,
+                self.num_skipped,
+            )
             return
         last = self._exchanges[-1].snapshot.id
         self._drop({last} if outcome.copies_failed else self._ids() - {last})
@@ -180,12 +183,24 @@ class Copies:
     def _done(self, exchange: Exchange, total_s: float, blocked_s: float) -> None:
         taken, num_holders = exchange.snapshot, len(exchange.placement.receivers)
         blocked_s += taken.waited_s
-        log.debug("copies of %s: %d bytes to %d rank(s) in %.3f s, for %.3f s of which training waited",
-                  named(taken.id), taken.data.numel(), num_holders, total_s, blocked_s)  # fmt: skip
-        self._told({
-            "step": taken.id.step, "bytes": taken.data.numel(), "num_holders": num_holders,
-            "blocked_s": blocked_s, "total_s": total_s, "skipped": self.num_skipped,
-        })  # fmt: skip
+        log.debug(
+            "copies of %s: %d bytes to %d rank(s) in %.3f s, for %.3f s of which training waited",
+            named(taken.id),
+            taken.data.numel(),
+            num_holders,
+            total_s,
+            blocked_s,
+        )
+        self._told(
+            {
+                "step": taken.id.step,
+                "bytes": taken.data.numel(),
+                "num_holders": num_holders,
+                "blocked_s": blocked_s,
+                "total_s": total_s,
+                "skipped": self.num_skipped,
+            }
+        )
 
     # ------------------------------------------------------------ using them
 

@@ -60,8 +60,16 @@ def heal_from_copies(
             num_bytes = _send(link, own, [workers.index(one) for one in heal.newcomers], lambda: inject("donor"))
     timings["wire_s"] = time.monotonic() - begun - timings["link_s"]
     what = "a parity and its parts" if heal.parity_from else "a copy"
-    log.warning("cp_rank %d of %s went from %s to %s as %s: %d bytes in %.3f s", heal.cp_rank, named(wanted),
-                ", ".join(heal.senders), ", ".join(heal.newcomers), what, num_bytes, timings["wire_s"])  # fmt: skip
+    log.warning(
+        "cp_rank %d of %s went from %s to %s as %s: %d bytes in %.3f s",
+        heal.cp_rank,
+        named(wanted),
+        ", ".join(heal.senders),
+        ", ".join(heal.newcomers),
+        what,
+        num_bytes,
+        timings["wire_s"],
+    )
     return num_bytes
 
 
@@ -82,9 +90,15 @@ def _send(link: Any, piece: Tensor, receivers: list[int], after_chunk: Callable[
 
 
 def _receive(
-    heal: Heal, wanted: SnapshotId, link: Any, ends: Mapping[str, int], own: Tensor | None, copies: Copies,
-    state: Transaction, after_chunk: Callable[[], None],
-) -> int:  # fmt: skip
+    heal: Heal,
+    wanted: SnapshotId,
+    link: Any,
+    ends: Mapping[str, int],
+    own: Tensor | None,
+    copies: Copies,
+    state: Transaction,
+    after_chunk: Callable[[], None],
+) -> int:
     """`ends`: the senders' ranks in `link`; `own`: this worker's part of the parity, if it is a sender itself."""
     pieces: list[Tensor] = []
     num_bytes = 0

@@ -23,9 +23,17 @@ _DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia/v
 _VERSION = re.compile(r"\b\d+\.\d+(?:\.\d+)?\b")
 _PACKAGES = ("flash-attn-4", "flash-attn", "nvidia-cutlass-dsl", "triton", "nvidia-cublas", "nvidia-cublas-cu12")
 _VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_MIN_NCHANNELS",
-    "NCCL_MAX_NCHANNELS", "NCCL_COLLNET_ENABLE", "NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NVIDIA_TF32_OVERRIDE",
-)  # fmt: skip
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_TOPO_FILE",
+    "NCCL_GRAPH_FILE",
+    "NVIDIA_TF32_OVERRIDE",
+)
 """Environment variables that can change the order or the precision of sums."""
 _WORDS = "deterministic implementation|non-?deterministic|not deterministic"
 _NOT_REPEATABLE = re.compile(_WORDS, re.IGNORECASE)
@@ -36,19 +44,26 @@ def environment_fingerprint(num_threads: int, gpus: Mapping[str, Any] | None = N
     """What bitwise results depend on besides the inputs: if equal on two machines, results are equal. `gpus`: from
     `gpu_environment`, where there are any."""
     return {
-        "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "machine": platform.machine(),
-        "mkl": torch.backends.mkl.is_available(), "num_threads": num_threads,
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "mkl": torch.backends.mkl.is_available(),
+        "num_threads": num_threads,
         **(gpus or {}),
-    }  # fmt: skip
+    }
 
 
 def gpu_environment(kernels: Mapping[str, str]) -> dict[str, Any]:
     """The GPUs, the driver, the libraries, and `kernels` by their use, for a worker on GPUs."""
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     return {
-        "gpu": ", ".join(sorted(names)), **gpu_versions(),
-        "cudnn": torch.backends.cudnn.version(), **packages(), **variables(environment()), **kernels,
-    }  # fmt: skip
+        "gpu": ", ".join(sorted(names)),
+        **gpu_versions(),
+        "cudnn": torch.backends.cudnn.version(),
+        **packages(),
+        **variables(environment()),
+        **kernels,
+    }
 
 
 def versions(device: str) -> dict[str, str]:

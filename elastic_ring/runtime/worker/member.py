@@ -97,7 +97,7 @@ class Member:
         self.device_failed = False  # said so itself: a probe may still pass
         self._saver = Saver(
             spec.run, saved, lambda step, rank: injector.check(phase="upload", step=step, rank=rank), self._tell_waiting
-        )  # fmt: skip
+        )
         self._copies = Copies(spec.run, spec.worker, self._publish_copies)
         self._place: Place | None = None
         self._is_host_memory_prepared = False  # for the shard of this generation
@@ -166,9 +166,12 @@ class Member:
 
     def _loader(self, source: Source, num_ahead: int = 0) -> Loader:
         return Loader(
-            source, self._while_data_comes, num_ahead or self._spec.task.step.sequences_per_pass,
-            patience_s=self._spec.run.timeouts.storage_s, tell=self._tell_waiting,
-        )  # fmt: skip
+            source,
+            self._while_data_comes,
+            num_ahead or self._spec.task.step.sequences_per_pass,
+            patience_s=self._spec.run.timeouts.storage_s,
+            tell=self._tell_waiting,
+        )
 
     def _patiently(self, read: Callable[[], T]) -> T:
         """A read of the data's storage outside of a step."""
@@ -223,11 +226,14 @@ class Member:
         self._told = extra
         restore_s = timeouts.restore_s if command.restore is not None else 0.0  # the others wait for the slowest reader
         where = Rendezvous(
-            host=host, port=extra["store_port"], secret=extra["store_secret"],
+            host=host,
+            port=extra["store_port"],
+            secret=extra["store_secret"],
             prefix=f"{command.term}/{command.generation}",
             address=LOOPBACK if host == LOOPBACK else self._spec.address,
-            timeout_s=timeouts.build_s + restore_s, collective_s=timeouts.collective_s,
-        )  # fmt: skip
+            timeout_s=timeouts.build_s + restore_s,
+            collective_s=timeouts.collective_s,
+        )
         self._close_connector()
         self._connector = Connector(where, self._device_lease.device)
         self.records.mark_published(int(extra.get("published", -1)))
@@ -260,7 +266,11 @@ class Member:
         """What this worker holds; call it only while the training thread is paused."""
         state = self._transaction
         return Report(
-            cause, self._spec.worker, term, generation, kind,
+            cause,
+            self._spec.worker,
+            term,
+            generation,
+            kind,
             applied=state.applied,
             vote=state.unapplied.vote if state.unapplied is not None else None,
             shard=state.shard.cp_rank if state.valid and state.shard is not None else None,
@@ -270,7 +280,7 @@ class Member:
             gradient_membership_id=state.gradient_membership_id,
             copies=self._copies.held(),
             state_id=state.state_id,
-        )  # fmt: skip
+        )
 
     def unsent(self) -> list[dict[str, Any]]:
         """Records that global rank 0 has not published; empty on other ranks."""
@@ -338,11 +348,16 @@ class Member:
             self._place = Place.of(command, self._groups.global_rank, told)
             self._saver.begin(told, pins=self.device.type == "cuda")
         timings = {
-            "connect_s": opened - begun + joined - entered, "roll_s": entered - opened + rolled - joined,
+            "connect_s": opened - begun + joined - entered,
+            "roll_s": entered - opened + rolled - joined,
             "heal_s": healed - rolled,
-            "heal_bytes": num_bytes, "healed": bool(receives), "pid": os.getpid(), "gpu": self._device_lease.gpu,
-            **connector.timings, **self._timings,
-        }  # fmt: skip
+            "heal_bytes": num_bytes,
+            "healed": bool(receives),
+            "pid": os.getpid(),
+            "gpu": self._device_lease.gpu,
+            **connector.timings,
+            **self._timings,
+        }
         log.info("generation %d: step %d, %s", command.generation, command.step, timings)
         return Resumed(cause, worker, command.term, command.generation, command.step), timings
 
@@ -365,8 +380,15 @@ class Member:
         self._corpus, self._skips = versions, skips
         if self._groups is not None and self._groups.global_rank == 0:
             for skip in new:
-                self._publish([{"step": skip.first_step, "num_batches": skip.num_batches,
-                                "left_out": order.left_out(skip)[: NAMED + 1]}])  # fmt: skip
+                self._publish(
+                    [
+                        {
+                            "step": skip.first_step,
+                            "num_batches": skip.num_batches,
+                            "left_out": order.left_out(skip)[: NAMED + 1],
+                        }
+                    ]
+                )
 
     def _take_device(self, connector: Connector) -> None:
         """Take the GPU this worker owns, or a free one, and select it in this thread."""
@@ -479,9 +501,11 @@ class Member:
                 # A step's result is published once the next one is under way.
                 self._send(through=step - 1)
                 outcome, local = state.run(
-                    step, boundary=self.boundary_requested, checkpoint=partial(self._ballot, step),
+                    step,
+                    boundary=self.boundary_requested,
+                    checkpoint=partial(self._ballot, step),
                     copies=partial(self._copies.ballot, step + 1),
-                )  # fmt: skip
+                )
                 self._stamps.waited_for_data(local.data_wait_s)
                 self._prepare_host_memory()
                 self._copies.after_step(state.shard, outcome)

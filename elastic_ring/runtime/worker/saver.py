@@ -160,9 +160,12 @@ class Saver:
     """Holds at most one part that is being written; `send` tells the coordinator of it."""
 
     def __init__(
-        self, run: RunConfig, send: Callable[[dict[str, Any]], None],
-        inject: Callable[[int, int], None] = lambda step, rank: None, tell: Callable[[str], None] = ignore,
-    ) -> None:  # fmt: skip
+        self,
+        run: RunConfig,
+        send: Callable[[dict[str, Any]], None],
+        inject: Callable[[int, int], None] = lambda step, rank: None,
+        tell: Callable[[str], None] = ignore,
+    ) -> None:
         """`inject` fires the faults that are planned for the middle of a file. `tell` gets lines for a person."""
         self._tell, self._waits_for = tell, ""
         self._run, self._send, self._inject = run, send, inject
@@ -243,10 +246,16 @@ class Saver:
         self.wait(0.0)
         step, coordinate = shard.counters.applied, place.mesh.coordinate(place.global_rank)
         part: dict[str, Any] = {
-            "step": step, "term": place.term, "generation": place.generation, "lineage": place.lineage,
-            "folder": place.folder(step), "cp_rank": coordinate.cp_rank, "part": coordinate.dp_rank,
-            "cp": place.mesh.cp, "dp": place.mesh.dp,
-        }  # fmt: skip
+            "step": step,
+            "term": place.term,
+            "generation": place.generation,
+            "lineage": place.lineage,
+            "folder": place.folder(step),
+            "cp_rank": coordinate.cp_rank,
+            "part": coordinate.dp_rank,
+            "cp": place.mesh.cp,
+            "dp": place.mesh.dp,
+        }
         try:
             self.pinning.wait()
             described = describe(shard, shapes, place.mesh.dp)
@@ -271,8 +280,15 @@ class Saver:
         if place.global_rank == 0 and not self.schedule.is_first and self.schedule.is_new_miss():
             why = f"the last one is still being written{self._waits_for and ': it '}{self._waits_for}"
             log.warning("the checkpoint of step %d is left out: %s", step, why)
-            self._send({"step": step, "term": place.term, "generation": place.generation, "lineage": place.lineage,
-                        "missed": why})  # fmt: skip
+            self._send(
+                {
+                    "step": step,
+                    "term": place.term,
+                    "generation": place.generation,
+                    "lineage": place.lineage,
+                    "missed": why,
+                }
+            )
 
     def wait(self, timeout_s: float) -> bool:
         """Whether nothing is being written, after at most `timeout_s`."""

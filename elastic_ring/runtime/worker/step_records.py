@@ -24,18 +24,29 @@ Record = dict[str, Any]
 def record_of(outcome: Outcome, local: Local, mesh: Mesh, generation: int, lr: float, step_s: float) -> Record:
     """The record of a committed step."""
     return {
-        "step": outcome.vote.step, "loss": outcome.loss, "grad_norm": outcome.grad_norm,
-        "lr": lr, "num_tokens": int(outcome.num_tokens),
-        "samples": list(outcome.samples), "skipped": outcome.skip, "spike": outcome.spike,
-        "spike_limit": outcome.spike_limit, "step_s": step_s, "data_wait_s": local.data_wait_s,
+        "step": outcome.vote.step,
+        "loss": outcome.loss,
+        "grad_norm": outcome.grad_norm,
+        "lr": lr,
+        "num_tokens": int(outcome.num_tokens),
+        "samples": list(outcome.samples),
+        "skipped": outcome.skip,
+        "spike": outcome.spike,
+        "spike_limit": outcome.spike_limit,
+        "step_s": step_s,
+        "data_wait_s": local.data_wait_s,
         "wrong": outcome.finding.told(outcome.vote.step) if outcome.finding else "",
-        "work_s": list(outcome.work_s), "memory_shares": list(outcome.memory_shares),
-        "generation": generation, "dp": mesh.dp, "cp": mesh.cp,
+        "work_s": list(outcome.work_s),
+        "memory_shares": list(outcome.memory_shares),
+        "generation": generation,
+        "dp": mesh.dp,
+        "cp": mesh.cp,
         "gpu_memory": gpu_memory(),
         **local.hops.figures(),  # their CUDA events completed before the vote
         "committed_monotonic_s": time.monotonic(),
-        "vote": list(outcome.vote.values), "membership_id": list(outcome.vote.membership_id),
-    }  # fmt: skip
+        "vote": list(outcome.vote.values),
+        "membership_id": list(outcome.vote.membership_id),
+    }
 
 
 def gpu_memory() -> dict[str, int]:
@@ -44,9 +55,11 @@ def gpu_memory() -> dict[str, int]:
         return {}
     found = torch.cuda.memory_stats()
     return {
-        "allocated": found["allocated_bytes.all.current"], "reserved": found["reserved_bytes.all.current"],
-        "fragmented": found["inactive_split_bytes.all.current"], "peak": found["allocated_bytes.all.peak"],
-    }  # fmt: skip
+        "allocated": found["allocated_bytes.all.current"],
+        "reserved": found["reserved_bytes.all.current"],
+        "fragmented": found["inactive_split_bytes.all.current"],
+        "peak": found["allocated_bytes.all.peak"],
+    }
 
 
 class StepRecords:

@@ -423,8 +423,9 @@ def _fill_optimizer(shard: Shard, reader: Reader, cp: int) -> None:
                     raise reader._damaged(reader.manifest.folder, f"has {key}={str(value)[:200]!r} for {name}")
             group.update({key: _restored(group.get(key), value) for key, value in found.items()})
     shard.optimizer.state.clear()
-    on_device = {id(param): _keeps_steps_on_device(group) for group in shard.optimizer.param_groups
-                 for param in group["params"]}  # fmt: skip
+    on_device = {
+        id(param): _keeps_steps_on_device(group) for group in shard.optimizer.param_groups for param in group["params"]
+    }
     for name, param in shard.params.items():
         prefix = f"{OPTIMIZER}/{name}/"
         state: dict[str, Any] = dict(meta["plain"].get(name, {}))
@@ -481,9 +482,14 @@ def superfluous(steps: Iterable[int], keep_last: int, keep_every: int) -> list[i
 
 
 def prune(
-    storage: Storage, keep_last: int, keep_every: int, lineage: int | None = None, *, read_bytes: bool = False,
+    storage: Storage,
+    keep_last: int,
+    keep_every: int,
+    lineage: int | None = None,
+    *,
+    read_bytes: bool = False,
     read_back: int | None = None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Remove what retention does not keep, of one lineage or of each; returns the steps.
 
     If none of those that stay is whole (by their files' sizes or, with `read_bytes`, by every byte), the newest that is

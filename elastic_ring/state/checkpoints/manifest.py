@@ -33,10 +33,17 @@ MAX_BYTES = 1 << 28
 NO_DIGEST = 64 * "0"
 PARAMS, OPTIMIZER = "params", "optimizer"
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
     "BOOL": torch.bool,
-}  # fmt: skip
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ATTEMPT = re.compile(r"attempt-[\w.-]+")
 _TENSOR = re.compile(rf"{PARAMS}/.+|{OPTIMIZER}/.+/.+")  # a parameter's name may have a slash
@@ -150,12 +157,17 @@ class Manifest:
 
 
 _META: dict[str, Any] = {
-    "counters": dict[str, _Count], "groups": tuple[dict[str, Any], ...], "plain": dict[str, dict[str, Any]],
-}  # fmt: skip
+    "counters": dict[str, _Count],
+    "groups": tuple[dict[str, Any], ...],
+    "plain": dict[str, dict[str, Any]],
+}
 _RUN: dict[str, Any] = {
-    "settings": dict[str, Any], "places": dict[str, str], "resumed_from": tuple[dict[str, Any], ...],
-    "corpus": tuple[CorpusVersion, ...], "skips": tuple[BatchSkip, ...],
-}  # fmt: skip
+    "settings": dict[str, Any],
+    "places": dict[str, str],
+    "resumed_from": tuple[dict[str, Any], ...],
+    "corpus": tuple[CorpusVersion, ...],
+    "skips": tuple[BatchSkip, ...],
+}
 """What of `meta` must be there, and of `run` may be: what a resume reads."""
 
 

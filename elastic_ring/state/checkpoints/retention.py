@@ -73,13 +73,15 @@ def leftovers(storage: Storage, unfinished_after_s: float = UNFINISHED_AFTER_S) 
     cut = len(storage.root) + 1
     files = [entry for entry in entries if is_left(entry.path, last_s[_attempt(entry.path)])]
     files += [
-        entry for entry in storage.entries(recursive=False)
+        entry
+        for entry in storage.entries(recursive=False)
         if entry.path.startswith(PROBE) and now_s - entry.modified_unix_s >= unfinished_after_s
-    ]  # fmt: skip
+    ]
     uploads = [
-        upload for upload in storage.uploads(FOLDER)
+        upload
+        for upload in storage.uploads(FOLDER)
         if is_left(path := upload.path[cut:], max(upload.begun_unix_s, last_s.get(_attempt(path), 0.0)))
-    ]  # fmt: skip
+    ]
     return Leftovers(tuple(files), tuple(uploads))
 
 

@@ -24,9 +24,17 @@ def _mixed(words, golden, first, second):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_words"])
 def _digest_kernel(  # type: ignore[no-untyped-def]
-    words_ptr, sums_ptr, num_words, secret_a, secret_b, golden, first, second,
-    block: tl.constexpr, num_blocks: tl.constexpr,
-):  # fmt: skip
+    words_ptr,
+    sums_ptr,
+    num_words,
+    secret_a,
+    secret_b,
+    golden,
+    first,
+    second,
+    block: tl.constexpr,
+    num_blocks: tl.constexpr,
+):
     begin = tl.program_id(0).to(tl.int64) * block * num_blocks
     total_a = tl.zeros((block,), dtype=tl.int64)
     total_b = tl.zeros((block,), dtype=tl.int64)

@@ -103,8 +103,9 @@ class Storage:
             logger.warning(
                 "%s ignores conditional requests (If-None-Match): a coordinator reads back what it claims after %g s, "
                 "and asks for a higher term before each commit; a writer that is slower than that is not kept apart",
-                self._shown(), SETTLE_S,
-            )  # fmt: skip
+                self._shown(),
+                SETTLE_S,
+            )
         return self
 
     # ------------------------------------------------------------ writing

@@ -31,9 +31,18 @@ PAGE = 1000
 TAKEN = ("PreconditionFailed", "412")
 GONE = ("NoSuchKey", "NoSuchUpload", "404", "NotFound")
 REFUSED = (
-    "AccessDenied", "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "RequestExpired",
-    "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired", "403", "Forbidden",
-)  # fmt: skip
+    "AccessDenied",
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "RequestExpired",
+    "RequestTimeTooSkewed",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+    "403",
+    "Forbidden",
+)
 """What a store answers to credentials that are wrong, have expired, or will be valid again, and to a clock that is
 wrong until somebody sets it."""
 BUSY = (408, 409, 429)
@@ -172,9 +181,12 @@ class ObjectStore:
         bucket, key = _split(upload.path)
         try:
             self._call(
-                "complete_multipart_upload", Bucket=bucket, Key=key, UploadId=upload.upload_id,
+                "complete_multipart_upload",
+                Bucket=bucket,
+                Key=key,
+                UploadId=upload.upload_id,
                 MultipartUpload={"Parts": parts},
-            )  # fmt: skip
+            )
         except FileNotFoundError:
             # A request whose answer was lost has ended the upload; the one after it finds none.
             found = self.entry(upload.path)
@@ -282,8 +294,9 @@ class ObjectStore:
     def folders(self, folder: str) -> list[str]:
         return [
             prefix["Prefix"].rstrip("/").rsplit("/", 1)[-1]
-            for page in self._pages(folder, "/") for prefix in page.get("CommonPrefixes", [])
-        ]  # fmt: skip
+            for page in self._pages(folder, "/")
+            for prefix in page.get("CommonPrefixes", [])
+        ]
 
     def _objects(self, folder: str, delimiter: str) -> Iterator[tuple[str, int, float]]:
         for page in self._pages(folder, delimiter):

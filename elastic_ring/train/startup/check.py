@@ -61,10 +61,12 @@ def _check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: Grad
         ring, ring_gradient = _pass(task, state, samples, groups, gradients_of, cp=cp)
         _sum(groups, ring)
         # At cp = 1 every rank of the ring computed the whole sequence, and FSDP2 summed their gradients.
-        parts = torch.stack([
-            torch.stack([(g - a / cp).square().sum(), (a / cp).square().sum()])
-            for g, a in zip(ring_gradient, alone_gradient, strict=True)
-        ])  # fmt: skip
+        parts = torch.stack(
+            [
+                torch.stack([(g - a / cp).square().sum(), (a / cp).square().sum()])
+                for g, a in zip(ring_gradient, alone_gradient, strict=True)
+            ]
+        )
         _sum(groups, parts)
         where = "on a ring" if len(samples) == 1 else f"with sequences_per_pass={task.step.sequences_per_pass}"
         _compare(task, alone, ring, _worst(parts), where)

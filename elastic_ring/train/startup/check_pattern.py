@@ -47,9 +47,11 @@ def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -
             )
     if causes:
         log.warning(
-            "blocks of %d tokens are cut: they are padded and masked, which takes attention longer; \"On GPUs\" in"
-            " docs/patterns.md says how long. %s", BLOCK_TOKENS, "; and ".join(causes),
-        )  # fmt: skip
+            'blocks of %d tokens are cut: they are padded and masked, which takes attention longer; "On GPUs" in'
+            " docs/patterns.md says how long. %s",
+            BLOCK_TOKENS,
+            "; and ".join(causes),
+        )
     pinned = sparse_form(step.kernel)
     able = [kernel for kernel in covering("masked_tables" if causes else "tables") if pinned in (None, kernel.name)]
     for _, _, head_dim in attention_shapes(task):
@@ -67,10 +69,12 @@ def _cut_by_documents(data: SourceConfig) -> list[str]:
     may still cut blocks."""
     align_tokens = getattr(data, "align_tokens", None)
     if align_tokens is not None:
-        return [] if align_tokens % BLOCK_TOKENS == 0 else [
-            f"documents of the data begin inside blocks, align_tokens={align_tokens}; set align_tokens={BLOCK_TOKENS},"
-            " and each is filled up with tokens that are no targets"
-        ]  # fmt: skip
+        if align_tokens % BLOCK_TOKENS == 0:
+            return []
+        return [
+            f"documents of the data begin inside blocks, align_tokens={align_tokens}; set align_tokens={BLOCK_TOKENS}, "
+            "and each is filled up with tokens that are no targets"
+        ]
     source = open_source(data)
     looked_at = range(0, source.num_sequences, -(-source.num_sequences // NUM_SEQUENCES_LOOKED_AT))
     starts = {start for sample_id in looked_at for start in source.read(sample_id).document_starts}

@@ -129,8 +129,13 @@ def warm_up_model(task: TrainingTask, device: torch.device, cp: int, find: Find 
             ) from error
         else:
             raise
-    log.info("%s: compiled %d functions for slices of %s tokens in %.1f s", device, len(watch.news()), lengths,
-             time.monotonic() - begun)  # fmt: skip
+    log.info(
+        "%s: compiled %d functions for slices of %s tokens in %.1f s",
+        device,
+        len(watch.news()),
+        lengths,
+        time.monotonic() - begun,
+    )
 
 
 class CompileWatch:
@@ -162,9 +167,10 @@ class CompileWatch:
             return []
         self._num_graphs, self._since_us = self._num_graphs + number, time.time_ns() // 1000
         found = [
-            _describe(entry) for entry in torch._dynamo.utils.get_compilation_metrics()
+            _describe(entry)
+            for entry in torch._dynamo.utils.get_compilation_metrics()
             if entry.is_forward is not False and not entry.is_runtime and (entry.start_time_us or 0) >= since_us
-        ]  # fmt: skip
+        ]
         return found if len(found) == number else [*found[:number], *["?"] * (number - len(found))]
 
 

@@ -47,10 +47,20 @@ def chosen_kernels(
         pins["tables"] = pins["masked_tables"] = sparse_form(step.kernel)
     for shape in shapes:
         for cover, pin in pins.items():
-            yield shape, cover, select(
-                device, dtype, shape[2], step.deterministic, pin,
-                cover=cover, head_ratio=shape[0] // shape[1], cache_dir=cache_dir,
-            )  # fmt: skip
+            yield (
+                shape,
+                cover,
+                select(
+                    device,
+                    dtype,
+                    shape[2],
+                    step.deterministic,
+                    pin,
+                    cover=cover,
+                    head_ratio=shape[0] // shape[1],
+                    cache_dir=cache_dir,
+                ),
+            )
 
 
 def kernels_of(

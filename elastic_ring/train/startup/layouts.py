@@ -61,9 +61,14 @@ class Layouts:
         if self._calls is None:
             self._calls = () if pattern is None else attention_calls(self._task)
         found = choose_layout(
-            pattern, self._calls, step.context_tokens, cp, self._task.cost_model or CostModel(),
-            itemsize=getattr(torch, step.param_dtype).itemsize, whole_blocks=device_type == "cuda",
-        )  # fmt: skip
+            pattern,
+            self._calls,
+            step.context_tokens,
+            cp,
+            self._task.cost_model or CostModel(),
+            itemsize=getattr(torch, step.param_dtype).itemsize,
+            whole_blocks=device_type == "cuda",
+        )
         log.info("layout auto at cp=%d: %s", cp, found.why)
         return found
 

@@ -98,8 +98,13 @@ def warm_up_device(
                 num_tiles = warm_up_variants(kernel, str(device), dtype, shape[2], group)
             warm_up_sums(device, dtype, shape)
             torch.cuda.synchronize(device)
-            log.info("%s: %s ran %d tiles of all length classes in %.1f s", device, kernel.name, num_tiles,
-                     time.monotonic() - begun)  # fmt: skip
+            log.info(
+                "%s: %s ran %d tiles of all length classes in %.1f s",
+                device,
+                kernel.name,
+                num_tiles,
+                time.monotonic() - begun,
+            )
         if cp:
             for shape in by_length:
                 with compiling_for(f"attention over {task.step.context_tokens} tokens"):

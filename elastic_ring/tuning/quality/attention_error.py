@@ -40,8 +40,10 @@ def fidelity(
             kept.append(_mass(q, k, mask))
         heads = torch.stack(kept)
         found[family.name] = {
-            "mass": float(heads.mean()), "worst_head": float(heads.min()), "error": math.sqrt(error / size),
-        }  # fmt: skip
+            "mass": float(heads.mean()),
+            "worst_head": float(heads.min()),
+            "error": math.sqrt(error / size),
+        }
     return found
 
 

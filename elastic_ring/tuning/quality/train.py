@@ -71,17 +71,17 @@ def trained(
     family: Family, seed: int, settings: Settings, vocab_size: int, draw: Callable[[int], tuple[Tensor, Tensor]]
 ) -> tuple[SmallModel, Masks, float, float]:
     """(model, masks, mean loss of the last tenth of the steps, CPU seconds)."""
-    config = SmallConfig(
-        vocab_size, settings.width, num_layers=settings.num_layers, ffn_width=2 * settings.width
-    )  # fmt: skip
+    config = SmallConfig(vocab_size, settings.width, num_layers=settings.num_layers, ffn_width=2 * settings.width)
     masks = family.masks(settings.seq_len, config.num_heads)
     model = SmallModel(config, seed, masks).to(settings.device)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
-        lr=settings.peak_lr, betas=(0.9, 0.98), foreach=True,
-    )  # fmt: skip
+        lr=settings.peak_lr,
+        betas=(0.9, 0.98),
+        foreach=True,
+    )
     losses: list[Tensor] = []
     start = time.process_time()
     model.train()

@@ -64,17 +64,29 @@ def _check_bytes(case: Case, cp_rank: int, ledger: HopLedger, num_calls: int) ->
         planned: dict[Any, int] = defaultdict(int)
         for direction, hop in itertools.product(("forward", "backward"), range(case.cp)):
             planned[direction, hop] = num_calls * case.schedule.hop_bytes(
-                cp_rank, hop, case.head_dim, 2, direction, kv_heads=case.num_kv_heads,
-                batch=case.batch, side=side, partial_itemsize=2,
-            )  # fmt: skip
+                cp_rank,
+                hop,
+                case.head_dim,
+                2,
+                direction,
+                kv_heads=case.num_kv_heads,
+                batch=case.batch,
+                side=side,
+                partial_itemsize=2,
+            )
         assert dict(counted) == {key: num for key, num in planned.items() if num}, side
 
 
 def compare_exchanges(cp_rank: int, cp: int, heads: tuple[int, int], starts: tuple[int, ...]) -> None:
     case = Case(
-        cp=cp, seq_len=4096, num_heads=heads[0], num_kv_heads=heads[1], head_dim=128, document_starts=starts,
+        cp=cp,
+        seq_len=4096,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=128,
+        document_starts=starts,
         dtype=torch.bfloat16,
-    )  # fmt: skip
+    )
     memory = _memory(cp_rank, cp)
     for hops_per_stage in (None, 1, 2):
         by_nccl, by_copies = HopLedger(), HopLedger()
@@ -118,9 +130,12 @@ def run_sparse_ring(cp_rank: int, cp: int, kernel: str, deterministic: bool) -> 
 
 
 SPARSE_CASES = (
-    ("bigbird", "zigzag"), ("longnet with rows that see nothing", "contiguous"), ("heads in turn", "zigzag"),
-    ("segments, nothing beyond", "contiguous"), ("window", "contiguous"),
-)  # fmt: skip
+    ("bigbird", "zigzag"),
+    ("longnet with rows that see nothing", "contiguous"),
+    ("heads in turn", "zigzag"),
+    ("segments, nothing beyond", "contiguous"),
+    ("window", "contiguous"),
+)
 """Of the fourth no rank sends anything, of the last not every rank sends and receives."""
 
 

@@ -58,9 +58,16 @@ def test_moved_bytes_equal_the_schedules_hop_by_hop(case: Case, hops_per_stage: 
             planned: dict[Any, int] = defaultdict(int)
             for direction, hop in itertools.product(("forward", "backward"), range(case.cp)):
                 planned[direction, hop] = case.schedule.hop_bytes(
-                    cp_rank, hop, case.head_dim, case.dtype.itemsize, direction, kv_heads=case.num_kv_heads,
-                    batch=case.batch, side=side, partial_itemsize=case.dtype.itemsize,
-                )  # fmt: skip
+                    cp_rank,
+                    hop,
+                    case.head_dim,
+                    case.dtype.itemsize,
+                    direction,
+                    kv_heads=case.num_kv_heads,
+                    batch=case.batch,
+                    side=side,
+                    partial_itemsize=case.dtype.itemsize,
+                )
             assert dict(counted) == {key: num for key, num in planned.items() if num}, (cp_rank, side)
 
 

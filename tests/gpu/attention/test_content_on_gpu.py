@@ -34,9 +34,16 @@ def test_a_ring_makes_the_choice_of_the_definition_and_agrees_with_the_masked_so
 ) -> None:
     usable(kernel)
     case = make_case(
-        "zigzag", cp, 128 * 16, text=text, block=128, head_dim=128, dtype=torch.bfloat16, num_heads=heads,
+        "zigzag",
+        cp,
+        128 * 16,
+        text=text,
+        block=128,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        num_heads=heads,
         num_kv_heads=2,
-    )  # fmt: skip
+    )
     found, used = run_content_on("cuda", case, kernel=kernel.name, deterministic=False)
     for name, got, want in zip(("out", "dq", "dk", "dv"), found, masked_reference(case, "cuda"), strict=True):
         assert torch.isfinite(got).all(), name

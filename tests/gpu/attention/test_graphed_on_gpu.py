@@ -59,9 +59,14 @@ def _agreeing(ring: Any, case: Any, cp_rank: int, allowed: float = 0.0) -> Itera
 def dense_rings(cp_rank: int, cp: int) -> None:
     for heads, hops in (((8, 8), None), ((10, 2), 1)):
         case = Case(
-            cp=cp, seq_len=4096, num_heads=heads[0], num_kv_heads=heads[1], head_dim=128, document_starts=(0, 1000),
+            cp=cp,
+            seq_len=4096,
+            num_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=128,
+            document_starts=(0, 1000),
             dtype=torch.bfloat16,
-        )  # fmt: skip
+        )
         ring = RingAttention(case.schedule, cp_rank, dist.group.WORLD, deterministic=True, hops_per_stage=hops)
         with _agreeing(ring, case, cp_rank):
             pass
@@ -182,9 +187,14 @@ def aborted_while_a_replay_waits(cp_rank: int, cp: int) -> None:
 
 
 WORKS = (
-    dense_rings, sparse_rings, layers_in_turn, in_place, larger_ones_between, aborted_while_a_replay_waits,
+    dense_rings,
+    sparse_rings,
+    layers_in_turn,
+    in_place,
+    larger_ones_between,
+    aborted_while_a_replay_waits,
     deterministic_sparse_ring,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("work", WORKS)

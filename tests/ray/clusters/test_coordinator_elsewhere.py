@@ -44,10 +44,17 @@ def test_a_coordinator_that_starts_without_its_local_records_goes_on_from_the_st
     calm = tiny_trainer(tmp_path, "calm", **{**mesh, "spares": 0}).fit().summary
     gate = tmp_path / "gate"
     moved = tiny_trainer(
-        tmp_path, "moved", **mesh, gate=gate, gate_s=1.0, faults="kill@step=7,phase=backward,rank=1",
-        run={"run_dir": f"s3://{object_store.new_bucket()}/runs/moved",
-             "checkpoint_config": CheckpointConfig(every_steps=3)},
-    )  # fmt: skip
+        tmp_path,
+        "moved",
+        **mesh,
+        gate=gate,
+        gate_s=1.0,
+        faults="kill@step=7,phase=backward,rank=1",
+        run={
+            "run_dir": f"s3://{object_store.new_bucket()}/runs/moved",
+            "checkpoint_config": CheckpointConfig(every_steps=3),
+        },
+    )
     folder = moved.run_config.folder
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(moved.fit)

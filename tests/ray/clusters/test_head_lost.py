@@ -55,9 +55,11 @@ class TwoNodes:
         self.folder, self.kept = folder, kept
         self.redis: subprocess.Popen[bytes] | None = None
         self.environment = {
-            **os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT),
+            **os.environ,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONPATH": str(ROOT),
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(reconnect_s),
-        }  # fmt: skip
+        }
         self.drivers: list[Driver] = []
 
     def start_redis(self) -> None:
@@ -65,8 +67,9 @@ class TwoNodes:
         with (self.folder / "redis.log").open("w") as file:
             self.redis = subprocess.Popen(
                 ["redis-server", "--port", str(REDIS_PORT), "--save", "", "--dir", str(self.folder)],
-                stdout=file, stderr=file,
-            )  # fmt: skip
+                stdout=file,
+                stderr=file,
+            )
         wait_for(lambda: "Ready to accept connections" in (self.folder / "redis.log").read_text())
 
     def start_head(self) -> None:
@@ -75,18 +78,33 @@ class TwoNodes:
             kept = {"RAY_REDIS_ADDRESS": f"127.0.0.1:{REDIS_PORT}", "RAY_external_storage_namespace": "head-lost"}
         # Ray would take the other node's processes for a head that still runs at the address in this file.
         (self.folder / "head" / "ray_current_cluster").unlink(missing_ok=True)
-        self._ray(kept, "--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false",
-                  f"--node-ip-address={HEAD}", f"--temp-dir={self.folder / 'head'}")  # fmt: skip
+        self._ray(
+            kept,
+            "--head",
+            f"--port={PORT}",
+            "--num-cpus=0",
+            "--include-dashboard=false",
+            f"--node-ip-address={HEAD}",
+            f"--temp-dir={self.folder / 'head'}",
+        )
 
     def start_worker_node(self) -> None:
-        self._ray({}, f"--address={HEAD}:{PORT}", "--num-cpus=5", f"--node-ip-address={WORKER}",
-                  f"--temp-dir={self.folder / 'node'}")  # fmt: skip
+        self._ray(
+            {},
+            f"--address={HEAD}:{PORT}",
+            "--num-cpus=5",
+            f"--node-ip-address={WORKER}",
+            f"--temp-dir={self.folder / 'node'}",
+        )
 
     def _ray(self, more: dict[str, str], *words: str) -> None:
         done = subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", *words], env={**self.environment, **more},
-            capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *words],
+            env={**self.environment, **more},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
     def kill_head(self) -> None:
@@ -94,9 +112,10 @@ class TwoNodes:
         own = self._own()
         (gcs,) = [process for process in own if process.name() == "gcs_server"]
         (raylet,) = [
-            process for process in own
+            process
+            for process in own
             if process.name() == "raylet" and f"--node_ip_address={HEAD}" in process.cmdline()
-        ]  # fmt: skip
+        ]
         started = raylet.children(recursive=True)
         assert "ray::Coordinator" in {process.name() for process in started}
         for process in (gcs, raylet, *started):
@@ -112,9 +131,12 @@ class TwoNodes:
         log = self.folder / f"{name}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.ray.head_driver", *words], env=self.environment, cwd=ROOT,
-                stdout=subprocess.DEVNULL, stderr=file,
-            )  # fmt: skip
+                [sys.executable, "-m", "tests.ray.head_driver", *words],
+                env=self.environment,
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+            )
         self.drivers.append(Driver(process, log))
         return self.drivers[-1]
 
@@ -144,8 +166,10 @@ class Outage:
 
 
 SHORT, LONG, IN_REDIS = (
-    Outage(0.0, 40, 60.0, 1.0), Outage(75.0, 600, 300.0, 5.0), Outage(0.0, 40, 60.0, 1.0, "redis"),
-)  # fmt: skip
+    Outage(0.0, 40, 60.0, 1.0),
+    Outage(75.0, 600, 300.0, 5.0),
+    Outage(0.0, 40, 60.0, 1.0, "redis"),
+)
 
 
 @pytest.fixture
@@ -174,17 +198,20 @@ def calm(local_ray: None, undisturbed: Known, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "outage", [SHORT, *(pytest.param(one, marks=pytest.mark.soak) for one in (LONG, IN_REDIS))],
+    "outage",
+    [SHORT, *(pytest.param(one, marks=pytest.mark.soak) for one in (LONG, IN_REDIS))],
     ids=["short", "75 s", "in Redis"],
-)  # fmt: skip
+)
 def test_a_head_that_is_lost_and_comes_back_costs_no_step_and_drivers_attach_again(
     calm: dict[str, Any], nodes: TwoNodes, outage: Outage
 ) -> None:
     folder, gate = nodes.folder / "run", nodes.folder / "gate"
     first = nodes.driver("first", gate, outage.lease_s, outage.step_s)
     wait_for(lambda: num_steps(folder) > 1)
-    warned = ("may be away for 40 s only, not for timeouts.lease_s=60: Ray then ends this driver",
-              "Ray then ends all processes of node")  # fmt: skip
+    warned = (
+        "may be away for 40 s only, not for timeouts.lease_s=60: Ray then ends this driver",
+        "Ray then ends all processes of node",
+    )
     assert [first.says(text) for text in warned] == [outage.reconnect_s < outage.lease_s] * 2
     members = pids(folder)
     hasty = nodes.driver("hasty", gate, SHORT_LEASE_S, outage.step_s)

@@ -30,13 +30,19 @@ GCS_PORT, DASHBOARD_PORT, AGENT_PORT = 7391, 9291, 9391
 
 def cli(*words: str, timeout_s: float = 240.0, check: bool = True) -> subprocess.CompletedProcess[str]:
     environment = {
-        **os.environ, "RAY_ADDRESS": f"http://127.0.0.1:{DASHBOARD_PORT}",
-        "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0",
-    }  # fmt: skip
+        **os.environ,
+        "RAY_ADDRESS": f"http://127.0.0.1:{DASHBOARD_PORT}",
+        "PYTHONPATH": str(ROOT),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "ray.scripts.scripts", *words], env=environment, cwd=ROOT, timeout=timeout_s,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "ray.scripts.scripts", *words],
+        env=environment,
+        cwd=ROOT,
+        timeout=timeout_s,
+        capture_output=True,
+        text=True,
+    )
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
@@ -46,9 +52,18 @@ def head() -> Iterator[None]:
     ray.shutdown()  # the other modules' Ray
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `python` is ours
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PATH": path}
-    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={GCS_PORT}", "--num-cpus=4",
-             f"--dashboard-port={DASHBOARD_PORT}", f"--dashboard-agent-listen-port={AGENT_PORT}",
-             "--block"]  # fmt: skip
+    start = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        f"--port={GCS_PORT}",
+        "--num-cpus=4",
+        f"--dashboard-port={DASHBOARD_PORT}",
+        f"--dashboard-agent-listen-port={AGENT_PORT}",
+        "--block",
+    ]
     process = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: "No cluster status" not in cli("job", "list", check=False).stdout, lambda: job_server_is_up())
     ray.init(address=f"127.0.0.1:{GCS_PORT}", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
@@ -85,7 +100,7 @@ def test_a_stranger_runs_no_code_and_submits_no_job(head: None, tmp_path: Path) 
             [sys.executable, "-c", code], env=given, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         for given in (without, {**without, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64}, dict(os.environ))
-    ]  # fmt: skip
+    ]
     told = [(*driver.communicate(timeout=120), driver.returncode) for driver in drivers]
     assert [(out.strip(), code) for out, _, code in told] == [("", 1), ("", 1), ("4", 0)]
     assert all("InvalidAuthToken" in errors for _, errors, _ in told[:2])
@@ -107,8 +122,21 @@ def submit(name: str, folder: Path, *options: str, steps: int = 6, wait: bool = 
     job_id = f"{name}-{time.monotonic_ns()}"
     words = ["job", "submit", "--submission-id", job_id, "--working-dir", str(ROOT)]
     words += [] if wait else ["--no-wait"]
-    command = ["python", "jobs/train_1t.py", "--context", "256", "--steps", str(steps), "--run-name", name,
-               "--run-dir", str(folder / name), "--faults", "none", *options]  # fmt: skip
+    command = [
+        "python",
+        "jobs/train_1t.py",
+        "--context",
+        "256",
+        "--steps",
+        str(steps),
+        "--run-name",
+        name,
+        "--run-dir",
+        str(folder / name),
+        "--faults",
+        "none",
+        *options,
+    ]
     done = cli(*words, "--", *command, check=False)
     return f"exit {done.returncode}\n{done.stdout}{done.stderr}" if wait else job_id
 
@@ -181,15 +209,38 @@ def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> Non
 )
 def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path, whole_group: bool) -> None:
     folder = tmp_path / "interrupted"
-    command = [sys.executable, "jobs/train_1t.py", "--context", "256", "--steps", "500", "--faults", "none", "--dp",
-               "1", "--cp", "2", "--spares", "0", "--run-name", "interrupted", "--run-dir", str(folder)]  # fmt: skip
+    command = [
+        sys.executable,
+        "jobs/train_1t.py",
+        "--context",
+        "256",
+        "--steps",
+        "500",
+        "--faults",
+        "none",
+        "--dp",
+        "1",
+        "--cp",
+        "2",
+        "--spares",
+        "0",
+        "--run-name",
+        "interrupted",
+        "--run-dir",
+        str(folder),
+    ]
     home = tmp_path / "home"  # of a new user: no variable, no ~/.ray
     home.mkdir()
     environment = {**strangers(), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "HOME": str(home)}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts,
+        command,
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
         start_new_session=True,
-    )  # fmt: skip
+    )
     wait_for(lambda: num_steps(folder) >= 2)
     pids = [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
     assert all(psutil.pid_exists(pid) for pid in pids)

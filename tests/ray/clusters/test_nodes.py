@@ -99,9 +99,14 @@ def test_a_ring_over_two_nodes_sends_keys_between_them_once_and_loses_one_of_the
     ring on one node, where that ran before."""
     calm = fault_free(undisturbed, tmp_path, 1, 4)
     trainer = tiny_trainer(
-        tmp_path, "over-nodes", dp=1, cp=4, spares=2, faults="kill-node@step=6,phase=backward,rank=2",
+        tmp_path,
+        "over-nodes",
+        dp=1,
+        cp=4,
+        spares=2,
+        faults="kill-node@step=6,phase=backward,rank=2",
         run={"copies": "1", "copy_every_steps": 2},
-    )  # fmt: skip
+    )
     result = trainer.fit()
     check_records(trainer, result)
     summary = result.summary

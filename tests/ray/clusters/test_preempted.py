@@ -108,9 +108,22 @@ class Cloud:
         elif self._road == "SIGTERM":
             self._machines.nodes[self._index(node)].terminate()
         else:
-            command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self._machines.address,
-                       "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
-                       "--deadline-remaining-seconds", str(NOTICE_S)]  # fmt: skip
+            command = [
+                sys.executable,
+                "-m",
+                "ray.scripts.scripts",
+                "drain-node",
+                "--address",
+                self._machines.address,
+                "--node-id",
+                node,
+                "--reason",
+                "DRAIN_NODE_REASON_PREEMPTION",
+                "--reason-message",
+                "spot",
+                "--deadline-remaining-seconds",
+                str(NOTICE_S),
+            ]
             subprocess.run(command, check=True, timeout=60, capture_output=True)
         return time.time() + NOTICE_S
 
@@ -140,9 +153,16 @@ def test_members_hand_over_before_the_deadline_and_the_last_one_leaves_a_checkpo
     """First one of two machines goes, then the other; a new one takes the run up where the last has left it."""
     folder, gate, cloud = tmp_path / "spot", tmp_path / "gate", Cloud(road, machines, metadata)
     trainer = tiny_trainer(
-        tmp_path, "spot", dp=2, cp=1, spares=0, steps=150, global_batch=2, gate=gate,
+        tmp_path,
+        "spot",
+        dp=2,
+        cp=1,
+        spares=0,
+        steps=150,
+        global_batch=2,
+        gate=gate,
         run={"checkpoint_config": CheckpointConfig(every_steps=1_000_000), "notices": f"{__name__}:ask"},
-    )  # fmt: skip
+    )
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(trainer.fit)
         try:

@@ -20,17 +20,24 @@ ROOT = Path(__file__).parents[3]
 NUM_TRIALS = 7
 SMALL = ["--short-steps=1", "--long-steps=2", "--seq-len=128", "--cost-len=512", "--cpus-per-trial=0.5"]
 ENVIRONMENT = {
-    **os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0",
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "RAY_USAGE_STATS_ENABLED": "0",
     "OMP_NUM_THREADS": "1",
-}  # fmt: skip
+}
 
 
 def command(*more: str) -> list[str]:
     """Run in a folder of the test's own: `--out` is relative, as in the docs, and trials have yet other folders."""
     return [
-        sys.executable, str(ROOT / "tune" / "search_patterns.py"), "--out", "runs/search", f"--trials={NUM_TRIALS}",
-        *SMALL, *more,
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "tune" / "search_patterns.py"),
+        "--out",
+        "runs/search",
+        f"--trials={NUM_TRIALS}",
+        *SMALL,
+        *more,
+    ]
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

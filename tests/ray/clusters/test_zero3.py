@@ -39,14 +39,23 @@ pytestmark = [
     ),
 ]
 SMALL = [
-    "--model.num-layers=2", "--model.width=64", "--model.ffn-width=128", "--context=128", "--global-batch=4",
-    "--optim.total-steps=12", "--optim.warmup-steps=2",
-]  # fmt: skip
+    "--model.num-layers=2",
+    "--model.width=64",
+    "--model.ffn-width=128",
+    "--context=128",
+    "--global-batch=4",
+    "--optim.total-steps=12",
+    "--optim.warmup-steps=2",
+]
 ENVIRONMENT = {
-    **os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0",
-    "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local", "RAY_worker_niceness": "0",
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+    "RAY_ADDRESS": "local",
+    "RAY_worker_niceness": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-}  # fmt: skip
+}
 LIMIT_S = 240.0
 
 
@@ -109,10 +118,22 @@ def test_a_ring_of_two_trains_what_one_process_and_the_elastic_ring_train(tmp_pa
     summary = trained(tmp_path, "--steps=6", "--workers=2", "--cp=2")
     assert losses(summary) == pytest.approx(in_one_process(6), abs=1e-4)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "jobs" / "train_1t.py"), *SMALL, "--steps=6", "--dp=1", "--cp=2", "--spares=0",
-         f"--storage-path={tmp_path}", "--run-name=elastic"],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(ROOT / "jobs" / "train_1t.py"),
+            *SMALL,
+            "--steps=6",
+            "--dp=1",
+            "--cp=2",
+            "--spares=0",
+            f"--storage-path={tmp_path}",
+            "--run-name=elastic",
+        ],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     elastic = json.loads((tmp_path / "elastic" / "summary.json").read_text())
     assert losses(summary) == pytest.approx(losses(elastic), abs=1e-3)
@@ -160,17 +181,29 @@ def test_a_saved_llama_with_a_pattern_trains_on_a_manifest_and_is_exported(tmp_p
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None,
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
         eos_token_id=256,
-    )  # fmt: skip
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     prepared(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", texts(300)))
     tuned = [
-        f"--model-folder={tmp_path / 'llama'}", f"--data={tmp_path / 'prepared' / 'manifest.json'}",
-        "--pattern=window:32", "--context=128", "--global-batch=4", "--optim.total-steps=12", "--optim.warmup-steps=2",
+        f"--model-folder={tmp_path / 'llama'}",
+        f"--data={tmp_path / 'prepared' / 'manifest.json'}",
+        "--pattern=window:32",
+        "--context=128",
+        "--global-batch=4",
+        "--optim.total-steps=12",
+        "--optim.warmup-steps=2",
         "--optim.peak-lr=1e-2",
-    ]  # fmt: skip
+    ]
     summary = trained(tmp_path, "--steps=4", "--workers=2", "--cp=2", small=tuned)
     assert losses(summary) == pytest.approx(in_one_process(4, tuned), abs=1e-4)
     dense = in_one_process(4, [flag for flag in tuned if "window" not in flag])
@@ -217,9 +250,14 @@ def test_what_is_offloaded_to_the_cpu_trains_the_same(tmp_path: Path) -> None:
     own = {"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}
     (tmp_path / "deepspeed.json").write_text(json.dumps(own))
     summary = trained(
-        tmp_path, "--steps=4", "--workers=2", "--cp=2", "--offload-optimizer=cpu", "--offload-param=cpu",
+        tmp_path,
+        "--steps=4",
+        "--workers=2",
+        "--cp=2",
+        "--offload-optimizer=cpu",
+        "--offload-param=cpu",
         f"--deepspeed-config={tmp_path / 'deepspeed.json'}",
-    )  # fmt: skip
+    )
     assert losses(summary) == pytest.approx(in_one_process(4), abs=1e-4)
 
 
@@ -253,9 +291,12 @@ def test_what_is_offloaded_to_nvme_trains_the_same_and_goes_on_with_another_numb
     own = ["--offload-optimizer=nvme", "--offload-param=nvme", f"--nvme-path={swap}"]
     arguments = command(tmp_path, "--steps=4", "--workers=2", "--cp=2", *own, small=LARGER)[2:]
     done = subprocess.run(
-        [sys.executable, "-c", SWAPS, str(tmp_path), *arguments], env=ENVIRONMENT, capture_output=True, text=True,
+        [sys.executable, "-c", SWAPS, str(tmp_path), *arguments],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
         timeout=LIMIT_S,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     reference = in_one_process(6, LARGER)
     assert losses(summary_of(tmp_path)) == pytest.approx(reference[:4], abs=1e-4)

@@ -36,10 +36,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model") / "llama"
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None,
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
         eos_token_id=256,
-    )  # fmt: skip
+    )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(made, max_shard_size="30KB")
     assert len(list(made.glob("*.safetensors"))) > 1
     return made
@@ -49,13 +56,14 @@ def fit(folder: Path, runs: Path, name: str, faults: str = "", dtype: Any = "bfl
     """Four steps that compute in `dtype` over fp32 masters, with activation checkpointing."""
     heard = Heard()
     trainer = ElasticRingTrainer(
-        ring_model(folder), StdlibText(CONTEXT),
+        ring_model(folder),
+        StdlibText(CONTEXT),
         step_config=StepConfig(steps=STEPS, global_batch=4, context_tokens=CONTEXT, param_dtype=dtype),
         optim_config=OptimConfig(peak_lr=1e-2, total_steps=STEPS),
         scaling_config=ScalingConfig(dp=2, cp=2, resources_per_worker={"CPU": 0.25}, **scaling),
         run_config=RunConfig(name, run_dir=str(runs / name), faults=faults, progress=False),  # type: ignore[arg-type]
         callbacks=[heard],
-    )  # fmt: skip
+    )
     result = trainer.fit()
     assert left_behind(name) == []
     check_records(trainer, result)
@@ -111,10 +119,15 @@ def test_the_example_tunes_a_saved_model_and_exports_it(folder: Path, tmp_path: 
     manifest = str(tmp_path / "prepared" / "manifest.json")
     words = [sys.executable, str(ROOT / "examples" / "finetune_hf.py"), str(folder), manifest, "tuned", "2"]
     done = subprocess.run(
-        words, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        words,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
         # A Ray of its own, not whatever else runs on this machine.
         env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     assert loaded.dtype == torch.bfloat16

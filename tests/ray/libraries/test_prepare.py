@@ -192,10 +192,13 @@ def test_training_begins_while_preparation_goes_on_and_a_run_that_replays_it_has
     data = PreparedTokens.of(beginning, 96)
     mesh, kept = {"cp": 1, "steps": 32, "gate": gate}, CheckpointConfig(every_steps=2, keep_last=16)
     killed = train(
-        "growing", data=data, faults="kill@step=26,phase=backward,rank=1", **mesh,
+        "growing",
+        data=data,
+        faults="kill@step=26,phase=backward,rank=1",
+        **mesh,
         callbacks=(Growth(more, folder / "journal.jsonl", gate),),
         run={"run_dir": str(folder), "corpus_look_s": 0.2, "checkpoint_config": kept},
-    )  # fmt: skip
+    )
     preparing.join(60)
     assert sum(killed["lost_workers"].values()) == 1
     found = versions_of(folder / "journal.jsonl")

@@ -84,12 +84,20 @@ def prometheus(local_ray: None, tmp_path: Path, fired: tuple[str, Any]) -> Itera
     port, alertmanager = free_port(), free_port()
     configure(folder, fired[0], alertmanager)
     commands = [
-        [program("prometheus-alertmanager", "Debian: prometheus-alertmanager"),
-         f"--config.file={folder}/alertmanager.yml", f"--storage.path={folder}/alerts",
-         f"--web.listen-address=127.0.0.1:{alertmanager}", "--cluster.listen-address="],
-        [program("prometheus", "Debian: prometheus"), f"--config.file={folder}/prometheus.yml",
-         f"--storage.tsdb.path={folder}/data", f"--web.listen-address=127.0.0.1:{port}"],
-    ]  # fmt: skip
+        [
+            program("prometheus-alertmanager", "Debian: prometheus-alertmanager"),
+            f"--config.file={folder}/alertmanager.yml",
+            f"--storage.path={folder}/alerts",
+            f"--web.listen-address=127.0.0.1:{alertmanager}",
+            "--cluster.listen-address=",
+        ],
+        [
+            program("prometheus", "Debian: prometheus"),
+            f"--config.file={folder}/prometheus.yml",
+            f"--storage.tsdb.path={folder}/data",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ],
+    ]
     with (folder / "log").open("w") as log:
         processes = [subprocess.Popen(command, stdout=log, stderr=log) for command in commands]
     try:
@@ -124,8 +132,10 @@ def test_a_run_that_fails_reaches_the_pager_and_only_it(
     (alert,) = fired[1][0]["alerts"]
     assert alert["status"] == "firing"
     assert {name: alert["labels"][name] for name in ("alertname", "run", "severity")} == {
-        "alertname": "ElasticRingRunFailed", "run": NAME, "severity": "page",
-    }  # fmt: skip
+        "alertname": "ElasticRingRunFailed",
+        "run": NAME,
+        "severity": "page",
+    }
     assert alert["annotations"]["summary"] == f"Run {NAME} has ended with an error."
 
 
@@ -133,8 +143,18 @@ def test_a_run_that_fails_reaches_the_pager_and_only_it(
 def test_a_drill_makes_its_alert_fire_says_what_to_look_at_and_leaves_nothing(tmp_path: Path) -> None:
     """That of the connections which break though nobody dies: three times, for real, in a Ray of the drill's own."""
     program("prometheus", "Debian: prometheus")
-    command = [sys.executable, "-m", "elastic_ring", "drill", "alert", "ElasticRingCommunicationErrors",
-               "--rules", str(MONITORING / "rules.yml"), "--storage-path", str(tmp_path)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "elastic_ring",
+        "drill",
+        "alert",
+        "ElasticRingCommunicationErrors",
+        "--rules",
+        str(MONITORING / "rules.yml"),
+        "--storage-path",
+        str(tmp_path),
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MARK_OF_THIS_TEST", tmp_path.name)  # every process of the drill inherits it
         done = subprocess.run(command, capture_output=True, text=True, timeout=400)

@@ -51,9 +51,14 @@ def train_on_noise(
     """The summary of a run that acts on loss spikes, and its folder."""
     options = {"cp": 1, "spares": 0, **options}
     trainer = tiny_trainer(
-        folder, name, steps=STEPS, global_batch=BATCH, data=CountingText(),
-        run={"loss_spike": "act", "loss_spike_actions": actions, **(run or {})}, **options,
-    )  # fmt: skip
+        folder,
+        name,
+        steps=STEPS,
+        global_batch=BATCH,
+        data=CountingText(),
+        run={"loss_spike": "act", "loss_spike_actions": actions, **(run or {})},
+        **options,
+    )
     result = trainer.fit()
     assert left_behind(name) == []
     check_records(trainer, result)

@@ -77,12 +77,15 @@ class LimitedLoss:
 
 def trained(folder: Path, name: str, loss: LimitedLoss, steps: int = STEPS, **settings: Any) -> dict[str, Any]:
     trainer = ElasticRingTrainer(
-        partial(Transformer, WIDE), StdlibText(CONTEXT), loss=loss, initial=Initialiser(0, WIDE.num_layers),
+        partial(Transformer, WIDE),
+        StdlibText(CONTEXT),
+        loss=loss,
+        initial=Initialiser(0, WIDE.num_layers),
         step_config=StepConfig(steps=steps, global_batch=1, context_tokens=CONTEXT, check_model=False),
         optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=1, total_steps=steps),
         scaling_config=ScalingConfig(dp=1, cp=2, spares=0),
         run_config=RunConfig(name=name, run_dir=str(folder / name), progress=False, copies="0", **settings),
-    )  # fmt: skip
+    )
     result = trainer.fit()
     check_records(trainer, result)
     return result.summary
@@ -249,12 +252,15 @@ class Pids:
 
 def on_two_rings(folder: Path, name: str, loss: GrowingLoss, memory_limit: float, spares: int = 1) -> dict[str, Any]:
     trainer = ElasticRingTrainer(
-        partial(Transformer, TINY), StdlibText(96), loss=loss, initial=Initialiser(0, TINY.num_layers),
+        partial(Transformer, TINY),
+        StdlibText(96),
+        loss=loss,
+        initial=Initialiser(0, TINY.num_layers),
         step_config=StepConfig(steps=8, global_batch=6, context_tokens=96),
         optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=8),
         scaling_config=ScalingConfig(dp=2, cp=1, spares=spares),
         run_config=RunConfig(name=name, run_dir=str(folder / name), progress=False, memory_limit=memory_limit),
-    )  # fmt: skip
+    )
     result = trainer.fit()
     check_records(trainer, result)
     return result.summary

@@ -19,9 +19,10 @@ from tests.ray.conftest import ALONE, tiny_trainer, wait_for
 
 NAME = "measured"
 OF_GPUS = {
-    "elastic_ring_hop_latency_seconds", "elastic_ring_mfu_ratio",
+    "elastic_ring_hop_latency_seconds",
+    "elastic_ring_mfu_ratio",
     *(m.name for m in TABLE if m.name.startswith(("elastic_ring_gpu_", "elastic_ring_network_infiniband_"))),
-}  # fmt: skip
+}
 """And of InfiniBand."""
 
 
@@ -36,9 +37,10 @@ def scrape() -> dict[str, Family]:
 def of_run(families: dict[str, Family]) -> dict[str, Family]:
     """Those of the run: what other tests' runs have left at the endpoint does not count."""
     return {
-        name: family for name, family in families.items()
+        name: family
+        for name, family in families.items()
         if name.startswith(f"{PREFIX}elastic_ring") and any(s.labels.get("run") == NAME for s in family.samples)
-    }  # fmt: skip
+    }
 
 
 def value(family: Family, **labels: str) -> float:
@@ -50,11 +52,18 @@ def value(family: Family, **labels: str) -> float:
 @pytest.mark.slow
 def test_a_running_run_exports_every_metric_of_the_table_and_no_other(local_ray: None, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    trainer = tiny_trainer(tmp_path, NAME, steps=100, faults="kill@step=2,phase=backward,rank=0", gate=gate,
-                           global_batch=2, **{**ALONE, "dp": 2})  # fmt: skip
+    trainer = tiny_trainer(
+        tmp_path,
+        NAME,
+        steps=100,
+        faults="kill@step=2,phase=backward,rank=0",
+        gate=gate,
+        global_batch=2,
+        **{**ALONE, "dp": 2},
+    )
     trainer.run_config = replace(
         trainer.run_config, checkpoint_config=CheckpointConfig(every_steps=1), copies="1", copy_every_steps=1
-    )  # fmt: skip
+    )
     trainer.task = replace(trainer.task, step=replace(trainer.task.step, val_every_steps=4))
     wanted = {metric.exported_name for metric in TABLE if metric.name not in OF_GPUS}
     with ThreadPoolExecutor(1) as pool:

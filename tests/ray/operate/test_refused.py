@@ -66,20 +66,26 @@ class PlainAttention(nn.Module):
 
 def trainer(folder: Path, name: str, **changes: Any) -> ElasticRingTrainer:
     options: dict[str, Any] = {
-        "model": partial(Transformer, TINY), "data": StdlibText(96), "initial": Initialiser(0, 2),
+        "model": partial(Transformer, TINY),
+        "data": StdlibText(96),
+        "initial": Initialiser(0, 2),
         "step_config": StepConfig(steps=6, global_batch=4, context_tokens=96, check_model=False),
         "optim_config": OptimConfig(total_steps=6, max_skipped=2),
         "scaling_config": ScalingConfig(dp=2, cp=2, spares=0),
         "run_config": RunConfig(name=name, run_dir=str(folder / name), progress=False),
         **changes,
-    }  # fmt: skip
+    }
     return ElasticRingTrainer(options.pop("model"), options.pop("data"), **options)
 
 
 def test_a_mesh_larger_than_the_cluster_says_what_is_there_and_what_is_missing(local_ray: None, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mesh dp=9 x cp=5 needs 45 workers .* has CPU: 32 .* 13 missing"):
-        trainer(tmp_path, "large", scaling_config=ScalingConfig(dp=9, cp=5), step_config=StepConfig(
-            steps=6, global_batch=9, context_tokens=96)).fit()  # fmt: skip
+        trainer(
+            tmp_path,
+            "large",
+            scaling_config=ScalingConfig(dp=9, cp=5),
+            step_config=StepConfig(steps=6, global_batch=9, context_tokens=96),
+        ).fit()
     assert left_behind("large") == []
 
 

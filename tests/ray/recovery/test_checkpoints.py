@@ -43,8 +43,15 @@ def test_both_holders_of_a_shard_lost_at_once_come_back_from_the_checkpoint_or_a
 ) -> None:
     reference = fault_free(undisturbed, tmp_path)
     settings = {**EVERY_3, "copies": copies, "copy_every_steps": 1}
-    result = run(tmp_path, "both-holders", dp=2, cp=2, spares=2, run=settings,
-                 faults="kill@step=7,phase=forward,rank=1; kill@step=7,phase=forward,rank=3")  # fmt: skip
+    result = run(
+        tmp_path,
+        "both-holders",
+        dp=2,
+        cp=2,
+        spares=2,
+        run=settings,
+        faults="kill@step=7,phase=forward,rank=1; kill@step=7,phase=forward,rank=3",
+    )
     summary = result.summary
     (recovery,) = summary["recoveries"]
     assert recovery["source"] == source
@@ -99,9 +106,10 @@ def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its
     assert "sha256" in rejected[0].read_text()
     console = capsys.readouterr().err
     for told in (
-        f"step-{newest:08d}/lineage-000 does not verify and is set aside: ", f"resumed at step {before} from ",
+        f"step-{newest:08d}/lineage-000 does not verify and is set aside: ",
+        f"resumed at step {before} from ",
         "journal.jsonl is damaged; it is set aside as journal.jsonl.damaged-1",
-    ):  # fmt: skip
+    ):
         assert told in console
     assert json.loads((folder / "lineages" / "000.json").read_text())["from"] == []
     assert {name for name in kept(folder) if not any(fnmatch(name, known) for known in KNOWN)} == set()
@@ -150,8 +158,9 @@ def test_never_and_a_step_begin_a_lineage_of_their_own_and_other_settings_are_re
     assert "lineage-002" in anew.summary["checkpoints"][-1]["path"]
     assert (anew.summary["resumed_from"], same(anew.summary, first.summary)) == ([], True)
     with pytest.raises(ValueError, match=r"step\.global_batch: 6 there, 12 here"):
-        tiny_trainer(tmp_path, "other", **ALONE, steps=4, global_batch=12,
-                     run={"resume": str(tmp_path / "again")}).fit()  # fmt: skip
+        tiny_trainer(
+            tmp_path, "other", **ALONE, steps=4, global_batch=12, run={"resume": str(tmp_path / "again")}
+        ).fit()
     with pytest.raises(ValueError, match="no checkpoint of that step"):
         tiny_trainer(tmp_path, "again", **ALONE, steps=4, run={"resume": "3"}).fit()
 
@@ -164,15 +173,21 @@ def test_state_in_host_memory_changes_no_bit_through_kills_and_in_resuming_with_
     has its state on the devices."""
     reference = fault_free(undisturbed, tmp_path)
     settings = {"checkpoint_config": CheckpointConfig(every_steps=6, keep_last=9), "copies": "1", "copy_every_steps": 1}
-    moments = run(tmp_path, "moments", spares=3, cpu_offload="optimizer", run=settings,
-                  faults="kill@step=3,phase=apply,rank=3;"
-                  "kill@step=8,phase=forward,rank=0; kill@step=8,phase=forward,rank=2").summary  # fmt: skip
+    moments = run(
+        tmp_path,
+        "moments",
+        spares=3,
+        cpu_offload="optimizer",
+        run=settings,
+        faults="kill@step=3,phase=apply,rank=3;kill@step=8,phase=forward,rank=0; kill@step=8,phase=forward,rank=2",
+    ).summary
     assert [len(recovery["faults"]) for recovery in moments["recoveries"]] == [1, 2]
     assert moments["recoveries"][1]["source"] == "copy"
     assert same(moments, reference)
     path = next(one["path"] for one in moments["checkpoints"] if one["step"] == 6)
-    whole = run(tmp_path, "all", spares=1, cpu_offload="all", run={"resume": path},
-                faults="kill@step=9,phase=backward,rank=1").summary  # fmt: skip
+    whole = run(
+        tmp_path, "all", spares=1, cpu_offload="all", run={"resume": path}, faults="kill@step=9,phase=backward,rank=1"
+    ).summary
     assert whole["resumed_from"] == [{"step": 6, "path": path}]
     assert [recovery["steps_undone"] for recovery in whole["recoveries"]] == [0]
     assert same(whole, reference)
@@ -183,8 +198,15 @@ def test_at_dp_1_the_loss_of_a_rank_costs_the_steps_since_the_checkpoint_and_no_
     local_ray: None, undisturbed: Known, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = fault_free(undisturbed, tmp_path, dp=1)
-    summary = run(tmp_path, "one-ring", dp=1, cp=2, spares=1, run={**EVERY_3, "copies": "0"},
-                  faults="kill@step=5,phase=vote,rank=1").summary  # fmt: skip
+    summary = run(
+        tmp_path,
+        "one-ring",
+        dp=1,
+        cp=2,
+        spares=1,
+        run={**EVERY_3, "copies": "0"},
+        faults="kill@step=5,phase=vote,rank=1",
+    ).summary
     assert [recovery["source"] for recovery in summary["recoveries"]] == ["checkpoint"]
     assert (
         "a loss of any process: back to the newest checkpoint (one each 3 step(s)). copies=1 (--copies 1)"
@@ -213,8 +235,19 @@ def test_power_cuts_on_the_laptop_preset_cost_no_bit(
         store: ObjectStore = request.getfixturevalue("object_store")
         storage_path = f"s3://{store.new_bucket()}/runs"
         given |= store.environment
-    command = [sys.executable, "-m", "elastic_ring", "drill", "power-cut", "--steps", "8",
-               "--every", "2", "--storage-path", storage_path]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "elastic_ring",
+        "drill",
+        "power-cut",
+        "--steps",
+        "8",
+        "--every",
+        "2",
+        "--storage-path",
+        storage_path,
+    ]
     if where.endswith("in a save"):
         command += ["--cuts", "2", "--in-save"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=given)
@@ -267,9 +300,17 @@ def kill_the_run(name: str, folder: Path, at_step: int) -> None:
 
 
 KNOWN = (
-    *FILES.values(), "checkpoints/step-*/COMMIT.json", "checkpoints/step-*.safetensors", "*REJECTED.json", "terms/*",
-    "*.damaged-*", "attempt-001/*", "weights.safetensors", "callbacks.lock", "config.toml",
-)  # fmt: skip
+    *FILES.values(),
+    "checkpoints/step-*/COMMIT.json",
+    "checkpoints/step-*.safetensors",
+    "*REJECTED.json",
+    "terms/*",
+    "*.damaged-*",
+    "attempt-001/*",
+    "weights.safetensors",
+    "callbacks.lock",
+    "config.toml",
+)
 """The files of a run that `test_damage` and the docs speak of."""
 
 

@@ -122,9 +122,11 @@ def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_i
         trainer.run_config, trainer.scaling_config, trainer.task, begin["attempt"], "", time.time(), fingerprint
     )
     name = actor_name("last-words", "coordinator")
-    again = ray.remote(Coordinator).options(
-        name=name, namespace=NAMESPACE, lifetime="detached", max_concurrency=8, num_cpus=0
-    ).remote(run_spec)  # fmt: skip
+    again = (
+        ray.remote(Coordinator)
+        .options(name=name, namespace=NAMESPACE, lifetime="detached", max_concurrency=8, num_cpus=0)
+        .remote(run_spec)
+    )
     wait_for(lambda: ray.get(again.follow.remote(-1, 0))["ended"] is not None)
     ended = ray.get(again.follow.remote(-1, 0))["ended"]
     ray.kill(again)
@@ -141,9 +143,11 @@ def test_a_coordinator_that_dies_while_the_ring_is_being_built_changes_no_bit(
 ) -> None:
     calm = fault_free(undisturbed, tmp_path)
     trainer = tiny_trainer(
-        tmp_path, "mid-build", spares=1,
+        tmp_path,
+        "mid-build",
+        spares=1,
         faults="kill@step=3,phase=backward,rank=1; kill-coordinator@step=3,phase=heal,role=donor",
-    )  # fmt: skip
+    )
     result = trainer.fit()
     check_records(trainer, result)
     assert result.summary["weights_sha256"] == calm["weights_sha256"]

@@ -33,9 +33,10 @@ def keeping(copies: str, **others: Any) -> dict[str, Any]:
     ("copies", "shift"),
     [
         pytest.param(copies, shift, marks=() if (copies, shift) == ("parity:2", 3) else pytest.mark.soak)
-        for copies in ("1", "parity:2") for shift in range(len(PHASES))
+        for copies in ("1", "parity:2")
+        for shift in range(len(PHASES))
     ],
-)  # fmt: skip
+)
 def test_one_ring_that_loses_any_rank_in_any_phase_goes_back_to_the_copies_and_loses_no_bit(
     local_ray: None, undisturbed: Known, tmp_path: Path, copies: str, shift: int
 ) -> None:
@@ -44,8 +45,16 @@ def test_one_ring_that_loses_any_rank_in_any_phase_goes_back_to_the_copies_and_l
     phases = [PHASES[(rank + shift) % len(PHASES)] for rank in range(4)]
     faults = "; ".join(f"kill@step={3 + 2 * rank},phase={phase},rank={rank}" for rank, phase in enumerate(phases))
     heard = Heard()
-    summary = run(tmp_path, f"one-ring-{shift}-{copies[0]}", dp=1, cp=4, spares=4, faults=faults, run=keeping(copies),
-                  callbacks=(heard,)).summary  # fmt: skip
+    summary = run(
+        tmp_path,
+        f"one-ring-{shift}-{copies[0]}",
+        dp=1,
+        cp=4,
+        spares=4,
+        faults=faults,
+        run=keeping(copies),
+        callbacks=(heard,),
+    ).summary
     assert [recovery["source"] for recovery in summary["recoveries"]] == ["copy"] * 4
     assert all(recovery["steps_undone"] <= 4 for recovery in summary["recoveries"]), "twice the steps between copies"
     assert all(recovery["survivor_pids_kept"] and recovery["exact"] for recovery in summary["recoveries"])
@@ -55,9 +64,13 @@ def test_one_ring_that_loses_any_rank_in_any_phase_goes_back_to_the_copies_and_l
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("pairs", [
-    ((0, 1), (1, 3), (2, 3)), ((0, 2), (1, 2), (0, 3)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        ((0, 1), (1, 3), (2, 3)),
+        ((0, 2), (1, 2), (0, 3)),
+    ],
+)
 def test_one_ring_with_two_copies_may_lose_any_two_ranks_at_once(
     local_ray: None, undisturbed: Known, tmp_path: Path, pairs: tuple[tuple[int, int], ...]
 ) -> None:
@@ -73,9 +86,14 @@ def test_one_ring_with_two_copies_may_lose_any_two_ranks_at_once(
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("copies", "role"), [
-    ("1", "spare"), ("parity:2", "spare"), ("2", "donor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("copies", "role"),
+    [
+        ("1", "spare"),
+        ("parity:2", "spare"),
+        ("2", "donor"),
+    ],
+)
 def test_who_dies_while_a_copy_heals_a_newcomer_and_one_more_rank_cost_no_bit(
     local_ray: None, undisturbed: Known, tmp_path: Path, copies: str, role: str
 ) -> None:
@@ -107,12 +125,24 @@ def test_a_flipped_byte_in_a_copy_is_named_and_the_checkpoint_is_taken(
     reference = fault_free(undisturbed, tmp_path, dp=1)
     optim = OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=12)
     settings = {"copies": "1", "copy_every_steps": 4, "checkpoint_config": CheckpointConfig(every_steps=3)}
-    result = run(tmp_path, "flipped", dp=1, cp=2, spares=1, faults="kill@step=5,phase=backward,rank=1", run=settings,
-                 slow_s=0.2, lr_schedule=partial(flipping_schedule, tmp_path / "flipped", optim))  # fmt: skip
+    result = run(
+        tmp_path,
+        "flipped",
+        dp=1,
+        cp=2,
+        spares=1,
+        faults="kill@step=5,phase=backward,rank=1",
+        run=settings,
+        slow_s=0.2,
+        lr_schedule=partial(flipping_schedule, tmp_path / "flipped", optim),
+    )
     assert "copies=1 on one node: they go to other processes of this node" in caplog.text
     assert len(list(tmp_path.glob("flipped.*"))) >= 2
     assert [recovery["source"] for recovery in result.summary["recoveries"]] == ["checkpoint"]
-    told = [line["event"]["detail"] for line in read(result.path / JOURNAL_NAME)
-            if line.get("event", {}).get("type") == "BuildFailed"]  # fmt: skip
+    told = [
+        line["event"]["detail"]
+        for line in read(result.path / JOURNAL_NAME)
+        if line.get("event", {}).get("type") == "BuildFailed"
+    ]
     assert any("the copy of cp_rank 1 of step 4" in detail and "has digest" in detail for detail in told), told
     assert same(result.summary, reference)

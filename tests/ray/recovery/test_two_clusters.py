@@ -25,10 +25,33 @@ class Submission:
 
     def __init__(self, folder: Path, log: Path) -> None:
         command = [
-            sys.executable, "-m", "elastic_ring", "train", "--preset", "laptop", "--dp", "1", "--cp", "1",
-            "--spares", "0", "--model.num-layers", "1", "--context", "64", "--steps", "100000", "--global-batch", "1",
-            "--checkpoint-every-steps", "50", "--run-name", "shared", "--run-dir", str(folder),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "elastic_ring",
+            "train",
+            "--preset",
+            "laptop",
+            "--dp",
+            "1",
+            "--cp",
+            "1",
+            "--spares",
+            "0",
+            "--model.num-layers",
+            "1",
+            "--context",
+            "64",
+            "--steps",
+            "100000",
+            "--global-batch",
+            "1",
+            "--checkpoint-every-steps",
+            "50",
+            "--run-name",
+            "shared",
+            "--run-dir",
+            str(folder),
+        ]
         self.log, self._file = log, log.open("wb")
         environment = {**os.environ, "RAY_ADDRESS": "local"}
         self.driver = psutil.Popen(

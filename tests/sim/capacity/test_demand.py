@@ -69,8 +69,11 @@ def test_what_the_cluster_loses_for_good_is_found_too() -> None:
 
 
 def test_a_request_is_withdrawn_when_nothing_is_wanted_and_lowered_with_what_is_wanted() -> None:
-    asks = list(itertools.accumulate([(2, 4), (2,), ()], lambda ask, wanted: next_ask(ask, wanted, 4, False, 0.0),
-                                     initial=Ask()))  # fmt: skip
+    asks = list(
+        itertools.accumulate(
+            [(2, 4), (2,), ()], lambda ask, wanted: next_ask(ask, wanted, 4, False, 0.0), initial=Ask()
+        )
+    )
     assert [ask.num_workers for ask in asks] == [0, 4, 2, 0]
 
 

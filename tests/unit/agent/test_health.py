@@ -62,8 +62,14 @@ def test_a_counter_that_began_anew_is_no_rise() -> None:
 
 def test_a_programs_own_faults_say_nothing_of_its_gpu() -> None:
     assert [xid for xid in (13, 31, 43, 45, 48, 63, 64, 74, 79, 95, 119) if is_of_the_device(xid)] == [
-        48, 63, 64, 74, 79, 95, 119,
-    ]  # fmt: skip
+        48,
+        63,
+        64,
+        74,
+        79,
+        95,
+        119,
+    ]
 
 
 @pytest.mark.parametrize(("reasons", "slowed"), [(0x0, False), (0x1, False), (0x4, False), (0x8, True), (0x44, True)])

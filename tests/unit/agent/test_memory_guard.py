@@ -121,25 +121,37 @@ def test_without_a_cgroup_the_node_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inside", [True, False], ids=["the host's path", "the container's own root"])
 def test_the_limit_of_a_container_counts_without_its_page_cache(tmp_path: Path, inside: bool) -> None:
     folder = "sys/fs/cgroup/kubepods/pod" if inside else "sys/fs/cgroup"
-    memory = written(tmp_path, {
-        "proc/self/cgroup": "0::/kubepods/pod\n", "proc/9/cgroup": "0::/kubepods/pod\n",
-        f"{folder}/memory.max": f"{4 * GIB}\n", f"{folder}/memory.current": f"{3 * GIB}\n",
-        f"{folder}/memory.stat": f"anon 5\ninactive_file {GIB // 2}\n",
-        f"{folder}/memory.events": "low 0\noom 3\noom_kill 2\n",
-    })  # fmt: skip
+    memory = written(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/kubepods/pod\n",
+            "proc/9/cgroup": "0::/kubepods/pod\n",
+            f"{folder}/memory.max": f"{4 * GIB}\n",
+            f"{folder}/memory.current": f"{3 * GIB}\n",
+            f"{folder}/memory.stat": f"anon 5\ninactive_file {GIB // 2}\n",
+            f"{folder}/memory.events": "low 0\noom 3\noom_kill 2\n",
+        },
+    )
     assert memory.read() == MemoryReading(4 * GIB, 5 * GIB // 2)
     assert kills(memory.kill_counter(9)) == 2
 
 
 def test_of_nested_cgroups_of_version_1_the_fullest_counts(tmp_path: Path) -> None:
     base = "sys/fs/cgroup/memory"
-    memory = written(tmp_path, {
-        "proc/self/cgroup": "5:cpu:/\n4:memory:/outer/inner\n", "proc/9/cgroup": "4:memory:/outer/inner\n",
-        f"{base}/memory.limit_in_bytes": "9223372036854771712\n", f"{base}/memory.usage_in_bytes": "1\n",
-        f"{base}/outer/memory.limit_in_bytes": f"{2 * GIB}\n", f"{base}/outer/memory.usage_in_bytes": f"{7 * GIB // 4}",
-        f"{base}/outer/inner/memory.limit_in_bytes": f"{8 * GIB}", f"{base}/outer/inner/memory.usage_in_bytes": "5",
-        f"{base}/outer/inner/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n",
-    })  # fmt: skip
+    memory = written(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu:/\n4:memory:/outer/inner\n",
+            "proc/9/cgroup": "4:memory:/outer/inner\n",
+            f"{base}/memory.limit_in_bytes": "9223372036854771712\n",
+            f"{base}/memory.usage_in_bytes": "1\n",
+            f"{base}/outer/memory.limit_in_bytes": f"{2 * GIB}\n",
+            f"{base}/outer/memory.usage_in_bytes": f"{7 * GIB // 4}",
+            f"{base}/outer/inner/memory.limit_in_bytes": f"{8 * GIB}",
+            f"{base}/outer/inner/memory.usage_in_bytes": "5",
+            f"{base}/outer/inner/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n",
+        },
+    )
     assert memory.read() == MemoryReading(2 * GIB, 7 * GIB // 4)
     assert kills(memory.kill_counter(9)) == 4
 

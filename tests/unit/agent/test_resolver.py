@@ -30,8 +30,11 @@ def test_a_resolver_that_does_not_answer_is_warned_about(tmp_path: Path) -> None
     script = f'mount --bind {conf} /etc/resolv.conf && ip link set lo up && exec {sys.executable} -c "$0" "$1"'
     done = subprocess.run(
         ["unshare", "--mount", "--net", "sh", "-c", script, silent, ASK],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
     assert done.returncode == 0, done.stderr
     took_s = float(done.stdout)
     assert LIMIT_S <= took_s < LIMIT_S + 2.0

@@ -93,10 +93,15 @@ def test_a_client_without_the_key_is_closed_after_a_few_kilobytes_while_agents_a
 @pytest.mark.parametrize(
     "line",
     [
-        json.dumps(hello("n", "another key")).encode(), json.dumps({**hello("n"), "key": None}).encode(),
-        json.dumps({"kind": "beat"}).encode(), b"[1]", b"no JSON", b"[" * 4000, b"\xff\xfe",
+        json.dumps(hello("n", "another key")).encode(),
+        json.dumps({**hello("n"), "key": None}).encode(),
+        json.dumps({"kind": "beat"}).encode(),
+        b"[1]",
+        b"no JSON",
+        b"[" * 4000,
+        b"\xff\xfe",
     ],
-)  # fmt: skip
+)
 def test_a_first_line_that_is_no_hello_with_the_key_closes_the_connection(
     server: AgentServer, delivered: Delivered, line: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,9 +212,10 @@ def test_a_process_may_open_what_the_system_allows_it(caplog: pytest.LogCaptureF
 PIECES = st.one_of(
     st.binary(max_size=5000),
     st.sampled_from([b"\n", b"{", b"[" * 4000, json.dumps(hello("n", "no")).encode() + b"\n", b'{"kind": "hello"}\n']),
-    st.recursive(st.none() | st.integers() | st.text(), lambda leaf: st.dictionaries(st.text(), leaf), max_leaves=5)
-    .map(lambda found: json.dumps({"kind": "hello", "key": found, "node": found}).encode() + b"\n"),
-)  # fmt: skip
+    st.recursive(
+        st.none() | st.integers() | st.text(), lambda leaf: st.dictionaries(st.text(), leaf), max_leaves=5
+    ).map(lambda found: json.dumps({"kind": "hello", "key": found, "node": found}).encode() + b"\n"),
+)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -318,8 +318,9 @@ def test_an_agent_waits_for_no_remover_and_makes_no_folder(
     assert agent._locks == {}
     not_locked = [line for line in caplog.messages if "not locked" in line]
     assert [("No such file" in line, "is being removed" in line) for line in not_locked] == [
-        (True, False), (False, True),
-    ]  # fmt: skip
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_an_agent_that_cannot_clean_up_watches_all_the_same(

@@ -109,9 +109,14 @@ class Streams:
         self.last = dict.fromkeys((KERNELS, BESIDE, NCCL), begun)
 
     def run(
-        self, label: str, reads: list[torch.Tensor] | None = None, writes: list[torch.Tensor] | None = None, *,
-        stream: str | None = None, after: list[int] | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        label: str,
+        reads: list[torch.Tensor] | None = None,
+        writes: list[torch.Tensor] | None = None,
+        *,
+        stream: str | None = None,
+        after: list[int] | None = None,
+    ) -> int:
         stream = stream or self.current
         accesses = [self._access(x, False) for x in reads or []] + [self._access(x, True) for x in writes or []]
         label = f"rank {self.rank}, {stream}: {label}"

@@ -208,8 +208,9 @@ def test_a_slice_of_another_length_or_rank_is_named() -> None:
     layout, x = make_layout("zigzag", 63, 2), torch.zeros(1, 63, 4, 8)
     for tensor, cp_rank, named in (
         (x[:, 1:], 0, "has 62 of the layout's 63 tokens along dim=1"),
-        (x, 2, "cp_rank=2: layout zigzag has ranks 0 to 1"), (x, -1, "cp_rank=-1"),
-    ):  # fmt: skip
+        (x, 2, "cp_rank=2: layout zigzag has ranks 0 to 1"),
+        (x, -1, "cp_rank=-1"),
+    ):
         with pytest.raises(ValueError, match=named):
             layout.scatter(tensor, cp_rank, 1)
     slices = [layout.scatter(x, cp_rank, 1) for cp_rank in (0, 1)]

@@ -66,9 +66,15 @@ def check_bytes(case: Case, ledgers: list[HopLedger], num_calls: int = 1) -> Non
             planned: dict[Any, int] = defaultdict(int)
             for direction, hop in itertools.product(("forward", "backward"), range(case.cp)):
                 planned[direction, hop] = num_calls * case.schedule.hop_bytes(
-                    cp_rank, hop, case.head_dim, case.dtype.itemsize, direction,
-                    kv_heads=case.num_kv_heads, batch=case.batch, side=side,
-                )  # fmt: skip
+                    cp_rank,
+                    hop,
+                    case.head_dim,
+                    case.dtype.itemsize,
+                    direction,
+                    kv_heads=case.num_kv_heads,
+                    batch=case.batch,
+                    side=side,
+                )
             nonzero = {key: num for key, num in planned.items() if num}
             assert dict(counted) == nonzero, (cp_rank, side)
 

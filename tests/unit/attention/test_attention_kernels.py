@@ -283,8 +283,17 @@ def test_what_a_kernel_covers_is_tested_with_the_real_head_ratio_and_cached(
 
     def choose(head_ratio: int) -> Kernel:
         kernel = dataclasses.replace(right, forward=lambda *args, **options: forward(*args, **options))  # a new process
-        return select("cpu", torch.float32, 16, True, name, cover=cover, head_ratio=head_ratio, cache_dir=tmp_path,
-                      kernels=(kernel,))  # fmt: skip
+        return select(
+            "cpu",
+            torch.float32,
+            16,
+            True,
+            name,
+            cover=cover,
+            head_ratio=head_ratio,
+            cache_dir=tmp_path,
+            kernels=(kernel,),
+        )
 
     assert choose(1).name == name
     num_calls = calls[0]

@@ -67,9 +67,12 @@ def test_on_a_gpu_one_step_of_ten_is_watched_and_the_hosts_clock_is_no_answer() 
     assert watched == [1, EVENT_STEPS + 1, 2 * EVENT_STEPS + 1]
     _, figures = told(True, 1, event)
     assert figures == {
-        "hop_bytes": 200, "far_hop_bytes": 0, "hop_wait_s": pytest.approx(0.002),
-        "hop_latency_mean_s": pytest.approx(0.002), "hop_latency_p99_s": pytest.approx(0.002),
-    }  # fmt: skip
+        "hop_bytes": 200,
+        "far_hop_bytes": 0,
+        "hop_wait_s": pytest.approx(0.002),
+        "hop_latency_mean_s": pytest.approx(0.002),
+        "hop_latency_p99_s": pytest.approx(0.002),
+    }
     unmeasured = {"hop_wait_s": None, "hop_latency_mean_s": None, "hop_latency_p99_s": None}
     nothing = {"hop_bytes": 200, "far_hop_bytes": 0, **unmeasured}
     assert told(True, 2, event)[1] == nothing
@@ -79,6 +82,9 @@ def test_on_a_gpu_one_step_of_ten_is_watched_and_the_hosts_clock_is_no_answer() 
 def test_on_a_cpu_the_hosts_wait_is_measured_in_every_step_and_no_latency() -> None:
     for step in (0, 1, 2):
         assert told(False, step, exchange(2.0))[1] == {
-            "hop_bytes": 200, "far_hop_bytes": 0, "hop_wait_s": 0.5, "hop_latency_mean_s": None,
+            "hop_bytes": 200,
+            "far_hop_bytes": 0,
+            "hop_wait_s": 0.5,
+            "hop_latency_mean_s": None,
             "hop_latency_p99_s": None,
-        }  # fmt: skip
+        }

@@ -202,9 +202,11 @@ def test_and_not_where_some_row_is_in_no_tile(missing: str) -> None:
     plan = rank_plan(Case(1, 40, document_starts=(0, 10, 20, 30)).schedule, 0, 1)
     (own,) = plan.stages
     kept = {
-        "the first": own.by_rows[1:], "the last": own.by_rows[:-1], "one between": (own.by_rows[0], *own.by_rows[2:]),
+        "the first": own.by_rows[1:],
+        "the last": own.by_rows[:-1],
+        "one between": (own.by_rows[0], *own.by_rows[2:]),
         "all": (),
-    }[missing]  # fmt: skip
+    }[missing]
     assert plan.every_row_sees
     assert not replace(plan, stages=(replace(own, by_rows=kept),)).every_row_sees
     nothing = tuple(replace(tile, k=(5, 5)) if tile not in kept else tile for tile in own.by_rows)

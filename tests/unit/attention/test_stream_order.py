@@ -66,9 +66,17 @@ class Host:
             named("reference-sparse"), forward=self.forward, backward=self.backward, writes_gradients=True
         )
         self.dense_kernel = Kernel(
-            "modelled", DENSE, ("cpu",), (torch.float64,), None, True, self.forward, self.dense_backward,
-            keeps_type=True, writes_gradients=True,
-        )  # fmt: skip
+            "modelled",
+            DENSE,
+            ("cpu",),
+            (torch.float64,),
+            None,
+            True,
+            self.forward,
+            self.dense_backward,
+            keeps_type=True,
+            writes_gradients=True,
+        )
 
     def run(self, *args: Any, **options: Any) -> None:
         assert self.streams is not None
@@ -138,9 +146,16 @@ def both_passes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[Gra
     for streams, group, buffers in each_rank(calls[0].case.layout.cp, host, graph):
         for call in calls:
             ring = RingAttention(
-                call.case.schedule, streams.rank, group, kernel=host.kernel, coalesced=True, buffers=buffers,  # type: ignore[arg-type]
-                stage_bytes=call.stage_bytes, keep_keys=call.keep_keys, hosts=call.hosts,
-            )  # fmt: skip
+                call.case.schedule,
+                streams.rank,
+                group,
+                kernel=host.kernel,
+                coalesced=True,
+                buffers=buffers,  # type: ignore[arg-type]
+                stage_bytes=call.stage_bytes,
+                keep_keys=call.keep_keys,
+                hosts=call.hosts,
+            )
             with slices(call.case, streams) as (q, k, v, dout):
                 out, lse, index, keys = ring.run_forward(q, k, v, 1.0)
                 ring.run_backward(dout, (q, k, v, out, lse), 1.0, index, keys)
@@ -161,13 +176,14 @@ CASES = {
     "kept keys": [Call(block_case("window", 4, "zigzag"), 2**40, keep_keys=True)],
     "two hosts": [Call(block_case("bigbird", 8, "zigzag"), EVERY_HOP, hosts=TWO_HOSTS)] * 2,
     "calls one after another": [
-        Call(block_case("window", 4, "contiguous"), 2**40), Call(block_case("bigbird", 4, "contiguous"), EVERY_HOP),
+        Call(block_case("window", 4, "contiguous"), 2**40),
+        Call(block_case("bigbird", 4, "contiguous"), EVERY_HOP),
         Call(block_case("longnet with rows that see nothing", 4, "contiguous"), EVERY_HOP),
         Call(block_case("window", 4, "contiguous"), 2**40, keep_keys=True),
         Call(grouped_case("longnet and a window, 8 heads", 4, "zigzag"), 2**40, keep_keys=True),
         Call(block_case("heads in turn", 4, "contiguous", batch=2), EVERY_HOP),  # outgrows the buffers
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -271,9 +287,15 @@ def dense_passes(calls: list[DenseCall], monkeypatch: pytest.MonkeyPatch) -> Gra
     for streams, group, buffers in each_rank(calls[0].case.cp, host, graph):
         for call in calls:
             ring = RingAttention(
-                call.case.schedule, streams.rank, group, backend=host.dense_kernel, coalesced=True,  # type: ignore[arg-type]
-                buffers=buffers, hops_per_stage=call.hops_per_stage, hosts=call.hosts,
-            )  # fmt: skip
+                call.case.schedule,
+                streams.rank,
+                group,
+                backend=host.dense_kernel,
+                coalesced=True,  # type: ignore[arg-type]
+                buffers=buffers,
+                hops_per_stage=call.hops_per_stage,
+                hosts=call.hosts,
+            )
             with slices(call.case, streams) as (q, k, v, dout):
                 out, lse, index, _ = ring.run_forward(q, k, v, 1.0)
                 ring.run_backward(dout, (q, k, v, out, lse), 1.0, index)
@@ -288,10 +310,12 @@ DENSE_CASES = {
     "two hosts": [DenseCall(Case(8, 128), 1, TWO_HOSTS), DenseCall(Case(8, 128, causal=False), 1, TWO_HOSTS)],
     "documents": [DenseCall(Case(4, 64, layout_name="contiguous", document_starts=(0, 20, 40)), 1)],
     "calls one after another": [
-        DenseCall(Case(4, 64, batch=1), 3), DenseCall(Case(4, 64), 1), DenseCall(Case(4, 128, causal=False), 1),
+        DenseCall(Case(4, 64, batch=1), 3),
+        DenseCall(Case(4, 64), 1),
+        DenseCall(Case(4, 128, causal=False), 1),
         DenseCall(Case(4, 64, layout_name="contiguous"), 1),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DENSE_CASES)

@@ -45,9 +45,16 @@ def read_from_afar(case: Case, hosts: Hosts) -> int:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize(("hosts", "documents", "causal"), [
-    (TWO, (0,), False), (TWO, (0,), True), (PAIRS, (0, 37, 50), True), (PAIRS, (0, 37, 50), False), (MIXED, (0,), True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("hosts", "documents", "causal"),
+    [
+        (TWO, (0,), False),
+        (TWO, (0,), True),
+        (PAIRS, (0, 37, 50), True),
+        (PAIRS, (0, 37, 50), False),
+        (MIXED, (0,), True),
+    ],
+)
 def test_a_dense_ring_over_hosts_has_the_same_bits_and_sends_less_between_them(
     rings: ThreadRings, layout: str, hosts: Hosts, documents: tuple[int, ...], causal: bool
 ) -> None:
@@ -82,9 +89,15 @@ BLOCKS = BlockCase((BigBird(1, 1, 1),), (), zigzag(128 * 12, 6), block=128)
 
 
 @pytest.mark.parametrize("wire", ["native", "fp8"])
-@pytest.mark.parametrize(("kind", "case"), [
-    ("dense", DENSE_RULES), ("sparse", SPARSE), ("sparse", DENSE_RULES), ("blocks", BLOCKS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        ("dense", DENSE_RULES),
+        ("sparse", SPARSE),
+        ("sparse", DENSE_RULES),
+        ("blocks", BLOCKS),
+    ],
+)
 def test_so_do_patterns_and_keys_in_8_bits(rings: ThreadRings, kind: str, case: SparseCase, wire: str) -> None:
     """`blocks` without coalesced messages, as `stage_bytes` has one hop in a stage."""
     layout, tensors = case.layout, case.tensors()

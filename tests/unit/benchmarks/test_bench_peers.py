@@ -59,15 +59,38 @@ def give_cpus_a_ring_kernel() -> Any:
     """torch's rings run over three attention operators, none of which has a CPU kernel: give one the CPU's flash."""
     library = torch.library.Library("aten", "IMPL")
 
-    def forward(q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, debug: bool = False,
-                *, scale: float | None = None) -> tuple[Any, ...]:  # fmt: skip
+    def forward(
+        q: Any,
+        k: Any,
+        v: Any,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        debug: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> tuple[Any, ...]:
         out, lse = ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, scale=scale)
         seed, unused = torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
         return out, lse, None, None, q.size(2), k.size(2), seed, unused, torch.empty(0)
 
-    def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cum_q: Any, cum_k: Any, max_q: int, max_k: int,
-                 dropout_p: float, is_causal: bool, seed: Any, offset: Any,
-                 *, scale: float | None = None) -> tuple[Any, ...]:  # fmt: skip
+    def backward(
+        dout: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        cum_q: Any,
+        cum_k: Any,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        seed: Any,
+        offset: Any,
+        *,
+        scale: float | None = None,
+    ) -> tuple[Any, ...]:
         return ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, dropout_p, is_causal, scale=scale
         )

@@ -10,9 +10,16 @@ import pytest
 from benchmarks.recovery import bench_overhead as bench
 
 FIGURES: dict[str, Any] = {
-    "model": "small model", "blocks": 3, "steps_per_block": 4, "ratio": 1.01, "worst_loss_error": 0.0,
-    "median_product_s": 1.01, "mean_product_s": 1.01, "median_plain_s": 1.0, "mean_plain_s": 1.0,
-}  # fmt: skip
+    "model": "small model",
+    "blocks": 3,
+    "steps_per_block": 4,
+    "ratio": 1.01,
+    "worst_loss_error": 0.0,
+    "median_product_s": 1.01,
+    "mean_product_s": 1.01,
+    "median_plain_s": 1.0,
+    "mean_plain_s": 1.0,
+}
 
 
 def test_a_bound_above_the_limit_and_other_losses_are_missed() -> None:

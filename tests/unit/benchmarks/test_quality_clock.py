@@ -392,9 +392,13 @@ def test_a_file_is_gone_on_with_and_nothing_is_run_twice(
     lines = out.read_text(encoding="utf-8").splitlines()
     assert main(arguments(out, text, "--parts", "clock,tokens"), counted(0.5)) == 0
     assert trained == [
-        ("dense", 0, None), ("random", 0, None), ("random", 0, 2),
-        ("dense", 1, None), ("random", 1, None), ("random", 1, 4),
-    ]  # fmt: skip
+        ("dense", 0, None),
+        ("random", 0, None),
+        ("random", 0, 2),
+        ("dense", 1, None),
+        ("random", 1, None),
+        ("random", 1, 4),
+    ]
     assert out.read_text(encoding="utf-8").splitlines()[: len(lines)] == lines
     signal = finished(out)["signal", "", 0]
     assert signal["held"] == quality_clock.NUM_HELD
@@ -444,9 +448,13 @@ def test_a_file_that_another_device_kernel_or_family_began_is_refused_by_name(
     for owner, name, now, message in (
         (quality_clock, "_name", lambda device: "another", "device_name 'cpu' (now 'another')"),
         (quality_clock, "version", lambda package: "9.9", "(now '9.9')"),
-        (quality_clock, "block_families", lambda *sizes: {**block_families(*sizes), "random": DENSE},
-         "pattern of 'random'"),
-    ):  # fmt: skip
+        (
+            quality_clock,
+            "block_families",
+            lambda *sizes: {**block_families(*sizes), "random": DENSE},
+            "pattern of 'random'",
+        ),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, now)
             assert main(arguments(out, text, "--seeds", "1"), train_ticking(1.0)) == 2
@@ -464,8 +472,13 @@ def where(family: Family, seed: int, *rest: Any, **options: Any) -> dict[str, An
         raise LookupError("no such kernel")
     if family.name == "killed":
         os.kill(os.getpid(), 9)
-    return {"pid": os.getpid(), "threads": torch.get_num_threads(), "seed": seed, "steps": options["steps"],
-            "num_sequences": len(rest[1].sequences)}  # fmt: skip
+    return {
+        "pid": os.getpid(),
+        "threads": torch.get_num_threads(),
+        "seed": seed,
+        "steps": options["steps"],
+        "num_sequences": len(rest[1].sequences),
+    }
 
 
 @pytest.mark.slow
@@ -540,16 +553,29 @@ def test_files_of_before_medians_are_still_printed(name: str, capsys: pytest.Cap
 
 def test_the_table_prints_gaps_to_dense_of_the_same_seed() -> None:
     def line(part: str, name: str, seed: int, tail: float, steps: int) -> dict[str, Any]:
-        value = {"tail_loss": tail, "loss": tail, "train_loss": 0.5, "steps": steps, "tokens": 1, "epochs": 2.0,
-                 "seconds": 60.0, "ms_per_step": 60e3 / steps, "median_ms": 19.0, "density": 0.25,
-                 "rest_ms": 8.1 if (name, seed) == ("random", 1) else 7.0}  # fmt: skip
+        value = {
+            "tail_loss": tail,
+            "loss": tail,
+            "train_loss": 0.5,
+            "steps": steps,
+            "tokens": 1,
+            "epochs": 2.0,
+            "seconds": 60.0,
+            "ms_per_step": 60e3 / steps,
+            "median_ms": 19.0,
+            "density": 0.25,
+            "rest_ms": 8.1 if (name, seed) == ("random", 1) else 7.0,
+        }
         return {"part": part, "family": name, "seed": seed, "value": value}
 
     records = [
-        line("clock", "dense", 0, 0.7, 1000), line("clock", "dense", 1, 0.8, 1000),
-        line("clock", "random", 0, 0.65, 3000), line("clock", "random", 1, 0.85, 3000),
-        line("clock", "random", 2, 0.9, 3000), line("tokens", "random", 0, 0.9, 1000),
-    ]  # fmt: skip
+        line("clock", "dense", 0, 0.7, 1000),
+        line("clock", "dense", 1, 0.8, 1000),
+        line("clock", "random", 0, 0.65, 3000),
+        line("clock", "random", 1, 0.85, 3000),
+        line("clock", "random", 2, 0.9, 3000),
+        line("tokens", "random", 0, 0.9, 1000),
+    ]
     found = table({(r["part"], r["family"], r["seed"]): json.loads(json.dumps(r)) for r in records})
     rows = [row.split() for row in found if row.startswith("random")]
     assert rows[0][1:6] == ["0.250", "20.00", "19.00", "7.37", "3000"]

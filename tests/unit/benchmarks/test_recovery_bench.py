@@ -25,7 +25,7 @@ def rows(*memory: tuple[float, ...], spares: tuple[int, ...] | None = None) -> l
     return [
         {"kill": 5 * index, "memory": list(each), "spares": there}
         for index, (each, there) in enumerate(zip(memory, spares, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def test_a_run_that_leaked_is_judged_and_the_mended_one_passes() -> None:
@@ -36,11 +36,13 @@ def test_a_run_that_leaked_is_judged_and_the_mended_one_passes() -> None:
 
 def test_growth_is_the_slope_over_kills_with_the_standbys_contexts_taken_off() -> None:
     context = bench.CONTEXT_BYTES / 2**30
-    samples = [(2.0, 20.0)] + [(2.0 + 5 * kill / 1024, 20.0 + context * there) for kill, there in
-                               zip((5, 10, 15, 20), (6, 2, 4, 3), strict=True)]  # fmt: skip
+    samples = [(2.0, 20.0)] + [
+        (2.0 + 5 * kill / 1024, 20.0 + context * there)
+        for kill, there in zip((5, 10, 15, 20), (6, 2, 4, 3), strict=True)
+    ]
     assert bench.growth(rows(*samples, spares=(2, 6, 2, 4, 3))) == pytest.approx(
         {"rank 0's process": 5.0, "GPU 0": 0.0}
-    )  # fmt: skip
+    )
     assert bench.growth(rows(*samples[:4])) == {}, "too few to say"
     assert bench.slope([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == pytest.approx(2.0)
 
@@ -51,7 +53,7 @@ def test_what_a_survivor_holds_on_its_gpu_is_judged_by_itself_where_the_driver_t
         row["own_gib"] = 20.0 + 0.5 * index
     assert bench.growth(held) == pytest.approx(
         {"rank 0's process": 0.0, "rank 0's process on GPUs": 102.4, "GPU 0": 0.0}
-    )  # fmt: skip
+    )
     assert bench.outgrown(held) == ["memory of rank 0's process on GPUs grows by 102.4 MiB a kill, more than 64"]
     held[3]["own_gib"] = None
     assert "rank 0's process on GPUs" not in bench.growth(held)
@@ -100,16 +102,28 @@ def test_every_planned_kill_is_a_schedule_that_ends_within_the_short_run(name: s
 
 def test_a_pair_that_was_not_exact_and_bits_that_differ_are_missed() -> None:
     figures = {
-        "run": {"preset": "1b", "context": 1, "cp": 2, "gpus": 4, "gpu": "one", "nccl": "2"}, "parameters": 1,
-        "link_GB_s": 1.0, "paced": 1, "kills": [],
-        "pairs": [{"pair": 0, "apart_s": 0.5, "recoveries": [{"exact": True, "action": "a", "cause": "c"},
-                                                             {"exact": False, "action": "fewer rings", "cause": "c"}]}],
+        "run": {"preset": "1b", "context": 1, "cp": 2, "gpus": 4, "gpu": "one", "nccl": "2"},
+        "parameters": 1,
+        "link_GB_s": 1.0,
+        "paced": 1,
+        "kills": [],
+        "pairs": [
+            {
+                "pair": 0,
+                "apart_s": 0.5,
+                "recoveries": [
+                    {"exact": True, "action": "a", "cause": "c"},
+                    {"exact": False, "action": "fewer rings", "cause": "c"},
+                ],
+            }
+        ],
         "same": {"vote": {"losses": True, "weights_sha256": False}, "heal": {"losses": True}},
-    }  # fmt: skip
+    }
     text, missed = bench.report(figures)
     assert missed == [
-        "pair 0 was not exact: fewer rings", "weights_sha256 of a kill in vote differ from the run without faults"
-    ]  # fmt: skip
+        "pair 0 was not exact: fewer rings",
+        "weights_sha256 of a kill in vote differ from the run without faults",
+    ]
     assert "killed 0.5 s after another one" in text
 
 

@@ -21,8 +21,10 @@ from tests.unit.attention.attention_rings import in_threads
 from tests.unit.sparse.pattern_cases import SparseCase, masked_attention
 
 LAYOUTS: dict[str, Any] = {
-    "contiguous": contiguous, "zigzag": zigzag, "striped": lambda s, c: striped(s, c, unit_tokens=3),
-}  # fmt: skip
+    "contiguous": contiguous,
+    "zigzag": zigzag,
+    "striped": lambda s, c: striped(s, c, unit_tokens=3),
+}
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from tests.unit.train.tiny_task import (
     plain_training,
     rebuild,
     run_steps,
-)  # fmt: skip
+)
 
 NUM_STEPS = 3
 TEXT = "topk:2,unit=3;topk:2,causal=0,unit=2+window:2@1"
@@ -115,9 +115,10 @@ def test_training_is_masked_training_and_every_ring_gives_its_losses(
     monkeypatch.setattr(tiny_task, "dense_batch", masked_batch(task))
     monkeypatch.setattr(
         "elastic_ring.model.transformer.of_layer",
-        lambda attention, index: attention.layer(index) if isinstance(attention, ByContent)
-        else layer_of(attention, index),
-    )  # fmt: skip
+        lambda attention, index: (
+            attention.layer(index) if isinstance(attention, ByContent) else layer_of(attention, index)
+        ),
+    )
     wanted, _ = plain_training(task, NUM_STEPS)
     for mesh in (Mesh(1, 1), Mesh(1, 2), Mesh(1, 3), Mesh(2, 3)):
         assert losses_on(six, mesh, task) == pytest.approx(wanted, abs=1e-5), mesh

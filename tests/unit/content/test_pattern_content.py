@@ -37,7 +37,7 @@ from tests.unit.content.content_cases import (
     run_content,
     schedule_of,
     wanted,
-)  # fmt: skip
+)
 from tests.unit.sparse.block_cases import masked_reference
 
 MIXED = '{"groups": [{"heads": [{"count": 3, "rule": "topk:3,unit=4"}, {"rule": "topk:2,causal=0,unit=6+window:5"}]}]}'
@@ -226,9 +226,12 @@ def test_calls_after_one_another_do_not_mix_and_repeat_bit_for_bit(rings: Thread
 
 
 BLOCK_TEXTS = (
-    "topk:2", "topk:3,causal=0", "topk:2,unit=256", "topk:2+bigbird:2,0,0",
+    "topk:2",
+    "topk:3,causal=0",
+    "topk:2,unit=256",
+    "topk:2+bigbird:2,0,0",
     '{"groups": [{"heads": [{"rule": "topk:2"}, {"rule": "dense"}, {"count": 2, "rule": "topk:3+random:1"}]}]}',
-)  # fmt: skip
+)
 
 
 @pytest.mark.thinned(num=2)
@@ -394,9 +397,13 @@ def test_with_all_keys_fetched_the_host_plans_once_and_the_choice_is_the_same(
     def work(cp_rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], PatternedAttention]:
         leaves = [case.layout.scatter(x, cp_rank, 1).requires_grad_() for x in case.tensors()[:3]]
         attention = PatternedAttention(
-            case.pattern, case.layout, cp_rank, groups[cp_rank], document_starts=case.document_starts,
+            case.pattern,
+            case.layout,
+            cp_rank,
+            groups[cp_rank],
+            document_starts=case.document_starts,
             sparse_kernel="reference-sparse",
-        )  # fmt: skip
+        )
         dout = case.layout.scatter(case.tensors()[3], cp_rank, 1)
         passes = []
         for _ in range(2):

@@ -45,9 +45,14 @@ class Run:
     """A run's storage with the savers of its ranks and its keeper; what they tell is handed on as in a run."""
 
     def __init__(
-        self, folder: Path | str, config: CheckpointConfig, resume: Resume | None = None, term: int = 1,
-        facts: Mapping[str, Any] | None = None, **more: Any,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path | str,
+        config: CheckpointConfig,
+        resume: Resume | None = None,
+        term: int = 1,
+        facts: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
         """`folder`: of a file system, or s3://BUCKET/FOLDER."""
         self.config = RunConfig("kept", run_dir=str(folder), checkpoint_config=config)
         self.told: queue.Queue[tuple[str, Any]] = queue.Queue()

@@ -86,9 +86,13 @@ def trainer_of(folder: Path, name: str = "damaged", seed: int = 0, steps: int = 
     run = RunConfig(name, run_dir=str(folder), checkpoint_config=CheckpointConfig(every_steps=2, keep_last=9))
     step = StepConfig(steps=steps, global_batch=4, context_tokens=96, seed=seed)
     trainer = ElasticRingTrainer(
-        partial(Transformer, preset("laptop")), StdlibText(96), run_config=run, step_config=step,
-        optim_config=OptimConfig(total_steps=6), callbacks=(Callback(),),
-    )  # fmt: skip
+        partial(Transformer, preset("laptop")),
+        StdlibText(96),
+        run_config=run,
+        step_config=step,
+        optim_config=OptimConfig(total_steps=6),
+        callbacks=(Callback(),),
+    )
     trainer.config_files["config.toml"] = f"seed = {seed}\n"
     return trainer
 
@@ -129,9 +133,15 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
     trainer._write_config()
     write_json(folder / "status.json", {"run": name, "ended": True, "updated_unix_s": 1.0, "step": 4, "end": {}})
     summary = build_summary(
-        losses_hex=[(2.0 + seed).hex()] * 4, weights_sha256="w", samples_sha256="s", goodput=1.0, exact=True,
-        generations=[], recoveries=[], identity=identity,
-    )  # fmt: skip
+        losses_hex=[(2.0 + seed).hex()] * 4,
+        weights_sha256="w",
+        samples_sha256="s",
+        goodput=1.0,
+        exact=True,
+        generations=[],
+        recoveries=[],
+        identity=identity,
+    )
     write_summary(folder, summary)
     (folder / "loss.png").write_bytes(b"\x89PNG and more")
     (folder / "weights.safetensors").write_bytes(b"what the summary tells of")
@@ -224,19 +234,28 @@ def restored(run: Run, folder: Path) -> tuple[int, list[str]]:
             counting = run.next("checkpoints")
 
 
-SLOW = [(file, n) for file, cells in TABLE.items() for n in range(5) if cells == ("goes on",) * 5 or (
-    n == 1 and FILES[file].endswith(".json") and "COMMIT" not in file)]  # fmt: skip
+SLOW = [
+    (file, n)
+    for file, cells in TABLE.items()
+    for n in range(5)
+    if cells == ("goes on",) * 5 or (n == 1 and FILES[file].endswith(".json") and "COMMIT" not in file)
+]
 CASES = [
     pytest.param(file, n, id=f"{FILES[file]}-{DAMAGES[n]}", marks=[pytest.mark.slow] * ((file, n) in SLOW))
-    for file in TABLE for n in range(len(DAMAGES))
-]  # fmt: skip
+    for file in TABLE
+    for n in range(len(DAMAGES))
+]
 
 
 @pytest.mark.parametrize(("file", "number"), CASES)
 def test_each_file_that_a_run_keeps_may_be_damaged_in_each_way(
-    runs: tuple[Path, Path], file: str, number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    runs: tuple[Path, Path],
+    file: str,
+    number: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     folder, (own, stranger) = tmp_path / "run", runs
     shutil.copytree(own, folder)
     # The stranger's shards of this step have the same bytes.
@@ -264,8 +283,13 @@ def test_each_file_that_a_run_keeps_may_be_damaged_in_each_way(
     aside = [*folder.glob(f"{name}.damaged-*"), *folder.glob(f"{where}/*-REJECTED.json")]
     assert len(aside) == ("aside" in expected or (expected.endswith("before") and told != ""))
     assert (folder / f"attempt-001/{path.name}").exists() == (expected == "moved") or path.name in (
-        "metrics.jsonl", "callbacks.json", "summary.json", "journal.jsonl", "status.json", "loss.png",
-    )  # fmt: skip
+        "metrics.jsonl",
+        "callbacks.json",
+        "summary.json",
+        "journal.jsonl",
+        "status.json",
+        "loss.png",
+    )
     assert ("has no lines of" in told) == ("gap" in expected)
 
 

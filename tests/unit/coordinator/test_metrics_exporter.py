@@ -37,39 +37,80 @@ from elastic_ring.runtime.coordinator.recorder import RunRecorder
 from elastic_ring.train.task import TrainingTask
 
 OF_OTHERS = {
-    "elastic_ring_driver_silent_seconds", "elastic_ring_driver_lease_seconds",
-    "elastic_ring_checkpoint_failing_seconds", "elastic_ring_checkpoints_missed",
+    "elastic_ring_driver_silent_seconds",
+    "elastic_ring_driver_lease_seconds",
+    "elastic_ring_checkpoint_failing_seconds",
+    "elastic_ring_checkpoints_missed",
     "elastic_ring_last_checkpoint_timestamp_seconds",
-}  # fmt: skip
+}
 """Known to neither recorder nor state; tests/ray/operate/test_metrics.py sees them."""
 STATE = State(
     ControlOptions("measured", 2, 1, 40, spares=2, max_dp=3),
-    Running(Membership(1, 2, Mesh(2, 1), ("a", "b"), 0)), 1, 2,
-    {**{name: Worker(name, "node", "ready", 0.0) for name in "abcd"}, "e": Worker("e", "node", "starting", 9.0),
-     "f": Worker("f", "other", "ready", 0.0, draining=True), "g": Worker("g", "other", "starting", 9.0, draining=True)},
+    Running(Membership(1, 2, Mesh(2, 1), ("a", "b"), 0)),
+    1,
+    2,
+    {
+        **{name: Worker(name, "node", "ready", 0.0) for name in "abcd"},
+        "e": Worker("e", "node", "starting", 9.0),
+        "f": Worker("f", "other", "ready", 0.0, draining=True),
+        "g": Worker("g", "other", "starting", 9.0, draining=True),
+    },
     {"node": Node("node", 8), "other": Node("other", 8, draining=True, start_failures=3)},
-)  # fmt: skip
+)
 
 
 def change(step: int, **more: Any) -> Change:
     fields: dict[str, Any] = {
-        "term": 1, "generation": 2, "mesh": Mesh(2, 1), "previous_mesh": Mesh(2, 1), "members": ("a", "e"),
-        "step": step, "cause": "", "action": "spare took its place", "promise": "bit-exact", "reason": "",
-        "lost": (LostWorker("b", "node", 1, "node lost"), LostWorker("c", "node", 0, "died")), "drained": (),
-        "newcomers": (), "survivors": ("a",), "rolled_forward": None, "step_rerun": step, "planned": False,
-        "noticed_at": 10.0, "closed_at": 10.5, "resumed_at": 11.0, **more,
-    }  # fmt: skip
+        "term": 1,
+        "generation": 2,
+        "mesh": Mesh(2, 1),
+        "previous_mesh": Mesh(2, 1),
+        "members": ("a", "e"),
+        "step": step,
+        "cause": "",
+        "action": "spare took its place",
+        "promise": "bit-exact",
+        "reason": "",
+        "lost": (LostWorker("b", "node", 1, "node lost"), LostWorker("c", "node", 0, "died")),
+        "drained": (),
+        "newcomers": (),
+        "survivors": ("a",),
+        "rolled_forward": None,
+        "step_rerun": step,
+        "planned": False,
+        "noticed_at": 10.0,
+        "closed_at": 10.5,
+        "resumed_at": 11.0,
+        **more,
+    }
     return Change(**fields)
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
     return {
-        "step": step, "loss": 2.5, "grad_norm": 1.5, "lr": 0.1, "num_tokens": 80, "samples": [1.0, 0.0, 2.0, 0.0],
-        "skipped": False, "step_s": 4.0, "generation": 1, "dp": 2, "cp": 1, "hop_bytes": 64, "far_hop_bytes": 0,
-        "hop_wait_s": 0.25, "data_wait_s": 0.125, "work_s": [0.5, 0.75],
-        "hop_latency_mean_s": 0.125, "hop_latency_p99_s": 0.5, "committed_monotonic_s": 1.0, "vote": [1.0],
-        "membership_id": [1, 1], **more,
-    }  # fmt: skip
+        "step": step,
+        "loss": 2.5,
+        "grad_norm": 1.5,
+        "lr": 0.1,
+        "num_tokens": 80,
+        "samples": [1.0, 0.0, 2.0, 0.0],
+        "skipped": False,
+        "step_s": 4.0,
+        "generation": 1,
+        "dp": 2,
+        "cp": 1,
+        "hop_bytes": 64,
+        "far_hop_bytes": 0,
+        "hop_wait_s": 0.25,
+        "data_wait_s": 0.125,
+        "work_s": [0.5, 0.75],
+        "hop_latency_mean_s": 0.125,
+        "hop_latency_p99_s": 0.5,
+        "committed_monotonic_s": 1.0,
+        "vote": [1.0],
+        "membership_id": [1, 1],
+        **more,
+    }
 
 
 @pytest.fixture
@@ -77,9 +118,21 @@ def recorder(tmp_path: Path) -> RunRecorder:
     made = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
     made.open(0.0)
     made.begun(0, (1, 1))
-    made.publish([record(0), record(1, skipped=True, loss=math.nan, hop_wait_s=None, hop_latency_mean_s=None,
-                                    hop_latency_p99_s=None, gpu_memory=MEMORY),
-                  {"step": 1, "val_loss": 2.0, "took_s": 0.125}])  # fmt: skip
+    made.publish(
+        [
+            record(0),
+            record(
+                1,
+                skipped=True,
+                loss=math.nan,
+                hop_wait_s=None,
+                hop_latency_mean_s=None,
+                hop_latency_p99_s=None,
+                gpu_memory=MEMORY,
+            ),
+            {"step": 1, "val_loss": 2.0, "took_s": 0.125},
+        ]
+    )
     made.lost.add("startup", 0.5)
     made.lost.add("stalled", 0.25)
     made.recoveries.begin(change(2), 2, 9.25)
@@ -100,13 +153,19 @@ def recorder(tmp_path: Path) -> RunRecorder:
 
 
 WORK = Work(flops=989.4e12)
-HEALTH = {"10.0.0.1": {"network": dict.fromkeys([*NETWORK_KEYS, *INFINIBAND_KEYS], 3),
-                       "gpus": {"0": {**dict.fromkeys(GPU_KEYS, 0.0), "xid_errors": 2.0}}}}  # fmt: skip
+HEALTH = {
+    "10.0.0.1": {
+        "network": dict.fromkeys([*NETWORK_KEYS, *INFINIBAND_KEYS], 3),
+        "gpus": {"0": {**dict.fromkeys(GPU_KEYS, 0.0), "xid_errors": 2.0}},
+    }
+}
 MEMORY = {"allocated": 100, "reserved": 160, "fragmented": 30, "peak": 140}
 
 
-COPIED = {"step": 20, "copied": {"step": 20, "bytes": 512, "num_holders": 1, "blocked_s": 0.125, "total_s": 0.5,
-                                 "skipped": 3}}  # fmt: skip
+COPIED = {
+    "step": 20,
+    "copied": {"step": 20, "bytes": 512, "num_holders": 1, "blocked_s": 0.125, "total_s": 0.5, "skipped": 3},
+}
 
 
 def exported(recorder: RunRecorder, state: State = STATE) -> dict[tuple[str, str], float | None]:
@@ -130,38 +189,65 @@ def test_every_gauge_of_the_table_has_its_values_and_there_is_no_other(recorder:
 def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
     found = exported(recorder)
     told = {
-        ("elastic_ring_committed_steps", ""): 2, ("elastic_ring_planned_steps", ""): 40,
-        ("elastic_ring_skipped_steps", ""): 1, ("elastic_ring_validation_loss", ""): 2.0,
-        ("elastic_ring_phase", "running"): 1, ("elastic_ring_phase", "waiting"): 0,
-        ("elastic_ring_tokens_per_second", ""): 20.0, ("elastic_ring_mfu_ratio", ""): 0.125,
+        ("elastic_ring_committed_steps", ""): 2,
+        ("elastic_ring_planned_steps", ""): 40,
+        ("elastic_ring_skipped_steps", ""): 1,
+        ("elastic_ring_validation_loss", ""): 2.0,
+        ("elastic_ring_phase", "running"): 1,
+        ("elastic_ring_phase", "waiting"): 0,
+        ("elastic_ring_tokens_per_second", ""): 20.0,
+        ("elastic_ring_mfu_ratio", ""): 0.125,
         ("elastic_ring_hop_exposed_wait_seconds", ""): 0.25,
-        ("elastic_ring_hop_latency_seconds", "p99"): 0.5, ("elastic_ring_mesh", "dp"): 2,
-        ("elastic_ring_wanted_rings", "max"): 3, ("elastic_ring_wanted_spares", ""): 2,
-        ("elastic_ring_workers", "member"): 2, ("elastic_ring_workers", "spare"): 2,
-        ("elastic_ring_workers", "starting"): 1, ("elastic_ring_workers", "leaving"): 2,
-        ("elastic_ring_nodes", "usable"): 2, ("elastic_ring_nodes", "draining"): 1,
-        ("elastic_ring_failed_starts", ""): 3, ("elastic_ring_recoveries", "node lost"): 1,
-        ("elastic_ring_recoveries", "died"): 0, ("elastic_ring_lost_workers", "died"): 1,
-        ("elastic_ring_recovery_sum_seconds", "close"): 1.0, ("elastic_ring_recovery_sum_seconds", "rerun"): 1.5,
-        ("elastic_ring_recovery_sum_seconds", "total"): 2.5, ("elastic_ring_rerun_steps", ""): 1,
-        ("elastic_ring_checkpoints", ""): 1, ("elastic_ring_checkpoint_step", ""): 2,
-        ("elastic_ring_checkpoint_seconds", "blocked"): 0.25, ("elastic_ring_checkpoint_size_bytes", ""): 1024,
-        ("elastic_ring_copy_step", ""): 20, ("elastic_ring_copy_seconds", "total"): 0.5,
-        ("elastic_ring_copy_size_bytes", ""): 512, ("elastic_ring_copies_skipped", ""): 3,
-        ("elastic_ring_worker_memory_bytes", "rss"): 7, ("elastic_ring_worker_memory_bytes", "peak"): 9,
-        ("elastic_ring_worker_memory_bytes", "shared"): 1, ("elastic_ring_gpu_memory_bytes", "fragmented"): 30,
-        ("elastic_ring_gpu_memory_bytes", "peak"): 140, ("elastic_ring_memory_pressure_ratio", "full"): 0.125,
-        ("elastic_ring_network_drops", "10.0.0.1"): 3, ("elastic_ring_gpu_xid_errors", "10.0.0.1/0"): 2.0,
-        ("elastic_ring_step_part_mean_seconds", "forward"): 1.5, ("elastic_ring_rank_work_seconds", "1"): 0.75,
+        ("elastic_ring_hop_latency_seconds", "p99"): 0.5,
+        ("elastic_ring_mesh", "dp"): 2,
+        ("elastic_ring_wanted_rings", "max"): 3,
+        ("elastic_ring_wanted_spares", ""): 2,
+        ("elastic_ring_workers", "member"): 2,
+        ("elastic_ring_workers", "spare"): 2,
+        ("elastic_ring_workers", "starting"): 1,
+        ("elastic_ring_workers", "leaving"): 2,
+        ("elastic_ring_nodes", "usable"): 2,
+        ("elastic_ring_nodes", "draining"): 1,
+        ("elastic_ring_failed_starts", ""): 3,
+        ("elastic_ring_recoveries", "node lost"): 1,
+        ("elastic_ring_recoveries", "died"): 0,
+        ("elastic_ring_lost_workers", "died"): 1,
+        ("elastic_ring_recovery_sum_seconds", "close"): 1.0,
+        ("elastic_ring_recovery_sum_seconds", "rerun"): 1.5,
+        ("elastic_ring_recovery_sum_seconds", "total"): 2.5,
+        ("elastic_ring_rerun_steps", ""): 1,
+        ("elastic_ring_checkpoints", ""): 1,
+        ("elastic_ring_checkpoint_step", ""): 2,
+        ("elastic_ring_checkpoint_seconds", "blocked"): 0.25,
+        ("elastic_ring_checkpoint_size_bytes", ""): 1024,
+        ("elastic_ring_copy_step", ""): 20,
+        ("elastic_ring_copy_seconds", "total"): 0.5,
+        ("elastic_ring_copy_size_bytes", ""): 512,
+        ("elastic_ring_copies_skipped", ""): 3,
+        ("elastic_ring_worker_memory_bytes", "rss"): 7,
+        ("elastic_ring_worker_memory_bytes", "peak"): 9,
+        ("elastic_ring_worker_memory_bytes", "shared"): 1,
+        ("elastic_ring_gpu_memory_bytes", "fragmented"): 30,
+        ("elastic_ring_gpu_memory_bytes", "peak"): 140,
+        ("elastic_ring_memory_pressure_ratio", "full"): 0.125,
+        ("elastic_ring_network_drops", "10.0.0.1"): 3,
+        ("elastic_ring_gpu_xid_errors", "10.0.0.1/0"): 2.0,
+        ("elastic_ring_step_part_mean_seconds", "forward"): 1.5,
+        ("elastic_ring_rank_work_seconds", "1"): 0.75,
         ("elastic_ring_step_part_longest_seconds", "forward"): 2.0,
         ("elastic_ring_step_part_mean_seconds", "data"): 0.0,
-        ("elastic_ring_time_seconds", "steps"): 8.0, ("elastic_ring_time_seconds", "recovery"): 0.75,
-        ("elastic_ring_time_seconds", "startup"): 0.5, ("elastic_ring_time_seconds", "waiting"): 0.25,
-        ("elastic_ring_time_seconds", "validation"): 0.125, ("elastic_ring_time_seconds", "checkpoint"): 0.25,
-        ("elastic_ring_time_seconds", "rerun"): 0.75, ("elastic_ring_time_seconds", "undone"): 0.0,
-        ("elastic_ring_time_seconds", "resize"): 0.0, ("elastic_ring_time_seconds", "other"): 9.375,
+        ("elastic_ring_time_seconds", "steps"): 8.0,
+        ("elastic_ring_time_seconds", "recovery"): 0.75,
+        ("elastic_ring_time_seconds", "startup"): 0.5,
+        ("elastic_ring_time_seconds", "waiting"): 0.25,
+        ("elastic_ring_time_seconds", "validation"): 0.125,
+        ("elastic_ring_time_seconds", "checkpoint"): 0.25,
+        ("elastic_ring_time_seconds", "rerun"): 0.75,
+        ("elastic_ring_time_seconds", "undone"): 0.0,
+        ("elastic_ring_time_seconds", "resize"): 0.0,
+        ("elastic_ring_time_seconds", "other"): 9.375,
         ("elastic_ring_goodput_ratio", ""): 0.4,
-    }  # fmt: skip
+    }
     assert {key: found[key] for key in told} == told
     assert math.isnan(found["elastic_ring_loss", ""] or 0.0)
 
@@ -273,8 +359,14 @@ def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path: Path) -> None:
     ):
         recorder.look(state)
     assert recorder.lost.lost_s == {
-        "startup": 3.0, "waiting": 4.0, "stalled": 3.0, "frozen": 0.0, "validation": 0.0, "undone": 0.0, "resize": 0.5
-    }  # fmt: skip
+        "startup": 3.0,
+        "waiting": 4.0,
+        "stalled": 3.0,
+        "frozen": 0.0,
+        "validation": 0.0,
+        "undone": 0.0,
+        "resize": 0.5,
+    }
     recorder.begun(0, (1, 1))
     recorder.publish([record(0), record(1)])
     recorder.went_back(1, (1, 3))

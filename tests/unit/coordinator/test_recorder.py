@@ -27,11 +27,27 @@ def recorder(tmp_path: Path) -> RunRecorder:
 
 def record(step: int, membership_id: tuple[int, int], loss: float = 1.0) -> dict[str, Any]:
     return {
-        "step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "num_tokens": 8, "samples": [1.0, 0.0, 2.0, 0.0],
-        "skipped": False, "step_s": 0.1, "generation": membership_id[1], "dp": 2, "cp": 2, "hop_bytes": 0,
-        "far_hop_bytes": 0, "hop_wait_s": 0.0, "data_wait_s": 0.0, "hop_latency_mean_s": None,
-        "hop_latency_p99_s": None, "committed_monotonic_s": 1.0, "vote": [1.0], "membership_id": list(membership_id),
-    }  # fmt: skip
+        "step": step,
+        "loss": loss,
+        "grad_norm": 1.0,
+        "lr": 0.1,
+        "num_tokens": 8,
+        "samples": [1.0, 0.0, 2.0, 0.0],
+        "skipped": False,
+        "step_s": 0.1,
+        "generation": membership_id[1],
+        "dp": 2,
+        "cp": 2,
+        "hop_bytes": 0,
+        "far_hop_bytes": 0,
+        "hop_wait_s": 0.0,
+        "data_wait_s": 0.0,
+        "hop_latency_mean_s": None,
+        "hop_latency_p99_s": None,
+        "committed_monotonic_s": 1.0,
+        "vote": [1.0],
+        "membership_id": list(membership_id),
+    }
 
 
 def test_a_late_record_of_a_step_that_is_to_run_again_is_not_published(recorder: RunRecorder) -> None:
@@ -62,8 +78,9 @@ def test_time_in_which_the_host_stood_still_is_no_training(recorder: RunRecorder
     recorder.begun(0, (1, 1))
     recorder.publish([{**record(0, (1, 1)), "frozen_s": 60.0}, record(1, (1, 1))])
     assert recorder.lost.lost_s["frozen"] == 60.0
-    assert recorder.take_lines(0) == ["step 0: for 60 s nothing ran on the host of rank 0 (paused, suspended or "
-                                      "stopped); that is no time of the step"]  # fmt: skip
+    assert recorder.take_lines(0) == [
+        "step 0: for 60 s nothing ran on the host of rank 0 (paused, suspended or stopped); that is no time of the step"
+    ]
     parts = recorder.time_s(100.0)
     assert (parts["waiting"], round(parts["steps"], 3), round(parts["other"], 3)) == (60.0, 0.2, 39.8)
 
@@ -151,8 +168,15 @@ def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of
     told = read_json(status) or {}
     assert list(told) == list(live)
     assert {name for name in told if told[name] != live[name]} == {
-        "phase", "mesh", "members", "spares", "updated_unix_s", "ended", "error", "end",
-    }  # fmt: skip
+        "phase",
+        "mesh",
+        "members",
+        "spares",
+        "updated_unix_s",
+        "ended",
+        "error",
+        "end",
+    }
     assert (told["phase"], told["members"], told["spares"], told["ended"]) == ("ended", [], [], True)
     assert end_on_record(run, "a") == end
     write_end(run, {**end, "message": "another word of the same attempt"})

@@ -16,12 +16,28 @@ RUN = RunConfig("story", run_dir="runs/story", faults="kill@step=3,rank=1")  # t
 
 def change(step: int = 3, **more: Any) -> Change:
     fields: dict[str, Any] = {
-        "term": 1, "generation": 2, "mesh": Mesh(2, 2), "previous_mesh": Mesh(2, 2), "members": ("a", "e", "c", "d"),
-        "step": step, "cause": "died: b", "action": "spare took its place", "promise": "bit-exact", "reason": "",
-        "lost": (LostWorker("b", "node", 1, "died", "signal 9"),), "drained": (), "newcomers": ("e",),
-        "survivors": ("a", "c", "d"), "rolled_forward": None, "step_rerun": step, "planned": False,
-        "noticed_at": 10.2, "closed_at": 10.3, "resumed_at": 10.5, **more,
-    }  # fmt: skip
+        "term": 1,
+        "generation": 2,
+        "mesh": Mesh(2, 2),
+        "previous_mesh": Mesh(2, 2),
+        "members": ("a", "e", "c", "d"),
+        "step": step,
+        "cause": "died: b",
+        "action": "spare took its place",
+        "promise": "bit-exact",
+        "reason": "",
+        "lost": (LostWorker("b", "node", 1, "died", "signal 9"),),
+        "drained": (),
+        "newcomers": ("e",),
+        "survivors": ("a", "c", "d"),
+        "rolled_forward": None,
+        "step_rerun": step,
+        "planned": False,
+        "noticed_at": 10.2,
+        "closed_at": 10.3,
+        "resumed_at": 10.5,
+        **more,
+    }
     return Change(**fields)
 
 
@@ -77,8 +93,9 @@ def test_a_coordinator_that_came_back_meanwhile_does_not_close_it(notes: list[An
     again = successor(notes)
     again.committed(3, 11.0)
     assert [record["action"] for record in again.records] == [
-        "coordinator restarted from its journal", "spare took its place",
-    ]  # fmt: skip
+        "coordinator restarted from its journal",
+        "spare took its place",
+    ]
     assert len(again.lines) == 2
 
 
@@ -128,9 +145,14 @@ def test_a_rank_that_moves_to_another_gpu_ends_the_promise_where_three_or_more_a
         again = successor(notes)
         told_places(again, mesh, a="g0", e="g3", c="g2", f="g1")
         assert again.same_environment is kept
-        assert again.lines == ([] if kept else [
-            "rank 1 computes on GPU g3 and did on g1: from here on the run promises the same samples, not the same bits"
-        ])  # fmt: skip
+        assert again.lines == (
+            []
+            if kept
+            else [
+                "rank 1 computes on GPU g3 and did on g1: from here on the run promises the same samples, not the same "
+                "bits"
+            ]
+        )
 
 
 def test_places_on_cpus_and_of_another_mesh_promise_nothing_and_break_nothing(notes: list[Any]) -> None:

@@ -82,8 +82,9 @@ def test_the_end_says_what_it_is_busy_with_once_that_takes_long(caplog: pytest.L
         report.look()
     assert told == ["ending: a"]
     assert [line for line in caplog.messages if line.startswith("the end of the run")] == [
-        "the end of the run: a, 8.0 s", "the end of the run: b, 0.5 s"
-    ]  # fmt: skip
+        "the end of the run: a, 8.0 s",
+        "the end of the run: b, 0.5 s",
+    ]
 
 
 def test_what_a_run_whose_steps_are_done_still_writes_is_named_by_rank_and_place() -> None:

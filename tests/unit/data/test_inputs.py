@@ -60,8 +60,17 @@ def test_every_file_of_an_odd_folder_is_used_or_counted(
     used = {file.name for file in listing.files}
     assert used == {*GOOD, *BAD, "batches.arrow", "stream.ipc", "empty.txt", "sub/deep.txt"} - {"hard.txt"}
     left_out = {one.name: one.why for one in listing.left_out}
-    assert set(left_out) == {*OTHER, "base.db", "empty.dat", "caf\\xe9.txt", "pipe.txt", "loop", "dangling.txt",
-                             "same.txt", "hard.txt"}  # fmt: skip
+    assert set(left_out) == {
+        *OTHER,
+        "base.db",
+        "empty.dat",
+        "caf\\xe9.txt",
+        "pipe.txt",
+        "loop",
+        "dangling.txt",
+        "same.txt",
+        "hard.txt",
+    }
     assert left_out["loop"] == "a link to a folder that is read under another name"
     assert "zip archive" in left_out["archive.zip"]
     assert "gzip of a tar archive: unpack it" in left_out["archive.tgz"]
@@ -173,8 +182,10 @@ def test_text_that_begins_as_a_format_does_is_text(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.txt"
         path.write_text(text)
         assert documents(path) == [text.encode()]
-    for name, content, looks_like in (("a.parquet", b"PARE" + bytes(99), "encrypted Parquet"),
-                                      ("b.txt", bz2.compress(bz2.compress(b"")), "bz2 twice")):  # fmt: skip
+    for name, content, looks_like in (
+        ("a.parquet", b"PARE" + bytes(99), "encrypted Parquet"),
+        ("b.txt", bz2.compress(bz2.compress(b"")), "bz2 twice"),
+    ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=looks_like):
             list_source(str(tmp_path / name))
@@ -183,8 +194,15 @@ def test_text_that_begins_as_a_format_does_is_text(tmp_path: Path) -> None:
 def test_the_parts_of_a_bad_file_have_its_bytes_together(tmp_path: Path) -> None:
     write_table(tmp_path / "a.parquet", texts(70))
     write_jsonl(tmp_path / "b.jsonl", texts(70), column="body")
-    manifest = prepared(tmp_path / "out", tmp_path / "a.parquet", tmp_path / "b.jsonl", text_column="body",
-                        piece_bytes=300, on_bad_input="skip", max_bad_share=1.0)  # fmt: skip
+    manifest = prepared(
+        tmp_path / "out",
+        tmp_path / "a.parquet",
+        tmp_path / "b.jsonl",
+        text_column="body",
+        piece_bytes=300,
+        on_bad_input="skip",
+        max_bad_share=1.0,
+    )
     metadata = pq.ParquetFile(tmp_path / "a.parquet").metadata
     total_bytes = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
     assert (manifest.dropped.num_bad, manifest.dropped.bad_bytes) == (10, total_bytes)
@@ -194,8 +212,14 @@ def test_writing_into_what_is_read_is_refused(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in" / "a.jsonl", texts(3)).parent
     (tmp_path / "link").symlink_to(source)
     into = source / "out"
-    for uri, out in ((source, into), (source, source), (tmp_path, into), (source, tmp_path / "link" / "out"),
-                     (tmp_path / "link", into), (f"{tmp_path}/**/*.parquet", into)):  # fmt: skip
+    for uri, out in (
+        (source, into),
+        (source, source),
+        (tmp_path, into),
+        (source, tmp_path / "link" / "out"),
+        (tmp_path / "link", into),
+        (f"{tmp_path}/**/*.parquet", into),
+    ):
         with pytest.raises(ValueError, match="lies inside --source"):
             prepared(out, uri)
         assert not (source / "out").exists()

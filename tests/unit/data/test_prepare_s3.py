@@ -83,9 +83,10 @@ def test_text_files_on_an_object_store_are_those_of_a_folder(
     upload(object_store, bucket, tmp_path / "in")
     here, there = (
         open_source(data_source(asked.data, asked.model, asked.step.context_tokens))
-        for asked in (parse(["--data", f"{place}/*/*.txt", "--context=48"]) for place in (tmp_path / "in",
-                                                                                          f"s3://{bucket}/in"))
-    )  # fmt: skip
+        for asked in (
+            parse(["--data", f"{place}/*/*.txt", "--context=48"]) for place in (tmp_path / "in", f"s3://{bucket}/in")
+        )
+    )
     assert there.fingerprint == here.fingerprint
     assert there.num_sequences == here.num_sequences > 20
     ids = range(0, here.num_sequences, 5)

@@ -255,8 +255,9 @@ def test_the_longest_manifest_is_found_and_one_that_lost_or_changed_shards_is_re
     assert longer_manifest(uris[1], second) is None
     (source,) = second.sources
     for shards, reason in (
-        (source.shards[:1], r"source all has fewer shards"), (source.shards[1:], r"is of another preparation"),
-    ):  # fmt: skip
+        (source.shards[:1], r"source all has fewer shards"),
+        (source.shards[1:], r"is of another preparation"),
+    ):
         other = dataclasses.replace(whole, sources=(dataclasses.replace(source, shards=shards),)).sealed()
         last.write_bytes(other.to_json())
         with pytest.raises(ValueError, match=rf"manifest\.json: .*{reason}"):
@@ -345,9 +346,10 @@ def test_a_model_without_a_row_for_each_token_is_refused_before_anything_starts(
         trainer = ElasticRingTrainer(
             partial(Transformer, ModelConfig(rows, 2, 16, 2, 1, 8, 23)),
             PreparedTokens.of(str(tmp_path / "out" / "manifest.json"), 64),
-            step_config=StepConfig(context_tokens=64), scaling_config=ScalingConfig(dp=1, cp=1),
+            step_config=StepConfig(context_tokens=64),
+            scaling_config=ScalingConfig(dp=1, cp=1),
             run_config=RunConfig(f"rows-{rows}", run_dir=str(tmp_path / f"run-{rows}")),
-        )  # fmt: skip
+        )
         with pytest.raises((ValueError, TypeError), match=refused):
             trainer.fit()
 

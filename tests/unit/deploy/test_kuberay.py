@@ -62,8 +62,9 @@ def test_a_misspelled_field_is_refused_wherever_it_is(name: str) -> None:
         first = {key: path for path, key in reversed(list(places(document)))}
         missed += [
             f"{document['kind']} {document['metadata']['name']}: {'/'.join(map(str, (*path, key)))}"
-            for key, path in first.items() if next(problems(misspelled(document, path, key)), None) is None
-        ]  # fmt: skip
+            for key, path in first.items()
+            if next(problems(misspelled(document, path, key)), None) is None
+        ]
     assert missed == []
 
 
@@ -141,8 +142,18 @@ def broken_rules(spec: Object) -> list[str]:
         if "labels" in group["rayStartParams"]:
             found.append(f"{name}: labels in rayStartParams")
         names = {variable["name"] for variable in pod["containers"][0]["env"]}
-        found += [f"{name}: {own}" for own in names & {"RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RAY_REDIS_ADDRESS",
-                  "REDIS_PASSWORD", "RAY_gcs_storage", "RAY_enable_autoscaler_v2"}]  # fmt: skip
+        found += [
+            f"{name}: {own}"
+            for own in names
+            & {
+                "RAY_AUTH_TOKEN",
+                "RAY_AUTH_MODE",
+                "RAY_REDIS_ADDRESS",
+                "REDIS_PASSWORD",
+                "RAY_gcs_storage",
+                "RAY_enable_autoscaler_v2",
+            }
+        ]
         if not 0 <= group.get("minReplicas", 0) <= group.get("replicas", 0) <= group.get("maxReplicas", 0):
             found.append(f"{name}: replicas")
     tolerance = spec["gcsFaultToleranceOptions"]

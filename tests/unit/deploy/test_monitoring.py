@@ -149,12 +149,11 @@ def test_every_metric_and_label_that_is_asked_for_is_exported(text: str) -> None
     [
         ("max(ray_elastic_ring_los)", ["ray_elastic_ring_los"]),
         ('ray_elastic_ring_phase{part="runing"}', ["ray_elastic_ring_phase: runing"]),
-        ('ray_elastic_ring_recoveries{run="r", part="died"}',
-         ["ray_elastic_ring_recoveries{part}"]),
+        ('ray_elastic_ring_recoveries{run="r", part="died"}', ["ray_elastic_ring_recoveries{part}"]),
         ("ray_node_mem", ["ray_node_mem"]),
         ('ray_elastic_ring_phase{part=~"ended|forming"} and ray_node_mem_used', []),
     ],
-)  # fmt: skip
+)
 def test_the_search_for_unknown_metrics_finds_a_planted_one(text: str, found: list[str]) -> None:
     assert list(unknown(text)) == found
 

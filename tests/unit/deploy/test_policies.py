@@ -61,9 +61,10 @@ def allowed(
 
     def end(own: Any, other: Any, direction: str, key: str) -> bool:
         mine = [
-            one for one in found
+            one
+            for one in found
             if not isinstance(own, str) and matches(one["podSelector"], own) and direction.title() in one["policyTypes"]
-        ]  # fmt: skip
+        ]
         rules = [rule for one in mine for rule in one.get(direction, [])]
         return not mine or lets(rules, key, other, port, protocol, same_namespace)
 
@@ -90,11 +91,20 @@ def test_no_pod_is_open_to_a_stranger(found: list[Object]) -> None:
 
 def test_what_a_run_and_its_watchers_need_is_open(found: list[Object]) -> None:
     for source, target, port in (
-        (WORKER, WORKER, ANY_PORT), (WORKER, HEAD, 6379), (HEAD, WORKER, ANY_PORT), (HEAD, REDIS, 6379),
-        (PROMETHEUS, HEAD, 8080), (PROMETHEUS, WORKER, 8080), (HEAD, PROMETHEUS, 9090), (HEAD, GRAFANA, 3000),
-        (GRAFANA, PROMETHEUS, 9090), (PROMETHEUS, ALERTMANAGER, 9093), (SUBMITTER, HEAD, 8265),
-        (WORKER, OUTSIDE, 443), (HEAD, OUTSIDE, 6443),
-    ):  # fmt: skip
+        (WORKER, WORKER, ANY_PORT),
+        (WORKER, HEAD, 6379),
+        (HEAD, WORKER, ANY_PORT),
+        (HEAD, REDIS, 6379),
+        (PROMETHEUS, HEAD, 8080),
+        (PROMETHEUS, WORKER, 8080),
+        (HEAD, PROMETHEUS, 9090),
+        (HEAD, GRAFANA, 3000),
+        (GRAFANA, PROMETHEUS, 9090),
+        (PROMETHEUS, ALERTMANAGER, 9093),
+        (SUBMITTER, HEAD, 8265),
+        (WORKER, OUTSIDE, 443),
+        (HEAD, OUTSIDE, 6443),
+    ):
         assert allowed(found, source, target, port), (source, target, port)
     assert allowed(found, WORKER, OUTSIDE, 53, "UDP")
     operator = {"app.kubernetes.io/name": "kuberay-operator"}

@@ -30,9 +30,11 @@ from tests.unit.deploy.tools import BUILT, COMPONENTS, DEPLOY, ROOT, Object, bui
 README = (DEPLOY / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OF_KUBERAY = {
-    "ray.io/is-ray-node": {"yes"}, "ray.io/node-type": {"redis-cleanup"},
-    "app.kubernetes.io/created-by": {"kuberay-operator"}, "app.kubernetes.io/name": {"kuberay-operator"},
-}  # fmt: skip
+    "ray.io/is-ray-node": {"yes"},
+    "ray.io/node-type": {"redis-cleanup"},
+    "app.kubernetes.io/created-by": {"kuberay-operator"},
+    "app.kubernetes.io/name": {"kuberay-operator"},
+}
 """Labels that KubeRay gives: to Ray's pods, to its clean-up jobs, and (its chart) to itself."""
 OF_JOBS = "batch.kubernetes.io/job-name"
 """Kubernetes' own label of the pods of a Job."""
@@ -58,8 +60,9 @@ def pods() -> tuple[tuple[str, dict[str, str], Object], ...]:
     """(name, labels, pod) of all."""
     return tuple(
         (name, labels_of(template, template["spec"]["containers"][0]["name"].startswith("ray-")), template["spec"])
-        for built_name in BUILT for name, template in templates(built(built_name))
-    )  # fmt: skip
+        for built_name in BUILT
+        for name, template in templates(built(built_name))
+    )
 
 
 def chosen(selector: dict[str, str]) -> list[Object]:
@@ -222,8 +225,13 @@ def entrypoints() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("where", "words"), list(entrypoints()), ids=[where for where, _ in entrypoints()])
 def test_every_training_parses_and_writes_where_all_nodes_see_it(where: str, words: list[str]) -> None:
     asked = parse_train(words)
-    mounts = {mount["mountPath"] for _, _, pod in pods() for c in pod["containers"] for mount in c["volumeMounts"]
-              if mount["name"] == "shared"}  # fmt: skip
+    mounts = {
+        mount["mountPath"]
+        for _, _, pod in pods()
+        for c in pod["containers"]
+        for mount in c["volumeMounts"]
+        if mount["name"] == "shared"
+    }
     assert mounts == {"/shared"}
     assert asked.run.is_remote == (where == "elastic-ring-demo-s3")
     assert asked.run.is_remote or asked.run.folder.is_relative_to("/shared/runs")
@@ -252,9 +260,11 @@ def test_with_an_object_store_no_volume_is_shared_and_every_ray_pod_has_the_cred
             assert "/shared" not in {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
             given = {v["name"]: v["valueFrom"]["secretKeyRef"] for v in pod["containers"][0]["env"] if "valueFrom" in v}
             assert {name: reference.get("optional", False) for name, reference in given.items()} == {
-                "AWS_ACCESS_KEY_ID": False, "AWS_SECRET_ACCESS_KEY": False, "AWS_ENDPOINT_URL": True,
+                "AWS_ACCESS_KEY_ID": False,
+                "AWS_SECRET_ACCESS_KEY": False,
+                "AWS_ENDPOINT_URL": True,
                 "AWS_REGION": True,
-            }  # fmt: skip
+            }
 
 
 @pytest.mark.parametrize("job", ["cpu", "gpu", "s3"])
@@ -365,8 +375,13 @@ def test_the_page_explains_every_object_and_component_and_names_no_other() -> No
     }
     assert told == there
     assert re.findall(r"^\| `([\w-]+)` \|", README, re.MULTILINE) == [
-        "gpu", "s3", "spot", "rdma", "gcs-rocksdb", "mtls",
-    ]  # fmt: skip
+        "gpu",
+        "s3",
+        "spot",
+        "rdma",
+        "gcs-rocksdb",
+        "mtls",
+    ]
     assert {path.name for path in (DEPLOY / "kuberay" / "components").iterdir()} == set(COMPONENTS)
 
 

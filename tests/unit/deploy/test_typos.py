@@ -18,14 +18,33 @@ from tests.unit.deploy.tools import BUILT, COMPONENTS, DEPLOY, built, program, p
 MONITORING = DEPLOY / "monitoring"
 # What Grafana reads from provisioning files (its documentation, "Provision Grafana"); it ignores everything else.
 SOURCE = dict.fromkeys(
-    ("name", "type", "access", "orgId", "uid", "url", "user", "database", "basicAuth", "basicAuthUser",
-     "withCredentials", "isDefault", "version", "editable", "jsonData", "secureJsonData"), None,
-)  # fmt: skip
+    (
+        "name",
+        "type",
+        "access",
+        "orgId",
+        "uid",
+        "url",
+        "user",
+        "database",
+        "basicAuth",
+        "basicAuthUser",
+        "withCredentials",
+        "isDefault",
+        "version",
+        "editable",
+        "jsonData",
+        "secureJsonData",
+    ),
+    None,
+)
 PROVIDER = {
-    **dict.fromkeys(("name", "orgId", "folder", "folderUid", "type", "disableDeletion", "updateIntervalSeconds",
-                     "allowUiUpdates"), None),
+    **dict.fromkeys(
+        ("name", "orgId", "folder", "folderUid", "type", "disableDeletion", "updateIntervalSeconds", "allowUiUpdates"),
+        None,
+    ),
     "options": {"path": None, "foldersFromFilesStructure": None},
-}  # fmt: skip
+}
 PROVISIONED: Mapping[str, Any] = {
     "datasource.yml": {"apiVersion": None, "prune": None, "deleteDatasources": None, "datasources": [SOURCE]},
     "dashboards.yml": {"apiVersion": None, "providers": [PROVIDER]},
@@ -33,13 +52,20 @@ PROVISIONED: Mapping[str, Any] = {
 GENERATOR = {"name": None, "files": None, "literals": None, "options": None}
 KUSTOMIZATION: Mapping[str, Any] = {
     **dict.fromkeys(("apiVersion", "kind", "namespace", "resources", "components"), None),
-    "configMapGenerator": [GENERATOR], "secretGenerator": [GENERATOR],
+    "configMapGenerator": [GENERATOR],
+    "secretGenerator": [GENERATOR],
     "labels": [{"pairs": None, "includeSelectors": None, "includeTemplates": None}],
-    "patches": [{"path": None, "patch": None, "options": None,
-                 "target": dict.fromkeys(("group", "version", "kind", "name", "labelSelector"), None)}],
+    "patches": [
+        {
+            "path": None,
+            "patch": None,
+            "options": None,
+            "target": dict.fromkeys(("group", "version", "kind", "name", "labelSelector"), None),
+        }
+    ],
     "images": [dict.fromkeys(("name", "newName", "newTag", "digest"), None)],
     "replacements": [{"source": None, "targets": None}],
-}  # fmt: skip
+}
 """The fields that this project uses; None: whatever is below is not looked at."""
 RESOURCE = re.compile(r"cpu|memory|storage|ephemeral-storage|hugepages-(2Mi|1Gi)|nvidia\.com/gpu|rdma/\w+")
 KUSTOMIZATIONS = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.rglob("kustomization.yaml"))

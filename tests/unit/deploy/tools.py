@@ -26,9 +26,14 @@ CRDS = ROOT.parent / "shared" / "kuberay"
 """KubeRay's own CustomResourceDefinitions; beside the project, not in it."""
 KUBERNETES = "1.37"
 BUILT = (
-    "kuberay/clusters/cpu", "kuberay/clusters/gpu", "kuberay/clusters/s3", "kuberay/jobs/cpu", "kuberay/jobs/gpu",
-    "kuberay/jobs/s3", "monitoring",
-)  # fmt: skip
+    "kuberay/clusters/cpu",
+    "kuberay/clusters/gpu",
+    "kuberay/clusters/s3",
+    "kuberay/jobs/cpu",
+    "kuberay/jobs/gpu",
+    "kuberay/jobs/s3",
+    "monitoring",
+)
 COMPONENTS = ("gpu", "s3", "rdma", "spot", "gcs-rocksdb", "mtls")
 """All that there are, in an order in which they can be taken together."""
 METADATA = {"name", "namespace", "labels", "annotations"}

@@ -31,11 +31,20 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.skip("this machine has no address but loopback")
     folder = tmp_path_factory.mktemp("store")
     process = subprocess.Popen(
-        [GCS_SERVER_EXECUTABLE, f"--log_dir={folder}", "--gcs_server_port=0", f"--node-ip-address={host}",
-         "--metrics-agent-port=0", "--session-name=store", f"--session-dir={folder}"],
+        [
+            GCS_SERVER_EXECUTABLE,
+            f"--log_dir={folder}",
+            "--gcs_server_port=0",
+            f"--node-ip-address={host}",
+            "--metrics-agent-port=0",
+            "--session-name=store",
+            f"--session-dir={folder}",
+        ],
         env={**os.environ, access.MODE: request.param, access.TOKEN: OWN},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         assert process.stdout is not None
         line = next(line for line in process.stdout if "listening on port" in line)

@@ -152,9 +152,7 @@ def test_torch_distributed_checkpoint_loads_an_export_into_a_model_and_its_optim
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
-    dcp_state.set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
-    )  # fmt: skip
+    dcp_state.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     shards = [shard_of(rank, 2) for rank in range(2)]
     for name, param in model.named_parameters():
         parts = [shard.params[name] for shard in shards]
@@ -202,6 +200,10 @@ def test_help_needs_no_torch_and_amounts_are_told_in_readable_units() -> None:
     assert done.stdout.strip().endswith("[]")
     assert all(verb in done.stdout for verb in ("list", "verify", "prune", "export", "--format"))
     assert [size(amount) for amount in (0, 1023, 1024, 5 * 2**30, 2**50)] == [
-        "0 B", "1023 B", "1.0 KiB", "5.0 GiB", "1,024.0 TiB",
-    ]  # fmt: skip
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "5.0 GiB",
+        "1,024.0 TiB",
+    ]
     assert age(0.0).endswith(" d ago")

@@ -50,9 +50,11 @@ def test_every_setting_is_a_flag_and_the_short_flags_keep_their_spelling(capsys:
     told = capsys.readouterr().out
     words = set(told.replace(",", " ").split())
     dotted = {
-        f"--{section}.{name.replace('_', '-')}" for section, cls in SECTIONS.items()
-        for name in cls.__pydantic_fields__ if name not in NESTED
-    }  # fmt: skip
+        f"--{section}.{name.replace('_', '-')}"
+        for section, cls in SECTIONS.items()
+        for name in cls.__pydantic_fields__
+        if name not in NESTED
+    }
     assert {f"--{name.replace('_', '-')}" for name in settings.SHORT} - set(SHORT.split()) == set()
     assert (dotted | {"--run.timeouts.start-s", "--run.checkpoint-config.every-s", *SHORT.split()}) - words == set()
     blank = re.findall(r"│ (--[\w-]+) [^│]*│\n│ +\(default", told)
@@ -223,9 +225,15 @@ def test_a_model_folder_is_planned_and_built_with_its_own_sizes(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, eos_token_id=None, bos_token_id=None,
-    ).save_pretrained(tmp_path / "llama")  # fmt: skip
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+        bos_token_id=None,
+    ).save_pretrained(tmp_path / "llama")
     flags = ["--model-folder", str(tmp_path / "llama"), "--context", "64", "--run-dir", str(tmp_path / "run")]
     trainer = train.build(parse(flags))
     assert trainer.task.model().config.hidden_size == 32
@@ -288,9 +296,11 @@ def test_help_on_a_terminal_has_colours_and_no_escape_in_letters() -> None:
     ours, theirs = pty.openpty()
     try:
         with subprocess.Popen(
-            [sys.executable, "-m", "elastic_ring", "train", "--no-such-flag"], stdout=theirs, stderr=theirs,
+            [sys.executable, "-m", "elastic_ring", "train", "--no-such-flag"],
+            stdout=theirs,
+            stderr=theirs,
             env={**os.environ, "TERM": "xterm"},
-        ) as process:  # fmt: skip
+        ) as process:
             os.close(theirs)
             told = b""
             with suppress(OSError):  # a terminal whose other end is closed

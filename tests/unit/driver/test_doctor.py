@@ -21,11 +21,16 @@ GIB = verdicts.GIB
 
 def report(**changes: Any) -> dict[str, Any]:
     return {
-        "versions": {"python": "3.11.7", "torch": "2.13.0", "driver": "580.1"}, "open_files": 1 << 20,
-        "shm_free_bytes": 64 * GIB, "disk_free_bytes": 100 * GIB, "ray_gpus": 1, "clock_offset_s": 0.1,
-        "clock_error_s": 0.1, "gpus": [{"index": 0, "name": "H100", "used_bytes": 0, "max_clock_mhz": 1980}],
+        "versions": {"python": "3.11.7", "torch": "2.13.0", "driver": "580.1"},
+        "open_files": 1 << 20,
+        "shm_free_bytes": 64 * GIB,
+        "disk_free_bytes": 100 * GIB,
+        "ray_gpus": 1,
+        "clock_offset_s": 0.1,
+        "clock_error_s": 0.1,
+        "gpus": [{"index": 0, "name": "H100", "used_bytes": 0, "max_clock_mhz": 1980}],
         **changes,
-    }  # fmt: skip
+    }
 
 
 def test_hosts_that_agree_and_have_enough_are_told_in_a_line_each() -> None:

@@ -22,8 +22,11 @@ def test_the_poisoned_steps_of_a_corpus_get_noise_and_no_other_step_does(tmp_pat
     assert source.num_sequences == 400 * batch
     order = Order(int(named["--seed"]), batch, source.num_sequences)
     text = (SENTENCE * context)[:context].encode()
-    bad = {step for step in range(399)
-           if any(bytes(source.read(i).tokens[:context].tolist()) != text for i in order.sample_ids(step))}  # fmt: skip
+    bad = {
+        step
+        for step in range(399)
+        if any(bytes(source.read(i).tokens[:context].tolist()) != text for i in order.sample_ids(step))
+    }
     first = FIRST_CALM_STEPS
     assert bad == {*range(first, first + first // 2), *range(3 * first, min(399, 3 * first + int(0.75 * first)))}
 
@@ -47,7 +50,12 @@ def test_a_run_is_healthy_when_rules_were_judged_and_nothing_was_found(
 
 def test_findings_are_read_from_the_journal(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.jsonl") as journal:
-        for line in ({"note": "begin"}, {"note": "spike", "step": 3}, {"now": 1.0, "event": {"type": "Tick"}},
-                     {"note": "spike", "step": 9}, {"note": "checkpoint"}):  # fmt: skip
+        for line in (
+            {"note": "begin"},
+            {"note": "spike", "step": 3},
+            {"now": 1.0, "event": {"type": "Tick"}},
+            {"note": "spike", "step": 9},
+            {"note": "checkpoint"},
+        ):
             journal.append(line)
     assert notes_of(tmp_path / "journal.jsonl") == {"spike": 2}

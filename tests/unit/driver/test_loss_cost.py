@@ -22,9 +22,12 @@ def node(name: str, memory_gib: float, num_slots: int = 8) -> NodeInfo:
 
 
 def settled(
-    caplog: pytest.LogCaptureFixture, mesh: Mesh, *nodes: NodeInfo, copies: str = "auto",
+    caplog: pytest.LogCaptureFixture,
+    mesh: Mesh,
+    *nodes: NodeInfo,
+    copies: str = "auto",
     checkpoints: CheckpointConfig | None = None,
-) -> tuple[str, str]:  # fmt: skip
+) -> tuple[str, str]:
     """(the copies that the run has, what the start says)."""
     caplog.clear()
     caplog.set_level(logging.INFO)

@@ -21,8 +21,9 @@ PLACES: dict[str, Callable[[], Path]] = {
     "NVMe swap": lambda: Zero3Config().swap_folder,
 }
 CACHES: dict[str, Callable[[], Path]] = {
-    "proofs of kernels": lambda: device.kernel_cache() or Path("none"), "compiled kernels": lambda: compiled(),
-}  # fmt: skip
+    "proofs of kernels": lambda: device.kernel_cache() or Path("none"),
+    "compiled kernels": lambda: compiled(),
+}
 ALL = {**PLACES, **CACHES}
 
 

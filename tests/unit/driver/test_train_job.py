@@ -203,15 +203,23 @@ class Found:
 @pytest.mark.parametrize(
     ("coordinators", "attempt", "got", "num_made"),
     [
-        (["theirs"], "", "theirs", 0), ([None, "theirs"], "another", "theirs", 1), ([None], "mine", "made", 1),
+        (["theirs"], "", "theirs", 0),
+        ([None, "theirs"], "another", "theirs", 1),
+        ([None], "mine", "made", 1),
     ],
     ids=["one that runs", "one that was quicker", "its own"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("recorded", [True, False])
 def test_whoever_has_its_coordinator_hears_of_other_versions_and_only_its_maker_replaces_the_record(
-    coordinators: list[Any], attempt: str, got: str, num_made: int, recorded: bool, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    coordinators: list[Any],
+    attempt: str,
+    got: str,
+    num_made: int,
+    recorded: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     asked = train.build(train.parse(["--run-dir", str(tmp_path), "--run-name", "x"]))
     path = tmp_path / CONFIG_NAME
     there = {**asked._config(), "versions": {"torch": "0.1"}}

@@ -35,19 +35,28 @@ STORE = f"memory://me:{SECRET}@store"  # fsspec's own, in this process; the name
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ("ftp://me:hunter2@host:21/a/b.txt", "ftp://host:21/a/b.txt"), ("sftp://me@host/a@b", "sftp://host/a@b"),
+        ("ftp://me:hunter2@host:21/a/b.txt", "ftp://host:21/a/b.txt"),
+        ("sftp://me@host/a@b", "sftp://host/a@b"),
         ("https://host/a?X-Amz-Signature=hunter2#hunter2", "https://host/a"),
         ("simplecache::https://u:hunter2@host/a", "simplecache::https://host/a"),
         ("s3://key:hunter2@bucket/a?endpoint_override=host", "s3://bucket/a"),
-        ("s3://bucket/part-?.parquet", "s3://bucket/part-?.parquet"), ("/a/b?c=d", "/a/b?c=d"), ("a@b", "a@b"),
-        ("abfs://runs@acct.dfs.net/a", "abfs://runs@acct.dfs.net/a"), ("az://runs:hunter2@acct/a", "az://runs@acct/a"),
-        ("wasbs://:hunter2@acct/a?sig=hunter2", "wasbs://acct/a"), ("abfs://acct/runs", "abfs://acct/runs"),
-        ("s3://u:hun/ter2@bucket/a", "s3://bucket/a"), ("s3://k:hunt?er2@b", "s3://b"), ("s3://k:h#2@b/a", "s3://b/a"),
-        ("ftp://u:hunter2@h:21/a@b", "ftp://h:21/a@b"), ("hdfs://host:8020/a@b", "hdfs://host:8020/a@b"),
-        ("http://[::1]:80/a@b", "http://[::1]:80/a@b"), ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
+        ("s3://bucket/part-?.parquet", "s3://bucket/part-?.parquet"),
+        ("/a/b?c=d", "/a/b?c=d"),
+        ("a@b", "a@b"),
+        ("abfs://runs@acct.dfs.net/a", "abfs://runs@acct.dfs.net/a"),
+        ("az://runs:hunter2@acct/a", "az://runs@acct/a"),
+        ("wasbs://:hunter2@acct/a?sig=hunter2", "wasbs://acct/a"),
+        ("abfs://acct/runs", "abfs://acct/runs"),
+        ("s3://u:hun/ter2@bucket/a", "s3://bucket/a"),
+        ("s3://k:hunt?er2@b", "s3://b"),
+        ("s3://k:h#2@b/a", "s3://b/a"),
+        ("ftp://u:hunter2@h:21/a@b", "ftp://h:21/a@b"),
+        ("hdfs://host:8020/a@b", "hdfs://host:8020/a@b"),
+        ("http://[::1]:80/a@b", "http://[::1]:80/a@b"),
+        ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
         ("data ('http://u:hunter2@h/a?b', 'ftp://h/c') and more?", "data ('http://h/a', 'ftp://h/c') and more?"),
     ],
-)  # fmt: skip
+)
 def test_a_uri_is_shown_without_name_password_and_query(given: str, shown: str) -> None:
     assert shown_url(given) == shown
 

@@ -36,7 +36,7 @@ from tests.unit.experiments.gated_cases import (
     run,
     sample,
     step,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -346,11 +346,16 @@ def test_inference_saves_nothing(rings: ThreadRings) -> None:
 def test_a_block_map_says_who_holds_what() -> None:
     blocks = block_map(LAYOUTS["striped"](14, 2), 4)  # units of 3: rank 0 has 0-2, 6-8, 12-13; rank 1 3-5, 9-11
     assert [(part.block, part.local, part.first) for part in blocks.parts[0]] == [
-        (0, (0, 3), True), (1, (3, 5), False), (2, (5, 6), True), (3, (6, 8), True),
-    ]  # fmt: skip
+        (0, (0, 3), True),
+        (1, (3, 5), False),
+        (2, (5, 6), True),
+        (3, (6, 8), True),
+    ]
     assert [(part.block, part.local, part.first) for part in blocks.parts[1]] == [
-        (0, (0, 1), False), (1, (1, 3), True), (2, (3, 6), False),
-    ]  # fmt: skip
+        (0, (0, 1), False),
+        (1, (1, 3), True),
+        (2, (3, 6), False),
+    ]
     assert (blocks.owned(0), blocks.owned(1)) == ([0, 2, 3], [1])
     assert (blocks.num_past(0), blocks.num_past(1)) == (3, 2)
     assert (blocks.num_served(0, 1), blocks.num_served(1, 0)) == (2, 3)

@@ -97,9 +97,11 @@ def test_copies_beyond_a_buffer_are_refused() -> None:
         source, stream = torch.arange(6.0), memory.streams[0]
         assert memory.copy("keys", 0, 0, [ContiguousCopy(0, 1, 3, 5)], [source], stream) == 20
         for piece, wrong in (
-            (ContiguousCopy(0, 0, 3, 6), source), (ContiguousCopy(0, 1, 0, 6), source),
-            (ContiguousCopy(0, 0, 0, 3), source[::2]), (ContiguousCopy(0, 0, 0, 6), source.double()),
-        ):  # fmt: skip
+            (ContiguousCopy(0, 0, 3, 6), source),
+            (ContiguousCopy(0, 1, 0, 6), source),
+            (ContiguousCopy(0, 0, 0, 3), source[::2]),
+            (ContiguousCopy(0, 0, 0, 6), source.double()),
+        ):
             with pytest.raises(AssertionError):
                 memory.copy("keys", 0, 0, [piece], [wrong], stream)
         stream.record_event().wait()

@@ -30,8 +30,17 @@ RUN = ["--preset", "8b", "--dp", "64", "--global-batch", "64"]
 @functools.cache
 def scenario(*flags: str, gpu: str = "H100-80", tokens: float = 1e12) -> Scenario:
     asked, fleet = parse([*RUN, *flags]), named_fleet(gpu)
-    return Scenario(asked.model, asked.scaling, asked.step, asked.run, fleet, default_efficiency(fleet),
-                    PRIORS["published"], read_prices(None).find(gpu, "on demand"), tokens)  # fmt: skip
+    return Scenario(
+        asked.model,
+        asked.scaling,
+        asked.step,
+        asked.run,
+        fleet,
+        default_efficiency(fleet),
+        PRIORS["published"],
+        read_prices(None).find(gpu, "on demand"),
+        tokens,
+    )
 
 
 def answer(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
@@ -72,29 +81,38 @@ def test_json_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--tokens", "0"], "--tokens 0"), (["--tokens", "many"], "--tokens many"),
+        (["--tokens", "0"], "--tokens 0"),
+        (["--tokens", "many"], "--tokens many"),
         (["--deadline", "2020-01-01"], "--deadline 2020-01-01: lies in the past"),
         (["--deadline", "0d"], "--deadline 0d"),
-        (["--budget", "-3"], "--budget -3"), (["--fleet", "cloud"], "--fleet cloud"),
-        (["--fleet", "fleet.toml"], "fleet.toml: links: must be given"), (["--failures", "often"], "--failures often"),
+        (["--budget", "-3"], "--budget -3"),
+        (["--fleet", "cloud"], "--fleet cloud"),
+        (["--fleet", "fleet.toml"], "fleet.toml: links: must be given"),
+        (["--failures", "often"], "--failures often"),
         (["--failures", "failures.toml"], "failures.toml: gpu_hours="),
         (["--prices", "prices.toml"], "row 1: price.date"),
-        (["--prices", "gone.toml"], "gone.toml: cannot be read"), (["--measured-step", "0"], "--measured-step 0"),
-        (["--machine", "gone.json"], "gone.json"), (["--dp", "100"], "global_batch=64 is less than dp=100"),
-        (["--pattern", "window:512"], "--pattern"), (["--model-folder", "."], "--model-folder"),
-        (["--fleet", "small.toml"], "num_gpus=8"), (["--fleet", "odd.toml"], "fleet gpu='T4'"),
+        (["--prices", "gone.toml"], "gone.toml: cannot be read"),
+        (["--measured-step", "0"], "--measured-step 0"),
+        (["--machine", "gone.json"], "gone.json"),
+        (["--dp", "100"], "global_batch=64 is less than dp=100"),
+        (["--pattern", "window:512"], "--pattern"),
+        (["--model-folder", "."], "--model-folder"),
+        (["--fleet", "small.toml"], "num_gpus=8"),
+        (["--fleet", "odd.toml"], "fleet gpu='T4'"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_gets_one_line_that_names_it(
     flags: list[str], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     links = "[links]\nnvlink_gb_s = 450.0\nnic_gb_s = 50.0\n"
     for name, text in {
-        "fleet.toml": 'gpu = "H100-80"\n', "failures.toml": "gpu_hours = [3, 2, 1]\n",
+        "fleet.toml": 'gpu = "H100-80"\n',
+        "failures.toml": "gpu_hours = [3, 2, 1]\n",
         "prices.toml": '[[price]]\ngpu = "H100-80"\nkind = "spot"\nusd_hour = [1.0, 2.0, 3.0]\nsource = "me"\n',
-        "small.toml": f'gpu = "H100-80"\nnum_gpus = 8\n{links}', "odd.toml": f'gpu = "T4"\n{links}',
-    }.items():  # fmt: skip
+        "small.toml": f'gpu = "H100-80"\nnum_gpus = 8\n{links}',
+        "odd.toml": f'gpu = "T4"\n{links}',
+    }.items():
         Path(name).write_text(text)
     code, out, err = answer(capsys, *flags)
     assert (code, out) == (2, "")
@@ -138,8 +156,21 @@ def test_what_exceeds_the_largest_case_seen_is_marked_and_wider() -> None:
 
 
 def shape(**changes: object) -> RunShape:
-    base = RunShape(8, 8, 8, 8, 32, 128, 10.0, heal_s=2.0, rebuild_s=2.0, detect_s=5.0, interval_s=600.0,
-                    wait_s=0.05, restore_s=120.0)  # fmt: skip
+    base = RunShape(
+        8,
+        8,
+        8,
+        8,
+        32,
+        128,
+        10.0,
+        heal_s=2.0,
+        rebuild_s=2.0,
+        detect_s=5.0,
+        interval_s=600.0,
+        wait_s=0.05,
+        restore_s=120.0,
+    )
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 

@@ -81,9 +81,12 @@ def test_the_worked_plan_has_three_stages_whose_chances_fall(capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("", "has no [[stage]] tables"), ('[[stage]]\nname = "a"\ntokens = "1B"\ntrain = []\n', "stage 1: stage.fleet"),
-     ('[[stage]]\nname = "a"\ntokens = "0"\ntrain = []\nfleet = "h200"\n', "a: --tokens 0")],
-)  # fmt: skip
+    [
+        ("", "has no [[stage]] tables"),
+        ('[[stage]]\nname = "a"\ntokens = "1B"\ntrain = []\n', "stage 1: stage.fleet"),
+        ('[[stage]]\nname = "a"\ntokens = "0"\ntrain = []\nfleet = "h200"\n', "a: --tokens 0"),
+    ],
+)
 def test_a_bad_stage_is_named(text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "stages.toml").write_text(text)
     assert command.main(["--stages", str(tmp_path / "stages.toml")]) == 2
@@ -91,8 +94,14 @@ def test_a_bad_stage_is_named(text: str, named: str, tmp_path: Path, capsys: pyt
 
 
 def test_gpus_have_their_type_by_the_name_that_cuda_tells() -> None:
-    names = {"NVIDIA A100-SXM4-40GB": "A100-40", "NVIDIA A100-SXM4-80GB": "A100-80", "NVIDIA H200": "H200",
-             "NVIDIA H100 80GB HBM3": "H100-80", "NVIDIA B200": "B200", "NVIDIA L4": None}  # fmt: skip
+    names = {
+        "NVIDIA A100-SXM4-40GB": "A100-40",
+        "NVIDIA A100-SXM4-80GB": "A100-80",
+        "NVIDIA H200": "H200",
+        "NVIDIA H100 80GB HBM3": "H100-80",
+        "NVIDIA B200": "B200",
+        "NVIDIA L4": None,
+    }
     assert {name: gpu_type(name) for name in names} == names
 
 

@@ -247,8 +247,14 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     training._context_releaser = SimpleNamespace(committed=lambda *given: order.append(f"told {given}"))
     assert training.train() == "boundary"
     assert order == [
-        "run 0", "recorded", "run 1", "recorded", f"told {(OWN, 5, 1, 1)}", "run 2", "recorded",
-    ]  # fmt: skip
+        "run 0",
+        "recorded",
+        "run 1",
+        "recorded",
+        f"told {(OWN, 5, 1, 1)}",
+        "run 2",
+        "recorded",
+    ]
 
 
 # ------------------------------------------------------------ what it may do then

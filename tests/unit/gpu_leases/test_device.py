@@ -59,8 +59,9 @@ def lease_in(answers: SimpleNamespace) -> DeviceLease:
 def test_a_gpu_is_named_by_its_uuid_else_by_its_place() -> None:
     uuid = "8f2d6e2c-0000-4b6e-9d3c-2f5a3c1b7a90"
     assert name_of(SimpleNamespace(uuid=uuid, pci_bus_id=4), 0) == f"GPU-{uuid}"
-    unnamed = SimpleNamespace(uuid="00000000-0000-0000-0000-000000000000", pci_domain_id=0, pci_bus_id=0x3B,
-                              pci_device_id=0)  # fmt: skip
+    unnamed = SimpleNamespace(
+        uuid="00000000-0000-0000-0000-000000000000", pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0
+    )
     assert name_of(unnamed, 5) == "PCI-00-3b-00"
     assert name_of(SimpleNamespace(), 5) == "index-5"
 
@@ -228,8 +229,10 @@ def test_one_dead_gpu_stops_no_process_and_the_second_leaves_it_alone(answers: S
     found = warm_with(answers, warm)
     assert (warmed, found.failed, found.kernels) == ([0, 2], {"GPU-1"}, {"attention": "flash 1.0"})
     assert verdicts_of(answers.folder, ["GPU-0", "GPU-1", "GPU-2"]) == {
-        "GPU-0": "good", "GPU-1": "doubtful", "GPU-2": "good"
-    }  # fmt: skip
+        "GPU-0": "good",
+        "GPU-1": "doubtful",
+        "GPU-2": "good",
+    }
     fail_elsewhere(answers.folder, THREE[1], "dead")
     assert warm_with(answers, warm).failed == frozenset()
     assert warmed == [0, 2, 0, 2]

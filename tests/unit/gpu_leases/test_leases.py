@@ -163,8 +163,10 @@ def test_failures_count_that_root_or_the_same_user_has_recorded(folder_for_all: 
 
 
 PLANTED: dict[str, Callable[[Path], object]] = {
-    "fifo": os.mkfifo, "folder": Path.mkdir, "link": lambda path: path.symlink_to(path.parent / "precious"),
-}  # fmt: skip
+    "fifo": os.mkfifo,
+    "folder": Path.mkdir,
+    "link": lambda path: path.symlink_to(path.parent / "precious"),
+}
 
 
 @pytest.mark.timeout(30)

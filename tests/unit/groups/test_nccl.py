@@ -95,10 +95,15 @@ def test_an_abort_ends_a_communicator_whenever_it_comes(aborted: str) -> None:
     assert backend.num_communicators == (1 if aborted == "never" else 0)
 
 
-@pytest.mark.parametrize(("found", "told"), [
-    ("SUCCESS", ""), ("TIMEOUT", ""), ("COMM_ERROR", "NCCL reports COMM_ERROR"),
-    ("REMOTE_ERROR", "NCCL reports REMOTE_ERROR"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ("SUCCESS", ""),
+        ("TIMEOUT", ""),
+        ("COMM_ERROR", "NCCL reports COMM_ERROR"),
+        ("REMOTE_ERROR", "NCCL reports REMOTE_ERROR"),
+    ],
+)
 def test_a_broken_link_is_told_and_a_timeout_of_what_is_only_queued_is_not(found: str, told: str) -> None:
     backend = SimpleNamespace(get_error=lambda: getattr(ErrorType, found))
     assert link_error(backend) == told

@@ -62,11 +62,13 @@ def stand_in(me: Any) -> None:
 
     unpatch(me)
     me.patches = [
-        mock.patch.object(nccl, "create_backend", create), mock.patch.object(nccl, "connect_now", connect_now),
-        mock.patch.object(nccl, "end", me.ended.append), mock.patch.object(torch.cuda, "set_device", set_device),
+        mock.patch.object(nccl, "create_backend", create),
+        mock.patch.object(nccl, "connect_now", connect_now),
+        mock.patch.object(nccl, "end", me.ended.append),
+        mock.patch.object(torch.cuda, "set_device", set_device),
         mock.patch.object(groups_module, "self_test", me.tested.append),
         mock.patch.object(nccl, "first_exchange", lambda group, device: me.exchanged.append((group.backend, device))),
-    ]  # fmt: skip
+    ]
     for patch in me.patches:
         patch.start()
 
@@ -107,9 +109,11 @@ def join(me: Any) -> str:
 def seen(me: Any) -> dict[str, Any]:
     assert me.connector.wait_closed(WAIT_S)
     return {
-        "num_tested": len(me.tested), "timings": sorted(me.connector.timings), "devices": sorted(me.devices, key=str),
+        "num_tested": len(me.tested),
+        "timings": sorted(me.connector.timings),
+        "devices": sorted(me.devices, key=str),
         "all_ended": {id(backend) for backend in me.created} <= {id(backend) for backend in me.ended},
-    }  # fmt: skip
+    }
 
 
 # ------------------------------------------------------------ on a device
@@ -195,10 +199,11 @@ def say_over_link(me: Any, heal: Heal) -> dict[str, Any]:
     me.connector.retire(link)
     assert me.connector.wait_closed(WAIT_S)
     return {
-        "word": word.item(), "num_made_late": len(me.created) - num_before,
+        "word": word.item(),
+        "num_made_late": len(me.created) - num_before,
         "exchanged": [(me.created.index(backend), device) for backend, device in me.exchanged],
         "retired": [me.created.index(backend) for backend in me.ended[ended:]],
-    }  # fmt: skip
+    }
 
 
 def test_a_link_whose_workers_all_have_ranks_connects_beside_the_groups(pair: Membership) -> None:

@@ -63,9 +63,11 @@ def test_each_store_has_a_port_and_a_secret_of_its_own_and_ends_with_its_object(
 @pytest.mark.parametrize(
     ("nodes", "host"),
     [
-        (["10.0.0.1"], "127.0.0.1"), (["10.0.0.1", "10.0.0.1"], "127.0.0.1"), (["10.0.0.1", "10.0.0.2"], "10.0.0.1"),
+        (["10.0.0.1"], "127.0.0.1"),
+        (["10.0.0.1", "10.0.0.1"], "127.0.0.1"),
+        (["10.0.0.1", "10.0.0.2"], "10.0.0.1"),
         (["10.0.0.1", ""], "10.0.0.1"),  # one whose node is not known
     ],
-)  # fmt: skip
+)
 def test_members_of_one_host_meet_on_loopback(nodes: list[str], host: str) -> None:
     assert common_host("10.0.0.1", nodes) == host

@@ -133,10 +133,16 @@ def pair() -> Iterator[Membership]:
 @pytest.mark.parametrize(
     "work",
     [
-        all_reduce, receive, all_gather, fsdp_forward, fsdp_backward, own_collective, own_collective_in_backward,
+        all_reduce,
+        receive,
+        all_gather,
+        fsdp_forward,
+        fsdp_backward,
+        own_collective,
+        own_collective_in_backward,
         own_error_after_it,
     ],
-)  # fmt: skip
+)
 def test_the_error_of_a_killed_peer_is_the_peers_wherever_it_surfaces(pair: Membership, work: Any) -> None:
     pair.all(connect, pair.meeting(), PAIR)
     pair.all(prepare)

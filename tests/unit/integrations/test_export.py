@@ -40,11 +40,20 @@ def saved(folder: Path, **changes: Any) -> Path:
 
     vocab = {chr(33 + number): number for number in range(60)}
     T.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab, []))).save_pretrained(folder)
-    config = T.LlamaConfig(**{
-        "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": None,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": None,
-        **changes,
-    })  # fmt: skip
+    config = T.LlamaConfig(
+        **{
+            "vocab_size": 257,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "bos_token_id": None,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "eos_token_id": None,
+            **changes,
+        }
+    )
     T.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -80,9 +89,11 @@ def logits_of(module: Any, tokens: Tensor) -> Tensor:
     layout = make_layout("zigzag", CONTEXT, 1)
     with torch.no_grad():
         found: Tensor = module.eval()(
-            tokens, positions=torch.arange(CONTEXT)[None], document_ids=tokens.int(),
+            tokens,
+            positions=torch.arange(CONTEXT)[None],
+            document_ids=tokens.int(),
             attention=RingAttention(plan(Pattern(), layout), 0, None),
-        )  # fmt: skip
+        )
     return found
 
 
@@ -123,8 +134,9 @@ def test_another_type_and_another_tokenizer_can_be_asked_for(tmp_path: Path) -> 
     loaded = T.AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     assert torch.equal(loaded.model.norm.weight, values["model.norm.weight"].half())
     assert (done.num_files, done.dtype) == (1, "float16")
-    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == (tmp_path / "run" / "config.json").stat(
-    ).st_mode & 0o777  # fmt: skip
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == (
+        tmp_path / "run" / "config.json"
+    ).stat().st_mode & 0o777
     with pytest.raises(ValueError, match=r"has none of tokenizer\.json"):
         export(tmp_path / "run", tmp_path / "more", tokenizer=tmp_path / "run")
 
@@ -164,10 +176,15 @@ def test_a_corpus_that_was_prepared_with_another_tokenizer_is_refused(
     manifests = {}
     for name, tokenizer in (("own", str(folder)), ("bytes", "bytes")):
         end = "!" if tokenizer != "bytes" else None  # the tokenizer names no end of its own
-        prepare(PrepareConfig(
-            sources=(str(tmp_path / "corpus.txt"),), out=str(tmp_path / name), tokenizer=tokenizer, end_of_document=end,
-            workers=0,
-        ))  # fmt: skip
+        prepare(
+            PrepareConfig(
+                sources=(str(tmp_path / "corpus.txt"),),
+                out=str(tmp_path / name),
+                tokenizer=tokenizer,
+                end_of_document=end,
+                workers=0,
+            )
+        )
         manifests[name] = str(tmp_path / name / "manifest.json")
     flags = ["--model-folder", str(folder), "--context", "32", "--run-dir", str(tmp_path / "run"), "--data"]
     trainer = train.build(parse([*flags, manifests["own"]]))

@@ -40,9 +40,12 @@ TEXT = "def größe(x):\n\treturn x  # ±1 <|endoftext|> 你好\r\n"
 def run_of(model: Any, folder: Path, pattern: LayerPatterns | str | None = None, context: int = CONTEXT) -> Any:
     """The folder of a run as it is at its end, and its module with the run's random weights."""
     ElasticRingTrainer(
-        model, StdlibText(context), step_config=StepConfig(context_tokens=context, global_batch=4), pattern=pattern,
+        model,
+        StdlibText(context),
+        step_config=StepConfig(context_tokens=context, global_batch=4),
+        pattern=pattern,
         run_config=elastic_ring.RunConfig("run", run_dir=str(folder)),
-    )._write_config()  # fmt: skip
+    )._write_config()
     return with_weights(model(), folder)
 
 
@@ -136,12 +139,23 @@ def test_a_presets_windows_are_exported(tmp_path: Path, pattern: str, kind: str)
 
 
 def config_of(kind: str, **more: Any) -> Any:
-    return T.CONFIG_MAPPING[kind](**{
-        "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": None,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-        "eos_token_id": None, "pad_token_id": None, **({"attn_logit_softcapping": None} if kind == "gemma2" else {}),
-        **more,
-    })  # fmt: skip
+    return T.CONFIG_MAPPING[kind](
+        **{
+            "vocab_size": 257,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "bos_token_id": None,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 64,
+            "eos_token_id": None,
+            "pad_token_id": None,
+            **({"attn_logit_softcapping": None} if kind == "gemma2" else {}),
+            **more,
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,9 +194,12 @@ def test_a_pattern_of_windows_is_exported_for_the_models_that_have_layers_of_the
     ],
 )
 def test_what_no_config_says_is_refused_and_said_where_it_is_allowed(
-    tmp_path: Path, pattern: LayerPatterns | str, lost: str, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    pattern: LayerPatterns | str,
+    lost: str,
+    caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     module = run_of(partial(Transformer, TINY), tmp_path / "run", pattern)
     words = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
     assert command(words) == 2

@@ -48,20 +48,24 @@ OF_RING = {
     ATTENDS: "unit/train/test_check.py::test_a_model_that_attends_to_its_own_slice_only_is_refused",
     MEMORY: "unit/train/test_memory_relief.py::"
     "test_a_relief_that_is_taken_between_two_steps_saves_memory_and_changes_no_bit",
-}  # fmt: skip
+}
 SHOWN = {
     **{(RING, guard): test for guard, test in OF_RING.items()},
     # Workers know no kind of model: a contract of imports keeps `integrations` out of `train` and `runtime`.
     **{(door, guard): test for door in (HUGGING_FACE, OWN_MODEL, RESUME) for guard, test in OF_RING.items()},
-    (ZERO3, NON_FINITE): ENGINE, (ZERO3, MAX_SKIPPED): WHOLE_RUN, (ZERO3, SPIKES): ENGINE, (ZERO3, ATTENDS): ENGINE,
-    (ZERO3, SAMPLES): WHOLE_RUN, (ZERO3, TOKENS): OF_RING[TOKENS],
+    (ZERO3, NON_FINITE): ENGINE,
+    (ZERO3, MAX_SKIPPED): WHOLE_RUN,
+    (ZERO3, SPIKES): ENGINE,
+    (ZERO3, ATTENDS): ENGINE,
+    (ZERO3, SAMPLES): WHOLE_RUN,
+    (ZERO3, TOKENS): OF_RING[TOKENS],
     (HUGGING_FACE, TOKENS): "unit/integrations/test_export.py::"
     "test_a_corpus_that_was_prepared_with_another_tokenizer_is_refused",
     (HUGGING_FACE, ATTENDS): "unit/integrations/test_transformers.py::test_what_a_ring_cannot_do_is_refused_by_name",
     (RESUME, MAX_SKIPPED): GOES_ON,
     (RESUME, ATTENDS): "ray/operate/test_refused.py::test_a_finished_name_says_so_and_another_config_is_refused",
     (TUNER, NON_FINITE): "unit/tuning/test_tune_search.py::test_a_training_that_diverged_is_a_rejection",
-}  # fmt: skip
+}
 
 
 def test_the_page_has_the_table_of_the_code() -> None:

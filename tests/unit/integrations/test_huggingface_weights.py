@@ -20,10 +20,20 @@ T = pytest.importorskip("transformers")
 
 
 def config(**changes: Any) -> Any:
-    return T.LlamaConfig(**{
-        "vocab_size": 67, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, **changes,
-    })  # fmt: skip
+    return T.LlamaConfig(
+        **{
+            "vocab_size": 67,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 64,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            **changes,
+        }
+    )
 
 
 def saved(folder: Path, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

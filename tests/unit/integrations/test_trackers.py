@@ -39,9 +39,21 @@ class Records:
 
     def steps(self, *numbers: int) -> None:
         for number in numbers:
-            self.metrics.record(StepMetrics(
-                number, 5.0 - number, 1.0, 0.01 * number, 64, 640.0, 0.1, False, 1, Mesh(2, 2), 4,
-            ))  # fmt: skip
+            self.metrics.record(
+                StepMetrics(
+                    number,
+                    5.0 - number,
+                    1.0,
+                    0.01 * number,
+                    64,
+                    640.0,
+                    0.1,
+                    False,
+                    1,
+                    Mesh(2, 2),
+                    4,
+                )
+            )
 
     def others(self) -> None:
         self.metrics.validated(1, {"val_loss": 4.5, "val_accuracy": 0.5})
@@ -181,8 +193,9 @@ def test_weights_and_biases_offline_has_each_step_once_over_drivers(
             if record.WhichOneof("record_type") == "run":
                 ids.add(record.run.run_id)
             if record.WhichOneof("record_type") == "history":
-                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                             for item in record.history.item})  # fmt: skip
+                rows.append(
+                    {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                )
     assert ids == {json.loads((tmp_path / "callbacks.json").read_text())["id"]}
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in EXPECTED}
     for row in rows:

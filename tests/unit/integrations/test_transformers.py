@@ -39,10 +39,17 @@ T = pytest.importorskip("transformers")
 
 CONTEXT = 64
 SMALL: dict[str, Any] = {
-    "vocab_size": 301, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": 301,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
     "pad_token_id": None,
-}  # fmt: skip
+}
 FAMILIES: dict[str, Any] = {
     "llama, tied": lambda: T.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "mistral": lambda: T.MistralConfig(**SMALL, sliding_window=24),
@@ -50,12 +57,16 @@ FAMILIES: dict[str, Any] = {
     "qwen3": lambda: T.Qwen3Config(**SMALL, head_dim=8),
     "gemma": lambda: T.GemmaConfig(**SMALL, head_dim=16),
     "gemma2, final softcap and scale of its own": lambda: T.Gemma2Config(
-        **SMALL, head_dim=16, sliding_window=24, attn_logit_softcapping=None, query_pre_attn_scalar=32,
+        **SMALL,
+        head_dim=16,
+        sliding_window=24,
+        attn_logit_softcapping=None,
+        query_pre_attn_scalar=32,
         final_logit_softcapping=1.0,
     ),
     "gemma3": lambda: T.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=24),
     "granite, logits scaled": lambda: T.GraniteConfig(**SMALL, attention_multiplier=0.3, logits_scaling=3.0),
-}  # fmt: skip
+}
 
 
 def attention_of(model: RingModel) -> Any:
@@ -114,9 +125,12 @@ def test_two_sequences_on_a_ring_of_two_have_loss_and_gradient_of_transformers_o
     config = FAMILIES[family]()
     model, layout = ring_model(config, loss_chunk_tokens=24), make_layout("zigzag", CONTEXT, 2)
     task = TrainingTask(
-        model, StdlibText(CONTEXT), StepConfig(context_tokens=CONTEXT), OptimConfig(),
+        model,
+        StdlibText(CONTEXT),
+        StepConfig(context_tokens=CONTEXT),
+        OptimConfig(),
         pattern=model.pattern(CONTEXT),
-    )  # fmt: skip
+    )
     ours, groups = [filled(model).train() for _ in range(2)], ThreadRings().groups(2)
     samples = [Sample(torch.randint(0, 301, (CONTEXT + 1,)).numpy(), (0,)) for _ in range(2)]
 
@@ -177,11 +191,15 @@ def test_recomputing_a_layer_gives_the_same_bits_and_calls_attention_once() -> N
 @pytest.mark.parametrize(
     ("family", "context", "expected"),
     [
-        ("mistral", 64, "window:24"), ("mistral", 24, "None"), ("qwen2", 64, "dense@0;window:24@1,2"),
-        ("gemma2, final softcap and scale of its own", 64, "window:24@0,2;dense@1"), ("gemma3", 64, "window:24"),
-        ("gemma3", 20, "None"), ("llama, tied", 64, "None"),
+        ("mistral", 64, "window:24"),
+        ("mistral", 24, "None"),
+        ("qwen2", 64, "dense@0;window:24@1,2"),
+        ("gemma2, final softcap and scale of its own", 64, "window:24@0,2;dense@1"),
+        ("gemma3", 64, "window:24"),
+        ("gemma3", 20, "None"),
+        ("llama, tied", 64, "None"),
     ],
-)  # fmt: skip
+)
 def test_sliding_windows_become_patterns_where_a_sequence_notices_them(
     family: str, context: int, expected: str
 ) -> None:
@@ -222,7 +240,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an encoder and a decoder": (lambda: T.T5Config(), "no causal language model|AttentionInterface"),
     "quantised": (lambda: T.LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "is quantised"),
     "unknown": (lambda: {"model_type": "of_tomorrow"}, "model_type='of_tomorrow': this version of transformers"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -277,9 +295,13 @@ def test_the_factory_is_the_same_in_every_process_and_survives_a_pickle() -> Non
         "model = pickle.load(sys.stdin.buffer); print(model, 'transformers' in sys.modules)"
     )
     told = subprocess.run(
-        [sys.executable, "-c", source], input=pickle.dumps(model), capture_output=True, check=True, timeout=120,
+        [sys.executable, "-c", source],
+        input=pickle.dumps(model),
+        capture_output=True,
+        check=True,
+        timeout=120,
         env={**os.environ, "PYTHONHASHSEED": "7"},
-    ).stdout.decode()  # fmt: skip
+    ).stdout.decode()
     assert told.split("\n")[0] == f"{model} False", "and transformers is imported only once a model is built"
 
 
@@ -312,9 +334,15 @@ def test_buffers_are_made_without_the_parameters_and_are_those_of_the_whole_mode
 
 
 def test_the_buffers_of_an_8_b_model_take_no_memory_for_its_parameters() -> None:
-    model = ring_model(T.LlamaConfig(
-        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_attention_heads=32, num_key_value_heads=8,
-    ))  # fmt: skip
+    model = ring_model(
+        T.LlamaConfig(
+            vocab_size=128_256,
+            hidden_size=4096,
+            intermediate_size=14_336,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+        )
+    )
     task = TrainingTask(model, StdlibText(8), StepConfig(), optim=None, initial=model.ring_parts(StepConfig()).initial)  # type: ignore[arg-type]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     maker = ModuleMaker(task)

@@ -166,7 +166,11 @@ def test_an_engine_begins_skips_and_checks_as_the_elastic_ring_does(tmp_path: Pa
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "engines.py"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("passed") == 2

@@ -52,7 +52,7 @@ STEP = StepConfig(global_batch=4, context_tokens=128)
         ((4, 4), 2, {"zero_hpz_partition_size": 3}, r"zero_hpz_partition_size=3 does not divide workers=4"),
         ((2, 4), 2, {"mics_shard_size": 2}, r"mics_shard_size=2 does not divide workers=3"),
     ],
-)  # fmt: skip
+)
 def test_a_mesh_that_does_not_come_out_is_refused(
     workers: tuple[int, int], cp: int, given: dict[str, Any], said: str
 ) -> None:
@@ -93,9 +93,16 @@ def test_the_tokens_of_a_ray_dataset_are_compared_with_the_models_rows() -> None
 
 @pytest.mark.parametrize(
     ("workers", "cp", "mesh"),
-    [(2, 2, Mesh(1, 2)), (3, 2, Mesh(1, 3)), (4, 2, Mesh(2, 2)), (5, 2, Mesh(1, 5)), (6, 2, Mesh(2, 3)),
-     (8, 2, Mesh(4, 2)), (4, 1, Mesh(4, 1))],
-)  # fmt: skip
+    [
+        (2, 2, Mesh(1, 2)),
+        (3, 2, Mesh(1, 3)),
+        (4, 2, Mesh(2, 2)),
+        (5, 2, Mesh(1, 5)),
+        (6, 2, Mesh(2, 3)),
+        (8, 2, Mesh(4, 2)),
+        (4, 1, Mesh(4, 1)),
+    ],
+)
 def test_any_number_of_workers_between_the_bounds_has_a_mesh(workers: int, cp: int, mesh: Mesh) -> None:
     assert mesh_of(workers, cp, STEP.global_batch) == mesh
 
@@ -130,8 +137,16 @@ def test_the_configuration_keeps_what_the_user_gives_and_adds_what_follows(tmp_p
         json.dumps({"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}, "aio": {"thread_count": 2}})
     )
     own = Zero3Config(offload_optimizer="nvme", offload_param="cpu", deepspeed=read_deepspeed(file))
-    made = deepspeed_config(own, STEP, OptimConfig(), Mesh(2, 2), swap_folder=tmp_path, universal=True,
-                            largest_elements=10, pin_memory=False)  # fmt: skip
+    made = deepspeed_config(
+        own,
+        STEP,
+        OptimConfig(),
+        Mesh(2, 2),
+        swap_folder=tmp_path,
+        universal=True,
+        largest_elements=10,
+        pin_memory=False,
+    )
     assert made["gradient_accumulation_steps"] == 2
     assert "managed_gradient_accumulation" not in made
     assert made["gradient_clipping"] == 1.0
@@ -155,9 +170,21 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "flag",
-    ["--dp", "--spares", "--faults", "--max-dp", "--resume", "--checkpoint-keep-last", "--scaling.cp", "--run.copies",
-     "--run.timeouts.build-s", "--run.checkpoint_config.every_s", "--run.straggler_factor", "--run.no-progress"],
-)  # fmt: skip
+    [
+        "--dp",
+        "--spares",
+        "--faults",
+        "--max-dp",
+        "--resume",
+        "--checkpoint-keep-last",
+        "--scaling.cp",
+        "--run.copies",
+        "--run.timeouts.build-s",
+        "--run.checkpoint_config.every_s",
+        "--run.straggler_factor",
+        "--run.no-progress",
+    ],
+)
 def test_flags_of_the_elastic_ring_name_what_to_use_here(flag: str) -> None:
     with pytest.raises(ValueError, match=r": is the elastic ring's; here "):
         parse_zero3([flag if "no-" in flag else f"{flag}=1"])

@@ -151,9 +151,13 @@ print(digest_of(half_a_pass()), torch._dynamo.utils.counters["inductor"]["fxgrap
 def bits(compiled: Path) -> tuple[str, int]:
     """Digest of `half_a_pass` in a process of its own; how many graphs it found in the folder."""
     done = subprocess.run(
-        [sys.executable, "-c", BITS], capture_output=True, text=True, timeout=280, check=False,
+        [sys.executable, "-c", BITS],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(compiled)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     digest, hits = done.stdout.split()
     return digest, int(hits)
@@ -240,9 +244,10 @@ def validate(me: Any) -> dict[str, float]:
 
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(
-    ("mesh", "offload", "together"), [(RING, False, 1), (REPLICAS, True, 1), (RING, False, 2)],
+    ("mesh", "offload", "together"),
+    [(RING, False, 1), (REPLICAS, True, 1), (RING, False, 2)],
     ids=["ring", "replicas", "passes"],
-)  # fmt: skip
+)
 def test_a_warm_process_compiles_nothing_in_its_steps_nor_after_a_break(
     pair: Membership, mesh: Mesh, offload: bool, together: int
 ) -> None:

@@ -155,19 +155,28 @@ def peak_of_passes(make: Callable[[], torch.nn.Module], tokens: int) -> int:
 def passes_of(memory: StepMemory) -> int:
     """What the forecast says of the same passes: no state, no gathered parameters, nothing on its way to others."""
     left_out = {
-        "gathered embedding and head", "gathered blocks", "gradients of a block on their way", "FSDP2's gradients",
-        "the same in fp32, on their way", *memory._lasting,
-    }  # fmt: skip
+        "gathered embedding and head",
+        "gathered blocks",
+        "gradients of a block on their way",
+        "FSDP2's gradients",
+        "the same in fp32, on their way",
+        *memory._lasting,
+    }
     return max(sum(size for name, size in moment.terms.items() if name not in left_out) for moment in memory.moments)
 
 
 @pytest.mark.usefixtures("fused_norms")
 @pytest.mark.parametrize(
     ("name", "tokens", "layers", "other"),
-    [("1b", 65_536, 4, {}), ("1b", 65_536, 4, {"tie_embeddings": False}), ("8b", 16_384, 3, {}),
-     ("100m", 8_192, 12, {}), ("1b", 16_384, 3, {"checkpoint_activations": False}),
-     ("1b", 32_768, 2, {"loss_chunk_tokens": 8_192})],
-)  # fmt: skip
+    [
+        ("1b", 65_536, 4, {}),
+        ("1b", 65_536, 4, {"tie_embeddings": False}),
+        ("8b", 16_384, 3, {}),
+        ("100m", 8_192, 12, {}),
+        ("1b", 16_384, 3, {"checkpoint_activations": False}),
+        ("1b", 32_768, 2, {"loss_chunk_tokens": 8_192}),
+    ],
+)
 def test_the_terms_are_what_real_passes_allocate(name: str, tokens: int, layers: int, other: dict[str, Any]) -> None:
     config = replace(preset(name), num_layers=layers, **other)
     assert passes_of(memory_of(config, tokens)) == pytest.approx(
@@ -180,9 +189,14 @@ def test_layers_of_another_library_are_counted_with_their_norms() -> None:
     from elastic_ring.integrations.transformers import ring_model
 
     config = transformers.LlamaConfig(
-        vocab_size=32_000, hidden_size=1_024, intermediate_size=2_816, num_hidden_layers=4, num_attention_heads=16,
-        num_key_value_heads=4, max_position_embeddings=65_536,
-    )  # fmt: skip
+        vocab_size=32_000,
+        hidden_size=1_024,
+        intermediate_size=2_816,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=65_536,
+    )
     model = ring_model(config)
     memory = memory_of(model.sizes(), 16_384, fused_norms=False)
     assert passes_of(memory) == pytest.approx(peak_of_passes(model, 16_384), rel=TOLERANCE)

@@ -22,10 +22,14 @@ from elastic_ring.model.transformer import Transformer
 @pytest.mark.parametrize(
     ("name", "least", "most"),
     [
-        ("laptop", 0.5e6, 2e6), ("100m", 0.09e9, 0.12e9), ("1b", 0.9e9, 1.2e9), ("8b", 7.5e9, 8.5e9),
-        ("70b", 65e9, 75e9), ("1t", 0.95e12, 1.1e12),
+        ("laptop", 0.5e6, 2e6),
+        ("100m", 0.09e9, 0.12e9),
+        ("1b", 0.9e9, 1.2e9),
+        ("8b", 7.5e9, 8.5e9),
+        ("70b", 65e9, 75e9),
+        ("1t", 0.95e12, 1.1e12),
     ],
-)  # fmt: skip
+)
 def test_a_preset_has_about_the_parameters_that_its_name_says_and_fits_its_ranks(
     name: str, least: float, most: float
 ) -> None:
@@ -64,9 +68,10 @@ def test_a_plan_says_a_verdict_for_each_gpu_and_imports_neither_torch_nor_ray() 
 
 def test_what_the_start_would_refuse_a_plan_refuses_too(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, why in (
-        (["--dp", "8"], "global_batch=4 is less than dp=8"), (["--copies", "2", "--dp", "1"], "copies='2'"),
+        (["--dp", "8"], "global_batch=4 is less than dp=8"),
+        (["--copies", "2", "--dp", "1"], "copies='2'"),
         (["--data", "shards:none", "--data.vocab-size", "300"], "data.vocab_size=300"),
-    ):  # fmt: skip
+    ):
         assert train.main(["--plan", *flags]) == 2
         assert why in capsys.readouterr().err
 
@@ -103,10 +108,14 @@ def test_the_plan_of_a_run_on_cpus_has_no_word_of_gpus() -> None:
 
 @pytest.mark.parametrize(
     ("copies", "held"),
-    [("1", "keeps 2 snapshots in host memory, 11.1 GiB, and 11.1 GiB of its peers'"),
-     ("2", "keeps 2 snapshots in host memory, 11.1 GiB, and 22.3 GiB of its peers'"),
-     ("parity:4", "holds the parity of a group of 4 ranks as much again"), ("0", ""), ("auto", "")],
-)  # fmt: skip
+    [
+        ("1", "keeps 2 snapshots in host memory, 11.1 GiB, and 11.1 GiB of its peers'"),
+        ("2", "keeps 2 snapshots in host memory, 11.1 GiB, and 22.3 GiB of its peers'"),
+        ("parity:4", "holds the parity of a group of 4 ranks as much again"),
+        ("0", ""),
+        ("auto", ""),
+    ],
+)
 def test_the_plan_says_what_host_memory_copies_take(copies: str, held: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--preset", "1b", "--dp", "4", "--global-batch", "4", "--copies", copies, "--plan"]) == 0
     printed = capsys.readouterr().out

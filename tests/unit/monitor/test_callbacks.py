@@ -166,8 +166,10 @@ def test_a_callback_that_raises_is_told_the_next_event_and_its_error_once(
         driver.tell()
         assert callback.heard == [("start", "first"), 0, 3, 4]
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert said == ["callback hears: on_step raised; the next event is told",
-                    "callback hears: on_step raised ZeroDivisionError 2 times"]  # fmt: skip
+    assert said == [
+        "callback hears: on_step raised; the next event is told",
+        "callback hears: on_step raised ZeroDivisionError 2 times",
+    ]
     after = Hears()
     with telling(tmp_path, after) as driver:
         driver.tell()
@@ -176,11 +178,15 @@ def test_a_callback_that_raises_is_told_the_next_event_and_its_error_once(
 
 @pytest.mark.parametrize(
     ("status", "raised", "end"),
-    [(None, None, ""), ({"ended": False}, None, ""), ({"ended": False}, KeyboardInterrupt, "stopped"),
-     ({"ended": True, "end": {"error": "", "message": ""}}, None, "finished"),
-     ({"ended": True, "end": {"error": "RunFailed", "message": "stopped by the user"}}, None, "stopped"),
-     ({"ended": True, "end": {"error": "LossSpike", "message": "step 3"}}, None, "failed")],
-)  # fmt: skip
+    [
+        (None, None, ""),
+        ({"ended": False}, None, ""),
+        ({"ended": False}, KeyboardInterrupt, "stopped"),
+        ({"ended": True, "end": {"error": "", "message": ""}}, None, "finished"),
+        ({"ended": True, "end": {"error": "RunFailed", "message": "stopped by the user"}}, None, "stopped"),
+        ({"ended": True, "end": {"error": "LossSpike", "message": "step 3"}}, None, "failed"),
+    ],
+)
 def test_a_callback_knows_how_the_run_ended(
     tmp_path: Path, records: Records, status: dict[str, Any] | None, raised: type[BaseException] | None, end: str
 ) -> None:
@@ -387,9 +393,11 @@ def test_in_an_object_store_a_driver_on_another_host_goes_on_where_the_first_one
         Records(folder).steps(*steps)
         hears = Hears()
         with Telling(
-            (hears,), RunInfo("told", folder, {}), bring=partial(run_storage.fetch_places, run, folder),
+            (hears,),
+            RunInfo("told", folder, {}),
+            bring=partial(run_storage.fetch_places, run, folder),
             keep=partial(run_storage.keep_places, run, folder),
-        ) as telling:  # fmt: skip
+        ) as telling:
             telling.tell()
         heard.append([event for event in hears.heard if isinstance(event, int)])
     assert heard == [[0, 1, 2], [3], [4]]

@@ -358,9 +358,14 @@ def test_the_same_readings_give_the_same_verdicts() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "name"),
-    [({"floor_s": 0.0}, "floor_s"), ({"cap_s": 0.5}, "cap_s"), ({"period_s": 0.5}, "period_s"),
-     ({"factor": float("nan")}, "factor"), ({"computing_cap_s": 1.0}, "computing_cap_s")],
-)  # fmt: skip
+    [
+        ({"floor_s": 0.0}, "floor_s"),
+        ({"cap_s": 0.5}, "cap_s"),
+        ({"period_s": 0.5}, "period_s"),
+        ({"factor": float("nan")}, "factor"),
+        ({"computing_cap_s": 1.0}, "computing_cap_s"),
+    ],
+)
 def test_settings_that_make_no_sense_are_refused_by_name(wrong: dict[str, float], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         HangSettings(**wrong)  # type: ignore[arg-type]

@@ -116,8 +116,10 @@ def start(tmp_path: Path, agent: Agent) -> Iterator[Callable[..., subprocess.Pop
         path = tmp_path / name
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, path, *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         processes.append(child)
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"

@@ -26,18 +26,39 @@ from elastic_ring.monitor.metrics import (
 )
 
 RECOVERY: dict[str, Any] = {
-    "step": 21, "faults": ["kill@step=21,phase=backward,rank=3"], "cause": "rank 3 died in backward",
-    "action": "spare took its place", "detect_s": 0.02, "close_s": 0.11, "heal_s": 0.05, "rerun_s": 0.2,
-    "total_s": 0.4, "steps_undone": 0, "steps_rerun": 1, "source": "replica", "survivor_pids_kept": True, "exact": True,
-}  # fmt: skip
+    "step": 21,
+    "faults": ["kill@step=21,phase=backward,rank=3"],
+    "cause": "rank 3 died in backward",
+    "action": "spare took its place",
+    "detect_s": 0.02,
+    "close_s": 0.11,
+    "heal_s": 0.05,
+    "rerun_s": 0.2,
+    "total_s": 0.4,
+    "steps_undone": 0,
+    "steps_rerun": 1,
+    "source": "replica",
+    "survivor_pids_kept": True,
+    "exact": True,
+}
 
 
 def metrics(step: int, loss: float = 2.5, **changes: Any) -> StepMetrics:
     values: dict[str, Any] = {
-        "step": step, "loss": loss, "grad_norm": 1.25, "lr": 3e-4, "num_tokens": 8192, "tokens_per_s": 9000.0,
-        "step_s": 0.9, "skipped": False, "generation": 1, "mesh": Mesh(2, 2), "num_members": 4,
-        "hop_bytes": 4096, "exposed_hop_wait_s": 0.01,
-    }  # fmt: skip
+        "step": step,
+        "loss": loss,
+        "grad_norm": 1.25,
+        "lr": 3e-4,
+        "num_tokens": 8192,
+        "tokens_per_s": 9000.0,
+        "step_s": 0.9,
+        "skipped": False,
+        "generation": 1,
+        "mesh": Mesh(2, 2),
+        "num_members": 4,
+        "hop_bytes": 4096,
+        "exposed_hop_wait_s": 0.01,
+    }
     return StepMetrics(**{**values, **changes})
 
 
@@ -158,10 +179,14 @@ def test_goodput_is_the_share_of_time_whose_steps_stayed_committed() -> None:
 
 def summary(**changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "losses_hex": [(2.0).hex(), (1.5).hex()], "weights_sha256": "aa", "samples_sha256": "bb",
-        "goodput": 0.9, "exact": True, "recoveries": [RECOVERY],
+        "losses_hex": [(2.0).hex(), (1.5).hex()],
+        "weights_sha256": "aa",
+        "samples_sha256": "bb",
+        "goodput": 0.9,
+        "exact": True,
+        "recoveries": [RECOVERY],
         "generations": [{"term": 1, "generation": 1, "mesh": {"dp": 2, "cp": 2}, "reason": "formed", "x": 1}],
-    }  # fmt: skip
+    }
     return build_summary(**{**values, **changes})
 
 
@@ -171,10 +196,25 @@ def test_the_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     assert list(content) == [*SUMMARY_KEYS, "sha256"]
     assert list(SUMMARY_KEYS) == [
-        "steps", "losses", "weights_sha256", "samples_sha256", "goodput", "exact",
-        "mesh_changed", "generations", "recoveries", "compilations_after_step_0", "skipped_steps", "lost_workers",
-        "resumed_from", "checkpoints", "memory", "peak_gpu_bytes", "time_s", "identity",
-    ]  # fmt: skip
+        "steps",
+        "losses",
+        "weights_sha256",
+        "samples_sha256",
+        "goodput",
+        "exact",
+        "mesh_changed",
+        "generations",
+        "recoveries",
+        "compilations_after_step_0",
+        "skipped_steps",
+        "lost_workers",
+        "resumed_from",
+        "checkpoints",
+        "memory",
+        "peak_gpu_bytes",
+        "time_s",
+        "identity",
+    ]
     assert content["steps"] == 2
     assert [float.fromhex(loss) for loss in content["losses"]] == [2.0, 1.5]
     assert list(content["generations"][0]) == ["term", "generation", "mesh", "reason"]

@@ -36,10 +36,21 @@ from tests.signals import heed_interrupts
 
 STATUS_JOB = Path(__file__).resolve().parents[3] / "jobs" / "status.py"
 RECOVERY: dict[str, Any] = {
-    "step": 21, "faults": [], "cause": "rank 3 died in backward", "action": "spare took its place",
-    "detect_s": 0.02, "close_s": 0.11, "heal_s": 0.05, "rerun_s": 0.2, "total_s": 0.4,
-    "steps_undone": 0, "steps_rerun": 1, "source": "replica", "survivor_pids_kept": True, "exact": True,
-}  # fmt: skip
+    "step": 21,
+    "faults": [],
+    "cause": "rank 3 died in backward",
+    "action": "spare took its place",
+    "detect_s": 0.02,
+    "close_s": 0.11,
+    "heal_s": 0.05,
+    "rerun_s": 0.2,
+    "total_s": 0.4,
+    "steps_undone": 0,
+    "steps_rerun": 1,
+    "source": "replica",
+    "survivor_pids_kept": True,
+    "exact": True,
+}
 SENTENCE = (
     "rank 3 died in backward of step 21; spare took its place in 0.4 s: "
     "detect 0.02, close 0.11, heal 0.05, rerun 0.2; no step lost"
@@ -48,23 +59,39 @@ SENTENCE = (
 
 def metrics(step: int, **changes: Any) -> StepMetrics:
     values: dict[str, Any] = {
-        "step": step, "loss": 5.0 - step / 10, "grad_norm": 1.0, "lr": 1e-3, "num_tokens": 8192,
-        "tokens_per_s": 9120.0, "step_s": 0.9, "skipped": False, "generation": 1 + step // 21,
-        "mesh": Mesh(2, 2), "num_members": 4,
-    }  # fmt: skip
+        "step": step,
+        "loss": 5.0 - step / 10,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "num_tokens": 8192,
+        "tokens_per_s": 9120.0,
+        "step_s": 0.9,
+        "skipped": False,
+        "generation": 1 + step // 21,
+        "mesh": Mesh(2, 2),
+        "num_members": 4,
+    }
     return StepMetrics(**{**values, **changes})
 
 
 def live_status(**changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "run": "laptop", "phase": "running", "term": 2, "generation": 3, "mesh": {"dp": 2, "cp": 2},
-        "step": 24, "total_steps": 40, "spares": ["w-7"], "recoveries": [RECOVERY],
-        "updated_unix_s": 5000.0, "ended": False, "error": "",
+        "run": "laptop",
+        "phase": "running",
+        "term": 2,
+        "generation": 3,
+        "mesh": {"dp": 2, "cp": 2},
+        "step": 24,
+        "total_steps": 40,
+        "spares": ["w-7"],
+        "recoveries": [RECOVERY],
+        "updated_unix_s": 5000.0,
+        "ended": False,
+        "error": "",
         "members": [
-            {"global_rank": rank, "worker": f"w-{rank}", "node": "node-a", "pid": 100 + rank}
-            for rank in (2, 0)
+            {"global_rank": rank, "worker": f"w-{rank}", "node": "node-a", "pid": 100 + rank} for rank in (2, 0)
         ],
-    }  # fmt: skip
+    }
     return {**values, **changes}
 
 
@@ -90,8 +117,15 @@ def test_a_recovery_is_one_sentence() -> None:
 
 
 def test_a_sentence_names_its_step_once_and_only_what_took_place() -> None:
-    told = {**RECOVERY, "cause": "ranks 1 and 2 died in step 4", "action": "mesh shrank", "total_s": 12.34,
-            "heal_s": None, "rerun_s": None, "steps_undone": 2}  # fmt: skip
+    told = {
+        **RECOVERY,
+        "cause": "ranks 1 and 2 died in step 4",
+        "action": "mesh shrank",
+        "total_s": 12.34,
+        "heal_s": None,
+        "rerun_s": None,
+        "steps_undone": 2,
+    }
     assert recovery_line(told) == (
         "ranks 1 and 2 died in step 4; mesh shrank in 12 s: detect 0.02, close 0.11; 2 steps undone"
     )
@@ -103,11 +137,26 @@ def test_a_sentence_names_its_step_once_and_only_what_took_place() -> None:
 def test_numbers_are_as_long_as_they_are_worth() -> None:
     times = [0.0, 0.0031, 0.02, 0.4, 0.114, 1.0, 1.25, 9.96, 34.2, 100.0, None]
     assert [seconds(s) for s in times] == [
-        "0", "0.003", "0.02", "0.4", "0.11", "1", "1.2", "10", "34", "100", "?",
-    ]  # fmt: skip
+        "0",
+        "0.003",
+        "0.02",
+        "0.4",
+        "0.11",
+        "1",
+        "1.2",
+        "10",
+        "34",
+        "100",
+        "?",
+    ]
     assert [human_rate(v) for v in (0, 950.4, 9120, 12345, 123456, 4.56e6)] == [
-        "0", "950", "9.12k", "12.3k", "123k", "4.56M",
-    ]  # fmt: skip
+        "0",
+        "950",
+        "9.12k",
+        "12.3k",
+        "123k",
+        "4.56M",
+    ]
 
 
 # ------------------------------------------------------------------------------------------ progress
@@ -279,10 +328,14 @@ def test_an_ended_run_is_shown_from_its_summary_alone(run: Path) -> None:
         (run / name).unlink()
     mesh = {"dp": 2, "cp": 2}
     summary = build_summary(
-        losses_hex=[(1.0).hex()] * 40, weights_sha256="abc", samples_sha256="def", goodput=0.934, exact=True,
+        losses_hex=[(1.0).hex()] * 40,
+        weights_sha256="abc",
+        samples_sha256="def",
+        goodput=0.934,
+        exact=True,
         generations=[{"term": 1, "generation": g, "mesh": mesh, "reason": "formed"} for g in (1, 2)],
         recoveries=[RECOVERY],
-    )  # fmt: skip
+    )
     write_summary(run, summary)
     assert render_status(run).splitlines() == [
         f"run {run.name}: ended",
@@ -296,10 +349,13 @@ def test_an_ended_run_is_shown_from_its_summary_alone(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("planned_gib", "says"),
-    [(107.8, "peak 110.1 GiB of tensors, planned 107.8 GiB"), (None, "peak 110.1 GiB of tensors"),
-     (90.0, "peak 110.1 GiB of tensors, planned 90.0 GiB: 22 % more than planned"),
-     (130.0, "peak 110.1 GiB of tensors, planned 130.0 GiB: 15 % less than planned")],
-)  # fmt: skip
+    [
+        (107.8, "peak 110.1 GiB of tensors, planned 107.8 GiB"),
+        (None, "peak 110.1 GiB of tensors"),
+        (90.0, "peak 110.1 GiB of tensors, planned 90.0 GiB: 22 % more than planned"),
+        (130.0, "peak 110.1 GiB of tensors, planned 130.0 GiB: 15 % less than planned"),
+    ],
+)
 def test_the_measured_peak_stands_beside_the_planned_one(run: Path, planned_gib: float | None, says: str) -> None:
     planned = {"planned_gpu_bytes": int(planned_gib * 2**30)} if planned_gib is not None else {}
     write_json(run / "config.json", planned)
@@ -411,8 +467,16 @@ def test_short_and_broken_runs_have_a_picture_too(tmp_path: Path, num_steps: int
 
 
 def test_where_the_time_of_a_step_goes_is_told_with_the_rank_that_took_longest(run: Path) -> None:
-    clock = {"idle": 0.0, "forward": 0.5, "backward": 1.0, "reduce": 0.0, "vote": 0.0, "apply": 0.1, "other": 0.0,
-             "data": 0.0}  # fmt: skip
+    clock = {
+        "idle": 0.0,
+        "forward": 0.5,
+        "backward": 1.0,
+        "reduce": 0.0,
+        "vote": 0.0,
+        "apply": 0.1,
+        "other": 0.0,
+        "data": 0.0,
+    }
     status = live_status()
     for member, forward_s in zip(status["members"], (1.5, 0.5), strict=True):
         member["clock"] = {**clock, "forward": forward_s}

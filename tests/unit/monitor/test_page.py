@@ -38,8 +38,16 @@ def run(tmp_path: Path) -> Path:
         for step in range(40):
             log.record(metrics(step))
         log.validated(20, {"val_loss": 3.5})
-    clock = {"idle": 0.0, "forward": 0.5, "backward": 1.0, "reduce": 0.1, "vote": 0.1, "apply": 0.1, "other": 0.0,
-             "data": 0.2}  # fmt: skip
+    clock = {
+        "idle": 0.0,
+        "forward": 0.5,
+        "backward": 1.0,
+        "reduce": 0.1,
+        "vote": 0.1,
+        "apply": 0.1,
+        "other": 0.0,
+        "data": 0.2,
+    }
     doing = {"at_step": 40, "phase": "backward", "in_phase_s": 0.25, "clock": clock}
     stuck = {"at_step": 40, "phase": "forward", "in_phase_s": 99.0}
     members = [
@@ -108,8 +116,14 @@ def test_a_port_that_is_taken_and_a_folder_without_a_run_are_refused(
 @pytest.mark.slow
 def test_a_browser_shows_curve_mesh_recovery_and_the_rank_that_stands_still(page: Page, tmp_path: Path) -> None:
     browser = program("chromium-headless-shell", "Debian: chromium-headless-shell")
-    command = [browser, "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-               "--window-size=1240,1100", "--virtual-time-budget=4000"]  # fmt: skip
+    command = [
+        browser,
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--window-size=1240,1100",
+        "--virtual-time-budget=4000",
+    ]
     done = subprocess.run([*command, "--dump-dom", page.url], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     dom = done.stdout
@@ -143,11 +157,22 @@ def said_to(page: Page, *pieces: bytes, resets: bool = False) -> bytes:
     return answer
 
 
-WORDS = st.one_of(st.binary(max_size=300), st.sampled_from([
-    b"GET / HTTP/1.1\r\n", b"GET /data.json HTTP/1.0\r\n\r\n", b"GET //../%2e%2e/etc/passwd?\xff HTTP/1.1\r\n\r\n",
-    b"GET http://a:b@[ HTTP/1.1\r\n\r\n", b"POST / HTTP/9.9\r\n", b"Content-Length: -1\r\n", b"A" * 70_000, b"\r\n\r\n",
-    b"X: " + b"y" * 70_000 + b"\r\n",
-]))  # fmt: skip
+WORDS = st.one_of(
+    st.binary(max_size=300),
+    st.sampled_from(
+        [
+            b"GET / HTTP/1.1\r\n",
+            b"GET /data.json HTTP/1.0\r\n\r\n",
+            b"GET //../%2e%2e/etc/passwd?\xff HTTP/1.1\r\n\r\n",
+            b"GET http://a:b@[ HTTP/1.1\r\n\r\n",
+            b"POST / HTTP/9.9\r\n",
+            b"Content-Length: -1\r\n",
+            b"A" * 70_000,
+            b"\r\n\r\n",
+            b"X: " + b"y" * 70_000 + b"\r\n",
+        ]
+    ),
+)
 
 
 def test_whatever_a_stranger_says_to_the_page_there_is_no_traceback_and_it_goes_on(
@@ -195,9 +220,18 @@ def test_of_many_who_say_nothing_some_are_served_and_descriptors_that_run_out_ar
 
 @pytest.mark.parametrize(
     ("host", "status"),
-    [("127.0.0.1:{}", 200), ("localhost:{}", 200), ("[::1]:{}", 200), (socket.gethostname().upper(), 200),
-     ("stranger.example:{}", 421), ("localhost.stranger.example", 421), ("", 200), ("a b", 421), ("[::1", 421)],
-)  # fmt: skip
+    [
+        ("127.0.0.1:{}", 200),
+        ("localhost:{}", 200),
+        ("[::1]:{}", 200),
+        (socket.gethostname().upper(), 200),
+        ("stranger.example:{}", 421),
+        ("localhost.stranger.example", 421),
+        ("", 200),
+        ("a b", 421),
+        ("[::1", 421),
+    ],
+)
 def test_only_the_machine_s_own_names_are_answered(page: Page, host: str, status: int) -> None:
     """A stranger's page whose name leads here by now (DNS rebinding) gets nothing through a browser on this machine."""
     port = int(page.url.rstrip("/").rpartition(":")[2])

@@ -51,18 +51,31 @@ MOST_WORDS = 29_800
 """Lower it when pages lose words; a page that needs more takes them from another."""
 
 COMMANDS = {
-    "train": "elastic_ring.cli.train", "status": "elastic_ring.cli.status", "plan": "elastic_ring.cli.plan",
-    "calibrate": "elastic_ring.cli.calibrate", "data": "elastic_ring.cli.data", "tune": "elastic_ring.cli.tune",
-    "export": "elastic_ring.cli.export", "metrics": "elastic_ring.cli.metrics", "drain": "elastic_ring.cli.drain",
-    "checkpoints": "elastic_ring.cli.checkpoints", "zero3": "elastic_ring.cli.zero3",
-    "scale": "elastic_ring.cli.scale", "drill": "elastic_ring.cli.drills.command", "doctor": "elastic_ring.cli.doctor",
+    "train": "elastic_ring.cli.train",
+    "status": "elastic_ring.cli.status",
+    "plan": "elastic_ring.cli.plan",
+    "calibrate": "elastic_ring.cli.calibrate",
+    "data": "elastic_ring.cli.data",
+    "tune": "elastic_ring.cli.tune",
+    "export": "elastic_ring.cli.export",
+    "metrics": "elastic_ring.cli.metrics",
+    "drain": "elastic_ring.cli.drain",
+    "checkpoints": "elastic_ring.cli.checkpoints",
+    "zero3": "elastic_ring.cli.zero3",
+    "scale": "elastic_ring.cli.scale",
+    "drill": "elastic_ring.cli.drills.command",
+    "doctor": "elastic_ring.cli.doctor",
     "forecast": "elastic_ring.cli.forecasts.command",
-}  # fmt: skip
+}
 VERBS = {"data": ["prepare"], "checkpoints": ["list", "verify", "prune", "export"]}
 DOORS = {
-    "train_1t": "train", "train_zero3": "zero3", "status": "status", "calibrate": "calibrate", "plan": "plan",
+    "train_1t": "train",
+    "train_zero3": "zero3",
+    "status": "status",
+    "calibrate": "calibrate",
+    "plan": "plan",
     "search_patterns": "tune",
-}  # fmt: skip
+}
 CONSOLE = re.compile(r"elastic-ring ([a-z]+)\b(.*)")
 SCRIPT = re.compile(r"python ((?:-m )?(?:jobs|tune|examples|benchmarks)[/.]\S+)(.*)")
 MAKE = re.compile(r"^make ([a-z-]+)|`make ([a-z-]+)[^`]*`", re.MULTILINE)
@@ -162,9 +175,10 @@ def test_every_option_that_a_page_gives_to_a_command_is_known_to_it() -> None:
     calls = set(console_calls())
     assert {("train", "--faults"), ("train", "--run-dir"), ("train", "--plan"), ("status", "--watch")} <= calls
     unknown = [
-        f"{command} {option}" for command, option in sorted(calls)
+        f"{command} {option}"
+        for command, option in sorted(calls)
         if option and not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", help_of(command))
-    ]  # fmt: skip
+    ]
     assert unknown == []
 
 
@@ -173,9 +187,10 @@ def test_every_option_that_a_page_gives_to_a_benchmark_is_in_its_source() -> Non
     calls = set(bench_calls())
     assert len({script for script, _ in calls}) > 10
     unknown = [
-        f"{script.relative_to(ROOT)} {option}" for script, option in sorted(calls)
+        f"{script.relative_to(ROOT)} {option}"
+        for script, option in sorted(calls)
         if f'"{option}"' not in script.read_text(encoding="utf-8") + harness + '""'
-    ]  # fmt: skip
+    ]
     assert unknown == []
 
 
@@ -211,9 +226,10 @@ def test_every_setting_that_a_page_names_is_there() -> None:
     checked = [(kind, setting) for kind, setting in named if inspect.isclass(classes.get(kind))]
     assert len(checked) > 5
     unknown = [
-        f"{kind}.{setting}" for kind, setting in checked
+        f"{kind}.{setting}"
+        for kind, setting in checked
         if setting not in inspect.signature(classes[kind]).parameters and not hasattr(classes[kind], setting)
-    ]  # fmt: skip
+    ]
     assert unknown == []
 
 
@@ -306,9 +322,10 @@ def test_every_variable_that_workers_get_is_named_with_its_value_and_why() -> No
 def test_every_kind_of_error_is_explained_once() -> None:
     told = [cells[0].strip("`") for cells in rows(MEND, "Errors")]
     kinds = {
-        name for name, kind in inspect.getmembers(errors, inspect.isclass)
+        name
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
         if issubclass(kind, errors.ElasticRingError) and kind is not errors.ElasticRingError
-    }  # fmt: skip
+    }
     assert len(told) == len(set(told))
     assert set(told) == kinds
 
@@ -384,9 +401,13 @@ def test_ring_attention_alone_runs_on_two_ranks_and_agrees_with_one_process() ->
     """The example compares itself with torch's own attention and fails where they differ."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, str(ROOT / "examples" / "ring_attention_alone.py")], env={**QUIET, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        [*command, str(ROOT / "examples" / "ring_attention_alone.py")],
+        env={**QUIET, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     # Two processes write to one pipe, and without buffering the ends of lines come apart from the lines.
     said = re.findall(r"rank (\d) of 2: (\w+) \(", done.stdout)
@@ -400,8 +421,12 @@ def test_own_model_trains_through_the_loss_of_its_worker(tmp_path: Path) -> None
         [sys.executable, str(ROOT / "examples" / "own_model.py"), "--steps", "3", "--run-dir", str(folder)],
         # A Ray of its own, not whatever else runs on this machine, that shares its cores with the tests beside it.
         env={**QUIET, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "RAY_worker_niceness": "0"},
-        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
     assert summary["steps"] == 3

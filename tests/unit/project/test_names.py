@@ -12,42 +12,110 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("elastic_ring", "benchmarks", "experiments", "jobs", "tune", "tests", "examples")
 
 FILES = {
-    "lookout": "node_monitor", "charter": "run_spec", "card": "worker_spec", "chronicle": "run_recorder",
-    "records": "step_records", "audience": "driver_feed", "mail": "coordinator_client", "lifeline": "rpc",
-    "joined": "batched_p2p", "standstill": "stall_watchdog", "troubles": "error_classifier", "chips": "gpu_leases",
-    "bits": "env_fingerprint", "contexts": "cuda_contexts", "opening": "startup", "ending": "shutdown",
-    "remembered": "cached", "own_sums": "kv_grad_accumulation", "readers": "query_index", "rehearsal": "warmup",
-    "summaries": "block_means", "picture": "plot", "spec": "parse", "machine": "cost_model", "pieces": "fused_ops",
-    "rungs": "fidelity", "attending": "attention_context", "injection": "faults",
-}  # fmt: skip
+    "lookout": "node_monitor",
+    "charter": "run_spec",
+    "card": "worker_spec",
+    "chronicle": "run_recorder",
+    "records": "step_records",
+    "audience": "driver_feed",
+    "mail": "coordinator_client",
+    "lifeline": "rpc",
+    "joined": "batched_p2p",
+    "standstill": "stall_watchdog",
+    "troubles": "error_classifier",
+    "chips": "gpu_leases",
+    "bits": "env_fingerprint",
+    "contexts": "cuda_contexts",
+    "opening": "startup",
+    "ending": "shutdown",
+    "remembered": "cached",
+    "own_sums": "kv_grad_accumulation",
+    "readers": "query_index",
+    "rehearsal": "warmup",
+    "summaries": "block_means",
+    "picture": "plot",
+    "spec": "parse",
+    "machine": "cost_model",
+    "pieces": "fused_ops",
+    "rungs": "fidelity",
+    "attending": "attention_context",
+    "injection": "faults",
+}
 CLASSES = {
-    "Audience": "DriverFeed", "Card": "WorkerSpec", "Charter": "RunSpec", "Chip": "Gpu", "Chronicle": "RunRecorder",
-    "Claim": "GpuLease", "Crew": "Membership", "KeptWithin": "SizedLRU", "KeySums": "KvGradAccumulation",
-    "Lifeline": "AgentServer", "Line": "JsonConnection", "Lookout": "NodeMonitor", "Mail": "CoordinatorClient",
-    "Oddities": "NondeterminismLog", "Settling": "ContextReleaser", "Short": "NotEnoughWorkers",
-    "Silence": "NullProcessGroup", "Stand": "Standby", "Standstill": "StallWatchdog", "StoodStill": "StallDetected",
-    "Switchboard": "AgentServer", "Turn": "Transition", "Unheld": "ShardLost", "Wires": "ProcessGroups",
-}  # fmt: skip
+    "Audience": "DriverFeed",
+    "Card": "WorkerSpec",
+    "Charter": "RunSpec",
+    "Chip": "Gpu",
+    "Chronicle": "RunRecorder",
+    "Claim": "GpuLease",
+    "Crew": "Membership",
+    "KeptWithin": "SizedLRU",
+    "KeySums": "KvGradAccumulation",
+    "Lifeline": "AgentServer",
+    "Line": "JsonConnection",
+    "Lookout": "NodeMonitor",
+    "Mail": "CoordinatorClient",
+    "Oddities": "NondeterminismLog",
+    "Settling": "ContextReleaser",
+    "Short": "NotEnoughWorkers",
+    "Silence": "NullProcessGroup",
+    "Stand": "Standby",
+    "Standstill": "StallWatchdog",
+    "StoodStill": "StallDetected",
+    "Switchboard": "AgentServer",
+    "Turn": "Transition",
+    "Unheld": "ShardLost",
+    "Wires": "ProcessGroups",
+}
 WORDS = {
-    "audience": "driver_feed", "cast": "membership_id", "charter": "run_spec", "chip": "gpu", "chips": "gpus",
-    "chronicle": "recorder", "crew": "membership", "lifeline": "rpc", "lookout": "node_monitor",
-    "mail": "coordinator_client", "oddities": "nondeterminism_log", "rehearsal": "warmup", "rehearse": "warm_up",
-    "rehearsed": "warmed_up", "rung": "fidelity", "rungs": "fidelities", "seat": "coordinates",
-    "standstill": "stall_watchdog", "strike": "inject, or gpu_failure", "strikes": "gpu_failures",
-    "switchboard": "agent_server", "trouble": "error", "troubles": "errors", "remembered": "cached",
+    "audience": "driver_feed",
+    "cast": "membership_id",
+    "charter": "run_spec",
+    "chip": "gpu",
+    "chips": "gpus",
+    "chronicle": "recorder",
+    "crew": "membership",
+    "lifeline": "rpc",
+    "lookout": "node_monitor",
+    "mail": "coordinator_client",
+    "oddities": "nondeterminism_log",
+    "rehearsal": "warmup",
+    "rehearse": "warm_up",
+    "rehearsed": "warmed_up",
+    "rung": "fidelity",
+    "rungs": "fidelities",
+    "seat": "coordinates",
+    "standstill": "stall_watchdog",
+    "strike": "inject, or gpu_failure",
+    "strikes": "gpu_failures",
+    "switchboard": "agent_server",
+    "trouble": "error",
+    "troubles": "errors",
+    "remembered": "cached",
     "unheld": "shard_lost",
     "wires": "process_groups",
-}  # fmt: skip
+}
 """A word of an identifier or key -> what to say. Only words that mean nothing else in this code."""
 
 PROSE = {
     word + ending
     for word in (
-        "audience", "charter", "chronicle", "crew", "lifeline", "lookout", "rehearsal", "rung", "seat", "standstill",
-        "strike", "switchboard", "trouble",
+        "audience",
+        "charter",
+        "chronicle",
+        "crew",
+        "lifeline",
+        "lookout",
+        "rehearsal",
+        "rung",
+        "seat",
+        "standstill",
+        "strike",
+        "switchboard",
+        "trouble",
     )
     for ending in ("", "s")
-} | {"oddities", "parked", "rehearse", "rehearsed", "rehearses", "rehearsing", "seated", "unheld"}  # fmt: skip
+} | {"oddities", "parked", "rehearse", "rehearsed", "rehearses", "rehearsing", "seated", "unheld"}
 """Words that no text may have: comments, docstrings, log lines, pages, dated results."""
 ANY = re.compile("|".join(sorted(PROSE)))
 SUFFIXES = {".html", ".md", ".py", ".sh", ".yaml", ".yml"}
@@ -87,10 +155,11 @@ def words(name: str) -> set[str]:
 
 def test_no_file_has_a_name_of_earlier_versions() -> None:
     old = [
-        f"{path.relative_to(ROOT)}: say {FILES[stem]}" for path in modules()
+        f"{path.relative_to(ROOT)}: say {FILES[stem]}"
+        for path in modules()
         if (stem := path.stem.removeprefix("test_")) in FILES
         and not (stem == "records" and path.parent == ROOT / "benchmarks" / "quality")  # of its own results
-    ]  # fmt: skip
+    ]
     folders = {part for path in modules() for part in path.relative_to(ROOT).parts[:-1]}
     assert old == []
     assert folders & set(FILES) == set()

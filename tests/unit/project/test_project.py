@@ -114,11 +114,12 @@ def test_json_of_others_is_read_in_one_place() -> None:
     own += ("integrations/transformers/first_values.py", "runtime/agent/launch.py")
     readers = [
         f"{name(path)}:{node.lineno}"
-        for path in MODULES if not name(path).startswith(own)
+        for path in MODULES
+        if not name(path).startswith(own)
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.loads", "json.load")
         if "json.dumps(" not in ast.unparse(node.args[0])
-    ]  # fmt: skip
+    ]
     assert not readers, readers
 
 

@@ -158,9 +158,16 @@ def check_bytes(
             planned: dict[Any, int] = defaultdict(int)
             for direction, hop in itertools.product(("forward", "backward"), range(case.layout.cp)):
                 planned[direction, hop] = case.schedule.hop_bytes(
-                    cp_rank, hop, case.head_dim, itemsize, direction, batch=case.batch, side=side,
-                    partial_itemsize=partial_itemsize, keys_kept=keys_kept,
-                )  # fmt: skip
+                    cp_rank,
+                    hop,
+                    case.head_dim,
+                    itemsize,
+                    direction,
+                    batch=case.batch,
+                    side=side,
+                    partial_itemsize=partial_itemsize,
+                    keys_kept=keys_kept,
+                )
             assert dict(counted) == {key: num for key, num in planned.items() if num}, (cp_rank, side)
         received = sum(num for (direction, _), num in ledger.received_bytes.items() if direction == "forward")
         assert received == 2 * case.batch * case.head_dim * itemsize * num_needed(case, cp_rank)

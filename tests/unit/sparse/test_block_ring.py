@@ -258,9 +258,12 @@ def test_the_observer_hears_of_every_hop_before_its_keys_are_computed_on(rings: 
     def work(cp_rank: int) -> None:
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         ring = RingAttention(
-            case.schedule, cp_rank, rings.groups(3)[cp_rank], kernel=KERNEL,
+            case.schedule,
+            cp_rank,
+            rings.groups(3)[cp_rank],
+            kernel=KERNEL,
             observer=lambda *what: heard[cp_rank].append(what),
-        )  # fmt: skip
+        )
         q.requires_grad_()
         ring(q, k, v).backward(dout)
 
@@ -320,8 +323,10 @@ def test_a_kernel_that_fails_with_masks_serves_whole_blocks_and_another_the_rest
             raise ValueError("no unique leading dimension")
         return REFERENCE.forward(q, k, v, tables, scale)
 
-    kernels = (replace(REFERENCE, name="first", forward=forward, only_by_name=False),
-               replace(REFERENCE, name="second", only_by_name=False))  # fmt: skip
+    kernels = (
+        replace(REFERENCE, name="first", forward=forward, only_by_name=False),
+        replace(REFERENCE, name="second", only_by_name=False),
+    )
     what: dict[str, Any] = {"device": "cpu", "dtype": torch.float64, "head_dim": 16, "deterministic": True}
     assert select(**what, cover="tables", kernels=kernels).name == "first"
     assert not caplog.records

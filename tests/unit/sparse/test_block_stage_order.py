@@ -76,8 +76,14 @@ def told(
 
 
 FORWARD = [
-    "post keys", "post keys", "forward own", "forward fetched", "post keys", "forward fetched", "forward fetched",
-]  # fmt: skip
+    "post keys",
+    "post keys",
+    "forward own",
+    "forward fetched",
+    "post keys",
+    "forward fetched",
+    "forward fetched",
+]
 
 
 def test_two_stages_are_posted_before_any_kernel_and_the_next_in_place_of_what_was_read(
@@ -85,9 +91,17 @@ def test_two_stages_are_posted_before_any_kernel_and_the_next_in_place_of_what_w
 ) -> None:
     (story, *_), _ = told(monkeypatch, block_case("bigbird", 4, "zigzag"), stage_bytes=1)
     backward = [
-        "post keys", "post keys", "backward own", "backward fetched", "post keys", "post partials", "backward fetched",
-        "post partials", "backward fetched", "post partials",
-    ]  # fmt: skip
+        "post keys",
+        "post keys",
+        "backward own",
+        "backward fetched",
+        "post keys",
+        "post partials",
+        "backward fetched",
+        "post partials",
+        "backward fetched",
+        "post partials",
+    ]
     assert story == FORWARD + backward  # of a rank that fetches in every hop
 
 
@@ -95,15 +109,34 @@ def test_what_came_back_is_added_last_and_own_heads_are_left_to_hide_its_way(mon
     """All of it in one pass over memory. Keys that others wait for have been posted before any partials are."""
     stories = halved(monkeypatch, block_case("bigbird", 4, "contiguous"))
     assert stories[0] == [  # fetches nothing
-        "post keys", "post keys", "forward own", "post keys",
-        "post keys", "post keys", "backward own", "post keys", "post partials", "post partials", "post partials",
-        "backward own", "add 3",
-    ]  # fmt: skip
+        "post keys",
+        "post keys",
+        "forward own",
+        "post keys",
+        "post keys",
+        "post keys",
+        "backward own",
+        "post keys",
+        "post partials",
+        "post partials",
+        "post partials",
+        "backward own",
+        "add 3",
+    ]
     assert stories[3] == [  # serves nobody
         *FORWARD,
-        "post keys", "post keys", "backward own", "backward fetched", "post keys", "post partials", "backward fetched",
-        "post partials", "backward fetched", "post partials", "backward own",
-    ]  # fmt: skip
+        "post keys",
+        "post keys",
+        "backward own",
+        "backward fetched",
+        "post keys",
+        "post partials",
+        "backward fetched",
+        "post partials",
+        "backward fetched",
+        "post partials",
+        "backward own",
+    ]
 
 
 def test_with_many_stages_who_fetches_nothing_more_computes_what_is_left_before_it_waits(
@@ -112,9 +145,15 @@ def test_with_many_stages_who_fetches_nothing_more_computes_what_is_left_before_
     stories = halved(monkeypatch, block_case("bigbird", 8, "contiguous"))
     backward = ["post keys", "post keys", "backward own", *["post keys", "post partials"] * 3]
     assert stories[0][-len(backward) - 12 :] == [
-        *backward, "backward own", *["add 1", "post keys", "post partials"] * 2, "add 1", "post partials", "add 1",
-        "post partials", "add 3",
-    ]  # fmt: skip
+        *backward,
+        "backward own",
+        *["add 1", "post keys", "post partials"] * 2,
+        "add 1",
+        "post partials",
+        "add 1",
+        "post partials",
+        "add 3",
+    ]
 
 
 def halved(monkeypatch: pytest.MonkeyPatch, case: BlockCase) -> list[list[str]]:

@@ -57,10 +57,13 @@ def most_of_a_hop(case: BlockCase) -> int:
 @pytest.mark.parametrize(
     ("family", "layout", "halved"),
     [
-        (FAMILIES[0], "zigzag", True), (FAMILIES[1], "contiguous", True), (FAMILIES[1], "zigzag", False),
-        (FAMILIES[2], "by residue", True), (FAMILIES[2], "zigzag", False),
+        (FAMILIES[0], "zigzag", True),
+        (FAMILIES[1], "contiguous", True),
+        (FAMILIES[1], "zigzag", False),
+        (FAMILIES[2], "by residue", True),
+        (FAMILIES[2], "zigzag", False),
     ],
-)  # fmt: skip
+)
 def test_any_stages_agree_with_the_masked_reference_and_move_the_planned_bytes(
     rings: ThreadRings, family: str, layout: str, halved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,9 +154,14 @@ def test_buffers_are_bounded_by_the_limit_and_the_largest_hop(rings: ThreadRings
             buffers = HopBuffers()
             q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
             ring = RingAttention(
-                case.schedule, cp_rank, rings.groups(8)[cp_rank], kernel=KERNEL, buffers=buffers,
-                stage_bytes=limit_rows * row_bytes(case), keep_keys=False,
-            )  # fmt: skip
+                case.schedule,
+                cp_rank,
+                rings.groups(8)[cp_rank],
+                kernel=KERNEL,
+                buffers=buffers,
+                stage_bytes=limit_rows * row_bytes(case),
+                keep_keys=False,
+            )
             for _ in range(2):
                 ring(q.requires_grad_(), k, v).backward(dout)
             found = footprint(ring, q, k)

@@ -44,7 +44,7 @@ from tests.unit.train.tiny_task import (
     plan_break,
     rebuild,
     run_steps,
-)  # fmt: skip
+)
 
 AUTO = replace(STEP, layout="auto")
 CALLS = tuple((layer, 8, 2, 64) for layer in range(4))
@@ -297,15 +297,22 @@ def test_fit_says_in_one_line_which_layout_and_why(
     for device, num_tokens, text in (("cpu", 509, "window:64"), ("cuda", 768, "bigbird:2,0,1")):
         caplog.clear()
         step = StepConfig(
-            steps=1, global_batch=2, context_tokens=num_tokens, layout="auto", deterministic=False,
+            steps=1,
+            global_batch=2,
+            context_tokens=num_tokens,
+            layout="auto",
+            deterministic=False,
             param_dtype="bfloat16" if device == "cuda" else "float32",
-        )  # fmt: skip
+        )
         model = partial(Transformer, replace(tiny_task.MODEL, head_dim=64))
         trainer = ElasticRingTrainer(
-            model, RandomSource(num_tokens), step_config=step, pattern=text,
+            model,
+            RandomSource(num_tokens),
+            step_config=step,
+            pattern=text,
             scaling_config=ScalingConfig(device=device),
             run_config=RunConfig("auto", run_dir=str(tmp_path / device)),
-        )  # fmt: skip
+        )
         with pytest.raises(Reached):
             trainer.fit()
         said = [record.message for record in caplog.records if record.message.startswith("layout auto at cp=2: ")]
@@ -340,8 +347,9 @@ def passes(rings: ThreadRings, text: str, layout: Layout) -> tuple[torch.Tensor,
         group = rings.groups(layout.cp)[cp_rank]
         attention = PatternedAttention(parse_pattern(text), layout, cp_rank, group)
         mine = layout.scatter(tokens, cp_rank, 1)
-        loss, _ = own(mine, positions=layout.positions(cp_rank).unsqueeze(0), document_ids=mine, attention=attention,
-                      targets=mine)  # fmt: skip
+        loss, _ = own(
+            mine, positions=layout.positions(cp_rank).unsqueeze(0), document_ids=mine, attention=attention, targets=mine
+        )
         loss.backward()
         grads = [p.grad for p in own.parameters() if p.grad is not None]
         return loss.detach(), grads, sum(attention.ledger.sent_bytes.values())

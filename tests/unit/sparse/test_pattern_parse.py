@@ -53,8 +53,14 @@ def test_a_longnet_shifts_its_heads_as_the_family_does(num_heads: int, num_kv_he
 def test_layers_may_differ() -> None:
     pattern = parse_pattern("window:512; dense@3,5-6 ;sinks:4+window:64@0")
     assert [pattern.of_layer(i).rules[0] for i in (0, 1, 3, 4, 5, 6, 7)] == [
-        Sinks(4) | Window(64), Window(512), Dense(), Window(512), Dense(), Dense(), Window(512),
-    ]  # fmt: skip
+        Sinks(4) | Window(64),
+        Window(512),
+        Dense(),
+        Window(512),
+        Dense(),
+        Dense(),
+        Window(512),
+    ]
     pattern.check(8, 4, 2)
 
 
@@ -122,11 +128,23 @@ def test_an_empty_file_is_named_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["longnet:512/1,2048/4", "longnet:512/1,2048/4,unit=128", "profile:0/1/4", "profile:0/2,unit=64",
-     "window:512;dense@3,5",
-     "dense", "window:512", "sinks:64+window:512", "strided:16,local=2,unit=64", "bigbird", "bigbird:window=4,seed=7",
-     "hierarchical:base=2", "topk:8", "topk:8,causal=0,unit=64"],
-)  # fmt: skip
+    [
+        "longnet:512/1,2048/4",
+        "longnet:512/1,2048/4,unit=128",
+        "profile:0/1/4",
+        "profile:0/2,unit=64",
+        "window:512;dense@3,5",
+        "dense",
+        "window:512",
+        "sinks:64+window:512",
+        "strided:16,local=2,unit=64",
+        "bigbird",
+        "bigbird:window=4,seed=7",
+        "hierarchical:base=2",
+        "topk:8",
+        "topk:8,causal=0,unit=64",
+    ],
+)
 def test_rules_are_told_as_they_are_typed(text: str) -> None:
     assert str(parse_pattern(text)) == text
 
@@ -147,10 +165,12 @@ def test_a_rule_of_ones_own_is_not_told_as_the_one_it_was_made_from() -> None:
         ("window:8;dense@7", "layer 7: the model has layers 0 to 3"),
         ("dense@9", "layer 9: the model has layers 0 to 3"),
         ("sinks:4+window:8,ahead=7", "ahead=7: training is causal, and no query sees 7 later keys"),
-        ('{"groups": [{"heads": [{"count": 3, "rule": "dense"}, {"rule": "window:8"}, {"rule": "window:8"}]}]}',
-         "rules for 5 heads, the call has 4 query heads"),
+        (
+            '{"groups": [{"heads": [{"count": 3, "rule": "dense"}, {"rule": "window:8"}, {"rule": "window:8"}]}]}',
+            "rules for 5 heads, the call has 4 query heads",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_pattern_that_does_not_fit_the_model_is_refused(text: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         parse_pattern(text).check(4, 4, 2)

@@ -213,16 +213,35 @@ def test_a_manifest_with_numbers_or_names_that_cannot_be_is_refused_by_all_who_r
     first, *others = manifest.files
     embed, meta = manifest.tensors["params/embed"], dict(manifest.meta)
     strangers: list[dict[str, object]] = [
-        {"cp": 0}, {"cp": -1}, {"cp": 1 << 40}, {"cp": 1}, {"cp": 3}, {"cp": True}, {"num_parts": 0}, {"num_parts": 7},
-        {"folder": "../precious"}, {"folder": "/"}, {"folder": f"{manifest.folder}/../../../../.."}, {"term": -1},
+        {"cp": 0},
+        {"cp": -1},
+        {"cp": 1 << 40},
+        {"cp": 1},
+        {"cp": 3},
+        {"cp": True},
+        {"num_parts": 0},
+        {"num_parts": 7},
+        {"folder": "../precious"},
+        {"folder": "/"},
+        {"folder": f"{manifest.folder}/../../../../.."},
+        {"term": -1},
         {"files": (dataclasses.replace(first, name=f"{manifest.folder}/../../../x"), *others)},
-        {"files": (dataclasses.replace(first, num_bytes=-1), *others)}, {"files": ()}, {"files": manifest.files[:1]},
-        *({"tensors": {**manifest.tensors, "params/embed": dataclasses.replace(embed, **change)}}
-          for change in ({"shape": (1 << 50, 4)}, {"shape": (-1, 4)}, {"shape": ()}, {"dtype": "F1"}, {"part": 1})),
-        {"tensors": {"embed": embed}}, {"meta": {}}, {"meta": {**meta, "groups": [{}]}},
-        {"meta": {**meta, "counters": {"applied": -1}}}, {"meta": {**meta, "counters": {"other": 1}}},
-        {"run": {"corpus": [{"first_step": "0"}]}}, {"run": {"places": ["/"]}}, {"run": {"skips": [{"x": 1}]}},
-    ]  # fmt: skip
+        {"files": (dataclasses.replace(first, num_bytes=-1), *others)},
+        {"files": ()},
+        {"files": manifest.files[:1]},
+        *(
+            {"tensors": {**manifest.tensors, "params/embed": dataclasses.replace(embed, **change)}}
+            for change in ({"shape": (1 << 50, 4)}, {"shape": (-1, 4)}, {"shape": ()}, {"dtype": "F1"}, {"part": 1})
+        ),
+        {"tensors": {"embed": embed}},
+        {"meta": {}},
+        {"meta": {**meta, "groups": [{}]}},
+        {"meta": {**meta, "counters": {"applied": -1}}},
+        {"meta": {**meta, "counters": {"other": 1}}},
+        {"run": {"corpus": [{"first_step": "0"}]}},
+        {"run": {"places": ["/"]}},
+        {"run": {"skips": [{"x": 1}]}},
+    ]
     for changes in strangers:
         folder = rewritten(storage, manifest, **changes)
         with pytest.raises(CheckpointDamaged, match="is no manifest"):
@@ -243,9 +262,11 @@ def test_a_file_that_holds_less_of_a_tensor_than_the_manifest_says_is_named_and_
     manifest = save(storage, 2, 1)
     real = load_file(storage.at(manifest.files[1].name))
     for name, odd in {
-        "params/embed": real["params/embed"][:1], "params/norm": torch.zeros(0), "params/head": real["params/head"][0],
+        "params/embed": real["params/embed"][:1],
+        "params/norm": torch.zeros(0),
+        "params/head": real["params/head"][0],
         "optimizer/embed/exp_avg": real["optimizer/embed/exp_avg"].double(),
-    }.items():  # fmt: skip
+    }.items():
         file = storage.replace_bulk(manifest.files[1].name, checkpoint.safetensors_chunks({**real, name: odd}))
         folder = rewritten(storage, manifest, files=(manifest.files[0], file))
         assert not checkpoint.wrong_with(storage, folder), "each digest is right"

@@ -30,12 +30,20 @@ def header(skeleton: Any) -> Header:
 @pytest.mark.parametrize(
     "skeleton",
     [
-        None, True, 0, -(2**70), 0.1 + 0.2, 5e-324, -0.0, math.inf, "text \U0001f600 \x00",
+        None,
+        True,
+        0,
+        -(2**70),
+        0.1 + 0.2,
+        5e-324,
+        -0.0,
+        math.inf,
+        "text \U0001f600 \x00",
         {0: {"exp_avg": Slot(0), "step": Slot(1)}, "0": None, 1.5: [], (1, "a"): {}, None: ()},
         [{"betas": (0.9, 0.999), "foreach": None, "fused": False, "params": [0, 1]}, [[()]]],
         {"tensor": 1, "list": [{"dict": []}], "dtype": torch.bfloat16},
     ],
-)  # fmt: skip
+)
 def test_plain_data_arrives_as_it_was_types_included(skeleton: Any) -> None:
     sent = header(skeleton)
     arrived = Header.from_bytes(sent.to_bytes())

@@ -44,8 +44,9 @@ def make_shard(cpu_offload: CpuOffload, *, seed: int = 0, steps: int = 0) -> Sha
     params = drawn(seed)
     optimizer = make_optimizer(
         [(name, param) for name, param in params.items() if name != "middle"],  # which is frozen
-        OptimConfig(), {name: len(shape) for name, shape in SHAPES.items()},
-    )  # fmt: skip
+        OptimConfig(),
+        {name: len(shape) for name, shape in SHAPES.items()},
+    )
     shard = Shard(0, params, optimizer, cpu_offload=cpu_offload)
     for step in range(steps):
         take_step(shard, step)

@@ -39,9 +39,7 @@ def corpus(object_store: ObjectStore, tmp_path_factory: pytest.TempPathFactory) 
     prepared(folder / "out", write_jsonl(folder / "in" / "a.jsonl", texts(60)))
     bucket = object_store.new_bucket()
     for path in sorted((folder / "out").rglob("*.*")):
-        object_store.client().put_object(
-            Bucket=bucket, Key=path.relative_to(folder).as_posix(), Body=path.read_bytes()
-        )  # fmt: skip
+        object_store.client().put_object(Bucket=bucket, Key=path.relative_to(folder).as_posix(), Body=path.read_bytes())
     return f"s3://{bucket}/out/manifest.json"
 
 
@@ -60,9 +58,7 @@ def bucket(object_store: ObjectStore) -> str:
 
 def read_all(loader: Loader, num: int = 3) -> list[Any]:
     ids = list(range(num))
-    return [
-        loader.load(i, 0, LAYOUT, 0, upcoming=ids[at + 1 :]).tokens.numpy() for at, i in enumerate(ids)
-    ]  # fmt: skip
+    return [loader.load(i, 0, LAYOUT, 0, upcoming=ids[at + 1 :]).tokens.numpy() for at, i in enumerate(ids)]
 
 
 # ---------------------------------------------------------------- moments, each with what it must give

@@ -59,13 +59,44 @@ MOST_BYTES = 1 << 29
 MOST_S = 20.0
 """Of CPU time; that of a reader without a bound is hours."""
 ODD: list[Any] = [
-    None, True, False, -1, 0, 1, 2, 7, 1 << 31, 1 << 62, 1 << 70, -0.5, 1.5, 1e308, "", "x", "..", "../precious/x",
-    "/etc/passwd", "a/../../b", "a\x00b", "\x1b[2J", "s3://stranger/x", "\ud800", [], {}, [[]], [1, 2], {"a": {}},
-]  # fmt: skip
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    2,
+    7,
+    1 << 31,
+    1 << 62,
+    1 << 70,
+    -0.5,
+    1.5,
+    1e308,
+    "",
+    "x",
+    "..",
+    "../precious/x",
+    "/etc/passwd",
+    "a/../../b",
+    "a\x00b",
+    "\x1b[2J",
+    "s3://stranger/x",
+    "\ud800",
+    [],
+    {},
+    [[]],
+    [1, 2],
+    {"a": {}},
+]
 few = settings(
-    max_examples=20, deadline=None, derandomize=True, database=None, phases=(Phase.generate,),
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=(Phase.generate,),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+)
 
 
 # ---------------------------------------------------------------- what a stranger does
@@ -114,9 +145,20 @@ def wrong_bytes(right: bytes) -> st.SearchStrategy[bytes]:
 _WATCHED: list[tuple[str, str]] = []
 _PATHS = {"open", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}
 _RUNS = {"os.system", "subprocess.Popen", "pickle.find_class", "os.exec"}
-_OURS = tuple(os.path.realpath(path) for path in (
-    sys.prefix, sys.base_prefix, Path(__file__).parents[3], "/proc", "/sys", "/dev", "/usr", "/lib", "/etc/localtime",
-))  # fmt: skip
+_OURS = tuple(
+    os.path.realpath(path)
+    for path in (
+        sys.prefix,
+        sys.base_prefix,
+        Path(__file__).parents[3],
+        "/proc",
+        "/sys",
+        "/dev",
+        "/usr",
+        "/lib",
+        "/etc/localtime",
+    )
+)
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -249,10 +291,13 @@ def test_final_weights_and_their_index(folder: Path, data: st.DataObject) -> Non
     index = {"metadata": {"total_size": 40}, "weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}
     length = int.from_bytes(tensors[:8], "little")
     header = wrong(json.loads(tensors[8 : 8 + length])).map(lambda value: json.dumps(value).encode())
-    file = data.draw(st.one_of(
-        st.just(tensors), wrong_bytes(tensors),
-        header.map(lambda text: len(text).to_bytes(8, "little") + text + tensors[8 + length :]),
-    ))  # fmt: skip
+    file = data.draw(
+        st.one_of(
+            st.just(tensors),
+            wrong_bytes(tensors),
+            header.map(lambda text: len(text).to_bytes(8, "little") + text + tensors[8 + length :]),
+        )
+    )
     names = data.draw(wrong(index)) if file == tensors else index
     (at / "one.safetensors").write_bytes(file)
     (at / "weights.safetensors.index.json").write_text(json.dumps(names))
@@ -302,10 +347,11 @@ def test_journals_and_metrics(folder: Path, data: st.DataObject) -> None:
     at = folder / "journal"
     at.mkdir(exist_ok=True)
     lines = [
-        {"note": "term", "term": 1, "num_lines": 0}, {"note": "begin", "lineage": 0, "num_steps": 1, "skips": []},
+        {"note": "term", "term": 1, "num_lines": 0},
+        {"note": "begin", "lineage": 0, "num_steps": 1, "skips": []},
         {"event": {"type": "x"}, "now": 1.0, "term": 1, "commands": [], "reason": "r"},
         {"step": 0, "loss": 1.0, "loss_hex": "0x1p0", "step_s": 1.0, "generation": 1, "mesh": {"dp": 1, "cp": 1}},
-    ]  # fmt: skip
+    ]
     right = b"".join(map(line_of, lines))
     odd = wrong(lines).map(_lines_of)
     text = data.draw(st.one_of(odd, wrong_bytes(right)))
@@ -324,12 +370,22 @@ def test_journals_and_metrics(folder: Path, data: st.DataObject) -> None:
 
 
 STATUS = {
-    "run": "r", "phase": "running", "step": 3, "total_steps": 9, "term": 1, "generation": 1, "mesh": {"dp": 1, "cp": 2},
-    "updated_unix_s": 1.0, "spares": [{"worker": "s"}], "story": ["x"], "covered": {"a node": "no step"},
+    "run": "r",
+    "phase": "running",
+    "step": 3,
+    "total_steps": 9,
+    "term": 1,
+    "generation": 1,
+    "mesh": {"dp": 1, "cp": 2},
+    "updated_unix_s": 1.0,
+    "spares": [{"worker": "s"}],
+    "story": ["x"],
+    "covered": {"a node": "no step"},
     "members": [{"global_rank": 0, "worker": "w", "node": "n", "pid": 1, "clock": {"idle": 1.0}}],
     "recoveries": [{"cause": "a death", "step": 2, "action": "a spare", "total_s": 1.0, "steps_undone": 0}],
-    "checkpoint_intervals_missed": 3, "checkpoint_step": 2,
-}  # fmt: skip
+    "checkpoint_intervals_missed": 3,
+    "checkpoint_step": 2,
+}
 SUMMARY = build_summary(
     losses_hex=["0x1p0"], weights_sha256="w", samples_sha256="s", goodput=0.5, exact=True, generations=[], recoveries=[]
 )
@@ -427,9 +483,11 @@ def test_manifests_and_shards_of_a_corpus(folder: Path, corpus: dict[str, Any], 
 def test_documents_of_every_kind(folder: Path, data: st.DataObject) -> None:
     at = folder / "documents"
     kinds: dict[str, Callable[[Path], Path]] = {
-        "a.jsonl": lambda path: write_jsonl(path, texts(3)), "b.parquet": lambda path: write_table(path, texts(3)),
-        "c.arrow": lambda path: write_table(path, texts(3)), "d.csv": lambda path: path,
-    }  # fmt: skip
+        "a.jsonl": lambda path: write_jsonl(path, texts(3)),
+        "b.parquet": lambda path: write_table(path, texts(3)),
+        "c.arrow": lambda path: write_table(path, texts(3)),
+        "d.csv": lambda path: path,
+    }
     name = data.draw(st.sampled_from(sorted(kinds)))
     write_jsonl(at / "right.jsonl", texts(2))
     path = kinds[name](at / name)
@@ -484,9 +542,13 @@ def test_nothing_that_is_shown_moves_the_cursor(text: str) -> None:
 
 
 LONG_KEYS = [
-    "a" + ".a" * 64 + " = 1\n", '"a"' + ".a" * 64 + " = 1\n", "'='.\"#\\\"\"" + " . 'a'" * 64 + " = 1\n",
-    "[run]\nenv = { b = 1, " + "a." * 64 + "a = 1 }\n", "[" + "a." * 20_000 + "a]\n", "ä.b" + '. "\\""' * 64 + "= 1\n",
-]  # fmt: skip
+    "a" + ".a" * 64 + " = 1\n",
+    '"a"' + ".a" * 64 + " = 1\n",
+    '\'=\'."#\\""' + " . 'a'" * 64 + " = 1\n",
+    "[run]\nenv = { b = 1, " + "a." * 64 + "a = 1 }\n",
+    "[" + "a." * 20_000 + "a]\n",
+    "ä.b" + '. "\\""' * 64 + "= 1\n",
+]
 
 
 @pytest.mark.parametrize("text", LONG_KEYS)

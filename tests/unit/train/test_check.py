@@ -159,9 +159,10 @@ def check_in_blocks(me: Any) -> int:
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_pattern_for_gpus_is_checked_in_whole_blocks(pair: Membership, layout: str) -> None:
     task = make_task(
-        step=replace(STEP, context_tokens=2048, layout=layout), data=RandomText(2048),
+        step=replace(STEP, context_tokens=2048, layout=layout),
+        data=RandomText(2048),
         pattern=parse_pattern("bigbird:2,0,0;dense@1"),
-    )  # fmt: skip
+    )
     pair.all(begin, pair.meeting(), RING, task)
     assert pair.all(check_in_blocks) == [2, 2]
 

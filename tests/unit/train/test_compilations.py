@@ -37,8 +37,11 @@ CONTEXT = 1024
 HEAD_DIM = 8
 BACKEND = replace(
     named("flash-attn-4"),
-    devices=("cpu",), dtypes=(torch.float32,), min_capability=None, package=None,
-)  # fmt: skip
+    devices=("cpu",),
+    dtypes=(torch.float32,),
+    min_capability=None,
+    package=None,
+)
 
 
 @dataclass
@@ -93,9 +96,19 @@ def make_interface(tiles: Tiles | None) -> Any:
         return out, lse.transpose(1, 2)
 
     def backward(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *, softmax_scale: float, causal: bool,
-        deterministic: bool, dk: Tensor | None, dv: Tensor | None,
-    ) -> Any:  # fmt: skip
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        deterministic: bool,
+        dk: Tensor | None,
+        dv: Tensor | None,
+    ) -> Any:
         rows = 128 if tiles is None else tiles.backward_causal if causal else tiles.backward_full
         keys = 128 if tiles is None else tiles.backward_keys
         look_up(interface._bwd_preprocess, rows)

@@ -65,8 +65,9 @@ def test_a_newcomer_that_cannot_follow_is_refused_with_everybodys_choice() -> No
 
 def test_of_each_kind_of_call_the_least_preferred_choice_is_the_common_one() -> None:
     assert agreed([(False, ("flash-attn-4", "flex-sparse")), (False, ("cudnn", "flash-attn-4-sparse"))]) == (
-        "cudnn", "flex-sparse",
-    )  # fmt: skip
+        "cudnn",
+        "flex-sparse",
+    )
 
 
 def test_a_common_choice_that_no_single_name_gives_is_refused_not_mixed() -> None:

@@ -72,9 +72,10 @@ def two() -> Iterator[Membership]:
 
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(
-    "task", [make_task(KeepingAll), make_task(OwnModel, initial=None)],
+    "task",
+    [make_task(KeepingAll), make_task(OwnModel, initial=None)],
     ids=["with a setting", "without"],
-)  # fmt: skip
+)
 def test_a_relief_that_is_taken_between_two_steps_saves_memory_and_changes_no_bit(
     two: Membership, task: TrainingTask
 ) -> None:

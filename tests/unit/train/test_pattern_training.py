@@ -45,7 +45,7 @@ from tests.unit.train.tiny_task import (
     plan_break,
     rebuild,
     run_steps,
-)  # fmt: skip
+)
 
 NUM_STEPS = 3
 MIXED = (
@@ -146,8 +146,9 @@ def test_sequences_of_one_membership_are_planned_once_for_each_shape(
     layout = make_layout("zigzag", CONTEXT, 1)
     x = torch.zeros(1, CONTEXT, 2, 8)
     for starts in ((0,), (0,), (0, 9), (0,)):
-        piece = slice_sample(Sample(np.zeros(CONTEXT + 1, dtype=np.int64), starts), layout, 0, sample_id=0,
-                             index_in_batch=0)  # fmt: skip
+        piece = slice_sample(
+            Sample(np.zeros(CONTEXT + 1, dtype=np.int64), starts), layout, 0, sample_id=0, index_in_batch=0
+        )
         attention = attention_of(task, piece, layout, 0, None, plans=plans)
         for layer in range(2):
             of_layer(attention, layer)(x, x, x)
@@ -278,9 +279,13 @@ def test_a_pattern_that_gpus_cannot_run_is_refused_by_fit_before_anything_starts
     )
     model = replace(tiny_task.MODEL, head_dim=change.get("head_dim", 64))
     trainer = ElasticRingTrainer(
-        partial(Transformer, model), change.get("source", RandomSource)(num_tokens), step_config=step, pattern=text,
-        scaling_config=ScalingConfig(device="cuda"), run_config=RunConfig("refused", run_dir=str(tmp_path / "run")),
-    )  # fmt: skip
+        partial(Transformer, model),
+        change.get("source", RandomSource)(num_tokens),
+        step_config=step,
+        pattern=text,
+        scaling_config=ScalingConfig(device="cuda"),
+        run_config=RunConfig("refused", run_dir=str(tmp_path / "run")),
+    )
     with pytest.raises(ValueError, match=message):
         trainer.fit()
 
@@ -345,12 +350,17 @@ def test_training_in_blocks_gives_the_losses_of_training_in_tiles(text: str, doc
     def work(cp_rank: int, kernel: str | None) -> list[Tensor]:
         own = copy.deepcopy(model)
         attention = PatternedAttention(
-            parse_pattern(text), layout, cp_rank, rings.groups(2)[cp_rank], sparse_kernel=kernel,
+            parse_pattern(text),
+            layout,
+            cp_rank,
+            rings.groups(2)[cp_rank],
+            sparse_kernel=kernel,
             document_starts=documents,
-        )  # fmt: skip
+        )
         mine = layout.scatter(tokens, cp_rank, 1)
-        loss, _ = own(mine, positions=layout.positions(cp_rank).unsqueeze(0), document_ids=mine, attention=attention,
-                      targets=mine)  # fmt: skip
+        loss, _ = own(
+            mine, positions=layout.positions(cp_rank).unsqueeze(0), document_ids=mine, attention=attention, targets=mine
+        )
         loss.backward()
         return [loss.detach(), *(p.grad for p in own.parameters() if p.grad is not None)]
 

@@ -39,7 +39,7 @@ from tests.unit.train.tiny_task import (
     plan_break,
     rebuild,
     run_steps,
-)  # fmt: skip
+)
 
 NUM_SEQUENCES, NUM_STEPS = 5, 3
 PATTERNS = {

@@ -28,9 +28,13 @@ def _quiet() -> Iterator[None]:
 
 def ballot(**fields: Any) -> Ballot:
     plain: dict[str, Any] = {
-        "grad_norm_sq": 2.0, "num_nonfinite": 0, "loss_sum": 10.0, "num_tokens": 5, "boundary": False,
+        "grad_norm_sq": 2.0,
+        "num_nonfinite": 0,
+        "loss_sum": 10.0,
+        "num_tokens": 5,
+        "boundary": False,
         "samples": (1.0, 2.0, 3.0, 4.0),
-    }  # fmt: skip
+    }
     return Ballot(**{**plain, **fields})
 
 

@@ -89,9 +89,13 @@ def momentum(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
 
 def make_task(model: type[Transformer] = Transformer, **settings: Any) -> TrainingTask:
     plain = TrainingTask(
-        partial(model, MODEL), RandomText(), STEP, OPTIM, loss=poisonable_loss,
+        partial(model, MODEL),
+        RandomText(),
+        STEP,
+        OPTIM,
+        loss=poisonable_loss,
         initial=Initialiser(0, MODEL.num_layers),
-    )  # fmt: skip
+    )
     return replace(plain, **settings)
 
 
@@ -166,9 +170,11 @@ def ask_late(me: Any) -> tuple[bool, bool]:
                 return bool(me.state._gradient.step != step)
 
             outcome, _ = me.state.run(
-                step, boundary=False, checkpoint=lambda: BUSY + DUE if busy() else DUE,
+                step,
+                boundary=False,
+                checkpoint=lambda: BUSY + DUE if busy() else DUE,
                 copies=lambda: COPYING if busy() else 0.0,
-            )  # fmt: skip
+            )
     finally:
         me.paused.set()
     return outcome.copying, outcome.checkpoint_missed
@@ -202,11 +208,14 @@ def last_vote(me: Any) -> Vote | None:
 def facts(me: Any) -> dict[str, Any]:
     state = me.state
     return {
-        "applied": state.applied, "valid": state.valid, "has_gradient": state.has_gradient,
+        "applied": state.applied,
+        "valid": state.valid,
+        "has_gradient": state.has_gradient,
         "gradient_membership_id": state.gradient_membership_id,
-        "unapplied": state.unapplied is not None, "counters": state.shard.counters,
+        "unapplied": state.unapplied is not None,
+        "counters": state.shard.counters,
         "digest": state.shard.digest(),
-    }  # fmt: skip
+    }
 
 
 def own_slices(me: Any) -> dict[str, Tensor]:

@@ -200,9 +200,15 @@ def test_an_effort_that_cannot_measure_is_refused(settings: Any, message: str) -
 def test_a_bad_fit_shows_in_the_report() -> None:
     good = Check("16 x 8192 bytes", 16, 131072.0, 1e-3, 1.1e-3, False)
     about = {
-        "ranks": 2, "device": "CPU, 2 cores", "dtype": "float32", "num_heads": 8, "num_kv_heads": 2, "head_dim": 64,
-        "torch": "2", "date": "today",
-    }  # fmt: skip
+        "ranks": 2,
+        "device": "CPU, 2 cores",
+        "dtype": "float32",
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "torch": "2",
+        "date": "today",
+    }
     fine = report(Calibration(TRUTH, (good,), about))
     assert "+10.0%  not fitted" in fine
     assert "do not plan by these figures" not in fine
@@ -283,8 +289,13 @@ def test_each_figure_makes_plans_dearer() -> None:
     pattern = SparsePattern((BigBird(3, 1, 2),))
     schedule = plan_sparse(pattern, contiguous(4096, 4), SIZES.num_heads, SIZES.num_kv_heads)
     dearer = {
-        "kernel_flops": 1e9, "link_bytes_per_s": 1e3, "message_s": 1.0, "call_s": 1.0, "overlap": 0.0, "per_tile": True,
-    }  # fmt: skip
+        "kernel_flops": 1e9,
+        "link_bytes_per_s": 1e3,
+        "message_s": 1.0,
+        "call_s": 1.0,
+        "overlap": 0.0,
+        "per_tile": True,
+    }
     base = replace(CostModel(), per_tile=False)
     for name, value in dearer.items():
         before, after = (price(schedule, SIZES, m) for m in (base, replace(base, **{name: value})))

@@ -153,8 +153,11 @@ def test_equal_seeds_train_to_equal_figures() -> None:
             run.pop("train_s")
         assert runs[0] == runs[1]
         assert runs[0]["loss"] != runs[2]["loss"]
-        assert SmallModel(SmallConfig(8), 0)(torch.zeros(1, 64, dtype=torch.int64), Masks(None, 64, 4)
-                                             ).shape == (1, 64, 8)  # fmt: skip
+        assert SmallModel(SmallConfig(8), 0)(torch.zeros(1, 64, dtype=torch.int64), Masks(None, 64, 4)).shape == (
+            1,
+            64,
+            8,
+        )
 
 
 def test_the_check_of_long_range_signal_finds_it_where_it_is_and_only_there() -> None:

@@ -140,9 +140,11 @@ def made_up() -> dict[str, Any]:
         density = candidate.keep + 0.3 * (candidate.mix == "last dense")
         gap = 0.3 - 0.3 * density - helps * 0.2 + 0.05 * (number * 7 % 5)
         base["plans"][candidate.name] = {
-            "density": density, "reach": min(1.0, 2 * density), "rejected": "reach" if number % 3 == 0 else "",
+            "density": density,
+            "reach": min(1.0, 2 * density),
+            "rejected": "reach" if number % 3 == 0 else "",
             "bytes": {"zigzag": density, "contiguous": density * (0.5 + helps)},
-        }  # fmt: skip
+        }
         base["proxies"][candidate.name] = {"mass": 0.4 + density / 2 + helps, "error": 0.5 - helps}
         losses[candidate.name] = [2.0 + gap + 0.1, 1.0 + gap]
     return {"about": "made up", "base": base, "losses": losses}

@@ -65,9 +65,10 @@ def test_one_in_a_backward_pass_is_heard_though_all_of_these_come_from_one_place
     [
         (["NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Mon Jan 27 03:40:10 2025\n", "1.2"], "570.86.15"),
         (["NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build"], "580.65.06"),
-        (["", "570.86.15\n"], "570.86.15"), (["", ""], ""),
+        (["", "570.86.15\n"], "570.86.15"),
+        (["", ""], ""),
     ],
-)  # fmt: skip
+)
 def test_the_driver_is_what_its_module_says(texts: list[str], version: str) -> None:
     assert driver_version(texts) == version
 
@@ -88,9 +89,11 @@ def test_two_machines_differ_where_their_gpus_do() -> None:
 
 def test_versions_are_those_of_what_is_installed_here() -> None:
     assert {**versions("cpu"), "elastic_ring": ""} == {
-        "elastic_ring": "", "python": ".".join(map(str, sys.version_info[:3])), "ray": metadata.version("ray"),
+        "elastic_ring": "",
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "ray": metadata.version("ray"),
         "torch": torch.__version__,
-    }  # fmt: skip
+    }
 
 
 def test_versions_leave_out_what_is_not_here_and_ask_for_the_gpus_where_there_are_any(

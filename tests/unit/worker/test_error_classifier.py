@@ -39,12 +39,18 @@ def untouched() -> bool:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (TooManySkipped("x"), "skipped"), (DigestMismatch("x"), "peer"), (ModelRefused("x"), "check"),
-        (ReplicasDiverged("x"), "check"), (GroupAborted("x"), "peer"), (PeerFailed("x"), "peer"),
-        (dist.DistNetworkError("x"), "peer"), (dist.DistStoreError("x"), "peer"), (dist.DistBackendError("x"), "peer"),
+        (TooManySkipped("x"), "skipped"),
+        (DigestMismatch("x"), "peer"),
+        (ModelRefused("x"), "check"),
+        (ReplicasDiverged("x"), "check"),
+        (GroupAborted("x"), "peer"),
+        (PeerFailed("x"), "peer"),
+        (dist.DistNetworkError("x"), "peer"),
+        (dist.DistStoreError("x"), "peer"),
+        (dist.DistBackendError("x"), "peer"),
         (ValueError("in the user's loss, from a failed exchange"), "peer"),
     ],
-)  # fmt: skip
+)
 def test_what_the_ring_says_of_itself_asks_no_device(error: BaseException, kind: str) -> None:
     cause = dist.DistBackendError("x") if isinstance(error, ValueError) else None
     assert error_kind(raised(error, cause), untouched) == kind

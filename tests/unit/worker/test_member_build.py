@@ -28,13 +28,23 @@ class Parts:
         self.timings = {"groups_s": 100.0}
         self.groups = SimpleNamespace(world=None, global_rank=0)
         self.state = SimpleNamespace(
-            leave=lambda: None, task="task", valid=True, applied=7, applying=False, use=lambda device: None,
+            leave=lambda: None,
+            task="task",
+            valid=True,
+            applied=7,
+            applying=False,
+            use=lambda device: None,
             enter=lambda groups, cast, keep, nodes: self.take("enter" if keep else "enter empty", 10),
-            roll_forward=lambda vote: self.take("roll forward", 20), initialise=lambda: self.take("initialise", 5),
-        )  # fmt: skip
+            roll_forward=lambda vote: self.take("roll forward", 20),
+            initialise=lambda: self.take("initialise", 5),
+        )
         spec = SimpleNamespace(
-            worker=worker, scaling=ScalingConfig(), run=RunConfig(), address="", task=SimpleNamespace(
-                step=SimpleNamespace(check_model=False)))  # fmt: skip
+            worker=worker,
+            scaling=ScalingConfig(),
+            run=RunConfig(),
+            address="",
+            task=SimpleNamespace(step=SimpleNamespace(check_model=False)),
+        )
         stamps = SimpleNamespace(stamp=lambda step, phase: None, generation=0)
         self.member = Member(spec, stamps, None, lambda records: None)  # type: ignore[arg-type]
         self.member._transaction = self.state  # type: ignore[assignment]

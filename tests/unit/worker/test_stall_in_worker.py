@@ -30,9 +30,20 @@ PAIR = Mesh(1, 2)
 WAIT_S = 60.0
 
 SHORT = Timeouts(
-    stopped_s=0.01, heart_floor_s=0.02, heart_cap_s=0.1, heart_computing_s=0.2, park_s=0.2, report_s=0.3, hello_s=0.5,
-    build_s=0.5, beat_s=0.05, node_silent_s=0.5, coordinator_silent_s=1.0, boundary_s=5.0, collective_s=0.8,
-)  # fmt: skip
+    stopped_s=0.01,
+    heart_floor_s=0.02,
+    heart_cap_s=0.1,
+    heart_computing_s=0.2,
+    park_s=0.2,
+    report_s=0.3,
+    hello_s=0.5,
+    build_s=0.5,
+    beat_s=0.05,
+    node_silent_s=0.5,
+    coordinator_silent_s=1.0,
+    boundary_s=5.0,
+    collective_s=0.8,
+)
 
 
 class Notices:
@@ -78,8 +89,14 @@ class Part:
 def begin_step(me: Any, step: Any, folder: str) -> None:
     """A worker with its own control thread and heart, in the middle of a generation."""
     spec = WorkerSpec(
-        "w", "n", "127.0.0.1", f"{folder}/stamps{me.rank}", None, ScalingConfig(), RunConfig(timeouts=SHORT),  # type: ignore[arg-type]
-    )  # fmt: skip
+        "w",
+        "n",
+        "127.0.0.1",
+        f"{folder}/stamps{me.rank}",
+        None,
+        ScalingConfig(),
+        RunConfig(timeouts=SHORT),  # type: ignore[arg-type]
+    )
     me.worker = Worker(spec)
     me.worker._client.coordinator = me.notices = Notices()
     me.worker._member = me.part = Part(me, step)

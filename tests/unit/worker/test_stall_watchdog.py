@@ -267,5 +267,6 @@ def test_a_broken_link_that_the_groups_know_of_is_told_once_for_each_generation(
     with pytest.raises(Enough):
         look_at_device(DeviceMarks(Event), judge, exchange_error, told.append)
     assert [(word.generation, word.why) for word in told] == [
-        (3, "NCCL reports COMM_ERROR"), (4, "NCCL reports COMM_ERROR"),
-    ]  # fmt: skip
+        (3, "NCCL reports COMM_ERROR"),
+        (4, "NCCL reports COMM_ERROR"),
+    ]

@@ -29,14 +29,30 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
-    causal: bool, scale: float, mask: torch.Tensor | None = None,
-) -> Grads:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None = None,
+) -> Grads:
     group = q.size(2) // k.size(2)
     dq, dk, dv = _backward(
-        _exact(dout, 1), _exact(q, 1), _exact(k, group), _exact(v, group), _exact(out, 1), lse.transpose(1, 2), 0.0,
-        causal, attn_mask=_bias(mask, q.dtype), scale=scale,
-    )  # fmt: skip
+        _exact(dout, 1),
+        _exact(q, 1),
+        _exact(k, group),
+        _exact(v, group),
+        _exact(out, 1),
+        lse.transpose(1, 2),
+        0.0,
+        causal,
+        attn_mask=_bias(mask, q.dtype),
+        scale=scale,
+    )
     return dq.transpose(1, 2), fold(dk.transpose(1, 2), group), fold(dv.transpose(1, 2), group)
 
 

@@ -20,15 +20,36 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, 
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
-    causal: bool, scale: float, deterministic: bool = False,
-) -> Grads:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    deterministic: bool = False,
+) -> Grads:
     with _REPEATABLE if deterministic else nullcontext():
         random = torch.zeros(2, dtype=torch.uint64, device=q.device)
         grads: Grads = _backward(
-            dout, q, k, v, out, lse.transpose(1, 2).contiguous(), None, None, q.size(1), k.size(1), 0.0, causal,
-            random, random, scale=scale,
-        )  # fmt: skip
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.transpose(1, 2).contiguous(),
+            None,
+            None,
+            q.size(1),
+            k.size(1),
+            0.0,
+            causal,
+            random,
+            random,
+            scale=scale,
+        )
     return grads
 
 

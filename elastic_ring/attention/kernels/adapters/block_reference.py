@@ -43,9 +43,18 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTabl
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    tables: BlockTables, scale: float, *, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
-) -> Grads:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tables: BlockTables,
+    scale: float,
+    *,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+) -> Grads:
     seen = seen_by_key(tables)
     dq, of_k, of_v = reference.backward(dout, q, k, v, out, lse, causal=False, scale=scale, mask=seen)
     own_k, own_v = of_k.to(k.dtype), of_v.to(v.dtype)

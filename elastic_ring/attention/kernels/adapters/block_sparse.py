@@ -47,9 +47,12 @@ def _flash_call(tables: BlockTables, own: BlockLists, full: BlockLists, num_head
     """Table arguments of one kernel call, for one direction."""
     _, kind, causal, numbered = _flash()
     lists = kind(
-        mask_block_cnt=own.counts, mask_block_idx=own.indices, full_block_cnt=full.counts, full_block_idx=full.indices,
+        mask_block_cnt=own.counts,
+        mask_block_idx=own.indices,
+        full_block_cnt=full.counts,
+        full_block_idx=full.indices,
         block_size=(BLOCK_TOKENS, BLOCK_TOKENS),
-    )  # fmt: skip
+    )
     if tables.masks is None:
         return {"block_sparse_tensors": lists, "mask_mod": causal}
     numbers = tables.masks.numbers.expand(num_heads, -1, -1)
@@ -64,13 +67,30 @@ def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Blo
 
 
 def flash_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    tables: BlockTables, scale: float, *, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
-) -> Grads:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tables: BlockTables,
+    scale: float,
+    *,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+) -> Grads:
     grads: Grads = _flash()[0]._flash_attn_bwd(
-        q, k, v, out, dout, lse.transpose(1, 2).contiguous(), softmax_scale=scale, dk=dk, dv=dv,
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse.transpose(1, 2).contiguous(),
+        softmax_scale=scale,
+        dk=dk,
+        dv=dv,
         **_flash_call(tables, tables.own_by_key, tables.full_by_key, q.size(2)),
-    )[:3]  # fmt: skip
+    )[:3]
     return grads
 
 
@@ -127,9 +147,15 @@ def flex_mask(tables: BlockTables) -> Any:
 
 
 _LISTS = (
-    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
-    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
-)  # fmt: skip
+    "kv_num_blocks",
+    "kv_indices",
+    "full_kv_num_blocks",
+    "full_kv_indices",
+    "q_num_blocks",
+    "q_indices",
+    "full_q_num_blocks",
+    "full_q_indices",
+)
 
 
 def _make_flex_mask(tables: BlockTables) -> Any:
@@ -202,7 +228,13 @@ def flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Bloc
 
 
 def flex_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    tables: BlockTables, scale: float,
-) -> Grads:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tables: BlockTables,
+    scale: float,
+) -> Grads:
     return gradients_of(partial(flex, tables=tables, scale=scale), (q, k, v), dout, out, lse)

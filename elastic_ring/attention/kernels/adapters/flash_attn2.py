@@ -19,24 +19,57 @@ def _interface() -> Any:
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Pair:
     out, lse = _interface()._flash_attn_forward(
-        q, k, v, 0.0, scale, causal=causal, window_size_left=-1, window_size_right=-1,
-        softcap=0.0, alibi_slopes=None, return_softmax=False,
-    )[:2]  # fmt: skip
+        q,
+        k,
+        v,
+        0.0,
+        scale,
+        causal=causal,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        alibi_slopes=None,
+        return_softmax=False,
+    )[:2]
     return out, lse.transpose(1, 2)
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
-    causal: bool, scale: float, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
     deterministic: bool = False,
-) -> Grads:  # fmt: skip
+) -> Grads:
     dq = torch.empty_like(q)
     dk = torch.empty_like(k) if dk is None else dk
     dv = torch.empty_like(v) if dv is None else dv
     _interface()._flash_attn_backward(
-        dout, q, k, v, out, lse.transpose(1, 2).contiguous(), dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.transpose(1, 2).contiguous(),
+        dq,
+        dk,
+        dv,
+        0.0,
+        scale,
+        causal,
+        -1,
+        -1,
+        0.0,
+        None,
         deterministic,
-    )  # fmt: skip
+    )
     return dq, dk, dv
 
 

@@ -37,14 +37,32 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, 
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
-    causal: bool, scale: float, dk: torch.Tensor | None = None, dv: torch.Tensor | None = None,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
     deterministic: bool = False,
-) -> Grads:  # fmt: skip
+) -> Grads:
     grads: Grads = _interface()._flash_attn_bwd(
-        q, k, v, out, dout, lse.transpose(1, 2).contiguous(),
-        softmax_scale=scale, causal=causal, deterministic=deterministic, dk=dk, dv=dv,
-    )[:3]  # fmt: skip
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse.transpose(1, 2).contiguous(),
+        softmax_scale=scale,
+        causal=causal,
+        deterministic=deterministic,
+        dk=dk,
+        dv=dv,
+    )[:3]
     return grads
 
 

@@ -34,9 +34,14 @@ def _by_token() -> Any:
         # Transpose inside the compiled function: for an output that is not contiguous, the gradient may be copied to
         # contiguous order before backward.
         out, lse = flex_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-            block_mask=block_mask, scale=scale, enable_gqa=enable_gqa, return_lse=True,
-        )  # fmt: skip
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            block_mask=block_mask,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            return_lse=True,
+        )
         return out.transpose(1, 2), lse
 
     return flex_attention_by_token
@@ -85,9 +90,16 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, 
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
-    causal: bool, scale: float,
-) -> Grads:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> Grads:
     return gradients_of(partial(_run, causal=causal, scale=scale), (q, k, v), dout, out, lse)
 
 

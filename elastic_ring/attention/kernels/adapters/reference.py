@@ -40,9 +40,17 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
-    causal: bool, scale: float, mask: torch.Tensor | None = None,
-) -> Grads:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None = None,
+) -> Grads:
     """This tile's contribution to dq, dk, dv, in fp64, from the `out` and `lse` merged over all keys.
 
     Shapes and `mask` as in `forward`; dout like out; lse is +inf where nothing is seen. FlashAttention-2's backward
