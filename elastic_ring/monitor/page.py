@@ -157,12 +157,14 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
                 self._answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"there are / and /data.json\n")
 
         def _answer_data(self) -> None:
+            status = HTTPStatus.OK
             try:
-                self._answer(HTTPStatus.OK, "application/json", page.data())
+                told = page.data()
             except (ElasticRingError, ValueError, OSError) as error:  # the page shows it, and asks again
                 log.warning("the run's records cannot be read: %s", error)
+                status = HTTPStatus.SERVICE_UNAVAILABLE
                 told = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
-                self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "application/json", told)
+            self._answer(status, "application/json", told)
 
         def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
             self.send_response(status)

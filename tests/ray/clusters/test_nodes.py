@@ -73,6 +73,7 @@ def started_on(folder: Path, node: str) -> bool:
     return any(event["type"] == "WorkerReady" and event["node"] == node for event in events)
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(
     cluster: Cluster, tmp_path: Path, undisturbed: Known
 ) -> None:

@@ -235,6 +235,7 @@ def test_a_model_that_attends_to_its_own_slice_is_refused_at_the_start(local_ray
         ).fit()
 
 
+@pytest.mark.slow
 def test_a_step_that_kills_members_three_times_stops_the_run_and_names_it(local_ray: None, tmp_path: Path) -> None:
     faults = ";".join(f"kill@step=2,phase=backward,rank={rank}" for rank in (0, 0, 0))
     # One after the other: each kills the worker that has taken the place of rank 0.

@@ -104,6 +104,7 @@ def test_an_optimizer_a_schedule_and_passes_of_ones_own_survive_a_kill_with_thei
     assert_same_bits(train("own-struck", spares=1, faults="kill@step=3,phase=apply,rank=3", **own), calm)
 
 
+@pytest.mark.slow
 def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_bit(
     train: Train, undisturbed: Known, tmp_path: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_
     assert "exit code 3" in causes[2]
 
 
+@pytest.mark.slow
 def test_an_exception_is_survived_in_place_and_a_drained_rank_hands_its_place_over_without_a_lost_step(
     train: Train, undisturbed: Known, tmp_path: Path
 ) -> None:

@@ -237,6 +237,7 @@ MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_model_sees_a_wait_that_is_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MISTAKES[name](monkeypatch)

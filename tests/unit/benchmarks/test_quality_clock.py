@@ -167,6 +167,7 @@ def train_ticking(step_s: float) -> Any:
 DENSE = block_families(128, 8, 2)["dense"]
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=2)
 @pytest.mark.parametrize(("step_s", "steps"), [(0.25, 4), (0.3, 4), (0.34, 3), (2.0, 1), (0.03, 34), (0.0399, 26)])
 def test_no_step_begins_when_the_time_is_over(step_s: float, steps: int, texts: Corpus) -> None:
@@ -205,6 +206,7 @@ def test_between_looks_the_share_of_the_time_goes_on_at_the_pace_so_far() -> Non
     assert median_ms(looks) == pytest.approx(1000 * (1 + 3 / 7) / 2)
 
 
+@pytest.mark.slow
 def test_every_step_has_a_learning_rate_and_a_batch_of_its_own(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     rates, drawn = [], []
 

@@ -133,6 +133,7 @@ def changed_after(case: ContentCase, groups: list[Any], position: int) -> torch.
     return (outs[0] != outs[1]).flatten(2).any(-1)[0].nonzero().flatten()
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("cp", [1, 2, 3])
 def test_no_later_token_changes_what_an_earlier_one_sees_unless_the_mean_of_a_block_chooses(
@@ -249,7 +250,7 @@ def test_in_whole_blocks_the_choice_and_the_result_are_the_same(
     check_choice(case, schedule_of(used[0]))
 
 
-@pytest.mark.thinned(num=2)
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("cp", [1, 3])
 @pytest.mark.parametrize("text", ["topk:4,unit=64", "topk:2+window:200", "topk:2"])
 def test_blocks_that_are_cut_are_chosen_and_attended_too(rings: ThreadRings, text: str, cp: int) -> None:

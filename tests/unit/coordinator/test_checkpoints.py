@@ -471,6 +471,7 @@ def test_a_newer_checkpoint_with_a_wrong_byte_does_not_push_out_the_last_that_wa
     assert resumed.keeper._read_back == 4, "members read it whole where they begin"
 
 
+@pytest.mark.slow
 def test_uploads_of_which_no_object_tells_are_aborted(
     object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

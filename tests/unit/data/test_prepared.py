@@ -217,6 +217,7 @@ def test_a_corpus_that_grows_under_a_run_keeps_its_past_and_is_used_exactly_once
     assert len({grown.read(sample_id).tokens.tobytes() for sample_id in ids[:num]}) == num
 
 
+@pytest.mark.slow
 def test_what_is_held_out_stays_the_same_when_the_corpus_grows(tmp_path: Path) -> None:
     config, _ = growing(tmp_path, (5, 20))
     held = [hold_out(part.open(), num_sequences=6)[1] for part in (dataclasses.replace(config, later=()), config)]

@@ -54,6 +54,7 @@ def test_every_object_is_what_its_kind_allows(name: str) -> None:
     assert {d["metadata"].get("namespace") for d in documents if d["kind"] != "Namespace"} == {"elastic-ring"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [BUILT[0], *(pytest.param(name, marks=pytest.mark.slow) for name in BUILT[1:])])
 def test_a_misspelled_field_is_refused_wherever_it_is(name: str) -> None:
     """Each field of each object once: where it comes more than once, at its first place in that object."""

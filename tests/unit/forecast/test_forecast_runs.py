@@ -69,6 +69,7 @@ def test_losses_that_were_seen_move_the_prior_and_narrow_it() -> None:
     assert calm.gpu_hours[1] > 2 * prior.gpu_hours[1]
 
 
+@pytest.mark.slow
 def test_the_worked_plan_has_three_stages_whose_chances_fall(capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "examples" / "forecast_stages.toml"
     assert [stage.name for stage in read_stages(str(path))] == ["100B", "500B", "1T"]

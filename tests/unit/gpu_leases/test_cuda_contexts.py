@@ -269,6 +269,7 @@ def _become_spare(released: bool) -> None:
     sys.exit(7 if worker._activity == "spare" else 8)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(("released", "code"), [(True, 0), (False, 7)])
 def test_a_process_with_one_gpu_left_exits_instead_of_becoming_a_spare(released: bool, code: int) -> None:

@@ -192,6 +192,7 @@ def test_what_a_live_peer_waits_for_fails_once_the_aborted_generation_is_let_go(
     assert pair.result(1) == "PeerFailed"
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("operation", ["send and recv", "all-reduce", "all-gather"])
 def test_aborts_in_the_midst_of_exchanges_leave_nobody_waiting(pair: Membership, operation: str) -> None:

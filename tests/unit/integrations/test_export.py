@@ -193,6 +193,7 @@ def test_a_corpus_that_was_prepared_with_another_tokenizer_is_refused(
     assert "was prepared with another tokenizer than that in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_in_an_object_store_is_exported_from_there(
     tmp_path: Path, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

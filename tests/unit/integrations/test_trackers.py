@@ -117,6 +117,7 @@ def assert_each_once(found: dict[str, list[tuple[int, float]]]) -> None:
         assert [value for _, value in found[name]] == pytest.approx([value for _, value in points], rel=1e-6), name
 
 
+@pytest.mark.slow
 def test_tensorboard_has_each_event_once(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     told_by_three_drivers(tmp_path, TensorBoard)

@@ -287,6 +287,7 @@ def test_data_with_more_tokens_than_the_model_has_rows_is_refused() -> None:
         ElasticRingTrainer(model, StdlibText(CONTEXT), step_config=StepConfig(context_tokens=CONTEXT, global_batch=4))
 
 
+@pytest.mark.slow
 def test_the_factory_is_the_same_in_every_process_and_survives_a_pickle() -> None:
     model = ring_model(FAMILIES["qwen2"]())
     assert isinstance(pickle.loads(pickle.dumps(model))(), T.Qwen2ForCausalLM)

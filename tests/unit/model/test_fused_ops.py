@@ -242,6 +242,7 @@ def validate(me: Any) -> dict[str, float]:
     return me.state.validate(me.state.loader, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(
     ("mesh", "offload", "together"),

@@ -380,6 +380,7 @@ def test_what_is_no_callback_and_two_of_one_name_are_refused() -> None:
         check_callbacks([Hears("one"), Hears("one")])
 
 
+@pytest.mark.slow
 def test_in_an_object_store_a_driver_on_another_host_goes_on_where_the_first_one_ended(
     object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

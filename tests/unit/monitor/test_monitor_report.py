@@ -456,6 +456,7 @@ def test_labels_in_the_picture_are_short() -> None:
     assert short_cause("word " * 30) == "word word word word word word word wo..."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_short_and_broken_runs_have_a_picture_too(tmp_path: Path, num_steps: int) -> None:
     with MetricsLog(tmp_path) as log:

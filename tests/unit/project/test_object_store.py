@@ -36,6 +36,7 @@ def session(folder: Path, *arguments: str, **variables: str) -> subprocess.Compl
     return subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(("ci", "told"), [({"ELASTIC_RING_CI": "1"}, "2 errors"), ({}, "2 skipped")])
 def test_without_its_packages_ci_fails_and_others_are_told_why_tests_are_skipped(

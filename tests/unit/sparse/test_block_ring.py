@@ -71,7 +71,7 @@ def check(case: BlockCase, found: list[torch.Tensor]) -> None:
         assert relative_error(got, want) <= 1e-12, (case, name)
 
 
-@pytest.mark.thinned(num=4)
+@pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp64_agrees_with_the_masked_reference_and_moves_the_planned_bytes(
@@ -98,7 +98,7 @@ def test_blocks_that_look_ahead_agree_with_the_masked_reference(rings: ThreadRin
     check_bytes(case, ledgers)
 
 
-@pytest.mark.thinned(num=4)
+@pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_that_begin_with_a_block_are_attended_each_for_itself(
@@ -111,7 +111,7 @@ def test_documents_that_begin_with_a_block_are_attended_each_for_itself(
     check_bytes(case, ledgers)
 
 
-@pytest.mark.thinned(num=5)
+@pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("cp", [1, 2, 3])
 @pytest.mark.parametrize("name", CUT | CUT_AHEAD)
 def test_whatever_cuts_blocks_results_are_exact_and_whole_blocks_move(
@@ -360,6 +360,7 @@ def test_the_spelled_out_kernel_passes_the_self_test(dtype: torch.dtype) -> None
     assert self_test(REFERENCE, dtype=dtype, head_dim=16) is None
 
 
+@pytest.mark.slow
 def test_a_pass_of_a_sparse_kernel_is_cached_on_disk_and_a_failure_is_not(tmp_path: Path) -> None:
     def kernel(name: str, factor: float) -> tuple[Kernel, list[int]]:
         calls: list[int] = []

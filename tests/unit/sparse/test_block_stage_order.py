@@ -193,6 +193,7 @@ def test_kept_keys_are_run_first_and_own_ones_in_one_call_behind_the_partials(mo
     assert told(monkeypatch, case, keep_keys=True)[0] == [want] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(
     "case",

@@ -124,6 +124,7 @@ def sizes_fetched(case: BlockCase, cp_rank: int, hops: tuple[int, ...]) -> set[i
     }
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("stage_bytes", [ONE_STAGE, EVERY_HOP], ids=["one stage", "a stage a hop"])
 @pytest.mark.parametrize("name", GROUPED)

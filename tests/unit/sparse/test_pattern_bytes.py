@@ -90,7 +90,7 @@ def test_attention_that_is_not_causal_agrees_with_the_masked_reference_and_moves
         assert relative_error(got, want) <= 1e-12, which
 
 
-@pytest.mark.thinned(num=7)
+@pytest.mark.thinned(num=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", RULES)
 def test_what_moves_is_what_some_query_needs_to_the_byte(rings: ThreadRings, name: str, layout: str) -> None:

@@ -125,6 +125,7 @@ def test_prices_follow_the_bytes_of_the_schedule() -> None:
         assert candidate.all_bytes == 3 * 7 * 2 * 4 * 128 * 2
 
 
+@pytest.mark.slow
 def test_the_job_prints_a_row_for_every_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--tokens", "65536", "--why"]) == 0
     printed = capsys.readouterr().out

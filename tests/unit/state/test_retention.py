@@ -49,6 +49,7 @@ def writers(uri: str, seed: int) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_of_writers_killed_at_ten_random_moments_only_whole_checkpoints_count_and_prune_removes_the_rest(
     uri: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

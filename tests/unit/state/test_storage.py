@@ -351,6 +351,7 @@ def test_credentials_that_are_renewed_are_used(
     assert storage.read("a") == b"data"
 
 
+@pytest.mark.slow
 def test_what_a_gateway_acknowledged_is_there_after_it_was_killed_and_the_writer_goes_on(
     object_store: ObjectStore, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

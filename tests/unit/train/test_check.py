@@ -155,6 +155,7 @@ def check_in_blocks(me: Any) -> int:
     return len(made)
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_pattern_for_gpus_is_checked_in_whole_blocks(pair: Membership, layout: str) -> None:
@@ -205,6 +206,7 @@ def test_a_model_whose_sequences_of_one_pass_see_each_other_is_refused_on_one_ra
             pair.call(0, check)
 
 
+@pytest.mark.slow
 def test_the_check_changes_nothing_of_what_is_trained(pair: Membership) -> None:
     pair.all(begin, pair.meeting(), RING, make_task())
     pair.all(run_steps, 3)

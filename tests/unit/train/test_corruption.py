@@ -74,7 +74,7 @@ def test_a_check_changes_no_bit_and_tells_nothing_of_healthy_ranks(
     assert [fact["digest"] for fact in four.all(facts, ranks=ranks)] == undisturbed[mesh]
 
 
-@pytest.mark.thinned(num=2)
+@pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(("phase", "what"), [("backward", "local gradient"), ("reduce", "reduced gradient")])
 @pytest.mark.parametrize("mesh", [SQUARE, REPLICAS], ids=str)
 def test_two_rings_name_the_rank_of_a_flipped_bit_by_a_second_attempt_with_the_bits_of_no_fault(

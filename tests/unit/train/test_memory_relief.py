@@ -99,6 +99,7 @@ def test_a_relief_that_is_taken_between_two_steps_saves_memory_and_changes_no_bi
     assert [known["digest"] for known in two.all(facts)] == reference
 
 
+@pytest.mark.slow
 def test_passes_of_one_sequence_are_those_of_a_run_that_never_had_more(two: Membership) -> None:
     together = make_task(step=replace(STEP, sequences_per_pass=3))
     two.all(begin, two.meeting(), RING, make_task())

@@ -112,6 +112,7 @@ def layer_of(attention: Any, index: int) -> Any:
     return attention.layer(index) if isinstance(attention, Masked) else of_layer(attention, index)
 
 
+@pytest.mark.slow
 def test_training_with_a_pattern_is_masked_training_and_every_ring_gives_its_losses(
     six: Membership, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,7 @@ def clean(four: Membership, tmp_path_factory: pytest.TempPathFactory) -> tuple[l
 # ------------------------------------------------------------ samples
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("bug", [dropped_batch, repeated_sequence])
 def test_a_sequence_that_a_re_run_drops_or_repeats_shows_in_the_samples(

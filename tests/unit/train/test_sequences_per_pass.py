@@ -107,6 +107,7 @@ def steps_on(pair: Membership, mesh: Mesh, together: int) -> list[tuple[str, tup
     return results[0]
 
 
+@pytest.mark.slow
 def test_training_two_at_a_time_is_plain_training_with_the_samples_of_one_at_a_time(pair: Membership) -> None:
     """Three sequences a step: a pass of two and one of one, and on two rings one pass each of two and of one."""
     wanted, _ = plain_training(make_task(), NUM_STEPS)

@@ -117,6 +117,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     return clocks
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("cp", [2, 3])
 def test_every_rank_gets_the_figures_of_the_slowest(rings: ThreadRings, clocks: Clocks, cp: int) -> None:
