@@ -55,7 +55,6 @@ SUMMARY_KEYS = (
     "time_s",
     "identity",
 )
-MEMORY_KEYS = ("step", "generation", "shortages", "reliefs", "why")
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
 RECOVERY_KEYS = (
     "step",

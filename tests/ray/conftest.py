@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from elastic_ring import Callback, ElasticRingTrainer, OptimConfig, Result, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control import invariants
 from elastic_ring.control.coordination import advance, initial
+from elastic_ring.control.facts import Fact, fact_of
 from elastic_ring.control.messages import from_json
 from elastic_ring.control.replay import replay, standing
 from elastic_ring.control.state import Ended
@@ -27,8 +28,10 @@ from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.journal import read
-from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, StepMetrics
+from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, RECOVERY_KEYS, STATUS_NAME, StepMetrics
+from elastic_ring.runtime.coordinator.recovery_log import RecoveryLog
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, control_options
+from elastic_ring.runtime.coordinator.run_totals import RunTotals
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from tests.ray.fork_server import ForkServer
@@ -201,12 +204,26 @@ def train(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return go
 
 
+def check_folds(trainer: ElasticRingTrainer, facts: list[Fact], summary: dict[str, Any]) -> None:
+    totals, recoveries = RunTotals(), RecoveryLog(trainer.run_config, lambda note: None)
+    for fact in facts:
+        totals.saw(fact)
+        recoveries.saw(fact)
+    assert summary["generations"] == totals.generations
+    assert summary["checkpoints"] == totals.checkpoints
+    assert summary["memory"] == totals.reliefs
+    assert summary["compilations_after_step_0"] == totals.num_compiled_late
+    assert summary["recoveries"] == [{key: one[key] for key in RECOVERY_KEYS} for one in recoveries.records]
+
+
 def check_records(trainer: ElasticRingTrainer, result: Result) -> None:
-    """The journal replays to the same commands, no decision in it broke an invariant, the weights' file has
-    the digest of the summary, nobody is a member any more, and the versions are recorded."""
+    """The journal replays to the same commands and its facts fold to the summary, no decision in it broke an invariant,
+    the weights' file has the digest of the summary, nobody is a member any more, and the versions are recorded."""
     run_spec = RunSpec(trainer.run_config, trainer.scaling_config, trainer.task, "", "", 0.0, "")
     options = control_options(run_spec)
-    lines = [line for line in standing(read(result.path / JOURNAL_NAME)) if "event" in line]
+    journal = standing(read(result.path / JOURNAL_NAME))
+    check_folds(trainer, [fact for line in journal if (fact := fact_of(line)) is not None], result.summary)
+    lines = [line for line in journal if "event" in line]
     assert isinstance(replay(options, lines).phase, Ended)
     state = initial(options)
     for line in lines:

@@ -31,6 +31,7 @@ from elastic_ring.control.decisions import rollback
 from elastic_ring.control.decisions.corpus import may_switch
 from elastic_ring.control.decisions.memory_ladder import may_relax
 from elastic_ring.control.decisions.terms import Unanswered
+from elastic_ring.control.facts import ResumedFrom
 from elastic_ring.control.messages import (
     Build,
     CheckpointsKnown,
@@ -258,7 +259,7 @@ class Coordinator:
         self.recorder.identity = begin.get("identity", "")
         self.recorder.open(begin["now"], run_spec.resume.step)
         self._end_report = EndReport(self.recorder.recoveries.say)
-        self.recorder.resumed_from = run_spec.resume.resumed_from
+        self.recorder.totals.saw(ResumedFrom([*run_spec.resume.resumed_from]))
         for told in opened.told:
             self.recorder.recoveries.say(told)
         for line in opened.lines:
@@ -316,7 +317,7 @@ class Coordinator:
             self._term,
             {"identity": run_spec.identity.digest, "run": checkpoint_facts(run_spec)},
             self._put,
-            lambda: self.recorder.resumed_from,
+            lambda: self.recorder.totals.resumed_from,
             self.mirror.flush,
             lambda: {
                 name: [dataclasses.asdict(one) for one in getattr(self.state, name)] for name in ("corpus", "skips")
@@ -423,7 +424,7 @@ class Coordinator:
                 if not goes_back and rollback.pending(self.state) is None:
                     self.checkpoints.clean(body["step"])
             case "checkpoints":
-                write_s = self.recorder.checkpoints[-1]["total_s"] if self.recorder.checkpoints else 0.0
+                write_s = self.recorder.totals.checkpoints[-1]["total_s"] if self.recorder.totals.checkpoints else 0.0
                 self._decide(CheckpointsKnown(self._cause(), tuple(body), write_s))
             case "checkpoint-failed":
                 self._on_checkpoint_failed(body)
@@ -643,7 +644,7 @@ class Coordinator:
             "attempt": self.run_spec.attempt,
             "lineage": self.run_spec.resume.lineage,
             "mean_time_between_failures_s": (seen_s + PRIOR_FAILURE_S) / (1 + num_losses),
-            "wants_first": not (self.recorder.checkpoints or self.run_spec.resume.checkpoints),
+            "wants_first": not (self.recorder.totals.checkpoints or self.run_spec.resume.checkpoints),
         }
 
     # ------------------------------------------------------------ the end

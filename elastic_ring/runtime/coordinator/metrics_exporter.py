@@ -106,11 +106,11 @@ class MetricsExporter:
         others = [
             ("elastic_ring_driver_silent_seconds", "", driver_silent_s),
             ("elastic_ring_driver_lease_seconds", "", self._config.timeouts.lease_s),
-            ("elastic_ring_checkpoints_missed", "", self._recorder.num_checkpoints_missed),
+            ("elastic_ring_checkpoints_missed", "", self._recorder.totals.num_checkpoints_missed),
             ("elastic_ring_checkpoint_failing_seconds", "", self._checkpoint_failing_s()),
         ]
         if self._config.checkpoint_config.is_on:
-            newest_unix_s = self._recorder.checkpoint_unix_s or self._started_unix_s
+            newest_unix_s = self._recorder.totals.checkpoint_unix_s or self._started_unix_s
             others.append(("elastic_ring_last_checkpoint_timestamp_seconds", "", newest_unix_s))
         for name, value, number in [*samples(state, self._recorder, now, self._started_unix_s, self._work), *others]:
             self._set(name, value, number)
@@ -138,7 +138,7 @@ def samples(state: State, recorder: RunRecorder, now: float, started_unix_s: flo
     yield from _of_mesh(state)
     yield from _of_steps(recorder, work)
     yield from _of_recoveries(recorder.recoveries.records, recorder.recoveries.num_lost())
-    yield from _of_checkpoints(recorder.checkpoints)
+    yield from _of_checkpoints(recorder.totals.checkpoints)
     yield "elastic_ring_checkpoint_intervals_missed", "", recorder.overdue.num_intervals
     yield from _of_copies(recorder.copied)
     yield from _of_memory(state, recorder)
@@ -166,7 +166,7 @@ def _standing(state: State, recorder: RunRecorder, started_unix_s: float) -> Ite
     kept = recorder.recoveries.same_environment and all(record["exact"] for record in recorder.recoveries.records)
     yield "elastic_ring_memory_shortages", "", state.memory.num_shortages
     yield "elastic_ring_memory_reliefs", "", state.memory.num_reliefs
-    yield "elastic_ring_memory_tight", "", recorder.num_tight
+    yield "elastic_ring_memory_tight", "", recorder.totals.num_tight
     if recorder.memory_pressure is not None:
         yield "elastic_ring_memory_share_ratio", "device", recorder.memory_pressure.device_share
         yield "elastic_ring_memory_share_ratio", "host", recorder.memory_pressure.host_share
@@ -202,9 +202,9 @@ def _of_mesh(state: State) -> Iterator[Sample]:
 def _of_steps(recorder: RunRecorder, work: Work) -> Iterator[Sample]:
     newest = recorder.metrics.newest
     yield "elastic_ring_skipped_steps", "", newest.num_skipped
-    yield "elastic_ring_loss_spikes", "", recorder.num_spikes
-    yield "elastic_ring_wrong_results", "", recorder.num_wrong
-    yield "elastic_ring_stragglers", "", recorder.num_stragglers
+    yield "elastic_ring_loss_spikes", "", recorder.totals.num_spikes
+    yield "elastic_ring_wrong_results", "", recorder.totals.num_wrong
+    yield "elastic_ring_stragglers", "", recorder.totals.num_stragglers
     yield "elastic_ring_validation_loss", "", newest.val_loss
     if (step := newest.step) is not None:
         yield "elastic_ring_loss", "", step.loss
@@ -291,4 +291,4 @@ def _of_time(recorder: RunRecorder, now: float) -> Iterator[Sample]:
     goodput = recorder.goodput
     yield "elastic_ring_goodput_ratio", "", goodput.ratio(now)
     yield from (("elastic_ring_time_seconds", part, seconds) for part, seconds in recorder.time_s(now).items())
-    yield "elastic_ring_late_compilations", "", recorder.num_compiled_late
+    yield "elastic_ring_late_compilations", "", recorder.totals.num_compiled_late

@@ -1,6 +1,6 @@
 """Writes a run's records to its folder: metrics, generations, status, summary; `recovery_log` has the recoveries.
 
-No decisions here. Facts that a restarted coordinator needs go into the journal as notes.
+No decisions here. What a restarted coordinator needs is a fact of the journal (`control.facts`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,24 @@ from elastic_ring.control.decisions.memory_ladder import CHANGING_BITS
 from elastic_ring.control.decisions.memory_pressure import NUM_STEPS, PressureWatch, Tight
 from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S, Overdue
 from elastic_ring.control.decisions.stragglers import Straggler, StragglerWatch
+from elastic_ring.control.facts import (
+    BatchesLeftOut,
+    CheckpointMissed,
+    CheckpointWritten,
+    CompiledLate,
+    CorpusLengthened,
+    Fact,
+    GenerationBegan,
+    LossSpiked,
+    MemoryNearlyFull,
+    RankStraggled,
+    ReliefsChanged,
+    ResumedFrom,
+    StepSkipped,
+    WrongResult,
+    fact_of,
+    line_of,
+)
 from elastic_ring.control.messages import Checkpoint, Vote
 from elastic_ring.control.placement.coverage import covered, said
 from elastic_ring.control.state import (
@@ -38,7 +56,6 @@ from elastic_ring.monitor.goodput import Goodput, LossLedger, time_by_part
 from elastic_ring.monitor.journal import Retried
 from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import (
-    MEMORY_KEYS,
     STATUS_NAME,
     SUMMARY_NAME,
     MetricsLog,
@@ -53,6 +70,7 @@ from elastic_ring.monitor.metrics import (
 )
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.runtime.coordinator.recovery_log import Note, RecoveryLog
+from elastic_ring.runtime.coordinator.run_totals import RunTotals
 from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.storage.retries import ONCE, Retries
 from elastic_ring.train.guards import listed, told_of
@@ -79,7 +97,7 @@ class RunRecorder:
         """By the node's address its network's counters and its GPUs, as `agent.health` reads them."""
         self.folder: Path = run.folder
         self.metrics = MetricsLog(self.folder, retries)
-        self.generations: list[dict[str, Any]] = []
+        self.totals = RunTotals()
         self.recoveries = RecoveryLog(run, note)
         self.last_vote: Vote | None = None
         self._waiting: dict[int, Mapping[str, Any]] = {}
@@ -89,31 +107,22 @@ class RunRecorder:
         self._status_at = 0.0
         self._end_told = False
         self._wait_told_s = -WAIT_TOLD_S
-        self.num_compiled_late = 0  # after step 0, by all workers
-        self.num_spikes = 0
         self.stragglers = (
             StragglerWatch(run.straggler_window_s, run.straggler_factor) if run.straggler != "off" else None
         )
         self.memory_pressure = PressureWatch(run.memory_pressure_share) if run.memory_pressure != "off" else None
         self._tight: tuple[Tight, tuple[int, int]] | None = None
-        self.num_stragglers = self.num_wrong = self.num_tight = 0
         self._wrong_in: tuple[int, int] = (0, 0)  # (term, generation) of the newest reported attempt
         self._straggler: tuple[Straggler, tuple[int, int]] | None = None
-        self.checkpoints: list[Mapping[str, Any]] = []
-        self.checkpoint_unix_s: float | None = None
-        self.num_checkpoints_missed = 0
         config = run.checkpoint_config
         self.overdue = Overdue(config.every_steps, config.every_s or FIRST_INTERVAL_S)
-        self.memory: list[Mapping[str, Any]] = []  # each change of the memory ladder
         self._back_in = (0, 0)  # (term, generation) of the members that last wanted to go back
-        self._num_versions = 0  # later manifests of the corpus that are on record
         self.gpu_memory: Mapping[str, int] = {}  # of global rank 0 after the newest step, by kind
         self.peak_gpu_bytes = 0
         self.lost = LossLedger()
         self._attempt_began_at = 0.0  # the step that runs now
         self.work_s: Sequence[float] = ()  # of each rank for one sequence, in the newest step that measured it
         self.copied: Mapping[str, Any] | None = None  # the newest copies in peers' memory that are complete
-        self.resumed_from: Sequence[Mapping[str, Any]] = ()
         self.started_s, self.first_step = 0.0, 0
         self.identity = ""
         """Of the run: what its checkpoints and submissions share."""
@@ -154,10 +163,7 @@ class RunRecorder:
 
     def checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """A checkpoint counts."""
-        self.checkpoints.append(checkpoint)
-        self.overdue.counted(checkpoint["step"])
-        self.checkpoint_unix_s = round(time.time(), 3)
-        self._note({"note": "checkpoint", "checkpoint": dict(checkpoint), "unix_s": self.checkpoint_unix_s})
+        self._tell(CheckpointWritten(dict(checkpoint), round(time.time(), 3)))
         log.info(
             "checkpoint of step %d: %.1f MB in %.2f s, for %.3f s of which training waited: %s",
             checkpoint["step"],
@@ -169,8 +175,7 @@ class RunRecorder:
 
     def checkpoint_failed(self, failed: Mapping[str, Any]) -> None:
         """A checkpoint of a step was due, and does not count."""
-        self.num_checkpoints_missed += 1
-        self._note({"note": "no checkpoint", "step": failed["step"], "why": failed["why"]})
+        self._tell(CheckpointMissed(failed["step"], failed["why"]))
         self.recoveries.say(f"no checkpoint of step {failed['step']}: {failed['why']}; training goes on")
 
     def counts(self, record: Mapping[str, Any]) -> bool:
@@ -219,9 +224,7 @@ class RunRecorder:
         elif "copied" in record:
             self.copied = record["copied"]
         elif "compiled" in record:
-            note = {"note": "compiled", **{key: record[key] for key in ("step", "worker", "compiled", "before")}}
-            self._count_compilations(note)
-            self._note(note)
+            self._tell(CompiledLate(record["step"], record["worker"], record["compiled"], record["before"]))
 
     def _committed(self, record: Mapping[str, Any]) -> None:
         now = self._attempt_began_at = self._clock()
@@ -285,12 +288,7 @@ class RunRecorder:
         )
         if not told:
             return
-        self.num_spikes += bool(spike)
-        self._note(
-            {"note": "spike", "step": step, "verdict": spike, "told": told}
-            if spike
-            else {"note": "skipped", "step": step, "told": told}
-        )
+        self._tell(LossSpiked(step, spike, told) if spike else StepSkipped(step, told))
         self.recoveries.say(told)
 
     def goes_back(self, step: int, why: str, membership_id: tuple[int, int]) -> None:
@@ -299,8 +297,7 @@ class RunRecorder:
             return
         self._back_in = membership_id
         told = f"loss spike in step {step}: {why}; the run goes back to before it"
-        self.num_spikes += 1
-        self._note({"note": "spike", "step": step, "verdict": "back", "told": told})
+        self._tell(LossSpiked(step, "back", told))
         self.recoveries.say(told)
 
     def _left_out(self, record: Mapping[str, Any]) -> None:
@@ -310,15 +307,7 @@ class RunRecorder:
             f"from step {record['step']} on the order leaves out {record['num_batches']} batch(es): "
             f"sequences {listed(ids)}"
         )
-        self._note(
-            {
-                "note": "left out",
-                "step": record["step"],
-                "num_batches": record["num_batches"],
-                "sequences": ids,
-                "told": told,
-            }
-        )
+        self._tell(BatchesLeftOut(record["step"], record["num_batches"], ids, told))
         self.recoveries.say(told)
 
     def _look_at_work(self, record: Mapping[str, Any], mesh: Mesh) -> None:
@@ -344,18 +333,8 @@ class RunRecorder:
             f"straggler: {worker}, rank {found.global_rank} on node {node}, works {found.ratio:.1f} times as long "
             f"for a sequence as its peers, for {self._run.straggler_window_s:g} s; {did}"
         )
-        self.num_stragglers += 1
-        self._note(
-            {
-                "note": "straggler",
-                "worker": worker,
-                "node": node,
-                "rank": found.global_rank,
-                "ratio": round(found.ratio, 3),
-                "step": self.metrics.last_step,
-                "told": told,
-            }
-        )
+        ratio = round(found.ratio, 3)
+        self._tell(RankStraggled(worker, node, found.global_rank, ratio, self.metrics.last_step, told))
         self.recoveries.say(told)
 
     def _look_at_pressure(self, record: Mapping[str, Any]) -> None:
@@ -380,17 +359,8 @@ class RunRecorder:
             who = f"a node had {100 * found.share:.0f} % of what its guard allows in use"
         text = f"memory pressure: {who} in {NUM_STEPS} steps in a row"
         did = "" if self._run.memory_pressure == "act" else "; nothing is done (memory_pressure=log)"
-        self.num_tight += 1
-        self._note(
-            {
-                "note": "tight",
-                "what": found.what,
-                "share": round(found.share, 4),
-                "worker": worker,
-                "step": self.metrics.last_step,
-                "told": text + did,
-            }
-        )
+        share = round(found.share, 4)
+        self._tell(MemoryNearlyFull(found.what, share, worker, self.metrics.last_step, text + did))
         self.recoveries.say(text + did)
         return text
 
@@ -402,12 +372,8 @@ class RunRecorder:
 
     def found_wrong(self, told: str, workers: Sequence[str] = ()) -> None:
         """Ranks that must agree do not. `workers`: who computed wrongly and is replaced."""
-        self.num_wrong += 1
-        self._note({"note": "wrong", "told": told, "workers": list(workers)})
+        self._tell(WrongResult(told, list(workers)))
         self.recoveries.say(f"wrong result: {told}")
-
-    def _count_compilations(self, note: Mapping[str, Any]) -> None:
-        self.num_compiled_late += len(note["compiled"])
 
     def look(self, state: State) -> None:
         """Record a new generation, and a recovery if it was one."""
@@ -418,14 +384,8 @@ class RunRecorder:
         self._seen_change = (change.term, change.generation, change.resumed_at is not None)
         if change.resumed_at is None:
             return
-        generation = {
-            "term": change.term,
-            "generation": change.generation,
-            "mesh": {"dp": change.mesh.dp, "cp": change.mesh.cp},
-            "reason": change.reason,
-        }
-        self.generations.append(generation)
-        self._note({"note": "generation", **generation})
+        mesh = {"dp": change.mesh.dp, "cp": change.mesh.cp}
+        self._tell(GenerationBegan(change.term, change.generation, mesh, change.reason))
         self._look_at_memory(state, change)
         self._look_at_corpus(state)
         if change.restored is not None and change.previous_mesh is None:
@@ -443,38 +403,30 @@ class RunRecorder:
 
     def _look_at_memory(self, state: State, change: Change) -> None:
         """Record a relief of the memory ladder more or less than in the last generation."""
-        ladder, before = state.memory, len(self.memory[-1]["reliefs"]) if self.memory else 0
+        ladder, known = state.memory, self.totals.reliefs
+        before = len(known[-1]["reliefs"]) if known else 0
         if ladder.num_reliefs == before:
             return
-        self.memory.append(
-            {
-                "step": change.step,
-                "generation": change.generation,
-                "shortages": ladder.num_shortages,
-                "reliefs": list(state.options.memory_reliefs[: ladder.num_reliefs]),
-                "why": ladder.why if ladder.num_reliefs > before else "",
-            }
-        )
-        self._note({"note": "memory", **self.memory[-1]})
-        reliefs = ", ".join(self.memory[-1]["reliefs"]) or "none"
-        self.recoveries.say(f"memory ladder in force from step {change.step}: {reliefs}")
-        if other := [name for name in self.memory[-1]["reliefs"] if name in CHANGING_BITS]:
+        reliefs = list(state.options.memory_reliefs[: ladder.num_reliefs])
+        why = ladder.why if ladder.num_reliefs > before else ""
+        self._tell(ReliefsChanged(change.step, change.generation, ladder.num_shortages, reliefs, why))
+        self.recoveries.say(f"memory ladder in force from step {change.step}: {', '.join(reliefs) or 'none'}")
+        if other := [name for name in reliefs if name in CHANGING_BITS]:
             self.recoveries.not_repeatable(change.step, f"reliefs of the memory ladder: {', '.join(other)}")
 
     def _look_at_corpus(self, state: State) -> None:
         """Record from which step a longer manifest holds."""
-        for version in state.corpus[self._num_versions :]:
-            self._note({"note": "corpus", **vars(version)})
+        for version in state.corpus[self.totals.num_versions :]:
+            self._tell(CorpusLengthened(version.first_step, version.uri, version.digest))
             self.recoveries.say(f"from step {version.first_step} on the corpus is {version.uri}")
-        self._num_versions = len(state.corpus)
 
     def _resumed(self, restored: Checkpoint) -> None:
         """This attempt began at a checkpoint: the newest that verified, which may be older than the one first tried."""
         uri, folder = located(self._run.storage_uri, restored.folder)
         found = {"step": restored.step, "path": f"{uri.rstrip('/')}/{folder}"}
-        planned = self.resumed_from[-1] if self.resumed_from else None
-        self.resumed_from = (*self.resumed_from[:-1], found)
-        self._note({"note": "resumed from", "checkpoints": [dict(one) for one in self.resumed_from]})
+        known = self.totals.resumed_from
+        planned = known[-1] if known else None
+        self._tell(ResumedFrom([dict(one) for one in (*known[:-1], found)]))
         if planned and planned["step"] != found["step"]:
             self.recoveries.say(f"resumed at step {found['step']} from {found['path']}: newer ones do not verify")
         log.info("resumed at step %d from %s", found["step"], found["path"])
@@ -485,7 +437,7 @@ class RunRecorder:
 
     def time_s(self, now: float) -> dict[str, float]:
         """The time of this attempt by part."""
-        blocked_s = math.fsum(checkpoint["blocked_s"] for checkpoint in self.checkpoints)
+        blocked_s = math.fsum(checkpoint["blocked_s"] for checkpoint in self.totals.checkpoints)
         kept_s, total_s = self.goodput.kept_s, self.goodput.total_s(now)
         return time_by_part(kept_s, total_s, self.lost.lost_s, blocked_s, self.recoveries.records)
 
@@ -551,14 +503,14 @@ class RunRecorder:
             samples_sha256=samples_digest(self.folder),
             goodput=self.goodput.ratio(self._clock()),
             exact=exact and self.recoveries.same_environment and all(r["exact"] for r in self.recoveries.records),
-            generations=self.generations,
+            generations=self.totals.generations,
             recoveries=self.recoveries.records,
-            compilations_after_step_0=self.num_compiled_late,
+            compilations_after_step_0=self.totals.num_compiled_late,
             skipped_steps=sum(bool(line["skipped"]) for line in read_metrics(self.folder)),
             lost_workers=self.recoveries.num_lost(),
-            resumed_from=self.resumed_from,
-            checkpoints=self.checkpoints,
-            memory=self.memory,
+            resumed_from=self.totals.resumed_from,
+            checkpoints=self.totals.checkpoints,
+            memory=self.totals.reliefs,
             peak_gpu_bytes=self.peak_gpu_bytes,
             time_s=self.time_s(self._clock()),
             num_steps=self.metrics.last_step + 1,
@@ -582,27 +534,20 @@ class RunRecorder:
             self.begun(order["step"], (order["term"], order["generation"]))
             if order["restore"] is not None or order.get("step_back") is not None:  # died before it noted that, maybe
                 self.went_back(order["step"], (order["term"], order["generation"]))
-        if line.get("note") == "resumed from":
-            self.resumed_from = line["checkpoints"]
-        if line.get("note") == "checkpoint":
-            self.checkpoints.append(line["checkpoint"])
-            self.overdue.counted(line["checkpoint"]["step"])
-            self.checkpoint_unix_s = line["unix_s"]
-        if line.get("note") == "generation":
-            self.generations.append({k: line[k] for k in ("term", "generation", "mesh", "reason")})
-            self._seen_change = (line["term"], line["generation"], True)
-        if line.get("note") == "corpus":
-            self._num_versions += 1
-        if line.get("note") == "memory":
-            self.memory.append({k: line[k] for k in MEMORY_KEYS})
-        self.num_checkpoints_missed += line.get("note") == "no checkpoint"
-        self.num_spikes += line.get("note") == "spike"
-        self.num_stragglers += line.get("note") == "straggler"
-        self.num_tight += line.get("note") == "tight"
-        self.num_wrong += line.get("note") == "wrong"
-        if line.get("note") == "compiled":
-            self._count_compilations(line)
-        self.recoveries.recall(line)
+        if (fact := fact_of(line)) is not None:
+            self._saw(fact)
+            self.recoveries.saw(fact)
+
+    def _tell(self, fact: Fact) -> None:
+        self._note(line_of(fact))
+        self._saw(fact)
+
+    def _saw(self, fact: Fact) -> None:
+        self.totals.saw(fact)
+        if isinstance(fact, CheckpointWritten):
+            self.overdue.counted(fact.checkpoint["step"])
+        if isinstance(fact, GenerationBegan):
+            self._seen_change = (fact.term, fact.generation, True)
 
 
 def lost_to(state: State) -> str:

@@ -1,7 +1,7 @@
 """Records recoveries: losses, their causes, and how long each phase took.
 
 From `State.last_change` and the workers' timings it makes the `recoveries` of the summary and log lines. No decisions
-here. Facts that a restarted coordinator needs go into the journal as notes.
+here. It is a fold over facts: what a restarted coordinator needs changes only in `saw`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,17 @@ from typing import Any
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.decisions.crash_loop import OF_ONE_DEVICE
+from elastic_ring.control.facts import (
+    BitsUnequal,
+    Fact,
+    FaultFired,
+    FirstEnvironment,
+    PlacesKnown,
+    RecoveryEnded,
+    RingClosed,
+    WorkerStarted,
+    line_of,
+)
 from elastic_ring.control.state import Change
 from elastic_ring.faults import Fault
 from elastic_ring.mesh import Mesh
@@ -48,15 +59,10 @@ class RecoveryLog:
     # ------------------------------------------------------------ what happens
 
     def fault_fired(self, index: int, worker: str, now: float) -> None:
-        self.fired[index], self.fired_by[index] = now, worker
-        self._open_faults.append(index)
-        self._note({"note": "fault", "index": index, "worker": worker, "now": now})
+        self._tell(FaultFired(index, worker, now))
 
     def worker_started(self, worker: str, pid: int, environment: Mapping[str, Any]) -> None:
-        """`environment`: what the bits of a result depend on besides its inputs (`runtime.worker.env_fingerprint`)."""
-        self.pids[worker] = pid
-        self._environments[worker] = dict(environment)
-        self._note({"note": "worker", "worker": worker, "pid": pid, "environment": dict(environment)})
+        self._tell(WorkerStarted(worker, pid, dict(environment)))
 
     def died(self, death: Mapping[str, Any]) -> None:
         """An agent's notice of a death. A second one of the same worker has the cause, unknown when the exit began."""
@@ -102,8 +108,7 @@ class RecoveryLog:
         """Equal bits are promised among machines equal to the first member's only; a run with others says so."""
         known = {worker: self._environments[worker] for worker in members if worker in self._environments}
         if self._reference is None and known:
-            self._reference = next(iter(known.values()))
-            self._note({"note": "environment", "environment": dict(self._reference)})
+            self._tell(FirstEnvironment(dict(next(iter(known.values())))))
         reference = self._reference or {}
         odd = {worker: found for worker, found in known.items() if found != reference}
         if not odd:
@@ -125,8 +130,7 @@ class RecoveryLog:
         gpus = [gpu or known for gpu, known in zip(told, before, strict=True)]
         if gpus == self._places or not any(gpus):
             return
-        self._places = gpus
-        self._note({"note": "places", "places": gpus})
+        self._tell(PlacesKnown(gpus))
         moved = [rank for rank, gpu in enumerate(gpus) if before[rank] and gpu != before[rank]]
         if moved and max(mesh.dp, mesh.cp) > 2:
             rank = moved[0]
@@ -140,8 +144,7 @@ class RecoveryLog:
         """Told once; from then on no recovery counts as exact."""
         if not self.same_environment:
             return
-        self.same_environment = False
-        self._note({"note": "unequal", "why": why})
+        self._tell(BitsUnequal(why))
         self.say(f"{why}: from here on the run promises the same samples, not the same bits")
 
     # ------------------------------------------------------------ a recovery from its beginning to its end
@@ -150,12 +153,12 @@ class RecoveryLog:
         """The ring has closed again; `num_published` steps are in the metrics. The attempt that broke off had begun at
         `attempt_began_at`; infinity: nobody knows."""
         assert change.resumed_at is not None
-        faults = self._take_faults()
+        faults = sorted(self._open_faults)
         fault_at = min([self.fired[i] for i in faults], default=change.noticed_at)
         heal_s = max([self._timings.get(w, {}).get("heal_s", 0.0) for w in change.newcomers], default=0.0)
         begun = {
             "step": change.step_rerun if change.step_rerun is not None else change.step,
-            "faults": [str(self._run.faults[i]) for i in sorted(faults)],
+            "faults": [str(self._run.faults[i]) for i in faults],
             "cause": self._cause(change),
             "kind": self._kind(change),
             "action": change.action,
@@ -176,8 +179,7 @@ class RecoveryLog:
         }
         self._own_failures.clear()
         self._own_failure_kinds.clear()
-        self._open = begun if self._open is None else merged(self._open, begun)
-        self._note({"note": "resumed", "recovery": self._open})
+        self._tell(RingClosed(begun if self._open is None else merged(self._open, begun)))
 
     def committed(self, step: int, now: float) -> None:
         """The first step that commits after a recovery ends it."""
@@ -191,7 +193,6 @@ class RecoveryLog:
         record = {key: value for key, value in self._open.items() if not key.startswith("_")}
         record["rerun_s"] = now - self._open["_resumed"]
         record["total_s"] = now - self._open["_fault_at"]
-        self._open = None
         self._add(record, closes=True)
 
     def coordinator_back(self, now: float, step: int, alive_at_s: float | None) -> None:
@@ -206,7 +207,7 @@ class RecoveryLog:
                 "step": step,
                 "cause": "the coordinator died",
                 "kind": "coordinator",
-                "faults": [str(self._run.faults[i]) for i in sorted(self._take_faults())],
+                "faults": [str(self._run.faults[i]) for i in sorted(self._open_faults)],
                 "action": "coordinator restarted from its journal",
                 "detect_s": 0.0,
                 "close_s": now - fault_at,
@@ -222,30 +223,37 @@ class RecoveryLog:
             closes=False,
         )
 
-    def recall(self, line: Mapping[str, Any]) -> None:
-        """Restore from a journal note of an earlier coordinator."""
-        match line.get("note"):
-            case "fault":
-                self.fired[line["index"]], self.fired_by[line["index"]] = line["now"], line["worker"]
-                self._open_faults.append(line["index"])
-            case "worker":
-                self.pids[line["worker"]] = line["pid"]
-                self._environments[line["worker"]] = line["environment"]
-            case "environment":
-                self._reference = line["environment"]
-            case "places":
-                self._places = list(line["places"])
-            case "unequal":
+    # ------------------------------------------------------------ the fold
+
+    def _tell(self, fact: Fact) -> None:
+        self._note(line_of(fact))
+        self.saw(fact)
+
+    def saw(self, fact: Fact) -> None:
+        """A fact, new or from the journal of an earlier coordinator."""
+        match fact:
+            case FaultFired():
+                self.fired[fact.index], self.fired_by[fact.index] = fact.now, fact.worker
+                self._open_faults.append(fact.index)
+            case WorkerStarted():
+                self.pids[fact.worker] = fact.pid
+                self._environments[fact.worker] = fact.environment
+            case FirstEnvironment():
+                self._reference = fact.environment
+            case PlacesKnown():
+                self._places = list(fact.places)
+            case BitsUnequal():
                 self.same_environment = False
-            case "resumed":
-                self._open = dict(line["recovery"])
+            case RingClosed():
+                self._open = dict(fact.recovery)
                 self._open_faults.clear()
-            case "recovery":
-                self.records.append(line["recovery"])
-                self.lines.append(recovery_line(line["recovery"]))
-                self._open_faults.clear()
-                if line["closes"]:
+            case RecoveryEnded():
+                self.records.append(dict(fact.recovery))
+                self.lines.append(recovery_line(fact.recovery))
+                if fact.closes:
                     self._open = None
+                else:
+                    self._open_faults.clear()
 
     # ------------------------------------------------------------ parts
 
@@ -266,10 +274,8 @@ class RecoveryLog:
         return {name: max(float(timings.get(name, 0.0)) for timings in told) for name in names}
 
     def _add(self, record: dict[str, Any], *, closes: bool) -> None:
-        """`closes`: this is the end of the recovery that was open."""
-        self.records.append(record)
-        self._note({"note": "recovery", "recovery": record, "closes": closes})
-        self.say(recovery_line(record))
+        self._tell(RecoveryEnded(record, closes))
+        log.warning("%s", recovery_line(record))
 
     def say(self, line: str) -> None:
         """To the log and to whoever follows."""
@@ -297,10 +303,6 @@ class RecoveryLog:
         if change.drained:
             return "drained"
         return next((kind for kind in ("user", "memory", "corrupt") if kind in self._own_failure_kinds), "peer")
-
-    def _take_faults(self) -> list[int]:
-        taken, self._open_faults = self._open_faults, []
-        return taken
 
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

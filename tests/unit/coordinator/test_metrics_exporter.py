@@ -262,8 +262,14 @@ def test_a_coordinator_that_starts_anew_exports_the_same(recorder: RunRecorder, 
     again.health = recorder.health
     again.work_s = recorder.work_s  # told again with the next step
     again.progress, again.pressure, again.gpu_memory = recorder.progress, recorder.pressure, MEMORY  # told again soon
-    again.recall({"note": "checkpoint", "checkpoint": recorder.checkpoints[0], "unix_s": recorder.checkpoint_unix_s})
-    assert again.checkpoint_unix_s == recorder.checkpoint_unix_s is not None
+    again.recall(
+        {
+            "note": "checkpoint",
+            "checkpoint": recorder.totals.checkpoints[0],
+            "unix_s": recorder.totals.checkpoint_unix_s,
+        }
+    )
+    assert again.totals.checkpoint_unix_s == recorder.totals.checkpoint_unix_s is not None
     before, after = exported(recorder), exported(again)
     assert math.isnan(before.pop(("elastic_ring_loss", "")) or 0.0)
     assert math.isnan(after.pop(("elastic_ring_loss", "")) or 0.0)

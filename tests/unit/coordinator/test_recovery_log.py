@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.facts import fact_of
 from elastic_ring.control.state import Change, LostWorker
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.coordinator.recovery_log import RecoveryLog
@@ -49,7 +50,9 @@ def notes() -> list[Any]:
 def successor(notes: list[Any]) -> RecoveryLog:
     again = RecoveryLog(RUN, lambda note: None)
     for note in notes:
-        again.recall(note)
+        fact = fact_of(note)
+        assert fact is not None
+        again.saw(fact)
     return again
 
 

@@ -1,0 +1,62 @@
+"""What a run's facts add up to: counters, checkpoints, generations and reliefs, for its status, metrics and summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_ring.control.facts import (
+    CheckpointMissed,
+    CheckpointWritten,
+    CompiledLate,
+    CorpusLengthened,
+    Fact,
+    GenerationBegan,
+    LossSpiked,
+    MemoryNearlyFull,
+    RankStraggled,
+    ReliefsChanged,
+    ResumedFrom,
+    WrongResult,
+)
+
+
+class RunTotals:
+    """A fold: only `saw` changes it."""
+
+    def __init__(self) -> None:
+        self.num_spikes = self.num_stragglers = self.num_tight = self.num_wrong = 0
+        self.num_compiled_late = 0  # after step 0, by all workers
+        self.checkpoints: list[Mapping[str, Any]] = []
+        self.checkpoint_unix_s: float | None = None
+        self.num_checkpoints_missed = 0
+        self.generations: list[dict[str, Any]] = []
+        self.reliefs: list[Mapping[str, Any]] = []  # each change of the memory ladder
+        self.num_versions = 0  # later manifests of the corpus that are on record
+        self.resumed_from: Sequence[Mapping[str, Any]] = ()
+
+    def saw(self, fact: Fact) -> None:
+        match fact:
+            case LossSpiked():
+                self.num_spikes += 1
+            case RankStraggled():
+                self.num_stragglers += 1
+            case MemoryNearlyFull():
+                self.num_tight += 1
+            case WrongResult():
+                self.num_wrong += 1
+            case CompiledLate():
+                self.num_compiled_late += len(fact.compiled)
+            case CheckpointWritten():
+                self.checkpoints.append(fact.checkpoint)
+                self.checkpoint_unix_s = fact.unix_s
+            case CheckpointMissed():
+                self.num_checkpoints_missed += 1
+            case GenerationBegan():
+                self.generations.append(dict(vars(fact)))
+            case ReliefsChanged():
+                self.reliefs.append(dict(vars(fact)))
+            case CorpusLengthened():
+                self.num_versions += 1
+            case ResumedFrom():
+                self.resumed_from = fact.checkpoints
