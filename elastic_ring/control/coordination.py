@@ -15,6 +15,7 @@ from elastic_ring.control.capacity import scaling, worker_pool
 from elastic_ring.control.decisions import corpus, memory_ladder, stragglers
 from elastic_ring.control.messages import (
     BuildFailed,
+    CheckpointDue,
     CheckpointsKnown,
     Command,
     CoordinatorStarted,
@@ -188,6 +189,7 @@ _EVERYWHERE: dict[type, Handler] = {
     MemoryTight: memory_ladder.tight,
     Status: reconnect.late_ready,
     CheckpointsKnown: forming.checkpoints_known,
+    CheckpointDue: phases.checkpoint_due,
     CorpusRecalled: corpus.recalled,
     CorpusGrew: corpus.grew,
     Tick: _tick,

@@ -308,6 +308,13 @@ class CheckpointsKnown:
 
 
 @dataclass(frozen=True)
+class CheckpointDue:
+    """The last checkpoint was not written: the members take the next one at once."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
 class CorpusRecalled:
     """What earlier submissions of this lineage decided: the versions of the corpus after the first, also those that
     hold from a step after the checkpoint on, and which batches are left out. They ran `num_steps` steps in all, from
@@ -355,6 +362,7 @@ Event = (
     | Finalized
     | Status
     | CheckpointsKnown
+    | CheckpointDue
     | CorpusRecalled
     | CorpusGrew
     | Tick

@@ -7,7 +7,15 @@ from dataclasses import replace
 from elastic_ring.control import recovery
 from elastic_ring.control.capacity import growth, notices
 from elastic_ring.control.decisions import corpus, memory_ladder, rollback, stragglers, third_opinion
-from elastic_ring.control.messages import Finalize, Finalized, MemberFailed, Published, Report
+from elastic_ring.control.messages import (
+    CheckpointDue,
+    Finalize,
+    Finalized,
+    MemberFailed,
+    Published,
+    Report,
+    Vote,
+)
 from elastic_ring.control.state import (
     Closing,
     Finishing,
@@ -249,6 +257,24 @@ def boundary_reasons(state: State) -> tuple[tuple[str, ...], float | None]:
     return tuple(reasons), None
 
 
+def awaits_newest(state: State, newest: Vote, now: float) -> bool:
+    """Whether a planned change is due that committed steps decide on: a growth, one memory relief less, more of the
+    corpus, or giving a step up for a checkpoint. The core must know of the `newest` published step before it."""
+    phase = state.phase
+    if not isinstance(phase, Running):
+        return False
+    if state.suspects is not None and newest.step >= state.suspects.step:
+        return True
+    if phase.save_by is not None and now >= phase.save_by:
+        return True
+    if phase.boundary:
+        return False
+    if memory_ladder.may_relax(state, newest.step + 1) or corpus.may_switch(state, newest.step + 1):
+        return True
+    _, grow_at = boundary_reasons(state)
+    return grow_at is not None and now >= grow_at
+
+
 def settle_running(ctx: Transition) -> None:
     """Request a boundary when there is a reason; abort the step if the boundary is not reached in time."""
     phase = ctx.phase
@@ -371,3 +397,14 @@ def expire_finishing(ctx: Transition) -> None:
         ctx.end("RunFailed", f"{why}, {failures} times; every step is committed, look at the run folder's storage")
     else:
         recovery.begin_closing(ctx, phase.membership, recovery.open_incident(ctx, phase.membership, why), why)
+
+
+# ---------------------------------------------------------------- any phase
+
+
+def checkpoint_due(ctx: Transition, event: CheckpointDue) -> None:
+    """Rank 0 agrees with the others on the step."""
+    if isinstance(ctx.phase, Running):
+        ctx.stop(ctx.phase.membership.members[:1], "save")
+    else:
+        ctx.explain("no checkpoint outside of steps")

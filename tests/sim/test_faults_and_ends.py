@@ -11,6 +11,7 @@ from elastic_ring.control.coordination import next_deadline
 from elastic_ring.control.messages import (
     Build,
     Checkpoint,
+    CheckpointDue,
     CheckpointsKnown,
     Command,
     CoordinatorStarted,
@@ -643,3 +644,11 @@ def test_a_run_that_does_not_train_says_what_it_is_short_of() -> None:
     assert "1 of 2 ready on 1 node(s)" in waiting_for(run.state, run.now + run.options.start_s)
     whole = Bench({"a": 2}, dp=1, cp=2, spares=0).form()
     assert waiting_for(whole.state, whole.now + 1e6) == ""
+
+
+def test_a_checkpoint_that_was_not_written_is_taken_again_in_a_step_and_only_there() -> None:
+    run = Bench({"a": 4}).form()
+    (stop,) = run.handle(CheckpointDue("c"))
+    assert (stop.worker, stop.mode) == (members(run.state)[0], "save")
+    run.lose(1)
+    assert run.handle(CheckpointDue("c")) == ()

@@ -28,12 +28,11 @@ from elastic_ring.control.capacity.worker_pool import vacant_nodes
 from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
 from elastic_ring.control.decisions import rollback
-from elastic_ring.control.decisions.corpus import may_switch
-from elastic_ring.control.decisions.memory_ladder import may_relax
 from elastic_ring.control.decisions.terms import Unanswered
 from elastic_ring.control.facts import ResumedFrom
 from elastic_ring.control.messages import (
     Build,
+    CheckpointDue,
     CheckpointsKnown,
     Command,
     CoordinatorStarted,
@@ -50,16 +49,14 @@ from elastic_ring.control.messages import (
     Report,
     Resumed,
     ScaleRequested,
-    Stop,
     StragglerFound,
     Tick,
-    Vote,
     WorkerLost,
     WorkerReady,
     WorkerStarting,
     from_json,
 )
-from elastic_ring.control.phases import boundary_reasons
+from elastic_ring.control.phases import awaits_newest
 from elastic_ring.control.replay import journal_line, replay, term_note
 from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, membership_of, waiting_for
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, StorageFailed, TermLost
@@ -408,7 +405,7 @@ class Coordinator:
             case "beat":
                 self.node_monitor.echo(body)
             case "abandon":
-                self._finish({"error": "RunFailed", "message": body, "facts": {}})
+                self._finish({"error": "RunFailed", "message": body, "facts": {}})  # must not wait for the journal
             case "reconnect":
                 self._check_reconnect(body, extra["reconnect_s"])
             case "found":
@@ -508,9 +505,8 @@ class Coordinator:
 
     def _retry_checkpoint(self) -> None:
         """After a checkpoint that was not written the next one is not left to an interval of an hour."""
-        membership = membership_of(self.state)
-        if isinstance(self.state.phase, Running) and membership is not None and self.checkpoints.take_retry():
-            self._act((Stop(self._cause(), membership.members[0], *membership.id, mode="save"),))
+        if isinstance(self.state.phase, Running) and self.checkpoints.take_retry():
+            self._decide(CheckpointDue(self._cause()))
 
     def _end_if_nobody_answers(self) -> None:
         """A run whose term nobody can read may be another submission's by now."""
@@ -580,27 +576,10 @@ class Coordinator:
         if (
             newest is not None
             and newest != self.state.newest_vote
-            and (starts_closing(event) or self._may_change(newest))
+            and (starts_closing(event) or awaits_newest(self.state, newest, self.clock()))
         ):
             self._one(Published(self._cause(), newest))
         self._one(event)
-
-    def _may_change(self, newest: Vote) -> bool:
-        """Whether a planned change is due that the steps decide on: a growth, one memory relief less, more of the
-        corpus, or giving a step up for a checkpoint."""
-        if not isinstance(self.state.phase, Running):
-            return False
-        if self.state.suspects is not None and newest.step >= self.state.suspects.step:
-            return True
-        save_by = self.state.phase.save_by
-        if save_by is not None and self.clock() >= save_by:
-            return True
-        if self.state.phase.boundary:
-            return False
-        if may_relax(self.state, newest.step + 1) or may_switch(self.state, newest.step + 1):
-            return True
-        _, grow_at = boundary_reasons(self.state)
-        return grow_at is not None and self.clock() >= grow_at
 
     def _one(self, event: Event) -> None:
         now, before = self.clock(), self.state
