@@ -29,7 +29,7 @@ from torch import nn
 from elastic_ring import errors
 from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.kernels.registry import covering
-from elastic_ring.attention.layers import LayerPatterns
+from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import (
     RunConfig,

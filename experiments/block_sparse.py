@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ring.attention.checks import check_tensors
 from elastic_ring.attention.kernels.block_tables import (
     BLOCK_TOKENS,
     BlockLists,
@@ -23,8 +22,9 @@ from elastic_ring.attention.kernels.block_tables import (
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.attention.merge import lse_for_backward
+from elastic_ring.attention.options import check_tensors
+from elastic_ring.attention.patterns.caches import LRUCache
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.plan_cache import LRUCache
 
 NUM_LENGTHS = 8
 """Lengths whose tables are kept."""

@@ -69,14 +69,14 @@ def make_graphed(
 
 def check_graphable(ring: RingAttention, q: torch.Tensor, k: torch.Tensor) -> None:
     """Raises `ValueError` where replaying a CUDA graph of such calls would differ from making them."""
-    check_captured(ring._observer, ring.ledger, ring._group, q.device)
+    check_captured(ring.options.observer, ring.ledger, ring.group, q.device)
     if isinstance(ring, PeerRing):
         raise ValueError("the ring has a memory, whose flags count messages and so fit one pass; leave memory out")
     if not ring.schedule.is_dense:
         if ring.schedule.for_one_call:
             raise ValueError("the schedule is of blocks that content chose for one call; plan a static pattern")
         return
-    backend = ring._kernel_for(q, k.size(2))
+    backend = ring.kernel_for(q, k.size(2))
     if backend.name in FORGETFUL:
         raise ValueError(
             f"kernel {backend.name} keeps tensors of its own that it forgets, while a graph would still read them;"
@@ -144,7 +144,7 @@ def _capture(ring: RingAttention, like: _Three, scale: float) -> _Passes:
         raise
     passes = _Passes((q, k, v), result.out, dout, grads)
     passes.forward, passes.backward, passes.over = forward, backward, torch.cuda.Event()
-    passes.held = [ring, ring._buffers.shared_buffers(), result]
+    passes.held = [ring, ring.options.buffers.shared_buffers(), result]
     return passes
 
 

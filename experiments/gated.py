@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elastic_ring.attention.checks import check_tensors
+from elastic_ring.attention.options import check_tensors
 from elastic_ring.attention.patterns.rules import require
 from experiments.block_means import choose_blocks, means_of_blocks
 from experiments.gated_ring import GatedRing, ViewSizes

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elastic_ring.attention.checks import check_local_length, check_tensors
 from elastic_ring.attention.comm.all_to_all import AllToAll
 from elastic_ring.attention.comm.exchange import Group, HopLedger
 from elastic_ring.attention.layouts.layout import Layout
+from elastic_ring.attention.options import RingOptions, check_local_length, check_tensors
 from elastic_ring.attention.patterns.rules import Rule, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import Direction, Schedule
@@ -82,9 +82,9 @@ class GatedRing:
         self.ledgers = ViewLedgers() if ledgers is None else ledgers
         self.schedules: tuple[Schedule, ...] = ()
         self._group, self._ahead = group, ahead
-        self._all_to_all = AllToAll(layout.cp, cp_rank, group, self.ledgers.block_means)
+        self._abandoned: list[torch.Tensor] = []
+        self._all_to_all = AllToAll(layout.cp, cp_rank, group, self.ledgers.block_means, self._abandoned)
         self._next_call_index = 0
-        self._rings: list[RingAttention] = []  # a ring whose call raised keeps its buffers
 
     def views(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: ViewSizes
@@ -122,7 +122,6 @@ class GatedRing:
     def reset_calls(self) -> None:
         """Restart call numbers at 0. All ranks must do so between the same calls (once a step)."""
         self._next_call_index = 0
-        self._rings = [ring for ring in self._rings if ring._abandoned]
 
     def _selected(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: list[tuple[Rule, ...]], block: int
@@ -136,11 +135,13 @@ class GatedRing:
         return torch.cat([ring(q[i : i + 1], k[i : i + 1], v[i : i + 1]) for i, ring in enumerate(rings)])
 
     def _ring(self, schedule: Schedule, ledger: HopLedger) -> RingAttention:
-        ring = RingAttention(
-            schedule, self.cp_rank, self._group, ahead=self._ahead, ledger=ledger, first_call_index=self._new_call()
+        return RingAttention(
+            schedule,
+            self.cp_rank,
+            self._group,
+            RingOptions(ahead=self._ahead, ledger=ledger, abandoned=self._abandoned),
+            first_call_index=self._new_call(),
         )
-        self._rings.append(ring)
-        return ring
 
     def _new_call(self) -> int:
         self._next_call_index += 1

@@ -8,6 +8,7 @@ flags are never reset. Kernels and merging must not enter.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from elastic_ring.attention.comm.exchange import Group, HopExchange, _now
 from elastic_ring.attention.comm.ledger import HopEvents
 from elastic_ring.attention.lowering.call_plan import CallPlan
 from elastic_ring.attention.lowering.rectangles import hops_together
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.plan.schedule import Direction, Schedule
 from elastic_ring.attention.plan.stages import stages
 from elastic_ring.attention.plan.traffic import PeerTransfer
@@ -36,29 +38,29 @@ class PeerRing(RingAttention):
     """
 
     def __init__(
-        self, schedule: Schedule, cp_rank: int, group: Group | None, memory: PeerMemory, **options: Any
+        self, schedule: Schedule, cp_rank: int, group: Group | None, options: RingOptions, memory: PeerMemory
     ) -> None:
-        for name in ("hosts", "coalesced", "kv_wire"):
-            if name in options:
-                raise ValueError(f"{name}={options[name]!r}: copy engines send keys as they lie; leave it out")
+        for name, left_out in (("hosts", None), ("coalesced", None), ("kv_wire", "native")):
+            if (value := getattr(options, name)) != left_out:
+                raise ValueError(f"{name}={value!r}: copy engines send keys as they lie; leave it out")
         self._memory, self._by_copies = memory, schedule.is_dense and schedule.cp > 1
         self._most: dict[int, tuple[int, int]] = {}
-        super().__init__(schedule, cp_rank, group, coalesced=True if self._by_copies else None, **options)
+        super().__init__(schedule, cp_rank, group, replace(options, coalesced=True if self._by_copies else None))
 
     def _open_exchange(self, direction: Direction, call_index: int, k: torch.Tensor, plan: CallPlan) -> HopExchange:
         if not self._by_copies or k.device.type != self._memory.device.type:
             return super()._open_exchange(direction, call_index, k, plan)
-        together = hops_together(self.schedule, k, self._hops_per_stage)
+        together = hops_together(self.schedule, k, self.options.hops_per_stage)
         if together not in self._most:
             self._most[together] = most_tokens(self.schedule, together)
         exchange = PeerExchange(
             plan.exchange,
             plan.frame,
-            self._group,
+            self.group,
             direction,
             call_index,
             self.ledger,
-            self._buffers,
+            self.options.buffers,
             k,
             plan.partial_dtype,
             memory=self._memory,

@@ -27,8 +27,9 @@ from benchmarks.harness.results import show, table
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import zigzag
+from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.attention.ring_plans import PlanCache
 
 ALLOWED = 2e-2
 """Relative difference of two results in bf16."""
@@ -85,7 +86,9 @@ def _pass(
     group = dist.group.WORLD if cp > 1 else None
 
     def run() -> tuple[torch.Tensor, ...]:
-        attention = PatternedAttention(pattern, layout, cp_rank, group, ledger=ledger, plans=plans, deterministic=False)
+        attention = PatternedAttention(
+            pattern, layout, cp_rank, group, RingOptions(ledger=ledger, deterministic=False), plans=plans
+        )
         out = attention(*leaves)
         return out.detach(), *torch.autograd.grad(out, leaves, dout)
 

@@ -20,11 +20,11 @@ if __name__ == "__main__":  # run as a script
 from benchmarks.harness.arguments import bench_parser
 from elastic_ring.attention.layouts.layout import zigzag
 from elastic_ring.attention.lowering.device_blocks import on_device
+from elastic_ring.attention.lowering.ring_plans import RingPlans
 from elastic_ring.attention.patterns.content import Chosen, TopK
 from elastic_ring.attention.patterns.rules import Rule, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
-from elastic_ring.attention.ring_plans import RingPlans
 from elastic_ring.attention.routing.plan import RoutingPlan, plan_routing
 
 REPEATS = 3

@@ -30,9 +30,10 @@ from benchmarks.harness.gpu_ranks import host_s, interleaved, maximum, run_ranks
 from benchmarks.harness.results import show, table
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import zigzag
+from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.ring_plans import PlanCache
 
 WINDOW_TOKENS = 4096
 MEAN_DOCUMENT_TOKENS = 3000
@@ -113,10 +114,9 @@ def _pass(case: Case, kernel: str, cp_rank: int, cp: int, options: argparse.Name
             layout,
             cp_rank,
             group,
+            RingOptions(deterministic=False, kernel=kernel),
             document_starts=case.starts,
             plans=plans,
-            deterministic=False,
-            sparse_kernel=kernel,
         )
         torch.autograd.grad(attention(*leaves), leaves, dout)
 

@@ -26,7 +26,7 @@ class Footprint(NamedTuple):
 
 def footprint(ring: RingAttention, q: torch.Tensor, k: torch.Tensor) -> Footprint:
     """The memory of calls with tensors like q (B, S_local, H, D) and k (B, S_local, Hkv, D)."""
-    plan = ring._call_plan(q, k)
+    plan = ring.call_plan(q, k)
     assert isinstance(plan.returns, PlacedSums)
     exchange, row = plan.exchange, 2 * q.size(0) * q.size(3)  # a row holds K and V, or dK and dV, of the whole batch
     row_bytes, partial_row_bytes = row * q.dtype.itemsize, row * plan.partial_dtype.itemsize

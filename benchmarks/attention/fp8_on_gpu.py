@@ -26,6 +26,7 @@ from benchmarks.harness.results import show, table
 from elastic_ring.attention.comm.exchange import Wire
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layouts.layout import zigzag
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
@@ -62,7 +63,7 @@ def _pass(
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
     group = dist.group.WORLD if cp > 1 else None
     schedule = plan(Pattern(), zigzag(tokens, cp))
-    ring = RingAttention(schedule, cp_rank, group, deterministic=False, ledger=ledger, kv_wire=wire)
+    ring = RingAttention(schedule, cp_rank, group, RingOptions(deterministic=False, ledger=ledger, kv_wire=wire))
 
     def run() -> tuple[torch.Tensor, ...]:
         out = ring(*leaves)

@@ -48,6 +48,10 @@ class Version:
             return importlib.import_module(f"{package}.attention.{name}")
 
         self.name = package
+        try:
+            self.with_options: Any = module("options").RingOptions
+        except ModuleNotFoundError:  # took them as arguments of its own
+            self.with_options = None
         self.ring: Any = module("ring").RingAttention
         try:
             self.sparse: Any = module("sparse_ring").SparseRingAttention
@@ -85,24 +89,31 @@ class Case:
 
     def attention(self, version: Version, cp_rank: int, group: Any, ledger: Any) -> Callable[..., torch.Tensor]:
         layout, options = version.make_layout(self.layout, self.seq_len, self.cp), dict(self.options)
+
+        def given(**options: Any) -> dict[str, Any]:
+            if version.with_options is None:
+                return options
+            if "sparse_kernel" in options:
+                options["kernel"] = options.pop("sparse_kernel")
+            return {"options": version.with_options(**options)}
+
         if self.pattern == "dense":
             schedule = version.plan(version.pattern(self.causal, self.documents), layout)
-            ring: Any = version.ring(schedule, cp_rank, group, ledger=ledger, **options)
+            ring: Any = version.ring(schedule, cp_rank, group, **given(ledger=ledger, **options))
             return ring
         if any(name in _OF_RINGS for name in options):
             group_of_layers = version.parse(self.pattern).groups[0]
             pattern = version.sparse_pattern(group_of_layers.heads(*self.heads), document_starts=self.documents)
             options["kernel"] = options.pop("sparse_kernel", None)
             schedule = version.plan_sparse(pattern, layout, *self.heads)
-            return version.sparse(schedule, cp_rank, group, ledger=ledger, **options)
+            return version.sparse(schedule, cp_rank, group, **given(ledger=ledger, **options))
         patterned: Any = version.patterned(
             version.parse(self.pattern),
             layout,
             cp_rank,
             group,
             document_starts=self.documents,
-            ledger=ledger,
-            **options,
+            **given(ledger=ledger, **options),
         )
         return patterned
 

@@ -16,6 +16,7 @@ from elastic_ring.attention.comm.exchange import HopBuffers, HopLedger
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
@@ -67,11 +68,13 @@ class Ours:
             schedule,
             cp_rank,
             group if problem.cp > 1 else None,
-            backend=self._backend,
-            deterministic=self._deterministic,
-            hops_per_stage=self._hops_per_stage,
-            ledger=self.ledger,
-            buffers=self._buffers,
+            RingOptions(
+                backend=self._backend,
+                deterministic=self._deterministic,
+                hops_per_stage=self._hops_per_stage,
+                ledger=self.ledger,
+                buffers=self._buffers,
+            ),
         )
         self._memory = memory
         self.close()

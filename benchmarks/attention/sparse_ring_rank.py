@@ -24,6 +24,7 @@ from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.layouts.placement import work_max_over_mean
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
@@ -144,9 +145,7 @@ class Bench:
             schedule,
             self.cp_rank,
             self.group,
-            ledger=ledger,
-            buffers=buffers,
-            deterministic=self.options.deterministic,
+            RingOptions(ledger=ledger, buffers=buffers, deterministic=self.options.deterministic),
         )
         row = Row(tokens, "dense", 1.0, DENSE)
         system = System(row, ring, self.tensors(tokens // self.cp, self.cp_rank), ledger, buffers)
@@ -176,13 +175,15 @@ class Bench:
                 schedule,
                 self.cp_rank,
                 self.group,
-                ledger=ledger,
-                buffers=buffers,
-                kernel=kernel,
-                deterministic=self.options.deterministic,
-                partials=torch.float32 if self.options.partials else None,
-                stage_bytes=self.options.stage_bytes or STAGE_LIMIT_BYTES,
-                keep_keys=self.options.keep_keys,
+                RingOptions(
+                    ledger=ledger,
+                    buffers=buffers,
+                    kernel=kernel,
+                    deterministic=self.options.deterministic,
+                    partials=torch.float32 if self.options.partials else None,
+                    stage_bytes=self.options.stage_bytes or STAGE_LIMIT_BYTES,
+                    keep_keys=self.options.keep_keys,
+                ),
             )
             tensors = self.tensors(tokens // self.cp, self.cp_rank)
             ring.check_call(*tensors[:3])

@@ -27,6 +27,8 @@ from torch import Tensor
 from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.layers import AttentionFn, PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous
+from elastic_ring.attention.options import RingOptions
+from elastic_ring.attention.plan.sparse_blocks import check_layer_blocks
 from elastic_ring.tuning.quality.families import Family
 from elastic_ring.tuning.quality.model import AS_WRITTEN, FusedOps, SmallConfig, SmallModel
 from elastic_ring.tuning.quality.text import Corpus, Tokens, batch
@@ -197,7 +199,7 @@ class Attentions:
         self._pattern, self._settings, self._device = pattern, settings, device
         self._layout = contiguous(settings.seq_len, 1)
         if device.type == "cuda":
-            pattern.check_blocks(self._layout)
+            check_layer_blocks(pattern, self._layout)
         rules = [rule for group in pattern.groups for rule in group.rules]
         self._by_content = any(rule.awaits_content for rule in rules)
         self._buffers = HopBuffers()
@@ -210,10 +212,12 @@ class Attentions:
             self._layout,
             0,
             None,
-            backend=self._settings.kernel,
-            deterministic=False,
-            buffers=self._buffers,
-            sparse_kernel=self._settings.sparse_kernel,
+            RingOptions(
+                backend=self._settings.kernel,
+                deterministic=False,
+                buffers=self._buffers,
+                kernel=self._settings.sparse_kernel,
+            ),
         )
         return [self._called(attention.layer(number)) for number in range(self._settings.num_layers)]
 

@@ -11,9 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from elastic_ring.attention.layers import AttentionFn, LayerGroup, LayerPatterns, PatternedAttention
+from elastic_ring.attention.layers import AttentionFn, PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.patterns.content import TopK
+from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.tuning.quality.cost import NUM_HEADS
 from elastic_ring.tuning.quality.families import Family
 from elastic_ring.tuning.quality.model import Masks, SmallConfig

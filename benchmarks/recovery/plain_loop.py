@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness.worker_notes import StepWatch, WorkerNotes
 from elastic_ring.attention.comm.exchange import HopBuffers
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
@@ -201,9 +202,7 @@ class PlainWorker:
                 schedule,
                 self._coordinate.cp_rank,
                 self._ring,
-                backend=config.kernel or None,
-                deterministic=config.deterministic,
-                buffers=self._buffers,
+                RingOptions(backend=config.kernel or None, deterministic=config.deterministic, buffers=self._buffers),
             )
             batch = batch_of(piece, attention, self._device)
             loss, num_targets = self._task.loss(self._model, batch)

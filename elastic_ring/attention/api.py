@@ -11,17 +11,18 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from elastic_ring.attention.checks import check_options, check_tensors
 from elastic_ring.attention.comm.exchange import Group
 from elastic_ring.attention.kernels.kernel import Kernel
-from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention
+from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout, make_layout
+from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.options import RingOptions, check_options, check_tensors
+from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.parse import read_pattern
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Rule
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.ring_plans import PlanCache
 
 PatternLike = str | Rule | Sequence[Rule] | LayerPatterns
 """A short form or file, a rule for all heads, a rule for each query head, or a pattern of layers that are alike."""
@@ -66,33 +67,27 @@ def ring_attention(
     cp = ring_group.size()
     layout = _layout_of(layout, seq_len, q.size(1), cp)
     starts = tuple(int(start) for start in document_starts)
+    if pattern is not None and isinstance(backend, Kernel):
+        backend = backend.name
+    options = RingOptions(backend=backend, deterministic=deterministic, abandoned=calls.abandoned)
     if pattern is not None:
         return PatternedAttention(
             _patterns_of(pattern),
             layout,
             ring_group.rank(),
             ring_group,
+            options,
             document_starts=starts,
             causal=bool(causal),
-            backend=backend.name if isinstance(backend, Kernel) else backend,
-            deterministic=deterministic,
             scale=scale,
             plans=calls.plans,
             first_call_index=call_index,
-            abandoned=calls.abandoned,
         )(q, k, v)
     dense = Pattern(causal, starts)
-    plans = calls.plans.of((dense, layout, backend, deterministic), lambda: plan(dense, layout))
+    plans = calls.plans.of((dense, layout, options.plan_key), lambda: plan(dense, layout))
     ring = RingAttention(
-        plans.schedule,
-        ring_group.rank(),
-        ring_group,
-        backend=backend,
-        deterministic=deterministic,
-        plans=plans,
-        first_call_index=call_index,
+        plans.schedule, ring_group.rank(), ring_group, options, plans=plans, first_call_index=call_index
     )
-    ring._abandoned = calls.abandoned
     return ring(q, k, v, scale=scale)
 
 

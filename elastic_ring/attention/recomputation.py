@@ -1,17 +1,55 @@
 """Activation checkpointing without recomputing attention: a ring's forward results are replayed in backward.
 
-At long contexts attention is most of the work, and its result a small part of a layer's activations.
+At long contexts attention is most of the work, and its result a small part of a layer's activations. Results, and the
+layers' inputs, may wait in host memory: the way there runs beside the computation, the way back in its stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ring.attention.offload import OffloadedTensor
+
+class OffloadedTensor:
+    """`tensor()` returns the tensor itself until `leave()`, then a new device copy with equal bits.
+
+    `leave` starts the copy to the host on a separate stream and drops the tensor; its memory is reused only after the
+    copy is complete.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._device = tensor.device
+        self._needs_grad = tensor.requires_grad
+        self._host: torch.Tensor | None = None
+        self._copied: Any = None
+
+    def leave(self) -> None:
+        assert self._tensor is not None, "it has left already"
+        tensor, self._tensor = self._tensor.detach(), None
+        if self._device.type != "cuda":
+            self._host = tensor.clone()
+            return
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        here, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            self._host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(aside)
+        self._copied = aside.record_event()
+
+    def tensor(self) -> torch.Tensor:
+        """A copy requires a gradient where the tensor did: what is computed from it keeps the same for backward."""
+        if self._tensor is not None:
+            return self._tensor
+        assert self._host is not None
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        back = self._host.to(self._device, non_blocking=True, copy=True)
+        return back.requires_grad_(self._needs_grad)
 
 
 class Result(NamedTuple):

@@ -11,32 +11,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from elastic_ring.attention.accumulate import Accumulator, GradientSum, KeyGradients
-from elastic_ring.attention.checks import check_group, check_local_length, check_tensors
-from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopExchange, HopLedger, Wire
+from elastic_ring.attention.comm.exchange import Group, HopExchange
 from elastic_ring.attention.kernels.kernel import CoverKind, Kernel
 from elastic_ring.attention.kernels.registry import select
-from elastic_ring.attention.lowering.blocks import STAGE_LIMIT_BYTES, BlockOptions, lower_blocks, lower_padded
+from elastic_ring.attention.layouts.rows import Rows
+from elastic_ring.attention.lowering.blocks import lower_blocks, lower_padded
 from elastic_ring.attention.lowering.call_plan import Call, CallPlan, Op, OwnPart, Program
 from elastic_ring.attention.lowering.keys import Source
 from elastic_ring.attention.lowering.rectangles import hops_together, lower_rectangles
-from elastic_ring.attention.lowering.rows import Rows
+from elastic_ring.attention.lowering.ring_plans import RingPlans
 from elastic_ring.attention.lowering.tiles import lower_tiles
-from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward
+from elastic_ring.attention.merge import Accumulator, GradientSum, KeyGradients, accumulate_dtype, lse_for_backward
+from elastic_ring.attention.options import RingOptions, check_group, check_local_length, check_tensors
 from elastic_ring.attention.plan.rank_plan import rank_plan
 from elastic_ring.attention.plan.schedule import Direction, Schedule
-from elastic_ring.attention.plan.two_level import Hosts, two_level
+from elastic_ring.attention.plan.two_level import two_level
 from elastic_ring.attention.recomputation import RecomputableRing, Result
-from elastic_ring.attention.ring_plans import RingPlans
-
-Observer = Callable[[Direction, int, int], None]
-"""Called as observer(direction, call_index, hop) just before a hop's kernels run."""
 
 
 class RingAttention(RecomputableRing):
@@ -44,37 +39,10 @@ class RingAttention(RecomputableRing):
 
     `schedule`: of `plan` for dense attention, of `plan_sparse` for patterns. `group`: a process group of exactly the
     ring's ranks in cp_rank order, or None for cp = 1; every rank makes the same calls in the same order. A query that
-    sees no key gives 0. Results are summed in a fixed order. For all schedules:
+    sees no key gives 0. Results are summed in a fixed order. Rings with equal schedule, cp_rank and options may share
+    `plans`. `first_call_index` numbers the first call; tags are made from it.
 
-    - `deterministic` selects bitwise repeatable kernels, which are slower on a GPU.
-    - `cache_dir` stores that a kernel passed its self-test, for later processes.
-    - `ledger` counts bytes and waits; `observer` is called for every hop; `buffers` may be shared by rings used one
-      after another; `plans` by rings with equal schedule, cp_rank and options.
-    - `coalesced` posts the messages of a stage as one operation (None: on a GPU).
-    - `first_call_index` numbers the first call; tags are made from it.
-    - `hosts`: the host of each rank. Keys that several ranks of a host read cross to it once (`plan.two_level`), with
-      the same bits. Equal on all ranks; None: not known.
-    - `kv_wire` "fp8" sends keys and values in 8 bits (`comm.fp8`); equal on all ranks.
-
-    For dense schedules:
-
-    - `backend`: a `Kernel`, its name, or None for the first that passes its self-test.
-    - `hops_per_stage`: how many hops share one round of kernels (None: 1 on a CPU; on a GPU as many as fit into
-      `rectangles.GATHER_LIMIT_BYTES`), equal on all ranks.
-
-    For sparse schedules, which run over tables of blocks of 128 tokens on a GPU or where `kernel` is one over tables or
-    its name, and over tiles of any shape else. Where layout, documents or rules cut blocks, these are padded
-    (`plan.padded_blocks`) and a kernel that covers masks runs them:
-
-    - `ahead` hops are posted before their kernels run, in tiles: 1 overlaps hop by hop, cp - 1 posts all at once.
-    - `partials` is the type in which dK and dV are sent (None: the one in which the kernel returns them).
-    - `stage_bytes` bounds the bytes fetched and the bytes served per stage. Hops share a stage while both fit on every
-      rank; a single hop may exceed the bound.
-    - `keep_keys` keeps fetched keys for backward, which then does not fetch them again. None: if they are one stage and
-      at most a quarter of any rank's own keys. `stage_bytes` and `keep_keys` must be the same on all ranks.
-
-    Raises `ValueError` when schedule, cp_rank and group do not belong together. After a call that raised,
-    the buffers which the group may still write to are kept until this object is dropped.
+    Raises `ValueError` when schedule, cp_rank and group do not belong together.
     """
 
     def __init__(
@@ -82,50 +50,18 @@ class RingAttention(RecomputableRing):
         schedule: Schedule,
         cp_rank: int,
         group: Group | None,
+        options: RingOptions | None = None,
         *,
-        backend: Kernel | str | None = None,
-        kernel: Kernel | str | None = None,
-        deterministic: bool = True,
-        hops_per_stage: int | None = None,
-        ahead: int = 1,
-        partials: torch.dtype | None = None,
-        stage_bytes: int = STAGE_LIMIT_BYTES,
-        keep_keys: bool | None = None,
-        cache_dir: Path | None = None,
-        ledger: HopLedger | None = None,
-        observer: Observer | None = None,
-        buffers: HopBuffers | None = None,
-        coalesced: bool | None = None,
         plans: RingPlans | None = None,
         first_call_index: int = 0,
-        kv_wire: Wire = "native",
-        hosts: Hosts | None = None,
     ) -> None:
-        check_group(schedule, cp_rank, group)
-        if hops_per_stage is not None and hops_per_stage < 1:
-            raise ValueError(f"hops_per_stage={hops_per_stage}: a stage is at least one hop; leave it out")
-        if ahead < 1:
-            raise ValueError(f"ahead={ahead}: at least the next hop is posted; use 1")
-        if stage_bytes < 1:
-            raise ValueError(f"stage_bytes={stage_bytes}: a stage is at least one hop; leave it out")
-        if hosts is not None and len(hosts) != schedule.cp:
-            raise ValueError(f"hosts={hosts}: one for each of the {schedule.cp} ranks, or leave it out")
-        self.schedule = schedule
-        self.cp_rank = cp_rank
-        self.ledger = HopLedger() if ledger is None else ledger
-        self._group = group
-        self._backend, self._kernel, self._deterministic = backend, kernel, deterministic
-        self._hops_per_stage, self._ahead = hops_per_stage, ahead
-        self._partials, self._stage_bytes, self._keep_keys = partials, stage_bytes, keep_keys
-        self._cache_dir = cache_dir
-        self._observer = observer
-        self._buffers = HopBuffers() if buffers is None else buffers
-        self._kv_wire, self._hosts = kv_wire, hosts
-        self._coalesced = coalesced
+        self.options = RingOptions() if options is None else options
+        check_group(schedule, cp_rank, group, self.options.hosts)
+        self.schedule, self.cp_rank, self.group = schedule, cp_rank, group
+        self.ledger = self.options.ledger
         # Not in a cache keyed by the schedule, which takes long to hash.
         self._plans = RingPlans(schedule) if plans is None else plans
         self._next_call_index = first_call_index
-        self._abandoned: list[torch.Tensor] = []
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
@@ -157,7 +93,7 @@ class RingAttention(RecomputableRing):
                     f"q has {q.size(2)} heads and k {k.size(2)}, the schedule is for {self.schedule.num_heads} and"
                     f" {self.schedule.num_kv_heads}; plan for these"
                 )
-            self._call_plan(q, k)
+            self.call_plan(q, k)
 
     def shapes(self, k: torch.Tensor) -> frozenset[object]:
         """Passes with equal shapes use the same compiled kernels. `k` (B, S_local, Hkv, D) stands for the keys.
@@ -166,14 +102,15 @@ class RingAttention(RecomputableRing):
         """
         if not self.schedule.is_dense:
             return frozenset((self.cp_rank,))
-        stages = rank_plan(self.schedule, self.cp_rank, hops_together(self.schedule, k, self._hops_per_stage)).stages
+        together = hops_together(self.schedule, k, self.options.hops_per_stage)
+        stages = rank_plan(self.schedule, self.cp_rank, together).stages
         tiles = (tile for stage in stages for tile in (*stage.by_rows, *stage.by_keys))
         return frozenset((tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], tile.causal) for tile in tiles)
 
     # ------------------------------------------------------------ the loop
 
     def run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
-        plan = self._plans.of_call(self._call_plan(q, k))
+        plan = self._plans.of_call(self.call_plan(q, k))
         call_index = self._next_call_index
         self._next_call_index += 1
         q, k, v = _inner(plan, q, k, v)
@@ -205,7 +142,7 @@ class RingAttention(RecomputableRing):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv with the shapes of q, k, v, where `saved` is (q, k, v, out, lse). `fetched` are the keys that
         forward kept; the bits are the same without."""
-        plan = self._plans.of_call(self._call_plan(*saved[:2]))
+        plan = self._plans.of_call(self.call_plan(*saved[:2]))
         program = plan.backward if fetched is None else plan.backward_kept
         assert program is not None
         q, k, v, out, lse, dout = _inner(plan, *saved, dout)
@@ -219,9 +156,9 @@ class RingAttention(RecomputableRing):
         return dq, dk, dv
 
     def _observe(self, direction: Direction, call_index: int, hops: tuple[int, ...]) -> None:
-        if self._observer is not None:
+        if self.options.observer is not None:
             for hop in hops:
-                self._observer(direction, call_index, hop)
+                self.options.observer(direction, call_index, hop)
 
     @contextmanager
     def _exchange(
@@ -232,28 +169,29 @@ class RingAttention(RecomputableRing):
             yield exchange
             exchange.finish()
         except BaseException:
-            self._abandoned += exchange.abandon()
+            self.options.abandoned.extend(exchange.abandon())
             raise
 
     def _open_exchange(self, direction: Direction, call_index: int, k: torch.Tensor, plan: CallPlan) -> HopExchange:
         return HopExchange(
             plan.exchange,
             plan.frame,
-            self._group,
+            self.group,
             direction,
             call_index,
             self.ledger,
-            self._buffers,
+            self.options.buffers,
             k,
             plan.partial_dtype,
             pack=plan.pack,
             keep=plan.keeps and direction == "forward",
-            wire=self._kv_wire,
+            wire=self.options.kv_wire,
         )
 
     # ------------------------------------------------------------ plans and kernels
 
-    def _call_plan(self, q: torch.Tensor, k: torch.Tensor) -> CallPlan:
+    def call_plan(self, q: torch.Tensor, k: torch.Tensor) -> CallPlan:
+        """What calls with tensors like q (B, S_local, H, D) and k (B, S_local, Hkv, D) run."""
         key = (k.device, k.dtype, k.shape, q.size(2))
         plan: CallPlan = self._plans.calls.get(key, lambda: self._between_hosts(self._make_call_plan(q, k), k.is_cuda))
         return plan
@@ -262,42 +200,34 @@ class RingAttention(RecomputableRing):
         """The same plan; keys that were fetched in one stage may be forwarded in the next where they have arrived
         then."""
         in_order = on_gpu if plan.exchange.late else plan.exchange.ahead == 1
-        if self._hosts is None or not in_order:
+        if self.options.hosts is None or not in_order:
             return plan
         hops = [stage.hops for stage in plan.stages[1:]]
         run = self._plans.in_blocks if "tables" in plan.kernel.covers else self.schedule
-        return replace(plan, exchange=two_level(plan.exchange, hops, run, self.cp_rank, self._hosts))
+        return replace(plan, exchange=two_level(plan.exchange, hops, run, self.cp_rank, self.options.hosts))
 
     def _make_call_plan(self, q: torch.Tensor, k: torch.Tensor) -> CallPlan:
-        schedule = self.schedule
+        schedule, kernel = self.schedule, self.kernel_for(q, k.size(2))
         if schedule.is_dense:
-            return lower_rectangles(
-                schedule,
-                self.cp_rank,
-                q,
-                k,
-                self._kernel_for(q, k.size(2)),
-                hops_per_stage=self._hops_per_stage,
-                coalesced=self._coalesced,
-                encoded=self._kv_wire != "native",
-            )
+            return lower_rectangles(schedule, self.cp_rank, q, k, kernel, self.options)
         if self._in_blocks(q):
-            whole, options = self._plans.in_blocks, self._block_options(q)
+            whole, how = self._plans.in_blocks, (kernel, self.options, self._plans.tables)
             if whole is schedule:
-                return lower_blocks(schedule, self.cp_rank, q, options)
-            return lower_padded(schedule, whole, self.cp_rank, q, options)
-        return lower_tiles(schedule, self.cp_rank, k, self._kernel_for(q, k.size(2)), ahead=self._ahead)
+                return lower_blocks(schedule, self.cp_rank, q, *how)
+            return lower_padded(schedule, whole, self.cp_rank, q, *how)
+        return lower_tiles(schedule, self.cp_rank, k, kernel, ahead=self.options.ahead)
 
     def _in_blocks(self, q: torch.Tensor) -> bool:
-        return not self.schedule.is_dense and (q.is_cuda or self._kernel is not None)
+        return not self.schedule.is_dense and (q.is_cuda or self.options.kernel is not None)
 
-    def _kernel_for(self, q: torch.Tensor, num_kv_heads: int) -> Kernel:
+    def kernel_for(self, q: torch.Tensor, num_kv_heads: int) -> Kernel:
+        """The kernel of calls with such queries, self-tested where it is selected here."""
         cover: CoverKind = "causal"
         if not self.schedule.is_dense:
             cover = "mask"
             if self._in_blocks(q):
                 cover = "masked_tables" if self._plans.in_blocks.in_part else "tables"
-        wanted = {"causal": self._backend, "mask": None}.get(cover, self._kernel)
+        wanted = {"causal": self.options.backend, "mask": None}.get(cover, self.options.kernel)
         if isinstance(wanted, Kernel):
             if cover not in wanted.covers:
                 raise ValueError(f"kernel {wanted.name} covers {', '.join(wanted.covers)}, not {cover}; leave it out")
@@ -308,19 +238,13 @@ class RingAttention(RecomputableRing):
                 q.device,
                 q.dtype,
                 q.size(-1),
-                self._deterministic,
+                self.options.deterministic,
                 wanted,
                 cover=cover,
                 head_ratio=kind[3],
-                cache_dir=self._cache_dir,
+                cache_dir=self.options.cache_dir,
             )
         return self._plans.kernels[kind]
-
-    def _block_options(self, q: torch.Tensor) -> BlockOptions:
-        kernel = self._kernel_for(q, self.schedule.num_kv_heads)
-        return BlockOptions(
-            self._stage_bytes, self._keep_keys, self._coalesced, self._partials, kernel, self._plans.tables
-        )
 
 
 class _Tensors(NamedTuple):

@@ -25,7 +25,7 @@ from elastic_ring.monitor.report import forecast_line, goodput_line
 if TYPE_CHECKING:
     from torch import nn
 
-    from elastic_ring.attention.layers import LayerPatterns
+    from elastic_ring.attention.patterns.layers import LayerPatterns
     from elastic_ring.config import StepConfig
     from elastic_ring.data.source import SourceConfig
     from elastic_ring.forecast.sizing.memory import ModelPlan

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from elastic_ring.attention.layers import AttentionFn, of_layer
-from elastic_ring.attention.offload import OffloadedTensor
+from elastic_ring.attention.recomputation import OffloadedTensor
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.fused_ops import EAGER, compiled, rotated
 from elastic_ring.model.loss import chunked_cross_entropy

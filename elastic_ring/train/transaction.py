@@ -24,8 +24,9 @@ from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.comm.ledger import HopTally
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout
+from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.config import CpuOffload
 from elastic_ring.control.decisions.corruption import Digests, Suspicion, is_checked
 from elastic_ring.control.decisions.loss_spikes import SpikeBallot, SpikeWatch
@@ -574,12 +575,14 @@ class Transaction:
             self._layouts.of_pass(self._mesh.cp, self.device.type, piece.num_sequences),
             self._coordinate.cp_rank,
             group,
-            observe,
-            self.kernel_cache,
-            self._buffers,
-            self._groups.check,
-            self._plans,
-            hosts=self._hosts,
+            RingOptions(
+                observer=observe,
+                cache_dir=self.kernel_cache,
+                buffers=self._buffers,
+                check=self._groups.check,
+                hosts=self._hosts,
+            ),
+            plans=self._plans,
         )
 
     def _batch(self, piece: Slice, attention: RingAttention | PatternedAttention) -> Batch:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.files import plain_json, read_small
 from elastic_ring.tuning.climb import NUM_LAYERS, Climb

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.attention.plan.sparse_blocks import check_layer_blocks
 from elastic_ring.tuning.quality.families import Family
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -135,7 +136,7 @@ class Candidate:
         pattern = LayerPatterns(parse_pattern(self.text(seq_len, num_layers)).groups, self.unit(seq_len))
         try:
             for layout in LAYOUTS:
-                pattern.check_blocks(make_layout(layout, seq_len, cp))
+                check_layer_blocks(pattern, make_layout(layout, seq_len, cp))
         except ValueError as error:
             return str(error)
         return ""

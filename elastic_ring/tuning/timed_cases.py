@@ -17,6 +17,7 @@ from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.comm.exchange import Group, PendingWork, one_operation
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.layouts.layout import contiguous
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
@@ -130,7 +131,9 @@ def dense_cases(
 ) -> Iterator[Case]:
     """Causal forward passes of one rank on the dense ring."""
     for num_tokens, fitted in lengths(device, effort):
-        ring = RingAttention(plan(Pattern(), contiguous(num_tokens, 1)), 0, None, deterministic=deterministic)
+        ring = RingAttention(
+            plan(Pattern(), contiguous(num_tokens, 1)), 0, None, RingOptions(deterministic=deterministic)
+        )
         pairs = sizes.num_heads * num_tokens * (num_tokens + 1) // 2
         run = _Attends(ring, device, sizes, dtype, num_tokens)
         yield Case(f"dense {num_tokens}", 1, 4.0 * sizes.head_dim * pairs, run, fitted)
@@ -153,7 +156,7 @@ def sparse_cases(
         pattern = SparsePattern((rule,))
         schedule = plan_sparse(pattern, contiguous(num_tokens, 1), sizes.num_heads, sizes.num_kv_heads)
         calls, pairs = sparse_kernels(schedule, 0, False, per_tile)
-        ring = RingAttention(schedule, 0, None, deterministic=deterministic)
+        ring = RingAttention(schedule, 0, None, RingOptions(deterministic=deterministic))
         run = _Attends(ring, device, sizes, dtype, num_tokens)
         name = f"sparse {num_tokens}, density {pattern.density(num_tokens):.3f}"
         yield Case(name, calls, 4.0 * sizes.head_dim * pairs, run, fitted)

@@ -15,6 +15,7 @@ import torch
 
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layers import PatternedAttention
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.content import top_ks_of
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
@@ -127,7 +128,7 @@ def run_sparse_on(
     def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
         with links.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
-            ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], coalesced=True, **options)
+            ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], RingOptions(coalesced=True, **options))
             out, lse, call, keys = ring.run_forward(q, k, v, scale)
             return [out, *ring.run_backward(dout, (q, k, v, out, lse), scale, call, keys)], ring.ledger
 
@@ -168,16 +169,15 @@ def _ring_of(
             case.layout,
             cp_rank,
             group,
+            RingOptions(kernel=options["kernel"], deterministic=options["deterministic"]),
             document_starts=case.document_starts,
-            sparse_kernel=options["kernel"],
-            deterministic=options["deterministic"],
         )
-        return attention._ring(0, q, k)
-    ledger = HopLedger()
-    route = Router(case.layout, cp_rank, group, case.documents, ledger, coalesced=True)
+        return attention.ring(0, q, k)
+    made = RingOptions(coalesced=True, **options)
+    route = Router(case.layout, cp_rank, group, case.documents, made)
     pattern = SparsePattern(route(case.heads, q, k, 0), case.block)
     schedule = plan_sparse(pattern, case.layout, case.num_heads, case.num_kv_heads)
-    return RingAttention(schedule, cp_rank, group, coalesced=True, ledger=ledger, **options)
+    return RingAttention(schedule, cp_rank, group, made)
 
 
 def run_on_gpu(case: Case, links: ProcessGroups | None = None, **options: Any) -> Outcome:
@@ -196,7 +196,7 @@ def run_dense_on(device: str, case: Case, links: ProcessGroups | None = None, **
     def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
         with links.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
-            ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], coalesced=True, **options)
+            ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], RingOptions(coalesced=True, **options))
             out, lse, call, _ = ring.run_forward(q, k, v, scale)
             return [out, *ring.run_backward(dout, (q, k, v, out, lse), scale, call)], ring.ledger
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
@@ -135,5 +136,5 @@ def test_flex_attention_takes_more_lengths_than_torch_compiles_by_default() -> N
             for heads in (4, 2, 2)
         )
         schedule = plan(Pattern(), make_layout("contiguous", num_tokens, 1))
-        RingAttention(schedule, 0, None, backend="flex")(q, k, v).sum().backward()
+        RingAttention(schedule, 0, None, RingOptions(backend="flex"))(q, k, v).sum().backward()
     assert len(watch.news()) >= 12

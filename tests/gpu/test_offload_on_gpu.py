@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ring.attention.offload import OffloadedTensor
+from elastic_ring.attention.recomputation import OffloadedTensor
 from tests.unit.attention.test_offload import is_itself_until_it_leaves_and_equal_every_time_it_comes_back
 
 pytestmark = pytest.mark.gpu

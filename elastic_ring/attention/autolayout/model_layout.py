@@ -24,9 +24,9 @@ from elastic_ring.attention.autolayout.choice import (
     rank,
 )
 from elastic_ring.attention.autolayout.cost_model import CostModel
-from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import balanced, tokens_max_over_mean
+from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule
 from elastic_ring.attention.patterns.sparse import SparsePattern

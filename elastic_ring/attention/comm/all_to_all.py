@@ -23,16 +23,22 @@ class AllToAll:
     """The all-to-alls of a ring's rank.
 
     `ledger` counts bytes and waits by distance: backward goes to cp_rank - hop, all else to cp_rank + hop. `coalesced`
-    posts a swap as one operation (None: on a GPU). After an error the buffers that the group may still write to are
-    kept until this object is dropped.
+    posts a swap as one operation (None: on a GPU). After an error the buffers that the group may still write to join
+    `abandoned`.
     """
 
     def __init__(
-        self, cp: int, cp_rank: int, group: Group | None, ledger: HopLedger, *, coalesced: bool | None = None
+        self,
+        cp: int,
+        cp_rank: int,
+        group: Group | None,
+        ledger: HopLedger,
+        abandoned: list[torch.Tensor],
+        *,
+        coalesced: bool | None = None,
     ) -> None:
         self.cp, self.cp_rank, self.ledger = cp, cp_rank, ledger
-        self._group, self._coalesced = group, coalesced
-        self._abandoned: list[torch.Tensor] = []
+        self._group, self._coalesced, self._abandoned = group, coalesced, abandoned
 
     def swap(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int, way: Way = "routing"

@@ -13,7 +13,7 @@ import torch
 
 from elastic_ring.attention.comm.exchange import Frame
 from elastic_ring.attention.layouts.layout import Range
-from elastic_ring.attention.lowering.rows import select_heads
+from elastic_ring.attention.layouts.rows import select_heads
 from elastic_ring.attention.merge import fused_for
 from elastic_ring.attention.plan.sparse_schedule import HeadGroup
 from elastic_ring.attention.plan.sparse_tiles import num_tokens

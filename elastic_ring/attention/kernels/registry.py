@@ -127,9 +127,9 @@ def named(name: str) -> Kernel:
     return next(kernel for kernel in KERNELS if kernel.name == name)
 
 
-def sparse_form(backend: str | None) -> str | None:
+def sparse_form(backend: Kernel | str | None) -> str | None:
     """The name of the kernel over tables in a dense kernel's family; None if there is none."""
-    name = f"{backend}-sparse"
+    name = f"{backend.name if isinstance(backend, Kernel) else backend}-sparse"
     return name if any(kernel.name == name for kernel in covering("tables")) else None
 
 

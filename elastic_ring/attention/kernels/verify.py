@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from elastic_ring.attention.accumulate import Accumulator
 from elastic_ring.attention.kernels.adapters import reference
 from elastic_ring.attention.kernels.block_tables import (
     BLOCK_TOKENS,
@@ -31,8 +30,8 @@ from elastic_ring.attention.kernels.block_tables import (
     tables_between,
 )
 from elastic_ring.attention.kernels.kernel import Cover, Kernel
-from elastic_ring.attention.lowering.rows import Span
-from elastic_ring.attention.merge import accumulate_dtype, lse_for_backward
+from elastic_ring.attention.layouts.rows import Span
+from elastic_ring.attention.merge import Accumulator, accumulate_dtype, lse_for_backward
 from elastic_ring.files import replace_file
 
 logger = logging.getLogger(__name__)

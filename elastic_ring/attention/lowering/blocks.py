@@ -4,6 +4,7 @@ for each size of head group."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ import torch
 from elastic_ring.attention.comm.exchange import HopExchange, row_frame
 from elastic_ring.attention.comm.packing import gather_rows_
 from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.layouts.rows import Places, Span
 from elastic_ring.attention.lowering.call_plan import (
     Call,
     CallPlan,
@@ -23,16 +25,12 @@ from elastic_ring.attention.lowering.call_plan import (
 )
 from elastic_ring.attention.lowering.device_blocks import DeviceBlocks, on_device
 from elastic_ring.attention.lowering.keys import TokenSpan
-from elastic_ring.attention.lowering.rows import Places, Span
 from elastic_ring.attention.merge import MOST_AT_ONCE, accumulate_dtype, add_placed_
+from elastic_ring.attention.options import RingOptions
+from elastic_ring.attention.patterns.caches import LRUCache
 from elastic_ring.attention.plan.padded_blocks import padded_rows
-from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_blocks import NUM_TURNS
-
-STAGE_LIMIT_BYTES = 1 << 29
-"""Upper bound, per stage, of the K and V bytes that a rank fetches, and of those that it serves. Every further stage
-costs one more round of kernels and one more merge, but overlaps with the exchange of the next stage."""
 
 LINK_BYTES_PER_S = 3e11
 """One-way NCCL bandwidth between two H200s for messages of this size."""
@@ -64,31 +62,20 @@ class PlacedSums:
             add_placed_(total[kind].flatten(1, 2), inbox[:, :, kind].transpose(0, 1), places)
 
 
-@dataclass(frozen=True)
-class BlockOptions:
-    """`stage_bytes`, `keep_keys`, `coalesced` and `partials` (the type in which dK and dV are sent) are those of the
-    ring; `tables` are kept by device and rows in a stage."""
+def lower_blocks(
+    schedule: Schedule, cp_rank: int, q: torch.Tensor, kernel: Kernel, options: RingOptions, tables: LRUCache
+) -> CallPlan:
+    """The plan of calls with queries like q (B, S_local, H, D); `tables` are kept by device and rows in a stage.
 
-    stage_bytes: int
-    keep_keys: bool | None
-    coalesced: bool | None
-    partials: torch.dtype | None
-    kernel: Kernel
-    tables: LRUCache
-
-    def partial_dtype(self, inputs: torch.dtype) -> torch.dtype:
-        if self.partials is not None:
-            return self.partials
-        return inputs if self.kernel.keeps_type else accumulate_dtype(inputs)
-
-
-def lower_blocks(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> CallPlan:
-    """The plan of calls with queries like q (B, S_local, H, D). Raises `ValueError` for patterns and layouts that cut
-    blocks, unless the schedule is `padded`, and if `keep_keys` asks for keys that do not fit one stage."""
-    blocks = _device_blocks(schedule, cp_rank, q, options)
-    kernel, dtype, exact = options.kernel, q.dtype, accumulate_dtype(q.dtype)
+    Raises `ValueError` for patterns and layouts that cut blocks, unless the schedule is `padded`, and if `keep_keys`
+    asks for keys that do not fit one stage."""
+    dtype, exact = q.dtype, accumulate_dtype(q.dtype)
+    partials = options.partials or (dtype if kernel.keeps_type else exact)
+    row_bytes = 2 * q.size(0) * q.size(3) * max(dtype, partials, key=lambda each: each.itemsize).itemsize
+    key = (q.device, options.stage_bytes // max(1, row_bytes))
+    blocks: DeviceBlocks = tables.get(key, lambda: on_device(schedule, cp_rank, *key))
     num_stages, num_kv = len(blocks.stages), schedule.num_kv_heads
-    half = _first_heads(blocks, q, options)
+    half = _first_heads(blocks, q, partials)
     at_once = num_stages <= MOST_AT_ONCE and blocks.queries_are_contiguous(q.size(2))
     running = dtype if at_once or blocks.plan.num_row_visits <= 2 else exact
     apart = any(stage.plan.num_served_rows for stage in blocks.stages[: blocks.plan.num_added_apart])
@@ -110,7 +97,7 @@ def lower_blocks(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: Blo
         blocks.plan.exchange(schedule.cp, coalesced=coalesced),
         row_frame(q.new_empty((q.size(0), 0, num_kv, q.size(3)))),
         pack,
-        options.partial_dtype(dtype),
+        partials,
         SumTypes(running, running, exact if apart else dtype, blocks.by_rows, at_once, half < num_kv and apart),
         PlacedSums(blocks),
         _head_order(blocks),
@@ -122,27 +109,20 @@ def lower_blocks(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: Blo
     )
 
 
-def lower_padded(schedule: Schedule, whole: Schedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> CallPlan:
+def lower_padded(schedule: Schedule, whole: Schedule, cp_rank: int, q: torch.Tensor, *how: Any) -> CallPlan:
     """The same for a schedule whose blocks are cut: the plan of `whole`, its padded form."""
     inner, num_tokens = padded_rows(schedule, cp_rank), whole.layout.num_tokens(cp_rank)
     if len(inner) == num_tokens:  # rules cut blocks, nothing else does
-        return lower_blocks(whole, cp_rank, q, options)
+        return lower_blocks(whole, cp_rank, q, *how)
     outer = np.full(num_tokens, -1)
     outer[inner] = np.arange(len(inner))
     indices = (inner, np.maximum(outer, 0), np.flatnonzero(outer < 0))
     places = Places(*(torch.from_numpy(each).to(q.device) for each in indices))
     wide = q[:, :1].expand(-1, num_tokens, -1, -1)
-    return replace(lower_blocks(whole, cp_rank, wide, options), places=places)
+    return replace(lower_blocks(whole, cp_rank, wide, *how), places=places)
 
 
-def _device_blocks(schedule: Schedule, cp_rank: int, q: torch.Tensor, options: BlockOptions) -> DeviceBlocks:
-    wider = max(q.dtype, options.partial_dtype(q.dtype), key=lambda dtype: dtype.itemsize)
-    row_bytes = 2 * q.size(0) * q.size(3) * wider.itemsize
-    key = (q.device, options.stage_bytes // max(1, row_bytes))
-    return options.tables.get(key, lambda: on_device(schedule, cp_rank, *key))
-
-
-def _keeps(blocks: DeviceBlocks, options: BlockOptions) -> bool:
+def _keeps(blocks: DeviceBlocks, options: RingOptions) -> bool:
     num_stages = len(blocks.stages)
     if options.keep_keys and num_stages > 1:
         raise ValueError(
@@ -194,13 +174,13 @@ def _hiding_stage(blocks: DeviceBlocks) -> int:
     return min(max(last + 1, NUM_TURNS), len(stages))
 
 
-def _first_heads(blocks: DeviceBlocks, q: torch.Tensor, options: BlockOptions) -> int:
+def _first_heads(blocks: DeviceBlocks, q: torch.Tensor, partials: torch.dtype) -> int:
     """The number of own K/V heads that run before the fetched keys."""
     stages, num_heads = blocks.stages, len(blocks.plan.kv_head_order)
     if not stages or not blocks.half:
         return num_heads
     num_rows = max(max(stage.plan.num_fetched_rows, stage.plan.num_served_rows) for stage in stages)
-    row_bytes = 2 * q.size(0) * q.size(3) * options.partial_dtype(q.dtype).itemsize
+    row_bytes = 2 * q.size(0) * q.size(3) * partials.itemsize
     flops = 10.0 * q.size(0) * q.size(3) * blocks.plan.num_own_pairs
     hidden_s = min(num_rows * row_bytes / LINK_BYTES_PER_S, flops / 2 / KERNEL_FLOPS)
     return blocks.half if hidden_s > HALVING_S else num_heads

@@ -14,8 +14,8 @@ import torch
 from elastic_ring.attention.comm.exchange import Frame, HopExchange, Pack
 from elastic_ring.attention.kernels.kernel import Cover, Kernel
 from elastic_ring.attention.layouts.layout import Range
+from elastic_ring.attention.layouts.rows import Places, Rows
 from elastic_ring.attention.lowering.keys import Keys
-from elastic_ring.attention.lowering.rows import Places, Rows
 from elastic_ring.attention.plan.traffic import ExchangePlan
 
 

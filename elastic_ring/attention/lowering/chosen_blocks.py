@@ -13,12 +13,12 @@ import torch
 
 from elastic_ring.attention.kernels.block_tables import BlockLists, BlockTables, kept_between
 from elastic_ring.attention.layouts.layout import Range
+from elastic_ring.attention.layouts.rows import OneGroup
 from elastic_ring.attention.lowering.call_plan import Call, CallPlan, Program
-from elastic_ring.attention.lowering.rows import OneGroup
+from elastic_ring.attention.lowering.ring_plans import RingPlans
 from elastic_ring.attention.patterns.rules import Rule
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_blocks import BLOCK_TOKENS, blocks_of, check_blocks
-from elastic_ring.attention.ring_plans import RingPlans
 from elastic_ring.attention.routing.router import Choice
 
 

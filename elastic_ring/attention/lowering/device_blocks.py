@@ -6,16 +6,19 @@ tables restrict each group to its own keys. Kernels and communication must not e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 import torch
 
-from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart, tables_between
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockTables, tables_apart, tables_between
+from elastic_ring.attention.layouts.layout import Range
+from elastic_ring.attention.layouts.rows import OneGroup, SeveralGroups
 from elastic_ring.attention.lowering.keys import HeadRows
-from elastic_ring.attention.lowering.rows import OneGroup, SeveralGroups, rows_of
+from elastic_ring.attention.patterns.rules import Positions
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_blocks import BlockPlan, BlockStage, HostTables, StageTables, plan_blocks
 
@@ -160,3 +163,30 @@ def _calls(
 
 def _order(heads: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
     return None if heads == tuple(range(len(heads))) else torch.tensor(heads, device=device)
+
+
+def rows_of(
+    blocks: Sequence[Positions], heads: Sequence[Range], num_heads: int, device: torch.device
+) -> OneGroup | SeveralGroups:
+    """The queries in each group's `blocks` (of a rank's slice, ascending) and `heads`, the same number in each group,
+    out of `num_heads` heads."""
+    if len(blocks) == 1:
+        return OneGroup(_tokens_of(blocks[0], device), slice(*heads[0]))
+    together = heads[0][1] - heads[0][0]
+    unit = math.gcd(num_heads, together, *(first for first, _ in heads))
+    per_token = num_heads // unit
+    pairs = zip(blocks, heads, strict=True)
+    starts = np.concatenate([some * (BLOCK_TOKENS * per_token) + first // unit for some, (first, _) in pairs])
+    # Expanded on the device; on the host this would take longer than making the tables.
+    tokens = per_token * torch.arange(BLOCK_TOKENS, device=device).unsqueeze(-1)
+    units = torch.arange(together // unit, device=device)
+    index = torch.from_numpy(starts).to(device).view(-1, 1, 1) + tokens + units
+    return SeveralGroups(index.flatten(), unit, together)
+
+
+def _tokens_of(blocks: Positions, device: torch.device) -> slice | torch.Tensor:
+    if len(blocks) and blocks[-1] - blocks[0] + 1 != len(blocks):
+        tokens = blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
+        return torch.from_numpy(tokens.ravel()).to(device)
+    first = int(blocks[0]) if len(blocks) else 0
+    return slice(first * BLOCK_TOKENS, (first + len(blocks)) * BLOCK_TOKENS)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from elastic_ring.attention.layouts.layout import Range
-from elastic_ring.attention.lowering.rows import Scattered, Span, as_index
+from elastic_ring.attention.layouts.rows import Scattered, Span, as_index
 
 Source = torch.Tensor | Sequence[torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]

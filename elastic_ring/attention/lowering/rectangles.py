@@ -14,10 +14,11 @@ from elastic_ring.attention.comm.exchange import Frame, HopExchange, token_frame
 from elastic_ring.attention.comm.packing import gather_ranges_, parts_of_hops
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.layouts.layout import Range
+from elastic_ring.attention.layouts.rows import Span
 from elastic_ring.attention.lowering.call_plan import Call, CallPlan, OwnPart, Program, StageCalls, SumTypes, one_late
 from elastic_ring.attention.lowering.keys import TokenSpan
-from elastic_ring.attention.lowering.rows import Span
 from elastic_ring.attention.merge import accumulate_dtype, add_
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.plan.rank_plan import RankPlan, Sum, rank_plan, traffic
 from elastic_ring.attention.plan.schedule import Schedule, Tile
 from elastic_ring.attention.plan.sparse_tiles import num_tokens
@@ -56,15 +57,13 @@ def lower_rectangles(
     q: torch.Tensor,
     k: torch.Tensor,
     kernel: Kernel,
-    *,
-    hops_per_stage: int | None,
-    coalesced: bool | None,
-    encoded: bool = False,
+    options: RingOptions,
 ) -> CallPlan:
-    """The plan of calls with tensors like q (B, S_local, H, D) and k (B, S_local, Hkv, D). `encoded`: keys are
-    gathered to be encoded, and pieces count in whole vectors of a head."""
-    coalesced = k.is_cuda if coalesced is None else coalesced
-    plan = rank_plan(schedule, cp_rank, hops_together(schedule, k, hops_per_stage))
+    """The plan of calls with tensors like q (B, S_local, H, D) and k (B, S_local, Hkv, D). Keys that are encoded for
+    the wire are gathered, and pieces count in whole vectors of a head."""
+    coalesced = k.is_cuda if options.coalesced is None else options.coalesced
+    encoded = options.kv_wire != "native"
+    plan = rank_plan(schedule, cp_rank, hops_together(schedule, k, options.hops_per_stage))
     packed, unit = encoded or not coalesced, k.size(3) if encoded else 1
     exchange = ExchangePlan(
         schedule.cp,

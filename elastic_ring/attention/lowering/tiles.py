@@ -9,6 +9,7 @@ import torch
 from elastic_ring.attention.comm.exchange import HopExchange, row_frame
 from elastic_ring.attention.comm.packing import gather_groups_, parts_of_groups
 from elastic_ring.attention.kernels.kernel import Cover, Kernel
+from elastic_ring.attention.layouts.rows import Scattered
 from elastic_ring.attention.lowering.call_plan import (
     Call,
     CallPlan,
@@ -19,7 +20,6 @@ from elastic_ring.attention.lowering.call_plan import (
     one_late,
 )
 from elastic_ring.attention.lowering.keys import GroupTokens, ScatteredTokens
-from elastic_ring.attention.lowering.rows import Scattered
 from elastic_ring.attention.merge import accumulate_dtype
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_tiles import SparseTile, num_tokens, tile_exchange, tiles

@@ -13,8 +13,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from elastic_ring.attention.patterns.caches import SizedLRU
 from elastic_ring.attention.patterns.rules import FULL, NONE, PART, Kinds, Mask, Positions, Rule, Span, Union
-from elastic_ring.attention.plan.plan_cache import SizedLRU
 
 _ROWS_AT_ONCE = 1 << 16
 

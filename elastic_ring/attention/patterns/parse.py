@@ -22,9 +22,9 @@ from operator import or_
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.attention.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.content import TopK
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
+from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
 from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS
 from elastic_ring.files import plain_json

@@ -25,7 +25,8 @@ from elastic_ring.attention.kernels.block_tables import (
     kept_between,
 )
 from elastic_ring.attention.layouts.layout import Layout, Range
-from elastic_ring.attention.patterns.rules import Mask, Positions
+from elastic_ring.attention.patterns.layers import LayerPatterns
+from elastic_ring.attention.patterns.rules import Dense, Mask, Positions
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_schedule import HeadGroup
@@ -148,6 +149,13 @@ def check_blocks(pattern: SparsePattern, layout: Layout) -> None:
     """Raises: `ValueError` for patterns and layouts that cut blocks of 128 tokens, with a way out."""
     for check in _checks(pattern, layout):
         check()
+
+
+def check_layer_blocks(patterns: LayerPatterns, layout: Layout) -> None:
+    """The same for all sparse layers."""
+    for group in patterns.groups:
+        if set(group.rules) != {Dense()}:
+            check_blocks(SparsePattern(group.rules, patterns.block), layout)
 
 
 def cut_blocks(pattern: SparsePattern, layout: Layout) -> Iterator[str]:

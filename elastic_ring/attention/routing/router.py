@@ -8,19 +8,19 @@ hops and attention kernels of the sparse ring must not enter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from elastic_ring.attention.checks import check_local_length, check_tensors
 from elastic_ring.attention.comm.all_to_all import AllToAll
-from elastic_ring.attention.comm.exchange import Group, HopLedger
+from elastic_ring.attention.comm.exchange import Group
 from elastic_ring.attention.layouts.layout import Layout, Range
+from elastic_ring.attention.options import RingOptions, check_local_length, check_tensors
+from elastic_ring.attention.patterns.caches import LRUCache
 from elastic_ring.attention.patterns.content import ByDocument, Choices, Chosen, TopK, resolved, top_ks_of
 from elastic_ring.attention.patterns.rules import Positions, Rule
-from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.routing.plan import RoutingPlan, SentBlocks, plan_routing
 
 NUM_ROUTES = 16
@@ -51,8 +51,8 @@ class Router:
 
     Two exchanges precede the hops of a call: sums of keys (and of queries, where a block's mean query routes) to the
     choosing ranks, and the choices to all ranks. The host then reads the choices in order to plan, the only
-    device-to-host synchronization of a call. After this read `check` is called and must raise if the group was aborted:
-    on a GPU an abort ends the exchange with garbage in its buffers. `routes` keeps plans between calls.
+    device-to-host synchronization of a call. After this read `options.check` is called: on a GPU an abort
+    ends the exchange with garbage in its buffers. `routes` keeps plans between calls.
 
     `on_device` makes the first exchange only: each rank keeps the choices of its own blocks, and the host reads none.
     """
@@ -63,16 +63,16 @@ class Router:
         cp_rank: int,
         group: Group | None,
         documents: tuple[Range, ...],
-        ledger: HopLedger,
+        options: RingOptions,
         *,
-        coalesced: bool | None = None,
-        check: Callable[[], None] | None = None,
         routes: LRUCache | None = None,
     ) -> None:
         self._routes = LRUCache(NUM_ROUTES) if routes is None else routes
         self._layout, self._cp_rank, self._documents = layout, cp_rank, documents
-        self._check = check
-        self._all_to_all = AllToAll(layout.cp, cp_rank, group, ledger, coalesced=coalesced)
+        self._check = options.check
+        self._all_to_all = AllToAll(
+            layout.cp, cp_rank, group, options.ledger, options.abandoned, coalesced=options.coalesced
+        )
 
     @torch.no_grad()
     def __call__(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor, call_index: int) -> tuple[Rule, ...]:

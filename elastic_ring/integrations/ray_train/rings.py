@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_ring.attention.comm.exchange import HopBuffers
-from elastic_ring.attention.ring_plans import PlanCache
+from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.config import Timeouts
 from elastic_ring.data.loader import Slice
 from elastic_ring.integrations.ray_train.engine import Zero3Engine
@@ -55,8 +56,7 @@ class Rings:
             self.layout,
             self.coordinate.cp_rank,
             self.ring,
-            kernel_cache=self._kernel_cache,
-            buffers=self._buffers,
+            RingOptions(cache_dir=self._kernel_cache, buffers=self._buffers),
             plans=self._plans,
         )
         return batch_of(piece, attention, self.device)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from elastic_ring.attention.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.families import BigBird
+from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.rules import Dense, Rule, Window
 from elastic_ring.config import StepConfig
 from elastic_ring.data.manifest import read_manifest

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.data.loader import joined, slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.errors import ElasticRingError
@@ -160,8 +161,7 @@ def _batch(task: TrainingTask, state: Any, samples: Sequence[Sample], groups: An
         layout.repeated(len(samples)),
         cp_rank,
         groups.ring if cp > 1 else None,
-        kernel_cache=state.kernel_cache,
-        check=groups.check,
+        RingOptions(cache_dir=state.kernel_cache, check=groups.check),
         kv_wire="native",  # one rank sends nothing, so that only unrounded keys compare
     )
     return batch_of(piece, attention, state.device)

@@ -24,8 +24,10 @@ from elastic_ring.attention.comm.exchange import Group
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.attention.kernels.verify import warm_up_kernels
-from elastic_ring.attention.layers import LayerPatterns, of_layer
+from elastic_ring.attention.layers import of_layer
 from elastic_ring.attention.layouts.layout import Layout, make_layout
+from elastic_ring.attention.options import RingOptions
+from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
@@ -177,7 +179,7 @@ def warm_up_attention(
     def attentions(layout: Layout, size: int, cp_rank: int, group: Group | None) -> list[Any]:
         whole = layouts.of_pass(cp, device.type, 1)
         piece = joined([slice_sample(sample, whole, cp_rank, sample_id=0, index_in_batch=0)] * size, num_tokens)
-        attention = attention_of(task, piece, layout, cp_rank, group, kernel_cache=cache_dir)
+        attention = attention_of(task, piece, layout, cp_rank, group, RingOptions(cache_dir=cache_dir))
         return [of_layer(attention, layer) for layer in kinds_of_layers(task.pattern)]
 
     dtype, num_ranks = getattr(torch, task.step.param_dtype), 0
@@ -218,7 +220,9 @@ def _one_step(mesh: DeviceMesh, device: torch.device) -> None:
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    attention = RingAttention(plan(Pattern(), make_layout("zigzag", WIDTH, 1)), 0, None, backend="reference")
+    attention = RingAttention(
+        plan(Pattern(), make_layout("zigzag", WIDTH, 1)), 0, None, RingOptions(backend="reference")
+    )
     x = model(torch.ones(1, WIDTH, WIDTH, device=device)).unsqueeze(2)
     attention(x, x, x).sum().backward()
     params = local_params(model)

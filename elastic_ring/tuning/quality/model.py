@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_ring.attention.layers import AttentionFn, LayerPatterns
+from elastic_ring.attention.layers import AttentionFn
 from elastic_ring.attention.patterns.blocks import visible
+from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.rules import Dense
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from elastic_ring.attention.comm.exchange import HopLedger
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.ring import RingAttention
 from experiments.peer_exchange import PeerRing
 from experiments.peer_memory import ARRIVED_KEYS, PeerMemory
@@ -116,7 +117,10 @@ def run_sparse_ring(cp_rank: int, cp: int, kernel: str, deterministic: bool) -> 
             q, k, v, dout = (case.layout.scatter(x, cp_rank, 1).cuda() for x in case.tensors())
             leaves = [x.requires_grad_() for x in (q, k, v)]
             ring = RingAttention(
-                case.schedule, cp_rank, dist.group.WORLD, kernel=kernel, deterministic=deterministic, **options
+                case.schedule,
+                cp_rank,
+                dist.group.WORLD,
+                RingOptions(kernel=kernel, deterministic=deterministic, **options),
             )
             out = ring(*leaves)
             calls.append([x.cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout))])

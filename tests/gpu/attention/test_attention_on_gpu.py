@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
@@ -24,7 +25,7 @@ def test_one_rank_of_attention_is_the_same_on_gpu_and_cpu(num_kv_heads: int, cau
     results = []
     for device in ("cpu", "cuda"):
         q, k, v = (t.detach().to(device).requires_grad_() for t in tensors)
-        out = RingAttention(schedule, 0, None, backend="reference")(q, k, v)
+        out = RingAttention(schedule, 0, None, RingOptions(backend="reference"))(q, k, v)
         out.square().sum().backward()
         results.append([out, q.grad, k.grad, v.grad])
     for on_cpu, on_gpu in zip(*results, strict=True):

@@ -7,11 +7,11 @@ import warnings
 import pytest
 import torch
 
-from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import covering
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.routing.router import Router
 from tests.gpu.attention.test_sparse_ring_on_gpu import ALLOWED, usable
 from tests.gpu.gpu_rings import run_content_on
@@ -57,7 +57,7 @@ def test_a_ring_makes_the_choice_of_the_definition_and_agrees_with_the_masked_so
 def test_choosing_waits_for_the_device_once(text: str) -> None:
     case = make_case("contiguous", 1, 128 * 32, text=text, block=128, head_dim=128, dtype=torch.bfloat16)
     q, k = (tensor.cuda() for tensor in case.tensors()[:2])
-    route = Router(contiguous(128 * 32, 1), 0, None, case.documents, HopLedger())
+    route = Router(contiguous(128 * 32, 1), 0, None, case.documents, RingOptions())
     first = route(case.heads, q, k, 0)
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -78,7 +78,9 @@ def test_with_all_keys_fetched_neither_pass_waits_for_the_device(kernel: Kernel)
     )
     q, k, v, dout = (tensor.cuda() for tensor in case.tensors())
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    attention = PatternedAttention(case.pattern, case.layout, 0, None, sparse_kernel=kernel.name, deterministic=False)
+    attention = PatternedAttention(
+        case.pattern, case.layout, 0, None, RingOptions(kernel=kernel.name, deterministic=False)
+    )
     first = torch.autograd.grad(attention(*leaves), leaves, dout)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

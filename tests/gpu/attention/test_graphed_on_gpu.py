@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ring.attention.comm.exchange import HopBuffers
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.errors import PeerFailed
 from experiments.cuda_graphs import GraphedRing, make_graphed
@@ -67,7 +68,9 @@ def dense_rings(cp_rank: int, cp: int) -> None:
             document_starts=(0, 1000),
             dtype=torch.bfloat16,
         )
-        ring = RingAttention(case.schedule, cp_rank, dist.group.WORLD, deterministic=True, hops_per_stage=hops)
+        ring = RingAttention(
+            case.schedule, cp_rank, dist.group.WORLD, RingOptions(deterministic=True, hops_per_stage=hops)
+        )
         with _agreeing(ring, case, cp_rank):
             pass
 
@@ -81,14 +84,14 @@ def sparse_rings(cp_rank: int, cp: int) -> None:
         ("window", "contiguous", {"keep_keys": True}),
     ):
         case = block_case(family, cp, layout, head_dim=128, dtype=torch.bfloat16)
-        ring = RingAttention(case.schedule, cp_rank, dist.group.WORLD, deterministic=False, **options)
+        ring = RingAttention(case.schedule, cp_rank, dist.group.WORLD, RingOptions(deterministic=False, **options))
         with _agreeing(ring, case, cp_rank, allowed=3e-3):
             pass
 
 
 def deterministic_sparse_ring(cp_rank: int, cp: int) -> None:
     case = block_case("bigbird", cp, "zigzag", head_dim=128, dtype=torch.bfloat16)
-    ring = RingAttention(case.schedule, cp_rank, dist.group.WORLD, deterministic=True)
+    ring = RingAttention(case.schedule, cp_rank, dist.group.WORLD, RingOptions(deterministic=True))
     with _agreeing(ring, case, cp_rank):
         pass
 
@@ -98,7 +101,7 @@ def layers_in_turn(cp_rank: int, cp: int) -> None:
     case = Case(
         cp=cp, seq_len=4096, num_heads=8, num_kv_heads=8, head_dim=128, document_starts=(0,), dtype=torch.bfloat16
     )
-    ring = RingAttention(case.schedule, cp_rank, dist.group.WORLD, deterministic=True)
+    ring = RingAttention(case.schedule, cp_rank, dist.group.WORLD, RingOptions(deterministic=True))
     tensors = _draw(case, cp_rank, 0)
 
     def through(attends: Sequence[Any]) -> Any:
@@ -119,7 +122,7 @@ def layers_in_turn(cp_rank: int, cp: int) -> None:
 def in_place(cp_rank: int, cp: int) -> None:
     """Arguments written where graphs read them, gradients taken up where they leave them, on a stream of its own."""
     case = block_case("bigbird", cp, "zigzag", head_dim=128, dtype=torch.bfloat16)
-    ring = RingAttention(case.schedule, cp_rank, dist.group.WORLD, deterministic=False)
+    ring = RingAttention(case.schedule, cp_rank, dist.group.WORLD, RingOptions(deterministic=False))
     inputs = [_draw(case, cp_rank, seed) for seed in range(3)]
     with make_graphed(ring, *inputs[0][:3], copy_grads=False) as graphed, torch.cuda.stream(torch.cuda.Stream()):
         for each in inputs:
@@ -142,7 +145,7 @@ def larger_ones_between(cp_rank: int, cp: int) -> None:
         for n in (2048, 8192)
     )
     rings = [
-        RingAttention(case.schedule, cp_rank, dist.group.WORLD, deterministic=True, buffers=buffers)
+        RingAttention(case.schedule, cp_rank, dist.group.WORLD, RingOptions(deterministic=True, buffers=buffers))
         for case in (small, large)
     ]
     with _agreeing(rings[0], small, cp_rank) as graphed:
@@ -164,7 +167,7 @@ def aborted_while_a_replay_waits(cp_rank: int, cp: int) -> None:
         cp=cp, seq_len=2048, num_heads=8, num_kv_heads=8, head_dim=128, document_starts=(0,), dtype=torch.bfloat16
     )
     group: Any = dist.new_group(backend="nccl")
-    ring = RingAttention(case.schedule, cp_rank, group, deterministic=True)
+    ring = RingAttention(case.schedule, cp_rank, group, RingOptions(deterministic=True))
     tensors = _draw(case, cp_rank, 0)
     graphed = make_graphed(ring, *tensors[:3])
     _both(graphed, tensors)
@@ -182,7 +185,9 @@ def aborted_while_a_replay_waits(cp_rank: int, cp: int) -> None:
     assert not control.is_alive()
     with pytest.raises(ValueError, match="closed"):
         graphed(*tensors[:3])
-    with _agreeing(RingAttention(case.schedule, cp_rank, dist.group.WORLD, deterministic=True), case, cp_rank):
+    with _agreeing(
+        RingAttention(case.schedule, cp_rank, dist.group.WORLD, RingOptions(deterministic=True)), case, cp_rank
+    ):
         pass
 
 

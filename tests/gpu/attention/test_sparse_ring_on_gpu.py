@@ -11,6 +11,7 @@ from elastic_ring.attention.kernels.verify import warm_up_kernels
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.lowering import blocks as lowered
 from elastic_ring.attention.merge import eager_add_placed_
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
@@ -195,4 +196,4 @@ def test_an_own_kernel_is_chosen_and_refused_by_name() -> None:
     x = torch.randn(1, 512, 2, 128, device="cuda", dtype=torch.bfloat16)
     assert RingAttention(schedule, 0, None)(x, x, x).shape == x.shape
     with pytest.raises(ValueError, match="'flash-attn-4-sparse' has no deterministic sparse backward"):
-        RingAttention(schedule, 0, None, kernel="flash-attn-4-sparse")(x, x, x)
+        RingAttention(schedule, 0, None, RingOptions(kernel="flash-attn-4-sparse"))(x, x, x)

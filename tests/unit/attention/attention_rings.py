@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.layouts.layout import Layout, make_layout
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import Schedule, plan
 from elastic_ring.attention.ring import RingAttention
@@ -123,7 +124,7 @@ def run_ring(case: Case, groups: list[Any], tensors: list[torch.Tensor] | None =
     def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
         *inputs, dout = (layout.scatter(tensor, cp_rank, 1) for tensor in tensors)
         leaves = [tensor.requires_grad_() for tensor in inputs]
-        ring = RingAttention(schedule, cp_rank, groups[cp_rank], **options)
+        ring = RingAttention(schedule, cp_rank, groups[cp_rank], RingOptions(**options))
         out = ring(*leaves)
         out.backward(dout)
         return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)], ring.ledger

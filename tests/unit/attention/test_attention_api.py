@@ -18,12 +18,13 @@ from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous, make_layout, zigzag
 from elastic_ring.attention.lowering import rectangles
 from elastic_ring.attention.lowering import tiles as tiles_module
+from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Window
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
 from tests.unit.attention.attention_rings import (
     Case,
@@ -248,7 +249,9 @@ def test_the_observer_sees_every_hop_of_every_call_in_order(rings: ThreadRings) 
 
     def work(cp_rank: int) -> None:
         stamps = seen[cp_rank]
-        ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], observer=lambda *stamp: stamps.append(stamp))
+        ring = RingAttention(
+            case.schedule, cp_rank, groups[cp_rank], RingOptions(observer=lambda *stamp: stamps.append(stamp))
+        )
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in tensors)
         q.requires_grad_()
         for _ in range(2):
@@ -329,7 +332,7 @@ def test_an_error_in_any_wait_comes_out_as_it_is_keeps_its_buffer_and_lets_the_g
             pending = group.pending
             group.group = None
         del group
-        ring._group = groups[cp_rank] = None
+        ring.group = groups[cp_rank] = None
         assert pending is None or pending() is not None
         return phases[-1]
 

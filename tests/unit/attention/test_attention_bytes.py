@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic_ring.attention.comm.exchange import HopExchange, HopLedger
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import Case, ThreadRings, in_threads, one_thread, run_ring
@@ -115,7 +116,7 @@ def _run_with_ledgers(rings: ThreadRings, case: Case, ledgers: list[HopLedger]) 
 
     def work(cp_rank: int) -> None:
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in tensors)
-        ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], ledger=ledgers[cp_rank])
+        ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], RingOptions(ledger=ledgers[cp_rank]))
         ring(q.requires_grad_(), k.requires_grad_(), v.requires_grad_()).backward(dout)
 
     in_threads(case.cp, work)

@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from elastic_ring.attention.kernels.adapters import aten_cpu
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import (
     Case,
@@ -158,7 +159,9 @@ def test_checkpointing_runs_the_hops_again_and_gives_the_same_bits(rings: Thread
 
         def work(cp_rank: int) -> torch.Tensor:
             seen = hops[cp_rank]
-            ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], observer=lambda *stamp: seen.append(stamp))
+            ring = RingAttention(
+                case.schedule, cp_rank, groups[cp_rank], RingOptions(observer=lambda *stamp: seen.append(stamp))
+            )
             q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in tensors)
             leaf = q.requires_grad_()
             x = leaf

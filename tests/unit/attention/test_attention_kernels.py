@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from elastic_ring.attention import ring as ring_module
-from elastic_ring.attention.accumulate import Accumulator
 from elastic_ring.attention.kernels.adapters import aten_cpu, aten_flash, reference
 from elastic_ring.attention.kernels.kernel import CoverKind, Kernel
 from elastic_ring.attention.kernels.registry import covering, named, select
 from elastic_ring.attention.kernels.verify import self_test
 from elastic_ring.attention.layouts.layout import contiguous
-from elastic_ring.attention.lowering.rows import Span
-from elastic_ring.attention.merge import lse_for_backward, merge_
+from elastic_ring.attention.layouts.rows import Span
+from elastic_ring.attention.merge import Accumulator, lse_for_backward, merge_
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense
 from elastic_ring.attention.patterns.sparse import SparsePattern
@@ -316,7 +316,7 @@ def test_a_ring_asks_for_its_own_calls(cover: str, monkeypatch: pytest.MonkeyPat
     layout, q, k = contiguous(128, 1), torch.zeros(1, 128, 6, 24), torch.zeros(1, 128, 2, 24)
     sparse = plan_sparse(SparsePattern((Dense(),), 128), layout, 6, 2)
     kernel = "reference-sparse" if cover == "tables" else None
-    ring = RingAttention(plan(Pattern(), layout) if cover == "causal" else sparse, 0, None, kernel=kernel)
+    ring = RingAttention(plan(Pattern(), layout) if cover == "causal" else sparse, 0, None, RingOptions(kernel=kernel))
     for _ in range(2):
         assert ring(q, k, k).shape == q.shape
     assert asked == [(24, 3, cover)]

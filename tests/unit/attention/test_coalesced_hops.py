@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.errors import GroupAborted
 from tests.gpu.gpu_rings import ProcessGroups, run_dense_on
@@ -108,7 +109,7 @@ def test_a_lost_operation_keeps_what_it_fills_and_lets_go_of_its_works(good_wait
     """All messages of an operation share one end: it is let go for all of them, while the error's traceback lives."""
     case, group = Case(3, 36), LostGroup(3, good_waits)
     lost: Any = group
-    ring = RingAttention(case.schedule, 0, lost, hops_per_stage=2, coalesced=True)
+    ring = RingAttention(case.schedule, 0, lost, RingOptions(hops_per_stage=2, coalesced=True))
     q, k, v, dout = (case.layout.scatter(x, 0, 1).contiguous() for x in case.tensors())
 
     @torch.no_grad()
@@ -123,6 +124,6 @@ def test_a_lost_operation_keeps_what_it_fills_and_lets_go_of_its_works(good_wait
     # One operation in forward, keys and partials in backward.
     assert len(group.works) == good_waits + 1
     assert [work() for work in group.works] == [None] * len(group.works)
-    held = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in ring._abandoned]
+    held = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in ring.options.abandoned]
     assert group.received
     assert all(any(start <= at < stop for start, stop in held) for at in group.received)

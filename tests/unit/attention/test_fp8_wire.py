@@ -14,6 +14,7 @@ import torch
 from elastic_ring.attention.comm import fp8
 from elastic_ring.attention.comm.exchange import HopLedger, token_frame
 from elastic_ring.attention.layouts.layout import zigzag
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Sinks, Window
@@ -100,9 +101,9 @@ def test_a_ring_attends_to_crossed_keys_the_same_on_each_pass_and_counts_their_b
         leaves = [layout.scatter(x, cp_rank, 1).requires_grad_() for x in tensors[:3]]
         options: dict[str, Any] = {"kernel": "reference-sparse"} if kind == "blocks" else {}
         ring: Any = (
-            RingAttention(dense, cp_rank, group, backend="reference", kv_wire="fp8")
+            RingAttention(dense, cp_rank, group, RingOptions(backend="reference", kv_wire="fp8"))
             if kind == "dense"
-            else RingAttention(case.schedule, cp_rank, group, kv_wire="fp8", **options)
+            else RingAttention(case.schedule, cp_rank, group, RingOptions(kv_wire="fp8", **options))
         )
         out = ring(*leaves)
         out.backward(layout.scatter(tensors[3], cp_rank, 1))
@@ -129,7 +130,9 @@ def test_a_ring_attends_to_crossed_keys_the_same_on_each_pass_and_counts_their_b
 
 def test_copy_engines_send_no_encoded_keys() -> None:
     with pytest.raises(ValueError, match="kv_wire='fp8': copy engines"):
-        PeerRing(plan(Pattern(), zigzag(8, 1)), 0, None, PeerMemory(0, 1, torch.device("cpu")), kv_wire="fp8")
+        PeerRing(
+            plan(Pattern(), zigzag(8, 1)), 0, None, RingOptions(kv_wire="fp8"), PeerMemory(0, 1, torch.device("cpu"))
+        )
 
 
 def test_the_frame_of_the_wire_has_a_scale_for_each_head() -> None:

@@ -16,6 +16,7 @@ from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.lowering import rectangles
 from elastic_ring.attention.lowering.call_plan import Program, one_late
 from elastic_ring.attention.merge import add_, eager_add_
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.rank_plan import RankPlan, rank_plan, traffic
 from elastic_ring.attention.plan.schedule import Schedule
@@ -75,7 +76,9 @@ def ring_and_tensors(
     case: Case, cp_rank: int, hops_per_stage: int, **options: Any
 ) -> tuple[RingAttention, IdleGroup, list[torch.Tensor]]:
     group: Any = IdleGroup(cp_rank, case.cp)
-    ring = RingAttention(case.schedule, cp_rank, group, coalesced=True, hops_per_stage=hops_per_stage, **options)
+    ring = RingAttention(
+        case.schedule, cp_rank, group, RingOptions(coalesced=True, hops_per_stage=hops_per_stage, **options)
+    )
     return ring, group, [case.layout.scatter(x, cp_rank, 1).contiguous() for x in case.tensors()]
 
 
@@ -164,12 +167,12 @@ def test_own_heads_in_two_halves_give_the_gradients_of_one_run(
     plan = rank_plan(case.schedule, 0, 1)
     with torch.no_grad():
         out, lse, *_ = ring.run_forward(q, k, v, 1.0)
-        whole_plan, found = ring._call_plan(q, k), []
+        whole_plan, found = ring.call_plan(q, k), []
         halves = rectangles.own_halves(plan.stages[0], k.size(2), q.size(2) // k.size(2))
         sums = whole_plan.sums._replace(zeroed=num_stages > 2)
         halved = replace(whole_plan, backward=Program(one_late(0, 2), halves, fetches=True), sums=sums)
         for each in (whole_plan, halved):
-            monkeypatch.setattr(ring, "_call_plan", lambda *_, each=each: each)
+            monkeypatch.setattr(ring, "call_plan", lambda *_, each=each: each)
             found.append(ring.run_backward(dout, (q, k, v, out, lse), 1.0, 0))
     for whole, halves in zip(*found, strict=True):
         assert torch.allclose(whole, halves, rtol=1e-13, atol=1e-13)
@@ -218,12 +221,12 @@ def test_where_rows_see_nothing_backward_still_gets_their_lse_as_plus_infinity(
 ) -> None:
     case = Case(1, 40, document_starts=(0, 10, 20, 30))
     ring, _, (q, k, v, dout) = ring_and_tensors(case, 0, 1)
-    call_plan = ring._call_plan(q, k)
+    call_plan = ring.call_plan(q, k)
     own, part = call_plan.stages[0], call_plan.backward.own[0]
     holes = (replace(own, forward=own.forward[1:], backward=own.backward[1:]),)
     program = call_plan.backward._replace(own=(part._replace(calls=part.calls[1:], once=False),))
     seeing = replace(call_plan, stages=holes, backward=program, every_row_sees=False)
-    monkeypatch.setattr(ring, "_call_plan", lambda *_: seeing)
+    monkeypatch.setattr(ring, "call_plan", lambda *_: seeing)
     with torch.no_grad():
         out, lse, call, _ = ring.run_forward(q, k, v, 1.0)
         grads = ring.run_backward(dout, (q, k, v, out, lse), 1.0, call)

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from elastic_ring.attention.offload import OffloadedTensor
+from elastic_ring.attention.recomputation import OffloadedTensor
 
 
 def is_itself_until_it_leaves_and_equal_every_time_it_comes_back(device: str) -> None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import noop_context_fn
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
@@ -46,7 +47,9 @@ def train(cp: int, cp_rank: int, group: Any, *, keep: bool, offload: bool = Fals
         return backend.forward(*args, **options)
 
     layout = make_layout("zigzag", NUM_TOKENS, cp)
-    ring = RingAttention(plan(Pattern(), layout), cp_rank, group, backend=replace(backend, forward=forward))
+    ring = RingAttention(
+        plan(Pattern(), layout), cp_rank, group, RingOptions(backend=replace(backend, forward=forward))
+    )
     model = Transformer(replace(CONFIG, offload_activations=offload))
     initialise_module(model, Initialiser(0, CONFIG.num_layers))
     tokens = torch.arange(NUM_TOKENS).unsqueeze(0) * 7 % 64
@@ -91,7 +94,7 @@ def train_patterned(
         heard[0] += direction == "forward"
 
     attention: Any = PatternedAttention(
-        parse_pattern(PATTERN), layout, cp_rank, group, observer=observe, sparse_kernel=sparse_kernel
+        parse_pattern(PATTERN), layout, cp_rank, group, RingOptions(observer=observe, kernel=sparse_kernel)
     )
     model = Transformer(replace(CONFIG, offload_activations=offload))
     initialise_module(model, Initialiser(0, CONFIG.num_layers))

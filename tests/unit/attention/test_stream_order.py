@@ -17,6 +17,7 @@ from elastic_ring.attention.comm.exchange import HopBuffers, HopExchange
 from elastic_ring.attention.kernels.kernel import DENSE, Kernel
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.lowering import blocks, rectangles
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import Case
 from tests.unit.attention.stream_model import BESIDE, KERNELS, Graph, ModelledGroup, Streams
@@ -149,12 +150,14 @@ def both_passes(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> tuple[Gra
                 call.case.schedule,
                 streams.rank,
                 group,
-                kernel=host.kernel,
-                coalesced=True,
-                buffers=buffers,  # type: ignore[arg-type]
-                stage_bytes=call.stage_bytes,
-                keep_keys=call.keep_keys,
-                hosts=call.hosts,
+                RingOptions(
+                    kernel=host.kernel,
+                    coalesced=True,
+                    buffers=buffers,
+                    stage_bytes=call.stage_bytes,
+                    keep_keys=call.keep_keys,
+                    hosts=call.hosts,
+                ),
             )
             with slices(call.case, streams) as (q, k, v, dout):
                 out, lse, index, keys = ring.run_forward(q, k, v, 1.0)
@@ -291,11 +294,13 @@ def dense_passes(calls: list[DenseCall], monkeypatch: pytest.MonkeyPatch) -> Gra
                 call.case.schedule,
                 streams.rank,
                 group,
-                backend=host.dense_kernel,
-                coalesced=True,  # type: ignore[arg-type]
-                buffers=buffers,
-                hops_per_stage=call.hops_per_stage,
-                hosts=call.hosts,
+                RingOptions(
+                    backend=host.dense_kernel,
+                    coalesced=True,
+                    buffers=buffers,
+                    hops_per_stage=call.hops_per_stage,
+                    hosts=call.hosts,
+                ),
             )
             with slices(call.case, streams) as (q, k, v, dout):
                 out, lse, index, _ = ring.run_forward(q, k, v, 1.0)

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ring.attention.accumulate import Accumulator, GradientSum
-from elastic_ring.attention.lowering.rows import Span
-from elastic_ring.attention.merge import eager_merge_, lse_for_backward, own_gradients
+from elastic_ring.attention.layouts.rows import Span
+from elastic_ring.attention.merge import Accumulator, GradientSum, eager_merge_, lse_for_backward, own_gradients
 
 SHAPE = (2, 6, 4, 3)
 ALL = slice(None)

@@ -11,6 +11,7 @@ import torch
 
 from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.layouts.layout import zigzag
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Sinks, Window
@@ -106,7 +107,7 @@ def test_so_do_patterns_and_keys_in_8_bits(rings: ThreadRings, kind: str, case: 
         leaves = [layout.scatter(x, cp_rank, 1).requires_grad_() for x in tensors[:3]]
         options: dict[str, Any] = {"kernel": "reference-sparse", "stage_bytes": 1} if kind == "blocks" else {}
         schedule = plan(Pattern(True, case.document_starts), layout) if kind == "dense" else case.schedule
-        ring = RingAttention(schedule, cp_rank, groups[cp_rank], kv_wire=wire, hosts=hosts, **options)  # type: ignore[arg-type]
+        ring = RingAttention(schedule, cp_rank, groups[cp_rank], RingOptions(kv_wire=wire, hosts=hosts, **options))  # type: ignore[arg-type]
         out = ring(*leaves)
         out.backward(layout.scatter(tensors[3], cp_rank, 1))
         return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)], ring.ledger
@@ -128,4 +129,4 @@ def test_so_do_patterns_and_keys_in_8_bits(rings: ThreadRings, kind: str, case: 
 
 def test_hosts_are_one_for_each_rank() -> None:
     with pytest.raises(ValueError, match="one for each of the 1 ranks"):
-        RingAttention(Case(1, 16).schedule, 0, None, hosts=("a", "b"))
+        RingAttention(Case(1, 16).schedule, 0, None, RingOptions(hosts=("a", "b")))

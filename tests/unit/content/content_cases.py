@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ring.attention.layers import LayerPatterns, PatternedAttention
+from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import striped
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.content import Chosen, TopK, top_ks_of
+from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import Rule, Union
 from elastic_ring.attention.plan.schedule import Schedule
@@ -118,7 +120,7 @@ def run_content(
         q, k, v, dout = (layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
         attention = PatternedAttention(
-            case.pattern, layout, cp_rank, groups[cp_rank], document_starts=case.document_starts, **options
+            case.pattern, layout, cp_rank, groups[cp_rank], RingOptions(**options), document_starts=case.document_starts
         )
         out = attention(*leaves)
         out.backward(dout)
@@ -131,8 +133,8 @@ def run_content(
 
 def schedule_of(attention: PatternedAttention) -> Schedule:
     """That of its last call."""
-    schedule: Schedule = attention._one_call_rings[-1].schedule  # type: ignore[attr-defined]
-    return schedule
+    assert attention.last_ring is not None
+    return attention.last_ring.schedule
 
 
 def chosen_in(rule: Rule, document: int) -> list[Chosen]:

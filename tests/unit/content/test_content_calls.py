@@ -17,13 +17,14 @@ from elastic_ring.attention import layers
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous, zigzag
+from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.blocks import _KEPT_PAIRS, any_partly
 from elastic_ring.attention.patterns.content import TopK
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
-from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.attention.routing import router
 from elastic_ring.attention.routing.router import Router
 from elastic_ring.errors import GroupAborted
@@ -52,7 +53,9 @@ def train(
     """Loss and gradients of one sequence's slice under activation checkpointing, and what was sent for them."""
     num_tokens = 128 * 4 * cp
     layout = zigzag(num_tokens, cp)
-    attention: Any = PatternedAttention(parse_pattern(PATTERN % text), layout, cp_rank, group, sparse_kernel=kernel)
+    attention: Any = PatternedAttention(
+        parse_pattern(PATTERN % text), layout, cp_rank, group, RingOptions(kernel=kernel)
+    )
     if way == "run again":
         attention.recomputation = noop_context_fn
     model = Transformer(replace(CONFIG, offload_activations=way == "offloaded"))
@@ -118,7 +121,7 @@ def test_calls_fill_no_cache_and_leave_nothing_behind(
 
     def call() -> tuple[weakref.ref[Any], int]:
         q, k, v = (torch.randn(1, 6 * unit, 1, 4, generator=generator).requires_grad_() for _ in range(3))
-        attention = PatternedAttention(pattern, layout, 0, None, sparse_kernel=kernel, plans=plans)
+        attention = PatternedAttention(pattern, layout, 0, None, RingOptions(kernel=kernel), plans=plans)
         chosen = attention.layer(0)(q, k, v)
         schedule = schedule_of(attention)
         attention.layer(1)(chosen, k, v).sum().backward()
@@ -177,7 +180,7 @@ def test_a_peer_that_is_lost_while_choosing_raises_on_the_others(
     def work(cp_rank: int) -> str:
         q, k, v, _ = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         group = DiesAfter(groups, 1, num_sends) if cp_rank == 1 else groups[cp_rank]
-        attention: Any = PatternedAttention(case.pattern, case.layout, cp_rank, group, sparse_kernel=kernel)
+        attention: Any = PatternedAttention(case.pattern, case.layout, cp_rank, group, RingOptions(kernel=kernel))
         if cp_rank == 1:
             with pytest.raises(SystemExit):
                 attention(q, k, v)
@@ -186,10 +189,7 @@ def test_a_peer_that_is_lost_while_choosing_raises_on_the_others(
             return "lost"
         with pytest.raises(RuntimeError) as caught:
             attention(q, k, v)
-        kept = [
-            *attention._router._all_to_all._abandoned,
-            *(b for ring in attention._one_call_rings for b in ring._abandoned),
-        ]
+        kept = attention.options.abandoned
         # Where the peer is gone before anything could be posted to it, nothing is under way.
         assert kept or caught.traceback[-1].name != "_wait", "what the group may still write to is kept"
         groups[cp_rank] = None
@@ -207,7 +207,7 @@ def test_choices_read_after_an_abort_are_never_planned_with() -> None:
         raise GroupAborted("generation 1/0 was aborted")
 
     x = torch.randn(1, 24, 1, 4)
-    attention = PatternedAttention(parse_pattern("topk:2,unit=4"), contiguous(24, 1), 0, None, check=check)
+    attention = PatternedAttention(parse_pattern("topk:2,unit=4"), contiguous(24, 1), 0, None, RingOptions(check=check))
     with pytest.raises(GroupAborted):
         attention(x, x, x)
     assert asked == [True]
@@ -242,7 +242,8 @@ def test_messages_go_out_as_two_operations_and_the_host_reads_once(
     def route(cp_rank: int, groups: Any, coalesced: bool) -> Any:
         q, k, *_ = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         ledger = HopLedger()
-        router = Router(case.layout, cp_rank, groups[cp_rank], case.documents, ledger, coalesced=coalesced)
+        options = RingOptions(ledger=ledger, coalesced=coalesced)
+        router = Router(case.layout, cp_rank, groups[cp_rank], case.documents, options)
         with NoReads():
             return router(rules, q, k, 0), routed(ledger.sent_bytes)
 
@@ -260,7 +261,7 @@ def test_messages_go_out_as_two_operations_and_the_host_reads_once(
 @pytest.mark.slow
 def test_a_ring_whose_messages_are_operations_agrees_with_one_of_gloo(rings: ThreadRings) -> None:
     case = make_case("zigzag", 2, 128 * 12, text="topk:3+bigbird:1,1,0", block=128)
-    want, used = run_content(case, rings.groups(2), sparse_kernel="reference-sparse")
+    want, used = run_content(case, rings.groups(2), kernel="reference-sparse")
     links = ProcessGroups(2)
     groups = links.groups()
     links.groups = lambda: groups  # type: ignore[method-assign]

@@ -14,14 +14,15 @@ import torch
 from benchmarks.quality.content import ContentFamily
 from elastic_ring.attention import layers
 from elastic_ring.attention.autolayout.choice import Sizes
-from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous, zigzag
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.content import ByDocument, Chosen, TopK
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import FULL, NONE, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.chunks import chunks_of
+from elastic_ring.attention.plan.sparse_blocks import check_layer_blocks
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.routing.router import Router
 from experiments.block_means import choose_blocks
@@ -81,7 +82,7 @@ def test_in_short_types_too_every_ring_and_layout_makes_the_same_choice(rings: T
 
     def route(layout: Any, groups: list[Any], cp_rank: int) -> Any:
         own = [layout.scatter(x, cp_rank, 1) for x in (q, k)]
-        return Router(layout, cp_rank, groups[cp_rank], documents, HopLedger())(rules, *own, 0)
+        return Router(layout, cp_rank, groups[cp_rank], documents, RingOptions())(rules, *own, 0)
 
     found = set()
     for cp in (1, 2, 3, 5):
@@ -102,7 +103,7 @@ def test_among_equal_scores_the_earlier_block_is_taken(rings: ThreadRings) -> No
 
         def route(cp_rank: int, layout: Any = layout, groups: Any = groups) -> Any:
             own = [layout.scatter(x, cp_rank, 1) for x in (q, k)]
-            return Router(layout, cp_rank, groups[cp_rank], ((0, 64),), HopLedger())((rule,), *own, 0)
+            return Router(layout, cp_rank, groups[cp_rank], ((0, 64),), RingOptions())((rule,), *own, 0)
 
         for rules in in_threads(cp, route):
             assert rules[0].past[3:].tolist() == [[0, 1]] * 13
@@ -112,7 +113,7 @@ def test_numbers_that_are_none_choose_past_blocks_too() -> None:
     """A gradient gone wrong makes such queries; the step is then skipped, and must not end in an index instead."""
     q, k = torch.randn(1, 24, 1, 4), torch.randn(1, 24, 1, 4)
     q[:, ::4], k[:, 4:12] = float("nan"), -float("inf")
-    (rule,) = Router(contiguous(24, 1), 0, None, ((0, 24),), HopLedger())((TopK(3, True, 4),), q, k, 0)
+    (rule,) = Router(contiguous(24, 1), 0, None, ((0, 24),), RingOptions())((TopK(3, True, 4),), q, k, 0)
     assert isinstance(rule, Chosen)
     for row, past in enumerate(rule.past.tolist()):
         assert len({j for j in past if 0 <= j < row}) == min(row, 2)
@@ -212,7 +213,9 @@ def test_calls_after_one_another_do_not_mix_and_repeat_bit_for_bit(rings: Thread
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         outs = []
         for _ in range(2):
-            attention = PatternedAttention(case.pattern, case.layout, cp_rank, groups[cp_rank], sparse_kernel=kernel)
+            attention = PatternedAttention(
+                case.pattern, case.layout, cp_rank, groups[cp_rank], RingOptions(kernel=kernel)
+            )
             leaf = q.clone().requires_grad_()
             attention(attention(leaf, k, v), k, v).backward(dout)
             assert leaf.grad is not None
@@ -244,7 +247,7 @@ def test_in_whole_blocks_the_choice_and_the_result_are_the_same(
 ) -> None:
     name = ("contiguous", "zigzag")[(cp + BLOCK_TEXTS.index(text)) % 2]
     case = make_case(name, cp, 1024, text=text, block=128, document_starts=starts)
-    found, used = run_content(case, rings.groups(cp), sparse_kernel="reference-sparse")
+    found, used = run_content(case, rings.groups(cp), kernel="reference-sparse")
     for what, got, want in zip(("out", "dq", "dk", "dv"), found, wanted(alone(case)), strict=True):
         assert relative_error(got, want) <= 1e-12, what
     check_choice(case, schedule_of(used[0]))
@@ -256,7 +259,7 @@ def test_in_whole_blocks_the_choice_and_the_result_are_the_same(
 def test_blocks_that_are_cut_are_chosen_and_attended_too(rings: ThreadRings, text: str, cp: int) -> None:
     block = 64 if "unit=64" in text else 128
     case = make_case("zigzag", cp, 1000, text=text, block=block, document_starts=(0, 200))
-    found, used = run_content(case, rings.groups(cp), sparse_kernel="reference-sparse")
+    found, used = run_content(case, rings.groups(cp), kernel="reference-sparse")
     for what, got, want in zip(("out", "dq", "dk", "dv"), found, wanted(alone(case)), strict=True):
         assert relative_error(got, want) <= 1e-12, what
     check_choice(case, schedule_of(used[0]))
@@ -264,15 +267,20 @@ def test_blocks_that_are_cut_are_chosen_and_attended_too(rings: ThreadRings, tex
 
 def test_without_the_host_only_whole_blocks_are_chosen() -> None:
     layout = zigzag(1024, 2)
-    parse_pattern("topk:4+bigbird:2,0,0").check_blocks(layout)
-    parse_pattern("topk:4,unit=256").check_blocks(layout)
+    check_layer_blocks(parse_pattern("topk:4+bigbird:2,0,0"), layout)
+    check_layer_blocks(parse_pattern("topk:4,unit=256"), layout)
     with pytest.raises(ValueError, match=r"topk:4.*chooses blocks of 64 tokens.*set unit=128"):
-        parse_pattern("topk:4,unit=64").check_blocks(layout)
+        check_layer_blocks(parse_pattern("topk:4,unit=64"), layout)
     with pytest.raises(ValueError, match=r"window:200: keeps blocks of 128 tokens in part"):
-        parse_pattern("topk:4+window:200").check_blocks(layout)
+        check_layer_blocks(parse_pattern("topk:4+window:200"), layout)
     x, text = torch.zeros(1, 512, 2, 16), "topk:2,fetch_all=1"
     packed = PatternedAttention(
-        parse_pattern(text), contiguous(512, 1), 0, None, document_starts=(0, 200), sparse_kernel="reference-sparse"
+        parse_pattern(text),
+        contiguous(512, 1),
+        0,
+        None,
+        RingOptions(kernel="reference-sparse"),
+        document_starts=(0, 200),
     )
     with pytest.raises(ValueError, match="begins at position 200, inside a block"):
         packed(x, x, x)
@@ -402,8 +410,8 @@ def test_with_all_keys_fetched_the_host_plans_once_and_the_choice_is_the_same(
             case.layout,
             cp_rank,
             groups[cp_rank],
+            RingOptions(kernel="reference-sparse"),
             document_starts=case.document_starts,
-            sparse_kernel="reference-sparse",
         )
         dout = case.layout.scatter(case.tensors()[3], cp_rank, 1)
         passes = []
@@ -422,5 +430,6 @@ def test_with_all_keys_fetched_the_host_plans_once_and_the_choice_is_the_same(
     for _, _, attention in results:
         counts = attention.ledger.received_bytes
         received = sum(num for (way, _), num in counts.items() if way == "forward")
-        past = attention._one_call_rings[-1].schedule.received_bytes(attention.cp_rank, case.head_dim, 8)
+        assert attention.last_ring is not None
+        past = attention.last_ring.schedule.received_bytes(attention.cp_rank, case.head_dim, 8)
         assert received == 2 * past

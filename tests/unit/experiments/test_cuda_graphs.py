@@ -16,6 +16,7 @@ import torch.distributed as dist
 from elastic_ring.attention.comm.exchange import HopBuffers, HopLedger
 from elastic_ring.attention.kernels.registry import KERNELS, named
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.content import Chosen
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.pattern import Pattern
@@ -31,12 +32,12 @@ from experiments.peer_memory import PeerMemory
 
 
 def _ring(**options: Any) -> RingAttention:
-    return RingAttention(plan(Pattern(), make_layout("contiguous", 64, 1)), 0, None, **options)
+    return RingAttention(plan(Pattern(), make_layout("contiguous", 64, 1)), 0, None, RingOptions(**options))
 
 
 def _sparse_ring(**options: Any) -> RingAttention:
     schedule = plan_sparse(SparsePattern((BigBird(1, 0, 0, 0, 16),)), make_layout("contiguous", 64, 1), 2, 2)
-    return RingAttention(schedule, 0, None, **options)
+    return RingAttention(schedule, 0, None, RingOptions(**options))
 
 
 def _tensors() -> list[torch.Tensor]:
@@ -57,7 +58,7 @@ def test_a_ring_that_is_watched_is_refused(make: Any) -> None:
 
 
 def test_a_ring_by_copy_engines_is_refused() -> None:
-    ring = PeerRing(_ring().schedule, 0, None, PeerMemory(0, 1, torch.device("cuda", 0)))
+    ring = PeerRing(_ring().schedule, 0, None, RingOptions(), PeerMemory(0, 1, torch.device("cuda", 0)))
     with pytest.raises(ValueError, match="leave memory out"):
         make_graphed(ring, *_tensors())
 
@@ -91,7 +92,7 @@ def test_what_is_held_is_what_the_buffers_are_just_now() -> None:
     rings = [_ring(buffers=buffers), _sparse_ring(buffers=buffers)]
     for size in (4, 8):
         made = buffers.get("keys", 0, (2, size), torch.float32, torch.device("cpu"))
-        assert all([x.data_ptr() for x in ring._buffers.shared_buffers()] == [made.data_ptr()] for ring in rings)
+        assert all([x.data_ptr() for x in ring.options.buffers.shared_buffers()] == [made.data_ptr()] for ring in rings)
 
 
 def test_a_group_that_works_on_the_host_is_refused() -> None:

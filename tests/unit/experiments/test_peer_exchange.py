@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from elastic_ring.attention.comm.ledger import HopLedger
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.plan.traffic import ContiguousCopy
 from experiments.peer_exchange import PeerRing, most_tokens
 from experiments.peer_memory import PeerMemory
@@ -46,7 +47,7 @@ def run_by_copies(host: ModelledHost, cases: list[Case], **options: Any) -> list
         results = []
         for case in cases:
             q, k, v, dout = (case.layout.scatter(x, cp_rank, 1).contiguous() for x in case.tensors())
-            ring = PeerRing(case.schedule, cp_rank, group, memory, **options)
+            ring = PeerRing(case.schedule, cp_rank, group, RingOptions(**options), memory)
             out, lse, call, _ = ring.run_forward(q, k, v, case.head_dim**-0.5)
             grads = ring.run_backward(dout, (q, k, v, out, lse), case.head_dim**-0.5, call)
             results.append(([out, *grads], ring.ledger))

@@ -15,8 +15,9 @@ from torch import Tensor
 
 import elastic_ring
 from elastic_ring import ElasticRingTrainer, StepConfig
-from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention
+from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import Dense, Window
 from elastic_ring.cli import main as command

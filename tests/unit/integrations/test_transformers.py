@@ -24,6 +24,7 @@ from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.sparse_blocks import check_layer_blocks
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.data.loader import joined, slice_sample
 from elastic_ring.data.packing import Sample
@@ -219,7 +220,7 @@ def test_windows_in_blocks_keep_the_window_and_at_most_254_tokens_more(window: i
     kept, wanted = rule.sees(queries, keys) & past, Window(window).sees(queries, keys) & past
     assert not (wanted & ~kept).any()
     assert (kept.sum(1) - wanted.sum(1)).max() <= 254
-    pattern.check_blocks(make_layout("zigzag", 8192, 2))
+    check_layer_blocks(pattern, make_layout("zigzag", 8192, 2))
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

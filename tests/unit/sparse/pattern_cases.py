@@ -11,6 +11,7 @@ import torch
 
 from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.layouts.layout import Layout
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
@@ -168,7 +169,7 @@ def run_sparse(case: SparseCase, groups: list[Any], **options: Any) -> tuple[lis
     def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
         q, k, v, dout = (layout.scatter(tensor, cp_rank, 1) for tensor in tensors)
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-        ring = RingAttention(schedule, cp_rank, groups[cp_rank], **options)
+        ring = RingAttention(schedule, cp_rank, groups[cp_rank], RingOptions(**options))
         out = ring(*leaves)
         out.backward(dout)
         return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)], ring.ledger

@@ -18,10 +18,11 @@ from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import covering, named, select
 from elastic_ring.attention.kernels.verify import self_test
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
+from elastic_ring.attention.layouts.rows import OneGroup, SeveralGroups
 from elastic_ring.attention.lowering import blocks as lowered
 from elastic_ring.attention.lowering.device_blocks import on_device
-from elastic_ring.attention.lowering.rows import OneGroup, SeveralGroups
 from elastic_ring.attention.merge import add_placed_
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import Dilated
 from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
@@ -237,7 +238,9 @@ def test_calls_share_buffers_and_make_none_after_the_first(rings: ThreadRings) -
     def work(cp_rank: int) -> tuple[int, int]:
         buffers, sizes = HopBuffers(), []
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
-        ring = RingAttention(case.schedule, cp_rank, rings.groups(2)[cp_rank], kernel=KERNEL, buffers=buffers)
+        ring = RingAttention(
+            case.schedule, cp_rank, rings.groups(2)[cp_rank], RingOptions(kernel=KERNEL, buffers=buffers)
+        )
         for _ in range(2):
             leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
             ring(*leaves).backward(dout)
@@ -261,8 +264,7 @@ def test_the_observer_hears_of_every_hop_before_its_keys_are_computed_on(rings: 
             case.schedule,
             cp_rank,
             rings.groups(3)[cp_rank],
-            kernel=KERNEL,
-            observer=lambda *what: heard[cp_rank].append(what),
+            RingOptions(kernel=KERNEL, observer=lambda *what: heard[cp_rank].append(what)),
         )
         q.requires_grad_()
         ring(q, k, v).backward(dout)
@@ -282,13 +284,13 @@ def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(ring
         if cp_rank == 2:
             groups[2] = None  # its sockets close
             return
-        ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], kernel=KERNEL)
+        ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], RingOptions(kernel=KERNEL))
         kept.append(ring)
         q, k, v, _ = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         with pytest.raises(RuntimeError):
             ring(q, k, v)
-        assert ring._abandoned
-        groups[cp_rank] = ring._group = None
+        assert ring.options.abandoned
+        groups[cp_rank] = ring.group = None
 
     in_threads(3, work)
     assert len(kept) == 2

@@ -11,6 +11,7 @@ import torch
 
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.lowering import blocks as lowered
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.ring import RingAttention
 from tests.gpu.gpu_rings import CopyWork, ProcessGroups, ThreadGroup, run_sparse_on
 from tests.unit.sparse.block_cases import BlockCase, block_case, check_exact, grouped_case
@@ -226,9 +227,9 @@ def test_a_hop_is_one_message_a_direction_whatever_its_heads_and_sequences(
 def test_what_was_begun_together_is_ended_even_if_posting_fails() -> None:
     case = block_case("bigbird", 2, "zigzag")
     group = ToldGroup(ProcessGroups(2), 0, breaks=True)
-    ring = RingAttention(case.schedule, 0, group, kernel=REFERENCE.name, coalesced=True)
+    ring = RingAttention(case.schedule, 0, group, RingOptions(kernel=REFERENCE.name, coalesced=True))
     q, k, v, _ = (case.layout.scatter(tensor, 0, 1) for tensor in case.tensors())
     with group.links.baton, pytest.raises(RuntimeError, match="a peer is gone"):
         ring(q, k, v)
     assert group.num_open == 0
-    assert ring._abandoned
+    assert ring.options.abandoned

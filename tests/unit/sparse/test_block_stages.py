@@ -16,17 +16,18 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.attention.footprint import footprint
-from elastic_ring.attention import merge, ring_plans
+from elastic_ring.attention import merge
 from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.kernels.adapters.block_sparse import flex_mask
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.lowering import blocks as lowered
-from elastic_ring.attention.lowering import device_blocks
+from elastic_ring.attention.lowering import device_blocks, ring_plans
 from elastic_ring.attention.lowering.device_blocks import on_device
+from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.plan.sparse_blocks import group_hops, plan_blocks
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.ring_plans import PlanCache
 from tests.gpu.gpu_rings import run_sparse_on
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 from tests.unit.sparse.block_cases import BlockCase, block_case, check_bytes, check_exact, fetches_little
@@ -108,10 +109,10 @@ def test_what_up_to_three_stages_find_is_merged_in_one_pass_over_memory(
         threading.current_thread().name = f"rank {cp_rank}"
         q, k, v, _ = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         ring = RingAttention(
-            case.schedule, cp_rank, rings.groups(4)[cp_rank], kernel=KERNEL, stage_bytes=1, keep_keys=False
+            case.schedule, cp_rank, rings.groups(4)[cp_rank], RingOptions(kernel=KERNEL, stage_bytes=1, keep_keys=False)
         )
         assert footprint(ring, q, k).num_stages == 3
-        at_once[f"rank {cp_rank}"] = ring._call_plan(q, k).sums.at_once
+        at_once[f"rank {cp_rank}"] = ring.call_plan(q, k).sums.at_once
         ring.run_forward(q, k, v, 1.0)
 
     rings.groups(4)
@@ -157,10 +158,7 @@ def test_buffers_are_bounded_by_the_limit_and_the_largest_hop(rings: ThreadRings
                 case.schedule,
                 cp_rank,
                 rings.groups(8)[cp_rank],
-                kernel=KERNEL,
-                buffers=buffers,
-                stage_bytes=limit_rows * row_bytes(case),
-                keep_keys=False,
+                RingOptions(kernel=KERNEL, buffers=buffers, stage_bytes=limit_rows * row_bytes(case), keep_keys=False),
             )
             for _ in range(2):
                 ring(q.requires_grad_(), k, v).backward(dout)
@@ -203,7 +201,10 @@ def test_small_fetches_are_kept_and_freed_after_backward(rings: ThreadRings) -> 
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         buffers = HopBuffers()
         ring = RingAttention(
-            case.schedule, cp_rank, rings.groups(4)[cp_rank], kernel=KERNEL, buffers=buffers, keep_keys=True
+            case.schedule,
+            cp_rank,
+            rings.groups(4)[cp_rank],
+            RingOptions(kernel=KERNEL, buffers=buffers, keep_keys=True),
         )
         run = ring.run_forward
 
@@ -233,7 +234,7 @@ def test_keys_are_kept_where_no_rank_fetches_more_than_a_quarter_and_in_one_stag
         assert {plan_blocks(case.schedule, rank)[0].small for rank in range(4)} == {small}
         assert fetches_little(case) == small
     x = torch.zeros(1, 512, 4, 8, dtype=torch.float64)
-    ring = RingAttention(far.schedule, 0, rings.groups(4)[0], kernel=KERNEL, keep_keys=True, stage_bytes=1)
+    ring = RingAttention(far.schedule, 0, rings.groups(4)[0], RingOptions(kernel=KERNEL, keep_keys=True, stage_bytes=1))
     with pytest.raises(ValueError, match="keep_keys=True, but what is fetched is 3 stages of at most stage_bytes=1"):
         ring(x, x[:, :, :2], x[:, :, :2])
 
@@ -244,7 +245,9 @@ def test_a_checkpointed_layer_whose_keys_are_kept_exchanges_them_once(rings: Thr
     def work(cp_rank: int, offload: bool) -> tuple[list[torch.Tensor], Any]:
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-        ring = RingAttention(case.schedule, cp_rank, rings.groups(4)[cp_rank], kernel=KERNEL, keep_keys=True)
+        ring = RingAttention(
+            case.schedule, cp_rank, rings.groups(4)[cp_rank], RingOptions(kernel=KERNEL, keep_keys=True)
+        )
         out = checkpoint(ring, *leaves, use_reentrant=False, context_fn=lambda: ring.recomputation(offload=offload))
         out.backward(dout)
         return [out.detach(), *(leaf.grad for leaf in leaves)], ring.ledger  # type: ignore[misc]
@@ -295,7 +298,7 @@ def test_a_run_of_equal_sequences_plans_once_and_one_of_packed_documents_does_no
 
     def call(owner: PlanCache, of: BlockCase) -> None:
         plans = owner.of(of.document_starts, lambda: of.schedule)
-        RingAttention(plans.schedule, 0, None, kernel=KERNEL, plans=plans)(*x[:3])
+        RingAttention(plans.schedule, 0, None, RingOptions(kernel=KERNEL), plans=plans)(*x[:3])
 
     for _ in range(3):
         call(owner, case)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ring.attention.accumulate import Accumulator, GradientSum
 from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.kernels.adapters.block_reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.adapters.block_sparse import padded_blocks
@@ -20,10 +19,11 @@ from elastic_ring.attention.kernels.block_tables import tables_apart
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layouts.layout import contiguous
+from elastic_ring.attention.layouts.rows import OneGroup, SeveralGroups, Span, rows_of
 from elastic_ring.attention.lowering import blocks as lowered
 from elastic_ring.attention.lowering.device_blocks import on_device
-from elastic_ring.attention.lowering.rows import OneGroup, SeveralGroups, Span, rows_of
-from elastic_ring.attention.merge import accumulate_dtype
+from elastic_ring.attention.merge import Accumulator, GradientSum, accumulate_dtype
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import Hierarchical
 from elastic_ring.attention.patterns.rules import Dense
 from elastic_ring.attention.ring import RingAttention
@@ -93,7 +93,10 @@ def run(
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
         counted = Counted(writes)
         ring = RingAttention(
-            case.schedule, cp_rank, groups[cp_rank], kernel=counted.kernel(), observer=counted.observe, **options
+            case.schedule,
+            cp_rank,
+            groups[cp_rank],
+            RingOptions(kernel=counted.kernel(), observer=counted.observe, **options),
         )
         out = ring(*leaves)
         out.backward(dout)

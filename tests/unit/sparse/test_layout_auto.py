@@ -19,11 +19,13 @@ from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfi
 from elastic_ring.attention.autolayout.choice import Sizes, in_whole_blocks
 from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.autolayout.model_layout import choose_layout, price_dense
-from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention
+from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import dealt, residue_class, striped, tokens_max_over_mean
+from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import Window
+from elastic_ring.attention.plan.sparse_blocks import check_layer_blocks
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.loss import language_model_loss
@@ -172,7 +174,7 @@ def test_gpus_get_layouts_of_whole_blocks_only() -> None:
     # 6 blocks on 2 ranks: zigzag would cut one in half, and is not taken.
     odd = choose_layout(patterns, CALLS, 128 * 6, 2, whole_blocks=True)
     assert odd.layout.name != "zigzag"
-    patterns.check_blocks(odd.layout)
+    check_layer_blocks(patterns, odd.layout)
     none = choose_layout(patterns, CALLS, 1000, 2, whole_blocks=True)
     assert none.layout == zigzag(1000, 2)
     assert "no layout cuts between blocks" in none.why

@@ -16,6 +16,7 @@ from elastic_ring.attention import ring as ring_module
 from elastic_ring.attention.kernels.registry import named, select
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import balanced, residue_class, striped
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns import families, parse
 from elastic_ring.attention.patterns.rules import Dense
 from elastic_ring.attention.patterns.sparse import SparsePattern
@@ -140,7 +141,7 @@ def test_what_does_not_fit_the_schedule_is_refused_before_anything_is_sent() -> 
     with pytest.raises(ValueError, match="needs a group"):
         RingAttention(plan_sparse(schedule.pattern, contiguous(8, 2), 4, 2), 0, None)
     with pytest.raises(ValueError, match="ahead=0"):
-        RingAttention(schedule, 0, None, ahead=0)
+        RingAttention(schedule, 0, None, RingOptions(ahead=0))
     with pytest.raises(ValueError, match="rules for 3 heads, the call has 4"):
         plan_sparse(SparsePattern((Dense(),) * 3, 4), contiguous(8, 1), 4, 2)
 
@@ -169,7 +170,7 @@ def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(ring
         q, k, v, _ = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
         with pytest.raises(RuntimeError):
             ring(q, k, v)
-        groups[cp_rank] = ring._group = None
+        groups[cp_rank] = ring.group = None
 
     in_threads(3, work)
     assert len(kept) == 2

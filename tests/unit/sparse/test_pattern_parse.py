@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ring.attention.layers import LayerGroup, LayerPatterns, PatternedAttention, of_layer
+from elastic_ring.attention.layers import PatternedAttention, of_layer
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
+from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern, read_pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
 from experiments.block_function import BlockFunction

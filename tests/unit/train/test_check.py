@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_ring.attention.layers import PatternedAttention
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import ModelConfig
@@ -147,7 +148,7 @@ def check_in_blocks(me: Any) -> int:
 
     def in_blocks(*arguments: Any, **options: Any) -> PatternedAttention:
         task, _, layout, cp_rank, group = arguments
-        made.append(PatternedAttention(task.pattern, layout, cp_rank, group, sparse_kernel="reference-sparse"))
+        made.append(PatternedAttention(task.pattern, layout, cp_rank, group, RingOptions(kernel="reference-sparse")))
         return made[-1]
 
     with mock.patch("elastic_ring.train.startup.check.attention_of", in_blocks):

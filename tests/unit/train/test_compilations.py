@@ -23,6 +23,7 @@ from elastic_ring.attention.kernels.adapters import aten_cpu, flash_attn4
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.kernels.verify import warm_up_kernels
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
@@ -166,7 +167,7 @@ def train_on_documents(cp: int, group: int, num_packings: int) -> None:
             nobody = NullProcessGroup(cp_rank, cp) if cp > 1 else None
             shapes = [(1, layout.num_tokens(cp_rank), heads, HEAD_DIM) for heads in (2 * group, 2, 2)]
             q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
-            RingAttention(schedule, cp_rank, nobody, backend=BACKEND)(q, k, v).sum().backward()
+            RingAttention(schedule, cp_rank, nobody, RingOptions(backend=BACKEND))(q, k, v).sum().backward()
 
 
 @pytest.mark.thinned(num=4)

@@ -18,9 +18,10 @@ from torch import Tensor
 from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.attention.layers import PatternedAttention, of_layer
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.attention.ring_plans import PlanCache
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.source import StdlibText
@@ -355,7 +356,7 @@ def test_training_in_blocks_gives_the_losses_of_training_in_tiles(text: str, doc
             layout,
             cp_rank,
             rings.groups(2)[cp_rank],
-            sparse_kernel=kernel,
+            RingOptions(kernel=kernel),
             document_starts=documents,
         )
         mine = layout.scatter(tokens, cp_rank, 1)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import KERNELS, named
-from elastic_ring.attention.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.layouts.layout import Layout, make_layout
+from elastic_ring.attention.options import RingOptions
+from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense
@@ -77,7 +78,7 @@ def test_a_dense_ring_meets_only_warmed_up_lengths(
 
     def made(seen: set[Any]) -> Any:
         return lambda cp_rank, group: RingAttention(
-            plan(Pattern(), layout), cp_rank, group, backend=counting(seen), hops_per_stage=hops_per_stage
+            plan(Pattern(), layout), cp_rank, group, RingOptions(backend=counting(seen), hops_per_stage=hops_per_stage)
         )
 
     num_ran = warm_up_lengths(
@@ -94,7 +95,7 @@ def test_ranks_that_bring_nothing_new_are_left_out() -> None:
     seen: set[Any] = set()
 
     def attentions(cp_rank: int, group: Any) -> list[Any]:
-        return [RingAttention(plan(Pattern(), layout), cp_rank, group, backend=counting(seen))]
+        return [RingAttention(plan(Pattern(), layout), cp_rank, group, RingOptions(backend=counting(seen)))]
 
     num_ran = warm_up_lengths(attentions, layout, HEADS, torch.float32, torch.device("cpu"))
     assert num_ran < 8
@@ -127,7 +128,9 @@ def test_a_sparse_ring_meets_only_warmed_up_block_numbers(rings: ThreadRings, fa
             return named("reference-sparse").backward(dout, q, k, *rest, **places)
 
         kernel = replace(named("reference-sparse"), forward=forward, backward=backward)
-        return RingAttention(plan_sparse(pattern, layout, HEADS[0], HEADS[1]), cp_rank, group, kernel=kernel)
+        return RingAttention(
+            plan_sparse(pattern, layout, HEADS[0], HEADS[1]), cp_rank, group, RingOptions(kernel=kernel)
+        )
 
     num_ran = warm_up_lengths(
         lambda cp_rank, group: [made(warmed, cp_rank, group)], layout, HEADS, torch.float32, torch.device("cpu")

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from benchmarks.quality.replay import SHARE, Grid, best_alone, replay, searched
-from elastic_ring.attention.layers import LayerPatterns
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_blocks import check_layer_blocks
 from elastic_ring.tuning.climb import Climb
 from elastic_ring.tuning.fidelity import REJECTED_GAP, handiest, planned, rule_costs
 from elastic_ring.tuning.quality.cost import placed
@@ -97,7 +98,7 @@ def test_for_gpus_only_patterns_of_whole_blocks_are_proposed() -> None:
     for candidate in kept:
         pattern = parse_pattern(candidate.file(8192, 4, "zigzag", {}))
         for name in LAYOUTS:
-            pattern.check_blocks(make_layout(name, 8192, 8))
+            check_layer_blocks(pattern, make_layout(name, 8192, 8))
     options.pattern_len = 2048
     with pytest.raises(ValueError, match=r"--for-gpus: GPUs refuse every pattern at --pattern-len 2048"):
         asked_for(options, Climb())

@@ -14,7 +14,7 @@ import torch
 
 from elastic_ring.attention.kernels.kernel import Grads, Pair
 from elastic_ring.attention.merge import own_gradients
-from elastic_ring.attention.plan.plan_cache import SizedLRU
+from elastic_ring.attention.patterns.caches import SizedLRU
 
 MASK_BYTES = 1 << 27
 """Device memory, in bytes, that the masks of causal tiles may take; packed documents give tiles of any length."""

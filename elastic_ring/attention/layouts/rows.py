@@ -5,17 +5,12 @@ Tensor indexing only: block tables, kernels and communication must not enter.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
-from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.layouts.layout import Range
-from elastic_ring.attention.patterns.rules import Positions
 
 
 class Rows(Protocol):
@@ -167,30 +162,3 @@ class Places(NamedTuple):
 
     def take(self, wide: torch.Tensor) -> torch.Tensor:
         return wide.index_select(1, self.inner)
-
-
-def rows_of(
-    blocks: Sequence[Positions], heads: Sequence[Range], num_heads: int, device: torch.device
-) -> OneGroup | SeveralGroups:
-    """The queries in each group's `blocks` (of a rank's slice, ascending) and `heads`, the same number in each group,
-    out of `num_heads` heads."""
-    if len(blocks) == 1:
-        return OneGroup(_tokens_of(blocks[0], device), slice(*heads[0]))
-    together = heads[0][1] - heads[0][0]
-    unit = math.gcd(num_heads, together, *(first for first, _ in heads))
-    per_token = num_heads // unit
-    pairs = zip(blocks, heads, strict=True)
-    starts = np.concatenate([some * (BLOCK_TOKENS * per_token) + first // unit for some, (first, _) in pairs])
-    # Expanded on the device; on the host this would take longer than making the tables.
-    tokens = per_token * torch.arange(BLOCK_TOKENS, device=device).unsqueeze(-1)
-    units = torch.arange(together // unit, device=device)
-    index = torch.from_numpy(starts).to(device).view(-1, 1, 1) + tokens + units
-    return SeveralGroups(index.flatten(), unit, together)
-
-
-def _tokens_of(blocks: Positions, device: torch.device) -> slice | torch.Tensor:
-    if len(blocks) and blocks[-1] - blocks[0] + 1 != len(blocks):
-        tokens = blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
-        return torch.from_numpy(tokens.ravel()).to(device)
-    first = int(blocks[0]) if len(blocks) else 0
-    return slice(first * BLOCK_TOKENS, (first + len(blocks)) * BLOCK_TOKENS)

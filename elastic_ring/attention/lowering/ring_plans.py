@@ -13,8 +13,8 @@ import torch
 
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.lowering.call_plan import CallPlan
+from elastic_ring.attention.patterns.caches import LRUCache
 from elastic_ring.attention.plan.padded_blocks import padded
-from elastic_ring.attention.plan.plan_cache import LRUCache
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_blocks import cut_blocks
 from elastic_ring.attention.routing.router import NUM_ROUTES
