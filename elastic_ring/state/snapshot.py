@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from torch import Tensor
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state import pinned
-from elastic_ring.state.device.paced_copy import PacedCopy, raw
 from elastic_ring.state.header import Header
+from elastic_ring.state.host_snapshot import HostSnapshot
 from elastic_ring.state.sealed import SEAL_BYTES, seal, verify
 from elastic_ring.state.shard import Shard
 
@@ -72,16 +71,13 @@ class Buffers:
             self._free = []
 
 
-@dataclass
-class Snapshot:
-    """`data` is sealed once `finish` has returned."""
+class Snapshot(HostSnapshot):
+    """`data` is sealed once `finish` has returned. `is_taken`: by this worker itself, in memory of that kind."""
 
-    id: SnapshotId
-    cp_rank: int
-    data: Tensor
-    from_device: PacedCopy | None = None
-    is_taken: bool = False  # by this worker itself, in memory of that kind
-    waited_s: float = 0.0  # of training, before the shard changed
+    def __init__(self, snapshot_id: SnapshotId, cp_rank: int, data: Tensor, *, is_taken: bool = False) -> None:
+        super().__init__(cp_rank)
+        self.id, self.data, self.is_taken = snapshot_id, data, is_taken
+        self.waited_s = 0.0  # of training, before the shard changed
 
     @classmethod
     def empty(cls, snapshot_id: SnapshotId, cp_rank: int) -> Snapshot:
@@ -92,15 +88,9 @@ class Snapshot:
     def is_empty(self) -> bool:
         return self.data.numel() == 0
 
-    def wait(self) -> None:
-        """Until the shard may be changed or freed by anybody."""
-        if self.from_device is not None:
-            self.from_device.wait()
-
     def finish(self) -> None:
-        """Copy what is on a GPU, and seal it. In another thread than the one that trains. Raises as `PacedCopy`."""
-        if self.from_device is not None:
-            self.from_device.finish()
+        """Copy what is on a GPU, and seal it. In another thread than the one that trains. Raises as `HostSnapshot`."""
+        super().finish()
         seal(self.data)
 
 
@@ -120,15 +110,8 @@ def take(shard: Shard, membership_id: tuple[int, int], buffers: Buffers, stream:
     head = _HEAD.pack(step, *membership_id, len(text)) + text
     data[SEAL_BYTES : SEAL_BYTES + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     snapshot = Snapshot(SnapshotId(step, membership_id), shard.cp_rank, data, is_taken=True)
-    on_device = []
-    for offset, tensor in zip(offsets, tensors, strict=True):
-        place = data[offset : offset + tensor.numel() * tensor.element_size()]
-        if tensor.is_cuda:
-            on_device.append((place, tensor))
-        elif tensor.numel():
-            place.copy_(raw(tensor))
-    if on_device:
-        snapshot.from_device = PacedCopy(on_device, stream)
+    places = (data[offset : offset + _size(spec)] for offset, spec in zip(offsets, header.layout, strict=True))
+    snapshot.fill(zip(places, tensors, strict=True), stream)
     return snapshot
 
 

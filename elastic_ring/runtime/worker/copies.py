@@ -146,9 +146,7 @@ class Copies:
     def before_apply(self) -> None:
         """The shard is about to change: not before the copy that is under way ends."""
         for exchange in self._exchanges[-1:]:
-            begun = time.monotonic()
-            exchange.snapshot.wait()
-            exchange.snapshot.waited_s += time.monotonic() - begun
+            exchange.snapshot.waited_s += exchange.snapshot.wait()
 
     def _is_due(self, applied: int) -> bool:
         return self.is_on and applied % self._every == 0

@@ -172,7 +172,6 @@ class Saver:
         self.schedule = SaveSchedule(run.checkpoint_config)
         self._storage: Storage | None = None
         self._last: Snapshot | None = None
-        self._is_reading = False
         self._stream: Any = None  # on which copies from a GPU run beside the next step
         self.pinning = Pinning("checkpoints")
         self._thread: threading.Thread | None = None
@@ -203,7 +202,7 @@ class Saver:
         def pin() -> None:
             found = Snapshot(shard.cp_rank, part)
             try:
-                for name, _, buffer in buffers_for(shard, described, part, self._last):
+                for name, buffer, _ in buffers_for(shard, described, part, self._last):
                     found.tensors[name] = buffer
             finally:
                 self._last = found
@@ -212,11 +211,8 @@ class Saver:
 
     def before_apply(self) -> None:
         """The shard is about to change: not before the copy that is under way ends."""
-        if self._last is not None and self._is_reading:
-            begun = time.monotonic()
-            self._last.wait()
-            self._is_reading = False
-            self.schedule.waited(time.monotonic() - begun)
+        if self._last is not None:
+            self.schedule.waited(self._last.wait())
 
     def leave(self) -> None:
         """The generation ends: the shard may be changed or freed."""
@@ -265,7 +261,7 @@ class Saver:
             self.schedule.saved(time.monotonic() - begun)
             self._failed(part, error)
             return
-        self._last, self._is_reading = snapshot, True
+        self._last = snapshot
         part["blocked_s"] = time.monotonic() - begun
         self.schedule.saved(part["blocked_s"])
         if place.global_rank == 0:

@@ -19,7 +19,7 @@ import json
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from elastic_ring.state.checkpoints.manifest import (
     rows_of,
     step_folder,
 )
-from elastic_ring.state.device.paced_copy import PacedCopy
+from elastic_ring.state.host_snapshot import HostSnapshot
 from elastic_ring.state.shard import Counters, Shard, raw_bytes
 from elastic_ring.state.storage.folder import Storage, StoredFile
 
@@ -55,25 +55,12 @@ OWN_TO_A_DEVICE = ("params", "fused", "foreach", "capturable")
 # ---------------------------------------------------------------- what one rank writes
 
 
-@dataclass
-class Snapshot:
+class Snapshot(HostSnapshot):
     """One rank's part of a shard in host memory: `tensors` by name, and what is not a tensor in `meta`."""
 
-    cp_rank: int
-    part: int
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
-    from_device: PacedCopy | None = None
-
-    def wait(self) -> None:
-        """Until the shard may change."""
-        if self.from_device is not None:
-            self.from_device.wait()
-
-    def finish(self) -> None:
-        """Until all of it is in host memory. Raises as `PacedCopy`."""
-        if self.from_device is not None:
-            self.from_device.finish()
+    def __init__(self, cp_rank: int, part: int, tensors: dict[str, Tensor] | None = None, meta: Any = None) -> None:
+        super().__init__(cp_rank)
+        self.part, self.tensors, self.meta = part, tensors or {}, meta or {}
 
 
 def tensors_of(shard: Shard) -> dict[str, Tensor]:
@@ -134,7 +121,7 @@ def describe(shard: Shard, shapes: Mapping[str, tuple[int, ...]], num_parts: int
 def buffers_for(
     shard: Shard, described: Mapping[str, Described], part: int, last: Snapshot | None = None
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, tensor of the shard, host memory for it) of this rank's part, pinned for tensors on a GPU; that of `last`
+    """(name, host memory, tensor of the shard) of this rank's part, pinned for tensors on a GPU; the memory of `last`
     where it fits."""
     for name, tensor in tensors_of(shard).items():
         if described[name].part != part:
@@ -142,28 +129,17 @@ def buffers_for(
         buffer = last.tensors.get(name) if last is not None else None
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = pinned.empty_like(tensor)
-        yield name, tensor, buffer
+        yield name, buffer, tensor
 
 
 def take(
     shard: Shard, described: Mapping[str, Described], part: int, last: Snapshot | None = None, stream: Any = None
 ) -> Snapshot:
-    """Copy this rank's part to host memory. `last` gives its buffers.
-
-    From a GPU the copy runs on `stream`, behind what the present stream holds, once another thread waits for it, as
-    must be done before the shard changes. Training waits for nothing else.
-    """
-    snapshot = Snapshot(shard.cp_rank, part, meta=meta_of(shard))
-    on_device = []
-    # All memory first: what is given back must not have a copy on its way into it.
-    for name, tensor, buffer in list(buffers_for(shard, described, part, last)):
-        if tensor.is_cuda:
-            on_device.append((buffer, tensor))
-        else:
-            buffer.copy_(tensor.detach())
-        snapshot.tensors[name] = buffer
-    if on_device:
-        snapshot.from_device = PacedCopy(on_device, stream)
+    """Copy this rank's part to host memory, as `HostSnapshot.fill`. `last` gives its buffers: all memory first, since
+    what is given back must not have a copy on its way into it."""
+    meta, found = meta_of(shard), list(buffers_for(shard, described, part, last))
+    snapshot = Snapshot(shard.cp_rank, part, {name: buffer for name, buffer, _ in found}, meta)
+    snapshot.fill((each[1:] for each in found), stream)
     return snapshot
 
 
