@@ -21,7 +21,7 @@ from elastic_ring.mesh import Mesh
 class Vote:
     """The result of one step's vote, from which a rank that missed it can apply the same update.
 
-    `values` is the float64 vector that all ranks agree on (fields: `train.step`); opaque here. `membership_id` is the
+    `values` is the float64 vector that all ranks agree on (`train.vote.Tally`); opaque here. `membership_id` is the
     (term, generation) of the `Build` whose members voted. A vote fits only the gradient that these members reduced:
     another mesh sums in another order.
     """

@@ -45,7 +45,17 @@ from elastic_ring.train.memory_relief import MemoryRelief
 from elastic_ring.train.optim import learning_rate, make_optimizer, make_own_optimizer
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import Batch, TrainingTask
-from elastic_ring.train.vote import Ballot, ComputedWrongly, MustGoBack, Outcome, count, start_vote
+from elastic_ring.train.vote import (
+    NOTHING,
+    Ballot,
+    ComputedWrongly,
+    Flag,
+    MustGoBack,
+    Outcome,
+    Tally,
+    count,
+    start_vote,
+)
 from elastic_ring.train.work_clock import WorkClock
 from elastic_ring.train.wrap import ModuleMaker, full_shapes, largest_list, local_params
 
@@ -57,12 +67,6 @@ BUCKET_ELEMENTS_ON_DEVICE = 256 << 20  # on a GPU each bucket is a launch that w
 
 Pairs = Sequence[tuple[int, int]]
 """(index_in_batch, sample_id) of sequences, as `share` gives them."""
-
-BallotPart = Callable[[], float]
-
-
-def _nothing() -> float:
-    return 0.0
 
 
 class ProcessGroups(Protocol):
@@ -290,20 +294,18 @@ class Transaction:
 
     # ------------------------------------------------------------ the step
 
-    def run(
-        self, step: int, *, boundary: bool, checkpoint: BallotPart = _nothing, copies: BallotPart = _nothing
-    ) -> tuple[Outcome, Local]:
+    def run(self, step: int, *, boundary: bool, flags: Callable[[], Flag] = lambda: NOTHING) -> tuple[Outcome, Local]:
         """Run one step and apply it. Exceptions of exchanges and of the user's code pass through.
 
-        `checkpoint` and `copies` give the fields of `Ballot` with these names. The vote calls them late, after the
-        device has computed the step, because a writer that was busy at its start may be free by then.
+        `flags` gives the other flags of this rank. The vote calls it late, after the device has computed the step,
+        because a writer that was busy at its start may be free by then.
         """
         assert step == self.applied, (step, self.applied)
         if self._back is not None and self._back.facts["step"] + 1 == step:
             raise self._back  # a member died in that step, and the generation that should have heard it had ended
         local = self.compute(step)
         self.reduce(step)
-        outcome = self.vote(step, local, boundary=boundary, checkpoint=checkpoint, copies=copies)
+        outcome = self.vote(step, local, boundary=boundary, flags=flags)
         self.apply(outcome)
         return outcome, local
 
@@ -407,15 +409,7 @@ class Transaction:
         self._flip("reduce", lambda: [gradient.flat])
         gradient.step, gradient.membership_id = step, self._membership_id
 
-    def vote(
-        self,
-        step: int,
-        local: Local,
-        *,
-        boundary: bool,
-        checkpoint: BallotPart = _nothing,
-        copies: BallotPart = _nothing,
-    ) -> Outcome:
+    def vote(self, step: int, local: Local, *, boundary: bool, flags: Callable[[], Flag] = lambda: NOTHING) -> Outcome:
         """Agree on the step's result. Once this returns on any rank, the step is committed."""
         assert self._gradient is not None
         assert self._groups is not None
@@ -428,21 +422,10 @@ class Transaction:
         self._groups.check()
         local.arrived.check(step)
         spike = self.spikes.ballot(step) if self.spikes is not None else SpikeBallot()
-        ballot = Ballot(
-            norm_sq,
-            num_nonfinite,
-            loss_sum,
-            local.num_tokens,
-            boundary,
-            local.samples,
-            checkpoint(),
-            copies(),
-            spike,
-            local.work_s(),
-            digests,
-            self._first_attempt(step),
-            self.gauge.share(self.device) if self.gauge is not None else 0.0,
-        )
+        said = flags() | (Flag.BOUNDARY if boundary else NOTHING)
+        tally = Tally(norm_sq, num_nonfinite, loss_sum, local.num_tokens, local.samples, said, spike)
+        memory_share = self.gauge.share(self.device) if self.gauge is not None else 0.0
+        ballot = Ballot(tally, local.work_s(), memory_share, digests, *self._first_attempt(step))
         work, rows = start_vote(self._groups.world, ballot)
         self._watch("vote", step)
         work.wait()
@@ -462,10 +445,12 @@ class Transaction:
         state = int(self.shard.digest()[:DIGITS], 16) + 1.0
         return Digests(state, checksum([self._gradient.flat]), norm_sq, local.own, local.again)
 
-    def _first_attempt(self, step: int) -> Suspicion | None:
-        """The attempt at this step before, if ranks did not agree in it; on another mesh sums have other bits."""
+    def _first_attempt(self, step: int) -> tuple[str, Digests]:
+        """What differed in the attempt at this step before, and this rank's digests then, if ranks did not agree; on
+        another mesh sums have other bits."""
         known = self._suspicion
-        return known if known is not None and (known.step, known.mesh) == (step, self._mesh) else None
+        same = known is not None and (known.step, known.mesh) == (step, self._mesh)
+        return (known.what, known.told) if known is not None and same else ("", Digests())
 
     def apply(self, outcome: Outcome) -> None:
         """Scale, clip and update the local shard; no exchange, never interrupted.

@@ -7,54 +7,57 @@ completes on one rank only if every rank entered it, which makes the step a tran
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, field
+from enum import IntFlag, auto
+from functools import cached_property, reduce
+from operator import add, or_
 from typing import Any
 
 import torch
 
-from elastic_ring.control.decisions.corruption import LOCAL, STATE, WHATS, Digests, Finding, Suspicion, judge
+from elastic_ring.control.decisions.corruption import LOCAL, STATE, WHATS, Digests, Finding, judge
 from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, VERDICTS, SpikeBallot
 from elastic_ring.control.messages import Vote
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
 
-FIELDS = (
-    "grad_norm_sq",
-    "num_nonfinite",
-    "loss_sum",
-    "num_tokens",
-    "boundary",
-    "checkpoint",
-    "copies",
-    "samples_0",
-    "samples_1",
-    "samples_2",
-    "samples_3",
-    "spike_num_seen",
-    "spike_limit",
-    "spike_verdict",
-    "spike_clips_harder",
-    "work_s",
-    "memory_share",
-    "told_state",
-    "told_reduced",
-    "told_norm_sq",
-    "told_own",
-    "told_again",
-    "first_what",
-    "first_state",
-    "first_reduced",
-    "first_norm_sq",
-    "first_own",
-    "first_again",
-)
-NUM_SAMPLE_LIMBS = 4
-SPIKE_FIELDS = frozenset(name for name in FIELDS if name.startswith("spike_"))
-"""Of these the vote takes what one rank says, and no sum."""
-DUE, BUSY = 1.0, -1048576.0
-"""What ranks say of a checkpoint; a single `BUSY` outweighs the one `DUE`."""
-COPYING, COPY_FAILED = 1.0, 1048576.0
-"""What ranks say of the last copies in peers' memory, where these are not complete."""
+
+class Flag(IntFlag):
+    """What a rank says; of a vote, what any rank said."""
+
+    BOUNDARY = auto()  # the step is to be followed by a boundary
+    DUE = auto()  # a checkpoint is; only global rank 0 knows
+    BUSY = auto()  # it still writes the last checkpoint
+    COPYING = auto()  # the last copies in peers' memory are not complete, or there is no memory for the next
+    COPY_FAILED = auto()  # its part of the last copies was not completed
+
+
+NOTHING = Flag(0)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a vote comes to, and one rank's share of it: its sums run over its own slices. `samples`: the limbs of the
+    consumed digest. `spike`: what is known of the losses before; of a vote, what the rank says that has seen most."""
+
+    grad_norm_sq: float = 0.0
+    num_nonfinite: float = 0.0
+    loss_sum: float = 0.0
+    num_tokens: float = 0.0
+    samples: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    flags: Flag = NOTHING
+    spike: SpikeBallot = field(default_factory=SpikeBallot)
+
+    def numbers(self) -> tuple[float, ...]:
+        sums = self.grad_norm_sq, self.num_nonfinite, self.loss_sum, self.num_tokens, *self.samples
+        return tuple(map(float, (*sums, self.flags, *astuple(self.spike))))
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Tally:
+        num_seen, limit, verdict, clips_harder = numbers[9:]
+        spike = SpikeBallot(int(num_seen), limit, int(verdict), clips_harder > 0)
+        return cls(*numbers[:4], tuple(numbers[4:8]), Flag(int(numbers[8])), spike)
 
 
 class ComputedWrongly(ElasticRingError):
@@ -81,50 +84,33 @@ class ReplicasDiverged(ElasticRingError):
 
 @dataclass(frozen=True)
 class Ballot:
-    """One rank's row. Sums run over the rank's own slices; `samples` are the limbs of the consumed digest.
+    """One rank's row.
 
-    `checkpoint`: `DUE` from the rank that knows that one is due, `BUSY` from one that still writes the last, else 0.
-    `copies`: `COPYING` or `COPY_FAILED` from a rank whose part of the last copies is not complete, else 0. `spike`:
-    what it knows of the losses before. `work_s`: how long it worked itself for each of its sequences, without waits for
-    others, in seconds; 0 if not measured. `digests`: what it computed. `first`: the same of its attempt at this step
-    before, where ranks did not agree. `memory_share`: how near it came to the end of its memory (`MemoryGauge`).
+    `work_s`: how long it worked itself for each of its sequences, without waits for others, in seconds; 0 if not
+    measured. `memory_share`: how near it came to the end of its memory (`MemoryGauge`). `digests`: what it computed.
+    `first`: the same of its attempt at this step before, if ranks did not agree in it: in `what`.
     """
 
-    grad_norm_sq: float
-    num_nonfinite: int
-    loss_sum: float
-    num_tokens: int
-    boundary: bool
-    samples: tuple[float, ...]
-    checkpoint: float = 0.0
-    copies: float = 0.0
-    spike: SpikeBallot = field(default_factory=SpikeBallot)
+    tally: Tally
     work_s: float = 0.0
-    digests: Digests = field(default_factory=Digests)
-    first: Suspicion | None = None
     memory_share: float = 0.0
+    digests: Digests = field(default_factory=Digests)
+    what: str = ""
+    first: Digests = field(default_factory=Digests)
 
     def row(self) -> torch.Tensor:
-        first = (WHATS.index(self.first.what), *self.first.told.numbers()) if self.first else (0.0,) * 6
-        values = (
-            self.grad_norm_sq,
-            self.num_nonfinite,
-            self.loss_sum,
-            self.num_tokens,
-            self.boundary,
-            self.checkpoint,
-            self.copies,
-            *self.samples,
-            self.spike.num_seen,
-            self.spike.limit,
-            self.spike.verdict,
-            self.spike.clips_harder,
-            self.work_s,
-            self.memory_share,
-            *self.digests.numbers(),
-            *first,
-        )
-        return torch.tensor([float(v) for v in values], dtype=torch.float64)
+        own = self.work_s, self.memory_share, *self.digests.numbers(), WHATS.index(self.what), *self.first.numbers()
+        return torch.tensor([*self.tally.numbers(), *own], dtype=torch.float64)
+
+    @classmethod
+    def of(cls, row: Sequence[float]) -> Ballot:
+        work_s, memory_share, *told = row[_NUM_TALLIED:]
+        first = WHATS[int(told[5])], Digests(*told[6:])
+        return cls(Tally.of(row[:_NUM_TALLIED]), work_s, memory_share, Digests(*told[:5]), *first)
+
+
+_NUM_TALLIED = len(Tally().numbers())
+_NUM_NUMBERS = len(Ballot(Tally()).row())
 
 
 @dataclass(frozen=True)
@@ -140,17 +126,21 @@ class Outcome:
     finding: Finding | None = None
     memory_shares: tuple[float, ...] = ()
 
+    @cached_property
+    def tally(self) -> Tally:
+        return Tally.of(self.vote.values)
+
     @property
     def num_tokens(self) -> float:
-        return self._get("num_tokens")
+        return self.tally.num_tokens
 
     @property
     def loss(self) -> float:
-        return self._get("loss_sum") / self.num_tokens if self.num_tokens else 0.0
+        return self.tally.loss_sum / self.num_tokens if self.num_tokens else 0.0
 
     @property
     def grad_norm(self) -> float:
-        norm_sq = self._get("grad_norm_sq")
+        norm_sq = self.tally.grad_norm_sq
         return math.sqrt(norm_sq) / max(1.0, self.num_tokens) if norm_sq >= 0 else math.nan
 
     @property
@@ -161,52 +151,51 @@ class Outcome:
     @property
     def is_finite(self) -> bool:
         """Whether both the gradient and the loss are."""
-        return self._get("num_nonfinite") == 0 and math.isfinite(self.grad_norm) and math.isfinite(self.loss)
+        return self.tally.num_nonfinite == 0 and math.isfinite(self.grad_norm) and math.isfinite(self.loss)
 
     @property
     def spike(self) -> str:
         """What follows if the loss is a spike, one of `loss_spikes.VERDICTS`; empty if it is none."""
         is_one = self.is_finite and 0 < self.spike_limit < self.loss
-        return VERDICTS[int(self._get("spike_verdict"))] if is_one else ""
+        return VERDICTS[self.tally.spike.verdict] if is_one else ""
 
     @property
     def spike_limit(self) -> float:
         """The loss above which this step's is a spike; 0 where that is not known."""
-        return self._get("spike_limit")
+        return self.tally.spike.limit
 
     @property
     def clips_harder(self) -> bool:
         """Whether the gradient is clipped at `CLIP_SHARE` of the usual bound, for this step's spike or a recent one."""
-        return self.spike == "clip" or self._get("spike_clips_harder") > 0
+        return self.spike == "clip" or self.tally.spike.clips_harder
 
     @property
     def boundary(self) -> bool:
-        return self._get("boundary") > 0
+        return Flag.BOUNDARY in self.tally.flags
 
     @property
     def checkpoint(self) -> bool:
         """Whether every rank saves its state after this step."""
-        return self._get("checkpoint") > 0
+        return Flag.DUE in self.tally.flags and Flag.BUSY not in self.tally.flags
 
     @property
     def checkpoint_missed(self) -> bool:
         """Whether one was due, but some rank still writes the last."""
-        return self._get("checkpoint") < 0 and self._get("checkpoint") % BUSY != 0
+        return Flag.DUE | Flag.BUSY in self.tally.flags
 
     @property
     def copying(self) -> bool:
         """Whether some rank still sends or receives the last copies."""
-        return self._get("copies") % COPY_FAILED > 0
+        return Flag.COPYING in self.tally.flags
 
     @property
     def copies_failed(self) -> bool:
         """Whether some rank's part of the last copies was not completed."""
-        return self._get("copies") >= COPY_FAILED
+        return Flag.COPY_FAILED in self.tally.flags
 
     @property
     def samples(self) -> tuple[float, ...]:
-        first = FIELDS.index("samples_0")
-        return self.vote.values[first : first + NUM_SAMPLE_LIMBS]
+        return self.tally.samples
 
     def scale(self, clip_norm: float | None) -> float:
         """The factor for the summed gradient: mean over tokens, times clipping."""
@@ -217,13 +206,10 @@ class Outcome:
             return mean
         return mean * clip_norm / self.grad_norm
 
-    def _get(self, name: str) -> float:
-        return self.vote.values[FIELDS.index(name)]
-
 
 def start_vote(group: Any, ballot: Ballot) -> tuple[Any, list[torch.Tensor]]:
     """Enter the vote; returns (work, rows), valid once the work is done."""
-    rows = [torch.empty(len(FIELDS), dtype=torch.float64) for _ in range(group.size())]
+    rows = [torch.empty(_NUM_NUMBERS, dtype=torch.float64) for _ in range(group.size())]
     return group.allgather([rows], [ballot.row()]), rows
 
 
@@ -235,38 +221,38 @@ def count(
     Raises ReplicasDiverged when replicas of a shard disagree, and with corruption "act" ComputedWrongly for what a
     replacement or a second try may mend.
     """
-    table = [row.tolist() for row in rows]
-    finding = _look_for_wrong(step, table, mesh, corruption)
-    _check_replicas(step, table, mesh)
+    ballots = [Ballot.of(row.tolist()) for row in rows]
+    finding = _look_for_wrong(step, ballots, mesh, corruption)
+    _check_replicas(step, ballots, mesh)
     if finding is not None and finding.what != LOCAL and not finding.is_over:
         raise ReplicasDiverged(finding.told(step), step=step)
-    totals = []
-    seen = FIELDS.index("spike_num_seen")
-    longest = max(range(mesh.size), key=lambda rank: (table[rank][seen], -rank))
-    for column, name in enumerate(FIELDS):
-        if name in SPIKE_FIELDS:
-            totals.append(table[longest][column])
-            continue
+    shares = [ballot.tally for ballot in ballots]
+    total = Tally(
         # Every ring has the same reduced gradient, so its norm is counted in the first ring only.
-        ranks = mesh.ring(0) if name == "grad_norm_sq" else range(mesh.size)
-        total = 0.0
-        for rank in ranks:
-            total += table[rank][column]
-        totals.append(total)
-    work_s = tuple(row[FIELDS.index("work_s")] for row in table)
-    shares = tuple(row[FIELDS.index("memory_share")] for row in table)
-    return Outcome(Vote(step, tuple(totals), membership_id), work_s, finding, shares)
+        _sum(shares[rank].grad_norm_sq for rank in mesh.ring(0)),
+        _sum(one.num_nonfinite for one in shares),
+        _sum(one.loss_sum for one in shares),
+        _sum(one.num_tokens for one in shares),
+        tuple(_sum(limbs) for limbs in zip(*(one.samples for one in shares), strict=True)),
+        reduce(or_, (one.flags for one in shares)),
+        max(shares, key=lambda one: one.spike.num_seen).spike,
+    )
+    work_s, memory = (tuple(getattr(one, name) for one in ballots) for name in ("work_s", "memory_share"))
+    return Outcome(Vote(step, total.numbers(), membership_id), work_s, finding, memory)
 
 
-def _look_for_wrong(step: int, table: list[list[float]], mesh: Mesh, corruption: str) -> Finding | None:
+def _sum(values: Iterable[float]) -> float:
+    """In this order; later Pythons' `sum` rounds otherwise."""
+    return reduce(add, values, 0.0)
+
+
+def _look_for_wrong(step: int, ballots: list[Ballot], mesh: Mesh, corruption: str) -> Finding | None:
     """A finding that the run only reports; raises for every other one."""
     if corruption == "off":
         return None
-    told_at, first_at = FIELDS.index("told_state"), FIELDS.index("first_what")
-    now = [Digests(*row[told_at:first_at]) for row in table]
-    first = [Digests(*row[first_at + 1 :]) if row[first_at] else None for row in table]
-    what = WHATS[int(max(row[first_at] for row in table))]
-    finding = judge(now, first, what, mesh)
+    first = [ballot.first if ballot.what else None for ballot in ballots]
+    what = max((ballot.what for ballot in ballots), key=WHATS.index)
+    finding = judge([ballot.digests for ballot in ballots], first, what, mesh)
     if finding is None or corruption == "log":
         return finding
     if what and finding.what == STATE and not finding.ranks and not finding.is_over:
@@ -282,9 +268,9 @@ def _look_for_wrong(step: int, table: list[list[float]], mesh: Mesh, corruption:
     return finding
 
 
-def _check_replicas(step: int, table: list[list[float]], mesh: Mesh) -> None:
+def _check_replicas(step: int, ballots: list[Ballot], mesh: Mesh) -> None:
     for cp_rank in range(mesh.cp):
-        norms = [table[rank][0] for rank in mesh.replicas(cp_rank)]
+        norms = [ballots[rank].tally.grad_norm_sq for rank in mesh.replicas(cp_rank)]
         if any(norm != norms[0] and not (math.isnan(norm) and math.isnan(norms[0])) for norm in norms):
             ranks = mesh.replicas(cp_rank)
             shown = ", ".join(f"rank {rank}: {norm!r}" for rank, norm in zip(ranks, norms, strict=True))

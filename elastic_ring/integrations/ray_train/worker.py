@@ -50,7 +50,7 @@ from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.transaction import sequence_seed
-from elastic_ring.train.vote import Ballot, Outcome
+from elastic_ring.train.vote import Outcome, Tally
 from elastic_ring.validation import NonNegativeInt, PositiveInt, from_plain, settings
 
 log = logging.getLogger(__name__)
@@ -190,16 +190,15 @@ class Zero3Worker:
     def _outcome(self, step: int, loss_sum: Tensor, num_tokens: float, samples: Sequence[float]) -> Outcome:
         """What the step came to, the same on every rank, and judged as in the elastic ring. Collective."""
         norm = self.engine.gradient_norm() * max(1.0, num_tokens)  # of the summed loss, as the elastic ring has it
-        ballot = Ballot(
+        total = Tally(
             norm * norm,
             int(not math.isfinite(norm)),
             float(self.rings.add(loss_sum)),
             int(num_tokens),
-            False,
             tuple(samples),
             spike=self._spikes.ballot(step) if self._spikes is not None else SpikeBallot(),
         )
-        return Outcome(Vote(step, tuple(ballot.row().tolist()), (TERM, self._generation or 0)))
+        return Outcome(Vote(step, total.numbers(), (TERM, self._generation or 0)))
 
     def save(self) -> None:
         """Report a checkpoint of the state after `self.step` steps to Ray Train. Collective; takes about 2 s."""

@@ -3,7 +3,7 @@
 The training thread takes a snapshot at the begin of each generation and after each step that makes `applied` a multiple
 of `copy_every_steps`; one thread an exchange seals it, sends it to its holders over a group of its own, and receives
 what this rank holds for others. A due snapshot is skipped by all ranks if one of them is not done with the last: the
-vote asks (`Ballot.copies`). So a vote without such an answer proves that the last exchange is complete everywhere, and
+vote asks (`Flag.COPYING`). So a vote without such an answer proves that the last exchange is complete everywhere, and
 what came before it is dropped then. Who holds whose copy and what a recovery uses is decided elsewhere.
 """
 
@@ -29,7 +29,7 @@ from elastic_ring.state import sealed, snapshot
 from elastic_ring.state.pinned import Pinning
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.snapshot import Buffers, Snapshot, named
-from elastic_ring.train.vote import COPY_FAILED, COPYING, Outcome
+from elastic_ring.train.vote import NOTHING, Flag, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -113,13 +113,13 @@ class Copies:
 
     # ------------------------------------------------------------ taking snapshots
 
-    def ballot(self, applied: int) -> float:
+    def flags(self, applied: int) -> Flag:
         """What this rank says in the vote of the step that makes `applied`."""
         if not self._is_due(applied) or not self._exchanges:
-            return 0.0
+            return NOTHING
         if self.pinning.is_running or not self._is_prepared:
-            return COPYING
-        return {RUNNING: COPYING, FAILED: COPY_FAILED, DONE: 0.0}[self._exchanges[-1].state]
+            return Flag.COPYING
+        return {RUNNING: Flag.COPYING, FAILED: Flag.COPY_FAILED, DONE: NOTHING}[self._exchanges[-1].state]
 
     def first(self, shard: Shard) -> None:
         """A generation begins: its holders get copies of the state it begins with."""

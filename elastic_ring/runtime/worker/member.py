@@ -61,7 +61,7 @@ from elastic_ring.train.startup.compiling import CompileWatch, compiled_by, repo
 from elastic_ring.train.startup.kernels import KernelAgreement
 from elastic_ring.train.startup.warm import attention_shapes, warm_up
 from elastic_ring.train.transaction import Local, Transaction
-from elastic_ring.train.vote import Outcome
+from elastic_ring.train.vote import Flag, Outcome
 from elastic_ring.train.weights import gather_weights
 from elastic_ring.train.wrap import num_parameters
 
@@ -503,8 +503,7 @@ class Member:
                 outcome, local = state.run(
                     step,
                     boundary=self.boundary_requested,
-                    checkpoint=partial(self._ballot, step),
-                    copies=partial(self._copies.ballot, step + 1),
+                    flags=partial(self._flags, step),
                 )
                 self._stamps.waited_for_data(local.data_wait_s)
                 self._prepare_host_memory()
@@ -533,11 +532,12 @@ class Member:
         self._copies.before_apply()
         self._saver.before_apply()
 
-    def _ballot(self, step: int) -> float:
+    def _flags(self, step: int) -> Flag:
         assert self._groups is not None
+        copies = self._copies.flags(step + 1)
         if self._place is None:
-            return 0.0
-        return self._saver.ballot(step + 1, self._spec.task.step.steps, self._groups.global_rank)
+            return copies
+        return copies | self._saver.flags(step + 1, self._spec.task.step.steps, self._groups.global_rank)
 
     def _save(self, outcome: Outcome) -> None:
         """Save after a step whose vote asked for it; training waits for the copy only, and before the next apply."""

@@ -36,7 +36,7 @@ from elastic_ring.state.pinned import Pinning
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.state.storage.retries import ignore
-from elastic_ring.train.vote import BUSY, DUE
+from elastic_ring.train.vote import NOTHING, Flag
 
 log = logging.getLogger(__name__)
 
@@ -225,12 +225,12 @@ class Saver:
         self.leave()
         self._last = None
 
-    def ballot(self, applied: int, total_steps: int, global_rank: int) -> float:
+    def flags(self, applied: int, total_steps: int, global_rank: int) -> Flag:
         """What this rank says in the vote of the step that makes `applied`."""
-        due = DUE if global_rank == 0 and self.schedule.is_due(applied, total_steps) else 0.0
+        due = Flag.DUE if global_rank == 0 and self.schedule.is_due(applied, total_steps) else NOTHING
         if self.schedule.is_first and (self._awaits_memory or self.pinning.is_running):
-            return BUSY  # training need not wait for what is pinned beside it
-        return BUSY + due if self.is_busy else due
+            return Flag.BUSY  # training need not wait for what is pinned beside it
+        return Flag.BUSY | due if self.is_busy else due
 
     def save(self, shard: Shard, shapes: Mapping[str, tuple[int, ...]], place: Place) -> None:
         """Begin to copy this rank's part and to write it.

@@ -31,7 +31,7 @@ from elastic_ring.runtime.terms import Terms
 from elastic_ring.runtime.worker.saver import Place, Saver, SaveSchedule, open_checkpoint
 from elastic_ring.state.storage import folder as storage_folder
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.train.vote import BUSY, DUE
+from elastic_ring.train.vote import NOTHING, Flag
 from tests.object_store.proxy import faulty_proxy
 from tests.object_store.store import ObjectStore
 from tests.unit.state.test_checkpoint import same, shard_of
@@ -624,12 +624,12 @@ def test_a_run_without_a_checkpoint_begins_at_step_0_with_the_manifests_of_befor
 def test_a_rank_that_still_writes_says_so_and_only_rank_0_knows_what_is_due(tmp_path: Path) -> None:
     run = RunConfig("due", run_dir=str(tmp_path), checkpoint_config=CheckpointConfig(every_steps=5))
     saver = Saver(run, lambda part: None)
-    assert [saver.ballot(applied, 20, 0) for applied in (4, 5, 10)] == [0.0, DUE, DUE]
-    assert saver.ballot(5, 20, 1) == 0.0
+    assert [saver.flags(applied, 20, 0) for applied in (4, 5, 10)] == [NOTHING, Flag.DUE, Flag.DUE]
+    assert saver.flags(5, 20, 1) == NOTHING
     stays = threading.Event()
     saver._thread = threading.Thread(target=stays.wait, daemon=True)
     saver._thread.start()
-    assert (saver.ballot(5, 20, 0), saver.ballot(5, 20, 1)) == (BUSY + DUE, BUSY)
+    assert (saver.flags(5, 20, 0), saver.flags(5, 20, 1)) == (Flag.BUSY | Flag.DUE, Flag.BUSY)
     stays.set()
 
 
@@ -651,20 +651,20 @@ def test_the_first_checkpoint_comes_after_step_1_where_nobody_sets_the_interval(
     parts: list[dict[str, Any]] = []
     saver = Saver(RunConfig("first", run_dir=str(tmp_path)), parts.append)
     saver.begin(told, pins=False)
-    assert (saver.ballot(1, 20, 0), saver.ballot(1, 20, 1)) == (DUE, 0.0)
+    assert (saver.flags(1, 20, 0), saver.flags(1, 20, 1)) == (Flag.DUE, NOTHING)
     saver.schedule.saved(0.01)
-    assert saver.ballot(2, 20, 0) == 0.0, "the next one in its time"
+    assert saver.flags(2, 20, 0) == NOTHING, "the next one in its time"
     saver.begin({**told, "wants_first": False}, pins=False)
-    assert saver.ballot(3, 20, 0) == 0.0, "a later generation: there is one"
+    assert saver.flags(3, 20, 0) == NOTHING, "a later generation: there is one"
     saver.begin(told, pins=True)
-    assert (saver.ballot(1, 20, 0), saver.ballot(1, 20, 1)) == (BUSY, BUSY), "training does not wait for memory"
+    assert (saver.flags(1, 20, 0), saver.flags(1, 20, 1)) == (Flag.BUSY, Flag.BUSY), "training does not wait for memory"
     place = Place(1, 1, Mesh(1, 1), 0, "attempt", 0)
     saver.missed(place, 1)
     assert parts == [], "nothing is late"
     for config in (CheckpointConfig(every_steps=5), CheckpointConfig(every_s=9.0), CheckpointConfig(every_steps=0)):
         asked = Saver(RunConfig("asked", run_dir=str(tmp_path), checkpoint_config=config), parts.append)
         asked.begin(told, pins=True)
-        assert asked.ballot(1, 20, 0) == 0.0, config
+        assert asked.flags(1, 20, 0) == NOTHING, config
 
 
 # ---------------------------------------------------------------- metrics of steps that run again

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from elastic_ring.control.decisions.corruption import WHATS, Digests
 from elastic_ring.control.decisions.loss_spikes import VERDICTS, SpikeBallot
 from elastic_ring.control.messages import Vote
 from elastic_ring.mesh import Mesh
-from elastic_ring.train.vote import FIELDS, Ballot, Outcome, ReplicasDiverged, count, start_vote
+from elastic_ring.train.vote import NOTHING, Ballot, Flag, Outcome, ReplicasDiverged, Tally, count, start_vote
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 
 MESH = Mesh(3, 2)
@@ -29,13 +30,11 @@ def _quiet() -> Iterator[None]:
 def ballot(**fields: Any) -> Ballot:
     plain: dict[str, Any] = {
         "grad_norm_sq": 2.0,
-        "num_nonfinite": 0,
         "loss_sum": 10.0,
         "num_tokens": 5,
-        "boundary": False,
         "samples": (1.0, 2.0, 3.0, 4.0),
     }
-    return Ballot(**{**plain, **fields})
+    return Ballot(Tally(**{**plain, **fields}))
 
 
 def counted(ballots: list[Ballot], mesh: Mesh = MESH) -> Outcome:
@@ -44,7 +43,7 @@ def counted(ballots: list[Ballot], mesh: Mesh = MESH) -> Outcome:
 
 def outcome(**values: float) -> Outcome:
     plain = {"grad_norm_sq": 16.0, "num_tokens": 2.0, "loss_sum": 3.0}
-    return Outcome(Vote(0, tuple({**plain, **values}.get(name, 0.0) for name in FIELDS)))
+    return Outcome(Vote(0, Tally(**{**plain, **values}).numbers()))
 
 
 def test_all_ranks_hold_the_same_bits_of_the_same_vote() -> None:
@@ -79,7 +78,7 @@ def test_each_rank_tells_how_near_it_came_to_the_end_of_its_memory() -> None:
 def test_the_gradient_norm_is_counted_in_one_ring_only() -> None:
     """All rings hold the same reduced gradient, each rank of a ring another part of it."""
     total = counted([ballot(grad_norm_sq=(9.0, 16.0)[rank % 2]) for rank in range(6)])
-    assert total.vote.values[FIELDS.index("grad_norm_sq")] == 25.0
+    assert total.tally.grad_norm_sq == 25.0
     assert total.grad_norm == 5.0 / 30
 
 
@@ -97,9 +96,39 @@ def test_replicas_that_are_all_nan_agree_and_one_that_is_does_not() -> None:
         counted([ballot(grad_norm_sq=math.nan if rank == 4 else 1.0) for rank in range(6)])
 
 
+def test_a_rank_reads_of_each_row_what_was_said() -> None:
+    """Bit by bit, also where nothing is finite; in no more numbers than a row of plain sums had."""
+    flags = Flag.BOUNDARY | Flag.BUSY | Flag.COPY_FAILED
+    spike = SpikeBallot(7, math.inf, VERDICTS.index("clip"), clips_harder=True)
+    tally = Tally(1e-300, 3.0, -math.inf, 2.0**53, (1.0, 2.0**32, 0.0, 4.0), flags, spike)
+    whole = Ballot(tally, 0.25, 0.5, Digests(1.0, 2.0, 3.0, 4.0, 5.0), WHATS[2], Digests(2.0**48, 7.0, 8.0, 9.0, 1.0))
+    for said in (whole, ballot(), Ballot(Tally())):
+        assert Ballot.of(said.row().tolist()) == said
+    assert Tally.of(tally.numbers()) == tally
+    assert len(whole.row()) <= 28
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ((NOTHING, Flag.DUE), (True, False, False, False)),
+        ((Flag.BUSY, Flag.DUE), (False, True, False, False)),
+        ((Flag.BUSY | Flag.DUE, Flag.BUSY), (False, True, False, False)),
+        ((Flag.BUSY, Flag.BUSY), (False, False, False, False)),
+        ((Flag.COPYING, Flag.COPY_FAILED), (False, False, True, True)),
+        ((Flag.COPYING, Flag.COPYING | Flag.DUE), (True, False, True, False)),
+        ((Flag.COPY_FAILED, Flag.COPY_FAILED), (False, False, False, True)),
+    ],
+)
+def test_what_any_rank_says_of_checkpoints_and_copies_counts(said: tuple[Flag, Flag], found: tuple[bool, ...]) -> None:
+    for one, two in (said, said[::-1]):
+        total = counted([ballot(flags=two if rank == 4 else one) for rank in range(6)])
+        assert (total.checkpoint, total.checkpoint_missed, total.copying, total.copies_failed) == found
+
+
 @pytest.mark.parametrize("rank", range(6))
 def test_one_request_for_a_boundary_is_enough(rank: int) -> None:
-    assert counted([ballot(boundary=i == rank) for i in range(6)]).boundary
+    assert counted([ballot(flags=Flag.BOUNDARY if i == rank else NOTHING) for i in range(6)]).boundary
     assert not counted([ballot() for _ in range(6)]).boundary
 
 

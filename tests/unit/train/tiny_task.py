@@ -31,7 +31,7 @@ from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.optim import OptimConfig, learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import Transaction
-from elastic_ring.train.vote import BUSY, COPYING, DUE
+from elastic_ring.train.vote import NOTHING, Flag
 from elastic_ring.train.weights import gather_weights
 from tests.unit.groups.processes import connect
 
@@ -172,8 +172,7 @@ def ask_late(me: Any) -> tuple[bool, bool]:
             outcome, _ = me.state.run(
                 step,
                 boundary=False,
-                checkpoint=lambda: BUSY + DUE if busy() else DUE,
-                copies=lambda: COPYING if busy() else 0.0,
+                flags=lambda: Flag.DUE | (Flag.BUSY | Flag.COPYING if busy() else NOTHING),
             )
     finally:
         me.paused.set()

@@ -19,7 +19,7 @@ from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.copy_exchange import DONE, FAILED
 from elastic_ring.state import sealed
 from elastic_ring.state.snapshot import Snapshot
-from elastic_ring.train.vote import COPY_FAILED, COPYING, FIELDS, Outcome
+from elastic_ring.train.vote import NOTHING, Flag, Outcome, Tally
 from tests.unit.attention.attention_rings import ThreadRings, one_thread
 from tests.unit.state.test_transfer import make_shard, take_step
 
@@ -79,8 +79,8 @@ class Ring:
         return {(one.snapshot.step, one.cp_ranks, one.own) for one in self.copies[rank].held()}
 
 
-def outcome(copies: float = 0.0) -> Outcome:
-    return Outcome(Vote(0, tuple(copies if name == "copies" else 0.0 for name in FIELDS)))
+def outcome(copies: Flag = NOTHING) -> Outcome:
+    return Outcome(Vote(0, Tally(flags=copies).numbers()))
 
 
 def loaded(data: Tensor, wanted: SnapshotId, rank: int) -> str:
@@ -123,22 +123,22 @@ def test_a_copy_is_the_bits_of_its_owner_while_the_owner_trains_on(rings: Thread
 def test_a_due_snapshot_is_skipped_while_some_rank_is_busy_and_the_last_complete_one_stays(rings: ThreadRings) -> None:
     ring = Ring(rings, build(copy_holders=RING))
     one = ring.copies[0]
-    assert [one.ballot(applied) for applied in (1, 2)] == [0.0, 0.0]
+    assert [one.flags(applied) for applied in (1, 2)] == [NOTHING, NOTHING]
     ring.step()
-    ring.step(copies=COPYING)
+    ring.step(copies=Flag.COPYING)
     assert ring.held(0) == {(0, (0,), True), (0, (2,), False)}
     assert one.num_skipped == 1
     one._exchanges[-1].state = "running"
-    assert [one.ballot(applied) for applied in (3, 4)] == [0.0, COPYING]
+    assert [one.flags(applied) for applied in (3, 4)] == [NOTHING, Flag.COPYING]
     one._exchanges[-1].state = "done"
-    assert one.ballot(4) == 0.0
+    assert one.flags(4) == NOTHING
     pinned = threading.Event()
     one.pinning._thread = threading.Thread(target=pinned.wait, daemon=True)
     one.pinning._thread.start()
-    assert one.ballot(4) == COPYING, "training does not wait for memory that is being pinned"
+    assert one.flags(4) == Flag.COPYING, "training does not wait for memory that is being pinned"
     pinned.set()
     one.pinning._thread.join(10.0)
-    assert one.ballot(4) == 0.0
+    assert one.flags(4) == NOTHING
     ring.step()
     ring.step()
     assert ring.held(0) == {(step, (rank,), rank == 0) for step in (0, 4) for rank in (0, 2)}
@@ -149,9 +149,9 @@ def test_an_exchange_that_came_to_nothing_leaves_the_one_before_it(rings: Thread
     for _ in range(2):
         ring.step()
     ring.copies[2]._exchanges[-1].state = FAILED
-    assert ring.copies[2].ballot(4) == COPY_FAILED
+    assert ring.copies[2].flags(4) == Flag.COPY_FAILED
     ring.step()
-    ring.step(copies=COPY_FAILED)
+    ring.step(copies=Flag.COPY_FAILED)
     assert ring.held(0) == {(step, (rank,), rank == 0) for step in (0, 4) for rank in (0, 2)}
 
 
@@ -175,7 +175,7 @@ def test_what_arrives_damaged_is_named_and_not_kept_and_the_next_exchange_is_who
     assert "the copy of rank 0 (a) of step 2 (generation 3) has digest" in caplog.text
     assert ring.held(1) == {(0, (1,), True), (0, (0,), False), (2, (1,), True)}
     ring.step()
-    ring.step(copies=COPY_FAILED)
+    ring.step(copies=Flag.COPY_FAILED)
     assert ring.held(1) == {(step, (rank,), rank == 1) for step in (0, 4) for rank in (0, 1)}
 
 
@@ -203,7 +203,7 @@ def test_memory_that_cannot_be_had_costs_that_copy_and_nothing_else(
     assert [one._exchanges[-1].state for one in ring.copies] == states[where]
     assert "not enough pinned memory" in caplog.text
     ring.step()
-    ring.step(copies=COPY_FAILED)
+    ring.step(copies=Flag.COPY_FAILED)
     assert [one._exchanges[-1].state for one in ring.copies] == [DONE] * 3
     assert [ring.held(rank) for rank in range(3)] == [
         {(step, ranks, own) for step in (0, 4) for _, ranks, own in held} for held in whole
@@ -249,7 +249,7 @@ def test_at_a_build_only_what_it_keeps_stays_and_memory_is_used_again(rings: Thr
     used = {one.data.data_ptr() for one in ring.copies[0]._own.values()}
     for one in ring.copies:
         one.leave()
-        assert (one.is_on, one.ballot(6)) == (False, 0.0)
+        assert (one.is_on, one.flags(6)) == (False, NOTHING)
         one.keep(SnapshotId(4, (1, 3)))
     assert ring.held(0) == {(4, (0,), True), (4, (2,), False)}
     ring.begin(build(generation=5, step=4, copy_holders=RING))

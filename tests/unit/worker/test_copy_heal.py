@@ -61,7 +61,7 @@ def train(me: Any, num_steps: int) -> list[str]:
         for _ in range(num_steps):
             me.copies._exchanges[-1].thread.join(timeout=60)
             step = me.state.applied
-            outcome, _ = me.state.run(step, boundary=False, copies=partial(me.copies.ballot, step + 1))
+            outcome, _ = me.state.run(step, boundary=False, flags=partial(me.copies.flags, step + 1))
             me.copies.after_step(me.state.shard, outcome)
             losses.append(outcome.loss.hex())
     me.copies._exchanges[-1].thread.join(timeout=60)
