@@ -273,6 +273,12 @@ def consumed_digest(step: int, slices: Iterable[Slice]) -> tuple[float, ...]:
     return tuple(float(limb) for total in sums for limb in (total % 2**32, total >> 32))
 
 
+def samples_text(limbs: Sequence[float]) -> str:
+    """The digest whose limbs were added over ranks, steps or both: two 64-bit sums in hexadecimal."""
+    low_a, high_a, low_b, high_b = (int(limb) for limb in limbs)
+    return f"{(low_a + (high_a << 32)) % 2**64:016x}{(low_b + (high_b << 32)) % 2**64:016x}"
+
+
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -25,12 +25,11 @@ from elastic_ring.cli.drills.autoscaling_cluster import AutoscalingCluster
 from elastic_ring.cli.drills.local_cluster import free_ports
 from elastic_ring.cli.drills.watcher import Watcher, train_while
 from elastic_ring.config import ScalingConfig
-from elastic_ring.data.loader import consumed_digest, slice_sample
+from elastic_ring.data.loader import consumed_digest, samples_text, slice_sample
 from elastic_ring.data.source import open_source
 from elastic_ring.files import plain_json
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.monitor.metrics import SUMMARY_NAME
-from elastic_ring.runtime.coordinator.recorder import samples_text
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.cluster import left_behind
 from elastic_ring.runtime.driver.drain import give_notice

@@ -28,7 +28,7 @@ from torch import Tensor
 from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, SpikeBallot
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.filesystem import patiently
-from elastic_ring.data.loader import consumed_digest
+from elastic_ring.data.loader import consumed_digest, samples_text
 from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.errors import CheckpointDamaged, LossSpike, RunFailed, TooManySkipped
 from elastic_ring.files import plain_json, private_folder, read_small
@@ -42,7 +42,6 @@ from elastic_ring.integrations.ray_train.untrusted import gathered
 from elastic_ring.integrations.ray_train.weights import write_weights
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.metrics import StepMetrics
-from elastic_ring.runtime.coordinator.recorder import samples_text
 from elastic_ring.runtime.gpu.device import be_deterministic, keep_caches_private
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.guards import raise_for_skips, told_of, watch_of

@@ -51,6 +51,7 @@ from elastic_ring.control.state import (
     phase_name,
     spares,
 )
+from elastic_ring.data.loader import samples_text
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.goodput import Goodput, LossLedger, time_by_part
 from elastic_ring.monitor.journal import Retried
@@ -602,12 +603,6 @@ def _replace_status(folder: Path, status: Mapping[str, Any]) -> None:
         overwrite_json(folder / STATUS_NAME, {**bare, "recoveries": [], "story": []})
     except OSError as error:
         log.error("the end could not be recorded in %s: %s", folder / STATUS_NAME, error)
-
-
-def samples_text(limbs: Sequence[float]) -> str:
-    """A step's consumed-samples digest: two 64-bit sums in hexadecimal."""
-    low_a, high_a, low_b, high_b = (int(limb) for limb in limbs)
-    return f"{(low_a + (high_a << 32)) % 2**64:016x}{(low_b + (high_b << 32)) % 2**64:016x}"
 
 
 def samples_digest(folder: Path) -> str:

@@ -17,12 +17,12 @@ from elastic_ring.data.loader import (
     Loader,
     Slice,
     consumed_digest,
+    samples_text,
     slice_sample,
 )
 from elastic_ring.data.sampling.order import Order, share
 from elastic_ring.data.source import Sample
 from elastic_ring.errors import DigestMismatch
-from tests.unit.data.digests import digest_value
 
 CONTEXT = 29
 
@@ -107,11 +107,11 @@ def batch_slices(step: int, dp: int, cp: int, layout: str, global_batch: int = 7
     ]
 
 
-def total(step: int, ranks: list[list[Slice]]) -> tuple[int, int]:
+def total(step: int, ranks: list[list[Slice]]) -> str:
     """As the vote does it: limbs of all ranks summed in float64."""
     limbs = torch.tensor([consumed_digest(step, slices) for slices in ranks], dtype=torch.float64).sum(dim=0)
     assert limbs.shape == (4,)
-    return digest_value(limbs.tolist())
+    return samples_text(limbs.tolist())
 
 
 def test_the_digest_is_that_of_the_batch_on_every_mesh_and_layout() -> None:
@@ -178,7 +178,7 @@ def test_limbs_are_whole_numbers_below_two_to_the_32() -> None:
     for limb in consumed_digest(3, batch_slices(3, 1, 1, "contiguous")[0]):
         assert limb == int(limb)
         assert 0 <= limb < 2**32
-    assert digest_value([2**32 + 5, 1, 7, 2**32]) == (2 * 2**32 + 5, 7)
+    assert samples_text([2**32 + 5, 1, 7, 2**32]) == f"{2 * 2**32 + 5:016x}{7:016x}"
 
 
 def loader_threads() -> list[threading.Thread]:

@@ -27,7 +27,7 @@ from elastic_ring.control.state import State
 from elastic_ring.data import row_groups
 from elastic_ring.data.chunks import ChunkCache
 from elastic_ring.data.growth import longer_manifest
-from elastic_ring.data.loader import consumed_digest, slice_sample
+from elastic_ring.data.loader import consumed_digest, samples_text, slice_sample
 from elastic_ring.data.manifest import Manifest, read_manifest
 from elastic_ring.data.packing import END_OF_DOCUMENT
 from elastic_ring.data.prepared import Later, PreparedCorpus, PreparedTokens, apportioned
@@ -37,7 +37,6 @@ from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from tests.unit.data.corpora import prepared, texts, write_jsonl
-from tests.unit.data.digests import digest_value
 
 CONTEXT = 40
 
@@ -396,7 +395,7 @@ def test_another_manifest_over_a_file_of_settings_takes_nothing_from_the_first(t
 # ------------------------------------------------------------ exactly once, as a run records it
 
 
-def consumed(source: Any, order: Any, steps: int, dp: int, planted: dict[int, int] | None = None) -> tuple[int, int]:
+def consumed(source: Any, order: Any, steps: int, dp: int, planted: dict[int, int] | None = None) -> str:
     """What `samples_sha256` is made of: the digest of all slices of all steps on `dp` rings. `planted`: steps that use
     another one's batch."""
     layout = make_layout("contiguous", source.context_tokens, 1)
@@ -409,7 +408,7 @@ def consumed(source: Any, order: Any, steps: int, dp: int, planted: dict[int, in
                 for index, sample_id in share(ids, dp_rank, dp)
             ]
             limbs += consumed_digest(step, slices)
-    return digest_value(limbs)
+    return samples_text(limbs)
 
 
 def test_the_samples_digest_is_that_of_any_mesh_and_preparation_and_notices_a_planted_duplicate(tmp_path: Path) -> None:

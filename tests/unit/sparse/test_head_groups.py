@@ -19,9 +19,9 @@ from elastic_ring.attention.kernels.block_tables import tables_apart
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layouts.layout import contiguous
-from elastic_ring.attention.layouts.rows import OneGroup, SeveralGroups, Span, rows_of
+from elastic_ring.attention.layouts.rows import OneGroup, SeveralGroups, Span
 from elastic_ring.attention.lowering import blocks as lowered
-from elastic_ring.attention.lowering.device_blocks import on_device
+from elastic_ring.attention.lowering.device_blocks import on_device, rows_of
 from elastic_ring.attention.merge import Accumulator, GradientSum, accumulate_dtype
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import Hierarchical

@@ -147,7 +147,7 @@ def check_in_blocks(me: Any) -> int:
     made: list[PatternedAttention] = []
 
     def in_blocks(*arguments: Any, **options: Any) -> PatternedAttention:
-        task, _, layout, cp_rank, group = arguments
+        task, _, layout, cp_rank, group, _ = arguments
         made.append(PatternedAttention(task.pattern, layout, cp_rank, group, RingOptions(kernel="reference-sparse")))
         return made[-1]
 

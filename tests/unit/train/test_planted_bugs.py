@@ -15,12 +15,12 @@ from unittest import mock
 
 import pytest
 
+from elastic_ring.data.loader import samples_text
 from elastic_ring.mesh import Mesh
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.transfer import receive_shard, send_shard
 from elastic_ring.train import transaction
 from elastic_ring.train.vote import Outcome
-from tests.unit.data.digests import digest_value
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train.tiny_task import (
     abort_until_paused,
@@ -135,7 +135,7 @@ def take(me: Any, workers: list[int]) -> int:
         return receive_shard(me.state.shard, me.connector.link("heal", [str(w) for w in workers], str(me.rank)))
 
 
-def after_a_break(four: Membership, bug: Any, folder: Path) -> tuple[list[tuple[int, int]], str]:
+def after_a_break(four: Membership, bug: Any, folder: Path) -> tuple[list[str], str]:
     """(samples of each committed step, weights) of a run in which one step breaks off in backward and runs again."""
     four.all(begin, four.meeting(), SQUARE, make_task())
     four.all(plant, bug)
@@ -150,7 +150,7 @@ def after_a_break(four: Membership, bug: Any, folder: Path) -> tuple[list[tuple[
     four.all(rebuild, four.meeting(), SQUARE)
     steps += four.all(run_steps, NUM_STEPS - BROKEN_STEP)[0]
     four.all(remove)
-    return [digest_value(samples) for _, samples in steps], final(four, folder)
+    return [samples_text(samples) for _, samples in steps], final(four, folder)
 
 
 def after_a_heal(four: Membership, bug: Any, newcomer: int, folder: Path) -> str:
@@ -187,11 +187,11 @@ def final(four: Membership, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def clean(four: Membership, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, int]], str]:
+def clean(four: Membership, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
     """(samples, weights) of the undisturbed run."""
     four.all(begin, four.meeting(), SQUARE, make_task())
     steps = four.all(run_steps, NUM_STEPS)[0]
-    return [digest_value(samples) for _, samples in steps], final(four, tmp_path_factory.mktemp("clean"))
+    return [samples_text(samples) for _, samples in steps], final(four, tmp_path_factory.mktemp("clean"))
 
 
 # ------------------------------------------------------------ samples
@@ -201,7 +201,7 @@ def clean(four: Membership, tmp_path_factory: pytest.TempPathFactory) -> tuple[l
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("bug", [dropped_batch, repeated_sequence])
 def test_a_sequence_that_a_re_run_drops_or_repeats_shows_in_the_samples(
-    four: Membership, clean: tuple[list[tuple[int, int]], str], tmp_path: Path, bug: Any
+    four: Membership, clean: tuple[list[str], str], tmp_path: Path, bug: Any
 ) -> None:
     assert after_a_break(four, nothing, tmp_path) == clean
     samples, weights = after_a_break(four, bug, tmp_path)
@@ -228,7 +228,7 @@ def test_a_gradient_divided_by_the_wrong_count_shows_in_the_weights(four: Member
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("newcomer", [0, 3])
 def test_a_stale_optimizer_state_that_is_healed_shows_in_the_weights(
-    four: Membership, clean: tuple[list[tuple[int, int]], str], tmp_path: Path, newcomer: int
+    four: Membership, clean: tuple[list[str], str], tmp_path: Path, newcomer: int
 ) -> None:
     """Its digest verifies, for the donor took it over what it sent: only the bits of later steps tell."""
     assert after_a_heal(four, nothing, newcomer, tmp_path) == clean[1]

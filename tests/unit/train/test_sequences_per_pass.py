@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.data.loader import joined, slice_sample
+from elastic_ring.data.loader import joined, samples_text, slice_sample
 from elastic_ring.data.sampling.order import passes
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
@@ -22,7 +22,6 @@ from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.attention_context import attention_of, batch_of
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
-from tests.unit.data.digests import digest_value
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train.test_corruption import CHECKED, attempt, detect, flip
 from tests.unit.train.tiny_task import (
@@ -111,11 +110,11 @@ def steps_on(pair: Membership, mesh: Mesh, together: int) -> list[tuple[str, tup
 def test_training_two_at_a_time_is_plain_training_with_the_samples_of_one_at_a_time(pair: Membership) -> None:
     """Three sequences a step: a pass of two and one of one, and on two rings one pass each of two and of one."""
     wanted, _ = plain_training(make_task(), NUM_STEPS)
-    samples = [digest_value(limbs) for _, limbs in steps_on(pair, Mesh(1, 1), 1)]
+    samples = [samples_text(limbs) for _, limbs in steps_on(pair, Mesh(1, 1), 1)]
     for mesh in (Mesh(1, 1), Mesh(1, 2), Mesh(2, 1)):
         found = steps_on(pair, mesh, 2)
         assert [float.fromhex(loss) for loss, _ in found] == pytest.approx(wanted, abs=1e-5), mesh
-        assert [digest_value(limbs) for _, limbs in found] == samples, mesh
+        assert [samples_text(limbs) for _, limbs in found] == samples, mesh
 
 
 @pytest.mark.thinned(num=1)

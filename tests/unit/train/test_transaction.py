@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from elastic_ring.control.decisions.loss_spikes import Action, SpikeWatch
+from elastic_ring.data.loader import samples_text
 from elastic_ring.errors import LossSpike, TooManySkipped
 from elastic_ring.mesh import Mesh
 from elastic_ring.state.device import squares as device_squares
@@ -18,7 +19,6 @@ from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Counters
 from elastic_ring.train.transaction import sequence_seed
 from elastic_ring.train.vote import MustGoBack
-from tests.unit.data.digests import digest_value
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train import tiny_task
 from tests.unit.train.tiny_task import (
@@ -123,7 +123,7 @@ def test_every_mesh_uses_the_same_samples(four: Membership) -> None:
     for mesh in (ALONE, RING, REPLICAS, SQUARE):
         four.all(begin, four.meeting(), mesh, make_task(), ranks=range(mesh.size))
         results = four.all(run_steps, 2, ranks=range(mesh.size))
-        digests.append([digest_value(samples) for _, samples in results[0]])
+        digests.append([samples_text(samples) for _, samples in results[0]])
     assert all(digest == digests[0] for digest in digests)
     assert digests[0][0] != digests[0][1]
 
