@@ -55,9 +55,9 @@ class Tally:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Tally:
-        num_seen, limit, verdict, clips_harder = numbers[9:]
+        norm_sq, num_nonfinite, loss_sum, num_tokens, *samples, flags, num_seen, limit, verdict, clips_harder = numbers
         spike = SpikeBallot(int(num_seen), limit, int(verdict), clips_harder > 0)
-        return cls(*numbers[:4], tuple(numbers[4:8]), Flag(int(numbers[8])), spike)
+        return cls(norm_sq, num_nonfinite, loss_sum, num_tokens, tuple(samples), Flag(int(flags)), spike)
 
 
 class ComputedWrongly(ElasticRingError):

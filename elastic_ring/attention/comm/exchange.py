@@ -224,10 +224,6 @@ class HopExchange:
         self._source: tuple[torch.Tensor, ...] = ()
         self._first_keys: list[torch.Tensor] = []
 
-    @property
-    def keeps(self) -> bool:
-        return self._keep
-
     def begin(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Post the first stages: send what others want of k and v (B, S_local, Hkv, D), contiguous unless they are
         packed on a CPU, and receive this rank's keys."""

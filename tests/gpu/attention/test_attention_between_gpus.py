@@ -55,7 +55,7 @@ def _run(
     q, k, v, dout = (case.layout.scatter(x, cp_rank, 1).cuda() for x in case.tensors())
     leaves = [x.requires_grad_() for x in (q, k, v)]
     kind: Any = RingAttention if memory is None else partial(PeerRing, memory=memory)
-    ring = kind(case.schedule, cp_rank, dist.group.WORLD, ledger=ledger, **options)
+    ring = kind(case.schedule, cp_rank, dist.group.WORLD, RingOptions(ledger=ledger, **options))
     out = ring(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
