@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic_ring.attention.recomputation import OffloadedTensor
-from tests.unit.attention.test_offload import is_itself_until_it_leaves_and_equal_every_time_it_comes_back
+from tests.unit.attention.test_recomputation import is_itself_until_it_leaves_and_equal_every_time_it_comes_back
 
 pytestmark = pytest.mark.gpu
 

@@ -1,7 +1,11 @@
-"""Checkpointing runs a block's attention once: the same bits, half the kernels and hops, in a ring and alone."""
+"""Checkpointing runs a block's attention once: the same bits, half the kernels and hops, in a ring and alone.
+
+An offloaded tensor is itself until it is copied out, then freed, and copied back with the same bits.
+"""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +22,7 @@ from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.recomputation import OffloadedTensor
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser, initialise_module
@@ -130,3 +135,31 @@ def test_layers_with_patterns_of_their_own_are_not_run_again_either(sparse_kerne
         assert kept[1] == CONFIG.num_layers * cp
         assert 2 * kept[1] == again[1]
         assert 2 * kept[2] == again[2]
+
+
+def is_itself_until_it_leaves_and_equal_every_time_it_comes_back(device: str) -> None:
+    tensor = torch.randn(3, 5, device=device).requires_grad_()
+    wanted, there = tensor.detach().cpu().clone(), weakref.ref(tensor)
+    offloaded = OffloadedTensor(tensor)
+    assert offloaded.tensor() is tensor
+    offloaded.leave()
+    del tensor
+    assert there() is None
+    for _ in range(2):
+        back = offloaded.tensor()
+        assert back.requires_grad
+        assert back.device.type == device
+        assert torch.equal(back.detach().cpu(), wanted)
+        back.detach().zero_()  # whoever brought it back may do with it as they please
+
+
+def test_it_is_itself_until_it_leaves_and_equal_every_time_it_comes_back() -> None:
+    is_itself_until_it_leaves_and_equal_every_time_it_comes_back("cpu")
+
+
+def test_without_a_gradient_it_comes_back_without_one() -> None:
+    offloaded = OffloadedTensor(torch.ones(2, dtype=torch.int64))
+    offloaded.leave()
+    assert not offloaded.tensor().requires_grad
+    with pytest.raises(AssertionError, match="left already"):
+        offloaded.leave()
