@@ -1,4 +1,4 @@
-"""The twin of `tests/unit/attention/test_offload.py`, where leaving is a copy beside the computation."""
+"""The twin of `tests/unit/attention/test_recomputation.py`, where leaving is a copy beside the computation."""
 
 from __future__ import annotations
 
