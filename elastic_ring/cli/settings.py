@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -20,7 +23,7 @@ from elastic_ring.config import CpuOffload, OptimConfig, RunConfig, ScalingConfi
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_plain
 from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.monitor.terminal import coloured
-from elastic_ring.validation import from_plain, unknown_setting
+from elastic_ring.validation import docstrings, from_plain, unknown_setting
 
 SECTIONS: dict[str, Any] = {
     "model": ModelConfig,
@@ -261,7 +264,7 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     plain = {section: _merged(plain_of(base[section]), file.get(section, {})) for section in SECTIONS}
     for section in SECTIONS.keys() & file.keys():  # before flags take what the file says for their defaults
         from_plain(SECTIONS[section], _with_none(SECTIONS[section], plain[section]), f"{section}.")
-    flags, given = _parse_flags(argv, plain, name)
+    flags, given = _parse_flags(argv, plain)
     short = {key: value for key, value in vars(flags).items() if key in SHORT and value is not None}
     for key, value in short.items():
         *path, setting = SHORT[key].split(".")
@@ -360,43 +363,70 @@ def _with_none(cls: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: _with_none(_type_of(cls, name), plain[name]) for name in NESTED & plain.keys()}
 
 
-def _parse_flags(argv: Sequence[str], plain: dict[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
-    """The short flags, and every setting by section with the dotted flags over `plain`."""
-    sections = {section: _flags_of(cls, plain[section]) for section, cls in SECTIONS.items()}
-    own = [("short", Annotated[ShortFlags, tyro.conf.arg(name="")], dataclasses.field(default=ShortFlags()))]
-    both = dataclasses.make_dataclass(
-        "Train", own + [(section, kind, dataclasses.field(default_factory=kind)) for section, kind in sections.items()]
+def _parse_flags(argv: Sequence[str], plain: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The short flags, and every setting by section with the dotted flags over `plain`. As tyro takes its time for each
+    flag it gets only those of sections that `argv` names, without help; what it exits for it is asked with all."""
+    named = [section for section in SECTIONS if any(word.startswith(f"--{section}.") for word in argv)]
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            found = _tyro(argv, _bare_short(), {one: _flags_of(SECTIONS[one], plain[one], False) for one in named})
+    except SystemExit:
+        named = list(SECTIONS)
+        with coloured():
+            found = _tyro(argv, ShortFlags, {one: _flags_of(SECTIONS[one], plain[one], True) for one in named})
+    rest = {one: _with_none(SECTIONS[one], plain[one]) for one in SECTIONS if one not in named}
+    return found.short, rest | {one: _plain_flags(getattr(found, one)) for one in named}
+
+
+def _tyro(argv: Sequence[str], short: Any, sections: Mapping[str, Any]) -> Any:
+    fields = [("short", Annotated[short, tyro.conf.arg(name="")], dataclasses.field(default_factory=short))]
+    fields += [(name, kind, dataclasses.field(default_factory=kind)) for name, kind in sections.items()]
+    return tyro.cli(
+        dataclasses.make_dataclass("Train", fields),
+        args=list(argv),
+        prog="elastic-ring train",
+        description="Train a decoder over elastic rings. Precedence: preset, --config, flags.",
     )
-    with coloured():
-        found: Any = tyro.cli(
-            both,
-            args=list(argv),
-            prog="elastic-ring train",
-            description="Train a decoder over elastic rings. Precedence: preset, --config, flags.",
-        )
-    return found.short, {section: _plain_flags(getattr(found, section)) for section in SECTIONS}
 
 
-def _flags_of(cls: Any, plain: Mapping[str, Any]) -> Any:
+def _bare_short() -> Any:
+    """`ShortFlags` without help."""
+    hints = get_type_hints(ShortFlags, include_extras=True)
+    return dataclasses.make_dataclass(
+        "ShortFlags",
+        [
+            (field.name, _argument(hints[field.name], ""), dataclasses.field(default=field.default))
+            for field in dataclasses.fields(ShortFlags)
+        ],
+    )
+
+
+def _argument(kind: Any, says: str) -> Any:
+    """A type with its help. For `int | None` tyro would import typeguard, for `Union` it does not."""
+    plain = Union[get_args(kind)] if isinstance(kind, UnionType) else kind  # noqa: UP007
+    return Annotated[plain, tyro.conf.arg(help=says)]
+
+
+def _flags_of(cls: Any, plain: Mapping[str, Any], has_help: bool) -> Any:
     """A dataclass for tyro with the fields of `cls`, unchecked, whose defaults are `plain`; mappings are NAME=VALUE."""
     fields: list[Any] = []
+    help_texts = docstrings(cls) if has_help else {}
     for name, spec in cls.__pydantic_fields__.items():
-        kind, default = spec.annotation, plain.get(name)
-        says = (spec.description or "").replace("\n", " ")
+        kind, default, says = spec.annotation, plain.get(name), help_texts.get(name, "")
         if name in NESTED:
-            kind = _flags_of(kind, plain[name])
+            kind = _flags_of(kind, plain[name], has_help)
             fields.append((name, kind, dataclasses.field(default_factory=kind)))
             continue
         if name == "faults":
             kind = str
         elif get_origin(kind) is Mapping:
             kind, default = str, ",".join(f"{key}={value}" for key, value in default.items()) if default else ""
-            says += " NAME=VALUE, separated by commas."
+            says += " NAME=VALUE, separated by commas." * has_help
         elif isinstance(default, list):
             default = tuple(default)
         elif default == NONE and type(None) in get_args(kind):
             default = None
-        fields.append((name, Annotated[kind, tyro.conf.arg(help=says)], dataclasses.field(default=default)))
+        fields.append((name, _argument(kind, says), dataclasses.field(default=default)))
     return dataclasses.make_dataclass(cls.__name__, fields)
 
 

@@ -226,7 +226,7 @@ def _with_chance(scenario: Scenario, drawn: Draws, found: Mapping[str, Number], 
     step_s = np.broadcast_to(np.asarray(found["step_s"], dtype=float), np.shape(drawn["step"]))[:WALKED_DRAWS]
     closed = np.asarray(found["goodput"], dtype=float)
     shape = scenario.shape(some, step_s)
-    planned_s = float(np.median(np.asarray(found["run_s"])))
+    planned_s = quantiles(np.asarray(found["run_s"]))[1]
     walked = simulate_goodput(shape, scenario.failures, some["gpu_hours"], planned_s, rng, some["repair"])
     times = (1.0 - walked) / np.maximum(1.0 - closed[:WALKED_DRAWS], 1e-6)
     return np.clip(1.0 - (1.0 - closed) * rng.choice(times, size=len(closed)), 0.02, 1.0)

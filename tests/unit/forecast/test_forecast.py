@@ -18,7 +18,15 @@ from elastic_ring.forecast.answers.asked import amount
 from elastic_ring.forecast.answers.claims import claims, page
 from elastic_ring.forecast.answers.money import Owned, read_prices
 from elastic_ring.forecast.answers.search import changed, fitting_changes, pareto, search
-from elastic_ring.forecast.goodput import PRIORS, Failures, RunShape, mean_goodput, simulate_goodput
+from elastic_ring.forecast.goodput import (
+    GRID,
+    PRIORS,
+    Failures,
+    RunShape,
+    _mesh_share,
+    mean_goodput,
+    simulate_goodput,
+)
 from elastic_ring.forecast.scenario import Scenario, curve, default_efficiency, forecast, tornado
 from elastic_ring.forecast.sizing.machines import GPUS, named_fleet
 from elastic_ring.forecast.sizing.uncertain import Range, around
@@ -123,7 +131,7 @@ def test_bad_input_gets_one_line_that_names_it(
 def test_neither_torch_nor_ray_is_imported() -> None:
     code = (
         "import sys; from elastic_ring.cli import main; assert main(['forecast', '--preset', '8b']) == 0;"
-        "print([name for name in ('torch', 'ray', 'matplotlib') if name in sys.modules])"
+        "print([name for name in ('torch', 'ray', 'matplotlib', 'typeguard', 'numpy.ma') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -189,6 +197,13 @@ def test_the_two_ways_to_goodput_agree_on_twenty_scenarios() -> None:
         off.append(float(walked.mean()) - float(mean_goodput(one, failures)))
     assert max(map(abs, off)) < 0.02
     assert abs(float(np.mean(off))) < 0.003
+
+
+def test_the_share_of_rings_of_many_draws_is_that_of_each() -> None:
+    away = np.random.default_rng(0).lognormal(0.0, 2.0, 2 * GRID + 1)
+    for one in (shape(), shape(dp=1, spares=0), shape(dp=64, spares=64)):
+        each = [float(_mesh_share(one, np.asarray(value))) for value in away[:200]]
+        assert _mesh_share(one, away)[:200] == pytest.approx(each, abs=1e-4)
 
 
 def test_spares_help_while_hosts_are_away_and_cost_rent() -> None:
