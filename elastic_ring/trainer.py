@@ -181,8 +181,7 @@ class ElasticRingTrainer:
         self._fetched_s = 0.0
         self._contents: tuple[SourceConfig, str, Files] | None = None
         self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
-        self.planned_gpu_bytes: int | None = None  # of one rank, where somebody has planned it; shown by status
-        self.planned_step_s: float | None = None  # the same of a step
+        self.planned: dict[str, float] = {}  # what somebody has forecast: step_s, gpu_bytes of a rank, goodput
         check_parts(self.task)
         check_vocabulary(parts, data)
         check_schedule(lr_schedule, self.task.optim, step.steps)
@@ -419,6 +418,7 @@ class ElasticRingTrainer:
             self._identity,
             resume,
             start_dp,
+            self.planned,
         )
         made = (
             ray.remote(Coordinator)
@@ -488,8 +488,7 @@ class ElasticRingTrainer:
             **description_of(self.task),
             "code": self._code(),
             **given,
-            **({"planned_gpu_bytes": self.planned_gpu_bytes} if self.planned_gpu_bytes is not None else {}),
-            **({"planned_step_s": self.planned_step_s} if self.planned_step_s is not None else {}),
+            **{f"planned_{name}": value for name, value in self.planned.items()},
             "versions": found,
         }
 

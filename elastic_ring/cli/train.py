@@ -10,8 +10,9 @@ torch and Ray are imported once the settings are known to be right: help and ref
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from elastic_ring.errors import ElasticRingError, TermLost
 from elastic_ring.files import shown_url
 from elastic_ring.model.config import ModelConfig, num_parameters
 from elastic_ring.monitor.report import forecast_line, goodput_line
+from elastic_ring.monitor.seen import seen_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,15 +88,29 @@ def planned_alone(asked: TrainSettings) -> bool:
     return not (asked.model_folder or asked.pattern or asked.machine or asked.step.kernel) and asked.step.layout != AUTO
 
 
-def _planned_step_s(asked: TrainSettings) -> float | None:
-    """What a step is forecast to take where this host has GPUs of a known type, and the sizes say all."""
+def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, float]:
+    """What is forecast of the run on this host's GPUs or cores: step and goodput where the sizes say all."""
     import torch
 
-    from elastic_ring.cli.forecasts.seen import planned_step_s
+    from elastic_ring.cli.forecasts.seen import planned
 
-    if not planned_alone(asked) or not torch.cuda.is_available():
-        return None
-    return planned_step_s(asked, torch.cuda.get_device_name(0))
+    on_gpus = asked.scaling.device == "cuda"
+    found = {"gpu_bytes": float(plan(asked, trainer).gpu_bytes)} if on_gpus else {}
+    if not planned_alone(asked):
+        return found
+    gpu = torch.cuda.get_device_name(0) if on_gpus and torch.cuda.is_available() else None
+    return found | planned(asked, gpu, os.cpu_count() or 1)
+
+
+def _print_beside(forecast: Mapping[str, float], seen: Mapping[str, float]) -> None:
+    """The forecast beside what was seen."""
+    if told := forecast_line(int(forecast.get("gpu_bytes", 0)), int(seen.get("gpu_bytes", 0))):
+        print(f"GPU memory: {told}")
+    from elastic_ring.cli.forecasts.seen import beside
+
+    for name in ("step_s", "goodput"):
+        if name in forecast and name in seen:
+            print(beside(name, forecast[name], seen[name]))
 
 
 def _check(asked: TrainSettings) -> None:
@@ -241,9 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 check_pattern(trainer.task, asked.scaling.cp, layouts)
             print("\n".join(plan(asked, trainer).lines()))
             return 0
-        if asked.scaling.device == "cuda":
-            trainer.planned_gpu_bytes = plan(asked, trainer).gpu_bytes
-            trainer.planned_step_s = _planned_step_s(asked)
+        trainer.planned = _planned(asked, trainer)
         result = trainer.fit()
     except ValueError as error:
         print(f"elastic-ring train: {error}", file=sys.stderr)
@@ -269,13 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"weights {summary['weights_sha256'][:16]}, samples {summary['samples_sha256'][:16]}; all of it in "
         f"{asked.run.storage_uri}"
     )
-    if told := forecast_line(trainer.planned_gpu_bytes, summary.get("peak_gpu_bytes", 0)):
-        print(f"GPU memory: {told}")
-    if trainer.planned_step_s is not None:
-        from elastic_ring.cli.forecasts.seen import beside, seen_step_s
-
-        if (seen_s := seen_step_s(result.path)) is not None:
-            print(beside("step", trainer.planned_step_s, seen_s, "s"))
+    _print_beside(trainer.planned, seen_of(result.path, summary))
     if summary["skipped_steps"] == summary["steps"]:
         print("every step was skipped, because no gradient was finite: the weights are the initial ones")
     return 0

@@ -81,6 +81,8 @@ class RunShape:
     restore_s: Number
     copies_hold: bool = False
     copy_steps: int = 10
+    process_detect_s: Number = 0.01
+    """Of the death of a process, which its node's agent sees at once."""
 
     @property
     def num_gpus(self) -> int:
@@ -91,20 +93,23 @@ class RunShape:
         return -(-self.num_gpus // self.gpus_per_host)
 
     def hosts_of(self, scope: str) -> int:
-        return {"process": 0, "gpu": 1, "host": 1, "switch": min(self.hosts_per_switch, self.num_hosts)}[scope]
+        """That a loss takes; of a frozen process, which is killed, none."""
+        hosts = {"process": 0, "frozen": 0, "gpu": 1, "host": 1}
+        return hosts[scope] if scope in hosts else min(self.hosts_per_switch, self.num_hosts)
+
+    def detect_of(self, scope: str) -> Number:
+        return self.process_detect_s if scope == "process" else self.detect_s
 
     def loses_all_holders(self, scope: str) -> bool:
         """Whether a loss takes each holder of some shard. Rings follow each other on the hosts, so holders of one shard
         are cp ranks apart."""
-        taken = max(1, self.hosts_of(scope) * self.gpus_per_host * (scope != "process"))
-        if scope == "gpu":
-            taken = 1
+        taken = 1 if scope == "gpu" else max(1, self.hosts_of(scope) * self.gpus_per_host)
         holders = self.dp + self.copies_hold
         return holders < 2 or taken >= self.cp * self.dp or (taken > self.cp * (self.dp - 1) and not self.copies_hold)
 
     def outcome(self, scope: str) -> Outcome:
         """From a replica, else from a copy, else from a checkpoint."""
-        build = self.detect_s + self.rebuild_s
+        build = self.detect_of(scope) + self.rebuild_s
         if not self.loses_all_holders(scope):
             from_copy = self.dp < 2
             return Outcome(build + self.heal_s, self.copy_steps / 2 if from_copy else 0.0)
@@ -139,6 +144,12 @@ def mean_goodput(shape: RunShape, failures: Failures, gpu_hours: Number | None =
     away = sum(share * rate * shape.hosts_of(scope) for scope, share in failures.shares.items())
     mean_away = away * median_h * repair * HOUR * np.exp(deviation**2 / 2)
     return (1.0 - np.minimum(0.95, lost)) / (1.0 + stop) * _mesh_share(shape, mean_away)
+
+
+def goodput_with(shape: RunShape, kept_s: float, losses: Mapping[str, int]) -> float:
+    """Of a run whose steps took `kept_s` and that had so many losses, by scope, with a spare for each."""
+    lost = sum(number * _cost_s(shape, scope) for scope, number in losses.items())
+    return float(kept_s / (kept_s + lost + kept_s / shape.interval_s * shape.wait_s))
 
 
 def _mesh_share(shape: RunShape, mean_away: Number) -> Number:

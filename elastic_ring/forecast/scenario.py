@@ -28,10 +28,13 @@ NUM_DRAWS = 10_000
 WALKED_DRAWS = 400
 """Draws that the renewal simulation walks; what they differ by from the closed form is dealt out to the others."""
 DETECT_S = {"process": 0.01, "host": 5.0}
+"""Of a process's death 0.002 to 0.011 s (benchmarks/results/recovery), of a host's or a frozen one's up to 5.4."""
 CHECKPOINT_WAIT_S = 0.05
 """What training waits for a checkpoint of 12 GB a rank: 0.04 s (benchmarks/results/checkpoint)."""
-REBUILD_S, REBUILD_PER_RANK_S = 0.8, 0.004
-"""Groups of four ranks (0.5 to 0.9 s, benchmarks/results/recovery), and what each rank adds, which is assumed."""
+REBUILD_S: Mapping[str, float] = {"cuda": 0.8, "cpu": 0.15}
+"""Groups of four ranks: NCCL's 0.5 to 0.9 s, gloo's 0.1 to 0.2 (benchmarks/results/recovery)."""
+REBUILD_PER_RANK_S = 0.004
+"""What each rank adds, which is assumed."""
 BOTH_PASSES = 0.81
 """Of a dense kernel's forward rate, that of both passes: H200, flash-attn-4, 612 of 755 TFLOP/s."""
 HEAL_SHARE = 0.6
@@ -148,8 +151,9 @@ class Scenario:
             self.fleet.hosts_per_power_domain,
             step_s,
             heal_s=SNAPSHOT_BYTES * self.plan.memory.shard / link + 0.1,
-            rebuild_s=(REBUILD_S + REBUILD_PER_RANK_S * self.scaling.mesh.size) * draws["rebuild"],
+            rebuild_s=(REBUILD_S[self.scaling.device] + REBUILD_PER_RANK_S * self.scaling.mesh.size) * draws["rebuild"],
             detect_s=DETECT_S["host"],
+            process_detect_s=DETECT_S["process"],
             interval_s=interval_s,
             wait_s=CHECKPOINT_WAIT_S,
             restore_s=written_s + 30.0,

@@ -110,6 +110,7 @@ class Tier1:
         self.saved = (0, 0.0)
         self.ticking: float | None = None
         self.losses = 0
+        self.detect_s = 0.0
         self.actions: Counter[str] = Counter()
 
     def run(self) -> Walk:
@@ -198,6 +199,7 @@ class Tier1:
         if not self.nodes:
             return
         self.losses += 1
+        self.detect_s = float(self.shape.detect_of(scope))
         self._save()
         if scope == "process":
             alive = sorted(self.workers)
@@ -276,7 +278,7 @@ class Tier1:
             self.build = order
             return
         self.build = order
-        lasts = float(self.shape.rebuild_s) + float(self.shape.detect_s) - STOP_S
+        lasts = float(self.shape.rebuild_s) + self.detect_s - STOP_S
         lasts += float(self.shape.heal_s) if order.heals else 0.0
         lasts += float(self.shape.restore_s) if order.restore is not None else 0.0
         self._later(max(lasts, 0.0), lambda: self._resume(order))

@@ -1,33 +1,41 @@
-"""What a run was forecast to take beside what was seen: for the end of `train`, `forecast --score` and `--from-run`."""
+"""What a run was forecast to take beside what was seen: for `train`, `forecast --score` and `--from-run`."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import statistics
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elastic_ring.cli import settings
 from elastic_ring.cli.settings import TrainSettings
 from elastic_ring.forecast.answers.stages import Learned
-from elastic_ring.forecast.goodput import PRIORS
+from elastic_ring.forecast.goodput import PRIORS, goodput_with
 from elastic_ring.forecast.scenario import Scenario, default_efficiency
-from elastic_ring.forecast.sizing.machines import GPUS, Fleet, named_fleet
+from elastic_ring.forecast.sizing.machines import GPUS, Fleet, Links, named_fleet
 from elastic_ring.monitor.json_files import read_json
-from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, read_metrics
+from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME
+from elastic_ring.monitor.seen import seen_of
 
-WARM_STEPS = 3
-"""First steps of a run that compile and pin memory; no forecast is of them."""
+CORE_FLOPS = 34e9
+"""Of a step on CPUs, in fp32, a core: the laptop preset's 1.37 s on two (benchmarks/results/checkpoint)."""
+COORDINATOR_DIED, NODE_GONE = "the coordinator died", "node lost|unreachable"
+UNITS = {"step_s": ("step", 1.0, "s"), "gpu_bytes": ("memory", 2.0**30, "GiB"), "goodput": ("goodput", 0.01, "%")}
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Of a run that has ended. `losses`: recoveries; `gpu_hours`: of all its ranks."""
+    """Of a run that has ended. `forecast`, `figures`: as `ElasticRingTrainer.planned` and `seen_of`; `losses`: members
+    that were lost, by scope; `gpu_hours`: of all its ranks."""
 
-    step_s: float
-    goodput: float
-    peak_gpu_bytes: int
-    losses: int
+    forecast: Mapping[str, float]
+    figures: Mapping[str, float]
+    losses: Mapping[str, int]
+    kept_s: float
     gpu_hours: float
 
 
@@ -47,21 +55,29 @@ def scenario_of_run(asked: TrainSettings, fleet: Fleet) -> Scenario:
     return Scenario(asked.model, asked.scaling, asked.step, asked.run, fleet, eff, failures, None, tokens)
 
 
-def planned_step_s(asked: TrainSettings, gpu: str) -> float | None:
-    """Seconds of a step on GPUs of that name; None for GPUs that no class is of."""
-    kind = gpu_type(gpu)
-    if kind is None or asked.scaling.device != "cuda":
-        return None
-    scenario = scenario_of_run(asked, named_fleet(kind))
-    return float(scenario.step_s(scenario.medians()))
+def on_cores(asked: TrainSettings, num_cores: int) -> Scenario:
+    """Of ranks on the cores of one host: the step is their FLOP, links are its memory. The GPU is of no account."""
+    ranks = asked.scaling.mesh.size
+    links = Links(nvlink_gb_s=2.0, nic_gb_s=2.0)
+    fleet = Fleet(gpu="A100-40", links=links, name="CPU", gpus_per_host=ranks + asked.scaling.spares)
+    made = scenario_of_run(asked, fleet)
+    flops = made.plan.flops * asked.step.global_batch
+    step_s = flops / (CORE_FLOPS * min(num_cores, ranks * asked.scaling.num_threads))
+    return dataclasses.replace(made, measured_step_s=step_s)
 
 
-def seen_step_s(folder: Path) -> float | None:
-    """The median of a run's steps after the first; None where they are not on record."""
-    if not (folder / METRICS_NAME).exists():
-        return None
-    steps = [float(line["step_s"]) for line in read_metrics(folder)]
-    return statistics.median(steps[WARM_STEPS:] or steps) if steps else None
+def planned(asked: TrainSettings, gpu: str | None, num_cores: int) -> dict[str, float]:
+    """A step and the goodput that are forecast for ranks on GPUs of that name, or on so many cores; empty for GPUs that
+    no class is of."""
+    if asked.scaling.device == "cuda":
+        kind = gpu_type(gpu or "")
+        if kind is None:
+            return {}
+        scenario = scenario_of_run(asked, named_fleet(kind))
+    else:
+        scenario = on_cores(asked, num_cores)
+    found = scenario.evaluate(scenario.medians())
+    return {"step_s": float(found["step_s"]), "goodput": float(found["goodput"])}
 
 
 def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
@@ -70,45 +86,69 @@ def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
     if not summary or not (folder / "config.toml").exists() or not (folder / METRICS_NAME).exists():
         raise ValueError(f"{folder}: is no run that has ended: summary.json, config.toml or metrics.jsonl is not there")
     asked = settings.parse(["--config", str(folder / "config.toml")])
-    step_s = seen_step_s(folder)
-    if step_s is None:
+    figures = seen_of(folder, summary)
+    if "step_s" not in figures:
         raise ValueError(f"{folder}: its metrics.jsonl has no steps")
-    total_s = sum((summary.get("time_s") or {}).values())
-    hours = total_s / 3600 * asked.scaling.mesh.size
-    seen = Seen(step_s, summary["goodput"], summary.get("peak_gpu_bytes", 0), len(summary["recoveries"]), hours)
-    return asked, seen
+    recorded = (read_json(folder / CONFIG_NAME) or {}) if (folder / CONFIG_NAME).exists() else {}
+    forecast = {name: float(recorded[f"planned_{name}"]) for name in UNITS if f"planned_{name}" in recorded}
+    parts = summary.get("time_s") or {}
+    hours = sum(parts.values()) / 3600 * asked.scaling.mesh.size
+    return asked, Seen(forecast, figures, losses_of(summary["recoveries"]), parts.get("steps", 0.0), hours)
 
 
-def beside(what: str, forecast: float, seen: float, unit: str) -> str:
-    """For example `step: forecast 5.04 s, seen 5.11 s (-1 %)`."""
-    return f"{what}: forecast {forecast:.3g} {unit}, seen {seen:.3g} {unit} ({100 * (forecast / seen - 1):+.0f} %)"
+def losses_of(recoveries: list[Mapping[str, Any]]) -> Counter[str]:
+    """How many recoveries there were by what was lost. Training goes on without its coordinator."""
+    causes = [one["cause"] for one in recoveries if one["cause"] != COORDINATOR_DIED]
+    return Counter(
+        "frozen" if " hung " in one else "host" if re.search(NODE_GONE, one) else "process" for one in causes
+    )
+
+
+def beside(name: str, forecast: float, seen: float) -> str:
+    """For example `step: forecast 5.04 s, seen 5.11 s (-1 %)`, or of goodput the difference in points."""
+    what, scale, unit = UNITS[name]
+    off = f"{100 * (forecast - seen):+.1f} points" if name == "goodput" else f"{100 * (forecast / seen - 1):+.0f} %"
+    return f"{what}: forecast {forecast / scale:.3g} {unit}, seen {seen / scale:.3g} {unit} ({off})"
 
 
 def score(folders: list[Path], fleet: Fleet) -> list[str]:
-    """A line for each run and figure, and how wrong the forecasts were."""
-    lines, off = [], []
+    """A line for each run and figure, and how wrong the forecasts were: those on record, else those of today. Goodput
+    is also forecast with the losses that came."""
+    lines, off, points = [], [], []
     for folder in folders:
         asked, seen = read_run(folder)
-        scenario = scenario_of_run(asked, fleet)
-        middle = scenario.medians()
-        if asked.scaling.device != "cuda":
-            lines.append(f"{folder.name}: ran on CPUs, of which no class is; step seen {seen.step_s:.3g} s")
+        forecast = dict(seen.forecast)
+        if asked.scaling.device == "cuda":
+            scenario = scenario_of_run(asked, fleet)
+            today = scenario.evaluate(scenario.medians())
+            forecast = {**today, "gpu_bytes": scenario.plan.gpu_bytes, **forecast}
+        elif "step_s" not in forecast:
+            lines.append(f"{folder.name}: no forecast of its ranks on CPUs is on record")
             continue
-        step_s = float(scenario.step_s(middle))
-        off.append(abs(step_s / seen.step_s - 1))
-        lines.append(f"{folder.name}: {beside('step', step_s, seen.step_s, 's')}")
-        if seen.peak_gpu_bytes:
-            peak = beside("memory", scenario.plan.gpu_bytes / 2**30, seen.peak_gpu_bytes / 2**30, "GiB")
-            lines.append(f"{folder.name}: {peak}")
-    return [*lines, *([f"steps of {len(off)} runs: {statistics.mean(off):.1%} wrong on average"] if off else [])]
+        else:
+            scenario = on_cores(asked, 1)
+        both = [name for name in UNITS if name in forecast and name in seen.figures]
+        lines += [f"{folder.name}: {beside(name, float(forecast[name]), seen.figures[name])}" for name in both]
+        off.append(abs(forecast["step_s"] / seen.figures["step_s"] - 1))
+        if "goodput" in seen.figures:
+            shape = scenario.shape(scenario.medians(), seen.figures["step_s"])
+            known = goodput_with(shape, seen.kept_s, seen.losses)
+            points.append(abs(known - seen.figures["goodput"]))
+            told = ", ".join(f"{number} {scope}" for scope, number in seen.losses.items()) or "none"
+            lines.append(f"{folder.name}: with its losses ({told}) {beside('goodput', known, seen.figures['goodput'])}")
+    if off:
+        lines.append(f"steps of {len(off)} runs: {statistics.mean(off):.1%} wrong on average")
+    if points:
+        lines.append(f"goodput of {len(points)} runs: {100 * statistics.mean(points):.2f} points wrong on average")
+    return lines
 
 
 def learned(folder: Path, fleet: Fleet) -> Learned:
     """What a run tells of the next. Raises ValueError for one on CPUs: of these there is no forecast."""
     asked, seen = read_run(folder)
     if asked.scaling.device != "cuda":
-        raise ValueError(f"--from-run {folder}: ran on CPUs, of which there is no forecast; name a run on GPUs")
+        raise ValueError(f"--from-run {folder}: ran on CPUs, which tell nothing of GPUs; name a run on GPUs")
     scenario = scenario_of_run(asked, fleet)
-    ratio = seen.step_s / float(scenario.step_s(scenario.medians()))
+    ratio = seen.figures["step_s"] / float(scenario.step_s(scenario.medians()))
     size = (asked.scaling.mesh.size, float(scenario.plan.num_parameters))
-    return Learned(ratio, seen.losses, seen.gpu_hours, size)
+    return Learned(ratio, sum(seen.losses.values()), seen.gpu_hours, size)

@@ -253,7 +253,7 @@ class Coordinator:
         self.storage_wait.tell = self.recorder.recoveries.say
         begin = opened.begin or self._begun()
         self.mirror.open()  # not before: where this journal comes, that of an earlier submission leaves the store
-        self.recorder.identity = begin.get("identity", "")
+        self.recorder.identity, self.recorder.planned = begin.get("identity", ""), run_spec.planned
         self.recorder.open(begin["now"], run_spec.resume.step)
         self._end_report = EndReport(self.recorder.recoveries.say)
         self.recorder.totals.saw(ResumedFrom([*run_spec.resume.resumed_from]))

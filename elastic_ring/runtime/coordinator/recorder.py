@@ -70,6 +70,7 @@ from elastic_ring.monitor.metrics import (
     write_summary,
 )
 from elastic_ring.monitor.plot import draw_run
+from elastic_ring.monitor.seen import seen_of
 from elastic_ring.runtime.coordinator.recovery_log import Note, RecoveryLog
 from elastic_ring.runtime.coordinator.run_totals import RunTotals
 from elastic_ring.state.checkpoints.manifest import located
@@ -127,6 +128,8 @@ class RunRecorder:
         self.started_s, self.first_step = 0.0, 0
         self.identity = ""
         """Of the run: what its checkpoints and submissions share."""
+        self.planned: Mapping[str, float] = {}
+        """What was forecast of it; the journal's end has it beside what was seen."""
 
     def open(self, started_s: float, first_step: int = 0) -> None:
         """`first_step`: where this attempt began; its goodput says nothing of the steps before."""
@@ -520,6 +523,9 @@ class RunRecorder:
         # Beside the deciding thread, and no longer than a checkpoint's files are waited for.
         retries = Retries(self._run.timeouts.storage_s, lambda text: self.recoveries.say(f"the summary {text}"))
         retries(lambda: write_summary(self.folder, summary), lambda error: not isinstance(error, OSError))
+        if self.planned:
+            seen = seen_of(self.folder, summary)
+            self._note({"note": "forecast", "forecast": dict(self.planned), "seen": seen})
         draw_run(self.folder, self.recoveries.records)
         return summary
 

@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class RunSpec:
     resume: Resume = field(default_factory=Resume)
     start_dp: int | None = None
     """With how many rings it begins where there was no room for `scaling.dp` in time."""
+    planned: Mapping[str, float] = field(default_factory=dict)
+    """What was forecast of it, as `ElasticRingTrainer.planned`."""
 
 
 class Clock:

@@ -229,3 +229,15 @@ def test_nothing_is_overdue_in_a_coordinator_that_was_started_again_between_chec
         monkeypatch.setattr(recorder, "_clock", lambda now=60.0 * step: now)
         recorder.publish([{**record(step, (1, 1)), "checkpoint_interval_s": 3600.0}])
     assert (recorder.overdue.num_intervals, recorder.take_lines(0)) == (0, [])
+
+
+def test_the_journal_ends_with_the_forecast_beside_what_was_seen(tmp_path: Path) -> None:
+    notes: list[dict[str, Any]] = []
+    made = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), notes.append, lambda: 100.0)
+    made.planned = {"step_s": 1.5, "goodput": 0.99}
+    made.open(0.0)
+    made.begun(0, (1, 1))
+    made.publish([record(0, (1, 1))])
+    made.write_summary("", exact=True)
+    seen = {"step_s": record(0, (1, 1))["step_s"], "goodput": pytest.approx(1.0)}
+    assert notes[-1] == {"note": "forecast", "forecast": {"step_s": 1.5, "goodput": 0.99}, "seen": seen}

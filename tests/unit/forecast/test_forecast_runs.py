@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import statistics
 from pathlib import Path
 
 import pytest
 
 from elastic_ring.cli.forecasts import command
-from elastic_ring.cli.forecasts.seen import beside, gpu_type, planned_step_s, seen_step_s
+from elastic_ring.cli.forecasts.seen import beside, gpu_type, losses_of, planned
 from elastic_ring.cli.settings import parse
 from elastic_ring.forecast.answers.stages import Learned, narrower, read_stages
 from elastic_ring.forecast.goodput import PRIORS
+from elastic_ring.monitor.seen import seen_of
 
 ROOT = Path(__file__).parents[3]
+TIME_S = {"startup": 40.0, "steps": 100.0, "recovery": 3.0, "rerun": 1.0}
 SETTINGS = ["--preset", "1b", "--dp", "1", "--cp", "2", "--global-batch", "1"]
 
 
@@ -25,18 +26,21 @@ def run(tmp_path: Path) -> Path:
     steps = [60.0, 6.0, 5.3, *[5.11] * 7]
     lines = [{"step": index, "step_s": step_s, "loss_hex": (1.0).hex()} for index, step_s in enumerate(steps)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = {"goodput": 0.9, "peak_gpu_bytes": int(22.7 * 2**30), "recoveries": [], "time_s": {"steps": 100.0}}
+    summary = {"goodput": 0.9, "peak_gpu_bytes": int(22.7 * 2**30), "recoveries": [], "time_s": TIME_S}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     return tmp_path
 
 
 def test_the_end_of_a_run_shows_forecast_beside_seen(run: Path) -> None:
-    step_s = planned_step_s(parse(SETTINGS), "NVIDIA H100 80GB HBM3")
-    assert step_s == pytest.approx(5.11, rel=0.05), "benchmarks/results/gpu_runs, twelfth run"
-    assert seen_step_s(run) == statistics.median([5.11] * 7)
-    assert beside("step", 5.0, 4.0, "s") == "step: forecast 5 s, seen 4 s (+25 %)"
-    assert planned_step_s(parse(SETTINGS), "Tesla T4") is None
-    assert planned_step_s(parse([]), "NVIDIA H200") is None, "ranks on CPUs"
+    found = planned(parse(SETTINGS), "NVIDIA H100 80GB HBM3", 1)
+    assert found["step_s"] == pytest.approx(5.11, rel=0.05), "benchmarks/results/gpu_runs, twelfth run"
+    assert 0.99 < found["goodput"] < 1.0
+    seen = seen_of(run, json.loads((run / "summary.json").read_text()))
+    assert seen == {"step_s": 5.11, "gpu_bytes": int(22.7 * 2**30), "goodput": pytest.approx(100 / 104)}
+    assert beside("step_s", 5.0, 4.0) == "step: forecast 5 s, seen 4 s (+25 %)"
+    assert beside("goodput", 0.999, 0.97) == "goodput: forecast 99.9 %, seen 97 % (+2.9 points)"
+    assert planned(parse(SETTINGS), "Tesla T4", 1) == {}
+    assert planned(parse([]), None, 2)["step_s"] == pytest.approx(1.37, rel=0.1), "laptop on two cores"
 
 
 def test_score_says_how_wrong_each_forecast_was(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,8 +49,29 @@ def test_score_says_how_wrong_each_forecast_was(run: Path, capsys: pytest.Captur
     assert "step: forecast 5." in out
     assert "memory: forecast 22.7 GiB, seen 22.7 GiB" in out
     assert "steps of 1 runs:" in out
+    assert "goodput: forecast 100 %, seen 96.2 % (+3.8 points)" in out
     assert command.main(["--score", str(run / "gone")]) == 2
     assert "is no run that has ended" in capsys.readouterr().err
+
+
+def test_score_takes_the_forecast_that_was_made_and_the_losses_that_came(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "config.toml").write_text(parse([]).toml())
+    (run / "config.json").write_text(json.dumps({"planned_step_s": 5.0, "planned_goodput": 1.0}))
+    causes = [
+        "rank 0 died in backward of step 40 (killed by SIGKILL)",
+        "rank 1 hung in idle of step 44",
+        "the coordinator died",
+    ]
+    recoveries = [{"cause": cause} for cause in causes]
+    summary = json.loads((run / "summary.json").read_text()) | {"recoveries": recoveries}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert losses_of(recoveries) == {"process": 1, "frozen": 1}
+    assert command.main(["--score", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "step: forecast 5 s, seen 5.11 s (-2 %)" in out
+    assert "with its losses (1 process, 1 frozen) goodput: forecast 90.4 %" in out, out
 
 
 def test_a_run_corrects_the_step_and_narrows_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
