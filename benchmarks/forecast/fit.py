@@ -33,10 +33,10 @@ def errors(cases: list[Case], eff: Efficiency) -> list[float]:
     return [math.log(float(step_time(case.job, GPUS[case.gpu], eff).total_s) / case.seen_s) for case in cases]
 
 
-def fit(cases: list[Case], start: Efficiency) -> Efficiency:
-    """Gauss-Newton on the logs, with a pull to `start`."""
+def fit(cases: list[Case], start: Efficiency, begin: Efficiency | None = None, rounds: int = 60) -> Efficiency:
+    """Gauss-Newton on the logs from `begin` on, with a pull to `start`."""
     theta0 = np.log([float(getattr(start, name)) for name in FREE])
-    theta = theta0.copy()
+    theta = np.log([float(getattr(begin or start, name)) for name in FREE])
 
     def made(values: np.ndarray) -> Efficiency:
         figures: dict[str, Any] = {n: float(np.clip(np.exp(v), *BOUNDS[n])) for n, v in zip(FREE, values, strict=True)}
@@ -46,7 +46,7 @@ def fit(cases: list[Case], start: Efficiency) -> Efficiency:
         return np.concatenate([np.array(errors(cases, made(values))) / 0.05, (values - theta0) / PULL])
 
     damp = 1.0
-    for _ in range(60):
+    for _ in range(rounds):
         r = residuals(theta)
         jac = np.stack([(residuals(theta + 1e-3 * unit) - r) / 1e-3 for unit in np.eye(len(FREE))], axis=1)
         move = np.linalg.solve(jac.T @ jac + damp * np.eye(len(FREE)), -jac.T @ r)
