@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from elastic_ring.forecast.sizing.machines import GPUS, Fleet, read_fleet
 
 def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
     fleet, prices = read_fleet(given.fleet), read_prices(given.prices)
+    check_dates(prices)
     if given.claims:
         from elastic_ring.forecast.answers.claims import claims, page
 
@@ -46,7 +48,10 @@ def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
     if given.plot is not None:
         from elastic_ring.cli.forecasts.plots import write
 
-        write(found, given.plot, deadline_s, budget)
+        try:
+            write(found, given.plot, deadline_s, budget)
+        except OSError as error:
+            raise ValueError(f"--plot {given.plot}: cannot be written ({error})") from error
     if given.json:
         print(json.dumps(report.as_json(found, deadline_s, budget, warnings), indent=1))
     else:
@@ -61,7 +66,7 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
     check_answered(train)
     check_together(train.scaling, train.step, ())
     check_copies(train.scaling.mesh, train.run.copies)
-    if given.measured_step is not None and given.measured_step <= 0:
+    if given.measured_step is not None and not 0 < given.measured_step < math.inf:
         raise ValueError(f"--measured-step {given.measured_step}: must be a positive number of seconds")
     if fleet.num_gpus and fleet.num_gpus < train.scaling.mesh.size + train.scaling.spares:
         raise ValueError(
@@ -128,6 +133,13 @@ def _search(
     print(f"{tried:,} configurations; the front of cost and time:")
     print("\n".join(f"  {one.line()}" for one in front) or "  none fits")
     return 0
+
+
+def check_dates(prices: PriceList) -> None:
+    """Raises ValueError for a row whose date no calendar has."""
+    for index, row in enumerate(prices.rows, 1):
+        if not days_until(row.date):
+            raise ValueError(f"--prices {prices.path}: row {index}: price.date={row.date!r}: is no day")
 
 
 def days_to(date: str) -> int:

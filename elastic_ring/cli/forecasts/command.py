@@ -22,6 +22,7 @@ def options() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         add_help=False,
+        exit_on_error=False,
     )
     add = parser.add_argument
     add("--fleet", default="h100-80", help="a TOML file, or a GPU type (h100-80)")
@@ -48,12 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--help" in words or "-h" in words:
         print(options().format_help())
         settings.parse(["--help"])  # exits
-    given, rest = options().parse_known_args(words)
     from elastic_ring.cli.forecasts.answer import run
 
     try:
-        return run(given, rest)
-    except ValueError as error:
+        return run(*options().parse_known_args(words))
+    except (ValueError, argparse.ArgumentError) as error:
         print(f"elastic-ring forecast: {error}", file=sys.stderr)
         return 2
 

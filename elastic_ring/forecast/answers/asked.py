@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from elastic_ring.forecast.goodput import PRIORS, SHARES, Failures
 from elastic_ring.forecast.sizing.machines import read_toml
@@ -18,7 +20,7 @@ def amount(text: str, flag: str) -> float:
     """1T, 12M, 300e9. Raises ValueError for what is no number above 0."""
     found = _NUMBER.match(text.strip().replace("_", ""))
     value = float(found[1]) * SCALES[found[2].upper()] if found else 0.0
-    if value <= 0:
+    if not 0 < value < math.inf:
         raise ValueError(f"{flag} {text}: must be a number above 0, such as 300B or 1T")
     return value
 
@@ -47,20 +49,34 @@ def failures_of(text: str) -> Failures:
     unknown = sorted(plain.keys() - known)
     if unknown:
         raise ValueError(f"--failures {text}: {unknown[0]}: is not known; give {', '.join(sorted(known))}")
-    hours = plain.get("gpu_hours")
-    if not isinstance(hours, list) or len(hours) != 3 or not 0 < hours[0] <= hours[1] <= hours[2]:
-        raise ValueError(f"--failures {text}: gpu_hours={hours}: must be three rising numbers above 0, P10, P50, P90")
-    shares = plain.get("shares", dict(SHARES))
-    odd = sorted(shares.keys() - SHARES.keys())
-    if odd or abs(sum(shares.values()) - 1.0) > 0.01:
-        raise ValueError(f"--failures {text}: shares={shares}: must be of {', '.join(SHARES)}, and together 1")
-    low, middle, high = (float(hour) for hour in hours)
-    median_h, deviation = plain.get("repair_hours", Failures().repair_hours)
-    return Failures(
-        text,
-        (low, middle, high),
-        (float(median_h), float(deviation)),
-        shares,
-        planned_per_day=float(plain.get("planned_per_day", 0.0)),
-        source=plain.get("source", text),
+    given = {"shares": dict(SHARES), "repair_hours": list(Failures().repair_hours), "planned_per_day": 0.0, **plain}
+    hours, repair, shares, planned = (
+        given.get(key) for key in ("gpu_hours", "repair_hours", "shares", "planned_per_day")
     )
+    checks = {
+        "gpu_hours": (_numbers(hours, 3) and hours == sorted(hours), "three rising numbers above 0, P10, P50, P90"),
+        "repair_hours": (_numbers(repair, 2), "two numbers above 0, the median and the deviation of its log"),
+        "shares": (_is_shares(shares), f"a table of {', '.join(SHARES)}, each at least 0 and together 1"),
+        "planned_per_day": (planned == 0 or _numbers([planned], 1), "a number of at least 0"),
+    }
+    for key, (is_right, must) in checks.items():
+        if not is_right:
+            raise ValueError(f"--failures {text}: {key}={given.get(key)}: must be {must}")
+    source = str(plain.get("source", text))
+    return Failures(text, tuple(hours), tuple(repair), shares, planned_per_day=float(planned), source=source)
+
+
+def _numbers(value: Any, count: int) -> bool:
+    """Whether it is a list of so many finite numbers above 0."""
+    return (
+        isinstance(value, list)
+        and len(value) == count
+        and all(isinstance(one, int | float) and not isinstance(one, bool) and 0 < one < math.inf for one in value)
+    )
+
+
+def _is_shares(value: Any) -> bool:
+    if not isinstance(value, dict) or not value.keys() <= SHARES.keys():
+        return False
+    parts = [share for share in value.values() if share != 0]
+    return _numbers(parts, len(parts)) and abs(sum(parts) - 1.0) <= 0.01

@@ -106,7 +106,7 @@ def read_prices(path: str | None) -> PriceList:
     where = path or str(PRICES)
     plain = read_toml(where, "--prices")
     rows = plain.get("price")
-    if not rows or not isinstance(rows, list):
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
         raise ValueError(f"--prices {where}: has no [[price]] rows")
     found = []
     for index, row in enumerate(rows, 1):
@@ -116,7 +116,11 @@ def read_prices(path: str | None) -> PriceList:
             found[-1].range()
         except ValueError as error:
             raise ValueError(f"--prices {where}: row {index}: {error}") from error
-    return PriceList(found, from_plain(Owned, plain.get("owned", {}), "owned."), "prices" if path is None else where)
+    try:
+        owned = from_plain(Owned, plain.get("owned", {}), "owned.")
+    except ValueError as error:
+        raise ValueError(f"--prices {where}: {error}") from error
+    return PriceList(found, owned, "prices" if path is None else where)
 
 
 def rent_usd(gpu_hours: Number, usd_hour: Number) -> Number:

@@ -98,6 +98,16 @@ def test_json_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
         (["--fleet", "fleet.toml"], "fleet.toml: links: must be given"),
         (["--failures", "often"], "--failures often"),
         (["--failures", "failures.toml"], "failures.toml: gpu_hours="),
+        (["--failures", "words.toml"], "words.toml: gpu_hours=['a', 2, 3]"),
+        (["--failures", "repair.toml"], "repair.toml: repair_hours=3"),
+        (["--failures", "shares.toml"], "shares.toml: shares="),
+        (["--prices", "no_day.toml"], "row 1: price.date='2026-13-41': is no day"),
+        (["--prices", "rows.toml"], "rows.toml: has no [[price]] rows"),
+        (["--prices", "owned.toml"], "owned.toml: owned.years=-1"),
+        (["--price", "cheap"], "--price: invalid choice: 'cheap'"),
+        (["--tokens", "1e400"], "--tokens 1e400"),
+        (["--measured-step", "nan"], "--measured-step nan"),
+        (["--measured-step", "soon"], "--measured-step: invalid float value: 'soon'"),
         (["--prices", "prices.toml"], "row 1: price.date"),
         (["--prices", "gone.toml"], "gone.toml: cannot be read"),
         (["--measured-step", "0"], "--measured-step 0"),
@@ -114,10 +124,17 @@ def test_bad_input_gets_one_line_that_names_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     links = "[links]\nnvlink_gb_s = 450.0\nnic_gb_s = 50.0\n"
+    price = '[[price]]\ngpu = "H100-80"\nkind = "spot"\nusd_hour = [1.0, 2.0, 3.0]\nsource = "me"\n'
     for name, text in {
         "fleet.toml": 'gpu = "H100-80"\n',
         "failures.toml": "gpu_hours = [3, 2, 1]\n",
-        "prices.toml": '[[price]]\ngpu = "H100-80"\nkind = "spot"\nusd_hour = [1.0, 2.0, 3.0]\nsource = "me"\n',
+        "words.toml": 'gpu_hours = ["a", 2, 3]\n',
+        "repair.toml": "gpu_hours = [1, 2, 3]\nrepair_hours = 3\n",
+        "shares.toml": "gpu_hours = [1, 2, 3]\nshares = {process = 1.5, gpu = -0.5}\n",
+        "prices.toml": price,
+        "no_day.toml": f'{price}date = "2026-13-41"\n',
+        "rows.toml": "price = [3]\n",
+        "owned.toml": f'{price}date = "2026-05-01"\n[owned]\nyears = -1.0\n',
         "small.toml": f'gpu = "H100-80"\nnum_gpus = 8\n{links}',
         "odd.toml": f'gpu = "T4"\n{links}',
     }.items():
