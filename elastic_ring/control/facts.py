@@ -204,6 +204,15 @@ class ResumedFrom:
     checkpoints: list[Mapping[str, Any]]
 
 
+@dataclass(frozen=True)
+class ForecastSeen:
+    """At the end of a run: what was forecast (`ElasticRingTrainer.planned`) and what was seen (`monitor.seen`)."""
+
+    note: ClassVar = "forecast"
+    forecast: Mapping[str, float]
+    seen: Mapping[str, float]
+
+
 Fact = (
     FaultFired
     | WorkerStarted
@@ -225,6 +234,7 @@ Fact = (
     | ReliefsChanged
     | CorpusLengthened
     | ResumedFrom
+    | ForecastSeen
 )
 
 _KINDS: dict[str, type] = {kind.note: kind for kind in get_args(Fact)}

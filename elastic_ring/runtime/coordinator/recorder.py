@@ -26,6 +26,7 @@ from elastic_ring.control.facts import (
     CompiledLate,
     CorpusLengthened,
     Fact,
+    ForecastSeen,
     GenerationBegan,
     LossSpiked,
     MemoryNearlyFull,
@@ -524,8 +525,7 @@ class RunRecorder:
         retries = Retries(self._run.timeouts.storage_s, lambda text: self.recoveries.say(f"the summary {text}"))
         retries(lambda: write_summary(self.folder, summary), lambda error: not isinstance(error, OSError))
         if self.planned:
-            seen = seen_of(self.folder, summary)
-            self._note({"note": "forecast", "forecast": dict(self.planned), "seen": seen})
+            self._tell(ForecastSeen(dict(self.planned), seen_of(self.folder, summary)))
         draw_run(self.folder, self.recoveries.records)
         return summary
 
