@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
@@ -21,8 +22,9 @@ from elastic_ring.config import check_copies, check_loss_spikes, check_together
 from elastic_ring.errors import ElasticRingError, TermLost
 from elastic_ring.files import shown_url
 from elastic_ring.model.config import ModelConfig, num_parameters
+from elastic_ring.monitor.goodput import seen_of
+from elastic_ring.monitor.metrics import METRICS_NAME, read_metrics
 from elastic_ring.monitor.report import forecast_line, goodput_line
-from elastic_ring.monitor.seen import seen_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,6 +102,10 @@ def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, flo
         return found
     gpu = torch.cuda.get_device_name(0) if on_gpus and torch.cuda.is_available() else None
     return found | planned(asked, gpu, os.cpu_count() or 1)
+
+
+def _steps_s(folder: Path) -> list[float]:
+    return [line["step_s"] for line in read_metrics(folder)] if (folder / METRICS_NAME).exists() else []
 
 
 def _print_beside(forecast: Mapping[str, float], seen: Mapping[str, float]) -> None:
@@ -283,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"weights {summary['weights_sha256'][:16]}, samples {summary['samples_sha256'][:16]}; all of it in "
         f"{asked.run.storage_uri}"
     )
-    _print_beside(trainer.planned, seen_of(result.path, summary))
+    _print_beside(trainer.planned, seen_of(_steps_s(result.path), summary))
     if summary["skipped_steps"] == summary["steps"]:
         print("every step was skipped, because no gradient was finite: the weights are the initial ones")
     return 0

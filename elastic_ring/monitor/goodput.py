@@ -4,6 +4,7 @@ all times."""
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,3 +96,24 @@ def time_by_part(
         "resize": lost_s["resize"] + without_steps(planned),
     }
     return {**found, "other": max(0.0, total_s - math.fsum(found.values()))}
+
+
+WARM_STEPS = 3
+"""First steps of a run that compile and pin memory; no forecast is of them."""
+NEVER_FORECAST = ("startup", "waiting", "validation", "other")
+"""Parts of a run's time that a forecast's goodput does not count as lost."""
+
+
+def seen_of(steps_s: Sequence[float], summary: Mapping[str, Any]) -> dict[str, float]:
+    """Of a run that has ended what a forecast has, too. `step_s`: the median of the steps after the first; `gpu_bytes`:
+    the peak of a rank's tensors; `goodput`: steps' share of the time from the first one to the last, held-out sequences
+    aside. What is not on record is left out."""
+    found: dict[str, float] = {}
+    if steps_s:
+        found["step_s"] = statistics.median(steps_s[WARM_STEPS:] or steps_s)
+    if peak := summary.get("peak_gpu_bytes"):
+        found["gpu_bytes"] = float(peak)
+    parts = {name: s for name, s in (summary.get("time_s") or {}).items() if name not in NEVER_FORECAST}
+    if parts.get("steps"):
+        found["goodput"] = parts["steps"] / math.fsum(parts.values())
+    return found

@@ -17,9 +17,9 @@ from elastic_ring.forecast.answers.stages import Learned
 from elastic_ring.forecast.goodput import PRIORS, goodput_with
 from elastic_ring.forecast.scenario import Scenario, default_efficiency
 from elastic_ring.forecast.sizing.machines import GPUS, Fleet, Links, named_fleet
+from elastic_ring.monitor.goodput import seen_of
 from elastic_ring.monitor.json_files import read_json
-from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME
-from elastic_ring.monitor.seen import seen_of
+from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, read_metrics
 
 CORE_FLOPS = 34e9
 """Of a step on CPUs, in fp32, a core: the laptop preset's 1.37 s on two (benchmarks/results/checkpoint)."""
@@ -86,7 +86,7 @@ def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
     if not summary or not (folder / "config.toml").exists() or not (folder / METRICS_NAME).exists():
         raise ValueError(f"{folder}: is no run that has ended: summary.json, config.toml or metrics.jsonl is not there")
     asked = settings.parse(["--config", str(folder / "config.toml")])
-    figures = seen_of(folder, summary)
+    figures = seen_of([line["step_s"] for line in read_metrics(folder)], summary)
     if "step_s" not in figures:
         raise ValueError(f"{folder}: its metrics.jsonl has no steps")
     recorded = (read_json(folder / CONFIG_NAME) or {}) if (folder / CONFIG_NAME).exists() else {}

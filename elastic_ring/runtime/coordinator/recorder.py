@@ -54,7 +54,7 @@ from elastic_ring.control.state import (
 )
 from elastic_ring.data.loader import samples_text
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.goodput import Goodput, LossLedger, time_by_part
+from elastic_ring.monitor.goodput import Goodput, LossLedger, seen_of, time_by_part
 from elastic_ring.monitor.journal import Retried
 from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import (
@@ -71,7 +71,6 @@ from elastic_ring.monitor.metrics import (
     write_summary,
 )
 from elastic_ring.monitor.plot import draw_run
-from elastic_ring.monitor.seen import seen_of
 from elastic_ring.runtime.coordinator.recovery_log import Note, RecoveryLog
 from elastic_ring.runtime.coordinator.run_totals import RunTotals
 from elastic_ring.state.checkpoints.manifest import located
@@ -525,7 +524,7 @@ class RunRecorder:
         retries = Retries(self._run.timeouts.storage_s, lambda text: self.recoveries.say(f"the summary {text}"))
         retries(lambda: write_summary(self.folder, summary), lambda error: not isinstance(error, OSError))
         if self.planned:
-            self._tell(ForecastSeen(dict(self.planned), seen_of(self.folder, summary)))
+            self._tell(ForecastSeen(dict(self.planned), seen_of(list(self.metrics.step_times_s().values()), summary)))
         draw_run(self.folder, self.recoveries.records)
         return summary
 

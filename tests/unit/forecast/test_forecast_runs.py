@@ -12,7 +12,7 @@ from elastic_ring.cli.forecasts.seen import beside, gpu_type, losses_of, planned
 from elastic_ring.cli.settings import parse
 from elastic_ring.forecast.answers.stages import Learned, narrower, read_stages
 from elastic_ring.forecast.goodput import PRIORS
-from elastic_ring.monitor.seen import seen_of
+from elastic_ring.monitor.goodput import seen_of
 
 ROOT = Path(__file__).parents[3]
 TIME_S = {"startup": 40.0, "steps": 100.0, "recovery": 3.0, "rerun": 1.0}
@@ -35,7 +35,7 @@ def test_the_end_of_a_run_shows_forecast_beside_seen(run: Path) -> None:
     found = planned(parse(SETTINGS), "NVIDIA H100 80GB HBM3", 1)
     assert found["step_s"] == pytest.approx(5.11, rel=0.05), "benchmarks/results/gpu_runs, twelfth run"
     assert 0.99 < found["goodput"] < 1.0
-    seen = seen_of(run, json.loads((run / "summary.json").read_text()))
+    seen = seen_of([60.0, 6.0, 5.3, *[5.11] * 7], json.loads((run / "summary.json").read_text()))
     assert seen == {"step_s": 5.11, "gpu_bytes": int(22.7 * 2**30), "goodput": pytest.approx(100 / 104)}
     assert beside("step_s", 5.0, 4.0) == "step: forecast 5 s, seen 4 s (+25 %)"
     assert beside("goodput", 0.999, 0.97) == "goodput: forecast 99.9 %, seen 97 % (+2.9 points)"
