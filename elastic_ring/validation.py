@@ -83,7 +83,7 @@ def docstrings(cls: type) -> dict[str, str]:
         above.target.id: " ".join(below.value.value.split())
         for above, below in pairwise(made.body)
         if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name)
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
     }
 
 

@@ -49,10 +49,14 @@ def failures_of(text: str) -> Failures:
     unknown = sorted(plain.keys() - known)
     if unknown:
         raise ValueError(f"--failures {text}: {unknown[0]}: is not known; give {', '.join(sorted(known))}")
-    given = {"shares": dict(SHARES), "repair_hours": list(Failures().repair_hours), "planned_per_day": 0.0, **plain}
-    hours, repair, shares, planned = (
-        given.get(key) for key in ("gpu_hours", "repair_hours", "shares", "planned_per_day")
-    )
+    given: dict[str, Any] = {
+        "shares": dict(SHARES),
+        "repair_hours": list(Failures().repair_hours),
+        "planned_per_day": 0.0,
+        **plain,
+    }
+    hours: Any = given.get("gpu_hours")
+    repair, shares, planned = given["repair_hours"], given["shares"], given["planned_per_day"]
     checks = {
         "gpu_hours": (_numbers(hours, 3) and hours == sorted(hours), "three rising numbers above 0, P10, P50, P90"),
         "repair_hours": (_numbers(repair, 2), "two numbers above 0, the median and the deviation of its log"),
