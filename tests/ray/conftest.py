@@ -29,9 +29,9 @@ from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, RECOVERY_KEYS, STATUS_NAME, StepMetrics
-from elastic_ring.runtime.coordinator.recovery_log import RecoveryLog
+from elastic_ring.runtime.coordinator.folds.recovery_log import RecoveryLog
+from elastic_ring.runtime.coordinator.folds.run_totals import RunTotals
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, control_options
-from elastic_ring.runtime.coordinator.run_totals import RunTotals
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from tests.ray.fork_server import ForkServer

@@ -71,8 +71,8 @@ from elastic_ring.monitor.metrics import (
     write_summary,
 )
 from elastic_ring.monitor.plot import draw_run
-from elastic_ring.runtime.coordinator.recovery_log import Note, RecoveryLog
-from elastic_ring.runtime.coordinator.run_totals import RunTotals
+from elastic_ring.runtime.coordinator.folds.recovery_log import Note, RecoveryLog
+from elastic_ring.runtime.coordinator.folds.run_totals import RunTotals
 from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.storage.retries import ONCE, Retries
 from elastic_ring.train.guards import listed, told_of

@@ -10,7 +10,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.control.facts import fact_of
 from elastic_ring.control.state import Change, LostWorker
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.coordinator.recovery_log import RecoveryLog
+from elastic_ring.runtime.coordinator.folds.recovery_log import RecoveryLog
 
 RUN = RunConfig("story", run_dir="runs/story", faults="kill@step=3,rank=1")  # type: ignore[arg-type]
 
