@@ -83,7 +83,7 @@ from elastic_ring.runtime.driver.cluster import (
     worker_environment,
 )
 from elastic_ring.runtime.driver.loss_cost import with_settled_copies
-from elastic_ring.runtime.driver.session import interruptible, lease, leaving, ray_session
+from elastic_ring.runtime.driver.session import cluster, interruptible, lease, leaving, ray_session
 from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
 from elastic_ring.runtime.identity import Identity, contents_of, described, identity_of
 from elastic_ring.runtime.worker.env_fingerprint import versions
@@ -226,7 +226,8 @@ class ElasticRingTrainer:
         """
         check_lasting(self.run_config.driver_folder)
         if isinstance(self.task.data, DatasetTokens):
-            self.task = replace(self.task, data=materialised(self.task.data, f"{self.run_config.storage_uri}-data"))
+            uri = f"{self.run_config.storage_uri}-data"
+            self.task = replace(self.task, data=materialised(self.task.data, uri, cluster))
         self._fetch()
         done = self._finished()
         if done is not None:

@@ -24,7 +24,7 @@ from typing import Any
 if __name__ == "__main__":  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness import results
+from benchmarks.harness import results, runs
 from benchmarks.harness.arguments import bench_parser, list_of
 
 SAMPLE_BYTES = 4 << 20
@@ -122,8 +122,6 @@ def main() -> int:
 
 def measure(folder: Path, num_bytes: int, vocab: int, workers: list[int]) -> tuple[str, dict[str, Any], bool]:
     """The table, what it is made of, and whether every preparation had the loop's tokens and one digest."""
-    import ray
-
     corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer"
     num_documents = write_corpus(corpus, num_bytes)
     train_tokenizer(corpus, tokenizer, vocab)
@@ -131,16 +129,13 @@ def measure(folder: Path, num_bytes: int, vocab: int, workers: list[int]) -> tup
     loop_s, num_tokens = loop(corpus, tokenizer)
     rows: list[list[object]] = [["loop, one process", loop_s, num_documents / loop_s, size / loop_s / 1e6, 1.0]]
     digests, counts = set(), {num_tokens}
-    ray.init(num_cpus=max([1, *workers]), log_to_driver=False, logging_level="ERROR", include_dashboard=False)
-    try:
+    with runs.local_ray(max([1, *workers])):
         for number in workers:
             taken_s, counted, digest = ours(corpus, tokenizer, folder / f"out-{number}", number)
             digests.add(digest)
             counts.add(counted)
             name = f"prepare, {number} worker(s)" if number else "prepare, in this process"
             rows.append([name, taken_s, num_documents / taken_s, size / taken_s / 1e6, loop_s / taken_s])
-    finally:
-        ray.shutdown()
     head = f"{size / 1e6:.0f} MB, {num_documents:,} documents, {num_tokens:,} tokens of a vocabulary of {vocab:,}\n"
     equal = len(digests) == 1 and len(counts) == 1
     tail = "\nequal tokens and one digest: " + ("yes" if equal else f"NO: {sorted(counts)}, {sorted(digests)}")

@@ -152,18 +152,10 @@ def local_ray(num_cpus: int = 8) -> Iterator[None]:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     import ray
 
-    from elastic_ring.runtime.driver.access import ask_for_token
+    from elastic_ring.runtime.driver import access
     from elastic_ring.runtime.driver.cluster import NAMESPACE
 
-    ask_for_token()
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        namespace=NAMESPACE,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    access.start(num_cpus=num_cpus, namespace=NAMESPACE, include_dashboard=False, logging_level="ERROR")
     try:
         yield
     finally:

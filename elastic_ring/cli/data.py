@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -82,16 +80,14 @@ def _prepare(options: argparse.Namespace) -> Manifest:
     from elastic_ring.data.preparation.prepare import prepare
 
     config = config_of(options)
-    session: AbstractContextManager[None] = nullcontext()
-    if config.workers != 0:
-        from elastic_ring.config import environment
-        from elastic_ring.runtime.driver.session import cluster
-
-        # Ray writes a line marked as an error for every pool of Ray Data, since its actors may restart.
-        environment().setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        session = cluster(config.workers or os.cpu_count() or 1)
-    with session:
+    if config.workers == 0:
         return prepare(config)
+    from elastic_ring.config import environment
+    from elastic_ring.runtime.driver.session import cluster
+
+    # Ray writes a line marked as an error for every pool of Ray Data, since its actors may restart.
+    environment().setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    return prepare(config, cluster)
 
 
 def config_of(options: argparse.Namespace) -> PrepareConfig:

@@ -152,8 +152,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"elastic-ring tune: {error}", file=sys.stderr)
         return 2
     if options.address == "local":
-        access.ask_for_token()
-        ray.init(address="local", log_to_driver=False, logging_level="ERROR")
+        access.start(logging_level="ERROR")
     else:
         access.connect(options.address, logging_level="ERROR")
     access.warn_if_open(ray.get_runtime_context().gcs_address)

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from elastic_ring.data.manifest import MANIFEST
 from elastic_ring.data.packing import check_context
-from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
+from elastic_ring.data.preparation.prepare import PrepareConfig, Session, prepare
 from elastic_ring.data.prepared import PreparedTokens
 from elastic_ring.data.tokenizer import BYTES, open_tokenizer
 from elastic_ring.files import plain_json
@@ -102,10 +102,11 @@ def _names(data: Any) -> set[str]:
     return {f"{cls.__module__}.{cls.__qualname__}" for cls in type(data).__mro__}
 
 
-def materialised(source: DatasetTokens, uri: str) -> PreparedTokens:
+def materialised(source: DatasetTokens, uri: str, session: Session | None = None) -> PreparedTokens:
     """The dataset as a prepared corpus under `uri`, written there unless it is there already.
 
-    Raises ValueError for a dataset without text, and where `uri` has other documents or other settings.
+    `session`: as for `prepare`. Raises ValueError for a dataset without text, and where `uri` has other documents or
+    other settings.
     """
     storage, kind = Storage(uri).open(), kind_of(source.dataset)
     if storage.exists(WRITTEN):
@@ -126,7 +127,8 @@ def materialised(source: DatasetTokens, uri: str) -> PreparedTokens:
                 end_of_document=source.end_of_document,
                 align_tokens=source.align_tokens,
                 workers=0 if small else None,
-            )
+            ),
+            session,
         )
         storage.remove_folder(INPUT)
     return PreparedTokens.of(f"{uri}/{TOKENS}/{MANIFEST}", source.context_tokens)

@@ -65,12 +65,17 @@ def over_cluster(
 ) -> Iterator[tuple[Piece, PieceRecord | None]]:
     """Run `task` of a `PieceWorker` for each piece; yields pieces as they are complete, with their records.
 
-    `workers` processes of a CPU each; None: as many as the cluster has CPUs. Uses the Ray of this process, or starts
-    one as `ray.init()` does. Raises the first error of a piece; RunFailed for a piece that kills its workers.
+    `workers` processes of a CPU each; None: as many as the cluster has CPUs. Raises the first error of a piece;
+    RunFailed for a piece that kills its workers; ValueError where this process has no Ray.
     """
     if not pieces:
         return
-    with _connected(), _quiet():
+    if not ray.is_initialized():  # it is not this room's to start one: who may connect to it is decided elsewhere
+        raise ValueError(
+            f"workers={workers}: this process has no Ray: give prepare(config, "
+            "elastic_ring.runtime.driver.session.cluster), which joins or starts one, or workers=0"
+        )
+    with _quiet():
         try:
             for row in _dataset(workers, job, task, pieces).iter_rows():
                 if row["error"]:
@@ -98,18 +103,6 @@ def _dataset(workers: int | None, job: Job, task: str, pieces: Sequence[Piece]) 
     largest = max(piece.num_bytes for piece in pieces)
     context.execution_no_progress_timeout_s = NO_PROGRESS_S + largest // SLOW_BYTES_PER_S
     return dataset.map(_PoolWorker, compute=pool, num_cpus=1)
-
-
-@contextmanager
-def _connected() -> Iterator[None]:
-    if ray.is_initialized():
-        yield
-        return
-    ray.init(log_to_driver=False, logging_level=logging.WARNING)
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 @contextmanager

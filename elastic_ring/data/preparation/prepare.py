@@ -11,8 +11,10 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -55,6 +57,8 @@ Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Task = Literal["digest", "prepare"]
 Spread = Callable[[Job, Task, Sequence[Piece]], Iterator[tuple[Piece, PieceRecord | None]]]
 """Runs pieces and yields each as it is complete, in any order."""
+Session = Callable[[int], AbstractContextManager[None]]
+"""Joins a Ray, or starts one with so many CPUs: `elastic_ring.runtime.driver.session.cluster`."""
 
 
 @settings
@@ -122,11 +126,12 @@ class Plan:
         return {"settings": self.settings, "input": self.input}
 
 
-def prepare(config: PrepareConfig) -> Manifest:
+def prepare(config: PrepareConfig, session: Session | None = None) -> Manifest:
     """Prepare a corpus, or go on with a preparation that was stopped, or find it complete.
 
-    Deterministic: equal input and settings give a manifest with the same digest. Raises ValueError for settings and
-    input that cannot be used, StorageFailed for a folder that cannot be written.
+    Deterministic: equal input and settings give a manifest with the same digest. `session` gives the Ray of a
+    preparation with workers; it may be left out where this process has one. Raises ValueError for settings and input
+    that cannot be used, StorageFailed for a folder that cannot be written.
     """
     tokenizer = open_tokenizer(config.tokenizer, config.end_of_document)
     plan = plan_of(config, tokenizer)
@@ -135,10 +140,12 @@ def prepare(config: PrepareConfig) -> Manifest:
         log.info("%s is complete already", storage.at(MANIFEST))
         return read_manifest(_uri(config.out, MANIFEST))
     spread = _in_process
+    within: AbstractContextManager[None] = nullcontext()
     if config.workers != 0:
         from elastic_ring.data.preparation.pipeline import over_cluster
 
         spread = partial(over_cluster, config.workers)
+        within = nullcontext() if session is None else session(config.workers or os.cpu_count() or 1)
     job = Job(
         config.out,
         config.tokenizer,
@@ -150,9 +157,10 @@ def prepare(config: PrepareConfig) -> Manifest:
         config.align_tokens,
         config.drop_duplicates,
     )
-    if config.drop_duplicates:
-        _find_duplicates(storage, job, plan, spread)
-    manifest = _run(storage, job, plan, spread, partial(assemble, config, tokenizer, plan))
+    with within:
+        if config.drop_duplicates:
+            _find_duplicates(storage, job, plan, spread)
+        manifest = _run(storage, job, plan, spread, partial(assemble, config, tokenizer, plan))
     storage.replace(MANIFEST, manifest.to_json())
     storage.remove_folder(DUPLICATES)
     return manifest

@@ -57,12 +57,23 @@ def connect(address: str = "auto", **how: Any) -> None:
         # As Ray does for one that it finds by itself.
         if is_found and MODE not in environment() and _token_loader().has_token(ignore_auth_mode=True):
             _use({MODE: "token"})
-        ray.init(address=address, log_to_driver=False, **how)
+        _init(address, how)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConnectionError(
             f"{address}: no Ray cluster answers there ({error}); one that asks for a token wants RAY_AUTH_MODE=token "
             "here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
         ) from error
+
+
+def start(**how: Any) -> None:
+    """Start a Ray on this host that asks for a token and ends with this process. `how`: as `ray.init` takes it."""
+    ask_for_token()
+    _init("local", how)
+
+
+def _init(address: str, how: Mapping[str, Any]) -> None:
+    """The only call of `ray.init` in this package: what comes here has had its token looked after."""
+    ray.init(address=address, log_to_driver=False, **how)
 
 
 def local_head() -> str | None:

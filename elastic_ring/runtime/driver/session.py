@@ -70,7 +70,6 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
         check_host(environment())
         # Its monitor takes the coordinator first: it is the last resort behind the guard of the node's agent.
         environment().setdefault(RAY_THRESHOLD_VARIABLE, "0.98")
-        access.ask_for_token()
         _start_local(num_cpus)
     try:
         access.warn_if_open(ray.get_runtime_context().gcs_address)
@@ -82,14 +81,7 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
 
 def _start_local(num_cpus: int) -> None:
     try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            namespace=NAMESPACE,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        access.start(num_cpus=num_cpus, namespace=NAMESPACE, include_dashboard=False, logging_level=logging.WARNING)
     except ray.exceptions.AuthenticationError as error:
         raise ValueError(
             f"Ray finds no token ({error}): set {access.TOKEN_FILE} to a file that has one, or unset it"

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -105,6 +106,42 @@ def test_a_piece_that_always_kills_its_worker_ends_the_preparation_by_name(
             prepared(tmp_path / "out", corpus, workers=1)
     manifest = prepared(tmp_path / "out", corpus, workers=0)  # once what killed it is gone
     assert texts_of(tmp_path / "out", manifest.sources[0]) == [*texts(200), *texts(5)]
+
+
+PREPARES = """
+import sys, ray
+from contextlib import contextmanager
+from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
+from elastic_ring.runtime.driver import access, session
+
+@contextmanager
+def cluster(num_cpus):
+    with session.cluster(num_cpus):
+        print("answers a stranger:", access.answers(ray.get_runtime_context().gcs_address))
+        yield
+
+print(prepare(PrepareConfig((sys.argv[1],), sys.argv[2], workers=1), cluster).digest)
+"""
+
+
+@pytest.mark.slow
+def test_a_preparation_in_python_on_a_new_machine_asks_for_a_token_of_its_user_alone(tmp_path: Path) -> None:
+    source, home = write_jsonl(tmp_path / "a.jsonl", texts(9)), tmp_path / "home"
+    home.mkdir()
+    given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARES, str(source), str(tmp_path / "out")],
+        env={**given, "HOME": str(home), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == [
+        "answers a stranger: False",
+        read_manifest(str(tmp_path / "out" / "manifest.json")).digest,
+    ]
+    assert stat.S_IMODE((home / ".ray" / "auth_token").stat().st_mode) == 0o600
 
 
 @pytest.mark.soak

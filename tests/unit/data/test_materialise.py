@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
+from elastic_ring import RunConfig, StepConfig, trainer
 from elastic_ring.data.packing import END_OF_DOCUMENT
+from elastic_ring.data.preparation import materialise
 from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.source import StdlibText
 from elastic_ring.trainer import ElasticRingTrainer
@@ -71,6 +73,20 @@ def test_a_dataset_without_text_is_refused_by_its_columns(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="has no rows"):
         materialised(as_source(dataset([]), 8), str(tmp_path / "b"))
     assert materialised(DatasetTokens(dataset(texts(3), "body"), 8, text_column="body"), str(tmp_path / "c")).digest
+
+
+def test_a_large_dataset_is_prepared_in_the_ray_of_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose token is looked after."""
+
+    def session(num_cpus: int) -> Any:
+        raise InterruptedError("asked for")
+
+    monkeypatch.setattr(materialise, "SMALL_BYTES", 0)
+    monkeypatch.setattr(trainer, "cluster", session)
+    run, step = RunConfig("large", run_dir=str(tmp_path / "large")), StepConfig(context_tokens=8)
+    made = ElasticRingTrainer(dict, dataset(texts(40)), step_config=step, run_config=run)  # type: ignore[arg-type]
+    with pytest.raises(InterruptedError, match="asked for"):
+        made.fit()
 
 
 class Endless(IterableDataset):  # type: ignore[type-arg]

@@ -8,11 +8,14 @@ import logging
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import ray
 
 from elastic_ring.cli import data as command
 from elastic_ring.data.manifest import Manifest, digest_of, read_manifest
@@ -130,6 +133,8 @@ def test_complete_beginnings_get_manifests_on_the_way(corpus: Path, tmp_path: Pa
 KILLED = """
 import os, signal, sys
 from elastic_ring.data.preparation import piece
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tests.unit.data.corpora import prepared
 whole, left = piece.ShardWriter.close, [4]
@@ -236,6 +241,26 @@ def test_a_source_without_a_document_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pictures" / "a.png").write_bytes(b"\x89PNG\r\n")
     with pytest.raises(ValueError, match=r"none below it that can be read as text\. Left out: looks like a picture"):
         prepared(tmp_path / "out2", tmp_path / "pictures")
+
+
+def test_a_preparation_starts_no_ray_by_itself(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    @contextmanager
+    def session(num_cpus: int) -> Iterator[None]:
+        asked.append(num_cpus)
+        yield
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whatever ran in this process before
+    monkeypatch.setattr(ray, "init", None)
+    config = PrepareConfig((str(corpus),), str(tmp_path / "out"), workers=3)
+    for given in (None, session):
+        with pytest.raises(ValueError, match=r"workers=3: this process has no Ray: give prepare\(config, .*cluster\)"):
+            prepare(config, given)
+    assert asked == [3]
+    whole = prepare(dataclasses.replace(config, workers=0))
+    assert prepare(config, session) == whole  # it is complete, so nobody is asked
+    assert asked == [3]
 
 
 def test_input_that_changed_since_it_was_listed_is_refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pwd
+import re
 import socket
 import stat
 import subprocess
@@ -209,3 +210,12 @@ def test_a_drills_ray_asks_for_the_users_token_or_for_one_of_its_own(monkeypatch
     monkeypatch.delitem(environment(), access.TOKEN)
     one, another = (access.new_access() for _ in range(2))
     assert one[access.TOKEN] != another[access.TOKEN]
+
+
+def test_no_other_module_of_the_package_starts_or_joins_ray() -> None:
+    """Who may connect is decided in one place; Ray connects by itself wherever it is used without that."""
+    package = Path(access.__file__).parents[2]
+    calls = {
+        path.name for path in package.rglob("*.py") if re.search(r"^[^\"#`]*\bray\.init\(", path.read_text(), re.M)
+    }
+    assert calls == {"access.py"}
