@@ -15,13 +15,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from elastic_ring.errors import RecordDamaged
-from elastic_ring.monitor.journal import record_of
-from elastic_ring.monitor.json_files import read_json, set_aside
+from elastic_ring.monitor.journal import MAX_LINE_BYTES, opened, record_of
+from elastic_ring.monitor.json_files import as_written, read_json, set_aside
 from elastic_ring.monitor.metrics import (
     JOURNAL_NAME,
     METRICS_NAME,
@@ -129,7 +130,9 @@ class RunEvents:
         """What is new since the last call. A step comes before its validation; a step number comes once."""
         found = []
         for line in self._metrics.new():
-            step = int(line["step"])
+            step = line.get("step")
+            if type(step) is not int:  # nobody's line
+                continue
             if "note" in line:  # a step that ran again with the same loss, and where that began
                 continue
             if "loss_hex" in line:
@@ -141,7 +144,7 @@ class RunEvents:
             found += [self._early.pop(at) for at in sorted(self._early) if at <= self._last_step]
         for line in self._journal.new():
             kind = line.get("note")
-            if kind in self._counts:
+            if kind in self._counts and kind in line:
                 found.append(Event(kind, self._counts[kind], line[kind]))
                 self._counts[kind] += 1
         return found
@@ -149,7 +152,11 @@ class RunEvents:
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """Of a validation's line the metrics; JSON has null for what is not finite."""
-    return {name: math.nan if value is None else float(value) for name, value in line.items() if name != "step"}
+    return {
+        name: math.nan if value is None else float(value)
+        for name, value in line.items()
+        if name != "step" and (value is None or isinstance(value, (int, float)))
+    }
 
 
 class _Lines:
@@ -160,12 +167,12 @@ class _Lines:
 
     def new(self) -> Iterator[dict[str, Any]]:
         try:
-            file = self._path.open("rb")
+            file = opened(self._path)
         except FileNotFoundError:
             return
         with file:
             file.seek(self._offset)
-            for line in file:
+            for line in iter(partial(file.readline, MAX_LINE_BYTES + 1), b""):
                 if not line.endswith(b"\n") or b"\0" in line:  # its writer has not finished it, or was cut off
                     return
                 self._offset += len(line)
@@ -379,8 +386,9 @@ def _read(path: Path, run: str) -> dict[str, Any]:
             return {}
         if found.get("run", run) != run:
             raise RecordDamaged(f"{path} is of run {found['run']!r}")
-        return {"id": str(found["id"]), "run": run, "told": dict(found["told"])}
-    except (RecordDamaged, ValueError, KeyError, TypeError) as error:
-        why = error.message if isinstance(error, RecordDamaged) else f"{path} is damaged: {error!r}"
-        log.warning("%s, and the callbacks are told everything again", set_aside(path, why))
+        with as_written(str(path)):
+            told = {name: {kind: int(at) for kind, at in place.items()} for name, place in found["told"].items()}
+            return {"id": str(found["id"]), "run": run, "told": told}
+    except RecordDamaged as error:
+        log.warning("%s, and the callbacks are told everything again", set_aside(path, error.message))
         return {}

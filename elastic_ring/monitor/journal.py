@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from elastic_ring.errors import JournalDamaged, StaleMessage, StorageFailed
+from elastic_ring.errors import JournalDamaged, RecordDamaged, StaleMessage, StorageFailed
 from elastic_ring.files import plain_json, sync_directory
 from elastic_ring.state.storage.retries import ONCE
 
 MAX_LINE_BYTES = 1 << 26
 """A writer makes no longer line; a stranger's file may be one."""
+MAX_BYTES = 1 << 32
+"""Of a journal or of metrics: millions of steps, and what a reader may hold in memory."""
 LOOK_S, QUIET_S = 0.01, 0.2
 """Seconds between looks at an incomplete line, and without change until its writer counts as dead."""
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -127,13 +130,26 @@ def line_of(record: Mapping[str, Any]) -> bytes:
 def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The records in order; none for a missing file. An incomplete last line is skipped.
 
-    Raises: JournalDamaged with the line number when any other line is not a JSON object.
+    Raises: JournalDamaged with the line number when any other line is not a JSON object; as `opened`.
     """
     if not os.path.exists(path):
         return
-    with open(path, "rb") as file:
+    with opened(path) as file:
         for record, _ in _lines(file, path):
             yield record
+
+
+def opened(path: str | os.PathLike[str]) -> BinaryIO:
+    """The file for reading. Raises RecordDamaged for what is no file, which would be waited for, and for a longer one
+    than a run writes; FileNotFoundError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    about = os.fstat(fd)
+    wrong = "is no regular file" if not stat.S_ISREG(about.st_mode) else ""
+    wrong = wrong or (f"has more than {MAX_BYTES} bytes" if about.st_size > MAX_BYTES else "")
+    if wrong:
+        os.close(fd)
+        raise RecordDamaged(f"{os.fspath(path)} {wrong}: remove it, or give another folder", path=str(path))
+    return open(fd, "rb")
 
 
 def parse(data: bytes, name: str) -> Iterator[dict[str, Any]]:
@@ -147,6 +163,15 @@ def salvage(data: bytes) -> tuple[list[dict[str, Any]], list[int]]:
     damaged: list[int] = []
     records = [record for record, _ in _lines(io.BytesIO(data), "", damaged.append)]
     return records, damaged
+
+
+def salvage_file(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[int]]:
+    """As `salvage`, of a file; none for a missing one. Raises as `opened`."""
+    if not os.path.exists(path):
+        return [], []
+    damaged: list[int] = []
+    with opened(path) as file:
+        return [record for record, _ in _lines(file, path, damaged.append)], damaged
 
 
 def _is_final(error: Exception) -> bool:
@@ -176,7 +201,7 @@ def _is_torn(fd: int, whole_bytes: int) -> bool:
 
 def _whole_bytes(path: Path) -> int:
     end_bytes = 0
-    with path.open("rb") as file:
+    with opened(path) as file:
         for _, end_bytes in _lines(file, path):  # noqa: B007  the last value is the answer
             pass
     return end_bytes

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     if hashlib.sha256(zeroed).hexdigest() != digest:
         raise RecordDamaged(f"{where} is not what was written: it has another digest", path=where)
     return found
+
+
+@contextmanager
+def as_written(where: str) -> Iterator[None]:
+    """Around what uses a record's content: whatever a run does not write there is damage. Raises RecordDamaged."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        told = f"{where} is no record of a run ({type(error).__name__}: {error})"
+        raise RecordDamaged(told, path=where) from error
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from typing import Any
 from elastic_ring.errors import RecordDamaged, RunFailed
 from elastic_ring.files import replace_file
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.journal import Journal, Retried, read, salvage
+from elastic_ring.monitor.journal import Journal, Retried, read
 from elastic_ring.monitor.json_files import json_bytes, read_json
 from elastic_ring.state.storage.retries import ONCE
 
@@ -319,13 +319,16 @@ def lines_before(lines: Sequence[Mapping[str, Any]], step: int) -> list[dict[str
     return [*steps, *(dict(line) for line in lines if _is_validation(line) and line["step"] < step)]
 
 
-def rebuilt(data: bytes, identity: str, before: int) -> tuple[str, list[dict[str, Any]]]:
-    """(what is wrong with the bytes of a metrics.jsonl, empty if nothing; the lines of a new one in its place).
+def rebuilt(
+    found: tuple[list[dict[str, Any]], list[int]], identity: str, before: int
+) -> tuple[str, list[dict[str, Any]]]:
+    """(what is wrong with a metrics.jsonl in which `salvage` has `found` that, empty if nothing; the lines of a new one
+    in its place).
 
     The new one has what is right of the steps before `before`, and says where lines are missing; nothing of another
     run, which has another `identity`.
     """
-    lines, damaged = salvage(data)
+    lines, damaged = found
     owner = next((line.get("identity") for line in lines if line.get("note") == OF_RUN), identity)
     own: dict[str, Any] = {"step": 0, "note": OF_RUN, "identity": identity}
     if owner != identity:
@@ -432,7 +435,12 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     nothing that a run needs to resume.
     """
     try:
-        return read_json(folder / STATUS_NAME) or None
+        found = read_json(folder / STATUS_NAME) or None
+        if found and not (
+            isinstance(found.get("updated_unix_s", 0.0), (int, float)) and isinstance(found.get("end") or {}, dict)
+        ):
+            raise RecordDamaged(f"{folder / STATUS_NAME} is no status of a run")
+        return found
     except RecordDamaged as error:
         log.warning("%s; it is taken for missing", error)
         return None

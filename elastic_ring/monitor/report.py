@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic_ring.control.decisions.overdue import TOLD_AFTER
 from elastic_ring.errors import RecordDamaged
-from elastic_ring.monitor.journal import salvage
+from elastic_ring.monitor.journal import salvage_file
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import (
     CONFIG_NAME,
@@ -151,7 +151,11 @@ def _known(path: Path, damaged: list[str]) -> dict[str, Any]:
 
 
 def _right_lines(path: Path, damaged: list[str]) -> list[dict[str, Any]]:
-    lines, wrong = salvage(path.read_bytes()) if path.is_file() else ([], [])
+    try:
+        lines, wrong = salvage_file(path)
+    except RecordDamaged as error:
+        damaged.append(error.message)
+        return []
     damaged += [f"line {number} of {path}" for number in wrong[:NUM_TOLD]]
     damaged += [f"{len(wrong) - NUM_TOLD} more lines of {path}"] if len(wrong) > NUM_TOLD else []
     return lines

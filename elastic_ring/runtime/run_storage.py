@@ -19,6 +19,7 @@ from elastic_ring.config import RunConfig, Timeouts
 from elastic_ring.errors import RecordDamaged, StaleMessage, StorageFailed, TermLost
 from elastic_ring.files import replace_file
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
+from elastic_ring.monitor.journal import MAX_BYTES
 from elastic_ring.monitor.json_files import DAMAGED, json_bytes, parse_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
 from elastic_ring.state.storage.folder import Storage
@@ -67,16 +68,26 @@ def fetch(run: RunConfig, folder: Path, *, keep_longer: bool = False, tell: Call
 
 
 def mirrored(storage: Storage, name: str) -> bytes:
-    """A growing file as its pieces in the store have it; empty where there are none."""
+    """A growing file as its pieces in the store have it; empty where there are none. Raises as `growing`."""
     term = _current_term(storage)
-    pieces = [piece for piece, _ in storage.names(FOLDER)] if term else []
-    return b"".join(storage.read(piece) for piece in sorted(pieces) if piece.startswith(_prefix(name, term)))
+    pieces = [one for one in storage.names(FOLDER) if one[0].startswith(_prefix(name, term))] if term else []
+    _refuse_long(storage, name, sum(num_bytes for _, num_bytes in pieces))
+    return b"".join(storage.read(piece) for piece, _ in sorted(pieces))
 
 
 def growing(storage: Storage, name: str) -> bytes:
-    """A growing file in a store or in a run's folder, also where a run has ended; empty where there is none."""
+    """A growing file in a store or in a run's folder, also where a run has ended; empty where there is none. Raises
+    StorageFailed; RecordDamaged for one that is longer than a run writes."""
     found = mirrored(storage, name)
-    return storage.read(name) if not found and storage.exists(name) else found
+    if found or not storage.exists(name):
+        return found
+    _refuse_long(storage, name, storage.size(name))
+    return storage.read(name)
+
+
+def _refuse_long(storage: Storage, name: str, num_bytes: int) -> None:
+    if num_bytes > MAX_BYTES:
+        raise RecordDamaged(f"{storage.at(name)} has more than {MAX_BYTES} bytes", path=name)
 
 
 def _current_term(storage: Storage) -> int:

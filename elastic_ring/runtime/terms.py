@@ -58,7 +58,7 @@ class Terms:
 
     def _claim_of(self, term: int) -> TermClaim:
         if term not in self._read:
-            self._read[term] = _parsed(term, self._storage.read(_name(term)))
+            self._read[term] = _parsed(term, self._storage.read_record(_name(term)))
         return self._read[term]
 
     def claim(self, attempt: str) -> TermClaim:

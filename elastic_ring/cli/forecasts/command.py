@@ -2,7 +2,8 @@
 
     elastic-ring forecast --preset 8b --dp 64 --global-batch 64 --fleet h100-80 --tokens 1T --deadline 90d --budget 1M
 
-Takes the settings of `elastic-ring train`, and its own options. Imports neither torch nor Ray. Exits 2 for wrong input.
+Takes the settings of `elastic-ring train`, and its own options. Imports neither torch nor Ray. Exits 2 for wrong input,
+1 for a run whose records are damaged.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_ring.cli import settings
+from elastic_ring.errors import ElasticRingError
 
 
 def options() -> argparse.ArgumentParser:
@@ -56,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, argparse.ArgumentError) as error:
         print(f"elastic-ring forecast: {error}", file=sys.stderr)
         return 2
+    except ElasticRingError as error:  # of a run that is read
+        print(f"elastic-ring forecast: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

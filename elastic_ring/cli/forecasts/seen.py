@@ -18,7 +18,7 @@ from elastic_ring.forecast.goodput import PRIORS, goodput_with
 from elastic_ring.forecast.scenario import Scenario, default_efficiency
 from elastic_ring.forecast.sizing.machines import GPUS, Fleet, Links, named_fleet
 from elastic_ring.monitor.goodput import seen_of
-from elastic_ring.monitor.json_files import read_json
+from elastic_ring.monitor.json_files import as_written, read_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, read_metrics
 
 CORE_FLOPS = 34e9
@@ -86,14 +86,16 @@ def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
     if not summary or not (folder / "config.toml").exists() or not (folder / METRICS_NAME).exists():
         raise ValueError(f"{folder}: is no run that has ended: summary.json, config.toml or metrics.jsonl is not there")
     asked = settings.parse(["--config", str(folder / "config.toml")])
-    figures = seen_of([line["step_s"] for line in read_metrics(folder)], summary)
+    with as_written(str(folder / METRICS_NAME)):
+        figures = seen_of([float(line["step_s"]) for line in read_metrics(folder)], summary)
     if "step_s" not in figures:
         raise ValueError(f"{folder}: its metrics.jsonl has no steps")
     recorded = (read_json(folder / CONFIG_NAME) or {}) if (folder / CONFIG_NAME).exists() else {}
-    forecast = {name: float(recorded[f"planned_{name}"]) for name in UNITS if f"planned_{name}" in recorded}
-    parts = summary.get("time_s") or {}
-    hours = sum(parts.values()) / 3600 * asked.scaling.mesh.size
-    return asked, Seen(forecast, figures, losses_of(summary["recoveries"]), parts.get("steps", 0.0), hours)
+    with as_written(str(folder)):
+        forecast = {name: float(recorded[f"planned_{name}"]) for name in UNITS if f"planned_{name}" in recorded}
+        parts = summary.get("time_s") or {}
+        hours = sum(parts.values()) / 3600 * asked.scaling.mesh.size
+        return asked, Seen(forecast, figures, losses_of(summary["recoveries"]), float(parts.get("steps", 0.0)), hours)
 
 
 def losses_of(recoveries: list[Mapping[str, Any]]) -> Counter[str]:

@@ -34,6 +34,7 @@ from elastic_ring.integrations.transformers.presets import (
 )
 from elastic_ring.integrations.transformers.weights import INDEX
 from elastic_ring.integrations.transformers.windows import NOTE, with_pattern
+from elastic_ring.monitor.json_files import as_written
 from elastic_ring.monitor.metrics import CONFIG_NAME
 from elastic_ring.runtime.run_storage import RunRecords
 from elastic_ring.state.checkpoints.stored_weights import StoredWeights
@@ -121,22 +122,24 @@ class _Trained:
 
     @classmethod
     def read(cls, folder: Path) -> _Trained:
-        """Raises ValueError for a run whose model is neither the built-in decoder nor one of transformers."""
+        """Raises ValueError for a run whose model is neither the built-in decoder nor one of transformers,
+        RecordDamaged."""
         recorded = _json(folder / CONFIG_NAME, "give a run's folder")
-        step = recorded["step"]
-        # Earlier versions' ZeRO-3 runs have a pattern in their identity only, in words that nobody reads back.
-        pattern = str(recorded.get("pattern") or recorded.get("identity", {}).get("pattern", ""))
-        context, dtype = int(step["context_tokens"]), str(step["param_dtype"])
-        if (folder / CONFIG_FILE).exists():
-            own = _json(folder / CONFIG_FILE, "export needs it")
-            return cls(own["config"], pattern, context, dtype, own["folder"], str)
-        shape = shape_of_run(recorded)
+        own = _json(folder / CONFIG_FILE, "export needs it") if (folder / CONFIG_FILE).exists() else None
+        with as_written(str(folder / (CONFIG_NAME if own is None else CONFIG_FILE))):
+            step = recorded["step"]
+            # Earlier versions' ZeRO-3 runs have a pattern in their identity only, in words that nobody reads back.
+            pattern = str(recorded.get("pattern") or recorded.get("identity", {}).get("pattern", ""))
+            context, dtype = int(step["context_tokens"]), str(step["param_dtype"])
+            if own is not None:
+                return cls(dict(own["config"]), pattern, context, dtype, str(own["folder"]), str)
+            shape = shape_of_run(recorded)
+            tokenizer, end = ("", None) if shape is None else tokens_of_run(recorded)
         if shape is None:
             raise ValueError(
                 f"{folder}: its model is neither one of transformers ({CONFIG_FILE}) nor a preset's, so nobody knows "
                 "its config: load the weights into your own module (elastic_ring.load_weights)"
             )
-        tokenizer, end = tokens_of_run(recorded)
         return cls(llama_config(shape, context, end), pattern, context, dtype, tokenizer, llama_name)
 
 

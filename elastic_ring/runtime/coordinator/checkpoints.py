@@ -333,7 +333,7 @@ class CheckpointKeeper:
         """What the driver has found, and told: checkpoints, if it is seen from here too, and records of lineages."""
         for name, why in self._resume.damaged.items():
             if name.startswith(f"{LINEAGES}/") and self._storage.exists(name):
-                self._storage.create(f"{name}{DAMAGED}{secrets.token_hex(4)}", self._storage.read(name))
+                self._storage.create(f"{name}{DAMAGED}{secrets.token_hex(4)}", self._storage.read_record(name))
                 self._storage.remove(name)
             elif lineage_of_folder(name) >= 0 and self._storage.exists(f"{name}/{COMMIT}"):
                 seen = wrong_with(self._storage, name)

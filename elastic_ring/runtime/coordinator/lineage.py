@@ -13,6 +13,7 @@ from elastic_ring.control.decisions import rollback
 from elastic_ring.control.decisions.corpus import journalled
 from elastic_ring.control.messages import BatchSkip, CorpusVersion
 from elastic_ring.control.replay import standing
+from elastic_ring.errors import RecordDamaged
 from elastic_ring.monitor.journal import salvage
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME
 from elastic_ring.runtime.run_storage import growing
@@ -53,7 +54,11 @@ def earlier(storage: Storage, lineage: int, identity: str, damaged: dict[str, st
 
 
 def _records(storage: Storage, name: str, damaged: dict[str, str]) -> list[dict[str, Any]]:
-    lines, wrong = salvage(growing(storage, name))
+    try:
+        lines, wrong = salvage(growing(storage, name))
+    except RecordDamaged as error:
+        damaged[name] = error.message
+        return []
     if wrong:
         damaged[name] = (
             f"line {wrong[0]} of {storage.at(name)} is damaged: which sequences the steps after the checkpoint used is "

@@ -16,7 +16,7 @@ from elastic_ring.control.messages import BatchSkip, Checkpoint, CorpusVersion
 from elastic_ring.errors import CheckpointDamaged, RecordDamaged, StorageFailed
 from elastic_ring.files import name_below, shown_url
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.json_files import parse_json
+from elastic_ring.monitor.json_files import as_written, parse_json
 from elastic_ring.runtime.coordinator.lineage import Earlier, earlier
 from elastic_ring.runtime.identity import Identity
 from elastic_ring.state.checkpoints.checkpoint import committed, wrong_with
@@ -129,13 +129,12 @@ class _Stored:
                 begun = parse_json(self.storage.read_record(name), self.storage.at(name))
                 if begun.get("identity", identity) != identity:
                     raise RecordDamaged(f"{self.storage.at(name)} is another run's", path=name)
-                self.begun[int(number[1])] = [
-                    _checkpoint_name(folder, self.storage.at(name)) for folder in begun["from"]
-                ]
+                with as_written(self.storage.at(name)):
+                    self.begun[int(number[1])] = [
+                        _checkpoint_name(folder, self.storage.at(name)) for folder in begun["from"]
+                    ]
             except RecordDamaged as error:
                 self.damaged[name] = error.message
-            except (LookupError, TypeError) as error:
-                self.damaged[name] = f"{self.storage.at(name)} is no record of a lineage ({error!r})"
 
     @property
     def newest(self) -> int:

@@ -14,7 +14,7 @@ from elastic_ring.control.decisions.terms import Action, TermClaim, begin
 from elastic_ring.control.replay import standing
 from elastic_ring.errors import CoordinatorLost, ElasticRingError, JournalDamaged, RecordDamaged, RunFailed
 from elastic_ring.monitor import json_files
-from elastic_ring.monitor.journal import Journal, salvage
+from elastic_ring.monitor.journal import Journal, salvage, salvage_file
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, missing_steps, rebuilt
 from elastic_ring.runtime import run_storage
@@ -135,7 +135,7 @@ class _Reading:
         run_spec = self._run_spec
         path = run_spec.run.folder / JOURNAL_NAME
         run_storage.fetch(run_spec.run, run_spec.run.folder, keep_longer=True)
-        written, self.damaged = salvage(path.read_bytes()) if path.exists() else ([], [])
+        written, self.damaged = salvage_file(path)
         self.num_written, self.lines = len(written), standing(written)
         begins = [line for line in self.lines if line.get("note") == "begin"]
         self.is_own = bool(begins) and begins[-1]["attempt"] == run_spec.attempt
@@ -172,14 +172,13 @@ def _metrics(run_spec: RunSpec) -> list[str]:
         return []
     identity = run_spec.identity.digest
     if path.exists():
-        data = path.read_bytes()
-        wrong, lines = rebuilt(data, identity, resume.step)
+        wrong, lines = rebuilt(salvage_file(path), identity, resume.step)
         if wrong:
             told.append(json_files.set_aside(path, f"{path}: {wrong}"))
     else:
         uri, _ = located(run_spec.run.storage_uri, resume.checkpoints[-1].folder)
         source = Storage(uri, timeout_s=run_spec.run.timeouts.storage_s).open(write=False)
-        _, lines = rebuilt(run_storage.growing(source, METRICS_NAME), identity, resume.step)
+        _, lines = rebuilt(salvage(run_storage.growing(source, METRICS_NAME)), identity, resume.step)
     if not path.exists():
         with Journal(path, durable=True) as journal:
             for line in lines:

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from elastic_ring.config import RunConfig
 from elastic_ring.errors import CoordinatorLost
-from elastic_ring.monitor.journal import salvage
+from elastic_ring.monitor.journal import salvage_file
 from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, SUMMARY_NAME, read_status
 from elastic_ring.runtime import run_storage
@@ -139,12 +139,8 @@ def tell_other_versions(run: RunConfig, here: Mapping[str, str]) -> None:
 
 def _holds(run: RunConfig, attempt: str) -> bool:
     """Whether the run's folder has the records of this attempt, so that it is the same folder by another path."""
-    path = run.driver_folder / JOURNAL_NAME
-    return (
-        not run.is_remote
-        and path.exists()
-        and any(line.get("attempt") == attempt for line in salvage(path.read_bytes())[0])
-    )
+    lines = [] if run.is_remote else salvage_file(run.driver_folder / JOURNAL_NAME)[0]
+    return any(line.get("attempt") == attempt for line in lines)
 
 
 def refuse_if_written_to(run: RunConfig) -> None:

@@ -187,6 +187,11 @@ class Storage:
         """The bytes of a small file; of one that is too long to be one, so many that `plain_json` refuses it."""
         return self.read(name, 0, most_bytes + 1)
 
+    def size(self, name: str) -> int:
+        """Bytes of a file. Raises StorageFailed, also for one that is not there."""
+        with _named(self._shown(name), "cannot be looked up"):
+            return self._entry(name).num_bytes
+
     def load(self, name: str) -> tuple[bytearray, StoredFile]:
         """A whole file, and its size and digest as they were read. Raises StorageFailed."""
         digest = _Digest()
