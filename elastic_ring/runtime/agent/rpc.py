@@ -159,6 +159,13 @@ class AgentServer:
         connection = self._connections.get(node)
         return connection is not None and connection.send(message)
 
+    def came_from(self, node: str) -> str:
+        """The address of that node's end of its connection; empty when it is not connected."""
+        connection = self._connections.get(node)
+        with suppress(OSError):
+            return "" if connection is None else str(connection.sock.getpeername()[0])
+        return ""
+
     def hang_up(self, node: str) -> None:
         """Close a node's connection; nothing is delivered."""
         connection = self._connections.pop(node, None)

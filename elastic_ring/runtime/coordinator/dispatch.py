@@ -36,7 +36,7 @@ from elastic_ring.errors import ElasticRingError
 from elastic_ring.runtime.agent.stamp_dir import stamp_folder
 from elastic_ring.runtime.driver.cluster import Cluster, watch_ref
 from elastic_ring.runtime.driver.drain import leave_node
-from elastic_ring.runtime.groups.store import RendezvousStore, common_host
+from elastic_ring.runtime.groups.store import LOOPBACK, RendezvousStore, common_host
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,9 @@ class Dispatcher:
                 *(worker for heal in command.heals for worker in (heal.donor, *heal.newcomers)),
             }
             nodes = [self._node_monitor.address_of(worker) for worker in workers]
-            self._store = RendezvousStore(common_host(self._address, nodes))
+            host = common_host(self._address, nodes)
+            came_from = [self._node_monitor.came_from(worker) for worker in workers]
+            self._store = RendezvousStore(host, () if host == LOOPBACK else {*nodes, *came_from})
             self._store_of = identity
         return {"store_host": self._store.host, "store_port": self._store.port, "store_secret": self._store.secret}
 

@@ -113,6 +113,12 @@ class NodeMonitor:
         node = self.nodes.get(entry["node"]) if entry is not None else None
         return node.address if node is not None else ""
 
+    def came_from(self, worker: str) -> str:
+        """The address from which a worker's node connects to this one, which may be another one of it; empty where it
+        is not known."""
+        entry = self._workers.get(worker)
+        return self._agent_server.came_from(entry["node"]) if entry is not None else ""
+
     def progress(self, worker: str) -> dict[str, Any]:
         """What the worker did at its agent's last beat, as `agent.progress` tells it; {} where nothing is known."""
         with self._lock:

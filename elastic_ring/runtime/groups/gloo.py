@@ -62,7 +62,7 @@ class Sockets:
         with self._lock:
             self._num_building += change
             if self._own_port and self._num_building == max(0, change):  # the first begins, or the last has ended
-                let_in(self._own_port, anybody=change > 0)
+                let_in(self._address, self._own_port, anybody=change > 0)
 
     def listen(self) -> ProcessGroupGloo.Device:
         """The device that peers connect to, opened once."""

@@ -49,6 +49,16 @@ def agent(server: AgentServer, delivered: Delivered, node: str) -> JsonConnectio
     return connection
 
 
+def test_a_node_is_known_by_the_address_that_it_comes_from(server: AgentServer, delivered: Delivered) -> None:
+    assert server.came_from("n") == ""
+    sock = socket.create_connection((HOST, server.port), timeout=WAIT_S, source_address=("127.0.0.9", 0))
+    connection = JsonConnection(sock)
+    assert connection.send(hello("n"))
+    assert delivered.get(timeout=WAIT_S) == ("n", hello("n"))
+    assert server.came_from("n") == "127.0.0.9"
+    connection.close()
+
+
 def round_trip(server: AgentServer, connection: JsonConnection, delivered: Delivered, node: str) -> None:
     assert connection.send({"kind": "beat"})
     assert delivered.get(timeout=WAIT_S) == (node, {"kind": "beat"})

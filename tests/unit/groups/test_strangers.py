@@ -8,24 +8,28 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import Build
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
-from elastic_ring.runtime.groups.sockets import listening
+from elastic_ring.runtime.groups.sockets import let_in, listening
+from elastic_ring.runtime.groups.store import with_secret
 from tests.unit.groups.processes import HOST, Membership, connect, membership
 
 PAIR = Mesh(1, 2)
 NUM_CALLS, NUM_SPARE = 300, 100
+SOON = timedelta(seconds=5)
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +103,41 @@ def test_three_hundred_connections_to_a_rank_leave_no_descriptor_and_its_groups_
     assert pair.all(sums) == [[3.0, 3.0]] * 2
 
 
+def test_a_port_that_is_shut_is_that_of_one_address() -> None:
+    """Another socket of the process may listen on the same port of another address."""
+    with socket.create_server((HOST, 0)) as own:
+        port = own.getsockname()[1]
+        with socket.create_server(("127.0.0.2", port)) as other:
+            let_in(HOST, port, anybody=False)
+            socket.create_connection(other.getsockname(), timeout=5).close()
+            with pytest.raises(TimeoutError):
+                socket.create_connection((HOST, port), timeout=0.3)
+            let_in(HOST, port, anybody=True)
+            socket.create_connection((HOST, port), timeout=5).close()
+
+
+def test_only_the_members_hosts_reach_the_store_of_a_generation() -> None:
+    """By their nodes' addresses, or those from which they come; everybody where one of them is not known."""
+    run_spec = RunSpec(RunConfig("r", run_dir="nowhere"), ScalingConfig(), None, "a", "", 0.0, "")  # type: ignore[arg-type]
+    build = Build("c", "w0", 1, 2, PAIR, ("w0", "w1"), 0, None, (), True)
+    for came_from, are_let_in in (("127.0.0.3", True), ("127.0.0.4", False), ("", True)):
+        nodes: Any = SimpleNamespace(address_of=lambda worker: "127.0.0.2", came_from=lambda worker, at=came_from: at)
+        dispatch = Dispatcher(run_spec, "127.0.0.5", None, nodes, None, None)  # type: ignore[arg-type]
+        place = dispatch._rendezvous(build)
+        at = (place["store_host"], place["store_port"])
+        for source in ("127.0.0.2", "127.0.0.5"):
+            socket.create_connection(at, timeout=5, source_address=(source, 0)).close()
+        with nullcontext() if are_let_in else pytest.raises(TimeoutError):
+            socket.create_connection(at, timeout=5 if are_let_in else 0.3, source_address=("127.0.0.3", 0)).close()
+        keys = with_secret(TCPStore(*at, is_master=False, wait_for_workers=False, timeout=SOON), place["store_secret"])
+        keys.set("a", "b")
+        assert keys.get("a") == b"b"
+
+
 def test_the_store_of_a_generation_is_gone_with_all_connections_once_its_members_have_come(pair: Membership) -> None:
     """And they need it no more: what a stranger put there, and who held it open, is gone."""
     run_spec = RunSpec(RunConfig("r", run_dir="nowhere"), ScalingConfig(), None, "a", "", 0.0, "")  # type: ignore[arg-type]
-    nodes: Any = SimpleNamespace(address_of=lambda worker: HOST)
+    nodes: Any = SimpleNamespace(address_of=lambda worker: HOST, came_from=lambda worker: HOST)
     dispatch = Dispatcher(run_spec, HOST, None, nodes, None, None)  # type: ignore[arg-type]
     build = Build("c", "w0", 1, 2, PAIR, ("w0", "w1"), 0, None, (), True)
     place = dispatch._rendezvous(build)
