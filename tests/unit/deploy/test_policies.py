@@ -21,7 +21,7 @@ REDIS, PROMETHEUS, GRAFANA, ALERTMANAGER = (
 SUBMITTER = {"batch.kubernetes.io/job-name": "elastic-ring-demo"}
 STRANGER = {"app": "anything"}
 ANY_PORT = 40123  # of gloo, NCCL, the rendezvous store, Ray's workers
-OUTSIDE, PROVIDER = "203.0.113.7", "169.254.169.254"
+OUTSIDE, PROVIDER, POD_IDENTITY = "203.0.113.7", "169.254.169.254", "169.254.170.23"
 
 
 def policies(documents: tuple[Object, ...]) -> list[Object]:
@@ -119,6 +119,14 @@ def test_what_ranks_send_stays_between_rays_pods(found: list[Object]) -> None:
     assert not allowed(found, WORKER, REDIS, 6379), "only the head asks Redis"
     assert not allowed(found, PROMETHEUS, WORKER, ANY_PORT)
     assert not allowed(found, REDIS, OUTSIDE, 443)
+
+
+def test_a_pod_gets_its_own_role_for_the_object_store_and_no_machine_s(found: list[Object], tmp_path: Any) -> None:
+    store = policies(with_components(tmp_path, ("s3",)))
+    for own in (WORKER, HEAD):
+        assert allowed(store, own, POD_IDENTITY, 80)
+        assert not allowed(found, own, POD_IDENTITY, 80)
+        assert not allowed(store, own, PROVIDER, 80)
 
 
 def test_notices_of_spot_machines_pass_where_there_are_such(found: list[Object], tmp_path: Any) -> None:
