@@ -36,7 +36,7 @@ from elastic_ring.errors import ElasticRingError
 from elastic_ring.runtime.agent.stamp_dir import stamp_folder
 from elastic_ring.runtime.driver.cluster import Cluster, watch_ref
 from elastic_ring.runtime.driver.drain import leave_node
-from elastic_ring.runtime.groups.store import LOOPBACK, RendezvousStore, common_host
+from elastic_ring.runtime.groups.store import RendezvousStore, common_host
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class Dispatcher:
         self._handles: dict[str, Any] = {}
         self._store: RendezvousStore | None = None
         self._store_of: tuple[int, int] = (0, 0)
+        self._keeps_out, self._hosts = True, list[str]()
         self._cause = CauseIds("dispatch")
         self._fingerprint = run_spec.fingerprint
         self._killed: set[str] = set()
@@ -211,11 +212,14 @@ class Dispatcher:
                 *(worker for heal in command.heals for worker in (heal.donor, *heal.newcomers)),
             }
             nodes = [self._node_monitor.address_of(worker) for worker in workers]
-            host = common_host(self._address, nodes)
             came_from = [self._node_monitor.came_from(worker) for worker in workers]
-            self._store = RendezvousStore(host, () if host == LOOPBACK else {*nodes, *came_from})
+            # After a build that did not come to its end, because one of them comes from an address that is not known.
+            self._keeps_out = self._keeps_out and self._store is None
+            self._hosts = sorted({self._address, *nodes, *came_from}) if self._keeps_out else []
+            self._store = RendezvousStore(common_host(self._address, nodes), self._hosts)
             self._store_of = identity
-        return {"store_host": self._store.host, "store_port": self._store.port, "store_secret": self._store.secret}
+        place = {"store_host": self._store.host, "store_port": self._store.port, "store_secret": self._store.secret}
+        return {**place, "hosts": self._hosts}
 
 
 def is_own_error(error: BaseException | None) -> bool:

@@ -6,7 +6,7 @@ by their ports: one listening device serves all groups of a generation, and the 
 before they connect.
 
 Gloo asks nobody who connects for a name, and keeps the descriptor of each that says nothing. So the device takes
-connections only while groups are built.
+connections only while groups are built, and then from its peers' hosts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -28,10 +28,11 @@ _listen_lock = threading.Lock()
 
 
 class Sockets:
-    """The sockets of one generation at `address`. `check` raises once the generation is aborted."""
+    """The sockets of one generation at `address`. `check` raises once the generation is aborted. `hosts`: from where
+    peers come; from anywhere if there are none."""
 
-    def __init__(self, address: str, check: Callable[[], None]) -> None:
-        self._address, self._check = address, check
+    def __init__(self, address: str, check: Callable[[], None], hosts: Collection[str] = ()) -> None:
+        self._address, self._check, self._hosts = address, check, hosts
         self._device: ProcessGroupGloo.Device | None = None
         self._own_port = 0
         self._num_building = 0
@@ -62,7 +63,7 @@ class Sockets:
         with self._lock:
             self._num_building += change
             if self._own_port and self._num_building == max(0, change):  # the first begins, or the last has ended
-                let_in(self._address, self._own_port, anybody=change > 0)
+                let_in(self._address, self._own_port, self._hosts if change > 0 else None)
 
     def listen(self) -> ProcessGroupGloo.Device:
         """The device that peers connect to, opened once."""
@@ -75,6 +76,8 @@ class Sockets:
         if len(opened) != 1:
             raise PeerFailed(f"this node's address {self._address} gave {len(opened)} listening sockets, not one")
         self._own_port, self._device = opened[0], device
+        if self._hosts:
+            let_in(self._address, self._own_port, self._hosts)
         return device
 
     def exchange_ports(self, store: PrefixStore, index: int, everyone: Sequence[int]) -> None:

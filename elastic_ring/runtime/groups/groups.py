@@ -43,7 +43,7 @@ LinkCall = tuple[str, Sequence[str], str]
 @dataclass(frozen=True)
 class Rendezvous:
     """Where and under which name the ranks of one generation meet. `prefix` carries (term, generation), `secret` is
-    the store's."""
+    the store's. `hosts`: where all of them are, empty where not all are known."""
 
     host: str
     port: int
@@ -52,6 +52,7 @@ class Rendezvous:
     timeout_s: float
     collective_s: float
     secret: str = ""
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass
@@ -99,7 +100,7 @@ class Connector:
 
     def __post_init__(self) -> None:
         self.gate = LaunchGate(self.raise_if_aborted)
-        self._sockets = Sockets(self.where.address, self.raise_if_aborted)
+        self._sockets = Sockets(self.where.address, self.raise_if_aborted, self.where.hosts)
 
     def connect(self, mesh: Mesh, global_rank: int) -> Groups:
         """All groups of this rank. Raises GroupAborted, PeerFailed (a peer did not connect in time)."""

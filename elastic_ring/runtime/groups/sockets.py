@@ -7,11 +7,13 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from ipaddress import IPv4Address
 
 log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
 
 _ACCEPTS = 1
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_..._FILTER of Linux, which the socket module does not name
@@ -51,23 +53,24 @@ def listening() -> list[tuple[int, str]]:
     return [(port, address) for address, port, *_ in (sock.getsockname() for sock in listeners())]
 
 
-def let_in(address: str, port: int, *, anybody: bool) -> None:
-    """Whether the socket that listens there takes new connections. If not, the kernel drops their packets, and those
-    that there are go on. The filter belongs to the socket, whichever descriptor it is set through."""
+def let_in(address: str, port: int, hosts: Collection[str] | None) -> None:
+    """As `keep_out`, for the socket of this process that listens there, whichever descriptor it has."""
     for sock in listeners():
         if sock.getsockname()[:2] == (address, port):  # the port alone may be another one's, on another address
-            _filter(sock, [] if anybody else [_DROP])
+            keep_out(sock, hosts)
 
 
-def let_in_only(sock: socket.socket, addresses: Iterable[str]) -> None:
-    """Have the kernel drop what others send to this listening socket; everybody is let in where one of the addresses
-    is not known, or none of IPv4."""
-    with suppress(ValueError):
-        numbers = sorted({int(IPv4Address(address)) for address in addresses})
-        _filter(sock, [_SOURCE, *(step for number in numbers for step in ((_IS, 0, 1, number), _TAKE)), _DROP])
-
-
-def _filter(sock: socket.socket, program: Sequence[tuple[int, int, int, int]]) -> None:
+def keep_out(sock: socket.socket, hosts: Collection[str] | None) -> None:
+    """Have the kernel drop what comes to this listening socket from anywhere but `hosts` and this host's loopback; None
+    for none at all. Connections that there are go on. Everybody is let in where there are no `hosts`, or one of them is
+    not known or none of IPv4."""
+    program: list[tuple[int, int, int, int]] = []
+    if hosts is None:
+        program = [_DROP]
+    elif hosts:
+        with suppress(ValueError):
+            numbers = sorted({int(IPv4Address(host)) for host in (LOOPBACK, *hosts)})
+            program = [_SOURCE, *(step for number in numbers for step in ((_IS, 0, 1, number), _TAKE)), _DROP]
     packed = b"".join(struct.pack("@HBBI", *step) for step in program)
     code = ctypes.create_string_buffer(packed, len(packed))
     how = (_ATTACH_FILTER, struct.pack("@HP", len(program), ctypes.addressof(code))) if program else (_DETACH_FILTER, 0)

@@ -2,7 +2,7 @@
 
 torch's store has no authentication. So its socket is bound here, to the coordinator's own address (torch binds to all
 interfaces) or to loopback where all nodes share a host, on a free port; and all keys lie under a random prefix that
-only the coordinator's commands carry; and where members are on several hosts, the kernel drops what other hosts send.
+only the coordinator's commands carry; and the kernel drops what comes from other hosts than the members'.
 That keeps out other runs, port scanners and stragglers. It does not keep out who speaks the store's protocol on a host
 of the run while a generation is built: torch 2.13 lists keys to any client, and takes what it sends. Its holder closes
 it as soon as all members have come.
@@ -12,24 +12,23 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from elastic_ring.runtime.groups.sockets import let_in_only
+from elastic_ring.runtime.groups.sockets import LOOPBACK, keep_out
 
-LOOPBACK = "127.0.0.1"
 BACKLOG = 2048  # as torch's own
 
 
 class RendezvousStore:
-    """Listens on `host` and on a port of its own for as long as it lives. `secret` is the prefix of all keys. Only from
-    the addresses of `members`, and from this host, may one connect; from everywhere if these are not given."""
+    """Listens on `host` and on a port of its own for as long as it lives. `secret` is the prefix of all keys. From
+    `hosts` alone one may connect; from everywhere if there are none."""
 
-    def __init__(self, host: str, members: Iterable[str] = ()) -> None:
+    def __init__(self, host: str, hosts: Collection[str] = ()) -> None:
         with socket.create_server((host, 0), backlog=BACKLOG) as listener:
-            if members := {*members}:
-                let_in_only(listener, {host, LOOPBACK, *members})
+            if hosts:
+                keep_out(listener, hosts)
             self.host, self.port, self.secret = host, listener.getsockname()[1], secrets.token_hex(16)
             self.server = TCPStore(
                 host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

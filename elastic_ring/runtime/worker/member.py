@@ -38,7 +38,7 @@ from elastic_ring.runtime.gpu.device import (
 from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
 from elastic_ring.runtime.groups.heal import heal_over_link, links_ahead
 from elastic_ring.runtime.groups.registry import forget_groups
-from elastic_ring.runtime.groups.store import LOOPBACK
+from elastic_ring.runtime.groups.sockets import LOOPBACK
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.copy_heal import heal_from_copies, takes_part
@@ -233,6 +233,7 @@ class Member:
             address=LOOPBACK if host == LOOPBACK else self._spec.address,
             timeout_s=timeouts.build_s + restore_s,
             collective_s=timeouts.collective_s,
+            hosts=tuple(extra.get("hosts", ())),
         )
         self._close_connector()
         self._connector = Connector(where, self._device_lease.device)

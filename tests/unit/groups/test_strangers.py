@@ -8,7 +8,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from elastic_ring.control.messages import Build
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
+from elastic_ring.runtime.groups.gloo import Sockets
 from elastic_ring.runtime.groups.sockets import let_in, listening
 from elastic_ring.runtime.groups.store import with_secret
 from tests.unit.groups.processes import HOST, Membership, connect, membership
@@ -108,30 +109,56 @@ def test_a_port_that_is_shut_is_that_of_one_address() -> None:
     with socket.create_server((HOST, 0)) as own:
         port = own.getsockname()[1]
         with socket.create_server(("127.0.0.2", port)) as other:
-            let_in(HOST, port, anybody=False)
-            socket.create_connection(other.getsockname(), timeout=5).close()
-            with pytest.raises(TimeoutError):
-                socket.create_connection((HOST, port), timeout=0.3)
-            let_in(HOST, port, anybody=True)
-            socket.create_connection((HOST, port), timeout=5).close()
+            let_in(HOST, port, None)
+            assert reaches(other.getsockname())
+            assert not reaches((HOST, port))
+            let_in(HOST, port, ())
+            assert reaches((HOST, port))
+
+
+def reaches(at: tuple[str, int], source: str = HOST) -> bool:
+    with suppress(TimeoutError), socket.create_connection(at, timeout=0.5, source_address=(source, 0)):
+        return True
+    return False
 
 
 def test_only_the_members_hosts_reach_the_store_of_a_generation() -> None:
-    """By their nodes' addresses, or those from which they come; everybody where one of them is not known."""
+    """By their nodes' addresses and those from which they come; everybody where one of them is not known, and after a
+    build that did not come to its end."""
     run_spec = RunSpec(RunConfig("r", run_dir="nowhere"), ScalingConfig(), None, "a", "", 0.0, "")  # type: ignore[arg-type]
     build = Build("c", "w0", 1, 2, PAIR, ("w0", "w1"), 0, None, (), True)
-    for came_from, are_let_in in (("127.0.0.3", True), ("127.0.0.4", False), ("", True)):
-        nodes: Any = SimpleNamespace(address_of=lambda worker: "127.0.0.2", came_from=lambda worker, at=came_from: at)
+    came_from = "127.0.0.4"
+    nodes: Any = SimpleNamespace(address_of=lambda worker: "127.0.0.2", came_from=lambda worker: came_from)
+    for known, are_let_in in (("127.0.0.3", True), ("127.0.0.4", False), ("", True)):
+        came_from = known
         dispatch = Dispatcher(run_spec, "127.0.0.5", None, nodes, None, None)  # type: ignore[arg-type]
         place = dispatch._rendezvous(build)
         at = (place["store_host"], place["store_port"])
-        for source in ("127.0.0.2", "127.0.0.5"):
-            socket.create_connection(at, timeout=5, source_address=(source, 0)).close()
-        with nullcontext() if are_let_in else pytest.raises(TimeoutError):
-            socket.create_connection(at, timeout=5 if are_let_in else 0.3, source_address=("127.0.0.3", 0)).close()
-        keys = with_secret(TCPStore(*at, is_master=False, wait_for_workers=False, timeout=SOON), place["store_secret"])
-        keys.set("a", "b")
-        assert keys.get("a") == b"b"
+        assert [reaches(at, one) for one in ("127.0.0.2", "127.0.0.5", "127.0.0.3")] == [True, True, are_let_in]
+        store = TCPStore(*at, is_master=False, wait_for_workers=False, timeout=SOON)
+        with_secret(store, place["store_secret"]).set("a", "b")
+    came_from = "127.0.0.4"
+    for generation, are_let_in in ((3, False), (4, True), (5, True)):
+        if generation == 3:
+            dispatch = Dispatcher(run_spec, "127.0.0.5", None, nodes, None, None)  # type: ignore[arg-type]
+        place = dispatch._rendezvous(replace(build, generation=generation))
+        assert reaches((place["store_host"], place["store_port"]), "127.0.0.3") == are_let_in, generation
+
+
+def reached_while_it_builds(me: Any, hosts: tuple[str, ...]) -> list[bool]:
+    sockets = Sockets(HOST, lambda: None, hosts)
+    with sockets.admitting():
+        sockets.listen()
+        at = (HOST, sockets._own_port)
+        return [reaches(at, source) for source in (HOST, "127.0.0.2", "127.0.0.3")]
+
+
+def test_a_rank_that_builds_takes_connections_from_its_peers_hosts(pair: Membership) -> None:
+    assert pair.call(0, reached_while_it_builds, ("127.0.0.2",)) == [True, True, False]
+    assert pair.call(0, reached_while_it_builds, ()) == [True, True, True]
+    where = replace(pair.meeting(), hosts=("10.0.0.1",))  # of these all the same
+    pair.all(connect, where, PAIR)
+    assert pair.all(sums) == [[3.0, 3.0]] * 2
 
 
 def test_the_store_of_a_generation_is_gone_with_all_connections_once_its_members_have_come(pair: Membership) -> None:
