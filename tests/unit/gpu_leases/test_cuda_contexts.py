@@ -223,7 +223,7 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     saver = SimpleNamespace(pinning=SimpleNamespace(is_running=False))
     state = SimpleNamespace(applied=0, shard=SimpleNamespace(counters=SimpleNamespace(applied=0)))
 
-    def run(step: int, *, boundary: bool, checkpoint: float, copies: float) -> tuple[Any, Any]:
+    def run(step: int, *, boundary: bool, flags: Any) -> tuple[Any, Any]:
         state.applied = step + 1
         saver.pinning.is_running = step == 0
         order.append(f"run {step}")
