@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from ray._private.services import GCS_SERVER_EXECUTABLE, resolve_ip_for_localhost
 
-from elastic_ring import cli
 from elastic_ring.config import environment
 from elastic_ring.runtime.driver import access, session
 
@@ -136,15 +135,16 @@ def raylet(address: str, code: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("command", [["scale", "r", "--spares", "1"], ["drain"]])
-def test_a_command_without_the_token_says_what_is_wanted(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with access.using({access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: str(tmp_path / "none")}):
-        assert cli.main(command) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(f"elastic-ring {command[0]}: 127.0.0.1:1: no Ray cluster answers there (")
-    assert "wants RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN" in err
+def test_a_command_without_the_token_says_what_is_wanted(command: list[str], tmp_path: Path) -> None:
+    """In a process of its own: Ray's core may end one whose cluster does not answer."""
+    wrong = {access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: str(tmp_path / "none")}
+    env = {**os.environ, **wrong, "RAY_ADDRESS": "127.0.0.1:1"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "elastic_ring", *command], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 1
+    assert f"elastic-ring {command[0]}: 127.0.0.1:1: no Ray cluster answers there (" in ended.stderr
+    assert "wants RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN" in ended.stderr
 
 
 def test_where_a_cluster_refuses_the_way_out_is_a_ray_of_ones_own(
