@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from itertools import combinations
@@ -58,6 +59,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=order)
     thin(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """One process runs tests on Ray, then others, some of which start a Ray themselves: the shared one ends between."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized() and scope_of(item.nodeid) not in ("tests/ray", "tests/gpu"):
+        ray.shutdown()
 
 
 def thin(items: list[pytest.Item]) -> None:
