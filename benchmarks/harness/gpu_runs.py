@@ -1,4 +1,4 @@
-"""What the GPU benches share: random tokens without documents, cheap initial values, trainers of a preset.
+"""What the GPU benches share: random tokens, cheap initial values, trainers of a preset or of a Hugging Face Llama.
 
 Speed does not depend on the tokens' values; a sequence that is one document is the whole causal triangle.
 """
@@ -34,12 +34,31 @@ PEAK_FLOPS = 989.4e12
 """One H200 in bf16 without sparsity (vendor's data sheet)."""
 
 
+DOCUMENT_SPREAD = 1.2
+"""Sigma of the logarithm of documents' lengths; web text has about that."""
+HF = "hf-llama"
+HF_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 22,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+}
+"""1.17 B parameters."""
+
+
 @dataclass(frozen=True)
 class RandomTokens:
-    """Sequences of random tokens, each one document."""
+    """Sequences of random tokens, each one document, or packed ones of `document_tokens` in the mean."""
 
     context_tokens: int
     vocab_size: int
+    document_tokens: int = 0
     num_sequences: int = 1 << 12
     fingerprint: str = "random tokens"
 
@@ -47,8 +66,16 @@ class RandomTokens:
         return self
 
     def read(self, sample_id: int) -> Sample:
-        tokens = np.random.default_rng(sample_id).integers(self.vocab_size, size=self.context_tokens + 1)
-        return Sample(tokens, (0,))
+        draw = np.random.default_rng(sample_id)
+        tokens = draw.integers(self.vocab_size, size=self.context_tokens + 1)
+        return Sample(tokens, self._starts(draw) if self.document_tokens else (0,))
+
+    def _starts(self, draw: np.random.Generator) -> tuple[int, ...]:
+        middle = math.log(self.document_tokens) - DOCUMENT_SPREAD**2 / 2
+        starts = [0]
+        while starts[-1] < self.context_tokens:
+            starts.append(starts[-1] + max(16, round(draw.lognormal(middle, DOCUMENT_SPREAD))))
+        return tuple(starts[:-1])
 
 
 @dataclass(frozen=True)
@@ -75,6 +102,8 @@ class GpuRun:
     """The settings of a run on GPUs."""
 
     preset: str = "1b"
+    """A preset's name, or "hf-llama" for `HF_LLAMA` through the door of transformers."""
+    document_tokens: int = 0
     context: int = 8192
     batch: int = 4
     cp: int = 2
@@ -91,12 +120,21 @@ class GpuRun:
 
     @property
     def model(self) -> ModelConfig:
+        """The sizes; of a preset also how it computes."""
+        if self.preset == HF:
+            return self.hugging_face.sizes()
         return replace(
             preset(self.preset),
             checkpoint_activations=self.checkpoint,
             offload_activations=self.offload,
             compile_blocks=self.compile,
         )
+
+    @property
+    def hugging_face(self) -> Any:
+        from elastic_ring.integrations.transformers import ring_model
+
+        return ring_model(HF_LLAMA, checkpoint_activations=self.checkpoint)
 
     def trainer(self, folder: Path, name: str, steps: int, faults: str = "") -> ElasticRingTrainer:
         step = StepConfig(
@@ -109,8 +147,8 @@ class GpuRun:
             kernel=self.kernel,
         )
         return ElasticRingTrainer(
-            partial(Transformer, self.model),
-            RandomTokens(self.context, self.model.vocab_size),
+            self.hugging_face if self.preset == HF else partial(Transformer, self.model),
+            RandomTokens(self.context, self.model.vocab_size, self.document_tokens),
             step_config=step,
             optim_config=OptimConfig(peak_lr=3e-4, min_lr=3e-5, warmup_steps=min(10, steps), total_steps=steps),
             scaling_config=ScalingConfig(

@@ -44,6 +44,7 @@ import torch
 from torch.distributed import TCPStore
 
 from benchmarks.harness.arguments import bench_parser
+from benchmarks.harness.gpu_profile import profiled
 from benchmarks.harness.gpu_runs import PEAK_FLOPS, GpuRun, utilisation
 from benchmarks.probes.broken_steps import broken
 from benchmarks.probes.gpu_steps import build, connected, one_step
@@ -104,15 +105,9 @@ def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: 
     state = build(run, connected(run, rank, ports[0], "0/1", device), device)
     losses: list[float] = []
     seconds = [one_step(state, step, losses=losses)[0] for step in range(args.steps)]
-    peaks = peak_bytes(device)
-    if args.profile and rank == 0:
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            one_step(state, state.applied)
-        Path(args.profile).write_text(seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=45))
-    elif args.profile:
-        one_step(state, state.applied)
+    peaks, kinds = peak_bytes(device), {}
+    if args.profile:
+        kinds = profiled(lambda: one_step(state, state.applied))  # on all ranks: they wait for each other
     steady = median(seconds[1:])
     used = utilisation(run, steady)
     return {
@@ -124,6 +119,7 @@ def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: 
         "peak_gib": round(peaks[0] / 2**30, 1),
         "reserved_gib": round(peaks[1] / 2**30, 1),
         "loss": losses[-1],
+        **({"profile": kinds} if kinds and rank == 0 else {}),
     }
 
 
@@ -207,7 +203,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--compile", action="store_true", help="compile the layers' pieces; speed also times without")
     parser.add_argument("--warm-all", action="store_true", help="warm every GPU, as a standby does")
-    parser.add_argument("--profile", default="", help="write a profile to this file")
+    parser.add_argument("--profile", default="", help="bits: write the host's profile to this file; speed: any value")
     parser.add_argument("--env", nargs="*", default=[], help="NAME=VALUE for the processes")
     parser.add_argument("--timeout", type=float, default=120.0)
     args = parser.parse_args(argv)
