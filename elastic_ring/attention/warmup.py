@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.comm.exchange import Group
-from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.kernels.kernel import Documents, Kernel
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.merge import MOST_AT_ONCE, accumulate_dtype, add_, merge_all_
 
@@ -121,6 +121,20 @@ def length_classes(tile_tokens: tuple[int, ...], group: int) -> tuple[int, ...]:
     return (*sorted(edges), max(edges) + 64) if edges else ()
 
 
+NUM_DOCUMENTS = (2, 300)
+"""Few and many: kernels look documents up in two ways."""
+
+
+def _run_documents(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, group: int) -> None:
+    for number in NUM_DOCUMENTS:
+        cuts = torch.arange(number + 1, dtype=torch.int32, device=device) * 16
+        q = torch.zeros(1, number * 16, 2 * group, head_dim, dtype=dtype, device=device)
+        k = q[:, :, :2].contiguous()
+        cover = Documents(cuts, 16)
+        out, lse = kernel.attend(q, k, k, cover, 1.0)
+        kernel.gradients(q, q, k, k, out.to(dtype), lse, cover, 1.0)
+
+
 def warm_up_variants(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, group: int) -> int:
     """Compile the kernels for documents of any length: run forward and backward of full and causal tiles of each
     length class. Returns the number of tiles.
@@ -132,6 +146,8 @@ def warm_up_variants(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: 
     lengths = length_classes(kernel.tile_tokens, group)
     tiles = [(rows, keys, False) for rows in lengths for keys in lengths] + [(rows, rows, True) for rows in lengths]
     random.Random(os.getpid()).shuffle(tiles)
+    if "documents" in kernel.covers:
+        _run_documents(kernel, device, dtype, head_dim, group)
     for num_rows, num_keys, causal in tiles:
         shapes = ((2, num_rows, 2 * group, head_dim), (2, num_keys, 2, head_dim))
         q, k = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)

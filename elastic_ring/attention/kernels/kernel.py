@@ -12,10 +12,23 @@ import torch
 
 from elastic_ring.attention.kernels.block_tables import BlockTables
 
-Cover = Literal["full", "causal"] | torch.Tensor | BlockTables
-"""Which pairs of a call's rows and keys are seen: all, the lower triangle, a mask (rows, keys), or tables of blocks."""
 
-CoverKind = Literal["full", "causal", "mask", "tables", "masked_tables"]
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The lower triangles of documents that lie end to end; a call's rows and keys are the same tokens.
+
+    Document i is tokens cuts[i] to cuts[i + 1]; `cuts` int32, on the device, from 0 to the number of rows. `longest`:
+    tokens of the longest."""
+
+    cuts: torch.Tensor
+    longest: int
+
+
+Cover = Literal["full", "causal"] | Documents | torch.Tensor | BlockTables
+"""Which pairs of a call's rows and keys are seen: all, the lower triangle, that of each document, a mask (rows, keys),
+or tables of blocks."""
+
+CoverKind = Literal["full", "causal", "documents", "mask", "tables", "masked_tables"]
 DENSE: tuple[CoverKind, ...] = ("full", "causal")
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -30,7 +43,8 @@ class Kernel:
     (B, Sq, H), natural log, fp32 or fp64. `backward(dout, q, k, v, out, lse, *, causal, scale) ->
     (dq, dk, dv)` takes the *merged* out and lse, so that the gradients of all calls add up to the exact total.
     Causal tiles are square. A query that sees none of the keys gets out 0 and lse -inf; one that sees none at all is
-    given to backward with lse +inf. A kernel that covers a mask also takes `mask` (Sq, Sk); one over tables takes
+    given to backward with lse +inf. A kernel that covers a mask also takes `mask` (Sq, Sk), one that covers documents
+    takes `documents`, of one sequence (B = 1), with `causal`; one over tables takes
     `(..., tables, scale)` in place of `causal` and `scale`. `attend` and `gradients` make the call for any cover.
 
     - `covers`: the kinds of calls that it serves; "masked_tables" are those with blocks that are kept in part.
@@ -69,6 +83,8 @@ class Kernel:
         """(out, lse) of one call."""
         if isinstance(cover, BlockTables):
             return self.forward(q, k, v, cover, scale)
+        if isinstance(cover, Documents):
+            return self.forward(q, k, v, causal=True, scale=scale, documents=cover)
         if isinstance(cover, torch.Tensor):
             return self.forward(q, k, v, causal=False, scale=scale, mask=cover)
         return self.forward(q, k, v, causal=cover == "causal", scale=scale)
@@ -88,6 +104,8 @@ class Kernel:
         """(dq, dk, dv) of one call."""
         if isinstance(cover, BlockTables):
             return self.backward(dout, q, k, v, out, lse, cover, scale, **places)
+        if isinstance(cover, Documents):
+            return self.backward(dout, q, k, v, out, lse, causal=True, scale=scale, documents=cover, **places)
         if isinstance(cover, torch.Tensor):
             return self.backward(dout, q, k, v, out, lse, causal=False, scale=scale, mask=cover, **places)
         return self.backward(dout, q, k, v, out, lse, causal=cover == "causal", scale=scale, **places)

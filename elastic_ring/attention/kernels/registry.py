@@ -48,6 +48,7 @@ def _of(name: str, adapter: Any, dtypes: tuple[torch.dtype, ...], **what: Any) -
     )
 
 
+_PACKED: tuple[CoverKind, ...] = (*DENSE, "documents")
 _GPU: dict[str, Any] = {
     "covers": DENSE,
     "devices": ("cuda",),
@@ -72,19 +73,19 @@ KERNELS: tuple[Kernel, ...] = (
         "flash-attn-4",
         flash_attn4,
         _HALF,
-        **_GPU | {"min_capability": (9, 0)},
+        **_GPU | {"min_capability": (9, 0), "covers": _PACKED},
         writes_gradients=True,
         tile_tokens=flash_attn4.TILE_TOKENS,
         package="flash-attn-4",
     ),
     _of("cudnn", cudnn, _HALF, **_GPU | {"max_head_dim": 128}),
     _of("flash-attn-2", flash_attn2, _HALF, **_GPU, writes_gradients=True, package="flash-attn"),
-    _of("aten-flash", aten_flash, _HALF, **_GPU),
+    _of("aten-flash", aten_flash, _HALF, **_GPU | {"covers": _PACKED}),
     _of(
         "flex", flex, (*_HALF, torch.float32), **_GPU | {"deterministic": True, "head_dim_multiple": 16}, by_length=True
     ),
     _of("aten-cpu", aten_cpu, covers=(*DENSE, "mask"), devices=("cpu",), **_EXACT),
-    _of("reference", reference, covers=DENSE, devices=("cpu", "cuda"), **_EXACT),
+    _of("reference", reference, covers=_PACKED, devices=("cpu", "cuda"), **_EXACT),
     Kernel(
         "flash-attn-4-sparse",
         forward=block_sparse.flash_forward,
@@ -114,7 +115,7 @@ KERNELS: tuple[Kernel, ...] = (
 )
 """In order of preference."""
 
-_ALWAYS_TESTED: tuple[CoverKind, ...] = (*DENSE, "mask", "tables")
+_ALWAYS_TESTED: tuple[CoverKind, ...] = (*_PACKED, "mask", "tables")
 
 
 def covering(cover: CoverKind) -> tuple[Kernel, ...]:

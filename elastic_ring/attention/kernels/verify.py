@@ -29,7 +29,7 @@ from elastic_ring.attention.kernels.block_tables import (
     tables_apart,
     tables_between,
 )
-from elastic_ring.attention.kernels.kernel import Cover, Kernel
+from elastic_ring.attention.kernels.kernel import Cover, Documents, Kernel
 from elastic_ring.attention.layouts.rows import Span
 from elastic_ring.attention.merge import Accumulator, accumulate_dtype, lse_for_backward
 from elastic_ring.files import replace_file
@@ -158,6 +158,14 @@ def _cases(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, head_
         seen = torch.ones(1, rows, rows + before, dtype=torch.bool, device=device).tril(before)
         calls: list[tuple[slice, Cover]] = [(slice(0, before), "full"), (slice(before, rows + before), "causal")]
         yield _Case(inputs(0, 2, rows, rows + before), seen, calls, TOLERANCE[dtype])
+    if "documents" in kernel.covers:
+        lengths = torch.tensor([0, 5, 1, 26, 16] if device == "cpu" else [0, 130, 1, 317, 64], device=device)
+        cuts, number = lengths.cumsum(0).int(), torch.arange(len(lengths) - 1, device=device)
+        number = number.repeat_interleave(lengths[1:])
+        num_rows = number.numel()
+        seen = (number[:, None] == number[None, :]).tril()[None]
+        packed_ones: list[tuple[slice, Cover]] = [(slice(0, num_rows), Documents(cuts, int(lengths.max())))]
+        yield _Case(inputs(0, 1, num_rows, num_rows), seen, packed_ones, TOLERANCE[dtype], " of packed documents")
     if "mask" in kernel.covers:
         mask = torch.rand(40, 24, generator=torch.Generator().manual_seed(0)) < 0.3
         mask[:, 0] = True

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 
 from elastic_ring.attention.comm.exchange import Frame, HopExchange, token_frame
 from elastic_ring.attention.comm.packing import gather_ranges_, parts_of_hops
-from elastic_ring.attention.kernels.kernel import Kernel
+from elastic_ring.attention.kernels.kernel import Documents, Kernel
 from elastic_ring.attention.layouts.layout import Range
 from elastic_ring.attention.layouts.rows import Span
 from elastic_ring.attention.lowering.call_plan import Call, CallPlan, OwnPart, Program, StageCalls, SumTypes, one_late
@@ -72,7 +73,8 @@ def lower_rectangles(
         coalesced=coalesced,
     )
     frame, fetched = token_frame(k, unit), plan.stages[1:]
-    own = _own_parts(plan.stages[0], q, k, len(plan.stages))
+    own_calls = _own_calls(plan.stages[0], k, kernel)
+    own = _own_parts(own_calls, plan.stages[0].keys_once, q, k, len(plan.stages))
     visits, exact = plan.row_visits, accumulate_dtype(k.dtype)
 
     def running(num_parts: int) -> torch.dtype:
@@ -81,7 +83,7 @@ def lower_rectangles(
 
     return CallPlan(
         kernel,
-        tuple(map(_stage_calls, plan.stages)),
+        (StageCalls(plan.stages[0].hops, own_calls, (), False), *map(_stage_calls, fetched)),
         Program(one_late(len(fetched), len(own)), own, fetches=True),
         exchange,
         frame,
@@ -108,25 +110,40 @@ def _call(tile: Tile) -> Call:
     return Call(Span(*tile.q), TokenSpan(Span(*tile.k)), "causal" if tile.causal else "full")
 
 
-def _own_parts(stage: Stage, q: torch.Tensor, k: torch.Tensor, num_stages: int) -> tuple[OwnPart, ...]:
+def _own_calls(stage: Stage, k: torch.Tensor, kernel: Kernel) -> tuple[Call, ...]:
+    """The calls on the own keys, forward and backward: one on all documents, which lie end to end, where the kernel
+    serves that, and one for each other tile. A call a document would keep the host busier than the GPU."""
+    squares = [tile for tile in stage.by_rows if tile.causal and tile.q == tile.k]
+    end_to_end = all(before.q[1] == after.q[0] for before, after in pairwise(squares))
+    if "documents" not in kernel.covers or k.size(0) != 1 or len(squares) < 2 or not end_to_end:
+        return tuple(map(_call, stage.by_rows))
+    first, last = squares[0].q[0], squares[-1].q[1]
+    cuts = torch.tensor([0, *(tile.q[1] - first for tile in squares)], dtype=torch.int32, device=k.device)
+    documents = Documents(cuts, max(tile.q[1] - tile.q[0] for tile in squares))
+    others = (_call(tile) for tile in stage.by_rows if tile not in squares)
+    return (Call(Span(first, last), TokenSpan(Span(first, last)), documents), *others)
+
+
+def _own_parts(
+    calls: tuple[Call, ...], once: bool, q: torch.Tensor, k: torch.Tensor, num_stages: int
+) -> tuple[OwnPart, ...]:
     """On a GPU, where there are hops to hide, half of the own heads run before the stages, behind the first keys'
     arrival, and half after them, behind the last partials' return."""
     num_heads = k.size(2)
     if k.is_cuda and num_stages > 1 and num_heads > 1 and 5 * q.numel() * q.size(1) >= HALVED_FLOPS:
-        return own_halves(stage, num_heads, q.size(2) // num_heads)
-    return (OwnPart(None, tuple(map(_call, stage.by_keys)), stage.keys_once),)
+        return own_halves(calls, once, num_heads, q.size(2) // num_heads)
+    return (OwnPart(None, calls, once),)
 
 
-def own_halves(stage: Stage, num_kv_heads: int, sharing: int) -> tuple[OwnPart, OwnPart]:
+def own_halves(calls: tuple[Call, ...], once: bool, num_kv_heads: int, sharing: int) -> tuple[OwnPart, OwnPart]:
     """The own keys' calls on the first half of the K/V heads, each shared by `sharing` query heads, and on the rest."""
 
     def of_heads(first: int, last: int) -> OwnPart:
         heads: Range = (first * sharing, last * sharing)
-        calls = tuple(
-            Call(Span(*tile.q, heads), TokenSpan(Span(*tile.k)), "causal" if tile.causal else "full")
-            for tile in stage.by_keys
-        )
-        return OwnPart((first, last), calls, stage.keys_once)
+        rows = [call.rows for call in calls]
+        assert all(isinstance(each, Span) for each in rows)
+        some = [call._replace(rows=each._replace(heads=heads)) for call, each in zip(calls, rows, strict=True)]
+        return OwnPart((first, last), tuple(some), once)
 
     half = num_kv_heads // 2
     return of_heads(0, half), of_heads(half, num_kv_heads)

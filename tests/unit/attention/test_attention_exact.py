@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from elastic_ring.attention.kernels.adapters import aten_cpu
+from elastic_ring.attention.kernels.kernel import Documents
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import (
@@ -105,6 +106,28 @@ def test_longer_sequences_cross_the_kernels_own_blocks(rings: ThreadRings, cp: i
     found = run_ring(case, rings.groups(cp)).tensors
     for got, want in zip(found, whole_attention(case), strict=True):
         assert relative_error(got, want) <= 1e-12
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])
+def test_documents_in_one_call_agree_with_one_process(rings: ThreadRings, cp: int, layout_name: str) -> None:
+    """The kernels of GPUs serve all documents of a slice at once, as the reference does here; the default does not."""
+    starts = (0, 1, 9, 16, 40, 41, 77)
+    case = Case(cp=cp, seq_len=101, layout_name=layout_name, document_starts=starts, batch=1)
+    outcome = run_ring(case, rings.groups(cp), backend="reference")
+    for got, want in zip(outcome.tensors, whole_attention(case), strict=True):
+        assert relative_error(got, want) < 1e-12
+    q, k, *_ = (case.layout.scatter(x, 0, 1) for x in case.tensors())
+    calls = [
+        RingAttention(case.schedule, 0, rings.groups(cp)[0], RingOptions(backend=name)).call_plan(q, k)
+        for name in ("reference", "aten-cpu")
+    ]
+    (documents, *others), apart = (each.stages[0].forward for each in calls)
+    assert isinstance(documents.cover, Documents)
+    num_squares = documents.cover.cuts.numel() - 1
+    assert num_squares > 1
+    assert all(call.cover == "full" for call in others)
+    assert len(apart) == num_squares + len(others)
 
 
 @pytest.mark.parametrize("cp", [1, 4, 5])

@@ -168,7 +168,9 @@ def test_own_heads_in_two_halves_give_the_gradients_of_one_run(
     with torch.no_grad():
         out, lse, *_ = ring.run_forward(q, k, v, 1.0)
         whole_plan, found = ring.call_plan(q, k), []
-        halves = rectangles.own_halves(plan.stages[0], k.size(2), q.size(2) // k.size(2))
+        halves = rectangles.own_halves(
+            whole_plan.stages[0].forward, plan.stages[0].keys_once, k.size(2), q.size(2) // k.size(2)
+        )
         sums = whole_plan.sums._replace(zeroed=num_stages > 2)
         halved = replace(whole_plan, backward=Program(one_late(0, 2), halves, fetches=True), sums=sums)
         for each in (whole_plan, halved):

@@ -8,13 +8,19 @@ from threading import Lock
 
 import torch
 
-from elastic_ring.attention.kernels.kernel import Grads, Pair
+from elastic_ring.attention.kernels.kernel import Documents, Grads, Pair
 
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Pair:
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, documents: Documents | None = None
+) -> Pair:
+    if documents is not None:
+        cuts, longest = documents.cuts, documents.longest
+        out, lse = _forward(q[0], k[0], v[0], cuts, cuts, longest, longest, 0.0, causal, False, scale=scale)[:2]
+        return out[None], lse.t()[None]
     result = _forward(q, k, v, None, None, q.size(1), k.size(1), 0.0, causal, False, scale=scale)
     return result[0], result[1].transpose(1, 2)
 
@@ -30,9 +36,15 @@ def backward(
     causal: bool,
     scale: float,
     deterministic: bool = False,
+    documents: Documents | None = None,
 ) -> Grads:
     with _REPEATABLE if deterministic else nullcontext():
         random = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        if documents is not None:
+            cuts, longest = documents.cuts, documents.longest
+            given, lse = (x[0] for x in (dout, q, k, v, out)), lse[0].t().contiguous()
+            found = _backward(*given, lse, cuts, cuts, longest, longest, 0.0, causal, random, random, scale=scale)
+            return found[0][None], found[1][None], found[2][None]
         grads: Grads = _backward(
             dout,
             q,

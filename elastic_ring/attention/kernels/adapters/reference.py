@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from elastic_ring.attention.kernels.kernel import Grads, Pair
+from elastic_ring.attention.kernels.kernel import Documents, Grads, Pair
 
 
 def attention(
@@ -25,13 +25,20 @@ def attention(
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, mask: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    documents: Documents | None = None,
 ) -> Pair:
     """q (B, Sq, H, D), k, v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), in fp64.
 
     `mask` (H or 1, Sq, Sk) bool is True where a query sees a key. One that sees none gets out 0 and lse -inf.
     """
-    group = q.size(2) // k.size(2)
+    group, mask = q.size(2) // k.size(2), _mask(q, mask, documents)
     scores = _scores(q, k, causal=causal, scale=scale, mask=mask)
     lse = torch.logsumexp(scores, dim=-1)
     weights = _weights(scores, lse, mask)
@@ -50,6 +57,7 @@ def backward(
     causal: bool,
     scale: float,
     mask: torch.Tensor | None = None,
+    documents: Documents | None = None,
 ) -> Grads:
     """This tile's contribution to dq, dk, dv, in fp64, from the `out` and `lse` merged over all keys.
 
@@ -57,7 +65,7 @@ def backward(
     pass (Dao 2023, arXiv:2307.08691), which is additive over tiles: P = exp(s - lse) and
     dS = P * (dP - rowsum(dout * out)).
     """
-    group = q.size(2) // k.size(2)
+    group, mask = q.size(2) // k.size(2), _mask(q, mask, documents)
     dout = dout.double()
     weights = _weights(_scores(q, k, causal=causal, scale=scale, mask=mask), lse.double().transpose(1, 2), mask)
     dv = torch.einsum("bhqk,bqhd->bkhd", weights, dout)
@@ -66,6 +74,14 @@ def backward(
     dq = torch.einsum("bhqk,bkhd->bqhd", dscores, _expand(k, group))
     dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q.double())
     return dq, _fold(dk, group), _fold(dv, group)
+
+
+def _mask(q: torch.Tensor, mask: torch.Tensor | None, documents: Documents | None) -> torch.Tensor | None:
+    """(1, Sq, Sq) bool, which tokens are of one document."""
+    if documents is None:
+        return mask
+    number = torch.searchsorted(documents.cuts, torch.arange(q.size(1), dtype=torch.int32, device=q.device), right=True)
+    return (number[:, None] == number[None, :])[None]
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, *, causal: bool, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
