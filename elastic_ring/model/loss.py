@@ -49,8 +49,9 @@ def chunked_cross_entropy(
     return loss_sum, (targets != IGNORE).sum()
 
 
-def language_model_loss(model: nn.Module, batch: BatchLike) -> tuple[Tensor, int]:
-    """The default loss function: next-token cross-entropy of this rank's slice, (fp32 sum, number of targets).
+def language_model_loss(model: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
+    """The default loss function: next-token cross-entropy of this rank's slice, (fp32 sum, number of targets), both
+    0-dim: a number in host memory would be a wait for the device.
 
     The model is called like `Transformer.forward` with targets. Without targets the loss is a zero with a graph, since
     every rank of a ring must run backward.
@@ -62,7 +63,7 @@ def language_model_loss(model: nn.Module, batch: BatchLike) -> tuple[Tensor, int
         attention=batch.attention,
         targets=batch.targets,
     )
-    return loss_sum, int(num_tokens)
+    return loss_sum, num_tokens
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -16,9 +16,9 @@ from elastic_ring.model.config import ModelConfig, num_parameters
 
 FP32 = 4
 LSE_BYTES = 4
-MASTER_BYTES, MOMENTS_BYTES, SUM_BYTES, GRADIENT_BYTES = 4, 8, 4, 4
-"""Of a rank's shard, for each parameter: the fp32 master, Adam's two moments, the buffer that is summed over the rings,
-and FSDP2's gradients, which are there from a block's backward pass to the sum."""
+MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
+"""Of a rank's shard, for each parameter: the fp32 master, Adam's two moments, the gradient; with `cpu_offload` "all"
+there is one in host memory, too."""
 IN_HOST_BYTES: Mapping[CpuOffload, int] = {
     "none": 0,
     "optimizer": MOMENTS_BYTES,
@@ -167,20 +167,23 @@ class StepMemory:
         return {
             "fp32 masters": masters * self.shard,
             "Adam's moments": moments * self.shard,
-            "gradients summed over rings": SUM_BYTES * self.shard,
+            "gradients": GRADIENT_BYTES * self.shard,
             "hop buffers": self.hop_buffers,
             **({"matmul workspace": WORKSPACE_BYTES} if self.on_gpu else {}),
         }
 
-    def _gradients(self, num_parameters: int) -> int:
-        """FSDP2's gradients on the device. Those of earlier sequences are all there."""
-        if self.cpu_offload == "all":
-            return 0
-        return GRADIENT_BYTES * (self.shard if self.sequences > 1 else -(-num_parameters // self.cp))
-
     def _gathered(self, num_parameters: int) -> int:
         """Parameters of a unit, gathered in the type that is computed in."""
         return self.element_bytes * num_parameters
+
+    def _gathered_blocks(self, num_layers: int, at_once: int) -> int:
+        """Blocks gathered while `num_layers` are still to be computed backward: `at_once`, on a ring of one all."""
+        keeps = self.cp == 1 and self.cpu_offload != "all"
+        return self._gathered(self.block) * (max(num_layers, at_once) if keeps else at_once)
+
+    def _on_way(self, num_parameters: int) -> int:
+        """Gradients of a unit that is being summed over the ring: in the model's type, in fp32, and this rank's."""
+        return (self.element_bytes + FP32) * num_parameters + FP32 * -(-num_parameters // self.cp)
 
     # ------------------------------------------------------------ moments
 
@@ -202,10 +205,9 @@ class StepMemory:
             "the loss's backward pass",
             {
                 **self._lasting,
-                "FSDP2's gradients": self._gradients(0),
                 "kept activations": self._kept(config.num_layers),
                 "gathered embedding and head": self._gathered(self.root),
-                "gathered blocks": self._gathered(self.block),
+                "gathered blocks": self._gathered_blocks(config.num_layers, 1),
                 "head's gradient": FP32 * self.table,
                 "a chunk of logits": logits,
                 "last layer's result": 3 * self._width_bytes,
@@ -217,17 +219,15 @@ class StepMemory:
         """The backward pass of one layer; the gradients of the next one are being summed over the ring."""
         config = self.config
         done = config.num_layers - 1 - layer
-        on_way = (self.element_bytes + FP32) * self.block if done else 0
         return Moment(
             f"the backward pass of layer {layer}",
             {
                 **self._lasting,
-                "FSDP2's gradients": self._gradients(done * self.block),
-                "gradients of a block on their way": on_way,
+                "gradients of a block on their way": self._on_way(self.block) if done else 0,
                 "kept activations": self._kept(layer + 1),
                 "recomputed block": self.recomputed,
                 "gathered embedding and head": self._gathered(self.root),
-                "gathered blocks": 2 * self._gathered(self.block),
+                "gathered blocks": self._gathered_blocks(layer + 1, 2),
                 "head's gradient": self.element_bytes * self.table,
                 "rotary angles": self.rotation,
             },
@@ -239,10 +239,9 @@ class StepMemory:
             "the end of the backward pass",
             {
                 **self._lasting,
-                "FSDP2's gradients": self._gradients(self.num_parameters),
                 "gathered embedding and head": self._gathered(self.root),
                 "head's and embedding's gradients": 2 * self.element_bytes * self.table,
-                "the same in fp32, on their way": FP32 * self.root,
+                "the same in fp32, on their way": FP32 * (self.root + -(-self.root // self.cp)),
                 "first layer's gradient": self._width_bytes,
             },
         )

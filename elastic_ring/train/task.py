@@ -39,7 +39,7 @@ class Batch:
     attention: AttentionFn
 
 
-LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, int]]
+LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, int | Tensor]]
 """(model, batch) -> (sum of the loss over this slice's targets, number of targets). A sum, never a mean."""
 
 

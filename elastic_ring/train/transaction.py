@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard, digest_of
 from elastic_ring.train.abortable_collectives import ExchangeWaits, make_abortable
 from elastic_ring.train.attention_context import attention_of, batch_of
+from elastic_ring.train.gradient import Gradient
 from elastic_ring.train.guards import raise_for_skips
 from elastic_ring.train.memory_gauge import MemoryGauge
 from elastic_ring.train.memory_relief import MemoryRelief
@@ -57,12 +58,10 @@ from elastic_ring.train.vote import (
     start_vote,
 )
 from elastic_ring.train.work_clock import WorkClock
-from elastic_ring.train.wrap import ModuleMaker, full_shapes, largest_list, local_params
+from elastic_ring.train.wrap import ModuleMaker, full_shapes, largest_list, local_params, regathers
 
-BUCKET_ELEMENTS = 16 << 20
 DIGITS = 12  # hexadecimal, of a digest in the vote
 READ_AHEAD = 16  # sequences of this step and the next, while one pass is computed; at least those of the next pass
-BUCKET_ELEMENTS_ON_DEVICE = 256 << 20  # on a GPU each bucket is a launch that waits for the one before
 
 
 Pairs = Sequence[tuple[int, int]]
@@ -92,38 +91,15 @@ class Watch(Protocol):
     def __call__(self, phase: str, step: int, hop: int | None = None) -> None: ...
 
 
-@dataclass
-class Gradient:
-    """The gradient of this rank's slices: one flat fp32 buffer with a view per parameter.
-
-    `step` is the step for which it is complete: summed over the ring (FSDP2) and over the rings by the members of
-    generation `membership_id` (term, generation). A vote applies only to the gradient of the same members.
-    """
-
-    flat: Tensor
-    views: dict[str, Tensor]
-    step: int | None = None
-    membership_id: tuple[int, int] = (0, 0)
-
-    @classmethod
-    def like(cls, params: Mapping[str, Tensor], device: torch.device) -> Gradient:
-        flat = torch.zeros(sum(p.numel() for p in params.values()), dtype=torch.float32, device=device)
-        views, offset = {}, 0
-        for name, param in params.items():
-            views[name] = flat[offset : offset + param.numel()].view(param.shape)
-            offset += param.numel()
-        return cls(flat, views)
-
-
 @dataclass(frozen=True)
 class Local:
-    """Results of one rank's forward and backward passes of a step. `loss_sum`, a scalar, stays on its device: a read
-    synchronises, so the vote reads it together with the gradient's norm. `data_wait_s`: how long it waited for data.
-    `work_s`: how long it worked itself for each of its sequences, once the device is synchronised; 0: not measured.
-    `own` and `again` as in `Digests`."""
+    """Results of one rank's forward and backward passes of a step. `loss_sum` and `num_tokens`, scalars, stay on their
+    device: a read synchronises, so the vote reads them together with the gradient's norm. `data_wait_s`: how long it
+    waited for data. `work_s`: how long it worked itself for each of its sequences, once the device is synchronised; 0:
+    not measured. `own` and `again` as in `Digests`."""
 
     loss_sum: Tensor
-    num_tokens: int
+    num_tokens: Tensor
     samples: tuple[float, ...]
     hops: HopTally
     arrived: ArrivedCopies
@@ -252,6 +228,8 @@ class Transaction:
             )
             self.unapplied, self.last, self._back, self.applying = None, None, None, False
             self._gradient = Gradient.like(params, self.device)
+        assert self._gradient is not None
+        self._gradient.attach(model, in_host=self._maker.params_in_host)
         self.model = model
 
     def initialise(self) -> None:
@@ -283,6 +261,8 @@ class Transaction:
 
     def leave(self) -> None:
         """Drop the groups and the module that was wrapped in them; keep values and gradient."""
+        if self._gradient is not None:
+            self._gradient.detach()
         self.model, self._groups, self._plans = None, None, PlanCache()
         self._buffers = HopBuffers()  # an aborted exchange may still write to the old ones
 
@@ -310,10 +290,11 @@ class Transaction:
         return outcome, local
 
     def compute(self, step: int) -> Local:
-        """Forward and backward of this ring's share, in passes of one or more sequences; leaves sums in the parameters'
-        gradients."""
+        """Forward and backward of this ring's share, in passes of one or more sequences; adds up the gradient, and in
+        the last pass begins to sum it over the rings."""
         assert self.model is not None
-        self._clear_gradients()
+        assert self._gradient is not None
+        self._gradient.begin()
         self.relief.before_step(self.device)
         if self.gauge is not None:
             self.gauge.begin(self.device)
@@ -322,10 +303,13 @@ class Transaction:
             share(self._order.sample_ids(of), self._coordinate.dp_rank, self._mesh.dp) for of in (step, step + 1)
         )
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        num_tokens, slices, hops, own = 0, [], HopTally(self.device.type == "cuda", step), 0.0
+        num_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
+        slices, hops, own = [], HopTally(self.device.type == "cuda", step), 0.0
         arrived = ArrivedCopies(hops.is_watched)
         waited_s, clock = self.loader.waited_s, WorkClock(self.device, self._waits, self.loader, hops.is_watched)
-        for group in passes(len(mine), self.relief.together(self.task.step.sequences_per_pass)):
+        groups = list(passes(len(mine), self.relief.together(self.task.step.sequences_per_pass)))
+        for group in groups:
+            self._gradient.begin_pass(self._sum_bucket if group is groups[-1] and self._sums_beside(step) else None)
             pieces = [self._load(mine[i:], following) for i in group]
             slices += pieces
             piece = joined(pieces, self.task.step.context_tokens)
@@ -340,11 +324,11 @@ class Transaction:
             if self.gauge is not None:
                 self.gauge.look(self.device)
             loss.backward()
-            self._flip("backward", self._local_gradients)
+            self._flip("backward", self._gradient.found)
             if group.start == 0 and self._is_recomputed(step):
-                own = checksum(self._local_gradients())
+                own = checksum(self._gradient.found())
             loss_sum += loss.detach()
-            num_tokens += int(num_targets)
+            num_tokens += num_targets
             hops.add(attention.ledger)
         samples, waited_s = consumed_digest(step, slices), self.loader.waited_s - waited_s
         clock.stop(hops)
@@ -369,6 +353,8 @@ class Transaction:
     def _compute_again(self, step: int) -> float:
         """The digest of the gradient of the first pass of the ring before this one; leaves no gradients."""
         assert self.model is not None
+        assert self._gradient is not None
+        self._gradient.begin_pass()
         before = (self._coordinate.dp_rank - 1) % self._mesh.dp
         first = share(self._order.sample_ids(step), before, self._mesh.dp)
         first = first[: self.relief.together(self.task.step.sequences_per_pass)]
@@ -379,33 +365,26 @@ class Transaction:
             loss, _ = self.task.loss(self.model, self._batch(piece, self._attention(piece, step)))
         self._watch("backward", step)
         loss.backward()
-        found = checksum(self._local_gradients())
-        self._clear_gradients()
+        found = checksum(self._gradient.found())
+        self._gradient.begin()
         return found
 
-    def _local_gradients(self) -> list[Tensor]:
-        """This rank's shards of the gradients so far, summed over its ring."""
-        assert self.model is not None
-        return [param.grad._local_tensor for param in self.model.parameters() if param.grad is not None]  # type: ignore[attr-defined]
+    def _sums_beside(self, step: int) -> bool:
+        """Whether the last pass may already sum over the rings: not where this ring's own gradient is looked at."""
+        return self._mesh.dp > 1 and not self._is_recomputed(step) and "backward" not in self._flips
+
+    def _sum_bucket(self, bucket: Tensor) -> Any:
+        assert self._groups is not None
+        return self._groups.replica.allreduce([bucket])
 
     def reduce(self, step: int) -> None:
         """fp32 sum over the rings, once, in the pinned order of the replica group."""
-        assert self.model is not None
         assert self._gradient is not None
-        assert self._groups is not None
         gradient = self._gradient
-        gradient.step = None
-        for name, param in self.model.named_parameters():
-            if param.grad is None:
-                gradient.views[name].zero_()
-            else:
-                gradient.views[name].copy_(param.grad._local_tensor)  # type: ignore[attr-defined]
-        self._clear_gradients()
+        gradient.end()
         self._watch("reduce", step)
         if self._mesh.dp > 1:
-            for bucket in gradient.flat.split(BUCKET_ELEMENTS_ON_DEVICE if gradient.flat.is_cuda else BUCKET_ELEMENTS):
-                if bucket.numel():
-                    self._groups.replica.allreduce([bucket]).wait()
+            gradient.finish(self._sum_bucket)
         self._flip("reduce", lambda: [gradient.flat])
         gradient.step, gradient.membership_id = step, self._membership_id
 
@@ -414,7 +393,7 @@ class Transaction:
         assert self._gradient is not None
         assert self._groups is not None
         flat = self._gradient.flat
-        norm_sq, loss_sum = torch.stack([squared_norm(flat), local.loss_sum]).tolist()
+        norm_sq, loss_sum, num_tokens = torch.stack([squared_norm(flat), local.loss_sum, local.num_tokens]).tolist()
         # Squares of finite fp32 numbers cannot overflow fp64: only a norm that is not finite is worth a count.
         num_nonfinite = 0 if math.isfinite(norm_sq) else int(flat.numel() - torch.isfinite(flat).sum())
         digests = self._digests(step, norm_sq, local)
@@ -423,7 +402,7 @@ class Transaction:
         local.arrived.check(step)
         spike = self.spikes.ballot(step) if self.spikes is not None else SpikeBallot()
         said = flags() | (Flag.BOUNDARY if boundary else NOTHING)
-        tally = Tally(norm_sq, num_nonfinite, loss_sum, local.num_tokens, local.samples, said, spike)
+        tally = Tally(norm_sq, num_nonfinite, loss_sum, int(num_tokens), local.samples, said, spike)
         memory_share = self.gauge.share(self.device) if self.gauge is not None else 0.0
         ballot = Ballot(tally, local.work_s(), memory_share, digests, *self._first_attempt(step))
         work, rows = start_vote(self._groups.world, ballot)
@@ -520,6 +499,7 @@ class Transaction:
                 total, number = measure(self.model, self._batch(piece, self._attention(piece, self.applied)))
                 sums[row] += torch.tensor([float(total), float(number)], dtype=torch.float64)
         self.model.train()
+        regathers(self.model)
         rows = [torch.zeros_like(sums) for _ in range(self._mesh.size)]
         self._groups.world.allgather([rows], [sums]).wait()
         summed = torch.zeros_like(sums)
@@ -572,11 +552,6 @@ class Transaction:
 
     def _batch(self, piece: Slice, attention: RingAttention | PatternedAttention) -> Batch:
         return batch_of(piece, attention, self.device)
-
-    def _clear_gradients(self) -> None:
-        assert self.model is not None
-        for param in self.model.parameters():
-            param.grad = None
 
     def plan_flip(self, phase: str, stays: bool = False) -> None:
         """A planned fault: flip one bit in the result of the next `phase` (backward, reduce, apply), or of every one

@@ -48,12 +48,17 @@ class ModuleMaker:
         in_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         offload = in_host if self.params_in_host else OffloadPolicy()
         choose = self._task.units or largest_list
+        # A ring of one has the whole state anyway: keep what was cast for the backward pass.
+        keeps = device_mesh.size() == 1 and not self.params_in_host
         for unit in choose(model):
-            fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
+            fully_shard(
+                unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=not keeps
+            )
         fully_shard(model, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
+                if device_mesh.size() > 1:  # a ring of one divides nothing, and a factor would cost it two passes
+                    module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         model.to_empty(device="cpu" if self.params_in_host else self.device)
         self._fill_buffers(model)
@@ -130,6 +135,13 @@ def parameters_on_meta() -> Iterator[None]:
 def local_params(model: nn.Module) -> dict[str, Tensor]:
     """This rank's slice of every parameter, as plain tensors that share the module's storage."""
     return {name: param._local_tensor for name, param in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def regathers(model: nn.Module) -> None:
+    """Have the next forward pass gather parameters anew: a pass without a backward pass leaves some gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

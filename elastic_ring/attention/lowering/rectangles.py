@@ -140,10 +140,11 @@ def own_halves(calls: tuple[Call, ...], once: bool, num_kv_heads: int, sharing: 
 
     def of_heads(first: int, last: int) -> OwnPart:
         heads: Range = (first * sharing, last * sharing)
-        rows = [call.rows for call in calls]
-        assert all(isinstance(each, Span) for each in rows)
-        some = [call._replace(rows=each._replace(heads=heads)) for call, each in zip(calls, rows, strict=True)]
-        return OwnPart((first, last), tuple(some), once)
+        spans = [(call, call.rows) for call in calls if isinstance(call.rows, Span)]
+        assert len(spans) == len(calls)
+        return OwnPart(
+            (first, last), tuple(call._replace(rows=rows._replace(heads=heads)) for call, rows in spans), once
+        )
 
     half = num_kv_heads // 2
     return of_heads(0, half), of_heads(half, num_kv_heads)

@@ -1,10 +1,10 @@
 """What a rank needs of memory, by the sizes alone: `elastic-ring plan`, and the first part of a forecast.
 
 Memory is counted by `model.memory`: state of a rank in bytes for each parameter of its shard (4 for the fp32 master, 8
-for Adam's two moments, 4 for the buffer that is summed over the rings, 4 for FSDP2's gradients; `cpu_offload` says what
-of it is in host memory), activations, gathered blocks, and what the fullest moment of a step holds beside them. With
-the allocator's reserve, the contexts and the communicators it is compared with the memory of common GPUs. Neither torch
-nor Ray is imported, so that a plan comes at once.
+for Adam's two moments, 4 for the gradient; `cpu_offload` says what of it is in host memory), activations, gathered
+blocks, and what the fullest moment of a step holds beside them. With the allocator's reserve, the contexts and the
+communicators it is compared with the memory of common GPUs. Neither torch nor Ray is imported, so that a plan comes at
+once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from elastic_ring.model.memory import (
     IN_HOST_BYTES,
     MASTER_BYTES,
     MOMENTS_BYTES,
-    SUM_BYTES,
     StepMemory,
 )
 
-STATE_BYTES = MASTER_BYTES + MOMENTS_BYTES + SUM_BYTES + GRADIENT_BYTES
+STATE_BYTES = MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES
 SNAPSHOT_BYTES = MASTER_BYTES + MOMENTS_BYTES
 KEPT = 2
 """Snapshots that are held at a time, each with its copies: the last complete one, and the one that follows it."""

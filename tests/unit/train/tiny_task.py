@@ -245,7 +245,7 @@ def plain_training(task: TrainingTask, num_steps: int) -> tuple[list[float], dic
         total, num_targets = torch.zeros(()), 0
         for sample_id in order.sample_ids(step):
             loss, count = task.loss(model, dense_batch(source.read(sample_id)))
-            total, num_targets = total + loss, num_targets + count
+            total, num_targets = total + loss, num_targets + int(count)
         (total / num_targets).backward()
         if task.optim.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), task.optim.clip_norm)

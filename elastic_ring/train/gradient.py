@@ -1,0 +1,159 @@
+"""The gradient of a step: where FSDP2's shards of it are added up, and its sum over the rings.
+
+FSDP2 hands over each parameter's shard as soon as it is summed over the ring. It is added to one flat buffer at once,
+so that nothing is held twice, and in the last pass of a step each bucket of the buffer is summed over the rings while
+the backward pass goes on (Li et al. 2020, arXiv:2006.15704). Buckets are summed in the same order on all ranks, from
+the end of the model to its beginning.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_ring.errors import UserCodeFailed
+
+BUCKET_ELEMENTS = 16 << 20
+BUCKET_ELEMENTS_ON_DEVICE = 64 << 20
+
+Sum = Callable[[Tensor], Any]
+"""Starts the sum over the rings of a tensor, in place; returns what has `wait`."""
+
+
+@dataclass
+class Gradient:
+    """The gradient of this rank's slices: one flat fp32 buffer with a view per parameter.
+
+    `step` is the step for which it is complete: summed over the ring (FSDP2) and over the rings by the members of
+    generation `membership_id` (term, generation). A vote applies only to the gradient of the same members. `buckets`:
+    ranges of the buffer, with the names of their parameters.
+    """
+
+    flat: Tensor
+    views: dict[str, Tensor]
+    buckets: list[tuple[slice, frozenset[str]]]
+    step: int | None = None
+    membership_id: tuple[int, int] = (0, 0)
+    _params: dict[str, nn.Parameter] = field(default_factory=dict)
+    _collects: bool = False
+    _in_host: bool = False
+    _written: set[str] = field(default_factory=set)
+    _shares: Counter[str] = field(default_factory=Counter)  # of the last pass, by parameter
+    _each_once: bool = False
+    _sum: Sum | None = None
+    _works: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def like(cls, params: Mapping[str, Tensor], device: torch.device) -> Gradient:
+        flat = torch.zeros(sum(p.numel() for p in params.values()), dtype=torch.float32, device=device)
+        most = BUCKET_ELEMENTS_ON_DEVICE if flat.is_cuda else BUCKET_ELEMENTS
+        views: dict[str, Tensor] = {}
+        buckets: list[tuple[slice, frozenset[str]]] = []
+        begin = end = 0
+        names: list[str] = []
+        for name, param in params.items():
+            views[name] = flat[end : end + param.numel()].view(param.shape)
+            names.append(name)
+            end += param.numel()
+            if end - begin >= most:
+                buckets.append((slice(begin, end), frozenset(names)))
+                begin, names = end, []
+        if end > begin:
+            buckets.append((slice(begin, end), frozenset(names)))
+        return cls(flat, views, buckets)
+
+    # ------------------------------------------------------------ a generation
+
+    def attach(self, model: nn.Module, *, in_host: bool) -> None:
+        """Take what FSDP2 finds for the parameters of `model` from now on. `in_host`: FSDP2 keeps their gradients in
+        host memory, and they are taken at the end of the step."""
+        self._params, self._in_host, self._each_once = dict(model.named_parameters()), in_host, False
+        if not in_host:
+            for name, param in self._params.items():
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(partial(self._take, name))
+
+    def detach(self) -> None:
+        """Let go of the module; the buffer stays."""
+        self._params, self._collects, self._sum = {}, False, None
+        self._works.clear()
+
+    # ------------------------------------------------------------ a step
+
+    def begin(self) -> None:
+        """Forget what was found."""
+        self.step, self._collects, self._sum = None, True, None
+        self._written.clear()
+        self._works.clear()
+        for param in self._params.values():
+            param.grad = None
+
+    def begin_pass(self, beside: Sum | None = None) -> None:
+        """With `beside`, in the last pass, buckets are summed as soon as they are complete: once a step of this module
+        has shown that each parameter gets its share in one piece."""
+        self._shares.clear()
+        self._sum = beside if self._each_once else None
+
+    def found(self) -> list[Tensor]:
+        """The shards found so far, in the order of the parameters."""
+        if self._in_host:
+            return [param.grad._local_tensor for param in self._params.values() if param.grad is not None]  # type: ignore[attr-defined]
+        return [view for name, view in self.views.items() if name in self._written]
+
+    def end(self) -> None:
+        """All passes are over: parameters without a gradient have zeros."""
+        self._collects = False
+        self._each_once = set(self._shares.values()) == {1}
+        for name, param in self._params.items():
+            if self._in_host and param.grad is not None:
+                self._add(name, param.grad)
+                param.grad = None
+            elif name not in self._written:
+                self.views[name].zero_()
+
+    def finish(self, start: Sum) -> None:
+        """Wait until all buckets are summed over the rings."""
+        while len(self._works) < len(self.buckets):
+            self._start(start)
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    # ------------------------------------------------------------ parts
+
+    def _take(self, name: str, param: Tensor) -> None:
+        """A hook of the parameter, called in FSDP2's stream once its gradient is summed over the ring."""
+        if not self._collects or param.grad is None:
+            return
+        if self._sum is not None and self._is_started(name):
+            raise UserCodeFailed(
+                f"parameter {name} has its gradient in several pieces in this step and had it in one in the step "
+                "before: a model must use its parameters equally often in each step"
+            )
+        self._add(name, param.grad)
+        param.grad = None
+        self._shares[name] += 1
+        if self._sum is not None:
+            while len(self._works) < len(self.buckets) and self._next[1] <= self._shares.keys():
+                self._start(self._sum)
+
+    def _add(self, name: str, grad: Any) -> None:
+        view = self.views[name]
+        view.add_(grad._local_tensor) if name in self._written else view.copy_(grad._local_tensor)
+        self._written.add(name)
+
+    @property
+    def _next(self) -> tuple[slice, frozenset[str]]:
+        return self.buckets[len(self.buckets) - 1 - len(self._works)]
+
+    def _start(self, start: Sum) -> None:
+        self._works.append(start(self.flat[self._next[0]]))
+
+    def _is_started(self, name: str) -> bool:
+        return any(name in names for _, names in self.buckets[len(self.buckets) - len(self._works) :])
