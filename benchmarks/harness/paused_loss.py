@@ -20,7 +20,7 @@ class PausedLoss:
     def __init__(self, path: str) -> None:
         self._path = path
 
-    def __call__(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
+    def __call__(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         while os.path.exists(self._path):
             time.sleep(POLL_S)
         return language_model_loss(model, batch)

@@ -72,7 +72,7 @@ class GatedLoss:
         self._num_sequences = 0
         self._newest: Tensor | None = None
 
-    def __call__(self, model: Any, batch: Batch) -> tuple[Tensor, int]:
+    def __call__(self, model: Any, batch: Batch) -> tuple[Tensor, int | Tensor]:
         if batch.tokens.is_meta:  # a standby asks what the model's attention looks like; nothing is trained
             return self._loss(model, batch)
         if not self._repeats or self._newest is None or not torch.equal(batch.tokens, self._newest):
@@ -188,8 +188,8 @@ class PlainWorker:
         self._optimizer.step()
         return mean_loss
 
-    def _compute(self, step: int) -> tuple[Tensor, int]:
-        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self._device), 0
+    def _compute(self, step: int) -> tuple[Tensor, Tensor]:
+        loss_sum, num_tokens = torch.zeros(2, dtype=torch.float64, device=self._device).unbind()
         mine, following = (
             share(self._order.sample_ids(of), self._coordinate.dp_rank, self._mesh.dp) for of in (step, step + 1)
         )

@@ -47,7 +47,7 @@ class StruckLoss:
     num_calls: int = 0
     is_struck: bool = False
 
-    def __call__(self, model: Any, batch: BatchLike) -> tuple[Any, int]:
+    def __call__(self, model: Any, batch: BatchLike) -> tuple[Any, Any]:
         self.num_calls += 1
         if self.kind == "short" and self.num_calls == 1:  # what is freed goes back at once
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)

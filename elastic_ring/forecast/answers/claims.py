@@ -19,7 +19,7 @@ from elastic_ring.forecast.answers.report import short
 from elastic_ring.forecast.goodput import DAY, PRIORS, RunShape, mean_goodput
 from elastic_ring.forecast.scenario import Forecast, Scenario, default_efficiency, forecast
 from elastic_ring.forecast.sizing.machines import CLASSES, GPUS, named_fleet
-from elastic_ring.forecast.sizing.memory import SNAPSHOT_BYTES
+from elastic_ring.forecast.sizing.memory import SNAPSHOT_BYTES, STATE_BYTES
 from elastic_ring.model.config import num_parameters, preset
 from elastic_ring.model.flops import model_flops
 
@@ -108,7 +108,7 @@ def _memory(book: Book) -> dict[int, Answer]:
     kept = MODEL.num_layers * MODEL.width * 2 * 1_048_576 / 1000
     floor = f"{plan.needed_bytes / GIB:.0f} GiB a rank, {plan.floor_bytes / GIB:.0f} of it on any number of ranks"
     return {
-        1: (f"{floor}; state {20 * N / 1e12:.0f} of {whole / 1e12:.0f} TB", "does not hold", NO_FIT),
+        1: (f"{floor}; state {STATE_BYTES * N / 1e12:.0f} of {whole / 1e12:.0f} TB", "does not hold", NO_FIT),
         2: (f"{by_kind} GB at the fullest moment", "does not hold", "gathered blocks and their gradients left out"),
         3: (
             f"8B on H100, cp 8: {short(tokens['none'])} tokens a GPU, {short(tokens['all'])} with state on the host",

@@ -36,7 +36,6 @@ RECORDED: list[tuple[str, int, int, int, str, dict[str, Any], float]] = [
     ("1b", 65_536, 1, 1, "optimizer", {}, 22.4),
     ("1b", 65_536, 1, 1, "all", {}, 18.6),
     ("100m", 8_192, 1, 2, "none", {}, 2_983_417_856 / GIB),
-    ("100m", 8_192, 1, 2, "optimizer", {}, 2_176_328_704 / GIB),
     ("100m", 8_192, 1, 2, "all", {}, 1_370_344_448 / GIB),
     ("1b", 32_768, 1, 1, "none", {}, 23.0),  # 2026-11-22-fifth-run-H200.json
     ("1b", 32_768, 1, 1, "none", {"compile_blocks": True}, 22.4),
