@@ -40,19 +40,34 @@ def build(run: GpuRun, groups: Groups, device: torch.device) -> Transaction:
 
 
 def one_step(
-    state: Transaction, step: int, spans: dict[str, float] | None = None, losses: list[float] | None = None
+    state: Transaction,
+    step: int,
+    spans: dict[str, float] | None = None,
+    losses: list[float] | None = None,
+    host_s: dict[str, float] | None = None,
 ) -> tuple[float, str]:
-    """(seconds, digest of the gradient)."""
+    """(seconds, digest of the gradient). `host_s` gets when, in seconds from the start, the host had launched or done
+    each part."""
+
+    def mark(part: str) -> None:
+        if host_s is not None:
+            host_s[part] = time.monotonic() - begun
+
     begun = time.monotonic()
     local = state.compute(step)
+    mark("compute")
     if spans is not None:
         synchronize(state.device)
         spans["compute_s"] = time.monotonic() - begun
     state.reduce(step)
+    mark("reduce")
     gradient = device_digests([state._gradient.flat])[0].hex() if spans is not None and state._gradient else ""
     outcome = state.vote(step, local, boundary=False)
+    mark("vote")
     state.apply(outcome)
+    mark("apply")
     synchronize(state.device)
+    mark("all")
     if losses is not None:
         losses.append(outcome.loss)
     return time.monotonic() - begun, gradient

@@ -104,7 +104,8 @@ def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: a
 def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     state = build(run, connected(run, rank, ports[0], "0/1", device), device)
     losses: list[float] = []
-    seconds = [one_step(state, step, losses=losses)[0] for step in range(args.steps)]
+    host_s: dict[str, float] = {}
+    seconds = [one_step(state, step, losses=losses, host_s=host_s)[0] for step in range(args.steps)]
     peaks, kinds = peak_bytes(device), {}
     if args.profile:
         kinds = profiled(lambda: one_step(state, state.applied))  # on all ranks: they wait for each other
@@ -119,6 +120,7 @@ def speed(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: 
         "peak_gib": round(peaks[0] / 2**30, 1),
         "reserved_gib": round(peaks[1] / 2**30, 1),
         "loss": losses[-1],
+        "host_ms": {part: round(1e3 * at, 1) for part, at in host_s.items()},
         **({"profile": kinds} if kinds and rank == 0 else {}),
     }
 

@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
             row |= {"tokens_a_s": options.ranks * options.context / row["step_s"], "mfu": round(flops / PEAK_FLOPS, 3)}
         rows.append(row)
         results.show(json.dumps(row))
-    names = ("row", "step_s", "tokens_a_s", "mfu", "peak_gib", "first_s", "warm_s", "spread", "loss")
+    names = ("row", "step_s", "tokens_a_s", "mfu", "peak_gib", "first_s", "warm_s", "spread", "loss", "host_ms")
     text = results.table(names, [[row.get(name) for name in names] for row in rows])
     kinds = sorted({kind for row in rows for kind in row.get("profile", {}) if kind != "longest"})
     if kinds:
