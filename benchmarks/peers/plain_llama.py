@@ -78,7 +78,7 @@ def build(run: PlainRun, device: torch.device) -> nn.Module:
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
     if run.liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
     AttentionInterface.register("varlen", varlen)

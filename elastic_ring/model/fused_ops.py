@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from elastic_ring.model import liger
+
 OPTIONS: dict[str, Any] = {
     "deterministic": True,
     "max_autotune": False,
@@ -60,11 +62,12 @@ def before(
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """RMSNorm, projections and rotary embedding: x (B, S, width) to q (B, S, H, D), k and v (B, S, H_kv, D)."""
-    x = F.rms_norm(x, [x.size(-1)], norm, eps)
+    x = rms_norm(x, norm, eps)
     heads = (x.size(0), x.size(1), -1, head_dim)
-    q = rotated(F.linear(x, query).view(heads), cos, sin)
-    k = rotated(F.linear(x, key).view(heads), cos, sin)
-    return q, k, F.linear(x, value).view(heads)
+    q, k, v = (F.linear(x, weight).view(heads) for weight in (query, key, value))
+    if liger.fits(q, k) and cos.dtype == torch.float32:
+        return *liger.rope_of_halves(q, k, cos.squeeze(2), sin.squeeze(2)), v
+    return rotated(q, cos, sin), rotated(k, cos, sin), v
 
 
 def after(
@@ -75,8 +78,16 @@ def after(
     Output projection with residual, then RMSNorm and SwiGLU (Shazeer 2020) with residual.
     """
     x = x + F.linear(attended, output)
-    y = F.rms_norm(x, [x.size(-1)], norm, eps)
-    return x + F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down)
+    y = rms_norm(x, norm, eps)
+    wide, other = F.linear(y, gate), F.linear(y, up)
+    return x + F.linear(liger.silu_mul(wide, other) if liger.fits(wide, other) else F.silu(wide) * other, down)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (Zhang & Sennrich 2019) of x (B, S, width), whose result only linear layers read."""
+    if liger.fits(x, weight):
+        return liger.rms_norm(x, weight, eps, in_place=True)
+    return F.rms_norm(x, [x.size(-1)], weight, eps)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

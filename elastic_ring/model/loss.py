@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from elastic_ring.model import liger
+
 IGNORE = -100
 
 
@@ -41,11 +43,17 @@ def chunked_cross_entropy(
     hidden (N, width), weight (vocab_size, width), targets int64 (N,), where -100 does not count. At most
     `chunk_tokens` rows of logits exist at a time; backward recomputes them. Logits have the dtype of `hidden`;
     softmax, sum and the weight's gradient are fp32 (fp64 for fp64 inputs). With `softcap` logits x become softcap *
-    tanh(x / softcap). Raises: ValueError for chunk_tokens below 1.
+    tanh(x / softcap). On GPUs Liger's kernel takes its place, which chooses the rows itself (`model.liger`). Raises:
+    ValueError for chunk_tokens below 1.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1")
-    loss_sum: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_tokens, softcap)
+    # Liger's gives the weight no gradient where `hidden` needs none.
+    only_weight = torch.is_grad_enabled() and weight.requires_grad and not hidden.requires_grad
+    if liger.fits(hidden, weight) and not only_weight:
+        loss_sum = liger.cross_entropy_sum(hidden, weight, targets, softcap)
+    else:
+        loss_sum = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_tokens, softcap)
     return loss_sum, (targets != IGNORE).sum()
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from elastic_ring.attention.layers import AttentionFn, of_layer
 from elastic_ring.attention.recomputation import OffloadedTensor
 from elastic_ring.model.config import ModelConfig
-from elastic_ring.model.fused_ops import EAGER, compiled, rotated
+from elastic_ring.model.fused_ops import EAGER, compiled, rms_norm, rotated
 from elastic_ring.model.loss import chunked_cross_entropy
 
 
@@ -205,7 +205,7 @@ class Transformer(nn.Module):
         rotation = Rotation.at(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for index, block in enumerate(self.blocks):
             x = block(x, rotation, of_layer(attention, index))
-        x = self.final_norm(x)
+        x = rms_norm(x, self.final_norm.weight, self.config.norm_eps)
         if targets is None:
             logits: Tensor = self.head(x)
             return logits

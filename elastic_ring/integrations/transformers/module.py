@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from elastic_ring.attention.layers import of_layer
+from elastic_ring.integrations.transformers.fused import fuse_layers
 from elastic_ring.model.loss import chunked_cross_entropy
 from elastic_ring.train.wrap import largest_list
 
@@ -80,7 +81,9 @@ def build(config: Any) -> Any:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)  # here, so that every worker's process does it
-    return _ring_class(class_of(config))._from_config(config, dtype=torch.float32, attn_implementation=NAME)
+    model = _ring_class(class_of(config))._from_config(config, dtype=torch.float32, attn_implementation=NAME)
+    fuse_layers(model, config.model_type)
+    return model
 
 
 def class_of(config: Any) -> Any:

@@ -21,7 +21,15 @@ from elastic_ring.config import environment
 
 _DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia/version"))
 _VERSION = re.compile(r"\b\d+\.\d+(?:\.\d+)?\b")
-_PACKAGES = ("flash-attn-4", "flash-attn", "nvidia-cutlass-dsl", "triton", "nvidia-cublas", "nvidia-cublas-cu12")
+_PACKAGES = (
+    "flash-attn-4",
+    "flash-attn",
+    "liger-kernel",
+    "nvidia-cutlass-dsl",
+    "triton",
+    "nvidia-cublas",
+    "nvidia-cublas-cu12",
+)
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "NCCL_ALGO",
