@@ -1,0 +1,62 @@
+"""Where Liger's kernels are not used: CPUs, fp64, the meta device; and that only known layers are changed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ring.model import liger
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_tensors_that_are_not_on_a_gpu_never_fit(device: str, dtype: torch.dtype) -> None:
+    assert not liger.fits(torch.empty(2, 3, device=device, dtype=dtype))
+
+
+class OnGpu:
+    """What `fits` asks of a tensor, as one on a GPU would answer."""
+
+    def __init__(self, dtype: torch.dtype, size: int = 6) -> None:
+        self.is_cuda, self.dtype, self.size = True, dtype, size
+
+    def numel(self) -> int:
+        return self.size
+
+
+def test_fp64_mixed_types_empty_tensors_and_a_missing_package_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels: Any = object()
+    monkeypatch.setattr(liger, "_kernels", lambda: kernels)
+    half, wide = OnGpu(torch.bfloat16), OnGpu(torch.float32)
+    fits: Any = liger.fits
+    assert fits(half, half)
+    assert fits(wide)
+    assert not fits(OnGpu(torch.float64))
+    assert not fits(half, wide)
+    assert not fits(half, OnGpu(torch.bfloat16, 0))
+    assert not fits(half, torch.empty(2, dtype=torch.bfloat16))
+    monkeypatch.setattr(liger, "_kernels", lambda: None)
+    assert not fits(half, half)
+
+
+def test_layers_of_one_transformers_model_change_and_its_class_stays() -> None:
+    transformers = pytest.importorskip("transformers")
+    from elastic_ring.integrations.transformers.module import build
+
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model: Any = build(config)
+    layer, x = model.model.layers[0], torch.randn(1, 5, 16)
+    for module in (layer.mlp, layer.input_layernorm):
+        assert "forward" in vars(module)
+        assert torch.equal(module(x), type(module).forward(module, x))
+    other: Any = transformers.LlamaForCausalLM(config).model.layers[0]
+    assert not any("forward" in vars(module) for module in other.modules())
+    own = layer.self_attn.forward.__func__.__globals__
+    usual = inspect.unwrap(type(layer.self_attn).forward).__globals__
+    assert own["apply_rotary_pos_emb"] is not usual["apply_rotary_pos_emb"]
