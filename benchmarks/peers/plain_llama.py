@@ -66,7 +66,8 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     groups = q.size(1) // k.size(1)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    # In bf16 whatever autocast left them in, as transformers' own integration of FlashAttention does.
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).to(torch.bfloat16) for x in (q, k, v))
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     takes_windows = "window_size" in signature(varlen_attn).parameters  # since torch 2.11
     causal: dict[str, Any] = {"window_size": (-1, 0)} if takes_windows else {"is_causal": True}
