@@ -33,7 +33,7 @@ from elastic_ring.train.attention_context import batch_of
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import Batch, LossFunction, TrainingTask
-from elastic_ring.train.wrap import ModuleMaker, full_shapes, local_params
+from elastic_ring.train.wrap import ModuleMaker, full_shapes, local_of, local_params
 
 
 class Gate:
@@ -170,7 +170,7 @@ class PlainWorker:
     def _step(self, step: int) -> float:
         loss_sum, num_tokens = self._compute(step)
         for view, param in zip(self._views, self._model.parameters(), strict=True):
-            view.copy_(param.grad._local_tensor)  # type: ignore[union-attr]
+            view.copy_(local_of(param.grad))
             param.grad = None
         dist.all_reduce(self._flat, group=self._replicas)
         norm_sq = torch.linalg.vector_norm(self._flat).double().square()

@@ -164,25 +164,29 @@ class StepMemory:
         """State that is on the device all the time."""
         moments = MOMENTS_BYTES if self.cpu_offload == "none" else 0
         masters = 0 if self.cpu_offload == "all" else MASTER_BYTES
+        computed = self.element_bytes * self.shard if self._is_whole and self.element_bytes < MASTER_BYTES else 0
         return {
             "fp32 masters": masters * self.shard,
             "Adam's moments": moments * self.shard,
             "gradients": GRADIENT_BYTES * self.shard,
+            **({"parameters to compute with": computed} if computed else {}),
             "hop buffers": self.hop_buffers,
             **({"matmul workspace": WORKSPACE_BYTES} if self.on_gpu else {}),
         }
 
+    @property
+    def _is_whole(self) -> bool:
+        """A ring of one computes with a copy of all parameters (`train.wrap.keep_whole`)."""
+        return self.cp == 1 and self.cpu_offload != "all"
+
     def _gathered(self, num_parameters: int) -> int:
         """Parameters of a unit, gathered in the type that is computed in."""
-        return self.element_bytes * num_parameters
-
-    def _gathered_blocks(self, num_layers: int, at_once: int) -> int:
-        """Blocks gathered while `num_layers` are still to be computed backward: `at_once`, on a ring of one all."""
-        keeps = self.cp == 1 and self.cpu_offload != "all"
-        return self._gathered(self.block) * (max(num_layers, at_once) if keeps else at_once)
+        return 0 if self._is_whole else self.element_bytes * num_parameters
 
     def _on_way(self, num_parameters: int) -> int:
         """Gradients of a unit that is being summed over the ring: in the model's type, in fp32, and this rank's."""
+        if self._is_whole:
+            return 0
         return (self.element_bytes + FP32) * num_parameters + FP32 * -(-num_parameters // self.cp)
 
     # ------------------------------------------------------------ moments
@@ -207,7 +211,7 @@ class StepMemory:
                 **self._lasting,
                 "kept activations": self._kept(config.num_layers),
                 "gathered embedding and head": self._gathered(self.root),
-                "gathered blocks": self._gathered_blocks(config.num_layers, 1),
+                "gathered blocks": self._gathered(self.block),
                 "head's gradient": FP32 * self.table,
                 "a chunk of logits": logits,
                 "last layer's result": 3 * self._width_bytes,
@@ -227,7 +231,7 @@ class StepMemory:
                 "kept activations": self._kept(layer + 1),
                 "recomputed block": self.recomputed,
                 "gathered embedding and head": self._gathered(self.root),
-                "gathered blocks": self._gathered_blocks(layer + 1, 2),
+                "gathered blocks": 2 * self._gathered(self.block),
                 "head's gradient": self.element_bytes * self.table,
                 "rotary angles": self.rotation,
             },
@@ -241,7 +245,7 @@ class StepMemory:
                 **self._lasting,
                 "gathered embedding and head": self._gathered(self.root),
                 "head's and embedding's gradients": 2 * self.element_bytes * self.table,
-                "the same in fp32, on their way": FP32 * (self.root + -(-self.root // self.cp)),
+                "the same in fp32, on their way": max(0, self._on_way(self.root) - self.element_bytes * self.root),
                 "first layer's gradient": self._width_bytes,
             },
         )

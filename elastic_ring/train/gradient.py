@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ring.errors import UserCodeFailed
+from elastic_ring.train.wrap import local_of
 
 BUCKET_ELEMENTS = 16 << 20
 BUCKET_ELEMENTS_ON_DEVICE = 64 << 20
@@ -71,7 +72,7 @@ class Gradient:
     # ------------------------------------------------------------ a generation
 
     def attach(self, model: nn.Module, *, in_host: bool) -> None:
-        """Take what FSDP2 finds for the parameters of `model` from now on. `in_host`: FSDP2 keeps their gradients in
+        """Take what is found for the parameters of `model` from now on. `in_host`: FSDP2 keeps their gradients in
         host memory, and they are taken at the end of the step."""
         self._params, self._in_host, self._each_once = dict(model.named_parameters()), in_host, False
         if not in_host:
@@ -103,7 +104,7 @@ class Gradient:
     def found(self) -> list[Tensor]:
         """The shards found so far, in the order of the parameters."""
         if self._in_host:
-            return [param.grad._local_tensor for param in self._params.values() if param.grad is not None]  # type: ignore[attr-defined]
+            return [local_of(param.grad) for param in self._params.values() if param.grad is not None]
         return [view for name, view in self.views.items() if name in self._written]
 
     def end(self) -> None:
@@ -128,7 +129,8 @@ class Gradient:
     # ------------------------------------------------------------ parts
 
     def _take(self, name: str, param: Tensor) -> None:
-        """A hook of the parameter, called in FSDP2's stream once its gradient is summed over the ring."""
+        """A hook of the parameter, called in FSDP2's stream once its gradient is summed over the ring, or on a ring of
+        one once it is there."""
         if not self._collects or param.grad is None:
             return
         if self._sum is not None and self._is_started(name):
@@ -144,8 +146,8 @@ class Gradient:
                 self._start(self._sum)
 
     def _add(self, name: str, grad: Any) -> None:
-        view = self.views[name]
-        view.add_(grad._local_tensor) if name in self._written else view.copy_(grad._local_tensor)
+        view, share = self.views[name], local_of(grad)
+        view.add_(share) if name in self._written else view.copy_(share)
         self._written.add(name)
 
     @property

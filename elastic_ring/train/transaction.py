@@ -58,7 +58,7 @@ from elastic_ring.train.vote import (
     start_vote,
 )
 from elastic_ring.train.work_clock import WorkClock
-from elastic_ring.train.wrap import ModuleMaker, full_shapes, largest_list, local_params, regathers
+from elastic_ring.train.wrap import ModuleMaker, full_shapes, largest_list, local_params
 
 DIGITS = 12  # hexadecimal, of a digest in the vote
 READ_AHEAD = 16  # sequences of this step and the next, while one pass is computed; at least those of the next pass
@@ -499,7 +499,6 @@ class Transaction:
                 total, number = measure(self.model, self._batch(piece, self._attention(piece, self.applied)))
                 sums[row] += torch.tensor([float(total), float(number)], dtype=torch.float64)
         self.model.train()
-        regathers(self.model)
         rows = [torch.zeros_like(sums) for _ in range(self._mesh.size)]
         self._groups.world.allgather([rows], [sums]).wait()
         summed = torch.zeros_like(sums)

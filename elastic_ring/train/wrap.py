@@ -10,6 +10,7 @@ import logging
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,28 +43,29 @@ class ModuleMaker:
             model = self._task.model()
         _check_parameters(model)
         dtype = getattr(torch, self._task.step.param_dtype)
+        if device_mesh.size() == 1 and not self.params_in_host:
+            keep_whole(model, self.device, dtype)
+        else:
+            self._shard(model, device_mesh, dtype)
+        self._fill_buffers(model)
+        model.train()
+        return model
+
+    def _shard(self, model: nn.Module, device_mesh: DeviceMesh, dtype: torch.dtype) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         in_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         offload = in_host if self.params_in_host else OffloadPolicy()
         choose = self._task.units or largest_list
-        # A ring of one has the whole state anyway: keep what was cast for the backward pass.
-        keeps = device_mesh.size() == 1 and not self.params_in_host
         for unit in choose(model):
-            fully_shard(
-                unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=not keeps
-            )
+            fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
         fully_shard(model, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                if device_mesh.size() > 1:  # a ring of one divides nothing, and a factor would cost it two passes
-                    module.set_gradient_divide_factor(1.0)
+                module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         model.to_empty(device="cpu" if self.params_in_host else self.device)
-        self._fill_buffers(model)
-        model.train()
-        return model
 
     def keep_buffers(self) -> None:
         """Compute the buffers' values ahead of time: building the model again would be slow in a recovery.
@@ -83,8 +85,9 @@ class ModuleMaker:
     def first_values(self, model: nn.Module, cp_rank: int, cp: int) -> None:
         """Fill a wrapped module's slices from the seed; the values do not depend on the mesh."""
         own = None if self._task.initial is not None else dict(self._real().named_parameters())
+        locals_ = local_params(model)
         for name, param in model.named_parameters():
-            local = param._local_tensor  # type: ignore[attr-defined]
+            local = locals_[name]
             start, stop = slice_rows(param.shape, cp_rank, cp)
             if stop <= start:
                 continue
@@ -132,16 +135,45 @@ def parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def local_params(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's slice of every parameter, as plain tensors that share the module's storage."""
-    return {name: param._local_tensor for name, param in model.named_parameters()}  # type: ignore[attr-defined]
+MASTERS = "_masters"
 
 
-def regathers(model: nn.Module) -> None:
-    """Have the next forward pass gather parameters anew: a pass without a backward pass leaves some gathered."""
+def keep_whole(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """On a ring of one nothing is sharded: the module gets parameters of `dtype`, which each of its forward passes
+    copies from fp32 masters. FSDP2 does that layer by layer, and with short sequences the host is late by as much.
+    """
+    model.to_empty(device=device)
+    masters = {name: param.detach() for name, param in model.named_parameters()}
+    setattr(model, MASTERS, masters)
+    if dtype == torch.float32:
+        return
+    computed = {
+        param: nn.Parameter(torch.empty_like(param, dtype=dtype), requires_grad=param.requires_grad)
+        for param in model.parameters()
+    }
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            module.register_parameter(name, computed[param])
+    model.register_forward_pre_hook(_copy_masters)
+
+
+def _copy_masters(model: nn.Module, _: object) -> None:
+    with torch.no_grad():
+        torch._foreach_copy_(list(model.parameters()), list(getattr(model, MASTERS).values()))
+
+
+def local_params(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's slice of every parameter in fp32, as plain tensors that the module computes with, or is cast from."""
+    whole: dict[str, Tensor] | None = getattr(model, MASTERS, None)
+    if whole is not None:
+        return dict(whole)
+    return {name: local_of(param) for name, param in model.named_parameters()}
+
+
+def local_of(tensor: Any) -> Tensor:
+    """This rank's slice of a parameter or a gradient."""
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
 
 
 def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

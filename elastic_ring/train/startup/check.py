@@ -24,6 +24,7 @@ from elastic_ring.model.fused_ops import as_written
 from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.startup.layouts import AUTO
 from elastic_ring.train.task import Batch, TrainingTask
+from elastic_ring.train.wrap import local_of
 
 TOKENS_PER_RANK = 24
 PATTERNED_TOKENS_PER_RANK = 2 * BLOCK_TOKENS
@@ -131,7 +132,7 @@ def _gradients_of(model: nn.Module, device: torch.device, loss: Tensor) -> list[
         param.grad = None
     loss.backward()
     gradients = [
-        (p.grad if p.grad is not None else torch.zeros_like(p))._local_tensor.reshape(-1).to(device).double()  # type: ignore[attr-defined]
+        local_of(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1).to(device).double()
         for p in model.parameters()
     ]
     for param in model.parameters():

@@ -71,7 +71,7 @@ def backward(
 ) -> Grads:
     call = partial(_interface()._flash_attn_bwd, softmax_scale=scale, causal=causal, deterministic=deterministic)
     if documents is not None:
-        places = {name: x[0] for name, x in (("dk", dk), ("dv", dv)) if x is not None}
+        places = {name: None if x is None else x[0] for name, x in (("dk", dk), ("dv", dv))}
         given, lse = (x[0] for x in (q, k, v, out, dout)), lse[0].t().contiguous()
         dq, *found = call(*given, lse, **_cuts(documents), **places)[:3]
         return dq[None], found[0][None], found[1][None]
