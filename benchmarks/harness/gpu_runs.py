@@ -103,7 +103,6 @@ class GpuRun:
 
     preset: str = "1b"
     """A preset's name, or "hf-llama" for `HF_LLAMA` through the door of transformers."""
-    document_tokens: int = 0
     context: int = 8192
     batch: int = 4
     cp: int = 2
@@ -117,6 +116,7 @@ class GpuRun:
     compile: bool = False
     release_contexts: bool = True
     cpu_offload: CpuOffload = "none"
+    document_tokens: int = 0
 
     @property
     def model(self) -> ModelConfig:

@@ -28,13 +28,14 @@ NUM_BATCHES = 8
 
 @dataclass(frozen=True)
 class PlainRun:
-    """`parallel`: "ddp" or "fsdp". `document_tokens`: as of `RandomTokens`; 0: one document, through SDPA."""
+    """`parallel`: "ddp" or "fsdp". `checkpoint`: recompute each layer. `document_tokens`: as of `RandomTokens`; 0: one document, through SDPA."""
 
     context: int = 8192
     document_tokens: int = 0
     parallel: str = "ddp"
     compile: bool = False
     liger: bool = False
+    checkpoint: bool = True
     num_ranks: int = 1
     steps: int = 8
     profile: bool = False
@@ -87,7 +88,8 @@ def build(run: PlainRun, device: torch.device) -> nn.Module:
     config = LlamaConfig(**{name: value for name, value in HF_LLAMA.items() if name != "model_type"})
     with device:
         model: Any = LlamaForCausalLM._from_config(config, dtype=torch.float32, attn_implementation=how)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if run.checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
     return model.train()
 

@@ -211,10 +211,10 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     run = GpuRun(
         args.preset,
-        args.context,
-        args.batch,
-        args.cp,
-        args.dp,
+        context=args.context,
+        batch=args.batch,
+        cp=args.cp,
+        dp=args.dp,
         deterministic=not args.fast,
         kernel=args.kernel,
         checkpoint=not args.no_checkpoint,
