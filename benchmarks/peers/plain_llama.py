@@ -28,7 +28,8 @@ NUM_BATCHES = 8
 
 @dataclass(frozen=True)
 class PlainRun:
-    """`parallel`: "ddp" or "fsdp". `checkpoint`: recompute each layer. `document_tokens`: as of `RandomTokens`; 0: one document, through SDPA."""
+    """`parallel`: "ddp" or "fsdp". `checkpoint`: recompute each layer. `document_tokens`: as of `RandomTokens`; 0: one
+    document, through SDPA."""
 
     context: int = 8192
     document_tokens: int = 0
