@@ -97,7 +97,7 @@ def warm_up_device(
         for shape, kernel in dense.items():
             begun, group, dtype = time.monotonic(), shape[0] // shape[1], getattr(torch, task.step.param_dtype)
             with compiling_for(f"attention kernel {kernel.name}"):
-                num_tiles = warm_up_variants(kernel, str(device), dtype, shape[2], group)
+                num_tiles = warm_up_variants(kernel, str(device), dtype, shape[2], group, cp, task.step.context_tokens)
             warm_up_sums(device, dtype, shape)
             torch.cuda.synchronize(device)
             log.info(

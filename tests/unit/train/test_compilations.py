@@ -210,11 +210,13 @@ def test_documents_of_any_length_meet_only_kernels_that_the_warm_up_compiled(
     watch = CompileWatch()
     assert warm_up_kernels(BACKEND, "cpu", torch.float32, HEAD_DIM, group) is None
     num_by_self_test = len(watch.news())
-    warm_up_variants(BACKEND, "cpu", torch.float32, HEAD_DIM, group)
+    num_tiles = warm_up_variants(BACKEND, "cpu", torch.float32, HEAD_DIM, group, cp, CONTEXT)
+    assert (num_tiles == 1) == (cp == 1)
     num_by_variants = len(watch.news())
     train_on_documents(cp, group, 6)
     assert watch.news() == []
     assert watch.count == num_by_self_test + num_by_variants
+    assert num_by_variants <= (5 if cp == 1 else 20)
     # The self-test alone leaves some for the steps of rings whose documents reach over slices.
     plant(tiles)
     watch = CompileWatch()
