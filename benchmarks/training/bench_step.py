@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     results.show(text)
     results.write_json(options.out, {"rows": rows})
     if options.save:
-        results.save("training", f"bench_step-{options.ranks}-ranks", text, {"rows": rows})
+        results.save("steps", f"bench_step-{options.ranks}-ranks", text, {"rows": rows})
     return int(any("error" in row for row in rows))
 
 
