@@ -250,7 +250,8 @@ def test_a_model_that_does_not_say_which_layer_calls_is_refused_where_layers_dif
 
 def test_what_another_loss_calls_is_not_sure_and_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     def with_head(model: Any, batch: Batch) -> Any:
-        loss, num_targets = language_model_loss(model, batch)  # wants a value, which the meta device has not
+        loss, counted = language_model_loss(model, batch)
+        num_targets = int(counted)  # a value, which the meta device has not
         x = torch.zeros(1, batch.tokens.size(1), 2, 8)
         return loss + batch.attention.layer(2)(x, x, x).sum(), num_targets  # type: ignore[attr-defined]
 
