@@ -370,8 +370,10 @@ class Transaction:
         return found
 
     def _sums_beside(self, step: int) -> bool:
-        """Whether the last pass may already sum over the rings: not where this ring's own gradient is looked at."""
-        return self._mesh.dp > 1 and not self._is_recomputed(step) and "backward" not in self._flips
+        """Whether the last pass may already sum over the rings: not where this ring's own gradient is looked at, nor,
+        until that has been tried there, beside the hops of GPUs."""
+        tried = self._mesh.cp == 1 or self.device.type == "cpu"
+        return tried and self._mesh.dp > 1 and not self._is_recomputed(step) and "backward" not in self._flips
 
     def _sum_bucket(self, bucket: Tensor) -> Any:
         assert self._groups is not None
