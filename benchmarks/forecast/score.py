@@ -31,17 +31,17 @@ LOW_POWER = Gpu("H100-96-500W", "hopper", 912e12, 2.4e12, 450e9, 50e9, 55e9, 100
 """G3's card: 2.4 TB/s; its peak lies between SXM and NVL, as its source says, so their mean."""
 NULL_MFU, NULL_GOODPUT = 0.40, 0.90
 # (preset, tokens, cp, passes, cpu_offload, GiB of tensors, GiB reserved), of benchmarks/results, as they came
-PEAKS: list[tuple[str, int, int, int, CpuOffload, float, float]] = [
-    ("1b", 65_536, 1, 1, "none", 29.8, 38.5),
-    ("1b", 65_536, 1, 1, "none", 29.8, 41.4),
-    ("1b", 65_536, 1, 1, "optimizer", 22.4, 30.4),
-    ("1b", 65_536, 1, 1, "optimizer", 22.4, 31.9),
-    ("1b", 65_536, 1, 1, "all", 18.6, 25.3),
-    ("1b", 65_536, 1, 1, "all", 18.6, 25.9),
-    ("1b", 65_536, 2, 1, "none", 22.7, 30.3),
-    ("8b", 65_536, 2, 1, "none", 110.1, 135.3),
-    ("8b", 65_536, 2, 1, "optimizer", 80.2, 110.8),
-    ("8b", 65_536, 2, 1, "all", 65.0, 84.1),
+PEAKS: list[tuple[str, int, int, CpuOffload, float, float]] = [
+    ("1b", 65_536, 1, "none", 29.8, 38.5),
+    ("1b", 65_536, 1, "none", 29.8, 41.4),
+    ("1b", 65_536, 1, "optimizer", 22.4, 30.4),
+    ("1b", 65_536, 1, "optimizer", 22.4, 31.9),
+    ("1b", 65_536, 1, "all", 18.6, 25.3),
+    ("1b", 65_536, 1, "all", 18.6, 25.9),
+    ("1b", 65_536, 2, "none", 22.7, 30.3),
+    ("8b", 65_536, 2, "none", 110.1, 135.3),
+    ("8b", 65_536, 2, "optimizer", 80.2, 110.8),
+    ("8b", 65_536, 2, "all", 65.0, 84.1),
 ]
 
 
@@ -73,9 +73,9 @@ def step_row(case: Case) -> Row:
 
 def memory_rows() -> list[Row]:
     rows = []
-    for index, (name, tokens, cp, passes, offload, live, reserved) in enumerate(PEAKS):
+    for index, (name, tokens, cp, offload, live, reserved) in enumerate(PEAKS):
         config = preset(name)
-        memory = StepMemory(config, num_parameters(config), cp, tokens, 2, passes, offload)
+        memory = StepMemory(config, num_parameters(config), cp, tokens, 2, offload)
         gib = memory.device_bytes / 2**30
         half = "fitted" if index % 2 == 0 else "reported"
         most = 139.8 - 0.8

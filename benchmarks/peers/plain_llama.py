@@ -67,13 +67,15 @@ def varlen(
 ) -> tuple[Tensor, None]:
     from torch.nn.attention.varlen import varlen_attn
 
-    groups = q.size(1) // k.size(1)
+    takes, groups = signature(varlen_attn).parameters, q.size(1) // k.size(1)
     # In bf16 whatever autocast left them in, as transformers' own integration of FlashAttention does.
     q, k, v = (x.transpose(1, 2).flatten(0, 1).to(torch.bfloat16) for x in (q, k, v))
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    takes_windows = "window_size" in signature(varlen_attn).parameters  # since torch 2.11
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if takes_windows else {"is_causal": True}
-    out: Any = varlen_attn(q, k, v, cuts, cuts, longest, longest, **causal)
+    how: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in takes else {"is_causal": True}
+    if "enable_gqa" in takes:
+        how["enable_gqa"] = True
+    else:
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    out: Any = varlen_attn(q, k, v, cuts, cuts, longest, longest, **how)
     return out[None], None
 
 

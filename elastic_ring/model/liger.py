@@ -80,6 +80,13 @@ def rope_of_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
 
 
+def rows_of_logits(num_tokens: int, vocab_size: int, width: int) -> int:
+    """How many tokens' logits `cross_entropy_sum` holds at a time, in the hidden type: about as much as the hidden
+    states of all `num_tokens` (`fused_linear_cross_entropy_forward` of liger-kernel 0.8.5)."""
+    rows = -(-num_tokens // -(-vocab_size // width))
+    return min(num_tokens, 1 << (rows - 1).bit_length())
+
+
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
     """Sum of -log softmax(hidden @ weight.T)[target] over targets that are not -100, fp32.
 

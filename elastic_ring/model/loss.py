@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ring.model import liger
+from elastic_ring.model.memory import LOGITS_BYTES
 
 IGNORE = -100
 
@@ -43,18 +44,26 @@ def chunked_cross_entropy(
     hidden (N, width), weight (vocab_size, width), targets int64 (N,), where -100 does not count. At most
     `chunk_tokens` rows of logits exist at a time; backward recomputes them. Logits have the dtype of `hidden`;
     softmax, sum and the weight's gradient are fp32 (fp64 for fp64 inputs). With `softcap` logits x become softcap *
-    tanh(x / softcap). On GPUs Liger's kernel takes its place, which chooses the rows itself (`model.liger`). Raises:
+    tanh(x / softcap). On GPUs Liger's kernel takes its place where its own rows of logits need no more memory. Raises:
     ValueError for chunk_tokens below 1.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1")
-    # Liger's gives the weight no gradient where `hidden` needs none.
-    only_weight = torch.is_grad_enabled() and weight.requires_grad and not hidden.requires_grad
-    if liger.fits(hidden, weight) and not only_weight:
+    if _is_for_liger(hidden, weight, chunk_tokens):
         loss_sum = liger.cross_entropy_sum(hidden, weight, targets, softcap)
     else:
         loss_sum = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_tokens, softcap)
     return loss_sum, (targets != IGNORE).sum()
+
+
+def _is_for_liger(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> bool:
+    if not liger.fits(hidden, weight):
+        return False
+    if torch.is_grad_enabled() and weight.requires_grad and not hidden.requires_grad:
+        return False  # it would give the weight no gradient
+    # Long slices, and a memory relief that asks for small chunks, are for the function below.
+    rows = liger.rows_of_logits(hidden.size(0), *weight.shape)
+    return rows * hidden.element_size() <= chunk_tokens * LOGITS_BYTES
 
 
 def language_model_loss(model: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:

@@ -61,14 +61,13 @@ class Moment:
 class StepMemory:
     """The memory of one rank. `num_parameters`: of the whole model; where it is a model of another library, its layers
     are counted as a decoder's of the same sizes. `tokens`: of a rank in one pass. `element_bytes`: of the type that is
-    computed in. `sequences`: passes of a ring in a step. `fused_norms`: RMSNorm keeps its input, no copies in fp32."""
+    computed in. `fused_norms`: RMSNorm keeps its input, no copies in fp32."""
 
     config: ModelConfig
     num_parameters: int
     cp: int
     tokens: int
     element_bytes: int
-    sequences: int = 1
     cpu_offload: CpuOffload = "none"
     on_gpu: bool = True
     fused_norms: bool = True
@@ -183,11 +182,9 @@ class StepMemory:
         """Parameters of a unit, gathered in the type that is computed in."""
         return 0 if self._is_whole else self.element_bytes * num_parameters
 
-    def _on_way(self, num_parameters: int) -> int:
-        """Gradients of a unit that is being summed over the ring: in the model's type, in fp32, and this rank's."""
-        if self._is_whole:
-            return 0
-        return (self.element_bytes + FP32) * num_parameters + FP32 * -(-num_parameters // self.cp)
+    def _summed(self, num_parameters: int) -> int:
+        """Gradients of a unit that is being summed over the ring, in fp32: the whole unit's and this rank's."""
+        return 0 if self._is_whole else FP32 * (num_parameters + -(-num_parameters // self.cp))
 
     # ------------------------------------------------------------ moments
 
@@ -227,7 +224,9 @@ class StepMemory:
             f"the backward pass of layer {layer}",
             {
                 **self._lasting,
-                "gradients of a block on their way": self._on_way(self.block) if done else 0,
+                "gradients of a block on their way": self._gathered(self.block) + self._summed(self.block)
+                if done
+                else 0,
                 "kept activations": self._kept(layer + 1),
                 "recomputed block": self.recomputed,
                 "gathered embedding and head": self._gathered(self.root),
@@ -245,7 +244,7 @@ class StepMemory:
                 **self._lasting,
                 "gathered embedding and head": self._gathered(self.root),
                 "head's and embedding's gradients": 2 * self.element_bytes * self.table,
-                "the same in fp32, on their way": max(0, self._on_way(self.root) - self.element_bytes * self.root),
+                "the same in fp32, on their way": self._summed(self.root),
                 "first layer's gradient": self._width_bytes,
             },
         )

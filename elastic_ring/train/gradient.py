@@ -1,13 +1,14 @@
-"""The gradient of a step: where FSDP2's shards of it are added up, and its sum over the rings.
+"""The gradient of a step: where each parameter's share is added up, and its sum over the rings.
 
-FSDP2 hands over each parameter's shard as soon as it is summed over the ring. It is added to one flat buffer at once,
-so that nothing is held twice, and in the last pass of a step each bucket of the buffer is summed over the rings while
-the backward pass goes on (Li et al. 2020, arXiv:2006.15704). Buckets are summed in the same order on all ranks, from
-the end of the model to its beginning.
+A share is there when autograd has computed it, or when FSDP2 has summed it over the ring. It is added to one flat
+buffer at once, so that nothing is held twice. In the last pass of a step each bucket of the buffer may be summed over
+the rings while the backward pass goes on (Li et al. 2020, arXiv:2006.15704). All ranks sum the buckets in the same
+order, from the end of the model to its beginning.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from elastic_ring.errors import UserCodeFailed
 from elastic_ring.train.wrap import local_of
+
+log = logging.getLogger(__name__)
 
 BUCKET_ELEMENTS = 16 << 20
 BUCKET_ELEMENTS_ON_DEVICE = 64 << 20
@@ -81,8 +84,14 @@ class Gradient:
                     param.register_post_accumulate_grad_hook(partial(self._take, name))
 
     def detach(self) -> None:
-        """Let go of the module; the buffer stays."""
+        """Let go of the module; the buffer stays. Sums that were under way have been aborted: gloo's threads may write
+        to the buffer until they have ended. Waits for them as long as the group's timeout at most."""
         self._params, self._collects, self._sum = {}, False, None
+        for work in self._works if not self.flat.is_cuda else ():
+            try:
+                work.wait()
+            except RuntimeError as error:
+                log.debug("a sum over the rings was aborted: %s", error)
         self._works.clear()
 
     # ------------------------------------------------------------ a step

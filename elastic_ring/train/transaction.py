@@ -58,7 +58,7 @@ from elastic_ring.train.vote import (
     start_vote,
 )
 from elastic_ring.train.work_clock import WorkClock
-from elastic_ring.train.wrap import ModuleMaker, full_shapes, largest_list, local_params
+from elastic_ring.train.wrap import ModuleMaker, copy_masters, full_shapes, largest_list, local_params
 
 DIGITS = 12  # hexadecimal, of a digest in the vote
 READ_AHEAD = 16  # sequences of this step and the next, while one pass is computed; at least those of the next pass
@@ -295,6 +295,7 @@ class Transaction:
         assert self.model is not None
         assert self._gradient is not None
         self._gradient.begin()
+        copy_masters(self.model)
         self.relief.before_step(self.device)
         if self.gauge is not None:
             self.gauge.begin(self.device)
@@ -370,10 +371,10 @@ class Transaction:
         return found
 
     def _sums_beside(self, step: int) -> bool:
-        """Whether the last pass may already sum over the rings: not where this ring's own gradient is looked at, nor,
-        until that has been tried there, beside the hops of GPUs."""
-        tried = self._mesh.cp == 1 or self.device.type == "cpu"
-        return tried and self._mesh.dp > 1 and not self._is_recomputed(step) and "backward" not in self._flips
+        """Whether the last pass may already sum over the rings: not where this ring's own gradient is looked at, nor
+        with FSDP2, whose root unit holds the first and the last parameters and hands them over at the end."""
+        alone = self._mesh.cp == 1 and self._mesh.dp > 1
+        return alone and not self._is_recomputed(step) and "backward" not in self._flips
 
     def _sum_bucket(self, bucket: Tensor) -> Any:
         assert self._groups is not None
@@ -493,6 +494,7 @@ class Transaction:
         assert self._groups is not None
         measures = {"loss": self.task.loss, **self.task.metrics}
         sums = torch.zeros(len(measures), 2, dtype=torch.float64)
+        copy_masters(self.model)
         self.model.eval()
         for index, sample_id in share(range(num_sequences), self._coordinate.dp_rank, self._mesh.dp):
             self._groups.check()

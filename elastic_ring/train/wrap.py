@@ -1,4 +1,5 @@
-"""The user's module, sharded by FSDP2 inside one ring, and its values as plain local tensors.
+"""The user's module, sharded by FSDP2 inside a ring of several or whole on a ring of one, and its values as plain local
+tensors.
 
 A fresh module is wrapped for every generation: an exception during a forward or backward pass leaves FSDP2's modules
 gathered, and its groups no longer exist. The values stay in `state.Shard`.
@@ -135,12 +136,13 @@ def parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-MASTERS = "_masters"
+MASTERS = "_elastic_ring_masters"
 
 
 def keep_whole(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """On a ring of one nothing is sharded: the module gets parameters of `dtype`, which each of its forward passes
-    copies from fp32 masters. FSDP2 does that layer by layer, and with short sequences the host is late by as much.
+    """On a ring of one nothing is sharded: the module computes with parameters of `dtype`, for which `copy_masters`
+    brings the values of fp32 masters. FSDP2 does that layer by layer in every pass, which keeps the host longer than
+    short sequences keep the GPU.
     """
     model.to_empty(device=device)
     masters = {name: param.detach() for name, param in model.named_parameters()}
@@ -154,12 +156,18 @@ def keep_whole(model: nn.Module, device: torch.device, dtype: torch.dtype) -> No
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             module.register_parameter(name, computed[param])
-    model.register_forward_pre_hook(_copy_masters)
 
 
-def _copy_masters(model: nn.Module, _: object) -> None:
-    with torch.no_grad():
-        torch._foreach_copy_(list(model.parameters()), list(getattr(model, MASTERS).values()))
+def copy_masters(model: nn.Module) -> None:
+    """Bring the masters' values to the parameters of a whole module; others are FSDP2's business. Before each pass that
+    may follow a change: no hook of the module, which a loss that calls `model.forward` or a part would pass by.
+    """
+    masters: dict[str, Tensor] = getattr(model, MASTERS, {})
+    pairs = [(param, masters[name]) for name, param in model.named_parameters() if name in masters]
+    changed = [(param, master) for param, master in pairs if param.dtype != master.dtype]
+    if changed:
+        with torch.no_grad():
+            torch._foreach_copy_([param for param, _ in changed], [master for _, master in changed])
 
 
 def local_params(model: nn.Module) -> dict[str, Tensor]:

@@ -187,7 +187,6 @@ def plan_of(
         scaling.cp,
         together * -(-step.context_tokens // scaling.cp),
         ELEMENT_BYTES[step.param_dtype],
-        -(-of_ring // together),
         scaling.cpu_offload,
         scaling.device == "cuda",
         fused_norms,

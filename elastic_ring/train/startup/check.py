@@ -24,7 +24,7 @@ from elastic_ring.model.fused_ops import as_written
 from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.startup.layouts import AUTO
 from elastic_ring.train.task import Batch, TrainingTask
-from elastic_ring.train.wrap import local_of
+from elastic_ring.train.wrap import copy_masters, local_of
 
 TOKENS_PER_RANK = 24
 PATTERNED_TOKENS_PER_RANK = 2 * BLOCK_TOKENS
@@ -51,6 +51,7 @@ def check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: Gradi
 
 def _check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: GradientsOf) -> None:
     model: nn.Module = state.model
+    copy_masters(model)
     sample = _short_sample(task, state.loader, groups.mesh.cp)
     _refuse_changing_buffers(task, state, sample, groups)
     model.eval()
@@ -145,6 +146,11 @@ def _checked(result: Any) -> tuple[Tensor, int]:
         raise ModelRefused(
             f"the loss function returned {type(result).__name__}: return (sum of the loss as a tensor without "
             "dimensions, number of targets as an int)"
+        )
+    if isinstance(result[1], Tensor) and result[1].dim():
+        raise ModelRefused(
+            f"the loss function returned {tuple(result[1].shape)} numbers of targets: return their sum, an int or a "
+            "tensor without dimensions"
         )
     return result[0], int(result[1])
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.model import liger
+from elastic_ring.model import liger, loss
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -40,6 +40,31 @@ def test_fp64_mixed_types_empty_tensors_and_a_missing_package_do_not_fit(monkeyp
     assert not fits(half, torch.empty(2, dtype=torch.bfloat16))
     monkeypatch.setattr(liger, "_kernels", lambda: None)
     assert not fits(half, half)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "chunk_tokens", "wanted"),
+    [
+        (8_192, 1_024, True),
+        (8_192, 128, True),  # 512 rows of bf16 are less than 128 of our own, twelve bytes a logit
+        (32_768, 128, False),  # as a memory relief asks
+        (131_072, 1_024, False),
+    ],
+)
+def test_a_loss_whose_logits_would_need_more_memory_stays_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, chunk_tokens: int, wanted: bool
+) -> None:
+    monkeypatch.setattr(liger, "fits", lambda *tensors: True)
+    hidden = torch.empty(num_tokens, 2_048, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(32_000, 2_048, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    assert loss._is_for_liger(hidden, weight, chunk_tokens) is wanted
+    assert not loss._is_for_liger(hidden.detach(), weight, chunk_tokens), "the weight would get no gradient"
+
+
+def test_rows_of_logits_are_as_many_as_fill_the_memory_of_the_hidden_states() -> None:
+    assert liger.rows_of_logits(8_192, 32_000, 2_048) == 512
+    assert liger.rows_of_logits(1_000, 128_256, 4_096) == 32
+    assert liger.rows_of_logits(10, 16, 32) == 10
 
 
 def test_layers_of_one_transformers_model_change_and_its_class_stays() -> None:

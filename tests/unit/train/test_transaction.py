@@ -22,6 +22,7 @@ from elastic_ring.train.vote import MustGoBack
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train import tiny_task
 from tests.unit.train.tiny_task import (
+    MODEL,
     OPTIM,
     STEP,
     WithUnused,
@@ -30,6 +31,7 @@ from tests.unit.train.tiny_task import (
     ask_late,
     begin,
     break_off,
+    by_its_forward,
     facts,
     last_vote,
     make_task,
@@ -40,6 +42,7 @@ from tests.unit.train.tiny_task import (
     rebuild,
     roll_forward,
     run_steps,
+    sums_under_way,
 )
 
 ALONE, RING, REPLICAS, SQUARE = Mesh(1, 1), Mesh(1, 2), Mesh(2, 1), Mesh(2, 2)
@@ -170,6 +173,38 @@ def test_a_step_that_breaks_off_and_runs_again_gives_the_same_bits(
     four.all(rebuild, four.meeting(), SQUARE)
     four.all(run_steps, NUM_STEPS - 1)
     assert four.all(facts) == after_a_rebuild(undisturbed)
+
+
+def test_a_break_while_gradients_are_summed_over_the_rings_changes_no_bit(four: Membership) -> None:
+    """Rings of one: the last layers' buckets are under way when rank 1 breaks off, and rank 0 goes on alone."""
+    task, ranks = make_task(), range(2)
+    four.all(begin, four.meeting(), REPLICAS, task, ranks=ranks)
+    four.all(run_steps, NUM_STEPS, ranks=ranks)
+    calm = four.all(facts, ranks=ranks)
+    four.all(begin, four.meeting(), REPLICAS, task, ranks=ranks)
+    four.call(1, plan_break, "backward", 1, MODEL.num_layers - 1)
+    for rank in ranks:
+        four.start(rank, break_off, 2)
+    assert four.result(1) == "Broken"
+    assert all(four.now(rank, abort_until_paused) for rank in ranks)
+    assert four.result(0) == "GroupAborted"
+    num_begun, num_buckets = four.call(1, sums_under_way)
+    assert 0 < num_begun < num_buckets
+    four.all(rebuild, four.meeting(), REPLICAS, ranks=ranks)
+    four.all(run_steps, NUM_STEPS - 1, ranks=ranks)
+    assert four.all(facts, ranks=ranks) == after_a_rebuild(calm)
+
+
+def test_a_ring_of_one_computes_with_the_newest_values_of_its_masters_whatever_the_loss_calls(four: Membership) -> None:
+    found = []
+    for change in ({}, {"loss": by_its_forward}, {"step": STEP}):
+        task = make_task(**{"step": replace(STEP, param_dtype="bfloat16"), **change})
+        four.all(begin, four.meeting(), ALONE, task, ranks=range(1))
+        found.append([float.fromhex(loss) for loss, _ in four.call(0, run_steps, NUM_STEPS)])
+    half, direct, exact = found
+    assert direct == half
+    assert half == pytest.approx(exact, rel=1e-2)
+    assert half != exact
 
 
 @pytest.mark.thinned(num=1)

@@ -28,6 +28,7 @@ from elastic_ring.runtime.groups.groups import Rendezvous
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.state.checkpoints.weight_files import MAX_FILE_BYTES
 from elastic_ring.state.storage.folder import Storage
+from elastic_ring.train import gradient
 from elastic_ring.train.optim import OptimConfig, learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import Transaction
@@ -38,6 +39,7 @@ from tests.unit.groups.processes import connect
 # Two layers; rows that 2 ranks share unevenly; a head that both share.
 MODEL = ModelConfig(17, 2, 16, 2, 1, 8, 23)
 CONTEXT = 26
+BUCKET_ELEMENTS = 300  # several buckets, a layer has some
 STEP = StepConfig(steps=8, global_batch=3, context_tokens=CONTEXT)
 # Adam divides by the gradient's size: without this eps it would blow differences of rounding up.
 OPTIM = OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=8, eps=1e-4, clip_norm=0.5)
@@ -109,12 +111,15 @@ class Broken(RuntimeError):
 def begin(me: Any, where: Rendezvous, mesh: Mesh, task: TrainingTask, cpu_offload: CpuOffload = "none") -> None:
     """A fresh Transaction in a fresh generation, parameters from the seed."""
     POISON.on = False
-    me.break_at, me.paused = None, threading.Event()
+    gradient.BUCKET_ELEMENTS = BUCKET_ELEMENTS
+    me.break_at, me.num_calls_before, me.paused = None, 0, threading.Event()
 
     def watch(phase: str, step: int, hop: int | None = None) -> None:
         if me.break_at == (phase, step) and (phase not in ("forward", "backward") or hop == 0):
-            me.break_at = None
-            raise Broken(f"{phase} of step {step}")
+            me.num_calls_before -= 1
+            if me.num_calls_before < 0:
+                me.break_at = None
+                raise Broken(f"{phase} of step {step}")
 
     if getattr(me, "state", None) is not None:
         me.state.leave()
@@ -188,8 +193,26 @@ def break_off(me: Any, num_steps: int) -> str:
     return "completed"
 
 
-def plan_break(me: Any, phase: str, step: int) -> None:
-    me.break_at = (phase, step)
+def plan_break(me: Any, phase: str, step: int, num_calls_before: int = 0) -> None:
+    """`num_calls_before`: calls of attention in that phase that still end well."""
+    me.break_at, me.num_calls_before = (phase, step), num_calls_before
+
+
+def sums_under_way(me: Any) -> tuple[int, int]:
+    """Buckets whose sum over the rings has begun, and all."""
+    return len(me.state._gradient._works), len(me.state._gradient.buckets)
+
+
+def by_its_forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The usual loss of a user who calls a module's method, so that no hook of the module runs."""
+    found: tuple[Tensor, Tensor] = model.forward(
+        batch.tokens,
+        positions=batch.positions,
+        document_ids=batch.document_ids,
+        attention=batch.attention,
+        targets=batch.targets,
+    )
+    return found
 
 
 def abort_until_paused(me: Any) -> bool:
