@@ -101,7 +101,7 @@ def in_one_process(num_steps: int, small: Sequence[str] = SMALL) -> list[float]:
                     model, batch_of(piece, attention_of(task, piece, layout, 0, None), torch.device("cpu"))
                 )
                 loss.backward()
-                total, count = total + loss.item(), count + number
+                total, count = total + loss.item(), count + int(number)
             for param in model.parameters():
                 assert param.grad is not None
                 param.grad /= count

@@ -30,6 +30,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.groups.groups import Rendezvous
 from elastic_ring.state.transfer import receive_shard, send_shard
+from elastic_ring.train import gradient
 from elastic_ring.train.startup.check_pattern import check_pattern
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import Transaction
@@ -171,6 +172,7 @@ def test_a_step_that_breaks_off_while_blocks_are_chosen_gives_the_same_bits_when
 
 def take_place(me: Any, where: Rendezvous, mesh: Mesh, task: TrainingTask, rank: int) -> None:
     """A process that never trained takes the place of a rank, with nothing of its own."""
+    gradient.BUCKET_ELEMENTS = tiny_task.BUCKET_ELEMENTS  # ranks sum the same buckets
     me.rank, me.paused, me.break_at = rank, threading.Event(), None
     source = task.data.open()
     order = Order(task.step.seed, task.step.global_batch, source.num_sequences)
