@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
         help="train on the sources in this proportion; all are one if left out",
     )
     add("--end-of-document", metavar="TOKEN", help="token that ends a document (the tokenizer's eos_token)")
+    add("--chat", action="store_true", help="records are conversations, of which assistant turns count in the loss")
     add("--drop-duplicates", action="store_true", help="keep the first of documents with equal bytes")
     add(
         "--align-tokens", type=int, default=1, metavar="N", help="fill documents up to multiples of N; 128 for patterns"
@@ -126,6 +127,9 @@ def report(manifest: Manifest, out: str) -> list[str]:
         f"left out: {dropped.num_duplicates:,} duplicates, {dropped.num_empty_documents:,} empty documents, "
         f"{dropped.num_empty_files} empty files, {max(dropped.num_bad - dropped.num_empty_files, 0):,} bad inputs",
     ]
+    if manifest.num_counted is not None:
+        share = manifest.num_counted / max(manifest.num_tokens, 1)
+        lines.append(f"{manifest.num_counted:,} of the tokens count in the loss ({share:.1%})")
     for what, groups in manifest.about.get("files", {}).items():
         lines += summary(what.replace("_", " "), [Group(**group) for group in groups])
     if len(manifest.sources) > 1:

@@ -6,15 +6,28 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
 Starts = NDArray[np.int64]
+Counted = NDArray[np.bool_]
 TOKEN_BYTES = 4
 THREADS, NAME = 4, "elastic-ring-read-ahead"
+
+
+class Loaded(NamedTuple):
+    """A chunk's tokens, the offsets at which documents start in them, and which count in the loss; None: all."""
+
+    tokens: Tokens
+    starts: Starts
+    counted: Counted | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self if part is not None)
 
 
 class Chunk(Protocol):
@@ -28,8 +41,7 @@ class Chunk(Protocol):
     def num_tokens(self) -> int:
         """The number of tokens with end-of-document tokens; known without reading them."""
 
-    def load(self) -> tuple[Tokens, Starts]:
-        """(the chunk's tokens, the offsets at which documents start in them)."""
+    def load(self) -> Loaded: ...
 
 
 class Chunks(Protocol):
@@ -46,11 +58,11 @@ class ChunkCache:
     def __init__(self, chunks: Chunks, cache_bytes: int) -> None:
         self.chunks = chunks
         self.limit_bytes = cache_bytes
-        self._loaded: OrderedDict[int, Future[tuple[Tokens, Starts]]] = OrderedDict()
+        self._loaded: OrderedDict[int, Future[Loaded]] = OrderedDict()
         self._lock = Lock()
         self._threads: ThreadPoolExecutor | None = None
 
-    def get(self, index: int) -> tuple[Tokens, Starts]:
+    def get(self, index: int) -> Loaded:
         """A chunk, loaded by this thread unless another has begun. Raises what its `load` raises."""
         with self._lock:
             found = self._loaded.get(index)
@@ -77,7 +89,7 @@ class ChunkCache:
                     self._threads = self._threads or ThreadPoolExecutor(THREADS, thread_name_prefix=NAME)
                     self._threads.submit(self._fill, index, found)
 
-    def _fill(self, index: int, found: Future[tuple[Tokens, Starts]]) -> None:
+    def _fill(self, index: int, found: Future[Loaded]) -> None:
         try:
             found.set_result(self._load(index))
         except BaseException as error:
@@ -88,12 +100,12 @@ class ChunkCache:
             with self._lock:
                 self._drop_oldest(index)
 
-    def _load(self, index: int) -> tuple[Tokens, Starts]:
+    def _load(self, index: int) -> Loaded:
         chunk = self.chunks[index]
         loaded = chunk.load()
-        if len(loaded[0]) != chunk.num_tokens:
+        if len(loaded.tokens) != chunk.num_tokens:
             raise ValueError(
-                f"{chunk.name}: holds {len(loaded[0])} tokens, {chunk.num_tokens} when it was opened "
+                f"{chunk.name}: holds {len(loaded.tokens)} tokens, {chunk.num_tokens} when it was opened "
                 "or by its metadata; a corpus must not change during a run: restore it, or start a new run"
             )
         return loaded
@@ -114,8 +126,8 @@ class ChunkCache:
             return sum(self._sizes().values())
 
     def _sizes(self) -> dict[int, int]:
-        return {i: sum(part.nbytes for part in f.result()) for i, f in self._loaded.items() if _has_result(f)}
+        return {i: f.result().num_bytes for i, f in self._loaded.items() if _has_result(f)}
 
 
-def _has_result(future: Future[tuple[Tokens, Starts]]) -> bool:
+def _has_result(future: Future[Loaded]) -> bool:
     return future.done() and future.exception() is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -97,7 +97,7 @@ class Kind:
         return f"looks like {self.looks_like}{self.detail}: {self.way_out}" if self.looks_like else ""
 
 
-def kind_of(name: str, opened: Callable[[str | None], Any], column: str) -> Kind:
+def kind_of(name: str, opened: Callable[[str | None], Any], columns: Sequence[str]) -> Kind:
     """What the file of this name is. `opened` gives its bytes as a stream, decompressed as a codec of pyarrow says.
 
     Raises OSError where it cannot be read. A damaged compressed file is what its name says; reading it tells.
@@ -106,7 +106,7 @@ def kind_of(name: str, opened: Callable[[str | None], Any], column: str) -> Kind
     hint = hint_of(name)
     codec = next((codec for magic, codec in CODECS if head.startswith(magic)), None)
     if codec is None:
-        return _plain(name, hint, head, column)
+        return _plain(name, hint, head, columns)
     try:
         inner = _head(opened(codec))
     except OSError as error:
@@ -116,7 +116,7 @@ def kind_of(name: str, opened: Callable[[str | None], Any], column: str) -> Kind
             way_out = "decompress it, or compress it anew without --long: zstd -d --long=31"
             return Kind(hint, codec, 0, "zstd with a window of more than 128 MiB", way_out)
         return Kind(hint or "text", codec)
-    found = _plain(name, hint, inner, column)
+    found = _plain(name, hint, inner, columns)
     if found.reader in ("parquet", "arrow") and not found.problem:
         return Kind(hint, codec, 0, f"{codec} of {found.reader}", "decompress it")
     looks_like = f"{codec} of {found.looks_like}" if found.problem else ""
@@ -173,7 +173,7 @@ def _ending(name: str) -> str:
     return f".{last.rpartition('.')[2]}" if "." in last else ""
 
 
-def _plain(name: str, hint: Reader | None, head: bytes, column: str) -> Kind:
+def _plain(name: str, hint: Reader | None, head: bytes, columns: Sequence[str]) -> Kind:
     """What uncompressed bytes are."""
     for offset, magic, looks_like, way_out in MAGIC:
         if head.startswith(magic, offset) and not (offset == 8 and head[4:8] != bytes(4)):
@@ -190,7 +190,7 @@ def _plain(name: str, hint: Reader | None, head: bytes, column: str) -> Kind:
     if _ending(name) in TABLES:
         return Kind(None, None, 0, "a table of separated values", EXPORT)
     start = len(BOM) if head.startswith(BOM) else 0
-    as_json = _json_kind(hint, head[start:], column)
+    as_json = _json_kind(hint, head[start:], columns)
     if as_json is not None:
         return as_json
     detail = no_text(head)
@@ -199,7 +199,7 @@ def _plain(name: str, hint: Reader | None, head: bytes, column: str) -> Kind:
     return Kind("text", None, start)
 
 
-def _json_kind(hint: Reader | None, head: bytes, column: str) -> Kind | None:
+def _json_kind(hint: Reader | None, head: bytes, columns: Sequence[str]) -> Kind | None:
     """JSON lines, a list of objects, or one object that is a document; None for what is no JSON."""
     begins = head.lstrip()[:1]
     if hint == "jsonl":
@@ -215,12 +215,12 @@ def _json_kind(hint: Reader | None, head: bytes, column: str) -> Kind | None:
         return Kind("jsonl")
     if hint == "text":
         return None
-    # One object: a document where it has the column, else what lies beside documents, as dataset_info.json does.
+    # One object: a document where it has a column, else what lies beside documents, as dataset_info.json does.
     found = _object(head)
     if found is None and not cut:
         return Kind("json") if hint == "json" else None
-    has_column = column in found if found is not None else json.dumps(column).encode() in head
-    return Kind("json") if has_column else _metadata(column)
+    has_column = any(name in found if found is not None else json.dumps(name).encode() in head for name in columns)
+    return Kind("json") if has_column else _metadata(columns)
 
 
 def _object(data: bytes) -> dict[str, Any] | None:
@@ -231,6 +231,7 @@ def _object(data: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _metadata(column: str) -> Kind:
-    way_out = f"give records with text in {column!r}, or name their key: --text-column"
-    return Kind(None, None, 0, f"one JSON object without {column!r}", way_out)
+def _metadata(columns: Sequence[str]) -> Kind:
+    names = " or ".join(map(repr, columns))
+    way_out = f"give records with text in {names}, or name their key: --text-column"
+    return Kind(None, None, 0, f"one JSON object without {names}", way_out)

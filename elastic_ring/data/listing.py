@@ -75,7 +75,7 @@ class Listing:
 def list_source(
     uri: str,
     *,
-    column: str = "text",
+    columns: Sequence[str] = ("text",),
     allow_left_out: bool = False,
     flag: str = "--source",
     allow: str = "--allow-left-out",
@@ -91,7 +91,7 @@ def list_source(
         path.encode()
         info = filesystem.get_file_info(path)
         if info.type == fs.FileType.File:
-            return Listing(uri, filesystem, (_named(filesystem, path, int(info.size), told, column),))
+            return Listing(uri, filesystem, (_named(filesystem, path, int(info.size), told, columns),))
         if info.type == fs.FileType.Unknown:
             raise ValueError(f"{told}: is a pipe, a socket or a device, which cannot be read twice: give a file")
         if info.type == fs.FileType.Directory and _is_file(filesystem, f"{path}/{PREPARATION}"):
@@ -104,7 +104,7 @@ def list_source(
             base, found = path, list(walk(filesystem, path))
         else:
             base, found = _matching(filesystem, path)
-        listing = _sorted_out(uri, filesystem, base, found, column, hides=info.type == fs.FileType.Directory)
+        listing = _sorted_out(uri, filesystem, base, found, columns, hides=info.type == fs.FileType.Directory)
     except UnicodeEncodeError as error:
         raise ValueError(f"{told}: its name is not UTF-8: rename it") from error
     except (OSError, pa.ArrowException) as error:
@@ -120,20 +120,20 @@ def shown(name: str) -> str:
     return shown_url(name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"))
 
 
-def _named(filesystem: Any, path: str, num_bytes: int, told: str, column: str) -> File:
+def _named(filesystem: Any, path: str, num_bytes: int, told: str, columns: Sequence[str]) -> File:
     """The file that the user named. Raises ValueError where it is no text."""
-    made = _file(filesystem, path, path.rpartition("/")[2], num_bytes, column)
+    made = _file(filesystem, path, path.rpartition("/")[2], num_bytes, columns)
     if isinstance(made, LeftOut) or made.problem:
         raise ValueError(f"{told}: {made.detail if isinstance(made, LeftOut) else made.problem}")
     return made
 
 
-def _file(filesystem: Any, path: str, name: str, num_bytes: int, column: str) -> File | LeftOut:
+def _file(filesystem: Any, path: str, name: str, num_bytes: int, columns: Sequence[str]) -> File | LeftOut:
     """What becomes of a file: left out where it cannot be read and its name does not promise that."""
     if not num_bytes:
         return File(path, name, hint_of(name) or "text", 0)
     try:
-        found = kind_of(name, lambda codec: filesystem.open_input_stream(path, compression=codec), column)
+        found = kind_of(name, lambda codec: filesystem.open_input_stream(path, compression=codec), columns)
     except (OSError, pa.ArrowException) as error:
         if not isinstance(error, PermissionError):  # that of one file, which its owner mends: the others are read
             raise_if_away(error, path)
@@ -143,7 +143,9 @@ def _file(filesystem: Any, path: str, name: str, num_bytes: int, column: str) ->
     return File(path, name, found.reader, num_bytes, found.compression, found.begins_at, found.problem)
 
 
-def _sorted_out(uri: str, filesystem: Any, base: str, found: Sequence[Found], column: str, *, hides: bool) -> Listing:
+def _sorted_out(
+    uri: str, filesystem: Any, base: str, found: Sequence[Found], columns: Sequence[str], *, hides: bool
+) -> Listing:
     """Each file that was found, used or left out, in the order of paths."""
     left_out: list[LeftOut] = []
     candidates: list[tuple[str, str, int]] = []
@@ -161,7 +163,7 @@ def _sorted_out(uri: str, filesystem: Any, base: str, found: Sequence[Found], co
         else:
             candidates.append((entry.path, name, entry.num_bytes))
     with ThreadPoolExecutor(OPENED_AT_ONCE, thread_name_prefix="elastic-ring-inputs") as threads:
-        made = list(threads.map(lambda one: _file(filesystem, one[0], one[1], one[2], column), candidates))
+        made = list(threads.map(lambda one: _file(filesystem, one[0], one[1], one[2], columns), candidates))
     files = tuple(one for one in made if isinstance(one, File))
     return Listing(uri, filesystem, files, (*left_out, *(one for one in made if isinstance(one, LeftOut))))
 

@@ -29,7 +29,7 @@ from elastic_ring.state.storage.retries import ignore
 if TYPE_CHECKING:
     from elastic_ring.attention.layouts.layout import Layout
 
-# Target of a position without one: the next token belongs to another document or is padding.
+# Target of a position without one: the next token belongs to another document, is padding or does not count.
 IGNORE = -100
 LOOK_S = 0.2
 
@@ -94,6 +94,8 @@ def slice_sample(sample: Sample, layout: Layout, cp_rank: int, *, sample_id: int
     targets[np.isin(positions + 1, starts)] = IGNORE
     if sample.padding is not None:
         targets[(targets == sample.padding) & (sample.tokens[positions] == sample.padding)] = IGNORE
+    if sample.counted is not None:
+        targets[~sample.counted[positions + 1]] = IGNORE
     if sample.ends_document:
         targets[positions == context_tokens - 1] = IGNORE
     document_ids = (np.searchsorted(starts, positions, side="right") - 1).astype(np.int32)

@@ -33,7 +33,8 @@ _NOT_IN_DIGEST = frozenset(
 
 @settings
 class Shard:
-    """One Parquet file of tokens. `tokens_sha256` is of its tokens, `sha256` of its bytes."""
+    """One Parquet file of tokens. `tokens_sha256` is of its tokens, `sha256` of its bytes. `num_counted` of its tokens
+    count in the loss, which a column says of each; None: all do, and there is no such column."""
 
     name: str
     num_documents: NonNegativeInt
@@ -41,6 +42,7 @@ class Shard:
     tokens_sha256: str
     num_bytes: PositiveInt
     sha256: str
+    num_counted: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
         if "/" in name_below(self.name, "a shard") or max(self.num_documents, self.num_tokens) > MAX_COUNT:
@@ -125,6 +127,12 @@ class Manifest:
         return sum(source.num_tokens for source in self.sources)
 
     @property
+    def num_counted(self) -> int | None:
+        """How many tokens count in the loss; None where all do."""
+        found = [shard.num_counted for source in self.sources for shard in source.shards]
+        return None if None in found else sum(num for num in found if num is not None)
+
+    @property
     def num_documents(self) -> int:
         return sum(source.num_documents for source in self.sources)
 
@@ -147,7 +155,8 @@ def digest_of(plain: Any) -> str:
 
 def _covered(plain: Any) -> Any:
     if isinstance(plain, Mapping):
-        return {key: _covered(value) for key, value in plain.items() if key not in _NOT_IN_DIGEST}
+        left_out = _NOT_IN_DIGEST if plain.get("num_counted", 0) is not None else _NOT_IN_DIGEST | {"num_counted"}
+        return {key: _covered(value) for key, value in plain.items() if key not in left_out}
     if isinstance(plain, Sequence) and not isinstance(plain, str):
         return [_covered(value) for value in plain]
     return plain

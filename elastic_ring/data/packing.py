@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ring.data.chunks import ChunkCache, Chunks, Starts
+from elastic_ring.data.chunks import ChunkCache, Chunks, Counted, Starts
 
 END_OF_DOCUMENT = 256
 BYTE_VOCAB_SIZE = 257
@@ -38,13 +38,14 @@ class Sample:
     tokens: int64 (context_tokens + 1,). document_starts: the positions in [0, context_tokens) where a document starts,
     ascending; the first is 0 even if that document began in the previous sequence. ends_document: whether the last
     target, `tokens[context_tokens]`, belongs to the next document. padding: the padding token; where it follows itself
-    it is not a target. None: no padding.
+    it is not a target. None: no padding. counted: of each token, whether it is a target at all; None: all are.
     """
 
     tokens: NDArray[np.int64]
     document_starts: tuple[int, ...]
     ends_document: bool = False
     padding: int | None = None
+    counted: Counted | None = None
 
 
 class PackedSource:
@@ -100,18 +101,22 @@ class PackedSource:
         start = sample_id * self.context_tokens
         tokens = np.empty(self.context_tokens + 1, dtype=np.int64)
         starts = [0]
+        counted: Counted | None = None
         filled = 0
         for index in self._chunks_of(sample_id):
-            chunk_tokens, chunk_starts = self._cache.get(index)
+            chunk_tokens, chunk_starts, chunk_counted = self._cache.get(index)
             offset = start + filled - (int(self._ends[index]) - len(chunk_tokens))
             piece = chunk_tokens[offset : offset + len(tokens) - filled]
             tokens[filled : filled + len(piece)] = piece
+            if chunk_counted is not None:
+                counted = np.ones(len(tokens), dtype=np.bool_) if counted is None else counted
+                counted[filled : filled + len(piece)] = chunk_counted[offset : offset + len(piece)]
             first, last = np.searchsorted(chunk_starts, (offset, offset + len(piece)))
             starts.extend((chunk_starts[first:last] - offset + filled).tolist())
             filled += len(piece)
         ends_document = starts[-1] == self.context_tokens
         inside = tuple(sorted({position for position in starts if position < self.context_tokens}))
-        return Sample(tokens, inside, ends_document, self._padding)
+        return Sample(tokens, inside, ends_document, self._padding, counted)
 
     def read_ahead(self, sample_ids: Sequence[int]) -> None:
         """Begin to load the chunks of these sequences in the background, as far as half of the cache holds them."""

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from elastic_ring.data.chunks import Starts, Tokens
+from elastic_ring.data.chunks import Loaded
 from elastic_ring.data.filesystem import NUM_READS, located, reading
 from elastic_ring.data.manifest import Manifest, PreparedSource, Shard
-from elastic_ring.data.preparation.shard_writer import COLUMN, OFFSET, TOKENS_KEY
+from elastic_ring.data.preparation.shard_writer import COLUMN, COUNTED, OFFSET, TOKENS_KEY
 
 OPEN_SHARDS = 64
 UNREADABLE = "cannot be read as token shard"
@@ -68,14 +68,20 @@ class RowGroup:
     def name(self) -> str:
         return f"{self.files.path(self.shard)} (row group {self.number})"
 
-    def load(self) -> tuple[Tokens, Starts]:
+    def load(self) -> Loaded:
         table = self.files.read(self.shard, self.number, self.num_tokens)
         lists = table.column(COLUMN).combine_chunks()
         tokens = lists.values.to_numpy(zero_copy_only=False).astype(np.int32)
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             raise ValueError(f"{self.name}: holds a token outside the vocabulary [0, {self.vocab_size})")
         begins = lists.offsets.to_numpy(zero_copy_only=False)[:-1].astype(np.int64)
-        return tokens, begins[table.column(OFFSET).to_numpy() == 0]
+        starts = begins[table.column(OFFSET).to_numpy() == 0]
+        if self.shard.num_counted is None:
+            return Loaded(tokens, starts)
+        counted = table.column(COUNTED).combine_chunks().values.to_numpy(zero_copy_only=False)
+        if len(counted) != len(tokens):
+            raise ValueError(f"{self.name}: says of {len(counted)} of its {len(tokens)} tokens whether they count")
+        return Loaded(tokens, starts, counted)
 
 
 class OpenShards:
@@ -112,7 +118,8 @@ class OpenShards:
             if held != num_tokens:  # asked before anything is unpacked
                 told = f"has {held} tokens in row group {number}, {num_tokens} by its manifest"
                 raise ValueError(f"{self.path(shard)}: {told}: restore it")
-            return parquet.read_row_group(number, columns=[COLUMN, OFFSET])
+            columns = [COLUMN, OFFSET] if shard.num_counted is None else [COLUMN, OFFSET, COUNTED]
+            return parquet.read_row_group(number, columns=columns)
 
     def _opened(self, shard: Shard) -> tuple[Any, Any, Lock]:
         with self._lock:

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from elastic_ring.data.chunks import Starts, Tokens
+from elastic_ring.data.chunks import Loaded, Starts, Tokens
 from elastic_ring.data.filesystem import reading
 from elastic_ring.data.packing import (
     BYTE_VOCAB_SIZE,
@@ -129,12 +129,12 @@ class _RowBlock:
     def name(self) -> str:
         return f"{self.path} (row group or batch {self.block})"
 
-    def load(self) -> tuple[Tokens, Starts]:
+    def load(self) -> Loaded:
         read = _read_row_group if self.path.lower().endswith(_PARQUET) else _read_batch
         lists = reading(
             self.path, partial(read, self.filesystem, self.path, self.block, self.config.column), what=UNREADABLE
         )
-        return _pack(lists, self.config, self.name)
+        return Loaded(*_pack(lists, self.config, self.name))
 
 
 def _list_shards(uri: str) -> tuple[Any, list[tuple[str, int]]]:

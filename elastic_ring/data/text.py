@@ -18,11 +18,11 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pyarrow import fs
 
-from elastic_ring.data.chunks import Starts, Tokens
+from elastic_ring.data.chunks import Loaded
 from elastic_ring.data.filesystem import reading
 from elastic_ring.data.listing import File, Listing, left_out_groups, list_source, shown, used_groups
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, Files, PackedSource, aligned, check_context
-from elastic_ring.data.preparation.documents import Tally, read_documents
+from elastic_ring.data.preparation.documents import Tally, TextIn, read_documents
 from elastic_ring.data.preparation.inputs import Piece, cut
 from elastic_ring.data.summary import size, summary
 from elastic_ring.files import absolute
@@ -139,13 +139,13 @@ class _Piece:
     def num_tokens(self) -> int:
         return self.stop - self.start + (self.num_ends if self.stop == self.file.num_bytes else 0)
 
-    def load(self) -> tuple[Tokens, Starts]:
+    def load(self) -> Loaded:
         ends = self.stop == self.file.num_bytes
         # The last piece reads to the file's current end, so that a file that grew is detected.
         data = _read(self.filesystem, self.file.path, self.start, None if ends else self.stop)
         tokens = np.full(len(data) + (self.num_ends if ends else 0), END_OF_DOCUMENT, dtype=np.int32)
         tokens[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-        return tokens, np.array([0] if self.start == self.file.begins_at else [], dtype=np.int64)
+        return Loaded(tokens, np.array([0] if self.start == self.file.begins_at else [], dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -165,14 +165,14 @@ class _Records:
         span = self.piece.spans[0]
         return f"{span.file.path} (from {span.start} on)" if span.start else span.file.path
 
-    def load(self) -> tuple[Tokens, Starts]:
-        documents = list(read_documents(self.piece, TEXT_COLUMN, Tally("fail")))
+    def load(self) -> Loaded:
+        documents = list(read_documents(self.piece, TextIn(TEXT_COLUMN), Tally("fail")))
         in_stream = aligned(np.array([len(one) + 1 for one in documents], dtype=np.int64), self.align_tokens)
         starts = np.cumsum(in_stream) - in_stream
         tokens = np.full(int(in_stream.sum()), END_OF_DOCUMENT, dtype=np.int32)
         for start, document in zip(starts, documents, strict=True):
             tokens[start : start + len(document)] = np.frombuffer(document, dtype=np.uint8)
-        return tokens, starts
+        return Loaded(tokens, starts)
 
 
 def _open(listings: Sequence[Listing], context_tokens: int, align_tokens: int, describe: str) -> PackedSource:
@@ -192,7 +192,7 @@ def _open(listings: Sequence[Listing], context_tokens: int, align_tokens: int, d
         of_files: dict[str, tuple[str, Any]] = {}  # by path: two folders may have files of one name
         for chunk in chunks:
             _, total = of_files.setdefault(chunk.file.path, (chunk.file.name, hashlib.sha256()))
-            total.update(chunk.load()[0].astype("<i4", copy=False).tobytes())
+            total.update(chunk.load().tokens.astype("<i4", copy=False).tobytes())
         return tuple((name, total.hexdigest()) for name, total in of_files.values())
 
     return PackedSource(
@@ -224,7 +224,7 @@ def _once(listings: Sequence[Listing]) -> list[tuple[Listing, File]]:
 def _records(listing: Listing, file: File, align_tokens: int) -> list[_Records]:
     """The parts of a file of records, each with its tokens counted."""
     pieces = cut(Listing(listing.uri, listing.filesystem, (file,)), 0, PIECE_BYTES)
-    counted = [_Records(piece, align_tokens, len(_Records(piece, align_tokens, 0).load()[0])) for piece in pieces]
+    counted = [_Records(piece, align_tokens, len(_Records(piece, align_tokens, 0).load().tokens)) for piece in pieces]
     return [chunk for chunk in counted if chunk.num_tokens]
 
 

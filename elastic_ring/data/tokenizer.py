@@ -143,13 +143,18 @@ def _fast(path: Path) -> tuple[dict[str, int], Any]:
     return found.get_vocab(with_added_tokens=True), batch
 
 
-def _slow(folder: Path) -> tuple[dict[str, int], Any]:
+def open_saved(folder: str | Path) -> Any:
+    """The tokenizer of `transformers` in a local folder, without code of its own. Raises ValueError."""
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(Path(folder).expanduser(), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as many classes as there are tokenizers
         raise ValueError(f"tokenizer={str(folder)!r}: cannot be read: {error}") from error
+
+
+def _slow(folder: Path) -> tuple[dict[str, int], Any]:
+    found = open_saved(folder)
 
     def batch(texts: list[str]) -> list[list[int]]:
         given = {"add_special_tokens": False, "split_special_tokens": True, "truncation": False}

@@ -7,11 +7,12 @@ Whatever one record raises is that record's fault.
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -68,7 +69,45 @@ class Tally:
             log.warning("left out: more, which are counted and not named")
 
 
-def read_documents(piece: Piece, text_column: str, tally: Tally) -> Iterator[bytes]:
+class Content(Protocol):
+    """What of a record is its document."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Keys of records and columns of tables, of which one is needed."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is the text in a column, and a text file is a document. Else it needs whole records."""
+
+    @property
+    def told(self) -> str:
+        """What a record has, for messages."""
+
+    def document(self, record: Any) -> bytes:
+        """Raises KeyError for a record without such a key; whatever else for another bad one."""
+
+
+@dataclass(frozen=True)
+class TextIn:
+    """The text in one column."""
+
+    column: str
+    is_text: bool = True
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    @property
+    def told(self) -> str:
+        return f"text in {self.column!r}"
+
+    def document(self, record: Any) -> bytes:
+        return b"" if (text := record[self.column]) is None else text.encode()
+
+
+def read_documents(piece: Piece, content: Content, tally: Tally) -> Iterator[bytes]:
     """The documents of a piece in order, without empty ones. Raises ValueError for a file that has changed since it was
     listed, and for bad input where `tally` says so; StorageFailed where the storage is away."""
     filesystem, _ = located(piece.uri)
@@ -88,7 +127,7 @@ def read_documents(piece: Piece, text_column: str, tally: Tally) -> Iterator[byt
             tally.leave_out(f"{span.name}: is empty")
             continue
         try:
-            for document in readers[span.file.kind](filesystem, span, text_column, tally):
+            for document in readers[span.file.kind](filesystem, span, content, tally):
                 tally.num_records += 1
                 if document:
                     yield document
@@ -103,14 +142,14 @@ def _from(span: Span) -> str:
     return f" (part {span.start} to {span.stop})" if span.stop != WHOLE else ""
 
 
-def _json_lines(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[bytes]:
+def _json_lines(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
     for number, (at, line) in enumerate(_lines(filesystem, span), 1):
         if line.strip():
             where = f"line {number} at byte {at}" if not span.start else f"the line at byte {at}"
-            yield from _record(partial(plain_json, line, len(line)), f"{span.name}: {where}", column, tally)
+            yield from _record(partial(plain_json, line, len(line)), f"{span.name}: {where}", content, tally)
 
 
-def _json(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[bytes]:
+def _json(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
     """One list of records, or one record, over all lines of a file."""
     with _stream(filesystem, span.file) as file:
         data = file.read()
@@ -120,29 +159,34 @@ def _json(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[by
         tally.leave_out(f"{span.name}: is no JSON: {type(error).__name__}: {error}", span.num_bytes)
         return
     for number, value in enumerate(found if isinstance(found, list) else [found], 1):
-        yield from _record(partial(_same, value), f"{span.name}: record {number}", column, tally)
+        yield from _record(partial(_same, value), f"{span.name}: record {number}", content, tally)
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def _record(load: Callable[[], Any], where: str, column: str, tally: Tally) -> Iterator[bytes]:
+def _record(load: Callable[[], Any], where: str, content: Content, tally: Tally) -> Iterator[bytes]:
     """The document of a record, or none of a bad one."""
     try:
         value = load()
-        document = b"" if (text := value[column]) is None else text.encode()
+        document = content.document(value)
     except KeyError:
-        has = f"it has {', '.join(map(str, value))}; --text-column names the one to take"
         tally.num_records += 1
-        tally.leave_out_record(f"{where} has no {column!r}: {has}")
+        tally.leave_out_record(f"{where} has no {_lacks(content, value)}")
     except (
         Exception
     ) as error:  # no JSON or no UTF-8; no object; no text; nested too deep: whatever it is, it is one record
         tally.num_records += 1
-        tally.leave_out_record(f"{where} is no JSON object with text in {column!r}: {type(error).__name__}: {error}")
+        tally.leave_out_record(f"{where} is no JSON object with {content.told}: {type(error).__name__}: {error}")
     else:
         yield document
+
+
+def _lacks(content: Content, names: Any) -> str:
+    """Which columns something with these ones needs."""
+    way_out = "--text-column names the one to take" if content.is_text else "name one of them so"
+    return f"{' or '.join(map(repr, content.columns))}: it has {', '.join(map(str, names))}; {way_out}"
 
 
 def _lines(filesystem: Any, span: Span) -> Iterator[tuple[int, bytes]]:
@@ -162,48 +206,57 @@ def _lines(filesystem: Any, span: Span) -> Iterator[tuple[int, bytes]]:
             at += len(line)
 
 
-def _parquet(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[bytes]:
+def _parquet(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
     with filesystem.open_input_file(span.file.path) as file:
         parquet = pq.ParquetFile(file)
         stop = parquet.metadata.num_row_groups if span.stop == WHOLE else span.stop
-        if not _is_text(parquet.schema_arrow, column, span, tally):
-            return
-        groups = range(span.start, stop)
-        for batch in parquet.iter_batches(NUM_ROWS, row_groups=groups, columns=[column]):
-            yield from _rows(batch.column(0))
+        columns = _columns(parquet.schema_arrow, content, span, tally)
+        if columns:
+            batches = parquet.iter_batches(NUM_ROWS, row_groups=range(span.start, stop), columns=columns)
+            yield from _rows(batches, content, span, tally)
 
 
-def _arrow(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[bytes]:
+def _arrow(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
     with open_arrow(filesystem, span.file.path) as batches:
-        for index, batch in enumerate(batches):
-            if span.stop != WHOLE and index >= span.stop:
-                return
-            if index >= span.start:
-                if not _is_text(batch.schema, column, span, tally):
-                    return
-                yield from _rows(batch.column(column))
+        mine = itertools.islice(batches, span.start, None if span.stop == WHOLE else span.stop)
+        first = next(mine, None)
+        columns = [] if first is None else _columns(first.schema, content, span, tally)
+        if columns:
+            chosen = (batch.select(columns) for batch in itertools.chain([first], mine))
+            yield from _rows(chosen, content, span, tally)
 
 
-def _is_text(schema: Any, column: str, span: Span, tally: Tally) -> bool:
-    if column not in schema.names:
-        has = f"it has {', '.join(schema.names)}; --text-column names the one to take, and tokens are trained on with "
-        has += "--data shards:URI"
-        tally.leave_out(f"{span.name}: has no column {column!r}: {has}", span.num_bytes)
-        return False
-    kind = schema.field(column).type
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)):
-        tally.leave_out(f"{span.name}: column {column!r} is of type {kind} and not text", span.num_bytes)
-        return False
-    return True
+def _columns(schema: Any, content: Content, span: Span, tally: Tally) -> list[str]:
+    """The columns to read of a table; none of one that is a bad file."""
+    found = [name for name in content.columns if name in schema.names]
+    if not found:
+        tokens = "; tokens are trained on with --data shards:URI" if content.is_text else ""
+        tally.leave_out(f"{span.name}: has no column {_lacks(content, schema.names)}{tokens}", span.num_bytes)
+    if not content.is_text:
+        return list(schema.names) if found else []
+    for name in found:
+        kind = schema.field(name).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)):
+            tally.leave_out(f"{span.name}: column {name!r} is of type {kind} and not text", span.num_bytes)
+            return []
+    return found
 
 
-def _rows(column: Any) -> Iterator[bytes]:
-    for value in column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist():
-        yield value or b""
+def _rows(batches: Iterator[Any], content: Content, span: Span, tally: Tally) -> Iterator[bytes]:
+    if content.is_text:
+        for batch in batches:
+            for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()).to_pylist():
+                yield value or b""
+        return
+    for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+        yield from _record(partial(_same, row), f"{span.name}: row {number}{_from(span)}", content, tally)
 
 
-def _text(filesystem: Any, span: Span, column: str, tally: Tally) -> Iterator[bytes]:
+def _text(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
+    if not content.is_text:
+        tally.leave_out(f"{span.name}: is text: give records with {content.told}", span.num_bytes)
+        return
     with _stream(filesystem, span.file) as file:
         document: bytes = file.read().removeprefix(BOM)
     try:

@@ -8,17 +8,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ring.data.chunks import Tokens
+from elastic_ring.data.chunks import Counted, Tokens
 from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.manifest import MAX_MANIFEST_BYTES, Dropped, Shard
-from elastic_ring.data.preparation.documents import OnBadInput, Tally, read_documents
+from elastic_ring.data.preparation.chat import ChatTokenizer, Conversations
+from elastic_ring.data.preparation.documents import OnBadInput, Tally, TextIn, read_documents
 from elastic_ring.data.preparation.inputs import Piece
 from elastic_ring.data.preparation.shard_writer import ShardWriter
 from elastic_ring.data.tokenizer import Tokenizer, open_tokenizer
@@ -34,7 +35,10 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker of a preparation needs; picklable. Opens tokenizer and storage at first use."""
+    """What every worker of a preparation needs; picklable. Opens tokenizer and storage at first use.
+
+    `chat_sha256`: of the chat template, where documents are conversations.
+    """
 
     out: str
     tokenizer: str
@@ -45,6 +49,7 @@ class Job:
     row_group_tokens: int
     align_tokens: int
     drop_duplicates: bool
+    chat_sha256: str | None = None
 
 
 @settings
@@ -77,6 +82,18 @@ class PieceWorker:
         return found
 
     @cached_property
+    def chat(self) -> ChatTokenizer | None:
+        """Raises ValueError where this machine's chat template is not the one of the job."""
+        if self.job.chat_sha256 is None:
+            return None
+        found = ChatTokenizer(self.job.tokenizer, self.job.end_of_document)
+        if found.sha256 != self.job.chat_sha256:
+            raise ValueError(
+                f"tokenizer={self.job.tokenizer!r}: has another chat template on this machine; give all nodes the same"
+            )
+        return found
+
+    @cached_property
     def storage(self) -> Storage:
         return Storage(self.job.out).open(write=False)
 
@@ -101,11 +118,12 @@ class PieceWorker:
             tokenizer.end_of_document,
             job.row_group_tokens,
             job.align_tokens,
+            masked=self.chat is not None,
         )
         repeated = self._repeated(piece)
         for batch in batches(self._kept(piece, tally, repeated)):
-            for tokens in self._encoded(batch, piece, tally):
-                writer.add(tokens)
+            for tokens, counted in self._encoded(batch, piece, tally):
+                writer.add(tokens, counted)
         dropped = Dropped(
             len(repeated),
             tally.num_empty_documents,
@@ -120,13 +138,15 @@ class PieceWorker:
         self.storage.replace(record_name(piece.name), record.to_json())
         return record
 
-    def _encoded(self, batch: list[bytes], piece: Piece, tally: Tally) -> list[Tokens]:
-        """The tokens of each document; one that the tokenizer refuses is a bad record."""
+    def _encoded(self, batch: list[bytes], piece: Piece, tally: Tally) -> Sequence[tuple[Tokens, Counted | None]]:
+        """The tokens of each document, and which count; one that the tokenizer refuses is a bad record."""
         try:
-            return self.tokenizer.encode(batch)
+            if self.chat is not None:
+                return self.chat.encode(batch)
+            return [(tokens, None) for tokens in self.tokenizer.encode(batch)]
         except Exception as error:
             if len(batch) > 1:
-                return [tokens for document in batch for tokens in self._encoded([document], piece, tally)]
+                return [each for document in batch for each in self._encoded([document], piece, tally)]
             begins = batch[0][:40].decode(errors="replace")
             tally.leave_out_record(
                 f"{piece.spans[0].name}: the document {begins!r}... at or after its beginning cannot be tokenised: "
@@ -138,7 +158,8 @@ class PieceWorker:
         return Tally(self.job.on_bad_input)
 
     def _documents(self, piece: Piece, tally: Tally) -> Iterator[bytes]:
-        return read_documents(piece, self.job.text_column, tally)
+        content = TextIn(self.job.text_column) if self.job.chat_sha256 is None else Conversations()
+        return read_documents(piece, content, tally)
 
     def _repeated(self, piece: Piece) -> NDArray[np.int64]:
         """The numbers of the piece's documents that came before."""

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from elastic_ring.data.listing import Listing, bad_groups, check_apart, left_out_groups, list_source, used_groups
 from elastic_ring.data.manifest import MANIFEST, MAX_MANIFEST_BYTES, PREPARATION, Manifest, read_manifest
 from elastic_ring.data.preparation.assemble import assemble
+from elastic_ring.data.preparation.chat import ChatTokenizer, Conversations
 from elastic_ring.data.preparation.documents import OnBadInput
 from elastic_ring.data.preparation.inputs import Piece, cut
 from elastic_ring.data.preparation.piece import (
@@ -79,6 +80,8 @@ class PrepareConfig:
     """The token that ends a document; the tokenizer's eos_token if left out."""
     text_column: str = "text"
     """Column of Parquet and Arrow, key of JSON lines."""
+    chat: bool = False
+    """Records are conversations: they go through the tokenizer's chat template, and assistant turns count."""
     drop_duplicates: bool = False
     """Keep the first of documents with equal bytes."""
     align_tokens: PositiveInt = 1
@@ -103,6 +106,11 @@ class PrepareConfig:
         object.__setattr__(self, "sources", tuple(map(absolute, self.sources)))
         if not all(self.sources):
             raise ValueError(f"sources={self.sources!r}: none may be empty (--source URI[,URI...])")
+        if self.chat and self.tokenizer == BYTES:
+            raise ValueError(
+                f"tokenizer={BYTES!r}: bytes have no chat template: give a folder with a tokenizer that has one "
+                "(--tokenizer FOLDER), or leave chat out"
+            )
         if self.weights and len(self.weights) != len(self.sources):
             raise ValueError(f"weights={self.weights!r}: give one for each of the {len(self.sources)} sources, or none")
         if self.row_group_tokens % self.align_tokens:
@@ -134,7 +142,8 @@ def prepare(config: PrepareConfig, session: Session | None = None) -> Manifest:
     that cannot be used, StorageFailed for a folder that cannot be written.
     """
     tokenizer = open_tokenizer(config.tokenizer, config.end_of_document)
-    plan = plan_of(config, tokenizer)
+    chat = ChatTokenizer(config.tokenizer, config.end_of_document) if config.chat else None
+    plan = plan_of(config, tokenizer, chat)
     storage = Storage(config.out).open()
     if claim(storage, plan):
         log.info("%s is complete already", storage.at(MANIFEST))
@@ -156,6 +165,7 @@ def prepare(config: PrepareConfig, session: Session | None = None) -> Manifest:
         config.row_group_tokens,
         config.align_tokens,
         config.drop_duplicates,
+        None if chat is None else chat.sha256,
     )
     with within:
         if config.drop_duplicates:
@@ -166,13 +176,12 @@ def prepare(config: PrepareConfig, session: Session | None = None) -> Manifest:
     return manifest
 
 
-def plan_of(config: PrepareConfig, tokenizer: Tokenizer) -> Plan:
+def plan_of(config: PrepareConfig, tokenizer: Tokenizer, chat: ChatTokenizer | None = None) -> Plan:
     """What is to be done. Raises ValueError for sources without files."""
     for uri in config.sources:
         check_apart(uri, config.out)
-    listings = [
-        list_source(uri, column=config.text_column, allow_left_out=config.allow_left_out) for uri in config.sources
-    ]
+    columns = Conversations().columns if chat is not None else (config.text_column,)
+    listings = [list_source(uri, columns=columns, allow_left_out=config.allow_left_out) for uri in config.sources]
     pieces = [cut(listing, index, config.piece_bytes) for index, listing in enumerate(listings)]
     decides = dataclasses.asdict(config)
     for name in (
@@ -184,9 +193,12 @@ def plan_of(config: PrepareConfig, tokenizer: Tokenizer) -> Plan:
         "on_bad_input",
         "max_bad_share",
         "allow_left_out",
+        "chat",
     ):
         del decides[name]
     decides |= {"tokenizer_sha256": tokenizer.sha256, "weights": list(config.weights)}
+    if chat is not None:
+        decides["chat_sha256"] = chat.sha256
     groups = {"used": used_groups(listings), "bad": bad_groups(listings), "left_out": left_out_groups(listings)}
     return Plan(decides, _input_digest(listings), tuple(_by_turns(pieces, config.weights)), groups)
 

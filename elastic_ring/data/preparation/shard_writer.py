@@ -1,7 +1,8 @@
 """Writes documents' tokens as Parquet shards with row groups of a fixed number of tokens.
 
 Each row is a document with its end, or a part of one where a row group ends inside it: `offset` counts the document's
-tokens before the row. The same documents give the same tokens in the same rows, on any machine.
+tokens before the row. Where not all tokens count in the loss, `counted` says of each whether it does. The same
+documents give the same tokens in the same rows, on any machine.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from elastic_ring.data.chunks import Starts, Tokens
+from elastic_ring.data.chunks import Counted, Starts, Tokens
 from elastic_ring.data.manifest import Shard
 from elastic_ring.state.storage.folder import Storage
 
-COLUMN, OFFSET = "tokens", "offset"
+COLUMN, OFFSET, COUNTED = "tokens", "offset", "counted"
 SHARD_ROW_GROUPS = 256
 TOKENS_KEY = b"elastic_ring.tokens_sha256"
 
 
 @dataclass
 class ShardWriter:
-    """Takes documents in order; `close` gives the records of all shards. `name`: of the files, without ending."""
+    """Takes documents in order; `close` gives the records of all shards. `name`: of the files, without ending.
+    `masked`: not all tokens count."""
 
     storage: Storage
     name: str
@@ -35,20 +37,25 @@ class ShardWriter:
     end_of_document: int
     row_group_tokens: int
     align_tokens: int = 1
+    masked: bool = False
     longest_tokens: int = 0
     _shards: list[Shard] = field(default_factory=list)
-    _documents: deque[Tokens] = field(default_factory=deque)
+    _documents: deque[tuple[Tokens, Counted]] = field(default_factory=deque)
     _num_tokens: int = 0
     _offset: int = 0  # tokens of the first document that are in an earlier shard
 
-    def add(self, document: Tokens) -> None:
-        """The tokens of one document, without its end. Raises ValueError for one outside the vocabulary."""
+    def add(self, document: Tokens, counted: Counted | None = None) -> None:
+        """The tokens of one document, without its end; if `masked`, which of them and of its end count. Raises
+        ValueError for one outside the vocabulary."""
         if len(document) and not 0 <= int(document.min()) <= int(document.max()) < self.vocab_size:
             raise ValueError(f"{self.name}: the tokenizer gave a token outside its vocabulary [0, {self.vocab_size})")
         num_tokens = -(-(len(document) + 1) // self.align_tokens) * self.align_tokens
         ended = np.full(num_tokens, self.end_of_document, dtype=np.int32)
         ended[: len(document)] = document
-        self._documents.append(ended)
+        counts = np.zeros(num_tokens if self.masked else 0, dtype=np.bool_)
+        if counted is not None:
+            counts[: len(document) + 1] = counted
+        self._documents.append((ended, counts))
         self._num_tokens += num_tokens
         self.longest_tokens = max(self.longest_tokens, num_tokens)
         while self._num_tokens >= SHARD_ROW_GROUPS * self.row_group_tokens:
@@ -62,34 +69,50 @@ class ShardWriter:
     def _write(self, num_tokens: int) -> None:
         """A shard of the first `num_tokens`; the rest is kept."""
         parts: list[Tokens] = []
+        counts: list[Counted] = []
         starts: list[int] = []
         filled = 0
         while filled < num_tokens:
-            document = self._documents.popleft()
+            document, counted = self._documents.popleft()
             part = document[: num_tokens - filled]
             parts.append(part)
+            counts.append(counted[: len(part)])
             starts.append(filled - self._offset)
             filled += len(part)
             self._offset = 0 if len(part) == len(document) else self._offset + len(part)
             if self._offset:
-                self._documents.appendleft(document[len(part) :])
+                self._documents.appendleft((document[len(part) :], counted[len(part) :]))
         self._num_tokens -= num_tokens
         kind = np.uint16 if self.vocab_size <= 1 << 16 else np.int32
         name = f"{self.name}-{len(self._shards):03d}.parquet"
         tokens = np.concatenate(parts).astype(kind)
-        shard = stored(self.storage, name, tokens, np.array(starts, np.int64), self.row_group_tokens)
+        masks = np.concatenate(counts) if self.masked else None
+        shard = stored(self.storage, name, tokens, np.array(starts, np.int64), self.row_group_tokens, masks)
         self._shards.append(shard)
 
 
-def stored(storage: Storage, name: str, tokens: NDArray[Any], starts: Starts, row_group_tokens: int) -> Shard:
+def stored(
+    storage: Storage,
+    name: str,
+    tokens: NDArray[Any],
+    starts: Starts,
+    row_group_tokens: int,
+    counted: Counted | None,
+) -> Shard:
     """Write one shard. `starts` are the documents' first tokens; the first may lie before the shard."""
     little = tokens.dtype.newbyteorder("<")
-    digest = hashlib.sha256(starts.astype("<i8").tobytes() + tokens.astype(little, copy=False).tobytes()).hexdigest()
+    total = hashlib.sha256(starts.astype("<i8").tobytes() + tokens.astype(little, copy=False).tobytes())
+    if counted is not None:
+        total.update(b"counted" + np.packbits(counted).tobytes())
+    digest = total.hexdigest()
     cuts = np.arange(0, len(tokens), row_group_tokens)
     rows = np.unique(np.concatenate([cuts, starts[starts >= 0]]))
     owner = np.searchsorted(starts, rows, side="right") - 1
-    lists = pa.ListArray.from_arrays(pa.array(np.append(rows, len(tokens)).astype(np.int32)), pa.array(tokens))
-    table = pa.table({COLUMN: lists, OFFSET: pa.array(rows - starts[owner])})
+    ends = pa.array(np.append(rows, len(tokens)).astype(np.int32))
+    columns = {COLUMN: pa.ListArray.from_arrays(ends, pa.array(tokens)), OFFSET: pa.array(rows - starts[owner])}
+    if counted is not None:
+        columns[COUNTED] = pa.ListArray.from_arrays(ends, pa.array(counted))
+    table = pa.table(columns)
     table = table.replace_schema_metadata({TOKENS_KEY: digest.encode()})
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
@@ -107,4 +130,5 @@ def stored(storage: Storage, name: str, tokens: NDArray[Any], starts: Starts, ro
         digest,
         len(data),
         hashlib.sha256(data).hexdigest(),
+        None if counted is None else int(counted.sum()),
     )

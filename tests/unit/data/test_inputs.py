@@ -274,7 +274,7 @@ def test_a_record_of_any_fault_is_counted_and_the_tokenizer_may_refuse_a_documen
 def test_an_object_longer_than_what_is_looked_at_is_a_document_where_it_has_the_column() -> None:
     def kind(document: dict[str, str]) -> object:
         data = json.dumps(document, indent=1).encode()
-        return kinds.kind_of("a.json", lambda codec: io.BytesIO(data), "text")
+        return kinds.kind_of("a.json", lambda codec: io.BytesIO(data), ["text"])
 
     long = "word " * kinds.HEAD_BYTES
     assert kind({"text": long}) == kinds.Kind("json")

@@ -25,6 +25,7 @@ from tests.unit.train.tiny_task import (
     MODEL,
     OPTIM,
     STEP,
+    MaskedText,
     WithUnused,
     abort_until_paused,
     applying_when_waiting,
@@ -87,6 +88,28 @@ def test_steps_on_a_mesh_are_those_of_plain_training(four: Membership, mesh: Mes
     assert list(trained) == list(weights)
     for name, tensor in weights.items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def test_the_mean_over_tokens_that_count_is_the_same_on_every_mesh(four: Membership) -> None:
+    """Slices, sequences and rings of which nothing counts among them; and a batch of which nothing does."""
+    task = make_task(data=MaskedText(), step=replace(STEP, global_batch=4))
+    losses, weights = plain_training(task, 2)
+    digests = set()
+    for mesh in (ALONE, SQUARE, Mesh(4, 1), Mesh(1, 4)):
+        ranks = range(mesh.size)
+        four.all(begin, four.meeting(), mesh, task, ranks=ranks)
+        results = four.all(run_steps, 2, ranks=ranks)
+        assert all(result == results[0] for result in results)
+        assert [float.fromhex(loss) for loss, _ in results[0]] == pytest.approx(losses, rel=1e-6), mesh
+        digests.add(tuple(samples_text(samples) for _, samples in results[0]))
+        trained = whole(four.all(own_slices, ranks=ranks), mesh.cp)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=f"{mesh} {name}")
+    assert len(digests) == 1
+    four.all(begin, four.meeting(), SQUARE, replace(task, data=MaskedText(counts=False)))
+    assert [float.fromhex(loss) for loss, _ in four.all(run_steps, 2)[0]] == [0.0, 0.0]
+    assert four.all(validate)[0] == {"val_loss": 0.0}
+    assert all(part.isfinite().all() for slices in four.all(own_slices) for part in slices.values())
 
 
 def accuracy(model: Any, batch: Any) -> tuple[Tensor, int]:

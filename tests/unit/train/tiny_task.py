@@ -62,6 +62,21 @@ class RandomText:
         return Sample(tokens=tokens.astype(np.int64), document_starts=(0, 11), ends_document=sample_id % 2 == 0)
 
 
+@dataclass(frozen=True)
+class MaskedText(RandomText):
+    """The same text, of which little counts in the loss: of every third sequence nothing, of others one token or some.
+
+    `counts` False: of none anything.
+    """
+
+    counts: bool = True
+
+    def read(self, sample_id: int) -> Sample:
+        shares = (0.0, 0.05, 0.6) if self.counts else (0.0, 0.0, 0.0)
+        chosen = np.random.default_rng(1000 + sample_id).random(self.context_tokens + 1) < shares[sample_id % 3]
+        return replace(super().read(sample_id), counted=chosen)
+
+
 class WithUnused(Transformer):
     """A decoder with a parameter that no forward pass uses."""
 
@@ -261,7 +276,7 @@ def plain_training(task: TrainingTask, num_steps: int) -> tuple[list[float], dic
         make_optimizer, config=task.optim, full_ndims={name: tensor.dim() for name, tensor in named}
     )
     optimizer = make([(name, param) for name, param in model.named_parameters()])
-    source, losses = RandomText(), []
+    source, losses = task.data.open(), []
     order = Order(task.step.seed, task.step.global_batch, source.num_sequences)
     for step in range(num_steps):
         optimizer.zero_grad()

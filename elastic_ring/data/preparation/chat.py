@@ -1,0 +1,164 @@
+"""Conversations: records become messages, and messages become tokens with a mask of those that count in the loss.
+
+A conversation goes through the tokenizer's own chat template. Its assistant turns count, as the template's marks
+`{% generation %}` say. A template without marks is rendered up to each assistant turn and with it: what was added is
+the turn. `transformers` is imported only where a tokenizer is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from elastic_ring.data.chunks import Counted, Tokens
+from elastic_ring.data.tokenizer import open_saved, open_tokenizer
+from elastic_ring.files import plain_json
+
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+SHAREGPT = {**ROLES, "human": "user", "gpt": "assistant"}
+"""What `role` and what ShareGPT's `from` may be, and which role that is."""
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+# ------------------------------------------------------------ from records to messages
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Records that are conversations. A document is one as JSON: its messages, from which on assistant turns count,
+    and the tools that it may call."""
+
+    is_text: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("messages", "conversations", "prompt")
+
+    @property
+    def told(self) -> str:
+        return "a conversation"
+
+    def document(self, record: Any) -> bytes:
+        """Raises KeyError for a record without a conversation, ValueError for one that cannot be trained on."""
+        if not isinstance(record, Mapping):
+            raise ValueError(f"it is a {type(record).__name__}")
+        column = next((name for name in self.columns if record.get(name) is not None), None)
+        if column is None:
+            raise KeyError(column)
+        begin = _messages(record[column], "user") if column == "prompt" else []
+        rest = _messages(record.get("completion"), "assistant") if column == "prompt" else _messages(record[column])
+        if not rest:
+            raise ValueError("it has no messages")
+        if all(message["role"] != "assistant" for message in rest):
+            raise ValueError("it has no assistant turn, so that nothing counts in the loss")
+        tools = _given(record.get("tools"))
+        if tools is not None and not isinstance(tools, list):
+            raise ValueError(f"its tools are a {type(tools).__name__} and no list")
+        made = {"messages": begin + rest, "first": len(begin), "tools": tools}
+        return json.dumps(made, ensure_ascii=False).encode()
+
+
+def _messages(value: Any, role: str = "") -> list[dict[str, Any]]:
+    """A list of messages; text is one of `role`."""
+    if role and isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise ValueError(f"a list of messages is needed where it has {type(value).__name__}")
+    return [_message(number, turn) for number, turn in enumerate(value, 1)]
+
+
+def _message(number: int, turn: Any) -> dict[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise ValueError(f"message {number} is a {type(turn).__name__}")
+    turn = _given(turn)
+    if "from" in turn:
+        found, roles, content = turn.pop("from"), SHAREGPT, turn.pop("value", None)
+    else:
+        found, roles, content = turn.pop("role", None), ROLES, turn.pop("content", None)
+    if found not in roles:
+        raise ValueError(f"message {number} has the role {found!r}: known are {', '.join(roles)}")
+    if not isinstance(content, str) and not (content is None and "tool_calls" in turn):
+        raise ValueError(f"message {number} has {type(content).__name__} and no text in it")
+    return {"role": roles[found], "content": content, **turn}
+
+
+def _given(value: Any) -> Any:
+    """Without fields that are null, which a table has in every row where one has them."""
+    if isinstance(value, Mapping):
+        return {key: _given(item) for key, item in value.items() if item is not None}
+    return [_given(item) for item in value] if isinstance(value, list) else value
+
+
+# ------------------------------------------------------------ from messages to tokens
+
+
+class ChatTokenizer:
+    """The chat template of a tokenizer of `transformers`. `sha256` identifies what it does."""
+
+    def __init__(self, where: str, end_of_document: str | None) -> None:
+        """Raises ValueError for a folder without a tokenizer or without a chat template."""
+        plain = open_tokenizer(where, end_of_document)
+        self._tokenizer = open_saved(where)
+        self._tokenizer.model_max_length = int(1e30)  # it would warn of long ones, which are packed as others are
+        self._end = plain.end_of_document
+        try:
+            template = self._tokenizer.get_chat_template()
+        except ValueError as error:  # none, or several of which none is the default
+            raise ValueError(
+                f"tokenizer={where!r}: has no chat template, or none that is its default: write one to its folder "
+                "(chat_template.jinja), or give the tokenizer of a model that chats"
+            ) from error
+        self._has_marks = bool(MARKS.search(template)) and self._tokenizer.is_fast
+        identity = [plain.sha256, template, self._tokenizer.special_tokens_map]
+        self.sha256 = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    def encode(self, conversations: Sequence[bytes]) -> list[tuple[Tokens, Counted]]:
+        """The tokens of each without the end of a document, and which of them and of that end count. The end counts
+        where the template has written it itself. Raises ValueError for a conversation of which nothing counts, and
+        whatever the template raises."""
+        return [self._encode(**plain_json(conversation, len(conversation))) for conversation in conversations]
+
+    def _encode(self, messages: list[dict[str, Any]], first: int, tools: list[Any] | None) -> tuple[Tokens, Counted]:
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if self._has_marks and turns[0] >= first:
+            found = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids, mask = found["input_ids"], found["assistant_masks"]
+        else:
+            ids, mask = self._by_prefixes(messages, [turn for turn in turns if turn >= first], tools)
+        tokens, counted = np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_)
+        if not counted.any():
+            raise ValueError("no token counts: its assistant turns are empty, or {% generation %} marks other turns")
+        if tokens[-1] == self._end:
+            return tokens[:-1], counted
+        return tokens, np.append(counted, False)
+
+    def _by_prefixes(
+        self, messages: list[dict[str, Any]], turns: Sequence[int], tools: list[Any] | None
+    ) -> tuple[list[int], Counted]:
+        render = partial(self._tokenizer.apply_chat_template, tools=tools, tokenize=False)
+        texts = [render(messages)]
+        for turn in turns:
+            texts.append(render(messages[:turn], add_generation_prompt=True) if turn else "")
+            texts.append(render(messages[: turn + 1]))
+        whole, *parts = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        counted = np.zeros(len(whole), dtype=np.bool_)
+        for number, turn in enumerate(turns):
+            before, after = parts[2 * number : 2 * number + 2]
+            is_prefix = before and len(before) <= len(after) and whole[: len(before)] == before
+            if not is_prefix or whole[: len(after)] != after:
+                raise ValueError(
+                    f"what the chat template writes up to message {turn + 1} is not how it begins with more messages, "
+                    "so that nothing tells which tokens are the assistant's: put {% generation %} and "
+                    "{% endgeneration %} around its text in the template, or leave such conversations out"
+                )
+            counted[len(before) : len(after)] = True
+        return whole, counted

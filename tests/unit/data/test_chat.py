@@ -1,0 +1,359 @@
+"""Conversations become tokens and a mask: what counts, in the shards, in the digests, in slices and in the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.cli import data as command
+from elastic_ring.config import StepConfig
+from elastic_ring.data.loader import IGNORE, slice_sample
+from elastic_ring.data.manifest import Manifest, digest_of, read_manifest
+from elastic_ring.data.preparation.piece import PieceWorker
+from elastic_ring.data.prepared import PreparedCorpus, PreparedTokens
+from elastic_ring.integrations.transformers import ring_model
+from elastic_ring.model.loss import language_model_loss
+from elastic_ring.train.attention_context import attention_of, batch_of
+from elastic_ring.train.optim import OptimConfig
+from elastic_ring.train.task import TrainingTask
+from tests.unit.data.corpora import prepared, texts, tokens_of
+
+tokenizers = pytest.importorskip("tokenizers")
+T = pytest.importorskip("transformers")
+END, OPEN, CLOSE = "<|end|>", "<|open|>", "<|close|>"
+ANSWER = "{{ message.content }}" + CLOSE
+PLAIN = (
+    "{% for message in messages %}" + OPEN + "{{ message.role }}\n" + ANSWER + "{% endfor %}"
+    "{% if add_generation_prompt %}" + OPEN + "assistant\n{% endif %}"
+)
+MARKED = PLAIN.replace(
+    ANSWER,
+    "{% if message.role == 'assistant' %}{% generation %}"
+    + ANSWER
+    + "{% endgeneration %}{% else %}"
+    + ANSWER
+    + "{% endif %}",
+)
+ENDS = PLAIN.replace(CLOSE, "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}")
+LAST_ONLY = PLAIN.replace(OPEN, "{% if loop.last %}thinks{% endif %}" + OPEN, 1)
+"""Writes something before the last message alone, as templates do that leave out what was thought before."""
+ASKED, SAID = texts(12), texts(12, 12)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE of 400 tokens with `MARKED` as its template."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[END, OPEN, CLOSE],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts(200), trainer)
+    return with_template(made, tmp_path_factory.mktemp("tokenizers") / "marked", MARKED)
+
+
+def with_template(made: Any, folder: Path, template: str | None) -> Path:
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def other(saved: Path, folder: Path, template: str | None) -> Path:
+    return with_template(tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json")), folder, template)
+
+
+def messages(*contents: str) -> list[dict[str, Any]]:
+    """From the user and the assistant by turns."""
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def conversations() -> list[list[dict[str, Any]]]:
+    """Some of one answer, some of two."""
+    return [messages(ASKED[i], SAID[i], *((ASKED[i + 1], SAID[i + 1]) if i % 2 else ())) for i in range(10)]
+
+
+def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(records)), path, row_group_size=3)
+    else:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def chat(out: Path, source: Path, folder: Path, **settings: Any) -> Manifest:
+    return prepared(out, source, tokenizer=str(folder), chat=True, **settings)
+
+
+def counted_of(out: Path, manifest: Manifest) -> list[list[tuple[int, bool]]]:
+    """(token, whether it counts) of each document, by the shards' own columns."""
+    flags: list[bool] = []
+    for shard in manifest.sources[0].shards:
+        table = pq.read_table(out / "shards" / shard.name)
+        flags += [flag for row in table["counted"].to_pylist() for flag in row]
+        assert shard.num_counted == sum(flag for row in table["counted"].to_pylist() for flag in row)
+    rest = iter(flags)
+    return [[(token, next(rest)) for token in document] for document in tokens_of(out, manifest.sources[0])]
+
+
+def counted_text(saved: Path, document: list[tuple[int, bool]]) -> str:
+    opened = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    text: str = opened.decode([token for token, counts in document if counts], skip_special_tokens=False)
+    return text
+
+
+def of_sharegpt(conversation: list[dict[str, Any]]) -> list[dict[str, str]]:
+    return [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in conversation]
+
+
+# ------------------------------------------------------------ what counts
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by prefixes"])
+def test_assistant_turns_count_and_nothing_else_whatever_the_records_are_called(
+    saved: Path, tmp_path: Path, template: str
+) -> None:
+    folder = other(saved, tmp_path / "tokenizer", template)
+    forms = {
+        "messages.jsonl": [{"messages": each, "id": 3} for each in conversations()],
+        "sharegpt.jsonl": [{"conversations": of_sharegpt(each)} for each in conversations()],
+        "table.parquet": [{"messages": each, "prompt": None} for each in conversations()],
+    }
+    made = {name: chat(tmp_path / name[:4], write(tmp_path / name, rows), folder) for name, rows in forms.items()}
+    documents = counted_of(tmp_path / "mess", made["messages.jsonl"])
+    assert len(documents) == 10
+    reference = T.AutoTokenizer.from_pretrained(saved)  # whose template writes the same
+    for document, conversation in zip(documents, conversations(), strict=True):
+        assert [token for token, _ in document] == [*reference.apply_chat_template(conversation)["input_ids"], 0]
+        answers = [message["content"] for message in conversation if message["role"] == "assistant"]
+        assert counted_text(saved, document) == "".join(answer + CLOSE for answer in answers)
+    assert counted_of(tmp_path / "tabl", made["table.parquet"]) == documents
+    assert counted_of(tmp_path / "shar", made["sharegpt.jsonl"]) == documents
+
+
+def test_of_a_prompt_and_its_completion_the_completion_counts(saved: Path, tmp_path: Path) -> None:
+    records = [
+        {"prompt": "one", "completion": "two"},
+        {"prompt": messages("one", "two", "three"), "completion": [{"role": "assistant", "content": "four"}]},
+    ]
+    for name, template in (("marked", MARKED), ("plain", PLAIN)):
+        folder = other(saved, tmp_path / f"{name}-tokenizer", template)
+        manifest = chat(tmp_path / name, write(tmp_path / f"{name}.jsonl", records), folder)
+        found = [counted_text(saved, document) for document in counted_of(tmp_path / name, manifest)]
+        assert found == ["two" + CLOSE, "four" + CLOSE]
+    single = tmp_path / "one.json"
+    single.write_text(json.dumps({"prompt": "one", "completion": "two"}, indent=1))
+    assert chat(tmp_path / "single", single, saved).num_documents == 1
+
+
+def test_an_end_that_the_template_writes_is_the_documents_and_counts(saved: Path, tmp_path: Path) -> None:
+    folder = other(saved, tmp_path / "tokenizer", ENDS)
+    manifest = chat(tmp_path / "out", write(tmp_path / "a.jsonl", [{"messages": messages("one", "two")}]), folder)
+    (document,) = counted_of(tmp_path / "out", manifest)
+    assert [token for token, _ in document].count(0) == 1
+    assert document[-1] == (0, True)
+    assert counted_text(saved, document) == "two" + END
+
+
+# ------------------------------------------------------------ shards and digests
+
+
+def test_another_mask_is_another_corpus_and_no_mask_is_the_one_it_was(saved: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [{"messages": each, "text": "x"} for each in conversations()])
+    first = chat(tmp_path / "one", source, saved)
+    assert chat(tmp_path / "two", source, saved).digest == first.digest
+    users = other(saved, tmp_path / "users", MARKED.replace("== 'assistant'", "!= 'assistant'"))
+    second = chat(tmp_path / "three", source, users)
+    assert tokens_of(tmp_path / "one", first.sources[0]) == tokens_of(tmp_path / "three", second.sources[0])
+    assert (second.tokenizer_sha256, second.vocab_size) == (first.tokenizer_sha256, first.vocab_size)
+    assert second.digest != first.digest
+    with pytest.raises(ValueError, match="holds another preparation: chat_sha256 was"):
+        chat(tmp_path / "one", source, users)
+    text = prepared(tmp_path / "text", source, tokenizer=str(saved))
+    plain = dataclasses.asdict(text)
+    for shard in plain["sources"][0]["shards"]:
+        assert shard.pop("num_counted") is None
+    assert (text.num_counted, digest_of(plain)) == (None, text.digest)  # as it was written before there were masks
+    table = pq.read_table(tmp_path / "text" / "shards" / text.sources[0].shards[0].name)
+    assert table.column_names == ["tokens", "offset"]
+
+
+def test_equal_conversations_are_dropped_and_a_stopped_preparation_goes_on(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"messages": each} for each in (*conversations(), conversations()[3])]
+    rows += [{"conversations": of_sharegpt(conversations()[4])}]
+    source, once = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[:10])
+    whole, left = PieceWorker.prepare, [2]
+
+    def stopped(worker: PieceWorker, piece: Any) -> Any:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return whole(worker, piece)
+
+    monkeypatch.setattr(PieceWorker, "prepare", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        chat(tmp_path / "out", source, saved, drop_duplicates=True, piece_bytes=700)
+    monkeypatch.setattr(PieceWorker, "prepare", whole)
+    manifest = chat(tmp_path / "out", source, saved, drop_duplicates=True, piece_bytes=700)
+    assert (manifest.num_documents, manifest.dropped.num_duplicates) == (10, 2)
+    assert counted_of(tmp_path / "out", manifest) == counted_of(tmp_path / "once", chat(tmp_path / "once", once, saved))
+
+
+# ------------------------------------------------------------ in training
+
+
+def corpus(saved: Path, tmp_path: Path, context_tokens: int | None = None, **settings: Any) -> PreparedCorpus:
+    """All conversations in one sequence, or sequences of so many tokens."""
+    source = write(tmp_path / "a.jsonl", [{"messages": each} for each in conversations()])
+    manifest = chat(tmp_path / "out", source, saved, **settings)
+    uri = str(tmp_path / "out" / "manifest.json")
+    return PreparedTokens.of(uri, context_tokens or manifest.num_tokens - 1).open()
+
+
+@pytest.mark.parametrize("align_tokens", [1, 16])
+def test_targets_that_do_not_count_are_no_targets_on_any_slice(saved: Path, tmp_path: Path, align_tokens: int) -> None:
+    """Over row groups, shards and pieces; a document's first token has nothing before it and is never a target."""
+    source = corpus(saved, tmp_path, 48, align_tokens=align_tokens)
+    flat = [
+        each
+        for document in counted_of(tmp_path / "out", read_manifest(str(tmp_path / "out/manifest.json")))
+        for each in document
+    ]
+    assert source.num_sequences > 10
+    empty = 0
+    for sample_id in range(source.num_sequences):
+        sample, begin = source.read(sample_id), sample_id * 48
+        expected = [token if counts else IGNORE for token, counts in flat[begin + 1 : begin + 49]]
+        for cp in (1, 2):
+            layout, targets = make_layout("zigzag", 48, cp), np.zeros(48, dtype=np.int64)
+            for rank in range(cp):
+                piece = slice_sample(sample, layout, rank, sample_id=0, index_in_batch=0)
+                targets[piece.positions[0].numpy()] = piece.targets[0].numpy()
+                assert piece.num_targets == int((piece.targets != IGNORE).sum())
+                empty += piece.num_targets == 0
+            assert targets.tolist() == expected
+    assert empty > 0
+
+
+def test_the_loss_is_that_of_a_plain_loop_of_transformers_with_labels(saved: Path, tmp_path: Path) -> None:
+    """Ours packs all conversations into one sequence; theirs takes one after the other."""
+    source = corpus(saved, tmp_path)
+    config = T.LlamaConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    theirs = T.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = ring_model(config)
+    ours = model()
+    ours.load_state_dict(theirs.state_dict())
+    sample, layout = source.read(0), make_layout("zigzag", source.context_tokens, 1)
+    step = StepConfig(context_tokens=source.context_tokens)
+    piece = slice_sample(sample, layout, 0, sample_id=0, index_in_batch=0)
+    attention = attention_of(TrainingTask(model, source, step, OptimConfig()), piece, layout, 0, None)  # type: ignore[arg-type]
+    loss_sum, num_targets = language_model_loss(ours, batch_of(piece, attention, torch.device("cpu")))
+    (loss_sum / num_targets).backward()
+
+    tokenizer, total, number = T.AutoTokenizer.from_pretrained(saved), torch.zeros(()), 0
+    for conversation in conversations():
+        found = tokenizer.apply_chat_template(
+            conversation, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+        )
+        labels = found["input_ids"].masked_fill(~found["assistant_masks"].bool(), -100)
+        counted = int((labels[0, 1:] != -100).sum())
+        total = total + theirs(found["input_ids"], labels=labels, use_cache=False).loss * counted
+        number += counted
+    (total / number).backward()
+    assert int(num_targets) == number
+    torch.testing.assert_close(loss_sum / num_targets, total / number, rtol=0, atol=1e-5)
+    for (name, own), reference in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, reference.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+# ------------------------------------------------------------ mistakes
+
+GOOD = {"messages": messages("one", "two")}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no field": ({"text": "x"}, "line 2 at byte .* has no 'messages' or 'conversations' or 'prompt': it has text"),
+    "no completion": ({"prompt": "x"}, "a list of messages is needed where it has NoneType"),
+    "empty": ({"messages": []}, "it has no messages"),
+    "no list": ({"messages": "x"}, "a list of messages is needed where it has str"),
+    "no message": ({"messages": ["x"]}, "message 1 is a str"),
+    "unknown role": (
+        {"messages": [*messages("a", "b"), {"role": "robot", "content": "c"}]},
+        "message 3 has the role 'robot': known are system, developer, user, assistant, tool",
+    ),
+    "unknown sender": ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1 has the role 'bing'"),
+    "no content": ({"messages": [{"role": "assistant"}]}, "message 1 has NoneType and no text in it"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1 has list and no text in it"),
+    "no assistant": ({"messages": messages("a")}, "it has no assistant turn, so that nothing counts in the loss"),
+    "tools": ({**GOOD, "tools": "[]"}, "its tools are a str and no list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_conversation_that_cannot_be_trained_on_is_a_bad_record_by_name(
+    saved: Path, tmp_path: Path, name: str
+) -> None:
+    record, told = BAD[name]
+    source = write(tmp_path / "a.jsonl", [GOOD, record, GOOD])
+    with pytest.raises(ValueError, match=rf"a\.jsonl: .*{told}"):
+        chat(tmp_path / "out", source, saved)
+    manifest = chat(tmp_path / "out", source, saved, on_bad_input="skip", max_bad_share=0.4)
+    assert (manifest.num_documents, manifest.dropped.num_bad_records) == (2, 1)
+
+
+def test_a_template_that_does_not_tell_the_assistants_tokens_is_refused_with_the_way_out(
+    saved: Path, tmp_path: Path
+) -> None:
+    folder = other(saved, tmp_path / "tokenizer", LAST_ONLY)
+    twice = write(tmp_path / "twice.jsonl", [{"messages": messages("a", "b", "c", "d")}])
+    with pytest.raises(ValueError, match=r"writes up to message 2 is not how it begins .*put \{% generation %\}"):
+        chat(tmp_path / "out", twice, folder)
+    first = write(tmp_path / "first.jsonl", [{"messages": messages("a", "b")[1:]}])
+    with pytest.raises(ValueError, match="writes up to message 1 is not how it begins"):
+        chat(tmp_path / "first", first, other(saved, tmp_path / "plain", PLAIN))
+    assert chat(tmp_path / "marked", first, saved).num_documents == 1
+    empty = write(tmp_path / "empty.jsonl", [GOOD])
+    nothing = MARKED.replace(ANSWER + "{% endgeneration %}", "{% endgeneration %}" + ANSWER)
+    with pytest.raises(ValueError, match="no token counts: "):
+        chat(tmp_path / "empty", empty, other(saved, tmp_path / "nothing", nothing))
+
+
+def test_settings_that_cannot_be_are_named(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = write(tmp_path / "a.jsonl", [GOOD, GOOD]), str(tmp_path / "out")
+    given = ["prepare", "--source", str(source), "--out", out, "--chat", "--workers", "0"]
+    assert command.main(given) == 2
+    assert "tokenizer='bytes': bytes have no chat template: give a folder" in capsys.readouterr().err
+    assert command.main([*given, "--tokenizer", str(other(saved, tmp_path / "none", None))]) == 2
+    assert "has no chat template, or none that is its default: write one" in capsys.readouterr().err
+    (tmp_path / "a.txt").write_text("one")
+    with pytest.raises(ValueError, match=r"a\.txt: is text: give records with a conversation"):
+        chat(tmp_path / "text", tmp_path / "a.txt", saved)
+    assert command.main([*given, "--tokenizer", str(saved)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    manifest = read_manifest(f"{out}/manifest.json")
+    share = (manifest.num_counted or 0) / manifest.num_tokens
+    assert said[2] == f"{manifest.num_counted} of the tokens count in the loss ({share:.1%})"
+    with caplog.at_level("INFO"):
+        PreparedTokens.of(f"{out}/manifest.json", 4)
+    assert "are packed over several sequences of context_tokens=4" in caplog.text
