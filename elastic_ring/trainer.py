@@ -91,7 +91,6 @@ from elastic_ring.state.checkpoints.manifest import FOLDER, located
 from elastic_ring.state.storage.folder import open_or_refuse
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule, check_cpu_offload, check_schedule
 from elastic_ring.train.startup.check_pattern import check_pattern
-from elastic_ring.train.startup.compiling import check_compiles
 from elastic_ring.train.startup.layouts import AUTO, Layouts, check_layers, check_rows
 from elastic_ring.train.task import (
     Initial,
@@ -607,8 +606,6 @@ def check_task(task: TrainingTask, cp: int, device: str) -> None:
     check_layers(task)
     layouts = Layouts(task)
     layouts.choice(cp, device)
-    if device == "cpu":  # the driver of a GPU run may have neither a GPU nor a compiler for one
-        check_compiles(task, device)
     if device == "cuda":
         check_pattern(task, cp, layouts)
     check_rows(task)

@@ -85,7 +85,7 @@ OWN: list[tuple[str, int, int, int, int, str, dict[str, Any], float, str]] = [
     ("1b", 65_536, 1, 1, 1, "H200", {}, 3.111, "training/2026-11-24-state-in-host-memory-H200.md"),
     ("1b", 65_536, 1, 2, 1, "H200", {}, 1.621, "gpu_runs/2026-11-24-ninth-run-2xH200.md"),
     ("1b", 32_768, 1, 1, 1, "H200", {}, 1.098, "gpu_runs/2026-11-22-fifth-run-H200.md"),
-    ("1b", 32_768, 1, 1, 1, "H200", {"compile_blocks": True}, 1.040, "gpu_runs/2026-11-22-fifth-run-H200.md"),
+    ("1b", 32_768, 1, 1, 1, "H200", {"compiled": True}, 1.040, "gpu_runs/2026-11-22-fifth-run-H200.md"),
     ("1b", 32_768, 2, 2, 2, "H200", {}, 0.589, "training/2026-11-21-training-4xH200.md"),
     ("1b", 32_768, 1, 2, 1, "H100-80", {}, 0.617, "gpu_runs/2026-11-25-tenth-run-2xH100.md"),
     (
@@ -109,10 +109,10 @@ OWN: list[tuple[str, int, int, int, int, str, dict[str, Any], float, str]] = [
 def own() -> Iterator[Case]:
     """Steps of this project's own runs (G9), flash-attn-4."""
     for index, (name, context, dp, cp, batch, gpu, other, seen, where) in enumerate(OWN):
-        config = dataclasses.replace(preset(name), compile_blocks=other.get("compile_blocks", False))
         scaling = ScalingConfig(dp=dp, cp=cp, device="cuda", cpu_offload=other.get("cpu_offload", "none"))
         step = StepConfig(steps=1, global_batch=batch, context_tokens=context, param_dtype="bfloat16")
-        job = job_of(config, scaling, step, density=other.get("density", 1.0))
+        job = job_of(preset(name), scaling, step, density=other.get("density", 1.0))
+        job = dataclasses.replace(job, compiled=other.get("compiled", False))
         told = ", ".join(f"{key}={value}" for key, value in other.items())
         yield Case(
             f"G9 {gpu} {name} {context} dp {dp} cp {cp} {told}".rstrip(),

@@ -113,7 +113,6 @@ class GpuRun:
     checkpoint: bool = True
     offload: bool = False
     pattern: str = ""
-    compile: bool = False
     release_contexts: bool = True
     cpu_offload: CpuOffload = "none"
     document_tokens: int = 0
@@ -127,7 +126,6 @@ class GpuRun:
             preset(self.preset),
             checkpoint_activations=self.checkpoint,
             offload_activations=self.offload,
-            compile_blocks=self.compile,
         )
 
     @property

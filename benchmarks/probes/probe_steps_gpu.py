@@ -3,15 +3,13 @@
     python benchmarks/probes/probe_steps_gpu.py bits --preset 100m --context 8192
     python benchmarks/probes/probe_steps_gpu.py speed --preset 1b --context 131072 --batch 2
     python benchmarks/probes/probe_steps_gpu.py speed --preset 1b --context 131072 --fast --pattern bigbird:52,0,52
-    python benchmarks/probes/probe_steps_gpu.py speed --preset 1b --context 32768 --compile
     python benchmarks/probes/probe_steps_gpu.py broken --preset 100m --dp 1 --generations 8
 
 `bits` trains twice from the same state and compares, on every rank and after every step, the summed gradient and
 the parameters. `speed` prints step time, model FLOPs utilisation and memory, and with `--profile` where rank 0's GPU
 spent a step. With `--pattern` the step is timed dense, with the pattern, and with each query's own block alone: what
-remains then is not attention, and bounds the gain of any pattern (Amdahl). With `--compile` it is timed eager and
-with the layers' pieces compiled, and the ratio printed, with the loss and the warm-up of each. `broken` aborts the
-groups at random moments of steps, repeatedly, and prints the memory that each aborted generation leaves allocated.
+remains then is not attention, and bounds the gain of any pattern (Amdahl). `broken` aborts the groups at random
+moments of steps, repeatedly, and prints the memory that each aborted generation leaves allocated.
 Processes are spawned with the environment of the product's workers; groups are made by its `Connector`.
 
 Model FLOPs utilisation is `benchmarks.harness.gpu_runs`'s.
@@ -52,7 +50,6 @@ from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.runtime.gpu.device import be_deterministic, kernel_cache, visible_gpus, warm_devices
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.state.device.digest import device_digests
-from elastic_ring.train.startup.compiling import warm_up_model
 from elastic_ring.train.startup.warm import attention_shapes, warm_up_device
 
 
@@ -133,10 +130,9 @@ def peak_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def warm(run: GpuRun, device: torch.device, all_devices: bool) -> None:
-    task = run.trainer(Path("/tmp"), "probe", 1000).task
     if device.type == "cpu":
-        warm_up_model(task, device, run.cp)
         return
+    task = run.trainer(Path("/tmp"), "probe", 1000).task
     be_deterministic(task)
     if all_devices:
         warm_devices(task, visible_gpus(), run.cp)
@@ -203,7 +199,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--cpu-offload", choices=["none", "optimizer", "all"], default="none", help="state in host memory"
     )
-    parser.add_argument("--compile", action="store_true", help="compile the layers' pieces; speed also times without")
     parser.add_argument("--warm-all", action="store_true", help="warm every GPU, as a standby does")
     parser.add_argument("--profile", default="", help="bits: write the host's profile to this file; speed: any value")
     parser.add_argument("--env", nargs="*", default=[], help="NAME=VALUE for the processes")
@@ -222,14 +217,9 @@ def main(argv: list[str]) -> int:
         cpu_offload=args.cpu_offload,
     )
     text = Path(args.pattern).read_text(encoding="utf-8") if Path(args.pattern).is_file() else args.pattern
-    if text and args.compile and args.what == "speed":
-        parser.error("--pattern and --compile each time the step against another: give one of them")
     if text and args.what == "speed":
         return against_dense(run, text, args)
-    if args.compile and args.what == "speed":
-        return against_eager(run, args)
-    run = replace(run, pattern=text, compile=args.compile)
-    answers = measure(run, args)
+    answers = measure(replace(run, pattern=text), args)
     show(answers, args)
     return int(any("error" in answer for answer in answers))
 
@@ -252,41 +242,6 @@ def show(answers: list[dict[str, Any]], args: argparse.Namespace, variant: str =
     asked = {name: value for name, value in vars(args).items() if name in chosen}
     for answer in answers:
         print(json.dumps({**asked, **({"variant": variant} if variant else {}), **answer}), flush=True)
-
-
-def against_eager(run: GpuRun, args: argparse.Namespace) -> int:
-    """Time eager and compiled steps in turn, each in new processes; the second compiled run uses the first's disk
-    cache.
-    """
-    rows: dict[str, list[dict[str, Any]]] = {"eager": [], "compiled": []}
-    for name in ("eager", "compiled", "eager", "compiled"):
-        answers = measure(replace(run, compile=name == "compiled"), args)
-        show(answers, args, name)
-        if any("error" in answer for answer in answers):
-            return 1
-        rows[name].append(
-            {
-                what: max(answer[what] for answer in answers)
-                for what in ("step_s", "first_s", "warm_s", "peak_gib", "loss")
-            }
-        )
-    best = {name: min(row["step_s"] for row in found) for name, found in rows.items()}
-    print(
-        json.dumps(
-            {
-                "speed_up": round(best["eager"] / best["compiled"], 4),
-                **{f"{name}_s": seconds for name, seconds in best.items()},
-                **{f"{name}_mfu": round(utilisation(run, seconds), 4) for name, seconds in best.items()},
-                **{
-                    f"{name}_{what}": [row[what] for row in found]
-                    for name, found in rows.items()
-                    for what in ("warm_s", "first_s", "peak_gib", "loss")
-                },
-            }
-        ),
-        flush=True,
-    )
-    return 0
 
 
 OWN_BLOCK = "bigbird:1,0,0"

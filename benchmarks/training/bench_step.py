@@ -41,7 +41,6 @@ ROWS: dict[str, GpuRun | plain_llama.PlainRun] = {
     "hf-keep": replace(OURS, checkpoint=False),
     "1b": replace(OURS, preset="1b"),
     "1b-keep": replace(OURS, preset="1b", checkpoint=False),
-    "1b-compile": replace(OURS, preset="1b", compile=True),
     "1b-fast": replace(OURS, preset="1b", deterministic=False),
     "1b-packed": replace(OURS, preset="1b", document_tokens=PACKED_TOKENS),
     "plain": PLAIN,

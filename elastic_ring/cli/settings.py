@@ -21,7 +21,7 @@ import tyro
 from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data
 from elastic_ring.config import CpuOffload, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_plain
-from elastic_ring.model.config import ModelConfig, preset
+from elastic_ring.model.config import GONE, ModelConfig, preset
 from elastic_ring.monitor.terminal import coloured
 from elastic_ring.validation import docstrings, from_plain, unknown_setting
 
@@ -175,8 +175,6 @@ class ShortFlags:
     """Keep checkpointed activations in host memory."""
     cpu_offload: CpuOffload | None = None
     """Keep the optimizer's moments, or all of the state, in host memory."""
-    compile: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Have torch.compile fuse what a layer computes around attention."""
     plan: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print what the run needs, and start nothing."""
     run_name: str | None = None
@@ -274,8 +272,7 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         place[setting] = value
     if flags.cpus_per_worker is not None:
         given["scaling"]["resources_per_worker"] = {"CPU": flags.cpus_per_worker}
-    for flag, setting in (("offload_activations", "offload_activations"), ("compile", "compile_blocks")):
-        given["model"][setting] = given["model"][setting] or getattr(flags, flag)
+    given["model"]["offload_activations"] = given["model"]["offload_activations"] or flags.offload_activations
     if flags.data is not None:
         given["data"] |= data_flag(flags.data, given["data"])
     optim = given["optim"]
@@ -305,11 +302,8 @@ def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file:
                 "names none. For other models give --pattern"
             )
         return
-    if flags.compile or flags.offload_activations:
-        raise ValueError(
-            f"{'compile' if flags.compile else 'offload_activations'}=True: models of --model-folder have "
-            "no such setting; leave it out"
-        )
+    if flags.offload_activations:
+        raise ValueError("offload_activations=True: models of --model-folder have no such setting; leave it out")
     decided = [setting for setting in ModelConfig.__pydantic_fields__ if setting not in FREE_OF_FOLDER]  # type: ignore[attr-defined]
     asked = [setting for setting in decided if setting in file.get("model", {}) or has_flag(argv, f"model.{setting}")]
     if asked:
@@ -327,6 +321,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         found = plain_toml(read_small(path, MAX_TOML_BYTES, is_asked=True))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config {path}: cannot be read as TOML ({error})") from error
+    model = found.get("model")
+    if isinstance(model, dict) and model.get(GONE) is False:  # the config.toml of a run that began before
+        del model[GONE]
     top = ["preset", *TOP, *SECTIONS]
     for key, value in found.items():
         if key not in top:

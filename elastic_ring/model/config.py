@@ -9,6 +9,9 @@ from pydantic import Field
 
 from elastic_ring.validation import Must, PositiveInt, settings
 
+GONE = "compile_blocks"
+"""A setting that earlier versions had, off by default. Their records name it; identities still say that it is off."""
+
 
 @settings
 class ModelConfig:
@@ -40,8 +43,6 @@ class ModelConfig:
     """Keep only each block's input and attention output; recompute the rest in backward."""
     offload_activations: bool = False
     """Keep checkpointed activations in host memory between forward and backward."""
-    compile_blocks: bool = False
-    """Fuse the operations around attention with torch.compile."""
     loss_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at one time."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"

@@ -31,10 +31,9 @@ class _Kernels:
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether Liger's kernels take these tensors: on a GPU, of one of its types, none empty, the package installed, and
-    nothing being compiled: torch.compile fuses the operators itself."""
+    """Whether Liger's kernels take these tensors: on a GPU, of one of its types, none empty, the package installed."""
     first = tensors[0]
-    if torch.compiler.is_compiling() or not first.is_cuda or first.dtype not in _TYPES or _kernels() is None:
+    if not first.is_cuda or first.dtype not in _TYPES or _kernels() is None:
         return False
     return all(each.is_cuda and each.dtype == first.dtype and each.numel() > 0 for each in tensors)
 

@@ -2,7 +2,7 @@
 
 The peak of a step is the fullest of a few moments: the loss's backward pass, the backward pass of the last layers and
 of the first, the end of the backward pass, the update. Each moment is a list of named terms; the plan prints those of
-the fullest. A decoder block is counted as `fused_ops` computes it and autograd keeps it.
+the fullest. A decoder block is counted as `transformer` computes it and autograd keeps it.
 """
 
 from __future__ import annotations
@@ -121,9 +121,8 @@ class StepMemory:
         attended = self._heads_bytes(config.num_heads) + self.tokens * config.num_heads * LSE_BYTES
         if config.checkpoint_activations:
             return self._width_bytes + attended
-        silu = 0 if config.compile_blocks else self._ffn_bytes
         qkv = self._heads_bytes(config.num_heads + 2 * config.num_kv_heads) + self._norms_bytes
-        return 4 * self._width_bytes + attended + qkv + 3 * self._ffn_bytes + silu
+        return 4 * self._width_bytes + attended + qkv + 4 * self._ffn_bytes
 
     @cached_property
     def activation_bytes(self) -> int:
@@ -135,9 +134,9 @@ class StepMemory:
         config = self.config
         if not config.checkpoint_activations:
             return self._width_bytes + 2 * self._ffn_bytes
-        live = 4 if config.compile_blocks else 6  # gate, up and the gradients; eager also silu(gate) and one more
         qkv = self._heads_bytes(config.num_heads + 2 * config.num_kv_heads) + self._norms_bytes
-        return 4 * self._width_bytes + qkv + live * self._ffn_bytes
+        # Of the feed-forward's width: gate, up and their gradients, silu(gate) and one more.
+        return 4 * self._width_bytes + qkv + 6 * self._ffn_bytes
 
     @cached_property
     def rotation(self) -> int:

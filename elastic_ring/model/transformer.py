@@ -2,30 +2,31 @@
 
 Attention is a callable argument; rings and process groups must not enter this module. The model can be built on the
 meta device, because its parameters are filled by `init` and it has no buffers; each of `blocks` is one FSDP2 unit.
-`fused_ops` computes a layer's operations around attention.
+On GPUs Liger's kernels compute norms, rotary embedding and SwiGLU where they are installed (`model.liger`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, overload
+from typing import overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from elastic_ring.attention.layers import AttentionFn, of_layer
 from elastic_ring.attention.recomputation import OffloadedTensor
+from elastic_ring.model import liger
 from elastic_ring.model.config import ModelConfig
-from elastic_ring.model.fused_ops import EAGER, compiled, rms_norm, rotated
 from elastic_ring.model.loss import chunked_cross_entropy
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin (B, S, 1, D/2) of the rotary angles, fp32 or wider.
+    """Rotary embedding (Su et al. 2021), which pairs halves as GPT-NeoX does: cos and sin (B, S, 1, D/2) of the angles,
+    fp32 or wider.
 
     Not a tensor argument, because FSDP2's mixed precision would cast it to bfloat16, too coarse for angles.
     """
@@ -43,29 +44,58 @@ class Rotation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x (B, S, H, D)."""
-        return rotated(x, self.cos, self.sin)
+        first, second = x.to(self.cos.dtype).chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
+        return torch.cat(turned, dim=-1).to(x.dtype)
+
+    def of_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q (B, S, H, D) and k (B, S, H_kv, D), which nothing else may read."""
+        if liger.fits(q, k) and self.cos.dtype == torch.float32:
+            return liger.rope_of_halves(q, k, self.cos.squeeze(2), self.sin.squeeze(2))
+        return self(q), self(k)
+
+
+def rms_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """RMSNorm (Zhang & Sennrich 2019) of x (B, S, width), whose result only linear layers may read."""
+    if liger.fits(x, norm.weight) and norm.eps is not None:
+        return liger.rms_norm(x, norm.weight, norm.eps, in_place=True)
+    normed: Tensor = norm(x)
+    return normed
 
 
 class SelfAttention(nn.Module):
-    """The projection weights around attention; `Block` computes with them."""
+    """The projections around attention."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.head_dim = config.head_dim
         inner, inner_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.query = nn.Linear(config.width, inner, bias=False)
         self.key = nn.Linear(config.width, inner_kv, bias=False)
         self.value = nn.Linear(config.width, inner_kv, bias=False)
         self.output = nn.Linear(inner, config.width, bias=False)
 
+    def heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed x (B, S, width) to q (B, S, H, D), k and v (B, S, H_kv, D)."""
+        shape = (x.size(0), x.size(1), -1, self.head_dim)
+        q, k, v = (linear(x).view(shape) for linear in (self.query, self.key, self.value))
+        return *rotation.of_heads(q, k), v
+
 
 class FeedForward(nn.Module):
-    """The weights of SwiGLU (Shazeer 2020); `Block` computes with them."""
+    """SwiGLU (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate = nn.Linear(config.width, config.ffn_width, bias=False)
         self.up = nn.Linear(config.width, config.ffn_width, bias=False)
         self.down = nn.Linear(config.ffn_width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normed x (B, S, width) -> (B, S, width)."""
+        gate, up = self.gate(x), self.up(x)
+        out: Tensor = self.down(liger.silu_mul(gate, up) if liger.fits(gate, up) else F.silu(gate) * up)
+        return out
 
 
 class Block(nn.Module):
@@ -75,8 +105,6 @@ class Block(nn.Module):
         super().__init__()
         self.checkpoint_activations = config.checkpoint_activations
         self.offload_activations = config.offload_activations
-        self.compile_blocks = config.compile_blocks
-        self.head_dim, self.norm_eps = config.head_dim, config.norm_eps
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.attention = SelfAttention(config)
         self.ffn_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
@@ -110,43 +138,9 @@ class Block(nn.Module):
         return self._compute(start.tensor(), rotation, attention)
 
     def _compute(self, x: Tensor, rotation: Rotation, attention: AttentionFn) -> Tensor:
-        pieces, own, ffn = compiled() if self.compile_blocks else EAGER, self.attention, self.ffn
-        q, k, v = pieces.before(
-            x,
-            self.attention_norm.weight,
-            own.query.weight,
-            own.key.weight,
-            own.value.weight,
-            rotation.cos,
-            rotation.sin,
-            self.norm_eps,
-            self.head_dim,
-        )
-        # Flatten outside the compiled ops: the memory layout of attention's result depends on the sequence's documents.
-        attended = attention(q, k, v).flatten(2)
-        return pieces.after(
-            x,
-            attended,
-            own.output.weight,
-            self.ffn_norm.weight,
-            ffn.gate.weight,
-            ffn.up.weight,
-            ffn.down.weight,
-            self.norm_eps,
-        )
-
-
-class _ZeroAttention(torch.autograd.Function):
-    """A placeholder for attention in warm-up: zeros of the right shapes, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        return torch.zeros_like(q, memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in ctx.saved_tensors)
+        q, k, v = self.attention.heads(rms_norm(x, self.attention_norm), rotation)
+        x = x + self.attention.output(attention(q, k, v).flatten(2))
+        return x + self.ffn(rms_norm(x, self.ffn_norm))
 
 
 class Transformer(nn.Module):
@@ -205,33 +199,8 @@ class Transformer(nn.Module):
         rotation = Rotation.at(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for index, block in enumerate(self.blocks):
             x = block(x, rotation, of_layer(attention, index))
-        x = rms_norm(x, self.final_norm.weight, self.config.norm_eps)
+        x = rms_norm(x, self.final_norm)
         if targets is None:
             logits: Tensor = self.head(x)
             return logits
         return chunked_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), self.loss_chunk_tokens)
-
-    def warm_up_kernels(
-        self, lengths: Sequence[int], device: torch.device, dtype: torch.dtype, *, validates: bool = False
-    ) -> None:
-        """Compile the layers' kernels on `device` for slices (1, S) of these `lengths` in `dtype`.
-
-        With `validates`, also for passes without gradients. Does nothing where `compile_blocks` is off. The module may
-        be on meta: one layer is materialised for it. Takes the memory of one layer in a step.
-        """
-        if not self.config.compile_blocks:
-            return
-        with torch.device("meta"):
-            block = Block(self.config).to(dtype)
-        block.to_empty(device=device)
-        for param in block.parameters():
-            nn.init.zeros_(param)
-        for num_tokens in lengths:
-            positions = torch.arange(num_tokens, device=device).unsqueeze(0)
-            rotation = Rotation.at(positions, self.config.head_dim, self.config.rope_theta, dtype)
-            x = torch.zeros(1, num_tokens, self.config.width, dtype=dtype, device=device)
-            block(x.clone().requires_grad_(), rotation, _ZeroAttention.apply).backward(x)
-            block.zero_grad()
-            if validates:
-                with torch.no_grad():
-                    block(x, rotation, _ZeroAttention.apply)

@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, fingerprinted
 from elastic_ring.files import shown_url
+from elastic_ring.model.config import GONE, ModelConfig
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.wording import cut, few
 
@@ -49,7 +51,7 @@ class Identity:
             return [f"it has an identity of another version ({there.get(VERSION)}), and this one writes {CONTENTS}"]
         here = self.what
         return [
-            f"{name}: {short(there.get(name))} there, {short(here.get(name))} here"
+            f"{name}: {' there, '.join(_apart(str(there.get(name)), str(here.get(name))))} here"
             for name in sorted({*there, *here})
             if there.get(name) != here.get(name)
         ]
@@ -119,9 +121,20 @@ def described(part: Any) -> str:
         return f"{described(part.func)}({', '.join(arguments + named)})"
     if hasattr(part, "__qualname__"):
         return f"{part.__module__}.{part.__qualname__}"
+    if isinstance(part, ModelConfig):
+        return repr(part).replace(", loss_chunk_tokens=", f", {GONE}=False, loss_chunk_tokens=")
     if repr(part) == object.__repr__(part):
         return f"{type(part).__module__}.{type(part).__qualname__}"
     return repr(part)
+
+
+def _apart(there: str, here: str) -> tuple[str, str]:
+    """Both, cut; long ones begin with the argument in which they differ."""
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(there, here, strict=False)))
+    at = there.rfind(", ", 0, alike) + 2
+    if at > 2 and max(len(there), len(here)) > SHORT:
+        there, here = f"... {there[at:]}", f"... {here[at:]}"
+    return short(there), short(here)
 
 
 def short(value: Any) -> str:

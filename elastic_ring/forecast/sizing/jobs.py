@@ -30,7 +30,6 @@ def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, densit
         cp=scaling.cp,
         replicas=scaling.dp,
         recompute="all but attention" if config.checkpoint_activations else "none",
-        compiled=config.compile_blocks,
         density=density,
         offload=scaling.cpu_offload,
         offload_activations=config.offload_activations,

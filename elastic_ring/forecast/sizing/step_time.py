@@ -23,7 +23,7 @@ LOSS_BYTES = 14
 RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0, "all but attention": 1.0}
 """Shares of a layer's forward pass that the backward pass repeats; half: every second layer."""
 FUSED = 0.55
-"""Of elementwise traffic, what torch.compile leaves."""
+"""Of elementwise traffic, what torch.compile leaves in loops that use it."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Job:
     """One step. `tokens`: of a rank in a pass; `seq`: tokens of a sequence; `passes`: of a rank in a step.
 
     `block`: matrix parameters of a layer; `head`: those of the output; `rest`: parameters that are only read.
-    `recompute`: in the backward pass, as `RECOMPUTED`. `ffn`: elements of a token that the
-    feed-forward layer writes."""
+    `recompute`: in the backward pass, as `RECOMPUTED`. `compiled`: what is around attention, by torch.compile. `ffn`:
+    elements of a token that the feed-forward layer writes."""
 
     layers: int
     width: int

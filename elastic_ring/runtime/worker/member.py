@@ -56,8 +56,7 @@ from elastic_ring.train.memory_gauge import MemoryGauge
 from elastic_ring.train.memory_relief import MemoryRelief, free_caches
 from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.startup.check import check_model
-from elastic_ring.train.startup.compile_events import EVENTS
-from elastic_ring.train.startup.compiling import CompileWatch, compiled_by, report_compiled, warm_up_model
+from elastic_ring.train.startup.compilations import EVENTS, CompileWatch, report_compiled
 from elastic_ring.train.startup.kernels import KernelAgreement
 from elastic_ring.train.startup.warm import attention_shapes, warm_up
 from elastic_ring.train.transaction import Local, Transaction
@@ -156,10 +155,6 @@ class Member:
             self.environment = gpu_environment(warmed.kernels)
             self._nondeterminism.listen()
             self._kernels.look(attention_shapes(task))
-        else:
-            self.start_work.what = "runs the model once"
-            warm_up_model(task, torch.device("cpu"), self._spec.scaling.cp)
-        self.environment.update(compiled_by(task, self._spec.scaling.device))
         # Freeze long-lived objects, so that the collection in `forget_groups` takes milliseconds.
         gc.collect()
         gc.freeze()

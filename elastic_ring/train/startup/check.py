@@ -20,7 +20,6 @@ from elastic_ring.attention.options import RingOptions
 from elastic_ring.data.loader import joined, slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.errors import ElasticRingError
-from elastic_ring.model.fused_ops import as_written
 from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.startup.layouts import AUTO
 from elastic_ring.train.task import Batch, TrainingTask
@@ -43,14 +42,10 @@ GradientsOf = Callable[[Tensor], list[Tensor]]
 def check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: GradientsOf | None = None) -> None:
     """Compare loss and gradient of one short sequence at cp = 1 and on the ring. Raises ModelRefused.
 
-    The model runs uncompiled, since these lengths do not occur again. `gradients_of`: FSDP2's if left out.
+    `gradients_of`: FSDP2's if left out.
     """
-    with as_written(state.model):
-        _check_model(task, groups, state, gradients_of or partial(_gradients_of, state.model, state.device))
-
-
-def _check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: GradientsOf) -> None:
     model: nn.Module = state.model
+    gradients_of = gradients_of or partial(_gradients_of, model, state.device)
     copy_masters(model)
     sample = _short_sample(task, state.loader, groups.mesh.cp)
     _refuse_changing_buffers(task, state, sample, groups)

@@ -19,7 +19,6 @@ from elastic_ring.attention.autolayout.model_layout import Call, LayoutChoice, c
 from elastic_ring.attention.layers import WHICH_LAYER, PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout, contiguous, make_layout
 from elastic_ring.attention.patterns.layers import LayerPatterns
-from elastic_ring.model.fused_ops import as_written
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.task import AttentionFn, Batch, TrainingTask, refuse_tokens
@@ -154,9 +153,8 @@ def _meta_pass(task: TrainingTask) -> _Traced:
                 module.register_forward_pre_hook(looked_up)
         attention: AttentionFn = attend if task.pattern is None else _TracingAttention(task.pattern, attend)
         try:
-            with as_written(model):  # compilers do not support the meta device
-                loss = copy.deepcopy(task.loss)  # one with a state of its own must not have seen this
-                loss(model, Batch(tokens, integers, integers, integers.int(), attention))
+            loss = copy.deepcopy(task.loss)  # one with a state of its own must not have seen this
+            loss(model, Batch(tokens, integers, integers, integers.int(), attention))
         except Exception as error:  # the user's code read a value
             log.debug("the pass on the meta device ended after %d attention calls: %s", len(found), error)
     num_layers = None

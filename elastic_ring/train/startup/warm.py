@@ -39,8 +39,7 @@ from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Shard, digest_of
 from elastic_ring.train.attention_context import attention_of
 from elastic_ring.train.memory import is_out_of_memory
-from elastic_ring.train.startup.compile_events import EVENTS
-from elastic_ring.train.startup.compiling import compiles, warm_up_model
+from elastic_ring.train.startup.compilations import EVENTS
 from elastic_ring.train.startup.kernels import chosen_kernels
 from elastic_ring.train.startup.layouts import Layouts, attention_calls
 from elastic_ring.train.task import TrainingTask
@@ -72,8 +71,8 @@ def warm_up_device(
     kernels: dict[str, str],
 ) -> str:
     """The same on one GPU: its context, NCCL's first group, the kernels for attention of these `shapes` (query heads,
-    K/V heads, head dim) in each length class, and what the model compiles. Kernels that are compiled by length run for
-    each length of a ring of `cp` ranks; with `cp` 0 nothing large is allocated.
+    K/V heads, head dim) in each length class. Kernels that are compiled by length run for each length of a ring of `cp`
+    ranks; with `cp` 0 nothing large is allocated.
 
     The chosen kernels are added to `kernels` first; with a proof in `cache_dir` choosing allocates nothing. Returns
     what a chosen kernel computed wrongly on this GPU, empty if nothing. The calling thread's current device becomes
@@ -111,9 +110,7 @@ def warm_up_device(
             for shape in by_length:
                 with compiling_for(f"attention over {task.step.context_tokens} tokens"):
                     warm_up_attention(task, device, shape, cp, cache_dir)
-            with compiling_for("the model"):
-                warm_up_model(task, device, cp)
-        elif by_length or compiles(task):
+        elif by_length:
             log.info(
                 "%s is shared with other workers: no long sequence in the warm-up; compiled kernels come from disk",
                 device,

@@ -25,7 +25,7 @@ from elastic_ring.monitor.plot import draw_run
 from elastic_ring.train.wrap import num_parameters
 
 SHORT = """--preset --dp --cp --spares --max-dp --min-dp --steps --seed --global-batch --context --val-every --faults
---data --align-tokens --layout --machine --pattern --cpus-per-worker --kernel --offload-activations --compile --plan
+--data --align-tokens --layout --machine --pattern --cpus-per-worker --kernel --offload-activations --plan
 --run-name --run-dir --config --model-folder --windows --wait-for-resources-s --grow-delay-s --grow-interval-s
 --grow-cost-s --corpus-look-s --storage-path --resume --checkpoint-every-steps --checkpoint-keep-last --copies
 --cpu-offload --kv-wire"""
@@ -83,7 +83,6 @@ def test_a_model_folder_decides_the_sizes_and_stays_in_the_file(tmp_path: Path) 
     assert parse(["--config", str(file), "--model-folder", "qwen"]).model_folder == "qwen"
     for wrong, told in (
         (["--model.width", "64"], r"model\.width: the folder of --model-folder decides it"),
-        (["--compile"], "compile=True: models of --model-folder have no such setting"),
         (
             ["--offload-activations", "--model.checkpoint-activations"],
             "offload_activations=True: models of --model-folder",

@@ -16,13 +16,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ring import ElasticRingTrainer, RunConfig, StepConfig
+from elastic_ring.cli.settings import read_toml
 from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.data.growth import beside
 from elastic_ring.data.source import PreparedTokens, SourceConfig, TextFiles, TokenShards
+from elastic_ring.integrations.transformers.presets import shape_of_run
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.journal import Journal
-from elastic_ring.monitor.metrics import write_json
+from elastic_ring.monitor.json_files import read_json
+from elastic_ring.monitor.metrics import CONFIG_NAME, write_json
 from elastic_ring.runtime.driver.attach import _holds
 from elastic_ring.runtime.identity import VERSION, changed_files, contents_of
 from tests.unit.data.corpora import prepared, texts, write_jsonl
@@ -129,6 +132,38 @@ def test_what_differs_is_named_and_another_version_of_identities_is_no_match(tmp
     assert own.differences({**own.what, VERSION: "contents 9"}) == [
         "it has an identity of another version (contents 9), and this one writes contents 1"
     ]
+
+
+EARLIER = (
+    "elastic_ring.model.transformer.Transformer(ModelConfig(vocab_size=257, num_layers=4, width=128, num_heads=4, "
+    "num_kv_heads=2, head_dim=32, ffn_width=384, rope_theta=10000.0, norm_eps=1e-05, tie_embeddings=False, "
+    "checkpoint_activations=True, offload_activations=False, compile_blocks={}, loss_chunk_tokens=1024, "
+    "dtype='float32'))"
+)
+"""The laptop preset in an identity of when the setting `compile_blocks` was there."""
+
+
+def test_a_run_from_when_layers_could_be_compiled_goes_on_if_they_were_not(tmp_path: Path) -> None:
+    own, run = trainer(text_files(tmp_path / "a"), tmp_path / "run"), tmp_path / "run"
+    own._write_config()
+    assert own._identity.what["model"] == EARLIER.format(False), "its digest is in manifests and journals"
+    for compiled in (False, True):
+        recorded = read_json(run / CONFIG_NAME)
+        assert recorded is not None
+        recorded["model"]["compile_blocks"] = compiled
+        recorded["identity"]["model"] = EARLIER.format(compiled)
+        write_json(run / CONFIG_NAME, recorded)
+        assert shape_of_run(recorded) == preset("laptop"), "weights are exported in any case"
+        (run / "config.toml").write_text(f"[model]\nwidth = 64\ncompile_blocks = {str(compiled).lower()}\n")
+        if not compiled:
+            assert own._finished() is None
+            assert read_toml(run / "config.toml") == {"model": {"width": 64}}
+    with pytest.raises(
+        ValueError, match=r"model: \.\.\. compile_blocks=True, .* there, \.\.\. compile_blocks=False, .* here"
+    ):
+        own._finished()
+    with pytest.raises(ValueError, match="model has no setting compile_blocks"):
+        read_toml(run / "config.toml")
 
 
 def test_later_manifests_are_looked_for_beside_the_first_one() -> None:

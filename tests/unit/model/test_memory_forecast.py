@@ -49,7 +49,6 @@ RECORDED: list[tuple[str, int, int, str, dict[str, Any], float]] = [
     ("100m", 8_192, 1, "none", {}, 2_983_417_856 / GIB),
     ("100m", 8_192, 1, "all", {}, 1_370_344_448 / GIB),
     ("1b", 32_768, 1, "none", {}, 23.0),  # 2026-11-22-fifth-run-H200.json
-    ("1b", 32_768, 1, "none", {"compile_blocks": True}, 22.4),
     ("1b", 65_536, 2, "none", {}, 22.7),  # 2026-11-21-training-4xH200.json, 2026-11-21-second-run-H200.json
     ("8b", 65_536, 2, "none", {}, 110.1),
 ]

@@ -36,7 +36,7 @@ FILES = {
     "picture": "plot",
     "spec": "parse",
     "machine": "cost_model",
-    "pieces": "fused_ops",
+    "pieces": "transformer",
     "rungs": "fidelity",
     "attending": "attention_context",
     "injection": "faults",

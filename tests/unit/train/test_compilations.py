@@ -1,7 +1,7 @@
 """Compilations: none after the warm-up, for documents of any length; each one is counted and announced.
 
 flash-attn-4 needs a GPU. Here a kernel with its compile keys and caches, which computes with the CPU's own, takes its
-place behind the real adapter; `tests/gpu/test_compiled_on_gpu.py` makes the same claims of the real one.
+place behind the real adapter; `tests/gpu/test_compilations_on_gpu.py` makes the same claims of the real one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_ring.attention.kernels.adapters import aten_cpu, flash_attn4
+from elastic_ring.attention.kernels.adapters import aten_cpu, flash_attn4, flex
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.kernels.verify import warm_up_kernels
 from elastic_ring.attention.layouts.layout import make_layout
@@ -33,8 +33,7 @@ from elastic_ring.attention.warmup import NullProcessGroup, length_classes, warm
 from elastic_ring.monitor.stamps import Phase, StampReader, StampWriter
 from elastic_ring.runtime.worker.member import Member
 from elastic_ring.runtime.worker.start_reports import StartWork
-from elastic_ring.train.startup.compile_events import EVENTS, CompileEvents
-from elastic_ring.train.startup.compiling import CompileWatch
+from elastic_ring.train.startup.compilations import EVENTS, CompileEvents, CompileWatch, report_compiled
 
 CONTEXT = 1024
 HEAD_DIM = 8
@@ -321,6 +320,31 @@ def test_torch_compile_is_announced_before_it_begins_and_when_it_has_ended() -> 
     finally:
         EVENTS.listener = None
     assert [name.split()[0] if name else "" for name in heard] == ["torch.compile", ""]
+
+
+def test_flex_attention_that_a_step_compiles_is_named_once_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    traced = torch.compile(flex._by_token(), backend="eager", dynamic=False, fullgraph=True)
+    monkeypatch.setattr(flex, "_compiled", lambda fullgraph: traced)
+
+    def attend(num_tokens: int) -> None:
+        q, k, v = torch.randn(3, 1, num_tokens, 2, 16).unbind()
+        flex.masked(q, k, v, None, 0.25, or_fail=True)
+
+    for _ in range(2):  # the first call of a process warns, and its code does not serve the second
+        attend(16)
+    watch = CompileWatch()
+    with caplog.at_level(logging.WARNING, "elastic_ring"):
+        report_compiled(watch, 11)
+        attend(32)
+        assert len(report_compiled(watch, 12)) == 1
+        attend(16)
+        report_compiled(watch, 13)
+    (told,) = [record.getMessage() for record in caplog.records if record.name.startswith("elastic_ring")]
+    assert told.startswith("step 12 compiled 1 more: flex_attention_by_token (")
+    assert "expected 16, actual 32" in told
+    assert told.endswith("the warm-up did not cover it")
 
 
 def test_triton_is_announced_and_counted_by_its_hooks_unless_they_are_taken(caplog: pytest.LogCaptureFixture) -> None:

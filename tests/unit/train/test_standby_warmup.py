@@ -18,7 +18,6 @@ from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.optim import OptimConfig
-from elastic_ring.train.startup.compiling import CompileWatch
 from elastic_ring.train.startup.warm import attention_shapes, warm_up_attention
 from elastic_ring.train.task import TrainingTask
 
@@ -32,14 +31,6 @@ def test_the_shapes_of_attention_are_known_without_memory(name: str) -> None:
     config = replace(preset(name), num_layers=2)
     shapes = attention_shapes(task_of(partial(Transformer, config)))
     assert shapes == ((config.num_heads, config.num_kv_heads, config.head_dim),)
-
-
-def test_a_model_that_compiles_makes_the_same_calls_and_compiles_nothing_for_it() -> None:
-    config = replace(preset("laptop"), compile_blocks=True)
-    watch = CompileWatch()
-    shapes = attention_shapes(task_of(partial(Transformer, config)))
-    assert shapes == ((config.num_heads, config.num_kv_heads, config.head_dim),)
-    assert watch.news() == []
 
 
 class NoAttention(nn.Module):

@@ -1,18 +1,21 @@
-"""What the compilers of this process compile: flash-attn-4's CuTe kernels, Triton's kernels, torch.compile's functions.
+"""What the compilers of this process compile: flash-attn-4's CuTe kernels, Triton's kernels, torch.compile's functions,
+which are FlexAttention's. Announces each compilation before it begins, and counts those that the warm-up did not cover.
 
 A compiler holds the GIL for seconds. Its start is announced to one listener, so that the silence of the process has a
-known cause. Which steps compile, and what to say of it, is not decided here.
+known cause.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 log = logging.getLogger(__name__)
 
+REASON_CHARACTERS = 400
 _FLASH_ATTN_4 = "flash_attn.cute.interface"
 
 Listener = Callable[[str], None]
@@ -22,7 +25,7 @@ Listener = Callable[[str], None]
 class CompileEvents:
     """The kernels that flash-attn-4 and Triton have compiled, or loaded from their caches on disk, by name.
 
-    torch.compile keeps counts of its own (`compiling.CompileWatch` reads them); only the start and end of its
+    torch.compile keeps counts of its own (`CompileWatch` reads them); only the start and end of its
     compilations are announced here. Compilers are process-wide, so one instance per process, `EVENTS`, is enough.
     """
 
@@ -146,3 +149,58 @@ class ObservedCache:
 
 
 EVENTS = CompileEvents()
+
+
+class CompileWatch:
+    """Counts what this process compiles from now on: flash-attn-4's and Triton's kernels and torch.compile's functions.
+
+    A kernel that is loaded from its compiler's cache on disk counts too: the process had not met that variant before.
+    """
+
+    def __init__(self) -> None:
+        EVENTS.attach()
+        self.count = 0
+        self._num_events = len(EVENTS.names)
+        self._num_graphs = _num_graphs()
+        self._since_us = time.time_ns() // 1000
+
+    def news(self) -> list[str]:
+        """The name of each kernel and function compiled since the last call; for a function of torch.compile also why
+        what was compiled before did not fit."""
+        EVENTS.attach()
+        kernels = EVENTS.names[self._num_events :]
+        self._num_events += len(kernels)
+        found = [*kernels, *self._functions()]
+        self.count += len(found)
+        return found
+
+    def _functions(self) -> list[str]:
+        number, since_us = _num_graphs() - self._num_graphs, self._since_us
+        if number <= 0:
+            return []
+        self._num_graphs, self._since_us = self._num_graphs + number, time.time_ns() // 1000
+        found = [
+            _describe(entry)
+            for entry in sys.modules["torch._dynamo"].utils.get_compilation_metrics()
+            if entry.is_forward is not False and not entry.is_runtime and (entry.start_time_us or 0) >= since_us
+        ]
+        return found if len(found) == number else [*found[:number], *["?"] * (number - len(found))]
+
+
+def report_compiled(watch: CompileWatch, step: int) -> list[str]:
+    """What was compiled since the last call, with one warning: a step that compiles is slow, and every rank waits."""
+    news = watch.news()
+    if news:
+        log.warning("step %d compiled %d more: %s; the warm-up did not cover it", step, len(news), "; ".join(news))
+    return news
+
+
+def _describe(entry: Any) -> str:
+    reason = " ".join((entry.recompile_reason or "for the first time").split())
+    return f"{entry.co_name} ({reason[:REASON_CHARACTERS]})"
+
+
+def _num_graphs() -> int:
+    """Of torch's compiler, if anything has loaded it: where nothing has, nothing was compiled."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return 0 if dynamo is None else int(dynamo.utils.counters["stats"]["unique_graphs"])
