@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from elastic_ring.attention.api import ring_attention
     from elastic_ring.config import CheckpointConfig, OptimConfig, RunConfig, ScalingConfig, StepConfig, Timeouts
     from elastic_ring.monitor.callbacks import Callback
+    from elastic_ring.monitor.control_callbacks import EarlyStopping, KeepBest
     from elastic_ring.monitor.result import Checkpoint, Result
     from elastic_ring.train.task import Batch
     from elastic_ring.train.weights import load_weights
@@ -23,7 +24,9 @@ __all__ = [
     "Callback",
     "Checkpoint",
     "CheckpointConfig",
+    "EarlyStopping",
     "ElasticRingTrainer",
+    "KeepBest",
     "OptimConfig",
     "Result",
     "RunConfig",
@@ -41,7 +44,9 @@ def __getattr__(name: str) -> Any:
         "Callback": "elastic_ring.monitor.callbacks",
         "Checkpoint": "elastic_ring.monitor.result",
         "CheckpointConfig": "elastic_ring.config",
+        "EarlyStopping": "elastic_ring.monitor.control_callbacks",
         "ElasticRingTrainer": "elastic_ring.trainer",
+        "KeepBest": "elastic_ring.monitor.control_callbacks",
         "OptimConfig": "elastic_ring.config",
         "Result": "elastic_ring.monitor.result",
         "RunConfig": "elastic_ring.config",

@@ -91,6 +91,8 @@ class Timeouts:
     """How long a run outlives its driver."""
     storage_s: PositiveSeconds = 60.0
     """How long a request to the run's storage is tried again while it fails."""
+    callback_s: PositiveSeconds = 60.0
+    """At a validation, for callbacks with `controls` to be told all up to there and to answer."""
     clear_s: PositiveSeconds = 30.0
     """For actors and placement groups to be gone at the end, and for stamps that are removed."""
     probe_s: PositiveSeconds = 20.0
@@ -114,6 +116,7 @@ class Timeouts:
             ("heart_cap_s", "collective_s"),
             ("build_s", "collective_s"),
             ("build_s", "restore_s"),
+            ("callback_s", "collective_s"),
         )
         for shorter, longer in ordered:
             if getattr(self, shorter) >= getattr(self, longer):

@@ -156,9 +156,9 @@ class ElasticRingTrainer:
         lr_schedule: Schedule | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        check_callbacks(callbacks)
-        self.callbacks = tuple(callbacks)
         step = step_config or StepConfig()
+        check_callbacks(callbacks, step.val_every_steps)
+        self.callbacks = tuple(callbacks)
         parts, data = parts_of(model, step), as_source(data, step.context_tokens)
         self.scaling_config = scaling_config or ScalingConfig()
         self.run_config = run_config or RunConfig()
@@ -176,6 +176,7 @@ class ElasticRingTrainer:
             dict(metrics or {}),
             lr_schedule,
             parts.flops,
+            any(callback.controls for callback in callbacks),
         )
         self._fetched_s = 0.0
         self._contents: tuple[SourceConfig, str, Files] | None = None
@@ -521,15 +522,30 @@ class ElasticRingTrainer:
                     progress.step(_shown(record))
                 last_step = max([last_step, *(record["step"] for record in news["steps"])])
                 if news.get("phase") != "starting":  # until then the folder may hold an earlier attempt's records
-                    self._bring_news(ended=news["ended"] is not None)
+                    awaited = news.get("awaited")
+                    self._bring_news(at_once=news["ended"] is not None or awaited is not None)
                     telling.tell()
+                    if awaited is not None:
+                        self._answer(coordinator, telling, awaited)
                 if news["ended"] is not None:
                     return dict(news["ended"])
                 time.sleep(FOLLOW_S)
 
-    def _bring_news(self, *, ended: bool) -> None:
-        """Callbacks read the records; a store's are asked for now and then, and at the end."""
-        if self.run_config.is_remote and (ended or (self.callbacks and time.monotonic() - self._fetched_s > FETCH_S)):
+    def _answer(self, coordinator: Any, telling: Telling, step: int) -> None:
+        """The run waits after `step` steps for what callbacks want. Who gets no answer here is asked again."""
+        wanted = telling.wanted(step)
+        if wanted is None:
+            return
+        try:
+            if ray.get(coordinator.answer.remote(step, **wanted), timeout=2 * self.run_config.timeouts.hello_s):
+                telling.granted()
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError, ray.exceptions.ActorDiedError):
+            log.warning("the coordinator does not take what callbacks want; it is told again")
+
+    def _bring_news(self, *, at_once: bool) -> None:
+        """Callbacks read the records; a store's are asked for now and then, while the run waits for callbacks, and at
+        the end."""
+        if self.run_config.is_remote and (at_once or (self.callbacks and time.monotonic() - self._fetched_s > FETCH_S)):
             self._fetched_s = time.monotonic()
             try:
                 run_storage.fetch(self.run_config, self.run_config.driver_folder)

@@ -72,7 +72,7 @@ NESTED = {"timeouts", "checkpoint_config"}
 NONE = "none"
 """What stands for None in a TOML file, which has no such value."""
 
-TOP = ("pattern", "machine", "model_folder", "windows")
+TOP = ("pattern", "machine", "model_folder", "windows", "stop_early", "keep_best")
 """Keys of the file beside `preset` that belong to no section; flags of the same name win over them."""
 FREE_OF_FOLDER = frozenset({"checkpoint_activations", "loss_chunk_tokens"})
 """Settings of [model] that a model folder does not decide."""
@@ -148,6 +148,10 @@ class ShortFlags:
     """Tokens of a sequence."""
     val_every: int | None = None
     """Steps between validations, 0 for none."""
+    stop_early: int | None = None
+    """Stop when the validation's loss has not improved in so many validations."""
+    keep_best: str | None = None
+    """Keep the checkpoint where this metric of the validations, such as val_loss, is the least."""
     faults: str | None = None
     """A schedule of planned faults: kill@step=21,phase=backward,rank=3; or none."""
     data: str | None = None
@@ -208,6 +212,8 @@ class TrainSettings:
     machine: str | None = None
     model_folder: str | None = None
     windows: str | None = None
+    stop_early: int | None = None
+    keep_best: str | None = None
     plan: bool = False
 
     def toml(self) -> str:

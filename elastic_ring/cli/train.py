@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from elastic_ring.config import StepConfig
     from elastic_ring.data.source import SourceConfig
     from elastic_ring.forecast.sizing.memory import ModelPlan
+    from elastic_ring.monitor.callbacks import Callback
     from elastic_ring.train.task import Initial
     from elastic_ring.trainer import ElasticRingTrainer
 
@@ -59,9 +60,18 @@ def build(asked: TrainSettings) -> ElasticRingTrainer:
         initial=initial,
         pattern=_pattern(asked.pattern, model, step),
         cost_model=asked.machine,
+        callbacks=_callbacks(asked),
     )
     trainer.config_files["config.toml"] = asked.toml()
     return trainer
+
+
+def _callbacks(asked: TrainSettings) -> list[Callback]:
+    """Those that control the run."""
+    from elastic_ring.monitor.control_callbacks import EarlyStopping, KeepBest
+
+    stops = [] if asked.stop_early is None else [EarlyStopping(patience=asked.stop_early)]
+    return [*stops, *([] if asked.keep_best is None else [KeepBest(asked.keep_best)])]
 
 
 def plan(asked: TrainSettings, trainer: ElasticRingTrainer | None = None) -> ModelPlan:

@@ -12,9 +12,11 @@ from typing import Any
 
 from elastic_ring.control import building, forming, phases, reconnect, recovery
 from elastic_ring.control.capacity import scaling, worker_pool
-from elastic_ring.control.decisions import corpus, memory_ladder, stragglers
+from elastic_ring.control.decisions import callbacks, corpus, memory_ladder, stragglers
 from elastic_ring.control.messages import (
     BuildFailed,
+    CallbacksAnswered,
+    CallbacksAwaited,
     CheckpointDue,
     CheckpointsKnown,
     Command,
@@ -61,7 +63,7 @@ from elastic_ring.errors import IllegalTransition
 _STORY_LENGTH = 20
 Handler = Callable[[Transition, Any], None]
 # Unions take longer to make than to check, and these are checked in every event.
-_FROM_MEMBERS = MemberFailed | Report | Resumed | BuildFailed | Finalized | Status
+_FROM_MEMBERS = MemberFailed | Report | Resumed | BuildFailed | Finalized | Status | CallbacksAwaited
 _UNSETTLED = Reconnecting | Ended
 _WITHOUT_RUN = Idle | Ended
 _WITHOUT_STARTS = Ended | Building
@@ -190,6 +192,8 @@ _EVERYWHERE: dict[type, Handler] = {
     Status: reconnect.late_ready,
     CheckpointsKnown: forming.checkpoints_known,
     CheckpointDue: phases.checkpoint_due,
+    CallbacksAwaited: _ignore,
+    CallbacksAnswered: callbacks.answered,
     CorpusRecalled: corpus.recalled,
     CorpusGrew: corpus.grew,
     Tick: _tick,
@@ -205,12 +209,14 @@ _BY_PHASE: dict[type, dict[type, Handler]] = {
         Published: building.published,
         BuildFailed: building.build_failed,
         MemberFailed: building.member_failed,
+        CallbacksAwaited: callbacks.awaited,
     },
     Running: {
         **_EVERYWHERE,
         Report: phases.running_report,
         Published: phases.running_published,
         MemberFailed: phases.running_member_failed,
+        CallbacksAwaited: callbacks.awaited,
         Resumed: _ignore,
         BuildFailed: _ignore,  # from a donor outside the mesh, which was ordered to become a spare
     },
@@ -310,7 +316,7 @@ def _phase_deadlines(state: State) -> list[float]:
         case Running():
             _, grow_at = phases.boundary_reasons(state)
             wants_growth = grow_at is not None and "grow" not in phase.boundary
-            due = phase.deadline, phase.save_by, grow_at if wants_growth else None
+            due = phase.deadline, phase.save_by, grow_at if wants_growth else None, callbacks.deadline(state)
             return [at for at in due if at is not None]
         case Forming():
             if phase.full_since is not None:

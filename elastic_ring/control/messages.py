@@ -315,6 +315,30 @@ class CheckpointDue:
 
 
 @dataclass(frozen=True)
+class CallbacksAwaited:
+    """From global rank 0: the validation after `step` steps is over, and all members wait for an `Answer`."""
+
+    cause: str
+    worker: str
+    term: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class CallbacksAnswered:
+    """From the driver, whose callbacks have been told all up to the validation after `step` steps. `stop`: why the run
+    is to end there, empty if it goes on. `saves`: they want a checkpoint of these steps; `keeps`: one that stays until
+    they want another to stay."""
+
+    cause: str
+    step: int
+    stop: str = ""
+    saves: bool = False
+    keeps: bool = False
+
+
+@dataclass(frozen=True)
 class CorpusRecalled:
     """What earlier submissions of this lineage decided: the versions of the corpus after the first, also those that
     hold from a step after the checkpoint on, and which batches are left out. They ran `num_steps` steps in all, from
@@ -363,6 +387,8 @@ Event = (
     | Status
     | CheckpointsKnown
     | CheckpointDue
+    | CallbacksAwaited
+    | CallbacksAnswered
     | CorpusRecalled
     | CorpusGrew
     | Tick
@@ -424,6 +450,19 @@ class Stop:
     term: int
     generation: int
     mode: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To all members that wait after `step` steps: whether the run ends there, and whether they first save."""
+
+    cause: str
+    worker: str
+    term: int
+    generation: int
+    step: int
+    stops: bool
+    saves: bool
 
 
 @dataclass(frozen=True)
@@ -532,7 +571,7 @@ class EndRun:
     term: int = 0
 
 
-Command = StartWorker | DrainNode | KillWorker | Hello | Stop | Build | Standby | Release | Finalize | EndRun
+Command = StartWorker | DrainNode | KillWorker | Hello | Stop | Answer | Build | Standby | Release | Finalize | EndRun
 
 # ---------------------------------------------------------------- JSON for the journal
 

@@ -16,7 +16,8 @@ class ControlOptions:
     build the groups; `restore_s` to read a checkpoint beside that; `start_s` for a worker to be ready or to show
     progress; `start_max_s` to be ready in spite of progress; `hello_s` to answer a new coordinator; `boundary_s` from a
     boundary request until all members have paused; `handover_s` that a hand-over, or the beginning of a checkpoint,
-    may take before a node that leaves is gone; `finalize_s` to write the weights.
+    may take before a node that leaves is gone; `callback_s` for the driver's callbacks to answer at a validation;
+    `finalize_s` to write the weights.
     Delays, all in seconds: `spare_grace_s` that the first formation waits for spares; `grow_delay_s` without a change
     of the worker pool before the mesh grows; `grow_interval_s` from a change of the mesh's size to its next growth;
     `grow_cost_s` that a growth must save at least, None for what the last build and warm-up took; `backoff_s` before
@@ -49,6 +50,7 @@ class ControlOptions:
     grow_cost_s: float | None = 0.0
     backoff_s: float = 30.0
     restart_delay_s: float = 1.0
+    callback_s: float = 60.0
     crash_loop_limit: int = 3
     user_error_limit: int = 2
     start_failure_limit: int = 3

@@ -8,7 +8,7 @@ from elastic_ring.control.decisions import corpus, rollback, third_opinion
 from elastic_ring.control.messages import Build, Checkpoint, Standby, Vote
 from elastic_ring.control.placement import copies, policy
 from elastic_ring.control.placement.copies import SnapshotId
-from elastic_ring.control.state import Building, Change, Incident, Membership, State
+from elastic_ring.control.state import Building, Change, Incident, Membership, State, end_step
 from elastic_ring.control.transition import Transition
 
 
@@ -104,7 +104,7 @@ def _change(
 ) -> Change:
     state, base, step = ctx.state, incident.base, beginning.step
     rolled = incident.rolled_forward
-    rerun = base is not None and not incident.planned and rolled is None and step < state.options.total_steps
+    rerun = base is not None and not incident.planned and rolled is None and step < end_step(state)
     newcomers = set(plan.newcomers)
     stayed = set(base.members) if base is not None and beginning.fresh else set(plan.members) - newcomers
     return Change(

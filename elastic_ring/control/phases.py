@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elastic_ring.control import recovery
 from elastic_ring.control.capacity import growth, notices
-from elastic_ring.control.decisions import corpus, memory_ladder, rollback, stragglers, third_opinion
+from elastic_ring.control.decisions import callbacks, corpus, memory_ladder, rollback, stragglers, third_opinion
 from elastic_ring.control.messages import (
     CheckpointDue,
     Finalize,
@@ -24,6 +24,7 @@ from elastic_ring.control.state import (
     Membership,
     Running,
     State,
+    end_step,
     membership_of,
     next_awaited,
     num_able_to_form,
@@ -170,7 +171,7 @@ def running_published(ctx: Transition, event: Published) -> None:
         ctx.explain("stale: vote of an earlier generation")
     elif recovery.learn_vote(ctx, phase.membership, event.vote):
         ctx.explain(f"step {event.vote.step} is committed")
-        if isinstance(phase, Running) and ctx.state.committed >= ctx.options.total_steps and not phase.deadline:
+        if isinstance(phase, Running) and ctx.state.committed >= end_step(ctx.state) and not phase.deadline:
             # All members are about to report the end. If a report is lost, no other event would follow.
             ctx.edit_phase(deadline=ctx.now + ctx.options.boundary_s)
     else:
@@ -205,7 +206,7 @@ def pause(ctx: Transition, report: Report) -> None:
     ctx.commit(report.applied)
     for known in paused.values():
         recovery.learn_vote(ctx, phase.membership, known.last_vote)
-    if report.applied >= ctx.options.total_steps:
+    if report.applied >= end_step(ctx.state):
         finish(ctx, phase.membership)
     else:
         _at_boundary(ctx, replace(phase, paused=paused))
@@ -283,6 +284,7 @@ def settle_running(ctx: Transition) -> None:
         _force(ctx, phase)
         return
     third_opinion.settle(ctx)
+    callbacks.expire(ctx)
     notices.save_if_alone(ctx)
     phase = ctx.phase
     if not isinstance(phase, Running):
@@ -363,7 +365,7 @@ def finish(ctx: Transition, membership: Membership) -> None:
     for rank in membership.mesh.ring(0):
         ctx.send(Finalize(ctx.cause, membership.members[rank], ctx.state.term, membership.generation))
     ctx.enter(Finishing(membership, ctx.now + ctx.options.finalize_s))
-    ctx.explain("all steps are committed; ring 0 writes the weights")
+    ctx.explain(f"{_all_committed(ctx.state)}; ring 0 writes the weights")
 
 
 def finalized(ctx: Transition, event: Finalized) -> None:
@@ -372,7 +374,12 @@ def finalized(ctx: Transition, event: Finalized) -> None:
     if event.worker != phase.membership.members[0]:
         ctx.explain(f"{event.worker} is done; global rank 0 has the last word")
         return
-    ctx.end("", "all steps committed", weights_sha256=event.weights_sha256)
+    ctx.end("", _all_committed(ctx.state), weights_sha256=event.weights_sha256)
+
+
+def _all_committed(state: State) -> str:
+    stop = state.callbacks.stop
+    return f"stopped after {end_step(state)} steps: {stop}" if stop else "all steps committed"
 
 
 def finishing_member_failed(ctx: Transition, event: MemberFailed) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elastic_ring.control import phases, recovery
 from elastic_ring.control.capacity import worker_pool
-from elastic_ring.control.decisions import memory_ladder, rollback
+from elastic_ring.control.decisions import callbacks, memory_ladder, rollback
 from elastic_ring.control.messages import CoordinatorStarted, Hello, MemberFailed, Report, Status
 from elastic_ring.control.pool import Versions
 from elastic_ring.control.state import (
@@ -79,6 +79,7 @@ def _restart_clocks(ctx: Transition) -> None:
         # If the wall clock was set back meanwhile, `restart_delay_s` after this time must not come too late.
         change = replace(change, resumed_at=min(change.resumed_at, ctx.now))
     ctx.state = replace(ctx.state, workers=workers, nodes=nodes, pool_changed_at=ctx.now, last_change=change)
+    callbacks.restart_clock(ctx)
 
 
 def answered(ctx: Transition, event: Status) -> None:

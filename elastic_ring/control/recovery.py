@@ -25,6 +25,7 @@ from elastic_ring.control.state import (
     State,
     avoided,
     domains_of,
+    end_step,
     gpus_on,
     next_awaited,
     node_of,
@@ -196,7 +197,7 @@ def _hints(base: Membership, membership: Membership) -> dict[str, int]:
 
 def _is_crash_loop(ctx: Transition, incident: Incident, mesh: Mesh, step: int) -> bool:
     """End the run and return True if one step's own work has likely killed members too often."""
-    crash = crash_loop.crash_of(incident, mesh, step, ctx.options.total_steps)
+    crash = crash_loop.crash_of(incident, mesh, step, end_step(ctx.state))
     if crash is None:
         return False
     known = tuple(before for before in ctx.state.crashes if before.step == crash.step)
@@ -204,7 +205,7 @@ def _is_crash_loop(ctx: Transition, incident: Incident, mesh: Mesh, step: int) -
     counted = crash_loop.counted(ctx.state.crashes)
     if len(counted) < ctx.options.crash_loop_limit:
         return False
-    if crash.step < ctx.options.total_steps:
+    if crash.step < end_step(ctx.state):
         what, look = f"step {crash.step}", f"the batch of step {crash.step} and at the memory it needs"
     else:
         what, look = "writing the weights", "the memory of ring 0's nodes: each rank holds one file of weights (4 GiB)"

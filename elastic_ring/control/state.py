@@ -13,6 +13,7 @@ from typing import Any
 from elastic_ring.control.messages import (
     BatchSkip,
     Build,
+    CallbacksAnswered,
     Checkpoint,
     CorpusGrew,
     CorpusVersion,
@@ -370,6 +371,22 @@ class FirstCause:
 
 
 @dataclass(frozen=True)
+class Callbacks:
+    """`awaited`: the step at which members wait for the driver's callbacks, until `deadline`. `answered`: the newest
+    answer. `kept`: the step whose checkpoint is to stay."""
+
+    awaited: int | None = None
+    deadline: float = 0.0
+    answered: CallbacksAnswered | None = None
+    kept: int | None = None
+
+    @property
+    def stop(self) -> str:
+        """Why the run ends after the step of the answer; empty if it does not."""
+        return self.answered.stop if self.answered is not None else ""
+
+
+@dataclass(frozen=True)
 class State:
     """The whole state of the control core.
 
@@ -422,6 +439,7 @@ class State:
     grown: CorpusGrew | None = None
     reached: int = 0
     skips: tuple[BatchSkip, ...] = ()
+    callbacks: Callbacks = field(default_factory=Callbacks)
     rollbacks: Counted = field(default_factory=Counted)
     suspects: Suspects | None = None
     warm_up_s: float = 0.0
@@ -439,6 +457,12 @@ class State:
 
 
 # ---------------------------------------------------------------- queries
+
+
+def end_step(state: State) -> int:
+    """How many steps the run has: those of the settings, or fewer where a callback has stopped it."""
+    known = state.callbacks
+    return known.answered.step if known.answered is not None and known.stop else state.options.total_steps
 
 
 def membership_of(state: State) -> Membership | None:

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 CALLBACKS_NAME, LOCK_NAME = "callbacks.json", "callbacks.lock"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 """Before a callback that raised and tries again is called again; the pause doubles."""
+MORE = ("states", "wanted")
+"""Of the record, beside what was told: by callback its state, and what it wants of the run."""
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 STOPPED_BY_USER = "stopped by the user"
 """The message of a run's end that somebody wanted."""
@@ -57,6 +59,30 @@ class RunInfo:
     id: str = ""
 
 
+class Control:
+    """What one callback wants of the run. It takes effect at the validation whose `on_validation` is told next, or is
+    being told: training waits there for all callbacks with `controls`, `timeouts.callback_s` at most. What comes later
+    takes effect at the next validation."""
+
+    def __init__(self, wanted: dict[str, Any], *, controls: bool) -> None:
+        self._wanted, self._controls = wanted, controls
+
+    def stop(self, reason: str) -> None:
+        """End the run as if it had no more steps: it saves, writes its weights and is finished."""
+        self._want(stop=str(reason) or "no reason given")
+
+    def checkpoint(self, *, keep: bool = False) -> None:
+        """Take a checkpoint. `keep`: retention leaves it until another is kept."""
+        self._want(saves=True, **({"keeps": True} if keep else {}))
+
+    def _want(self, **what: Any) -> None:
+        if not self._controls:
+            raise ValueError(
+                "controls=False: set controls = True in the callback's class, so that training waits for it"
+            )
+        self._wanted.update(what)
+
+
 class Callback:
     """Override what you want to hear. All methods run in the driver's process, one at a time, never in a worker.
 
@@ -70,6 +96,13 @@ class Callback:
     tries_again: bool = False
     """Whether a method that raised is called again with the same event, after the same pause, before later ones are
     told: for what writes to a store that may be away."""
+    controls: bool = False
+    """Whether `control` may be used: then training waits for this callback after each validation."""
+    control: Control
+    """Set before `on_start`."""
+    state: dict[str, Any]
+    """What the next driver finds here, as JSON: the best loss so far, for example. Set before `on_start`, saved with
+    each event."""
     end: str = ""
     """Before `on_end`: "finished", "failed", or "stopped" if somebody wanted that; empty if the run goes on."""
 
@@ -304,6 +337,23 @@ class Telling:
                 listener.tell(self._clock())
             self._put()
 
+    def wanted(self, step: int) -> dict[str, Any] | None:
+        """What callbacks want of the run (`stop`, `saves`, `keeps`), told of all up to the validation after `step`
+        steps; None while one with `controls` has not been told."""
+        controlling = [listener for listener in self._listeners if listener.callback.controls]
+        if any(listener.place.get(VALIDATION, -1) < step - 1 for listener in controlling) or self._lock is None:
+            return None
+        found = [(listener.callback.name, self._record["wanted"][listener.callback.name]) for listener in controlling]
+        stops = [f"{name}: {wanted['stop']}" for name, wanted in found if "stop" in wanted]
+        flags = {flag: any(flag in wanted for _, wanted in found) for flag in ("saves", "keeps")}
+        return {"stop": "; ".join(stops), **flags}
+
+    def granted(self) -> None:
+        """The run does what callbacks want."""
+        for wanted in self._record["wanted"].values():
+            wanted.clear()
+        self._save()
+
     def _put(self) -> None:
         if not self._is_kept:
             self._is_kept = True
@@ -332,9 +382,14 @@ class Telling:
             "id": secrets.token_hex(8),
             "run": self._run.name,
             "told": {},
+            "states": {},
+            "wanted": {},
         }
         run, told = replace(self._run, id=self._record["id"]), self._record["told"]
         self._save()
+        for callback in self._callbacks:
+            callback.control = Control(self._record["wanted"].setdefault(callback.name, {}), controls=callback.controls)
+            callback.state = self._record["states"].setdefault(callback.name, {})
         self._listeners = [
             _Listener(callback, run, told.setdefault(callback.name, {}), self._save) for callback in self._callbacks
         ]
@@ -364,12 +419,17 @@ def kept_places(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, "told": told}
 
 
-def check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Raises ValueError for what is no callback, and for two of one name."""
+def check_callbacks(callbacks: Sequence[Callback], val_every_steps: int = 1) -> None:
+    """Raises ValueError for what is no callback, for two of one name, and for control without validations."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ValueError(
                 f"callbacks: {callback!r} is no elastic_ring.Callback: derive from it, and give an instance"
+            )
+        if callback.controls and not val_every_steps:
+            raise ValueError(
+                f"val_every_steps=0: the callback {callback.name} controls the run, which happens at validations: set "
+                "val_every_steps, or controls=False"
             )
     names = [callback.name for callback in callbacks]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -388,7 +448,8 @@ def _read(path: Path, run: str) -> dict[str, Any]:
             raise RecordDamaged(f"{path} is of run {found['run']!r}")
         with as_written(str(path)):
             told = {name: {kind: int(at) for kind, at in place.items()} for name, place in found["told"].items()}
-            return {"id": str(found["id"]), "run": run, "told": told}
+            more = {name: {str(key): dict(value) for key, value in found.get(name, {}).items()} for name in MORE}
+            return {"id": str(found["id"]), "run": run, "told": told, **more}
     except RecordDamaged as error:
         log.warning("%s, and the callbacks are told everything again", set_aside(path, error.message))
         return {}

@@ -54,6 +54,7 @@ SUMMARY_KEYS = (
     "peak_gpu_bytes",
     "time_s",
     "identity",
+    "stopped",
 )
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
 RECOVERY_KEYS = (
@@ -390,11 +391,13 @@ def build_summary(
     time_s: Mapping[str, float] | None = None,
     num_steps: int | None = None,
     identity: str = "",
+    stopped: str = "",
 ) -> dict[str, Any]:
     """The content of summary.json, with exactly the documented keys in the documented order.
 
     `exact`: whether equal bits are promised. Where they are not, the summary says null: they may be equal all the same.
-    `num_steps`: how many there were, where not all losses are on record. Raises: KeyError when a generation or recovery
+    `num_steps`: how many there were, where not all losses are on record. `stopped`: why a callback has stopped the run,
+    empty if none has. Raises: KeyError when a generation or recovery
     lacks a key. Additional keys of these are dropped.
     """
     made = [{key: one[key] for key in GENERATION_KEYS} for one in generations]
@@ -417,6 +420,7 @@ def build_summary(
         "peak_gpu_bytes": peak_gpu_bytes,
         "time_s": {part: round(seconds, 3) for part, seconds in (time_s or {}).items()},
         "identity": identity,
+        "stopped": stopped,
     }
 
 

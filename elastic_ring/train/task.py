@@ -83,7 +83,8 @@ class TrainingTask:
     the submodules that FSDP2 gathers one at a time; by default the items of the largest `ModuleList`.
     `pattern` None is dense causal attention. `cost_model` is for `layout="auto"`; None: an H200's. `metrics` are
     functions like `loss`, for the held-out sequences. `lr_schedule` gives a step's rate in place of `optim`. `flops`:
-    of one sequence, as in `ModelParts`; None where that is not known.
+    of one sequence, as in `ModelParts`; None where that is not known. `asks_callbacks`: after each validation training
+    waits for what the driver's callbacks want.
     """
 
     model: Callable[[], nn.Module]
@@ -99,6 +100,7 @@ class TrainingTask:
     metrics: Mapping[str, LossFunction] = field(default_factory=dict)
     lr_schedule: Schedule | None = None
     flops: float | None = None
+    asks_callbacks: bool = False
 
 
 def description_of(task: TrainingTask) -> dict[str, Any]:

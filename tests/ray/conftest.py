@@ -136,6 +136,7 @@ def tiny_trainer(
         context_tokens=96,
         sequences_per_pass=options.pop("sequences_per_pass", 1),
         kv_wire=options.pop("kv_wire", "native"),
+        val_every_steps=options.pop("val_every_steps", 0),
     )
     settings: dict[str, Any] = {
         "run_dir": str(folder / name),

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from elastic_ring.control.messages import CorpusGrew, CorpusRecalled, CorpusVersion
-from elastic_ring.control.state import State
+from elastic_ring.control.state import State, end_step
 from elastic_ring.control.transition import Transition
 
 
@@ -52,7 +52,7 @@ def begin(ctx: Transition, step: int) -> None:
 def _may_begin(state: State, step: int) -> bool:
     """Versions rise in their steps, and a step that runs again keeps its own. Step 0 has the first manifest."""
     last = state.corpus[-1].first_step if state.corpus else 0
-    return last < step < state.options.total_steps and step >= state.reached
+    return last < step < end_step(state) and step >= state.reached
 
 
 def version_at(versions: Iterable[CorpusVersion], step: int) -> CorpusVersion | None:

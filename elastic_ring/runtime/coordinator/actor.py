@@ -32,6 +32,7 @@ from elastic_ring.control.decisions.terms import Unanswered
 from elastic_ring.control.facts import ResumedFrom
 from elastic_ring.control.messages import (
     Build,
+    CallbacksAnswered,
     CheckpointDue,
     CheckpointsKnown,
     Command,
@@ -171,6 +172,17 @@ class Coordinator:
             raise ValueError(f"spares={spares}: must be 0 or more")
         self._put("event", ScaleRequested(self._cause(), max_dp, spares))
 
+    def answer(self, step: int, stop: str, saves: bool, keeps: bool) -> bool:
+        """What a driver's callbacks want, told of all up to the validation after `step` steps: see `CallbacksAnswered`.
+        Returns whether it counts; what comes too late has to be said again at the next validation."""
+        counts: queue.Queue[bool] = queue.Queue()
+        event = CallbacksAnswered(self._cause(), step, stop, saves, keeps)
+        self._queue.put(("answer", event, {"counts": counts}))
+        try:
+            return counts.get(timeout=self.run_spec.run.timeouts.hello_s)
+        except queue.Empty:  # the run has ended meanwhile, or its journal waits for a disk
+            return False
+
     def abandon(self, reason: str) -> None:
         """End the run now: clear everything at once."""
         self.storage_wait.give_up()
@@ -283,6 +295,8 @@ class Coordinator:
         )
         if run_spec.run.checkpoint_config.is_on or run_spec.resume.checkpoints or run_spec.resume.lineage:
             self.checkpoints.open()
+            if self.state.callbacks.kept is not None:  # one that died may not have written that
+                self.checkpoints.keep(self.state.callbacks.kept)
         self.metrics_exporter = MetricsExporter(
             run_spec.run, self.recorder, lambda: self._checkpoints_failing_s, Work.of(run_spec.run, run_spec.task)
         )
@@ -400,6 +414,8 @@ class Coordinator:
                 self._on_event(body if not isinstance(body, dict) else from_json(body), extra)
             case "publish":
                 self._publish(body)
+            case "answer":
+                self._on_answer(body, extra["counts"])
             case "fault":
                 self._on_fault(body, extra["worker"], extra["answer"])
             case "beat":
@@ -477,6 +493,15 @@ class Coordinator:
         answer.put(new or self.recorder.recoveries.fired_by.get(index) == worker)
         if new:  # this process's own faults fire once, or it would die of one at each start
             inject_into_coordinator(self.run_spec.run.faults[index].kind)
+
+    def _on_answer(self, event: CallbacksAnswered, counts: queue.Queue[bool]) -> None:
+        self._decide(event)
+        is_taken = self.state.callbacks.answered == event
+        if is_taken and event.keeps:
+            self.checkpoints.keep(event.step)
+        if is_taken and event.stop:
+            self.recorder.recoveries.say(f"stopped by a callback after {event.step} steps: {event.stop}")
+        counts.put(is_taken)
 
     def _inject_into_commit(self, step: int) -> None:
         """Asked by the thread of the checkpoints between the last file of a checkpoint and its manifest."""

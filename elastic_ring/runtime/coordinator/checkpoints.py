@@ -32,7 +32,7 @@ from elastic_ring.runtime.coordinator.resume import (
     shortened,
     uri_of,
 )
-from elastic_ring.state.checkpoints.checkpoint import commit, committed, prune, set_aside, wrong_with
+from elastic_ring.state.checkpoints.checkpoint import commit, committed, keep, prune, set_aside, wrong_with
 from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, Described, Manifest, located, read_manifest
 from elastic_ring.state.checkpoints.retention import UNFINISHED_AFTER_S
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS_FOLDER
@@ -192,6 +192,10 @@ class CheckpointKeeper:
         written = {key[0] for key in self._pending}
         self._jobs.put(lambda: self._clean(step, written))
 
+    def keep(self, step: int) -> None:
+        """Retention leaves the checkpoint of `step`, and none that was kept before."""
+        self._jobs.put(lambda: keep(self._storage, step))
+
     def gone_back(self, step: int, identity: tuple[int, int]) -> None:
         """The build `identity`, (term, generation), begins at the checkpoint of `step`: later ones do not count."""
         self._oldest = max(self._oldest, identity)
@@ -306,7 +310,7 @@ class CheckpointKeeper:
             self._look_at_newest()
             prune(self._storage, config.keep_last, config.keep_every, self._resume.lineage, read_back=self._read_back)
             self._sweep(step, written)
-        except StorageFailed as error:
+        except (StorageFailed, CheckpointDamaged) as error:
             log.warning("old checkpoints could not be removed: %s", error)
         self._tell()
 

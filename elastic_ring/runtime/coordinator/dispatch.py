@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.messages import (
+    Answer,
     Build,
     Command,
     DrainNode,
@@ -115,7 +116,7 @@ class Dispatcher:
                     self._tell(command, {"published": published})
                     if not command.wrong:  # else it marks its GPU first, and ends by itself
                         self._ray_calls.put(partial(self._cluster.remove_worker, command.worker))
-                case Stop() | Hello() | Standby() | Finalize():
+                case Stop() | Answer() | Hello() | Standby() | Finalize():
                     self._tell(command, {"published": published})
                 case EndRun():
                     log.info("%s: end of run: %s %s", command.cause, command.error or "success", command.message)

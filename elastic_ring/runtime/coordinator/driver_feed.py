@@ -41,6 +41,7 @@ class DriverFeed:
             "phase": type(state.phase).__name__.lower(),
             "generation": state.generation,
             "term": state.term,
+            "awaited": state.callbacks.awaited,
         }
 
     def news(self, after_step: int) -> dict[str, Any]:

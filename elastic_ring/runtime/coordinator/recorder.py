@@ -47,6 +47,7 @@ from elastic_ring.control.state import (
     Forming,
     State,
     describe,
+    end_step,
     members,
     mesh_of,
     phase_name,
@@ -476,7 +477,7 @@ class RunRecorder:
             "generation": state.generation,
             "mesh": {"dp": mesh.dp, "cp": mesh.cp} if mesh else {"dp": 0, "cp": 0},
             "step": self.metrics.last_step + 1,
-            "total_steps": state.options.total_steps,
+            "total_steps": end_step(state),
             "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
             "spares": [person(w) for w in spares(state)],
             "covered": covered(state),
@@ -492,8 +493,9 @@ class RunRecorder:
             "story": describe(state)["story"],
         }
 
-    def write_summary(self, weights_sha256: str, exact: bool) -> dict[str, Any]:
-        """`exact`: whether every change of the mesh so far kept its promise of the same bits.
+    def write_summary(self, weights_sha256: str, exact: bool, stopped: str = "") -> dict[str, Any]:
+        """`exact`: whether every change of the mesh so far kept its promise of the same bits. `stopped`: why a
+        callback has stopped the run.
 
         One that is there was written by an earlier coordinator of this attempt, and stands.
         """
@@ -519,6 +521,7 @@ class RunRecorder:
             time_s=self.time_s(self._clock()),
             num_steps=self.metrics.last_step + 1,
             identity=self.identity,
+            stopped=stopped,
         )
         # Beside the deciding thread, and no longer than a checkpoint's files are waited for.
         retries = Retries(self._run.timeouts.storage_s, lambda text: self.recoveries.say(f"the summary {text}"))

@@ -92,6 +92,7 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
         hello_s=timeouts.hello_s,
         boundary_s=timeouts.boundary_s,
         finalize_s=timeouts.finalize_s,
+        callback_s=timeouts.callback_s,
         restore_s=timeouts.restore_s,
         grow_delay_s=run.grow_delay_s,
         grow_interval_s=run.grow_interval_s,
@@ -108,10 +109,11 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
 
 
 def is_finished(run: RunConfig, folder: Path, steps: int, identity: str) -> bool:
-    """Whether the run's folder, or a copy of it, has the summary of all `steps`. A submission that asks for a
-    beginning begins again. A summary that is damaged, or another run's, does not count."""
+    """Whether the run's folder, or a copy of it, has the summary of all `steps`, or of a run that a callback stopped. A
+    submission that asks for a beginning begins again. A summary that is damaged, or another run's, does not count."""
     try:
-        return run.resume == "auto" and int(summary_of(folder, identity).get("steps", -1)) >= steps
+        found = summary_of(folder, identity)
+        return run.resume == "auto" and bool(found.get("stopped") or int(found.get("steps", -1)) >= steps)
     except RecordDamaged:
         return False
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from elastic_ring.control.state import Finishing, Running, State, members
+from elastic_ring.control.state import Finishing, Running, State, end_step, members
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def conclude(end: End, recorder: RunRecorder, state: State, weights_sha256: str)
 
 
 def _last_records(end: End, recorder: RunRecorder, state: State, weights_sha256: str) -> End:
-    if not end["error"] and recorder.metrics.last_step + 1 == state.options.total_steps:
+    if not end["error"] and recorder.metrics.last_step + 1 == end_step(state):
         unfired = recorder.recoveries.unfired(recorder.first_step)
         if unfired:
             text = "; ".join(str(fault) for fault in unfired)
@@ -51,7 +51,7 @@ def _last_records(end: End, recorder: RunRecorder, state: State, weights_sha256:
         else:
             # The core's own fact survives a coordinator that dies after the weights were written.
             known = end["facts"].get("weights_sha256") or weights_sha256
-            end["summary"] = recorder.write_summary(known, state.promise == "bit-exact")
+            end["summary"] = recorder.write_summary(known, state.promise == "bit-exact", state.callbacks.stop)
     recorder.write_status(state, force=True, end=end)
     return end
 
@@ -113,7 +113,7 @@ class EndReport:
 def unfinished(state: State, num_committed: int, where: str, progress: Callable[[str], Mapping[str, Any]]) -> str:
     """What a run still does whose steps are all committed; empty for others. `progress`: what a worker does right now;
     `where`: the run's storage."""
-    if num_committed < state.options.total_steps:
+    if num_committed < end_step(state):
         return ""
     if isinstance(state.phase, Finishing):
         return f"ring 0 writes the weights to {where}"

@@ -24,6 +24,7 @@ import torch
 from elastic_ring.config import environment
 from elastic_ring.control.decisions.terms import TermClaim
 from elastic_ring.control.messages import (
+    Answer,
     Build,
     BuildFailed,
     Finalize,
@@ -108,7 +109,8 @@ class Worker:
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # every thread's stack into the log, on request
         self._held = hold(self._stamps.path.parent, self.spec.run.timeouts.clear_s)
         self._stamps.open()
-        member = Member(self.spec, self._stamps, self._client.injector(), self._client.publish, self._client.saved)
+        client = self._client
+        member = Member(self.spec, self._stamps, client.injector(), client.publish, client.saved, client.ask_callbacks)
         member.start_work = work
         member.warm_up()
         self._member = member
@@ -193,6 +195,9 @@ class Worker:
             case Stop(mode="save"):
                 assert self._member is not None
                 self._member.save_soon()
+            case Answer():
+                assert self._member is not None
+                self._member.callback_wait.answer(command)
             case Stop():
                 self._abort_and_report(extra)
             case Build():

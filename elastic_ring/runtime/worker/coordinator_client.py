@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_ring.control.cause_ids import CauseIds
-from elastic_ring.control.messages import DrainRequested, to_json
+from elastic_ring.control.messages import CallbacksAwaited, DrainRequested, to_json
 from elastic_ring.runtime.worker.faults import Injector
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
 
@@ -38,6 +38,10 @@ class CoordinatorClient:
     def saved(self, part: dict[str, Any]) -> None:
         """Tell that this rank's part of a checkpoint is written, or why it is not."""
         self.coordinator.saved.remote(self._spec.worker, part)
+
+    def ask_callbacks(self, generation: int, step: int) -> None:
+        """All members wait, after the validation of `step` steps, for what the driver's callbacks want."""
+        self.answer(CallbacksAwaited(self.cause(), self._spec.worker, 0, generation, step))
 
     def is_there(self, timeout_s: float) -> bool:
         """Whether the coordinator answers in this time. An unanswered question waits on; it is not asked again."""

@@ -40,6 +40,7 @@ from elastic_ring.runtime.groups.heal import heal_over_link, links_ahead
 from elastic_ring.runtime.groups.registry import forget_groups
 from elastic_ring.runtime.groups.sockets import LOOPBACK
 from elastic_ring.runtime.groups.transport import translated
+from elastic_ring.runtime.worker.callback_wait import CallbackWait
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.copy_heal import heal_from_copies, takes_part
 from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog, gpu_environment
@@ -83,6 +84,7 @@ class Member:
         injector: Injector,
         publish: Callable[[list[dict[str, Any]]], None],
         saved: Callable[[dict[str, Any]], None] = lambda part: None,
+        ask_callbacks: Callable[[int, int], None] = lambda generation, step: None,
     ) -> None:
         self._spec = spec
         self._stamps = stamps
@@ -105,6 +107,7 @@ class Member:
         self._groups: Groups | None = None
         self._command: Build | None = None
         self.records = StepRecords(publish)
+        self.callback_wait, self._ask_callbacks = CallbackWait(), ask_callbacks
         self._abandoned: list[tuple[Any, ...]] = []
         self._device_lease = DeviceLease(
             spec.scaling.device, spec.run.name, state_bytes=newcomer_bytes(spec.scaling.cpu_offload)
@@ -162,7 +165,7 @@ class Member:
     def _loader(self, source: Source, num_ahead: int = 0) -> Loader:
         return Loader(
             source,
-            self._while_data_comes,
+            self._while_others_work,
             num_ahead or self._spec.task.step.sequences_per_pass,
             patience_s=self._spec.run.timeouts.storage_s,
             tell=self._tell_waiting,
@@ -491,9 +494,11 @@ class Member:
             if self._command.saves and state.applied:
                 self._save_state()
             while state.applied < step_config.steps:
-                step, begun = state.applied, time.monotonic()
+                step = state.applied
                 self._watch("idle", step)
-                begun += self._validate_if_due(step)  # no part of the step
+                if self._validate_if_due(step) and self._stops_at(step):
+                    return self._finished()
+                begun = time.monotonic()
                 # A step's result is published once the next one is under way.
                 self._send(through=step - 1)
                 outcome, local = state.run(
@@ -511,8 +516,12 @@ class Member:
                 if outcome.boundary and state.applied < step_config.steps:
                     return "boundary"
                 self._release_contexts(step)
-            self._validate_if_due(state.applied)
-        self._stamps.stamp(state.applied, Phase.SAVE)
+            if self._validate_if_due(state.applied):
+                self._stops_at(state.applied)
+        return self._finished()
+
+    def _finished(self) -> str:
+        self._stamps.stamp(self.applied, Phase.SAVE)
         if not self._saver.wait(self._spec.run.timeouts.finalize_s / 2):
             log.warning("the last checkpoint's part is not written yet; the run ends without it")
         return "finished"
@@ -582,17 +591,31 @@ class Member:
         self._stamps.stamp(self.applied, Phase.IDLE)
         return None if digest is None else Finalized(cause, worker, term, generation, digest)
 
-    def _validate_if_due(self, step: int) -> float:
-        """Returns how long it took."""
+    def _stops_at(self, step: int) -> bool:
+        """Whether the driver's callbacks, told of all up to this validation, end the run here. Saves where they want a
+        checkpoint, and before the end."""
+        if not self._spec.task.asks_callbacks:
+            return False
+        assert self._command is not None
+        speaks, generation = self._command.members[0] == self._spec.worker, self._command.generation
+        self._send(through=step - 1)
+        ask = partial(self._ask_callbacks, generation, step) if speaks else lambda: None
+        answer = self.callback_wait.wait(step, ask, self._while_others_work)
+        if answer.stops or answer.saves:
+            self._save_state()
+        return answer.stops
+
+    def _validate_if_due(self, step: int) -> bool:
+        """Returns whether there was a validation."""
         config = self._spec.task.step
         if not config.val_every_steps or step == 0 or (step % config.val_every_steps and step != config.steps):
-            return 0.0
+            return False
         begun = time.monotonic()
         self._stamps.stamp(step, Phase.VALIDATE)
         found = self._transaction.validate(self._val_loader, config.num_val_sequences)
         if self._groups is not None and self._groups.global_rank == 0:
             self._publish([{"step": step - 1, **found, "took_s": time.monotonic() - begun}])
-        return time.monotonic() - begun
+        return True
 
     def _publish_copies(self, figures: dict[str, Any]) -> None:
         """Called in the thread of an exchange; global rank 0 speaks for all."""
@@ -658,8 +681,9 @@ class Member:
         rank = self._groups.global_rank if self._groups is not None else -1
         self._injector.check(phase=phase, step=step, rank=rank, hop=hop)
 
-    def _while_data_comes(self) -> None:
-        """A slow data source is no stall of this rank; the ranks that wait for it have a limit too."""
+    def _while_others_work(self) -> None:
+        """A slow data source, or a slow callback, is no stall of this rank; the ranks that wait for it have a limit
+        too."""
         self._num_data_waits += 1
         self._raise_if_aborted()
 

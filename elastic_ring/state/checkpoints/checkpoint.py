@@ -50,6 +50,8 @@ from elastic_ring.state.host_snapshot import HostSnapshot
 from elastic_ring.state.shard import Counters, Shard, raw_bytes
 from elastic_ring.state.storage.folder import Storage, StoredFile
 
+KEPT_NAME, MAX_KEPT_BYTES = "kept.json", 4096
+"""In the run's folder: the step whose checkpoint retention leaves."""
 OWN_TO_A_DEVICE = ("params", "fused", "foreach", "capturable")
 """Of an optimizer's groups what a checkpoint does not bring: another device may compute otherwise."""
 # ---------------------------------------------------------------- what one rank writes
@@ -450,11 +452,32 @@ def interval_s(cost_s: float, mean_time_between_failures_s: float) -> float:
     return max(cost_s, math.sqrt(2.0 * cost_s * mean_time_between_failures_s) - cost_s)
 
 
-def superfluous(steps: Iterable[int], keep_last: int, keep_every: int) -> list[int]:
-    """The steps whose checkpoints go: all but the newest `keep_last` and, with `keep_every`, its multiples."""
+def keep(storage: Storage, step: int) -> None:
+    """Retention leaves the checkpoint of `step` from now on, and none that was kept before."""
+    storage.replace(KEPT_NAME, json.dumps({"step": step}).encode())
+
+
+def kept_step(storage: Storage) -> int | None:
+    """The step of the last `keep`; None if there is none. Raises CheckpointDamaged, StorageFailed."""
+    if not storage.exists(KEPT_NAME):
+        return None
+    try:
+        found = plain_json(storage.read_record(KEPT_NAME, MAX_KEPT_BYTES), MAX_KEPT_BYTES)
+        step = found["step"] if isinstance(found, dict) else None
+    except (ValueError, KeyError) as error:
+        raise CheckpointDamaged(
+            f"{KEPT_NAME} cannot be read ({error}): remove it, or have a checkpoint kept"
+        ) from error
+    if type(step) is not int:
+        raise CheckpointDamaged(f"{KEPT_NAME} names no step: remove it, or have a checkpoint kept")
+    return step
+
+
+def superfluous(steps: Iterable[int], keep_last: int, keep_every: int, kept: int | None = None) -> list[int]:
+    """The steps whose checkpoints go: all but the newest `keep_last`, with `keep_every` its multiples, and `kept`."""
     ordered = sorted(steps)
-    kept = set(ordered[-keep_last:]) | {step for step in ordered if keep_every and step % keep_every == 0}
-    return [step for step in ordered if step not in kept]
+    stays = set(ordered[-keep_last:]) | {step for step in ordered if keep_every and step % keep_every == 0} | {kept}
+    return [step for step in ordered if step not in stays]
 
 
 def prune(
@@ -466,12 +489,13 @@ def prune(
     read_bytes: bool = False,
     read_back: int | None = None,
 ) -> list[int]:
-    """Remove what retention does not keep, of one lineage or of each; returns the steps.
+    """Remove what retention does not keep, of one lineage or of each; returns the steps. The step of `keep` stays.
 
     If none of those that stay is whole (by their files' sizes or, with `read_bytes`, by every byte), the newest that is
     whole stays, too. So does `read_back`, the newest step of which every byte was found right.
     """
     assert keep_last >= 1
+    kept = kept_step(storage)
     by_lineage: dict[int, dict[int, str]] = {}
     for folder in committed(storage):
         of_lineage, step = age_key(folder)
@@ -480,7 +504,7 @@ def prune(
     for of_lineage, folders in by_lineage.items():
         if of_lineage < 0 or lineage not in (None, of_lineage):
             continue
-        going = superfluous(folders, keep_last, keep_every)
+        going = superfluous(folders, keep_last, keep_every, kept)
         if not going:
             continue
         newest_first = sorted(folders, key=lambda step: (step not in going, step), reverse=True)

@@ -9,8 +9,8 @@ import secrets
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 import ray
 
 from benchmarks.harness.runs import actor_pids
-from elastic_ring import Result
+from elastic_ring import Callback, CheckpointConfig, Result
 from elastic_ring.data.source import open_source
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.json_files import read_json
@@ -95,8 +95,7 @@ def test_a_death_while_the_ring_validates_loses_neither_a_bit_nor_a_validation(l
     block_means, validations, heard = [], [], []
     for name, faults in (("calm-held-out", ""), ("held-out", "kill@step=4,phase=idle,rank=0")):
         heard.append(Heard())
-        trainer = tiny_trainer(tmp_path, name, steps=6, faults=faults, callbacks=(heard[-1],))
-        trainer.task = replace(trainer.task, step=replace(trainer.task.step, val_every_steps=2))
+        trainer = tiny_trainer(tmp_path, name, steps=6, faults=faults, callbacks=(heard[-1],), val_every_steps=2)
         result = trainer.fit()
         block_means.append(result.summary)
         validations.append({line["step"]: line["val_loss"] for line in read_metrics(result.path)})
@@ -107,6 +106,53 @@ def test_a_death_while_the_ring_validates_loses_neither_a_bit_nor_a_validation(l
     for one, summary in zip(heard, block_means, strict=True):
         one.check(summary)
         assert one.validations == [(step, loss) for step, loss in validations[0].items() if loss is not None]
+
+
+class Stops(Callback):
+    """Keeps the checkpoint of its first validation, and stops at its second; before, it may kill the coordinator."""
+
+    controls = True
+
+    def __init__(self, kills: bool) -> None:
+        self.kills = kills
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 1:
+            self.control.checkpoint(keep=True)
+            return
+        if self.kills:
+            (pid,) = actor_pids("Coordinator")
+            os.kill(pid, signal.SIGKILL)
+        self.control.stop(f"step {step} is enough")
+
+
+@pytest.mark.slow
+def test_a_callback_stops_the_run_at_the_same_step_though_it_kills_the_coordinator(
+    local_ray: None, tmp_path: Path
+) -> None:
+    found = []
+    for name, kills in (("calm-stop", False), ("stop", True)):
+        checkpoints = CheckpointConfig(every_steps=1, keep_last=1)
+        trainer = tiny_trainer(
+            tmp_path,
+            name,
+            callbacks=(Stops(kills),),
+            val_every_steps=2,
+            run={"checkpoint_config": checkpoints},
+            **ALONE,
+        )
+        result = trainer.fit()
+        summary = result.summary
+        assert summary["stopped"] == "Stops: step 3 is enough"
+        assert [path.name for path in sorted((result.path / "checkpoints").glob("step-*"))] == [
+            "step-00000002",
+            "step-00000004",
+        ]
+        found.append([summary[name] for name in ("steps", "losses", "weights_sha256", "samples_sha256")])
+        assert trainer.fit().summary == summary, "a run that was stopped is finished"
+    assert found[0] == found[1]
+    assert found[0][0] == 4
+    assert len(notes(tmp_path / "stop", "term")) == 2, "the coordinator did not die"
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import pytest
 from elastic_ring.config import RunConfig
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, Callback, RunInfo, Telling, check_callbacks
+from elastic_ring.monitor.control_callbacks import EarlyStopping, KeepBest
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, MetricsLog, StepMetrics
 from elastic_ring.runtime import run_storage
@@ -408,3 +409,74 @@ def test_in_an_object_store_a_driver_on_another_host_goes_on_where_the_first_one
     run_storage.reset_places(run, goes_on=False)
     run_storage.fetch_places(run, tmp_path)
     assert not (tmp_path / CALLBACKS_NAME).exists()
+
+
+# ------------------------------------------------------------ control
+
+
+class Controls(Callback):
+    """Wants a checkpoint at the first validation and the end at the second, which it counts in its state."""
+
+    controls = True
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.state["seen"] = self.state.get("seen", 0) + 1
+        self.control.checkpoint(keep=True)
+        if self.state["seen"] == 2:
+            self.control.stop("seen enough")
+
+
+def validated(records: Records, *numbers: int, loss: float = 2.0) -> None:
+    for number in numbers:
+        records.steps(number)
+        records.metrics.validated(number, {"val_loss": loss})
+
+
+def test_what_a_callback_wants_is_known_once_it_is_told_and_outlives_its_driver(tmp_path: Path) -> None:
+    records, run = Records(tmp_path), RunInfo("run", tmp_path)
+    validated(records, 1)
+    with Telling([Controls(), Hears()], run) as telling:
+        assert telling.wanted(2) is None
+        telling.tell()
+        assert telling.wanted(2) == {"stop": "", "saves": True, "keeps": True}
+        assert telling.wanted(4) is None
+        telling.granted()
+        assert telling.wanted(2) == {"stop": "", "saves": False, "keeps": False}
+        validated(records, 3)
+        telling.tell()
+    with Telling([Controls(), Hears()], run) as telling:
+        telling.tell()
+        wanted = telling.wanted(4)
+    assert wanted == {"stop": "Controls: seen enough", "saves": True, "keeps": True}
+
+
+def test_control_is_refused_where_training_would_not_wait(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"val_every_steps=0: the callback Controls controls"):
+        check_callbacks([Controls()], 0)
+    hears = Hears()
+    Records(tmp_path)
+    with Telling([hears], RunInfo("run", tmp_path)) as telling:
+        telling.tell()
+        with pytest.raises(ValueError, match="set controls = True"):
+            hears.control.stop("now")
+        assert telling.wanted(2) == {"stop": "", "saves": False, "keeps": False}
+
+
+def test_early_stopping_and_the_best_checkpoint_follow_the_least_loss(tmp_path: Path) -> None:
+    records, wanted = Records(tmp_path), []
+    with Telling([EarlyStopping(patience=2, min_delta=0.05), KeepBest()], RunInfo("run", tmp_path)) as telling:
+        for index, loss in enumerate((3.0, 2.5, 2.48, 2.6)):
+            validated(records, index, loss=loss)
+            telling.tell()
+            wanted.append(telling.wanted(index + 1))
+            telling.granted()
+    assert [one["keeps"] for one in wanted if one] == [True, True, True, False]
+    assert [bool(one["stop"]) for one in wanted if one] == [False, False, False, True]
+    assert wanted[-1] is not None
+    assert "val_loss has not improved in 2 validations; its best was 2.5000 after step 1" in wanted[-1]["stop"]
+    with pytest.raises(ValueError, match="patience=0"):
+        EarlyStopping(patience=0)
+    stops = EarlyStopping("val_accuracy")
+    stops.state = {}
+    with pytest.raises(ValueError, match=r"metric='val_accuracy': the validation has val_loss"):
+        stops.on_validation(1, {"val_loss": 1.0})

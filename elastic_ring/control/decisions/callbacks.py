@@ -1,0 +1,77 @@
+"""What the driver's callbacks want: to stop the run, or a checkpoint. It takes effect at a validation. Pure, no I/O.
+
+After a validation the members wait until the driver has told its callbacks all events up to there, `callback_s` at
+most. The answer is journalled before a member hears it, so a step that runs again, after a lost worker or coordinator,
+gets the same answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic_ring.control.messages import Answer, CallbacksAnswered, CallbacksAwaited
+from elastic_ring.control.state import Running, State, membership_of
+from elastic_ring.control.transition import Transition
+
+
+def awaited(ctx: Transition, event: CallbacksAwaited) -> None:
+    """The members wait after `event.step` steps; each build makes them ask again."""
+    known = ctx.state.callbacks
+    if known.answered is not None and event.step <= known.answered.step:
+        _send(ctx, event.step)
+    elif known.awaited == event.step:
+        ctx.explain(f"the answer of step {event.step} is waited for already")
+    else:
+        ctx.set(callbacks=replace(known, awaited=event.step, deadline=ctx.now + ctx.options.callback_s))
+        ctx.explain(f"the members wait at step {event.step} for callbacks")
+
+
+def answered(ctx: Transition, event: CallbacksAnswered) -> None:
+    known = ctx.state.callbacks
+    if known.awaited != event.step or known.stop:
+        ctx.explain(f"nobody waits for an answer at step {event.step}")
+        return
+    kept = event.step if event.keeps else known.kept
+    ctx.set(callbacks=replace(known, awaited=None, answered=event, kept=kept))
+    ctx.explain(f"callbacks at step {event.step}: {f'stop, {event.stop}' if event.stop else 'go on'}")
+    _send(ctx, event.step)
+
+
+def expire(ctx: Transition) -> None:
+    """Training goes on without an answer; what comes later takes effect at the next validation."""
+    known = ctx.state.callbacks
+    if known.awaited is not None and ctx.now >= known.deadline:
+        answered(ctx, CallbacksAnswered(ctx.cause, known.awaited))
+        ctx.explain(f"no answer within {ctx.options.callback_s:g} s")
+
+
+def restart_clock(ctx: Transition) -> None:
+    """For a new coordinator: the driver has first to find it."""
+    known = ctx.state.callbacks
+    if known.awaited is not None:
+        ctx.set(callbacks=replace(known, deadline=ctx.now + ctx.options.hello_s + ctx.options.callback_s))
+
+
+def deadline(state: State) -> float | None:
+    known = state.callbacks
+    return known.deadline if isinstance(state.phase, Running) and known.awaited is not None else None
+
+
+def _send(ctx: Transition, step: int) -> None:
+    membership, known = membership_of(ctx.state), ctx.state.callbacks.answered
+    assert known is not None
+    if membership is None:
+        return
+    is_newest = step == known.step
+    for worker in ctx.ready_among(membership.members):
+        ctx.send(
+            Answer(
+                ctx.cause,
+                worker,
+                ctx.state.term,
+                ctx.state.generation,
+                step,
+                stops=is_newest and bool(known.stop),
+                saves=is_newest and known.saves,
+            )
+        )

@@ -1,0 +1,89 @@
+"""Callbacks in the control core: their answer takes effect at a validation, once, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_ring.control.messages import (
+    Answer,
+    CallbacksAnswered,
+    CallbacksAwaited,
+    CoordinatorStarted,
+    Finalize,
+    Finalized,
+    Status,
+)
+from elastic_ring.control.replay import replay
+from elastic_ring.control.state import end_step, members
+from tests.sim.bench import Bench, build_in, end_in, only
+
+NODES = {"a": 3, "b": 3}
+STOP = CallbacksAnswered("d", 2, stop="the loss rises")
+
+
+def formed(**options: Any) -> Bench:
+    run = Bench(NODES, **options).form()
+    run.commit(0)
+    run.commit(1)
+    return run
+
+
+def ask(run: Bench, step: int) -> list[Answer]:
+    speaker = members(run.state)[0]
+    return only(Answer, run.handle(CallbacksAwaited("w", speaker, run.state.term, run.state.generation, step)))
+
+
+def test_a_stop_ends_the_run_at_the_validation_where_it_is_told() -> None:
+    run = formed()
+    assert ask(run, 2) == []
+    answers = only(Answer, run.handle(STOP))
+    assert [(one.worker, one.step, one.stops) for one in answers] == [(name, 2, True) for name in members(run.state)]
+    assert only(Finalize, run.report_all(2, kind="finished"))
+    said = run.handle(Finalized("w", members(run.state)[0], run.state.term, run.state.generation, "abc"))
+    assert end_in(said).message == "stopped after 2 steps: the loss rises"
+    assert end_in(said).error == ""
+
+
+def test_members_that_ask_again_after_a_loss_hear_the_same_and_nothing_else_is_taken() -> None:
+    run = formed()
+    ask(run, 2)
+    run.handle(STOP)
+    run.lose(3)
+    assert build_in(run.report_all(2)).step == 2
+    run.resume_all()
+    assert {(one.worker, one.stops) for one in ask(run, 2)} == {(name, True) for name in members(run.state)}
+    before = run.state
+    run.handle(CallbacksAnswered("d", 2, stop="another reason"))
+    assert run.state is before
+    assert replay(run.options, run.journal) == run.state
+
+
+@pytest.mark.parametrize("after_s", [1.0, 59.0])
+def test_a_new_coordinator_gives_the_driver_all_its_time_again(after_s: float) -> None:
+    run = formed()
+    ask(run, 2)
+    run.wait(after_s)
+    run.handle(CoordinatorStarted("c", 2))
+    for worker in list(run.state.workers):
+        run.handle(Status("w", worker, 2, run.state.generation, "running"))
+    assert run.phase == "running"
+    assert not only(Answer, run.wait(59.0))
+    assert only(Answer, run.handle(STOP))
+    assert end_step(run.state) == 2
+
+
+def test_without_an_answer_training_goes_on_and_a_late_one_waits_for_the_next_validation() -> None:
+    run = formed(callback_s=10.0)
+    ask(run, 2)
+    assert not only(Answer, run.wait(9.0))
+    assert {one.stops for one in only(Answer, run.wait(1.1))} == {False}
+    assert only(Answer, run.handle(STOP)) == []
+    run.commit(2)
+    run.commit(3)
+    ask(run, 4)
+    late = run.handle(CallbacksAnswered("d", 4, stop="the loss rises", saves=True, keeps=True))
+    assert {(one.stops, one.saves) for one in only(Answer, late)} == {(True, True)}
+    assert (end_step(run.state), run.state.callbacks.kept) == (4, 4)
+    assert {(one.stops, one.saves) for one in ask(run, 2)} == {(False, False)}, "an older step runs again without"
