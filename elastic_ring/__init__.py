@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_ring.attention.api import ring_attention
     from elastic_ring.config import CheckpointConfig, OptimConfig, RunConfig, ScalingConfig, StepConfig, Timeouts
+    from elastic_ring.integrations.early_stopping import EarlyStopping, KeepBest
     from elastic_ring.monitor.callbacks import Callback
-    from elastic_ring.monitor.control_callbacks import EarlyStopping, KeepBest
     from elastic_ring.monitor.result import Checkpoint, Result
     from elastic_ring.train.task import Batch
     from elastic_ring.train.weights import load_weights
@@ -44,9 +44,9 @@ def __getattr__(name: str) -> Any:
         "Callback": "elastic_ring.monitor.callbacks",
         "Checkpoint": "elastic_ring.monitor.result",
         "CheckpointConfig": "elastic_ring.config",
-        "EarlyStopping": "elastic_ring.monitor.control_callbacks",
+        "EarlyStopping": "elastic_ring.integrations.early_stopping",
         "ElasticRingTrainer": "elastic_ring.trainer",
-        "KeepBest": "elastic_ring.monitor.control_callbacks",
+        "KeepBest": "elastic_ring.integrations.early_stopping",
         "OptimConfig": "elastic_ring.config",
         "Result": "elastic_ring.monitor.result",
         "RunConfig": "elastic_ring.config",

@@ -157,7 +157,7 @@ class ElasticRingTrainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         step = step_config or StepConfig()
-        check_callbacks(callbacks, step.val_every_steps)
+        check_callbacks(callbacks, step.val_every_steps, metrics or {})
         self.callbacks = tuple(callbacks)
         parts, data = parts_of(model, step), as_source(data, step.context_tokens)
         self.scaling_config = scaling_config or ScalingConfig()

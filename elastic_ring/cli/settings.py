@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -140,6 +141,8 @@ class ShortFlags:
     """How often to look whether the manifest of the data has become longer."""
     steps: int | None = None
     """Steps to train."""
+    epochs: float | None = None
+    """Instead of steps: how often each sequence of the data is used."""
     seed: int | None = None
     """Seed of the initial values and of the order of samples."""
     global_batch: int | None = None
@@ -281,22 +284,46 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     given["model"]["offload_activations"] = given["model"]["offload_activations"] or flags.offload_activations
     if flags.data is not None:
         given["data"] |= data_flag(flags.data, given["data"])
-    optim = given["optim"]
-    asked = {*file.get("optim", {}), *(setting for setting in optim if has_flag(argv, f"optim.{setting}"))}
-    # The schedule is as long as the run, unless its length was asked for.
-    if "total_steps" not in asked:
-        optim["total_steps"] = given["step"]["steps"]
-    if "warmup_steps" not in asked:
-        optim["warmup_steps"] = min(optim["warmup_steps"], given["step"]["steps"])
-    made = {
-        section: from_plain(cls, _with_none(cls, given[section]), f"{section}.") for section, cls in SECTIONS.items()
-    }
+    made: dict[str, Any] = {}
+
+    def make(section: str) -> None:
+        cls = SECTIONS[section]
+        made[section] = from_plain(cls, _with_none(cls, given[section]), f"{section}.")
+
+    for section in [name for name in SECTIONS if name != "optim"]:
+        make(section)
     if made["data"].source == "prepared":
         chosen = "vocab_size" in file.get("model", {}) or has_flag(argv, "model.vocab_size")
         made["data"], made["model"] = prepared_data(made["data"], made["model"], vocabulary_is_chosen=chosen)
-    top: dict[str, Any] = {key: getattr(flags, key) or file.get(key) for key in TOP}
+    if flags.epochs is not None:
+        made["step"] = dataclasses.replace(made["step"], steps=_steps_of(flags, made))
+    optim, steps = given["optim"], made["step"].steps
+    asked = {*file.get("optim", {}), *(setting for setting in optim if has_flag(argv, f"optim.{setting}"))}
+    # The schedule is as long as the run, unless its length was asked for.
+    if "total_steps" not in asked:
+        optim["total_steps"] = steps
+    if "warmup_steps" not in asked:
+        optim["warmup_steps"] = min(optim["warmup_steps"], steps)
+    make("optim")
+    top: dict[str, Any] = {key: file.get(key) if (value := getattr(flags, key)) is None else value for key in TOP}
     _check_folder(top, argv, flags, file)
     return TrainSettings(name, **made, **top, plan=flags.plan)
+
+
+def _steps_of(flags: Any, made: Mapping[str, Any]) -> int:
+    """The steps in which each sequence is used so often. Raises ValueError for `--steps` beside it."""
+    from elastic_ring.cli.train import data_source
+    from elastic_ring.data.source import hold_out, open_source
+
+    if flags.steps is not None:
+        raise ValueError(f"epochs={flags.epochs:g} and steps={flags.steps}: give one of them")
+    if not 0 < flags.epochs < math.inf:
+        raise ValueError(f"epochs={flags.epochs:g}: give a number above 0")
+    step = made["step"]
+    held = step.num_val_sequences if step.val_every_steps else 0
+    source = open_source(data_source(made["data"], made["model"], step.context_tokens))
+    training, _ = hold_out(source, num_sequences=held)
+    return math.ceil(flags.epochs * training.num_sequences / step.global_batch)
 
 
 def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file: Mapping[str, Any]) -> None:

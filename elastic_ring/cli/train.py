@@ -68,7 +68,7 @@ def build(asked: TrainSettings) -> ElasticRingTrainer:
 
 def _callbacks(asked: TrainSettings) -> list[Callback]:
     """Those that control the run."""
-    from elastic_ring.monitor.control_callbacks import EarlyStopping, KeepBest
+    from elastic_ring.integrations.early_stopping import EarlyStopping, KeepBest
 
     stops = [] if asked.stop_early is None else [EarlyStopping(patience=asked.stop_early)]
     return [*stops, *([] if asked.keep_best is None else [KeepBest(asked.keep_best)])]

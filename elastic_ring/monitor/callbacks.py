@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -110,6 +110,9 @@ class Callback:
     def name(self) -> str:
         """What the callback is called in `callbacks.json`; two callbacks of one class need two names."""
         return type(self).__qualname__
+
+    def check(self, metrics: Collection[str]) -> None:
+        """Before the start, with the names of the validations' metrics. Raises ValueError for what cannot work."""
 
     def on_start(self, run: RunInfo) -> None:
         """The driver has found the run: open what you write to. Called by every driver."""
@@ -419,8 +422,9 @@ def kept_places(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, "told": told}
 
 
-def check_callbacks(callbacks: Sequence[Callback], val_every_steps: int = 1) -> None:
-    """Raises ValueError for what is no callback, for two of one name, and for control without validations."""
+def check_callbacks(callbacks: Sequence[Callback], val_every_steps: int = 1, metrics: Collection[str] = ()) -> None:
+    """Raises ValueError for what is no callback, for two of one name, for control without validations, and for what a
+    callback refuses. `metrics`: names of the user's."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ValueError(
@@ -431,6 +435,7 @@ def check_callbacks(callbacks: Sequence[Callback], val_every_steps: int = 1) -> 
                 f"val_every_steps=0: the callback {callback.name} controls the run, which happens at validations: set "
                 "val_every_steps, or controls=False"
             )
+        callback.check(["val_loss", *(f"val_{name}" for name in metrics)])
     names = [callback.name for callback in callbacks]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

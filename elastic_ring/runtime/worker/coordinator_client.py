@@ -1,18 +1,24 @@
-"""A worker's client of the coordinator: sends events and records of committed steps, and asks for planned faults.
-
-Only the question for a planned fault waits for the coordinator. Nothing is decided here.
+"""A worker's client of the coordinator: sends events and records of committed steps, and asks for planned faults
+and for what the driver's callbacks want. Nothing is decided here.
 """
 
 from __future__ import annotations
 
+import math
+import queue
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from elastic_ring.control.cause_ids import CauseIds
-from elastic_ring.control.messages import CallbacksAwaited, DrainRequested, to_json
+from elastic_ring.control.messages import Answer, CallbacksAwaited, DrainRequested, to_json
 from elastic_ring.runtime.worker.faults import Injector
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
+
+LOOK_S = 0.05
+ASK_AGAIN_S = 5.0
+"""A coordinator that was killed may not have journalled the question."""
 
 
 class CoordinatorClient:
@@ -72,3 +78,30 @@ class CoordinatorClient:
                 self.answer(DrainRequested(self.cause(), self._spec.worker))
 
         return Injector(self._spec.run.faults, ask, notify)
+
+
+class CallbackWait:
+    """The wait of a member, after a validation, for what the driver's callbacks want. `answer` is called by the control
+    thread, `wait` by the training thread."""
+
+    def __init__(self) -> None:
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+
+    def answer(self, answer: Answer) -> None:
+        self._answers.put(answer)
+
+    def wait(self, step: int, ask: Callable[[], None], look: Callable[[], None]) -> Answer:
+        """The answer for the validation after `step` steps. `ask` sends the question; `look` is called again and again,
+        and raises where the wait is over. The control core gives up waiting for callbacks, not this."""
+        asked_at = -math.inf
+        while True:
+            if time.monotonic() - asked_at >= ASK_AGAIN_S:
+                asked_at = time.monotonic()
+                ask()
+            try:
+                answer = self._answers.get(timeout=LOOK_S)
+            except queue.Empty:
+                look()
+                continue
+            if answer.step == step:
+                return answer

@@ -40,7 +40,7 @@ from elastic_ring.runtime.groups.heal import heal_over_link, links_ahead
 from elastic_ring.runtime.groups.registry import forget_groups
 from elastic_ring.runtime.groups.sockets import LOOPBACK
 from elastic_ring.runtime.groups.transport import translated
-from elastic_ring.runtime.worker.callback_wait import CallbackWait
+from elastic_ring.runtime.worker.coordinator_client import CallbackWait
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.copy_heal import heal_from_copies, takes_part
 from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog, gpu_environment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pty
 import re
@@ -20,7 +21,7 @@ from elastic_ring import cli
 from elastic_ring.cli import settings, train
 from elastic_ring.cli.settings import NESTED, SECTIONS, parse
 from elastic_ring.data.preparation.prepare import PrepareConfig
-from elastic_ring.data.source import TextFiles, TokenShards
+from elastic_ring.data.source import StdlibText, TextFiles, TokenShards
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.train.wrap import num_parameters
 
@@ -28,7 +29,7 @@ SHORT = """--preset --dp --cp --spares --max-dp --min-dp --steps --seed --global
 --data --align-tokens --layout --machine --pattern --cpus-per-worker --kernel --offload-activations --plan
 --run-name --run-dir --config --model-folder --windows --wait-for-resources-s --grow-delay-s --grow-interval-s
 --grow-cost-s --corpus-look-s --storage-path --resume --checkpoint-every-steps --checkpoint-keep-last --copies
---cpu-offload --kv-wire"""
+--cpu-offload --kv-wire --epochs --stop-early --keep-best"""
 
 
 def test_help_imports_neither_torch_nor_ray_and_an_unknown_command_is_answered_with_those_that_exist() -> None:
@@ -99,6 +100,12 @@ def test_the_schedule_is_as_long_as_the_run_unless_its_length_is_given(tmp_path:
     assert parse(["--step.steps", "90"]).optim.total_steps == 90
     assert parse(["--steps", "90", "--optim.total-steps", "100"]).optim.total_steps == 100
     of_preset = parse([]).optim
+    by_epochs = parse(["--epochs", "2", "--global-batch", "8"])
+    sequences = StdlibText(by_epochs.step.context_tokens).open().num_sequences
+    assert by_epochs.step.steps == by_epochs.optim.total_steps == math.ceil(2 * sequences / 8)
+    for argv, told in ((["--epochs", "2", "--steps", "3"], "give one of them"), (["--epochs", "0"], "above 0")):
+        with pytest.raises(ValueError, match=told):
+            parse(argv)
     for flag in (["--optim.total-steps", "60"], ["--optim.total_steps=60"]):
         assert parse(["--steps", "12", *flag]).optim == of_preset, "its value is the preset's"
     with pytest.raises(ValueError, match=r"warmup_steps=10: must be in \[0, total_steps=9\]"):

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import RunConfig
+from elastic_ring.integrations.early_stopping import EarlyStopping, KeepBest
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, Callback, RunInfo, Telling, check_callbacks
-from elastic_ring.monitor.control_callbacks import EarlyStopping, KeepBest
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, MetricsLog, StepMetrics
 from elastic_ring.runtime import run_storage
@@ -476,7 +476,6 @@ def test_early_stopping_and_the_best_checkpoint_follow_the_least_loss(tmp_path: 
     assert "val_loss has not improved in 2 validations; its best was 2.5000 after step 1" in wanted[-1]["stop"]
     with pytest.raises(ValueError, match="patience=0"):
         EarlyStopping(patience=0)
-    stops = EarlyStopping("val_accuracy")
-    stops.state = {}
+    check_callbacks([EarlyStopping("val_accuracy"), KeepBest()], 2, ["accuracy"])
     with pytest.raises(ValueError, match=r"metric='val_accuracy': the validation has val_loss"):
-        stops.on_validation(1, {"val_loss": 1.0})
+        check_callbacks([EarlyStopping("val_accuracy")], 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from elastic_ring.monitor.callbacks import Callback
 
@@ -20,11 +20,12 @@ class _Best(Callback):
     def name(self) -> str:
         return f"{type(self).__qualname__}({self.metric})"
 
-    def is_better(self, step: int, metrics: Mapping[str, float], least_gain: float = 0.0) -> bool:
-        """Whether the metric is less than ever before by more than `least_gain`; then it is the best. Raises ValueError
-        for a metric that there is not."""
+    def check(self, metrics: Collection[str]) -> None:
         if self.metric not in metrics:
             raise ValueError(f"metric={self.metric!r}: the validation has {', '.join(sorted(metrics))}")
+
+    def is_better(self, step: int, metrics: Mapping[str, float], least_gain: float = 0.0) -> bool:
+        """Whether the metric is less than ever before by more than `least_gain`; then it is the best."""
         value, best = metrics[self.metric], self.state.get("best", math.inf)
         if not value < best - least_gain:
             return False
