@@ -53,7 +53,12 @@ def parser() -> argparse.ArgumentParser:
     add("--on-bad-input", default="fail", metavar="fail|skip", help="files and lines that cannot be read (fail)")
     add("--max-bad-share", type=float, metavar="X", help="how much of the input may be skipped (0.01)")
     add("--allow-left-out", action="store_true", help="go on where a folder has more that is no text than text")
-    add("--workers", type=int, metavar="N", help="processes; 0 for this one alone (every CPU of the cluster)")
+    add(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes; 0 for this one alone (of up to 32 MiB: 0, else every CPU of the cluster)",
+    )
     return made
 
 

@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 20
 ROW_GROUP_TOKENS = 1 << 16
 READ_AT_ONCE = 16
+SMALL_BYTES = 32 << 20
 GROWTH = 2
 """How much longer the complete beginning is before it gets a manifest of its own."""
 
@@ -93,7 +94,7 @@ class PrepareConfig:
     allow_left_out: bool = False
     """Go on where a source has more bytes that are no text than it has text."""
     workers: NonNegativeInt | None = None
-    """Processes of a Ray cluster; all its CPUs if left out, 0 for this process alone."""
+    """Processes of a Ray cluster; 0 for this process alone, as for up to 32 MiB if left out, else all its CPUs."""
     piece_bytes: PositiveInt = PIECE_BYTES
     """About how much input becomes a shard."""
     row_group_tokens: PositiveInt = ROW_GROUP_TOKENS
@@ -150,11 +151,14 @@ def prepare(config: PrepareConfig, session: Session | None = None) -> Manifest:
         return read_manifest(_uri(config.out, MANIFEST))
     spread = _in_process
     within: AbstractContextManager[None] = nullcontext()
-    if config.workers != 0:
+    workers = config.workers
+    if workers is None and sum(piece.num_bytes for piece in plan.pieces) <= SMALL_BYTES:
+        workers = 0  # Ray and its workers' imports would take longer
+    if workers != 0:
         from elastic_ring.data.preparation.pipeline import over_cluster
 
-        spread = partial(over_cluster, config.workers)
-        within = nullcontext() if session is None else session(config.workers or os.cpu_count() or 1)
+        spread = partial(over_cluster, workers)
+        within = nullcontext() if session is None else session(workers or os.cpu_count() or 1)
     job = Job(
         config.out,
         config.tokenizer,

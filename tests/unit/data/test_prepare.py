@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import ray
 
 from elastic_ring.cli import data as command
 from elastic_ring.data.manifest import Manifest, digest_of, read_manifest
+from elastic_ring.data.preparation import prepare as prepare_module
 from elastic_ring.data.preparation.piece import PieceWorker
 from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 from tests.unit.data.corpora import prepared, texts, texts_of, tokens_of, write_jsonl, write_table
@@ -261,6 +263,13 @@ def test_a_preparation_starts_no_ray_by_itself(corpus: Path, tmp_path: Path, mon
     whole = prepare(dataclasses.replace(config, workers=0))
     assert prepare(config, session) == whole  # it is complete, so nobody is asked
     assert asked == [3]
+    unsaid = dataclasses.replace(config, out=str(tmp_path / "small"), workers=None)
+    assert prepare(unsaid, session).digest == whole.digest, "a small corpus needs nobody"
+    assert asked == [3]
+    monkeypatch.setattr(prepare_module, "SMALL_BYTES", 10)
+    with pytest.raises(ValueError, match="this process has no Ray"):
+        prepare(dataclasses.replace(unsaid, out=str(tmp_path / "large")), session)
+    assert asked[1:] == [os.cpu_count()]
 
 
 def test_input_that_changed_since_it_was_listed_is_refused(
