@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         "--workers",
         type=int,
         metavar="N",
-        help="processes; 0 for this one alone (of up to 32 MiB: 0, else every CPU of the cluster)",
+        help="processes; 0 for this one alone, as up to 32 MiB (else every CPU)",
     )
     return made
 

@@ -20,7 +20,7 @@ class _Best(Callback):
     def name(self) -> str:
         return f"{type(self).__qualname__}({self.metric})"
 
-    def check(self, metrics: Collection[str]) -> None:
+    def check_metrics(self, metrics: Collection[str]) -> None:
         if self.metric not in metrics:
             raise ValueError(f"metric={self.metric!r}: the validation has {', '.join(sorted(metrics))}")
 

@@ -111,7 +111,7 @@ class Callback:
         """What the callback is called in `callbacks.json`; two callbacks of one class need two names."""
         return type(self).__qualname__
 
-    def check(self, metrics: Collection[str]) -> None:
+    def check_metrics(self, metrics: Collection[str]) -> None:
         """Before the start, with the names of the validations' metrics. Raises ValueError for what cannot work."""
 
     def on_start(self, run: RunInfo) -> None:
@@ -435,7 +435,7 @@ def check_callbacks(callbacks: Sequence[Callback], val_every_steps: int = 1, met
                 f"val_every_steps=0: the callback {callback.name} controls the run, which happens at validations: set "
                 "val_every_steps, or controls=False"
             )
-        callback.check(["val_loss", *(f"val_{name}" for name in metrics)])
+        callback.check_metrics(["val_loss", *(f"val_{name}" for name in metrics)])
     names = [callback.name for callback in callbacks]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
