@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 
 from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data
+from elastic_ring.cli.run_length import schedule_before, steps_of
 from elastic_ring.config import CpuOffload, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_plain
 from elastic_ring.model.config import GONE, ModelConfig, preset
@@ -143,6 +143,8 @@ class ShortFlags:
     """Steps to train."""
     epochs: float | None = None
     """Instead of steps: how often each sequence of the data is used."""
+    extend: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Go on with the finished run of this name for more --steps, at the rate with which its schedule ended."""
     seed: int | None = None
     """Seed of the initial values and of the order of samples."""
     global_batch: int | None = None
@@ -296,9 +298,12 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         chosen = "vocab_size" in file.get("model", {}) or has_flag(argv, "model.vocab_size")
         made["data"], made["model"] = prepared_data(made["data"], made["model"], vocabulary_is_chosen=chosen)
     if flags.epochs is not None:
-        made["step"] = dataclasses.replace(made["step"], steps=_steps_of(flags, made))
+        made["step"] = dataclasses.replace(made["step"], steps=steps_of(flags, made))
     optim, steps = given["optim"], made["step"].steps
     asked = {*file.get("optim", {}), *(setting for setting in optim if has_flag(argv, f"optim.{setting}"))}
+    if flags.extend:
+        optim |= schedule_before(made["run"], steps)
+        asked |= {"total_steps", "warmup_steps"}
     # The schedule is as long as the run, unless its length was asked for.
     if "total_steps" not in asked:
         optim["total_steps"] = steps
@@ -308,22 +313,6 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     top: dict[str, Any] = {key: file.get(key) if (value := getattr(flags, key)) is None else value for key in TOP}
     _check_folder(top, argv, flags, file)
     return TrainSettings(name, **made, **top, plan=flags.plan)
-
-
-def _steps_of(flags: Any, made: Mapping[str, Any]) -> int:
-    """The steps in which each sequence is used so often. Raises ValueError for `--steps` beside it."""
-    from elastic_ring.cli.train import data_source
-    from elastic_ring.data.source import hold_out, open_source
-
-    if flags.steps is not None:
-        raise ValueError(f"epochs={flags.epochs:g} and steps={flags.steps}: give one of them")
-    if not 0 < flags.epochs < math.inf:
-        raise ValueError(f"epochs={flags.epochs:g}: give a number above 0")
-    step = made["step"]
-    held = step.num_val_sequences if step.val_every_steps else 0
-    source = open_source(data_source(made["data"], made["model"], step.context_tokens))
-    training, _ = hold_out(source, num_sequences=held)
-    return math.ceil(flags.epochs * training.num_sequences / step.global_batch)
 
 
 def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file: Mapping[str, Any]) -> None:

@@ -55,6 +55,7 @@ SUMMARY_KEYS = (
     "time_s",
     "identity",
     "stopped",
+    "planned_steps",
 )
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
 RECOVERY_KEYS = (
@@ -392,12 +393,13 @@ def build_summary(
     num_steps: int | None = None,
     identity: str = "",
     stopped: str = "",
+    planned_steps: int | None = None,
 ) -> dict[str, Any]:
     """The content of summary.json, with exactly the documented keys in the documented order.
 
     `exact`: whether equal bits are promised. Where they are not, the summary says null: they may be equal all the same.
     `num_steps`: how many there were, where not all losses are on record. `stopped`: why a callback has stopped the run,
-    empty if none has. Raises: KeyError when a generation or recovery
+    empty if none has. `planned_steps`: those of the settings. Raises: KeyError when a generation or recovery
     lacks a key. Additional keys of these are dropped.
     """
     made = [{key: one[key] for key in GENERATION_KEYS} for one in generations]
@@ -421,6 +423,7 @@ def build_summary(
         "time_s": {part: round(seconds, 3) for part, seconds in (time_s or {}).items()},
         "identity": identity,
         "stopped": stopped,
+        "planned_steps": len(losses_hex) if planned_steps is None else planned_steps,
     }
 
 

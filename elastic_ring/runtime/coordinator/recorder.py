@@ -493,9 +493,11 @@ class RunRecorder:
             "story": describe(state)["story"],
         }
 
-    def write_summary(self, weights_sha256: str, exact: bool, stopped: str = "") -> dict[str, Any]:
+    def write_summary(
+        self, weights_sha256: str, exact: bool, stopped: str = "", planned_steps: int | None = None
+    ) -> dict[str, Any]:
         """`exact`: whether every change of the mesh so far kept its promise of the same bits. `stopped`: why a
-        callback has stopped the run.
+        callback has stopped the run. `planned_steps`: those of the settings.
 
         One that is there was written by an earlier coordinator of this attempt, and stands.
         """
@@ -522,6 +524,7 @@ class RunRecorder:
             num_steps=self.metrics.last_step + 1,
             identity=self.identity,
             stopped=stopped,
+            planned_steps=planned_steps,
         )
         # Beside the deciding thread, and no longer than a checkpoint's files are waited for.
         retries = Retries(self._run.timeouts.storage_s, lambda text: self.recoveries.say(f"the summary {text}"))

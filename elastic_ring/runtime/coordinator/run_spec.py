@@ -109,11 +109,13 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
 
 
 def is_finished(run: RunConfig, folder: Path, steps: int, identity: str) -> bool:
-    """Whether the run's folder, or a copy of it, has the summary of all `steps`, or of a run that a callback stopped. A
-    submission that asks for a beginning begins again. A summary that is damaged, or another run's, does not count."""
+    """Whether the run's folder, or a copy of it, has the summary of all `steps`; those of a run that a callback stopped
+    are all that were planned. A submission that asks for a beginning begins again. A summary that is damaged, or
+    another run's, does not count."""
     try:
         found = summary_of(folder, identity)
-        return run.resume == "auto" and bool(found.get("stopped") or int(found.get("steps", -1)) >= steps)
+        known = found.get("planned_steps" if found.get("stopped") else "steps", -1)
+        return run.resume == "auto" and int(known) >= steps
     except RecordDamaged:
         return False
 

@@ -51,7 +51,9 @@ def _last_records(end: End, recorder: RunRecorder, state: State, weights_sha256:
         else:
             # The core's own fact survives a coordinator that dies after the weights were written.
             known = end["facts"].get("weights_sha256") or weights_sha256
-            end["summary"] = recorder.write_summary(known, state.promise == "bit-exact", state.callbacks.stop)
+            end["summary"] = recorder.write_summary(
+                known, state.promise == "bit-exact", state.callbacks.stop, state.options.total_steps
+            )
     recorder.write_status(state, force=True, end=end)
     return end
 

@@ -60,6 +60,19 @@ def test_both_holders_of_a_shard_lost_at_once_come_back_from_the_checkpoint_or_a
     assert [one["step"] for one in summary["checkpoints"]][-1] in (9, 12)
 
 
+@pytest.mark.slow
+def test_a_finished_run_goes_on_twice_under_its_name_with_the_bits_of_one_that_was_as_long_at_once(
+    local_ray: None, tmp_path: Path
+) -> None:
+    every_2 = {"checkpoint_config": CheckpointConfig(every_steps=2)}
+    whole = run(tmp_path, "whole", steps=8, total_steps=4, run=every_2, **ALONE).summary
+    for steps in (4, 6, 8):
+        longer = run(tmp_path, "longer", steps=steps, total_steps=4, run=every_2, **ALONE).summary
+        assert longer["steps"] == longer["planned_steps"] == steps
+    assert [one["step"] for one in longer["resumed_from"]] == [4, 6]
+    assert same(longer, whole)
+
+
 def run(folder: Path, name: str, **options: Any) -> Result:
     trainer = tiny_trainer(folder, name, **options)
     result = trainer.fit()

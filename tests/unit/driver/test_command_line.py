@@ -29,7 +29,7 @@ SHORT = """--preset --dp --cp --spares --max-dp --min-dp --steps --seed --global
 --data --align-tokens --layout --machine --pattern --cpus-per-worker --kernel --offload-activations --plan
 --run-name --run-dir --config --model-folder --windows --wait-for-resources-s --grow-delay-s --grow-interval-s
 --grow-cost-s --corpus-look-s --storage-path --resume --checkpoint-every-steps --checkpoint-keep-last --copies
---cpu-offload --kv-wire --epochs --stop-early --keep-best"""
+--cpu-offload --kv-wire --epochs --stop-early --keep-best --extend"""
 
 
 def test_help_imports_neither_torch_nor_ray_and_an_unknown_command_is_answered_with_those_that_exist() -> None:
@@ -110,6 +110,22 @@ def test_the_schedule_is_as_long_as_the_run_unless_its_length_is_given(tmp_path:
         assert parse(["--steps", "12", *flag]).optim == of_preset, "its value is the preset's"
     with pytest.raises(ValueError, match=r"warmup_steps=10: must be in \[0, total_steps=9\]"):
         parse(["--steps", "9", "--optim.warmup-steps", "10"])
+
+
+def test_a_longer_run_keeps_the_schedule_with_which_it_began(tmp_path: Path) -> None:
+    folder = ["--run-dir", str(tmp_path), "--extend"]
+    with pytest.raises(ValueError, match=r"extend=True: .* has no run 'train-1t-laptop'"):
+        parse([*folder, "--steps", "90"])
+    optim = {"total_steps": 60, "warmup_steps": 10}
+    (tmp_path / "config.json").write_text(json.dumps({"step": {"steps": 60}, "optim": optim}))
+    for steps in (90, 60):  # the second, where the same command is given once more
+        asked = parse([*folder, "--steps", str(steps)])
+        assert (asked.step.steps, asked.optim.total_steps, asked.optim.warmup_steps) == (steps, 60, 10)
+    with pytest.raises(ValueError, match=r"steps=30: run 'train-1t-laptop' has 60 already"):
+        parse([*folder, "--steps", "30"])
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json in .* cannot be read"):
+        parse([*folder, "--steps", "90"])
 
 
 def test_other_steps_over_the_file_of_an_earlier_run_change_the_schedule(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""How long a run is: by epochs of its data, or longer than it was. torch and Ray are not imported."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ring.config import RunConfig
+from elastic_ring.files import plain_json
+
+log = logging.getLogger(__name__)
+
+
+def steps_of(flags: Any, made: Mapping[str, Any]) -> int:
+    """The steps in which each sequence is used so often. Raises ValueError for `--steps` beside it."""
+    from elastic_ring.cli.train import data_source
+    from elastic_ring.data.source import hold_out, open_source
+
+    if flags.steps is not None:
+        raise ValueError(f"epochs={flags.epochs:g} and steps={flags.steps}: give one of them")
+    if not 0 < flags.epochs < math.inf:
+        raise ValueError(f"epochs={flags.epochs:g}: give a number above 0")
+    step = made["step"]
+    held = step.num_val_sequences if step.val_every_steps else 0
+    source = open_source(data_source(made["data"], made["model"], step.context_tokens))
+    training, _ = hold_out(source, num_sequences=held)
+    return math.ceil(flags.epochs * training.num_sequences / step.global_batch)
+
+
+def schedule_before(run: RunConfig, steps: int) -> dict[str, int]:
+    """The lengths of the schedule with which the run has begun. Raises ValueError where there is none to extend."""
+    from elastic_ring.monitor.metrics import CONFIG_NAME
+    from elastic_ring.state.storage.folder import open_or_refuse
+
+    storage = open_or_refuse(run.storage_uri, write=False, timeout_s=run.timeouts.storage_s)
+    if not storage.exists(CONFIG_NAME):
+        raise ValueError(f"extend=True: {run.storage_uri} has no run {run.name!r}; leave it out for a new one")
+    try:
+        found = plain_json(storage.read_record(CONFIG_NAME))
+        before, optim = int(found["step"]["steps"]), found["optim"]
+        lengths = {name: int(optim[name]) for name in ("total_steps", "warmup_steps")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"extend=True: {CONFIG_NAME} in {run.storage_uri} cannot be read: {error}") from error
+    if steps < before:
+        raise ValueError(f"steps={steps}: run {run.name!r} has {before} already; give more, or leave extend out")
+    told = "run %s goes on from %d to %d steps; its schedule ended after %d, and later steps keep the last rate"
+    if steps > before:  # equal where the same command is given again
+        log.info(told, run.name, before, steps, lengths["total_steps"])
+    return lengths
