@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -308,16 +309,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_conversation_that_cannot_be_trained_on_is_a_bad_record_by_name(
-    saved: Path, tmp_path: Path, name: str
-) -> None:
-    record, told = BAD[name]
-    source = write(tmp_path / "a.jsonl", [GOOD, record, GOOD])
-    with pytest.raises(ValueError, match=rf"a\.jsonl: .*{told}"):
+def test_conversations_that_cannot_be_trained_on_are_bad_records_by_name(saved: Path, tmp_path: Path) -> None:
+    rows = [GOOD, *(record for record, _ in BAD.values()), GOOD]
+    source = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(ValueError, match=rf"a\.jsonl: {BAD['no field'][1]}"):
         chat(tmp_path / "out", source, saved)
-    manifest = chat(tmp_path / "out", source, saved, on_bad_input="skip", max_bad_share=0.4)
-    assert (manifest.num_documents, manifest.dropped.num_bad_records) == (2, 1)
+    manifest = chat(tmp_path / "out", source, saved, on_bad_input="skip", max_bad_share=1.0)
+    assert (manifest.num_documents, manifest.dropped.num_bad_records) == (2, len(BAD))
+    for (_, told), bad in zip(BAD.values(), manifest.dropped.bad, strict=True):
+        assert re.search(told, bad), bad
 
 
 def test_a_template_that_does_not_tell_the_assistants_tokens_is_refused_with_the_way_out(
