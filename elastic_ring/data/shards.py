@@ -32,6 +32,7 @@ from elastic_ring.data.packing import (
     aligned,
     check_context,
 )
+from elastic_ring.data.preparation.shard_writer import COUNTED
 from elastic_ring.files import absolute, shown_url
 from elastic_ring.validation import settings
 
@@ -226,6 +227,11 @@ def _open_arrow(file: Any, column: str) -> Any:
 def _check_column(schema: Any, column: str, path: str) -> None:
     if column not in schema.names:
         raise ValueError(f"{path}: no column {column!r}; it has {', '.join(schema.names)}: set `column` to one of them")
+    if COUNTED in schema.names:
+        raise ValueError(
+            f"{path}: column {COUNTED!r} says which tokens count, and shards alone are read without it: give the "
+            "preparation's manifest (--data MANIFEST)"
+        )
     kind = schema.field(column).type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not is_list or not pa.types.is_integer(kind.value_type):

@@ -22,6 +22,7 @@ from elastic_ring.data.loader import IGNORE, slice_sample
 from elastic_ring.data.manifest import Manifest, digest_of, read_manifest
 from elastic_ring.data.preparation.piece import PieceWorker
 from elastic_ring.data.prepared import PreparedCorpus, PreparedTokens
+from elastic_ring.data.shards import TokenShards
 from elastic_ring.integrations.transformers import ring_model
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.attention_context import attention_of, batch_of
@@ -184,6 +185,8 @@ def test_another_mask_is_another_corpus_and_no_mask_is_the_one_it_was(saved: Pat
     assert tokens_of(tmp_path / "one", first.sources[0]) == tokens_of(tmp_path / "three", second.sources[0])
     assert (second.tokenizer_sha256, second.vocab_size) == (first.tokenizer_sha256, first.vocab_size)
     assert second.digest != first.digest
+    with pytest.raises(ValueError, match=r"column 'counted' says which tokens count.*--data MANIFEST"):
+        TokenShards(32, str(tmp_path / "one" / "shards"), vocab_size=first.vocab_size, end_of_document=0).open()
     with pytest.raises(ValueError, match="holds another preparation: chat_sha256 was"):
         chat(tmp_path / "one", source, users)
     text = prepared(tmp_path / "text", source, tokenizer=str(saved))
