@@ -321,7 +321,7 @@ class CheckpointConfig:
         "num_to_keep": "use keep_last",
         "checkpoint_frequency": "use every_steps",
         "checkpoint_at_end": "the weights are written at the end; use every_steps for a checkpoint at the last step",
-        "checkpoint_score_attribute": "checkpoints are kept by their age: use keep_last and keep_every",
+        "checkpoint_score_attribute": "give the trainer the callback KeepBest; keep_last and keep_every go by age",
     }
 
     every_steps: NonNegativeInt | None = None

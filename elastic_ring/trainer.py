@@ -389,7 +389,9 @@ class ElasticRingTrainer:
 
     def _settled(self, fingerprint: str, attempt: str) -> tuple[Any | None, bool]:
         """(coordinator as in `_coordinator`, whether this submission created it)."""
-        found = attach.running_coordinator(self.run_config, self._digest, self._identity)
+        found = attach.running_coordinator(
+            self.run_config, self._digest, self._identity, controls=self.task.asks_callbacks
+        )
         if found is not None:
             return found, False
         # A coordinator writes the summary before it exits: without one, it is gone for another reason.
@@ -538,7 +540,7 @@ class ElasticRingTrainer:
             return
         try:
             if ray.get(coordinator.answer.remote(step, **wanted), timeout=2 * self.run_config.timeouts.hello_s):
-                telling.granted()
+                telling.granted(step, wanted)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError, ray.exceptions.ActorDiedError):
             log.warning("the coordinator does not take what callbacks want; it is told again")
 

@@ -13,13 +13,13 @@ from elastic_ring.files import plain_json
 log = logging.getLogger(__name__)
 
 
-def steps_of(flags: Any, made: Mapping[str, Any]) -> int:
+def steps_of(flags: Any, made: Mapping[str, Any], *, has_steps: bool) -> int:
     """The steps in which each sequence is used so often. Raises ValueError for `--steps` beside it."""
     from elastic_ring.cli.train import data_source
     from elastic_ring.data.source import hold_out, open_source
 
-    if flags.steps is not None:
-        raise ValueError(f"epochs={flags.epochs:g} and steps={flags.steps}: give one of them")
+    if has_steps:
+        raise ValueError(f"epochs={flags.epochs:g} beside steps: give one of them")
     if not 0 < flags.epochs < math.inf:
         raise ValueError(f"epochs={flags.epochs:g}: give a number above 0")
     step = made["step"]

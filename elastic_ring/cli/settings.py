@@ -298,12 +298,14 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         chosen = "vocab_size" in file.get("model", {}) or has_flag(argv, "model.vocab_size")
         made["data"], made["model"] = prepared_data(made["data"], made["model"], vocabulary_is_chosen=chosen)
     if flags.epochs is not None:
-        made["step"] = dataclasses.replace(made["step"], steps=steps_of(flags, made))
+        has_steps = flags.steps is not None or has_flag(argv, "step.steps")
+        made["step"] = dataclasses.replace(made["step"], steps=steps_of(flags, made, has_steps=has_steps))
     optim, steps = given["optim"], made["step"].steps
     asked = {*file.get("optim", {}), *(setting for setting in optim if has_flag(argv, f"optim.{setting}"))}
     if flags.extend:
-        optim |= schedule_before(made["run"], steps)
-        asked |= {"total_steps", "warmup_steps"}
+        before = schedule_before(made["run"], steps)
+        optim |= {name: length for name, length in before.items() if name not in asked}
+        asked |= before.keys()
     # The schedule is as long as the run, unless its length was asked for.
     if "total_steps" not in asked:
         optim["total_steps"] = steps

@@ -67,7 +67,9 @@ def build(asked: TrainSettings) -> ElasticRingTrainer:
 
 
 def _callbacks(asked: TrainSettings) -> list[Callback]:
-    """Those that control the run."""
+    """Those that control the run. Raises ValueError for a best checkpoint where none are taken."""
+    if asked.keep_best is not None and not asked.run.checkpoint_config.is_on:
+        raise ValueError(f"keep_best={asked.keep_best!r}: no checkpoints are taken; set checkpoint.every_steps")
     from elastic_ring.integrations.early_stopping import EarlyStopping, KeepBest
 
     stops = [] if asked.stop_early is None else [EarlyStopping(patience=asked.stop_early)]

@@ -78,6 +78,9 @@ def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]
                 word.replace("_", "-").startswith(f"--{flag}.".replace("_", "-")) for word in rest
             ):
                 raise ValueError(f"--{flag.replace('_', '-')}: is the elastic ring's; here {_instead(setting)}")
+    for flag in ("stop_early", "keep_best", "extend"):
+        if has_flag(rest, flag):
+            raise ValueError(f"--{flag.replace('_', '-')}: is the elastic ring's; here {NONE_HERE}")
     asked = parse(rest)
     refuse_ignored(asked)
     return found, asked
@@ -102,7 +105,10 @@ def _instead(setting: str) -> str:
 
 
 def refuse_ignored(asked: TrainSettings) -> None:
-    """Raises ValueError for a setting of a file that this door would not obey."""
+    """Raises ValueError for a setting that this door would not obey."""
+    for name in ("stop_early", "keep_best"):
+        if (value := getattr(asked, name)) is not None:
+            raise ValueError(f"{name}={value!r}: is the elastic ring's; here {NONE_HERE}")
     usual = {"run": RunConfig(), "step": StepConfig(), "scaling": PRESETS[asked.preset]()["scaling"]}
     for setting in _ignored():
         section, name = setting.split(".")

@@ -604,7 +604,7 @@ def describe(state: State) -> dict[str, Any]:
             for node in state.nodes.values()
         },
         "committed_steps": state.committed,
-        "total_steps": state.options.total_steps,
+        "total_steps": end_step(state),
         "promise": state.promise,
         "story": [list(entry) for entry in state.story],
     }

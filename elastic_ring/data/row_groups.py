@@ -78,9 +78,12 @@ class RowGroup:
         starts = begins[table.column(OFFSET).to_numpy() == 0]
         if self.shard.num_counted is None:
             return Loaded(tokens, starts)
-        counted = table.column(COUNTED).combine_chunks().values.to_numpy(zero_copy_only=False)
-        if len(counted) != len(tokens):
-            raise ValueError(f"{self.name}: says of {len(counted)} of its {len(tokens)} tokens whether they count")
+        if COUNTED not in table.column_names:
+            raise ValueError(f"{self.name}: has no column {COUNTED!r}, of which the manifest tells")
+        masks = table.column(COUNTED).combine_chunks()
+        counted = masks.values.to_numpy(zero_copy_only=False)
+        if len(counted) != len(tokens) or masks.values.null_count or not masks.offsets.equals(lists.offsets):
+            raise ValueError(f"{self.name}: does not say of each of its {len(tokens)} tokens whether it counts")
         return Loaded(tokens, starts, counted)
 
 

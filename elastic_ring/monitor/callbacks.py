@@ -7,6 +7,7 @@ goes on from there. No training and no decision belongs here, and no Ray.
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import math
 import os
@@ -66,6 +67,7 @@ class Control:
 
     def __init__(self, wanted: dict[str, Any], *, controls: bool) -> None:
         self._wanted, self._controls = wanted, controls
+        self.at = -1  # the step of the event that is being told
 
     def stop(self, reason: str) -> None:
         """End the run as if it had no more steps: it saves, writes its weights and is finished."""
@@ -73,7 +75,14 @@ class Control:
 
     def checkpoint(self, *, keep: bool = False) -> None:
         """Take a checkpoint. `keep`: retention leaves it until another is kept."""
-        self._want(saves=True, **({"keeps": True} if keep else {}))
+        self._want(saves=True, **({"keeps": True, "at": self.at} if keep else {}))
+
+    def told_validation(self, before: int) -> None:
+        """A validation is about to be told; `before`: the step of the one before. What was to be kept there, and had no
+        answer in time, would now be another state."""
+        if self._wanted.get("keeps") and self._wanted["at"] <= before:
+            for flag in ("saves", "keeps", "at"):
+                self._wanted.pop(flag, None)
 
     def _want(self, **what: Any) -> None:
         if not self._controls:
@@ -231,23 +240,37 @@ class _Listener:
     def __post_init__(self) -> None:
         self._events, self._waiting = RunEvents(self.run.folder), deque[Event]()
         self._raised = Counter[tuple[str, type[Exception]]]()
+        self.state_text = json.dumps(self.callback.state)
 
     def tell(self, now: float) -> None:
         """Tell all that is new, unless it is too early to try again."""
         if now < self.retry_at or not self._has_started(now):
             return
         while (event := self._next()) is not None:
+            self._prepare(event)
             try:
                 event.tell(self.callback)
+                self.state_text = json.dumps(self.callback.state, allow_nan=False)
             except Exception as error:  # the run is worth more than its log
                 if self.callback.tries_again:
                     self._try_later(now, f"on_{event.kind}", error)
                     return
                 self._say(f"on_{event.kind}", error, "the next event is told", once=True)
+                self._restore()
             self.place[event.kind] = event.index
             self._waiting.popleft()
             self.save()
         self.pause_s = 0.0
+
+    def _prepare(self, event: Event) -> None:
+        self.callback.control.at = event.index
+        if event.kind == VALIDATION:
+            self.callback.control.told_validation(self.place.get(VALIDATION, -1))
+
+    def _restore(self) -> None:
+        """What a method that raised, or left no JSON, has made of the state does not count."""
+        self.callback.state.clear()
+        self.callback.state.update(json.loads(self.state_text))
 
     def _has_started(self, now: float) -> bool:
         try:
@@ -342,17 +365,24 @@ class Telling:
 
     def wanted(self, step: int) -> dict[str, Any] | None:
         """What callbacks want of the run (`stop`, `saves`, `keeps`), told of all up to the validation after `step`
-        steps; None while one with `controls` has not been told."""
+        steps; None while one with `controls` has not been told, and where this driver has none. An attempt that comes
+        to a step once more wants what was granted there."""
         controlling = [listener for listener in self._listeners if listener.callback.controls]
-        if any(listener.place.get(VALIDATION, -1) < step - 1 for listener in controlling) or self._lock is None:
+        if any(listener.place.get(VALIDATION, -1) < step - 1 for listener in controlling) or not controlling:
             return None
+        granted = self._record["granted"]
+        if granted and step <= granted["step"]:
+            given = {name: value for name, value in granted.items() if name != "step"}
+            return given if step == granted["step"] else {"stop": "", "saves": False, "keeps": False}
         found = [(listener.callback.name, self._record["wanted"][listener.callback.name]) for listener in controlling]
         stops = [f"{name}: {wanted['stop']}" for name, wanted in found if "stop" in wanted]
         flags = {flag: any(flag in wanted for _, wanted in found) for flag in ("saves", "keeps")}
         return {"stop": "; ".join(stops), **flags}
 
-    def granted(self) -> None:
-        """The run does what callbacks want."""
+    def granted(self, step: int, given: Mapping[str, Any]) -> None:
+        """After `step` steps the run does what callbacks want."""
+        if any(given.values()):
+            self._record["granted"] = {"step": step, **given}
         for wanted in self._record["wanted"].values():
             wanted.clear()
         self._save()
@@ -387,6 +417,7 @@ class Telling:
             "told": {},
             "states": {},
             "wanted": {},
+            "granted": {},
         }
         run, told = replace(self._run, id=self._record["id"]), self._record["told"]
         self._save()
@@ -413,13 +444,14 @@ def end_of(folder: Path) -> str:
     return STOPPED if end.get("message") == STOPPED_BY_USER else FAILED
 
 
-def kept_places(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Callbacks have been told the steps that stay; recoveries and checkpoints are counted anew by each attempt."""
+def kept_places(record: Mapping[str, Any], *, was_finished: bool = False) -> dict[str, Any]:
+    """Callbacks have been told the steps that stay; recoveries and checkpoints are counted anew by each attempt. What
+    was granted holds for an attempt that goes on, but not for one that makes a finished run longer."""
     told = {
         name: {kind: at for kind, at in place.items() if kind in (STEP, VALIDATION)}
         for name, place in record["told"].items()
     }
-    return {**record, "told": told}
+    return {**record, "told": told, **({"granted": {}} if was_finished else {})}
 
 
 def check_callbacks(callbacks: Sequence[Callback], val_every_steps: int = 1, metrics: Collection[str] = ()) -> None:
@@ -454,7 +486,8 @@ def _read(path: Path, run: str) -> dict[str, Any]:
         with as_written(str(path)):
             told = {name: {kind: int(at) for kind, at in place.items()} for name, place in found["told"].items()}
             more = {name: {str(key): dict(value) for key, value in found.get(name, {}).items()} for name in MORE}
-            return {"id": str(found["id"]), "run": run, "told": told, **more}
+            granted = {**found["granted"], "step": int(found["granted"]["step"])} if found.get("granted") else {}
+            return {"id": str(found["id"]), "run": run, "told": told, **more, "granted": granted}
     except RecordDamaged as error:
         log.warning("%s, and the callbacks are told everything again", set_aside(path, error.message))
         return {}

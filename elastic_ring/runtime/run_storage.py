@@ -138,13 +138,14 @@ def keep_places(run: RunConfig, folder: Path) -> None:
             log.warning("what the callbacks have been told is not in the run's storage: %s", error)
 
 
-def reset_places(run: RunConfig, *, goes_on: bool) -> None:
+def reset_places(run: RunConfig, *, goes_on: bool, was_finished: bool) -> None:
     """A new attempt begins: of that record in the store what `kept_places` keeps, or nothing."""
     if run.is_remote:
         storage = storage_of(run)
         if goes_on and storage.exists(CALLBACKS_NAME):
             try:
-                kept = kept_places(parse_json(storage.read_record(CALLBACKS_NAME), storage.at(CALLBACKS_NAME)))
+                known = parse_json(storage.read_record(CALLBACKS_NAME), storage.at(CALLBACKS_NAME))
+                kept = kept_places(known, was_finished=was_finished)
             except (RecordDamaged, LookupError, TypeError, AttributeError) as error:
                 log.warning("%s; the driver that tells callbacks sets it aside", error)
                 return

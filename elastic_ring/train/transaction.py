@@ -509,7 +509,7 @@ class Transaction:
         for part in rows:
             summed += part
         return {
-            f"val_{name}": float(summed[row, 0] / summed[row, 1]) if summed[row, 1] else 0.0
+            f"val_{name}": float(summed[row, 0] / summed[row, 1]) if summed[row, 1] else math.nan
             for row, name in enumerate(measures)
         }
 

@@ -6,7 +6,7 @@ saves, and a cluster whose nodes come and go would have it pay again and again.
 
 from __future__ import annotations
 
-from elastic_ring.control.state import State
+from elastic_ring.control.state import State, end_step
 
 PACE_STEPS = 3
 """Fewer steps say nothing about how long one takes."""
@@ -31,7 +31,7 @@ def saved_s(state: State, dp: int) -> float | None:
     pace_s, change = step_s(state), state.last_change
     if pace_s is None or change is None:
         return None
-    return (state.options.total_steps - state.committed) * pace_s * (1 - change.mesh.dp / dp)
+    return (end_step(state) - state.committed) * pace_s * (1 - change.mesh.dp / dp)
 
 
 def step_s(state: State) -> float | None:

@@ -72,6 +72,6 @@ def _send(ctx: Transition, step: int) -> None:
                 ctx.state.generation,
                 step,
                 stops=is_newest and bool(known.stop),
-                saves=is_newest and known.saves,
+                saves=(is_newest and known.saves) or step == ctx.state.callbacks.kept,
             )
         )

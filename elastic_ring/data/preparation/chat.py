@@ -82,11 +82,11 @@ def _message(number: int, turn: Any) -> dict[str, Any]:
         found, roles, content = turn.pop("from"), SHAREGPT, turn.pop("value", None)
     else:
         found, roles, content = turn.pop("role", None), ROLES, turn.pop("content", None)
-    if found not in roles:
+    if not isinstance(found, str) or found not in roles:
         raise ValueError(f"message {number} has the role {found!r}: known are {', '.join(roles)}")
     if not isinstance(content, str) and not (content is None and "tool_calls" in turn):
         raise ValueError(f"message {number} has {type(content).__name__} and no text in it")
-    return {"role": roles[found], "content": content, **turn}
+    return {**turn, "role": roles[found], "content": content}
 
 
 def _given(value: Any) -> Any:
@@ -151,6 +151,11 @@ class ChatTokenizer:
             texts.append(render(messages[: turn + 1]))
         whole, *parts = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         counted = np.zeros(len(whole), dtype=np.bool_)
+        if turns[0] == 0:
+            raise ValueError(
+                "it begins with an assistant turn, before which the chat template writes nothing: put {% generation %} "
+                "and {% endgeneration %} around the assistant's text in the template, or leave such conversations out"
+            )
         for number, turn in enumerate(turns):
             before, after = parts[2 * number : 2 * number + 2]
             is_prefix = before and len(before) <= len(after) and whole[: len(before)] == before

@@ -146,6 +146,7 @@ class Coordinator:
             "folder": run_spec.run.storage_uri,
             "ended": self._ended,
             "head_is_kept": is_kept(environment()),
+            "asks_callbacks": run_spec.task.asks_callbacks,
         }
 
     def renew(self) -> None:
@@ -496,7 +497,9 @@ class Coordinator:
 
     def _on_answer(self, event: CallbacksAnswered, counts: queue.Queue[bool]) -> None:
         self._decide(event)
-        is_taken = self.state.callbacks.answered == event
+        taken = self.state.callbacks.answered
+        # Ray repeats a call whose coordinator died after it had journalled it: the same answer, of another cause.
+        is_taken = taken is not None and dataclasses.replace(taken, cause=event.cause) == event
         if is_taken and event.keeps:
             self.checkpoints.keep(event.step)
         if is_taken and event.stop:

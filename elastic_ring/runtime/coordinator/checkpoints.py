@@ -33,7 +33,7 @@ from elastic_ring.runtime.coordinator.resume import (
     uri_of,
 )
 from elastic_ring.state.checkpoints.checkpoint import commit, committed, keep, prune, set_aside, wrong_with
-from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, Described, Manifest, located, read_manifest
+from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, Described, Manifest, age_key, located, read_manifest
 from elastic_ring.state.checkpoints.retention import UNFINISHED_AFTER_S
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS_FOLDER
 from elastic_ring.state.storage.folder import Storage, StoredFile
@@ -109,6 +109,7 @@ class CheckpointKeeper:
         self._failing_since: float | None = None
         self._commit_since: float | None = None  # the oldest that is queued or under way
         self._tried_s = 0.0
+        self._kept: int | None = None  # the step whose checkpoint is to stay
         self._seen = {one.folder for one in resume.checkpoints}  # and this submission's own
         own = [one for one in resume.checkpoints if self._is_own(one)]
         self._read_back = own[-1].step if own else None  # the newest of this lineage of which every byte was read
@@ -193,8 +194,8 @@ class CheckpointKeeper:
         self._jobs.put(lambda: self._clean(step, written))
 
     def keep(self, step: int) -> None:
-        """Retention leaves the checkpoint of `step`, and none that was kept before."""
-        self._jobs.put(lambda: keep(self._storage, step))
+        """Once the checkpoint of `step` counts, retention leaves it, and none that was kept before."""
+        self._jobs.put(lambda: self._keep(step))
 
     def gone_back(self, step: int, identity: tuple[int, int]) -> None:
         """The build `identity`, (term, generation), begins at the checkpoint of `step`: later ones do not count."""
@@ -239,11 +240,23 @@ class CheckpointKeeper:
             raise
         self._commit_since = None
 
+    def _keep(self, step: int) -> None:
+        """`step`: of a checkpoint that may not count yet."""
+        self._kept = step
+        if self._counts(step):
+            keep(self._storage, step)
+
+    def _counts(self, step: int) -> bool:
+        return any(age_key(folder) == (self._resume.lineage, step) for folder in committed(self._storage))
+
     def _commit(self, step: int, pending: _Pending) -> None:
         head = pending.head
         assert head is not None
         if (head["term"], head["generation"]) < self._oldest:
             self._failed(step, "its members have gone back to an earlier step")
+            return
+        if self._counts(step):  # members of an earlier generation saved it, and these began there
+            self._storage.remove_folder(head["folder"])
             return
         parts = [pending.parts[key] for key in sorted(pending.parts)]
         manifest = Manifest(
@@ -273,6 +286,8 @@ class CheckpointKeeper:
             self._storage.remove_folder(manifest.folder)
             return
         self._failing_since = None
+        if step == self._kept:
+            keep(self._storage, step)
         if head.get("interval"):
             self._post("told", head["interval"])
         self._post(

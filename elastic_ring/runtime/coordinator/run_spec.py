@@ -157,15 +157,16 @@ def set_aside(folder: Path, *, keep_metrics: bool) -> None:
         for name in (METRICS_NAME, CALLBACKS_NAME):
             if (folder / name).exists():
                 shutil.copyfile(folder / name, old / name)
-        _keep_places(old / CALLBACKS_NAME, folder / CALLBACKS_NAME)
+        was_finished = (folder / SUMMARY_NAME).exists()
+        _keep_places(old / CALLBACKS_NAME, folder / CALLBACKS_NAME, was_finished=was_finished)
     for name in RECORDS:
         if (folder / name).exists() and not (keep_metrics and name in (METRICS_NAME, CALLBACKS_NAME)):
             (folder / name).rename(old / name)
 
 
-def _keep_places(old: Path, new: Path) -> None:
+def _keep_places(old: Path, new: Path, *, was_finished: bool) -> None:
     try:
         if (known := read_json(old)) is not None:
-            write_json(new, kept_places(known))
+            write_json(new, kept_places(known, was_finished=was_finished))
     except (RecordDamaged, KeyError, TypeError, AttributeError) as error:
         log.warning("%s: %s; the driver that tells callbacks sets it aside", old, error)

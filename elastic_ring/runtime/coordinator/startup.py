@@ -85,9 +85,10 @@ def open_run(
     path = folder / JOURNAL_NAME
     told = _set_damaged_aside(run_spec, [f"line {number} of {path} is damaged" for number in reading.damaged])
     if has_records(folder):
-        set_aside(folder, keep_metrics=bool(run_spec.resume.checkpoints))
+        goes_on, was_finished = bool(run_spec.resume.checkpoints), (folder / SUMMARY_NAME).exists()
+        set_aside(folder, keep_metrics=goes_on)
         run_storage.forget_end(run_spec.run)
-        run_storage.reset_places(run_spec.run, goes_on=bool(run_spec.resume.checkpoints))
+        run_storage.reset_places(run_spec.run, goes_on=goes_on, was_finished=was_finished)
     return Startup(claim, told=(*told, *_metrics(run_spec)))
 
 

@@ -34,10 +34,11 @@ ASK_AGAIN_S = 0.2
 UNRECORDED = "nothing that is recorded: the mesh, planned faults or the cost model"
 
 
-def running_coordinator(run: RunConfig, digest: str, own: Identity) -> Any | None:
+def running_coordinator(run: RunConfig, digest: str, own: Identity, *, controls: bool = False) -> Any | None:
     """The coordinator of this run in this Ray cluster; None when there is none to follow.
 
-    Removes a coordinator whose run has failed and that only waits for its lease to expire.
+    `controls`: whether this submission has callbacks that control the run. Removes a coordinator whose run has failed
+    and that only waits for its lease to expire.
 
     Raises: ValueError when the name is taken by a run with other settings or another folder; CoordinatorLost when the
     coordinator does not answer.
@@ -58,9 +59,21 @@ def running_coordinator(run: RunConfig, digest: str, own: Identity) -> Any | Non
             f"run name {run.name!r} is running now with run_dir={known['folder']!r}, not {run.storage_uri!r}: "
             "choose another name, or give the same run_dir to attach to it"
         )
+    if known["ended"] is None and bool(known.get("asks_callbacks")) != controls:
+        refuse_other_control(run, controls=controls)
     log.info("attached to run %s", run.name)
     own.tell_moved(run.name, known.get("places", {}))
     return found
+
+
+def refuse_other_control(run: RunConfig, *, controls: bool) -> None:
+    """Raises ValueError for callbacks that a running run does not wait for, and for none where it waits for some."""
+    it_is = "does not wait for callbacks" if controls else "waits after each validation for callbacks"
+    this = "has some that control it" if controls else "has none that control it"
+    raise ValueError(
+        f"callbacks: run {run.name!r}, which is running now, {it_is} and this submission {this}: submit it as it "
+        "began, or stop it first"
+    )
 
 
 def attempt_of(coordinator: Any, run: RunConfig, *, starts: bool = False) -> str:

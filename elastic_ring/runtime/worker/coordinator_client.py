@@ -4,7 +4,6 @@ and for what the driver's callbacks want. Nothing is decided here.
 
 from __future__ import annotations
 
-import math
 import queue
 import time
 from collections.abc import Callable
@@ -90,10 +89,16 @@ class CallbackWait:
     def answer(self, answer: Answer) -> None:
         self._answers.put(answer)
 
-    def wait(self, step: int, ask: Callable[[], None], look: Callable[[], None]) -> Answer:
-        """The answer for the validation after `step` steps. `ask` sends the question; `look` is called again and again,
-        and raises where the wait is over. The control core gives up waiting for callbacks, not this."""
-        asked_at = -math.inf
+    def forget(self) -> None:
+        """A build begins: answers that members of the last generation did not take are not this one's."""
+        while not self._answers.empty():
+            self._answers.get_nowait()
+
+    def wait(self, step: int, ask: Callable[[], None], look: Callable[[], None], after_s: float = 0.0) -> Answer:
+        """The answer for the validation after `step` steps. `ask` sends the question, first `after_s` from now; `look`
+        is called again and again, and raises where the wait is over. The control core gives up waiting for callbacks,
+        not this."""
+        asked_at = time.monotonic() - ASK_AGAIN_S + after_s
         while True:
             if time.monotonic() - asked_at >= ASK_AGAIN_S:
                 asked_at = time.monotonic()

@@ -40,7 +40,7 @@ from elastic_ring.runtime.groups.heal import heal_over_link, links_ahead
 from elastic_ring.runtime.groups.registry import forget_groups
 from elastic_ring.runtime.groups.sockets import LOOPBACK
 from elastic_ring.runtime.groups.transport import translated
-from elastic_ring.runtime.worker.coordinator_client import CallbackWait
+from elastic_ring.runtime.worker.coordinator_client import ASK_AGAIN_S, CallbackWait
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.copy_heal import heal_from_copies, takes_part
 from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog, gpu_environment
@@ -222,6 +222,7 @@ class Member:
         """A connector for this build, known before the training thread starts so that it can be cancelled."""
         timeouts, host = self._spec.run.timeouts, extra["store_host"]
         self._told = extra
+        self.callback_wait.forget()
         restore_s = timeouts.restore_s if command.restore is not None else 0.0  # the others wait for the slowest reader
         where = Rendezvous(
             host=host,
@@ -597,11 +598,14 @@ class Member:
         if not self._spec.task.asks_callbacks:
             return False
         assert self._command is not None
-        speaks, generation = self._command.members[0] == self._spec.worker, self._command.generation
+        command = self._command
         self._send(through=step - 1)
-        ask = partial(self._ask_callbacks, generation, step) if speaks else lambda: None
-        answer = self.callback_wait.wait(step, ask, self._while_others_work)
-        if answer.stops or answer.saves:
+        # Global rank 0 asks for all; the others only where its answer, sent to all, was lost on its way to them.
+        after_s = 0.0 if command.members[0] == self._spec.worker else ASK_AGAIN_S
+        ask = partial(self._ask_callbacks, command.generation, step)
+        answer = self.callback_wait.wait(step, ask, self._while_others_work, after_s)
+        is_saved = self._saver.newest == (step, command.term, command.generation)  # by the schedule
+        if (answer.stops or answer.saves) and not is_saved:
             self._save_state()
         return answer.stops
 

@@ -175,6 +175,7 @@ class Saver:
         self._stream: Any = None  # on which copies from a GPU run beside the next step
         self.pinning = Pinning("checkpoints")
         self._thread: threading.Thread | None = None
+        self.newest = (-1, 0, 0)  # (step, term, generation) of the part that was saved last
         self._awaits_memory = False  # `prepare` has not begun to pin it
 
     def begin(self, told: Told, *, pins: bool) -> None:
@@ -252,6 +253,7 @@ class Saver:
             "cp": place.mesh.cp,
             "dp": place.mesh.dp,
         }
+        self.newest = (step, place.term, place.generation)
         try:
             self.pinning.wait()
             described = describe(shard, shapes, place.mesh.dp)

@@ -87,3 +87,4 @@ def test_without_an_answer_training_goes_on_and_a_late_one_waits_for_the_next_va
     assert {(one.stops, one.saves) for one in only(Answer, late)} == {(True, True)}
     assert (end_step(run.state), run.state.callbacks.kept) == (4, 4)
     assert {(one.stops, one.saves) for one in ask(run, 2)} == {(False, False)}, "an older step runs again without"
+    assert {one.saves for one in ask(run, 4)} == {True}

@@ -103,7 +103,11 @@ def test_the_schedule_is_as_long_as_the_run_unless_its_length_is_given(tmp_path:
     by_epochs = parse(["--epochs", "2", "--global-batch", "8"])
     sequences = StdlibText(by_epochs.step.context_tokens).open().num_sequences
     assert by_epochs.step.steps == by_epochs.optim.total_steps == math.ceil(2 * sequences / 8)
-    for argv, told in ((["--epochs", "2", "--steps", "3"], "give one of them"), (["--epochs", "0"], "above 0")):
+    for argv, told in (
+        (["--epochs=2", "--steps=3"], "one of them"),
+        (["--epochs", "2", "--step.steps", "3"], "give one of them"),
+        (["--epochs=0"], "above 0"),
+    ):
         with pytest.raises(ValueError, match=told):
             parse(argv)
     for flag in (["--optim.total-steps", "60"], ["--optim.total_steps=60"]):

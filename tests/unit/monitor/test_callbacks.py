@@ -20,9 +20,10 @@ import pytest
 from elastic_ring.config import RunConfig
 from elastic_ring.integrations.early_stopping import EarlyStopping, KeepBest
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.callbacks import CALLBACKS_NAME, Callback, RunInfo, Telling, check_callbacks
+from elastic_ring.monitor.callbacks import CALLBACKS_NAME, Callback, RunInfo, Telling, check_callbacks, kept_places
 from elastic_ring.monitor.journal import Journal
-from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, MetricsLog, StepMetrics
+from elastic_ring.monitor.json_files import read_json
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, MetricsLog, StepMetrics, write_json
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import set_aside
 from tests.object_store.store import ObjectStore
@@ -440,14 +441,41 @@ def test_what_a_callback_wants_is_known_once_it_is_told_and_outlives_its_driver(
         telling.tell()
         assert telling.wanted(2) == {"stop": "", "saves": True, "keeps": True}
         assert telling.wanted(4) is None
-        telling.granted()
-        assert telling.wanted(2) == {"stop": "", "saves": False, "keeps": False}
+        telling.granted(2, {"stop": "", "saves": True, "keeps": True})
+        assert telling.wanted(2) == {"stop": "", "saves": True, "keeps": True}, "the same for members that ask again"
         validated(records, 3)
         telling.tell()
     with Telling([Controls(), Hears()], run) as telling:
         telling.tell()
-        wanted = telling.wanted(4)
-    assert wanted == {"stop": "Controls: seen enough", "saves": True, "keeps": True}
+        assert telling.wanted(4) == {"stop": "Controls: seen enough", "saves": True, "keeps": True}
+        telling.granted(4, {"stop": "Controls: seen enough", "saves": False, "keeps": False})
+    for was_finished, stop in ((False, "Controls: seen enough"), (True, "")):
+        record = read_json(tmp_path / CALLBACKS_NAME)
+        assert record is not None
+        write_json(tmp_path / CALLBACKS_NAME, kept_places(record, was_finished=was_finished))
+        with Telling([Controls()], run) as telling:  # an attempt after the cluster was lost, or one that is longer
+            telling.tell()
+            again = telling.wanted(4)
+            assert again is not None
+            assert again["stop"] == stop
+            assert telling.wanted(2) == {"stop": "", "saves": False, "keeps": False}
+
+
+class Odd(Callback):
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.state["seen"] = 1 if step == 1 else {1, 2}
+
+
+def test_what_was_to_be_kept_and_had_no_answer_is_forgotten_and_no_state_that_is_no_json_stays(tmp_path: Path) -> None:
+    records, keeps, odd = Records(tmp_path), KeepBest(), Odd()
+    with Telling([keeps, odd], RunInfo("run", tmp_path)) as telling:
+        validated(records, 1, loss=2.0)
+        telling.tell()
+        assert odd.state == {"seen": 1}
+        validated(records, 3, loss=5.0)
+        telling.tell()
+        assert telling.wanted(4) == {"stop": "", "saves": False, "keeps": False}
+        assert odd.state == {"seen": 1}, "a set is no JSON"
 
 
 def test_control_is_refused_where_training_would_not_wait(tmp_path: Path) -> None:
@@ -459,7 +487,7 @@ def test_control_is_refused_where_training_would_not_wait(tmp_path: Path) -> Non
         telling.tell()
         with pytest.raises(ValueError, match="set controls = True"):
             hears.control.stop("now")
-        assert telling.wanted(2) == {"stop": "", "saves": False, "keeps": False}
+        assert telling.wanted(2) is None, "it has nobody who could want something"
 
 
 def test_early_stopping_and_the_best_checkpoint_follow_the_least_loss(tmp_path: Path) -> None:
@@ -469,7 +497,7 @@ def test_early_stopping_and_the_best_checkpoint_follow_the_least_loss(tmp_path: 
             validated(records, index, loss=loss)
             telling.tell()
             wanted.append(telling.wanted(index + 1))
-            telling.granted()
+            telling.granted(index + 1, wanted[-1] or {})
     assert [one["keeps"] for one in wanted if one] == [True, True, True, False]
     assert [bool(one["stop"]) for one in wanted if one] == [False, False, False, True]
     assert wanted[-1] is not None

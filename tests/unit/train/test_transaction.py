@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -108,7 +109,7 @@ def test_the_mean_over_tokens_that_count_is_the_same_on_every_mesh(four: Members
     assert len(digests) == 1
     four.all(begin, four.meeting(), SQUARE, replace(task, data=MaskedText(counts=False)))
     assert [float.fromhex(loss) for loss, _ in four.all(run_steps, 2)[0]] == [0.0, 0.0]
-    assert four.all(validate)[0] == {"val_loss": 0.0}
+    assert math.isnan(four.all(validate)[0]["val_loss"])
     assert all(part.isfinite().all() for slices in four.all(own_slices) for part in slices.values())
 
 
