@@ -23,17 +23,14 @@ from tests.object_store.store import object_store  # noqa: F401  a fixture for a
 # Every Ray of the tests asks for this token, and what the tests start inherits it; the user's own stays out of it.
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 
-CLUSTERS, SHARED = "tests/ray/clusters/", ("tests/ray/", "tests/gpu/")
+CLUSTERS = "tests/ray/clusters/"
 
 
 def scope_of(nodeid: str) -> str:
     """What one of pytest-xdist's processes runs, test after test: a file, whose fixtures are then made once; or all on
-    the shared Ray; or all with clusters of their own; or all on GPUs. More clusters at a time starve each other on two
-    cores."""
-    for folder in (CLUSTERS, *SHARED):
-        if nodeid.startswith(folder):
-            return folder
-    return nodeid.split("::")[0]
+    Ray; or all on GPUs. Two clusters at a time starve each other on two cores."""
+    folder = "/".join(nodeid.split("/")[:2])
+    return folder if folder in ("tests/ray", "tests/gpu") else nodeid.split("::")[0]
 
 
 class Scheduling(LoadScopeScheduling):
@@ -52,12 +49,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_tests = Counter(scope_of(item.nodeid) for item in items)
 
-    def order(item: pytest.Item) -> tuple[int, bool, bool, int]:
-        """What takes longest begins first: the tests of the shared Ray, which then starts once, and clusters of their
-        own; of these, those that use the shared Ray too come at the end."""
+    def order(item: pytest.Item) -> tuple[int, bool, int]:
+        """What takes longest begins first; the tests of the shared Ray follow each other, so that it starts once.
+        Clusters of their own come last, when cores have become free; of these, those that use the shared Ray too come
+        at the end."""
         own = "local_ray" not in getattr(item, "fixturenames", ())
         ray, clusters = (item.nodeid.startswith(folder) for folder in ("tests/ray/", CLUSTERS))
-        return 0 if ray else 1, clusters, own != clusters, -num_tests[scope_of(item.nodeid)]
+        return 2 if clusters else 0 if ray else 1, own != clusters, -num_tests[scope_of(item.nodeid)]
 
     items.sort(key=order)
     thin(items)
@@ -67,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """One process runs tests on Ray, then others, some of which start a Ray themselves: the shared one ends between."""
     ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized() and not item.nodeid.startswith(SHARED):
+    if ray is not None and ray.is_initialized() and scope_of(item.nodeid) not in ("tests/ray", "tests/gpu"):
         ray.shutdown()
 
 
