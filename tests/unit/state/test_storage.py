@@ -357,7 +357,7 @@ def test_what_a_gateway_acknowledged_is_there_after_it_was_killed_and_the_writer
 ) -> None:
     gateway = object_store.another_gateway()
     monkeypatch.setenv("AWS_ENDPOINT_URL", gateway.endpoint)
-    storage = Storage(f"s3://{bucket}/run").open()
+    storage = Storage(f"s3://{bucket}/run", timeout_s=200.0).open()  # a gateway on a busy host starts slowly
     acknowledged: list[StoredFile] = []
     stop = threading.Event()
 
