@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from elastic_ring.errors import RecordDamaged
+from elastic_ring.files import plain_json
 from elastic_ring.monitor.journal import MAX_LINE_BYTES, opened, record_of
 from elastic_ring.monitor.json_files import as_written, read_json, set_aside
 from elastic_ring.monitor.metrics import (
@@ -270,7 +271,7 @@ class _Listener:
     def _restore(self) -> None:
         """What a method that raised, or left no JSON, has made of the state does not count."""
         self.callback.state.clear()
-        self.callback.state.update(json.loads(self.state_text))
+        self.callback.state.update(plain_json(self.state_text))
 
     def _has_started(self, now: float) -> bool:
         try:

@@ -255,9 +255,6 @@ class CheckpointKeeper:
         if (head["term"], head["generation"]) < self._oldest:
             self._failed(step, "its members have gone back to an earlier step")
             return
-        if self._counts(step):  # members of an earlier generation saved it, and these began there
-            self._storage.remove_folder(head["folder"])
-            return
         parts = [pending.parts[key] for key in sorted(pending.parts)]
         manifest = Manifest(
             step=step,
