@@ -214,6 +214,8 @@ def test_the_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
         "peak_gpu_bytes",
         "time_s",
         "identity",
+        "stopped",
+        "planned_steps",
     ]
     assert content["steps"] == 2
     assert [float.fromhex(loss) for loss in content["losses"]] == [2.0, 1.5]
