@@ -331,7 +331,7 @@ def test_a_template_that_does_not_tell_the_assistants_tokens_is_refused_with_the
     with pytest.raises(ValueError, match=r"writes up to message 2 is not how it begins .*put \{% generation %\}"):
         chat(tmp_path / "out", twice, folder)
     first = write(tmp_path / "first.jsonl", [{"messages": messages("a", "b")[1:]}])
-    with pytest.raises(ValueError, match="writes up to message 1 is not how it begins"):
+    with pytest.raises(ValueError, match="it begins with an assistant turn"):
         chat(tmp_path / "first", first, other(saved, tmp_path / "plain", PLAIN))
     assert chat(tmp_path / "marked", first, saved).num_documents == 1
     empty = write(tmp_path / "empty.jsonl", [GOOD])
