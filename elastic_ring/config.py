@@ -116,7 +116,6 @@ class Timeouts:
             ("heart_cap_s", "collective_s"),
             ("build_s", "collective_s"),
             ("build_s", "restore_s"),
-            ("callback_s", "collective_s"),
         )
         for shorter, longer in ordered:
             if getattr(self, shorter) >= getattr(self, longer):
