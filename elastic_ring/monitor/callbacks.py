@@ -1,7 +1,7 @@
 """Callbacks: what a driver tells while it follows a run. They read the run's records, so no step is told too early.
 
 Each callback has a place in `callbacks.json` of the run's folder: what it has been told. A driver that attaches later
-goes on from there. No training and no decision belongs here, and no Ray.
+goes on from there. What callbacks want is asked for here and decided by the core. No training and no Ray.
 """
 
 from __future__ import annotations
@@ -62,9 +62,8 @@ class RunInfo:
 
 
 class Control:
-    """What one callback wants of the run. It takes effect at the validation whose `on_validation` is told next, or is
-    being told: training waits there for all callbacks with `controls`, `timeouts.callback_s` at most. What comes later
-    takes effect at the next validation."""
+    """What one callback wants of the run. It takes effect at the validation that is being told, else at the next one:
+    training waits there for all callbacks with `controls`, `timeouts.callback_s` at most."""
 
     def __init__(self, wanted: dict[str, Any], *, controls: bool) -> None:
         self._wanted, self._controls = wanted, controls

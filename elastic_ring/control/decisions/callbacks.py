@@ -37,6 +37,13 @@ def answered(ctx: Transition, event: CallbacksAnswered) -> None:
     _send(ctx, event.step)
 
 
+def is_taken(state: State, event: CallbacksAnswered) -> bool:
+    """Whether the event, or one that says the same, is the newest answer: Ray repeats a call whose coordinator died
+    after it had journalled it."""
+    known = state.callbacks.answered
+    return known is not None and replace(known, cause=event.cause) == event
+
+
 def expire(ctx: Transition) -> None:
     """Training goes on without an answer; what comes later takes effect at the next validation."""
     known = ctx.state.callbacks

@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 WRITTEN = "input.json"
 INPUT, TOKENS = "input", "tokens"
 FILE_BYTES = 32 << 20
-SMALL_BYTES = 64 << 20  # less is prepared in this process, sooner than a worker starts
 NUM_ROWS = 1000
 DATASETS = {"ray.data.dataset.Dataset": "Ray", "datasets.arrow_dataset.Dataset": "Hugging Face"}
 READ_ONCE = {
@@ -117,7 +116,6 @@ def materialised(source: DatasetTokens, uri: str, session: Session | None = None
         storage.remove_folder(INPUT)  # what a kill left
         storage.replace(WRITTEN, json.dumps(_write(source, storage)).encode())
     if not storage.exists(f"{TOKENS}/{MANIFEST}"):
-        small = _written(storage)["num_bytes"] < SMALL_BYTES
         prepare(
             PrepareConfig(
                 (f"{uri}/{INPUT}",),
@@ -126,7 +124,6 @@ def materialised(source: DatasetTokens, uri: str, session: Session | None = None
                 text_column=source.text_column,
                 end_of_document=source.end_of_document,
                 align_tokens=source.align_tokens,
-                workers=0 if small else None,
             ),
             session,
         )
@@ -143,7 +140,7 @@ def _written(storage: Storage) -> dict[str, Any]:
     """What `_write` has told. Raises ValueError."""
     try:
         found = plain_json(storage.read_record(WRITTEN))
-        if isinstance(found["settings"], dict) and isinstance(found["sha256"], str) and int(found["num_bytes"]) >= 0:
+        if isinstance(found["settings"], dict) and isinstance(found["sha256"], str):
             return dict(found)
     except (ValueError, LookupError, TypeError):
         pass
@@ -167,12 +164,11 @@ def _check_same(source: DatasetTokens, written: dict[str, Any], uri: str) -> Non
 
 def _write(source: DatasetTokens, storage: Storage) -> dict[str, Any]:
     """Write the documents as Parquet files; what identifies them."""
-    total, number, num_documents, num_bytes = hashlib.sha256(), 0, 0, 0
+    total, number, num_documents = hashlib.sha256(), 0, 0
     columns: list[Any] = []
     for column in _columns(source):
         _add(total, column)
         num_documents += len(column)
-        num_bytes += column.nbytes
         columns.append(column)
         if sum(part.nbytes for part in columns) >= FILE_BYTES:
             _write_file(source, storage, number, columns)
@@ -184,7 +180,6 @@ def _write(source: DatasetTokens, storage: Storage) -> dict[str, Any]:
     return {
         "sha256": total.hexdigest(),
         "num_documents": num_documents,
-        "num_bytes": num_bytes,
         "settings": _settings(source),
     }
 

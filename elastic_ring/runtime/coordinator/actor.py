@@ -27,7 +27,7 @@ from elastic_ring.config import environment
 from elastic_ring.control.capacity.worker_pool import vacant_nodes
 from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
-from elastic_ring.control.decisions import rollback
+from elastic_ring.control.decisions import callbacks, rollback
 from elastic_ring.control.decisions.terms import Unanswered
 from elastic_ring.control.facts import ResumedFrom
 from elastic_ring.control.messages import (
@@ -497,9 +497,7 @@ class Coordinator:
 
     def _on_answer(self, event: CallbacksAnswered, counts: queue.Queue[bool]) -> None:
         self._decide(event)
-        taken = self.state.callbacks.answered
-        # Ray repeats a call whose coordinator died after it had journalled it: the same answer, of another cause.
-        is_taken = taken is not None and dataclasses.replace(taken, cause=event.cause) == event
+        is_taken = callbacks.is_taken(self.state, event)
         if is_taken and event.keeps:
             self.checkpoints.keep(event.step)
         if is_taken and event.stop:

@@ -278,9 +278,11 @@ class CheckpointKeeper:
         self._check_files(manifest)
         self._inject(step)
         self._ask()
-        if not commit(self._storage, manifest) and not self._is_committed(manifest):
-            self._failed(step, "there is one already, of another writer")
+        if not commit(self._storage, manifest) and (there := self._committed_folder(manifest)) != manifest.folder:
             self._storage.remove_folder(manifest.folder)
+            # Members that begin at a step may save it once more, since a callback wants it.
+            if not (self._attempt and f"/attempt-{self._attempt[:8]}-" in there):
+                self._failed(step, "there is one already, of another writer")
             return
         self._failing_since = None
         if step == self._kept:
@@ -299,9 +301,9 @@ class CheckpointKeeper:
         )
         self._jobs.put(self._tell)  # a job of its own: trying it again must not commit again
 
-    def _is_committed(self, manifest: Manifest) -> bool:
-        """Whether the manifest that is there is this one, which an earlier try wrote before it failed."""
-        return read_manifest(self._storage, manifest.folder.rpartition("/")[0]).folder == manifest.folder
+    def _committed_folder(self, manifest: Manifest) -> str:
+        """That of the manifest which is there: this one, if an earlier try wrote it before it failed."""
+        return read_manifest(self._storage, manifest.folder.rpartition("/")[0]).folder
 
     def _check_files(self, manifest: Manifest) -> None:
         """Raises StorageFailed unless all files are there as this node sees them, each with its size."""

@@ -148,6 +148,8 @@ def test_a_callback_stops_the_run_at_the_same_step_though_it_kills_the_coordinat
             "step-00000002",
             "step-00000004",
         ]
+        saved = [one["step"] for one in summary["checkpoints"]]
+        assert saved == sorted(set(saved)), "a step that its schedule saves is not saved once more for a callback"
         found.append([summary[name] for name in ("steps", "losses", "weights_sha256", "samples_sha256")])
         assert trainer.fit().summary == summary, "a run that was stopped is finished"
     assert found[0] == found[1]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from elastic_ring.control.decisions.callbacks import is_taken
 from elastic_ring.control.messages import (
     Answer,
     CallbacksAnswered,
@@ -54,9 +56,11 @@ def test_members_that_ask_again_after_a_loss_hear_the_same_and_nothing_else_is_t
     assert build_in(run.report_all(2)).step == 2
     run.resume_all()
     assert {(one.worker, one.stops) for one in ask(run, 2)} == {(name, True) for name in members(run.state)}
-    before = run.state
-    run.handle(CallbacksAnswered("d", 2, stop="another reason"))
+    before, repeated, other = run.state, replace(STOP, cause="d-2"), CallbacksAnswered("d", 2, stop="another reason")
+    for event in (repeated, other):
+        run.handle(event)
     assert run.state is before
+    assert (is_taken(before, repeated), is_taken(before, other)) == (True, False)
     assert replay(run.options, run.journal) == run.state
 
 

@@ -29,6 +29,7 @@ from elastic_ring.runtime.coordinator.resume import Resume, find_resume
 from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
 from elastic_ring.runtime.terms import Terms
 from elastic_ring.runtime.worker.saver import Place, Saver, SaveSchedule, open_checkpoint
+from elastic_ring.state.checkpoints.checkpoint import KEPT_NAME
 from elastic_ring.state.storage import folder as storage_folder
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.vote import NOTHING, Flag
@@ -311,6 +312,30 @@ def test_a_commit_that_failed_after_its_manifest_was_there_keeps_its_files(
     assert tries == [True, False]
     found = find_resume(replace(run.config, resume="auto"), IDENTITY)
     assert checkpoints.wrong_with(Storage(str(tmp_path)).open(write=False), found.checkpoints[-1].folder) == []
+
+
+def test_a_kept_checkpoint_outlives_others_once_it_counts_and_a_step_that_is_saved_again_is_no_failure(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=1), attempt="0123456789abcdef")
+    run.commit(1)
+    run.keeper.keep(1)
+    run.keeper.keep(2)  # which never counts: its members die
+    run.save(2, ranks=1)
+    assert run.commit(3) == [1, 3]
+    run.keeper.keep(4)
+    assert run.commit(4) == [4]
+    assert run.commit(5) == [4, 5]
+    for part in run.save(5, generation=2):  # members of a later generation begin there, and save it once more
+        run.keeper.written(part)
+    run.keeper.look(9)
+    assert run.is_silent()
+    assert [path.name for path in tmp_path.glob("checkpoints/step-00000005/lineage-000/attempt-*")] == [
+        "attempt-01234567-0001-000001"
+    ]
+    (tmp_path / KEPT_NAME).write_text("{")
+    with pytest.raises(CheckpointDamaged, match=r"kept\.json cannot be read .*remove it"):
+        checkpoints.prune(run.keeper._storage, 1, 0)
 
 
 @pytest.mark.slow

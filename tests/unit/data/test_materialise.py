@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ring import RunConfig, StepConfig, trainer
 from elastic_ring.data.packing import END_OF_DOCUMENT
-from elastic_ring.data.preparation import materialise, prepare
+from elastic_ring.data.preparation import prepare
 from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.source import StdlibText
 from elastic_ring.trainer import ElasticRingTrainer
@@ -81,8 +81,7 @@ def test_a_large_dataset_is_prepared_in_the_ray_of_a_training(tmp_path: Path, mo
     def session(num_cpus: int) -> Any:
         raise InterruptedError("asked for")
 
-    for room in (materialise, prepare):
-        monkeypatch.setattr(room, "SMALL_BYTES", 0)
+    monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
     monkeypatch.setattr(trainer, "cluster", session)
     run, step = RunConfig("large", run_dir=str(tmp_path / "large")), StepConfig(context_tokens=8)
     made = ElasticRingTrainer(dict, dataset(texts(40)), step_config=step, run_config=run)  # type: ignore[arg-type]
