@@ -2,9 +2,11 @@
 
     python benchmarks/recovery/bench_hosts.py --hosts 4 --save              one GPU a host
     python benchmarks/recovery/bench_hosts.py --hosts 4 --device cpu        the same on CPUs, one slot a host
+    python benchmarks/recovery/bench_hosts.py --hosts 3 --gpus 2            three hosts, two of which share a GPU
 
 Each host is a raylet of its own; on GPUs NCCL is told that the hosts differ, so everything goes over sockets. A head
-without GPUs holds the coordinator. For each mesh a run without faults comes first; the others must end with its
+without GPUs holds the coordinator. Where there are fewer GPUs than hosts, hosts take them in turn and each has its own
+folder of GPU leases, as machines have. For each mesh a run without faults comes first; the others must end with its
 weights, or, where the mesh shrinks, with its samples. Seconds are those of the run's own record, from the moment when
 the fault is let loose to the next committed step. Exits 1 where a run fails, differs, leaves a process or misses a bar.
 """
@@ -32,6 +34,7 @@ from elastic_ring.cli.drills.local_cluster import LocalCluster
 from elastic_ring.cli.drills.processes import marked, start_training
 from elastic_ring.config import Timeouts
 from elastic_ring.monitor.metrics import SUMMARY_NAME
+from elastic_ring.runtime.gpu.leases import FOLDER
 
 TOKEN = "bench-hosts"
 STEPS, FAULT_STEP = 24, 12
@@ -82,9 +85,10 @@ CASES = (
 class Hosts:
     """`num_hosts` hosts; those that a fault took are replaced before the next run."""
 
-    def __init__(self, folder: Path, num_hosts: int, on_gpus: bool) -> None:
+    def __init__(self, folder: Path, num_hosts: int, num_gpus: int) -> None:
+        """`num_gpus`: 0 on CPUs."""
         self.cluster = LocalCluster(folder, [0], TOKEN)
-        self._num_hosts, self._on_gpus = num_hosts, on_gpus
+        self._num_hosts, self._num_gpus = num_hosts, num_gpus
         self._at: dict[int, int] = {}
 
     def mend(self) -> None:
@@ -92,10 +96,11 @@ class Hosts:
         gone = [host for host in range(self._num_hosts) if host not in self._at or not self._is_whole(host)]
         for host in gone:
             variables = {"NCCL_HOSTID": f"host{host}", "NCCL_IB_DISABLE": "1"}
-            if self._on_gpus:
-                variables["CUDA_VISIBLE_DEVICES"] = str(host)
-            more = ["--num-gpus=1", "--object-store-memory=500000000"] if self._on_gpus else []
-            self._at[host] = self.cluster.add_node(8 if self._on_gpus else 1, more, variables)
+            if self._num_gpus:
+                variables["CUDA_VISIBLE_DEVICES"] = str(host % self._num_gpus)
+            more = ["--num-gpus=1", "--object-store-memory=500000000"] if self._num_gpus else []
+            before = own_folder(FOLDER) if 0 < self._num_gpus < self._num_hosts else ()
+            self._at[host] = self.cluster.add_node(8 if self._num_gpus else 1, more, variables, before)
         if gone:
             time.sleep(HOST_UP_S)
 
@@ -104,6 +109,13 @@ class Hosts:
             return True
         self.cluster.kill_node(self._at[host])
         return False
+
+
+def own_folder(folder: Path) -> list[str]:
+    """Before a command: it and what it starts have an empty folder of that name to themselves (Linux, as root)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    script = f'mount -t tmpfs -o mode=1777 none {folder} && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", script, "sh"]
 
 
 def run(case: Case, folder: Path, options: argparse.Namespace, cluster: LocalCluster) -> dict[str, Any]:
@@ -130,7 +142,7 @@ def run(case: Case, folder: Path, options: argparse.Namespace, cluster: LocalClu
     if case.copies:
         arguments += ["--copies", str(case.copies), "--run.copy-every-steps", "2"]
     if options.device == "cpu":
-        arguments += ["--scaling.device", "cpu", "--global-batch", "4"]
+        arguments += ["--scaling.device", "cpu", "--cpus-per-worker", "1", "--global-batch", "4"]
     begun = time.monotonic()
     process = start_training(arguments, log, TOKEN, cluster.variables)
     try:
@@ -189,6 +201,7 @@ def missed(case: Case, row: dict[str, Any], calm: dict[str, Any]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--gpus", type=int, default=None, help="on which the hosts lie; as many as hosts if left out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--preset", default="100m")
     parser.add_argument("--context", type=int, default=8192)
@@ -199,7 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.logs or Path(tempfile.mkdtemp(prefix="hosts-"))
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [c for c in CASES if (options.cases is None or c.name in options.cases) and c.dp * c.cp <= options.hosts]
-    hosts = Hosts(Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp")), options.hosts, options.device == "cuda")
+    num_gpus = 0 if options.device == "cpu" else options.gpus or options.hosts
+    hosts = Hosts(Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp")), options.hosts, num_gpus)
     rows, calm, told = [], {}, []
     with hosts.cluster as cluster:
         for case in wanted:

@@ -52,16 +52,22 @@ class LocalCluster:
         for node in self.nodes:
             node.wait()
 
-    def add_node(self, cpus: int, more: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> int:
+    def add_node(
+        self,
+        cpus: int,
+        more: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        before: Sequence[str] = (),
+    ) -> int:
         """One more node; the first is the head. `more`: further arguments of `ray start`; `variables`: of the node's
-        processes. Returns its index."""
+        processes; `before`: a command that ends by executing its last arguments. Returns its index."""
         port, metrics = free_ports(2)
         joins = [f"--address={self.address}"]
         if not self.nodes:
             self.address = f"{HOST}:{port}"
             joins = ["--head", f"--port={port}", f"--temp-dir={self._folder}", "--include-dashboard=false"]
         self.metrics.append(f"{HOST}:{metrics}")
-        self._start([*joins, f"--num-cpus={cpus}", f"--metrics-export-port={metrics}", *more], variables or {})
+        self._start([*joins, f"--num-cpus={cpus}", f"--metrics-export-port={metrics}", *more], variables or {}, before)
         return len(self.nodes) - 1
 
     def is_whole(self, index: int) -> bool:
@@ -73,7 +79,7 @@ class LocalCluster:
             child.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) for child in children
         )
 
-    def _start(self, arguments: Sequence[str], more: Mapping[str, str]) -> None:
+    def _start(self, arguments: Sequence[str], more: Mapping[str, str], before: Sequence[str]) -> None:
         index = len(self.nodes)
         log = self._folder.parent / f"node-{index}.log"
         variables = {
@@ -85,9 +91,9 @@ class LocalCluster:
             **more,
         }
         variables.pop("RAY_ADDRESS", None)
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={HOST}"]
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={HOST}"]
         with log.open("wb") as told:
-            self.nodes.append(subprocess.Popen([*command, *arguments], env=variables, stdout=told, stderr=told))
+            self.nodes.append(subprocess.Popen([*before, *ray, *arguments], env=variables, stdout=told, stderr=told))
         deadline = time.monotonic() + START_S
         while "Ray runtime started" not in (said := log.read_text(errors="replace")):
             if self.nodes[-1].poll() is not None or time.monotonic() > deadline:
