@@ -36,10 +36,10 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def laptop() -> dict[str, Any]:
-    """Two rings of two CPU ranks and a spare, a 1 M-parameter byte-level decoder: minutes on two cores."""
+def laptop(name: str = "laptop") -> dict[str, Any]:
+    """Two rings of two CPU ranks and a spare, a byte-level decoder of some million parameters: minutes on two cores."""
     return {
-        "model": dataclasses.replace(preset("laptop"), checkpoint_activations=False),
+        "model": dataclasses.replace(preset(name), checkpoint_activations=False),
         "scaling": ScalingConfig(dp=2, cp=2, spares=1, resources_per_worker={"CPU": 0.25}),
         "step": StepConfig(steps=60, global_batch=4, context_tokens=2048),
         "optim": OptimConfig(peak_lr=3e-3, min_lr=3e-4, warmup_steps=10, total_steps=60),
@@ -65,9 +65,12 @@ PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
     "8b": partial(on_gpus, "8b", 4, 2, 131_072),
     "70b": partial(on_gpus, "70b", 32, 2, 524_288),
     "1t": partial(on_gpus, "1t", 512, 2, 1_048_576),
+    "moe-laptop": partial(laptop, "moe-laptop"),
+    "30b-a3b": partial(on_gpus, "30b-a3b", 16, 2, 131_072),
+    "1t-moe": partial(on_gpus, "1t-moe", 384, 2, 1_048_576),
 }
-FITS: dict[str, str] = {"100m": "A100-40", "1b": "A100-40", "8b": "H100-80", "70b": "H200"}
-"""The smallest GPU of `model.gpus` that a rank of a preset fits. laptop needs none; 1t fits none of them."""
+FITS: dict[str, str] = {"100m": "A100-40", "1b": "A100-40", "8b": "H100-80", "70b": "H200", "30b-a3b": "H100-80"}
+"""The smallest GPU of `model.gpus` that a rank of a preset fits. The laptops need none; 1t and 1t-moe fit none."""
 NESTED = {"timeouts", "checkpoint_config"}
 """Settings of RunConfig that have settings of their own."""
 NONE = "none"
@@ -115,8 +118,9 @@ SHORT = {
 class ShortFlags:
     """The flags that have no dot; the sections below have every setting."""
 
-    preset: Literal["laptop", "100m", "1b", "8b", "70b", "1t"] = "laptop"
-    """Model, mesh and steps. For GPUs of: 100m and 1b A100-40, 8b H100-80, 70b H200; 1t is too large for all."""
+    preset: Literal["laptop", "100m", "1b", "8b", "70b", "1t", "moe-laptop", "30b-a3b", "1t-moe"] = "laptop"
+    """Model, mesh and steps. For GPUs of: 100m and 1b A100-40, 8b and 30b-a3b H100-80, 70b H200; 1t and 1t-moe are too
+    large for all."""
     config: Path | None = None
     """A TOML file of settings over the preset's; config.toml of an earlier run is one."""
     dp: int | None = None

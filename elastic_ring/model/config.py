@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from elastic_ring.validation import Must, PositiveInt, settings
+from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, settings
 
 GONE = "compile_blocks"
 """A setting that earlier versions had, off by default. Their records name it; identities still say that it is off."""
+
+EXPERT_FIELDS = ("num_experts", "experts_per_token", "expert_width", "shared_width", "num_dense_layers")
+NO_EXPERTS = "".join(f", {name}=0" for name in EXPERT_FIELDS)
+"""How a config without experts ends its repr; identities leave it out, as they did before there were experts."""
 
 
 @settings
@@ -47,8 +52,19 @@ class ModelConfig:
     """Tokens whose logits exist at one time."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of the parameters as built; FSDP2 computes in `step_config.param_dtype`."""
+    num_experts: NonNegativeInt = 0
+    """Experts of a layer, which take the place of its feed-forward part; 0: none."""
+    experts_per_token: NonNegativeInt = 0
+    """Experts that each token takes."""
+    expert_width: NonNegativeInt = 0
+    """Inner width of one expert."""
+    shared_width: NonNegativeInt = 0
+    """Inner width of the feed-forward part beside the experts that takes every token; 0: none."""
+    num_dense_layers: NonNegativeInt = 0
+    """First layers that have a feed-forward part of ffn_width and no experts."""
 
     def __post_init__(self) -> None:
+        self._check_experts()
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"ModelConfig num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: each KV head "
@@ -62,6 +78,30 @@ class ModelConfig:
                 "keeps it all: set that to True"
             )
 
+    def _check_experts(self) -> None:
+        if not self.num_experts:
+            given = [name for name in EXPERT_FIELDS[1:] if getattr(self, name)]
+            if given:
+                raise ValueError(
+                    f"ModelConfig {given[0]}={getattr(self, given[0])}: says how experts are, and num_experts=0: give "
+                    "both or none"
+                )
+            return
+        if not 1 <= self.experts_per_token <= self.num_experts or not self.expert_width:
+            raise ValueError(
+                f"ModelConfig num_experts={self.num_experts}, experts_per_token={self.experts_per_token}, "
+                f"expert_width={self.expert_width}: a token takes at least one expert and at most all, each at least 1 "
+                "wide"
+            )
+        if self.num_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"ModelConfig num_dense_layers={self.num_dense_layers} of num_layers={self.num_layers}: at least one "
+                "layer has experts; lower it, or leave num_experts out"
+            )
+
+    def has_experts(self, layer: int) -> bool:
+        return self.num_experts > 0 and layer >= self.num_dense_layers
+
 
 def built_in(model: Any) -> ModelConfig | None:
     """The shape of a factory `partial(Transformer, config)` of the built-in decoder; None for others."""
@@ -74,22 +114,61 @@ def built_in(model: Any) -> ModelConfig | None:
 
 def num_parameters(config: ModelConfig) -> int:
     """The parameter count of `Transformer(config)`, without building it."""
-    attention = 2 * config.width * config.head_dim * (config.num_heads + config.num_kv_heads)
-    block = attention + 3 * config.width * config.ffn_width + 2 * config.width
     embeddings = config.vocab_size * config.width * (1 if config.tie_embeddings else 2)
-    return embeddings + config.num_layers * block + config.width
+    return embeddings + sum(block_parameters(config, layer) for layer in range(config.num_layers)) + config.width
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Of these, the parameters that one token is multiplied with, or that are read for it."""
+    unused = (config.num_experts - config.experts_per_token) * 3 * config.width * config.expert_width
+    return num_parameters(config) - unused * (config.num_layers - config.num_dense_layers if config.num_experts else 0)
+
+
+def expert_parameters(config: ModelConfig) -> int:
+    """Parameters of one layer's experts, without its router."""
+    return config.num_experts * 3 * config.width * config.expert_width
+
+
+def block_parameters(config: ModelConfig, layer: int) -> int:
+    """Parameters of one block."""
+    attention = 2 * config.width * config.head_dim * (config.num_heads + config.num_kv_heads)
+    beside = attention + 2 * config.width
+    if not config.has_experts(layer):
+        return beside + 3 * config.width * config.ffn_width
+    router = config.num_experts * (config.width + 1)
+    return beside + expert_parameters(config) + router + 3 * config.width * config.shared_width
 
 
 def preset(name: str) -> ModelConfig:
-    """A named size: laptop, 100m, 1b, 8b, 70b, 1t. `dataclasses.replace` changes a field."""
+    """A named size: laptop, 100m, 1b, 8b, 70b, 1t; with experts moe-laptop, 30b-a3b, 1t-moe. `dataclasses.replace`
+    changes a field."""
+    # Vocabulary: bytes and an end-of-document token. For a context of 2,048.
+    laptop = ModelConfig(257, 4, 128, 4, 2, 32, 384)
     table = {
-        # Vocabulary: bytes and an end-of-document token. For a context of 2,048.
-        "laptop": ModelConfig(257, 4, 128, 4, 2, 32, 384),
+        "laptop": laptop,
         "100m": ModelConfig(32_768, 12, 768, 12, 4, 64, 2_048, tie_embeddings=True),
         "1b": ModelConfig(128_256, 16, 2_048, 32, 8, 64, 5_760, rope_theta=500_000.0, tie_embeddings=True),
         "8b": ModelConfig(128_256, 32, 4_096, 32, 8, 128, 14_336, rope_theta=500_000.0),
         "70b": ModelConfig(128_256, 80, 8_192, 64, 8, 128, 28_672, rope_theta=500_000.0),
         "1t": ModelConfig(128_256, 136, 24_576, 192, 16, 128, 81_920, rope_theta=500_000.0),
+        "moe-laptop": replace(laptop, num_experts=8, experts_per_token=2, expert_width=128, shared_width=128),
+        # The shapes of Qwen3-30B-A3B, and of Kimi K2 with grouped-query instead of latent attention.
+        "30b-a3b": ModelConfig(
+            *(151_936, 48, 2_048, 32, 4, 128, 6_144),
+            rope_theta=1_000_000.0,
+            num_experts=128,
+            experts_per_token=8,
+            expert_width=768,
+        ),
+        "1t-moe": ModelConfig(
+            *(163_840, 61, 7_168, 64, 8, 128, 18_432),
+            rope_theta=50_000.0,
+            num_experts=384,
+            experts_per_token=8,
+            expert_width=2_048,
+            shared_width=2_048,
+            num_dense_layers=1,
+        ),
     }
     if name not in table:
         raise ValueError(f"model preset {name!r}: choose one of {', '.join(table)}")

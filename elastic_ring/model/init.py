@@ -23,7 +23,7 @@ _STD = 0.02
 _GAINS = re.compile(r"(^|\.)(weight|scale|gain|gamma|g)$")
 _BIASES = re.compile(r"bias$|(^|\.|_)(b|beta)$")
 # Projections into the residual stream, by this model's names and those of common decoders.
-_RESIDUAL = re.compile(r"(^|\.)(output|down|wo|w2|o_proj|out_proj|down_proj|c_proj)\.weight$")
+_RESIDUAL = re.compile(r"(^|\.)(output|down|wo|w2|o_proj|out_proj|down_proj|c_proj)\.weight$|\.experts\.down$")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from elastic_ring.config import CpuOffload
-from elastic_ring.model.config import ModelConfig, num_parameters
+from elastic_ring.model.config import ModelConfig, block_parameters
 
 FP32 = 4
 LSE_BYTES = 4
@@ -81,15 +81,14 @@ class StepMemory:
 
     @cached_property
     def block(self) -> int:
-        """Parameters of a block."""
-        config = self.config
-        rest = config.vocab_size * config.width * (1 if config.tie_embeddings else 2) + config.width
-        return (num_parameters(config) - rest) // config.num_layers
+        """Parameters of the largest block, which is the last where layers differ."""
+        return max(block_parameters(self.config, layer) for layer in (0, self.config.num_layers - 1))
 
     @cached_property
     def root(self) -> int:
         """Parameters outside the blocks, which FSDP2 gathers as one unit for the whole of a pass."""
-        return self.num_parameters - self.config.num_layers * self.block
+        config = self.config
+        return self.num_parameters - sum(block_parameters(config, layer) for layer in range(config.num_layers))
 
     @property
     def table(self) -> int:
@@ -102,7 +101,15 @@ class StepMemory:
 
     @property
     def _ffn_bytes(self) -> int:
-        return self.tokens * self.config.ffn_width * self.element_bytes
+        """One activation inside a feed-forward part; with experts, of all that a token takes."""
+        config = self.config
+        width = config.experts_per_token * config.expert_width + config.shared_width
+        return self.tokens * (width or config.ffn_width) * self.element_bytes
+
+    @property
+    def _rows_bytes(self) -> int:
+        """One row of the residual stream's width for each expert that a token takes."""
+        return self.config.experts_per_token * self._width_bytes
 
     def _heads_bytes(self, num_heads: int) -> int:
         return self.tokens * num_heads * self.config.head_dim * self.element_bytes
@@ -122,7 +129,7 @@ class StepMemory:
         if config.checkpoint_activations:
             return self._width_bytes + attended
         qkv = self._heads_bytes(config.num_heads + 2 * config.num_kv_heads) + self._norms_bytes
-        return 4 * self._width_bytes + attended + qkv + 4 * self._ffn_bytes
+        return 4 * self._width_bytes + attended + qkv + 4 * self._ffn_bytes + 2 * self._rows_bytes
 
     @cached_property
     def activation_bytes(self) -> int:
@@ -133,10 +140,11 @@ class StepMemory:
         """What the backward pass of a block holds beside what was kept, where SwiGLU's gradients are computed."""
         config = self.config
         if not config.checkpoint_activations:
-            return self._width_bytes + 2 * self._ffn_bytes
+            return self._width_bytes + 2 * self._ffn_bytes + self._rows_bytes
         qkv = self._heads_bytes(config.num_heads + 2 * config.num_kv_heads) + self._norms_bytes
-        # Of the feed-forward's width: gate, up and their gradients, silu(gate) and one more.
-        return 4 * self._width_bytes + qkv + 6 * self._ffn_bytes
+        # Of the feed-forward's width: gate, up and their gradients, silu(gate) and one more. Of experts' rows: what
+        # goes in and what comes out, sorted and by token.
+        return 4 * self._width_bytes + qkv + 6 * self._ffn_bytes + 4 * self._rows_bytes
 
     @cached_property
     def rotation(self) -> int:

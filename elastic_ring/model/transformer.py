@@ -1,4 +1,4 @@
-"""The built-in decoder: RMSNorm, rotary embedding on global positions, grouped-query attention, SwiGLU.
+"""The built-in decoder: RMSNorm, rotary embedding on global positions, grouped-query attention, SwiGLU or experts.
 
 Attention is a callable argument; rings and process groups must not enter this module. The model can be built on the
 meta device, because its parameters are filled by `init` and it has no buffers; each of `blocks` is one FSDP2 unit.
@@ -12,7 +12,6 @@ from functools import partial
 from typing import overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
@@ -20,6 +19,7 @@ from elastic_ring.attention.layers import AttentionFn, of_layer
 from elastic_ring.attention.recomputation import OffloadedTensor
 from elastic_ring.model import liger
 from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.feed_forward import FeedForward, MoE
 from elastic_ring.model.loss import chunked_cross_entropy
 
 
@@ -82,33 +82,17 @@ class SelfAttention(nn.Module):
         return *rotation.of_heads(q, k), v
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate = nn.Linear(config.width, config.ffn_width, bias=False)
-        self.up = nn.Linear(config.width, config.ffn_width, bias=False)
-        self.down = nn.Linear(config.ffn_width, config.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normed x (B, S, width) -> (B, S, width)."""
-        gate, up = self.gate(x), self.up(x)
-        out: Tensor = self.down(liger.silu_mul(gate, up) if liger.fits(gate, up) else F.silu(gate) * up)
-        return out
-
-
 class Block(nn.Module):
     """One layer, with activation checkpointing if the config asks for it."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.checkpoint_activations = config.checkpoint_activations
         self.offload_activations = config.offload_activations
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.attention = SelfAttention(config)
         self.ffn_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.ffn = FeedForward(config)
+        self.ffn = MoE(config) if config.has_experts(layer) else FeedForward(config.width, config.ffn_width)
 
     def forward(self, x: Tensor, rotation: Rotation, attention: AttentionFn) -> Tensor:
         """x (B, S, width) -> (B, S, width)."""
@@ -150,7 +134,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.loss_chunk_tokens = config, config.loss_chunk_tokens
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.final_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tie_embeddings:

@@ -21,7 +21,7 @@ from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, fingerprinted
 from elastic_ring.files import shown_url
-from elastic_ring.model.config import GONE, ModelConfig
+from elastic_ring.model.config import GONE, NO_EXPERTS, ModelConfig
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.wording import cut, few
 
@@ -122,7 +122,8 @@ def described(part: Any) -> str:
     if hasattr(part, "__qualname__"):
         return f"{part.__module__}.{part.__qualname__}"
     if isinstance(part, ModelConfig):
-        return repr(part).replace(", loss_chunk_tokens=", f", {GONE}=False, loss_chunk_tokens=")
+        before = repr(part).replace(f"{NO_EXPERTS})", ")")
+        return before.replace(", loss_chunk_tokens=", f", {GONE}=False, loss_chunk_tokens=")
     if repr(part) == object.__repr__(part):
         return f"{type(part).__module__}.{type(part).__qualname__}"
     return repr(part)

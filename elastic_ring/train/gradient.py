@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ring.errors import UserCodeFailed
+from elastic_ring.train.optim import is_balance
 from elastic_ring.train.wrap import local_of
 
 log = logging.getLogger(__name__)
@@ -36,12 +37,14 @@ class Gradient:
 
     `step` is the step for which it is complete: summed over the ring (FSDP2) and over the rings by the members of
     generation `membership_id` (term, generation). A vote applies only to the gradient of the same members. `buckets`:
-    ranges of the buffer, with the names of their parameters.
+    ranges of the buffer, with the names of their parameters. `num_counts`: its first elements, which are experts' loads
+    and have no part in the gradient's norm.
     """
 
     flat: Tensor
     views: dict[str, Tensor]
     buckets: list[tuple[slice, frozenset[str]]]
+    num_counts: int = 0
     step: int | None = None
     membership_id: tuple[int, int] = (0, 0)
     _params: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -61,7 +64,7 @@ class Gradient:
         buckets: list[tuple[slice, frozenset[str]]] = []
         begin = end = 0
         names: list[str] = []
-        for name, param in params.items():
+        for name, param in sorted(params.items(), key=lambda item: not is_balance(item[0])):  # stable
             views[name] = flat[end : end + param.numel()].view(param.shape)
             names.append(name)
             end += param.numel()
@@ -70,7 +73,7 @@ class Gradient:
                 begin, names = end, []
         if end > begin:
             buckets.append((slice(begin, end), frozenset(names)))
-        return cls(flat, views, buckets)
+        return cls(flat, views, buckets, sum(view.numel() for name, view in views.items() if is_balance(name)))
 
     # ------------------------------------------------------------ a generation
 
@@ -109,6 +112,11 @@ class Gradient:
         has shown that each parameter gets its share in one piece."""
         self._shares.clear()
         self._sum = beside if self._each_once else None
+
+    @property
+    def slopes(self) -> Tensor:
+        """The gradient of the loss, which the norm is of."""
+        return self.flat[self.num_counts :]
 
     def found(self) -> list[Tensor]:
         """The shards found so far, in the order of the parameters."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from elastic_ring.config import CpuOffload, OptimConfig
+from elastic_ring.experts.balance import BIAS
 
 __all__ = ["OptimConfig", "OptimizerFactory", "Schedule", "learning_rate", "make_optimizer"]
 
@@ -22,6 +23,9 @@ Schedule = Callable[[int], float]
 """The learning rate of a step, counted from 0: a pure function, the same in every process."""
 
 NUM_CHECKED_STEPS = 10_000
+BALANCE_RATE = 1e-3
+"""How far a step moves the bias of an expert with too many or too few tokens (DeepSeek-V3, arXiv:2412.19437)."""
+SIGN_EPS = 1e-20
 NEED_WHOLE = frozenset({"Muon", "Shampoo", "DistributedShampoo", "SOAP", "Dion", "GaLoreAdamW", "KFACOptimizer"})
 NEED_CLOSURE = frozenset({"LBFGS"})
 
@@ -67,12 +71,21 @@ def check_schedule(schedule: Schedule | None, config: OptimConfig, num_steps: in
         _checked(schedule, step)
 
 
+def is_balance(name: str) -> bool:
+    """Whether a parameter is a bias that balances experts (`experts.balance`)."""
+    return name.rpartition(".")[2] == BIAS
+
+
 def make_own_optimizer(factory: OptimizerFactory, local_shards: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
     """What `factory` makes of the shards that have rows: some optimizers divide by a tensor's size.
 
     Raises ValueError as `check_optimizer`.
     """
     named = [(name, tensor) for name, tensor in local_shards if tensor.numel()] or local_shards
+    if balancing := [name for name, _ in local_shards if is_balance(name)]:
+        raise ValueError(
+            f"optimizer= gives one of your own, and {balancing[0]} moves by a rule of the built-in AdamW: leave it out"
+        )
     made = factory(named)
     check_optimizer(made, named)
     return made
@@ -121,22 +134,25 @@ def make_optimizer(
     full_ndims: Mapping[str, int],
     device: torch.device | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW over a rank's shards, which may be empty: plain tensors, two groups, each in the given order.
+    """AdamW over a rank's shards, which may be empty: plain tensors in groups, each in the given order.
 
-    Weight decay applies to parameters of two or more dimensions; `full_ndims` has those of each whole
-    parameter, since a shard may be flat. Steps are computed on `device`, by default the shards'. Raises ValueError for
-    a name that `full_ndims` lacks.
+    Biases that balance experts move by a fixed step against their gradient's sign. Weight decay applies to parameters
+    of two or more dimensions; `full_ndims` has those of each whole parameter, since a shard may be flat. Steps are
+    computed on `device`, by default the shards'. Raises ValueError for a name that `full_ndims` lacks.
     """
     missing = [name for name, _ in local_shards if name not in full_ndims]
     if missing:
         raise ValueError(f"full_ndims has no entry for {', '.join(missing)}; give the dimensions of every parameter")
     decayed = [tensor for name, tensor in local_shards if full_ndims[name] >= 2]
-    others = [tensor for name, tensor in local_shards if full_ndims[name] < 2]
+    balancing = [tensor for name, tensor in local_shards if is_balance(name)]
+    others = [tensor for name, tensor in local_shards if full_ndims[name] < 2 and not is_balance(name)]
     groups = [
-        {"params": tensors, "weight_decay": decay}
-        for tensors, decay in ((decayed, config.weight_decay), (others, 0.0))
-        if tensors
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+        # Without memory Adam's step is the gradient's sign: scaling and clipping change nothing.
+        {"params": balancing, "weight_decay": 0.0, "betas": (0.0, 0.0), "eps": SIGN_EPS, "fixed_lr": BALANCE_RATE},
     ]
+    groups = [group for group in groups if group["params"]]
     # Fused: one pass over memory instead of a dozen. On a CPU it would change the bits for no gain.
     fused = any((device or tensor.device).type == "cuda" for _, tensor in local_shards)
     return torch.optim.AdamW(

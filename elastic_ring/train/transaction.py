@@ -396,7 +396,9 @@ class Transaction:
         assert self._gradient is not None
         assert self._groups is not None
         flat = self._gradient.flat
-        norm_sq, loss_sum, num_tokens = torch.stack([squared_norm(flat), local.loss_sum, local.num_tokens]).tolist()
+        norm_sq, loss_sum, num_tokens = torch.stack(
+            [squared_norm(self._gradient.slopes), local.loss_sum, local.num_tokens]
+        ).tolist()
         # Squares of finite fp32 numbers cannot overflow fp64: only a norm that is not finite is worth a count.
         num_nonfinite = 0 if math.isfinite(norm_sq) else int(flat.numel() - torch.isfinite(flat).sum())
         digests = self._digests(step, norm_sq, local)

@@ -11,6 +11,7 @@ def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, densit
     """What one rank computes and sends in a step of `elastic-ring train`."""
     of_ring = -(-step.global_batch // scaling.dp)
     together = min(step.sequences_per_pass, of_ring)
+    ffn_width = config.experts_per_token * config.expert_width + config.shared_width or config.ffn_width
     qkvo = 2.0 * config.width * config.head_dim * (config.num_heads + config.num_kv_heads)
     return Job(
         layers=config.num_layers,
@@ -18,10 +19,10 @@ def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, densit
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        block=qkvo + 3.0 * config.width * config.ffn_width,
+        block=qkvo + 3.0 * config.width * ffn_width,
         head=float(config.vocab_size * config.width),
         vocab=config.vocab_size,
-        ffn=3.0 * config.ffn_width,
+        ffn=3.0 * ffn_width,
         num_parameters=float(num_parameters(config)),
         tokens=together * -(-step.context_tokens // scaling.cp),
         seq=step.context_tokens,

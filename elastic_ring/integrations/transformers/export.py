@@ -27,8 +27,8 @@ from elastic_ring.integrations.transformers.model import CONFIG_FILE
 from elastic_ring.integrations.transformers.module import build, class_of
 from elastic_ring.integrations.transformers.presets import (
     byte_tokenizer,
-    llama_config,
-    llama_name,
+    config_of_preset,
+    name_of_preset,
     shape_of_run,
     tokens_of_run,
 )
@@ -97,9 +97,16 @@ def export(
     _check_tokenizer(tokenizer, plain["vocab_size"])
     weights = StoredWeights.open(where)
     names = {trained.exported_name(name): name for name in weights.places}
-    empty = _empty(plain, {name: weights.shapes[own] for name, own in names.items()}, getattr(torch, dtype))
+    model = _on_meta(plain)
+    empty = _empty(model, {name: weights.shapes[own] for name, own in names.items()}, getattr(torch, dtype))
+
+    def value(name: str) -> Tensor:
+        if name in names:
+            return weights.tensor(names[name])
+        return torch.tensor(trained.buffers.get(name, (0.0,) * empty[name].numel())).view(empty[name].shape)
+
     out.mkdir(parents=True, exist_ok=True)
-    num_bytes, num_files = _write_weights(weights, names, empty, out, max_file_size)
+    num_bytes, num_files = _write_weights(model, value, empty, out, max_file_size)
     _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
     config = config_of(plain)
     config.dtype, config.architectures = getattr(torch, dtype), [class_of(config).__name__]
@@ -119,6 +126,7 @@ class _Trained:
     dtype: str
     tokenizer: str
     exported_name: Callable[[str], str]
+    buffers: Mapping[str, tuple[float, ...]]
 
     @classmethod
     def read(cls, folder: Path) -> _Trained:
@@ -132,7 +140,8 @@ class _Trained:
             pattern = str(recorded.get("pattern") or recorded.get("identity", {}).get("pattern", ""))
             context, dtype = int(step["context_tokens"]), str(step["param_dtype"])
             if own is not None:
-                return cls(dict(own["config"]), pattern, context, dtype, str(own["folder"]), str)
+                kept = {name: tuple(map(float, values)) for name, values in own.get("buffers", {}).items()}
+                return cls(dict(own["config"]), pattern, context, dtype, str(own["folder"]), str, kept)
             shape = shape_of_run(recorded)
             tokenizer, end = ("", None) if shape is None else tokens_of_run(recorded)
         if shape is None:
@@ -140,7 +149,7 @@ class _Trained:
                 f"{folder}: its model is neither one of transformers ({CONFIG_FILE}) nor a preset's, so nobody knows "
                 "its config: load the weights into your own module (elastic_ring.load_weights)"
             )
-        return cls(llama_config(shape, context, end), pattern, context, dtype, tokenizer, llama_name)
+        return cls(config_of_preset(shape, context, end), pattern, context, dtype, tokenizer, name_of_preset, {})
 
 
 def _json(path: Path, way_out: str) -> dict[str, Any]:
@@ -153,36 +162,49 @@ def _json(path: Path, way_out: str) -> dict[str, Any]:
     return found
 
 
-def _empty(plain: dict[str, Any], stored: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The model's parameters on the meta device, in `dtype`. Raises ValueError where others are `stored`."""
+def _on_meta(plain: dict[str, Any]) -> Any:
     with torch.device("meta"):
-        model = build(config_of(plain))
+        return build(config_of(plain))
+
+
+def _empty(model: Any, stored: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parameters of a model on the meta device in `dtype`, and its buffers that are saved. Raises ValueError where
+    other parameters are `stored`."""
     found = {name: param.detach().to(dtype) for name, param in model.named_parameters()}
+    saved = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     shapes = {name: tuple(param.shape) for name, param in found.items()}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items() if name in stored}
+    # A preset without an expert for every token: its weights are zeros.
+    shapes = {name: shape for name, shape in shapes.items() if name in stored or ".shared_experts." not in name}
     if shapes != stored:
         odd = sorted(set(shapes.items()) ^ set(stored.items()))
         raise ValueError(
             f"the run's weights are not those of its model under this version of transformers: {odd[0][0]} "
             f"{odd[0][1]} is in one of them only; export with the version that it was trained with"
         )
-    return found
+    return found | buffers
 
 
 def _write_weights(
-    weights: StoredWeights, own: Mapping[str, str], empty: Mapping[str, Tensor], out: Path, max_file_size: str
+    model: Any, value: Callable[[str], Tensor], empty: Mapping[str, Tensor], out: Path, max_file_size: str
 ) -> tuple[int, int]:
-    """(bytes, files) of the weights; `own` has the run's name of each."""
+    """(bytes, files) of the weights, under the names in which the hub has them."""
     from huggingface_hub import split_torch_state_dict_into_shards
+    from transformers.core_model_loading import revert_weight_conversion
 
-    plan = split_torch_state_dict_into_shards(dict(empty), max_shard_size=max_file_size)
+    plan, places = split_torch_state_dict_into_shards(dict(empty), max_shard_size=max_file_size), dict[str, str]()
     for file_name, names in plan.filename_to_tensors.items():
-        held = {name: weights.tensor(own[name]).to(empty[name].dtype).contiguous() for name in names}
+        held = {name: value(name).to(empty[name].dtype).contiguous() for name in names}
+        found = revert_weight_conversion(model, held)  # experts one by one, which are views
+        saved = {name: held[name] if held.get(name) is tensor else tensor.clone() for name, tensor in found.items()}
+        places |= dict.fromkeys(saved, file_name)
         partial = out / f".{file_name}.{os.getpid()}"
-        save_file(held, partial, metadata={"format": "pt"})
+        save_file(saved, partial, metadata={"format": "pt"})
         partial.chmod(0o666 & ~_umask(out))
         os.replace(partial, out / file_name)
     if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        index = {"metadata": plan.metadata, "weight_map": places}
         (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in empty.values())
     return num_bytes, len(plan.filename_to_tensors)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ring.integrations.transformers.checks import config_of
+from elastic_ring.integrations.transformers.experts import expert_modules
 from elastic_ring.integrations.transformers.module import build
 from elastic_ring.model.init import Initialiser
 
@@ -21,27 +22,38 @@ from elastic_ring.model.init import Initialiser
 class FirstValues:
     """First values by transformers' own rules: a function of the run's seed and a parameter's name and shape.
 
-    A rank that holds some rows draws the whole parameter; never more than one exists.
+    Experts are drawn one by one. Of another parameter a rank that holds some rows draws the whole; never more than one
+    exists.
     """
 
     config_json: str
     seed: int
 
     def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
+        if name in self._of_experts:
+            one = (1, *shape[1:])
+            return torch.cat([self._drawn(name, one, expert) for expert in range(*(rows or (0, shape[0])))])
         drawn = self._drawn(name, tuple(shape))
         return drawn if rows is None else drawn[rows[0] : rows[1]].clone()
+
+    @cached_property
+    def _of_experts(self) -> frozenset[str]:
+        return frozenset(
+            f"{owner}.{name}" for owner, module in expert_modules(self._empty) for name, _ in module.named_parameters()
+        )
 
     @cached_property
     def _empty(self) -> Any:
         with torch.device("meta"):
             return build(config_of(json.loads(self.config_json)))
 
-    def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _drawn(self, name: str, shape: tuple[int, ...], expert: int | None = None) -> Tensor:
         owner_name, _, leaf = name.rpartition(".")
         owner = self._empty.get_submodule(owner_name)
         kept, on_meta = dict(owner._parameters), owner._parameters[leaf]
         assert on_meta is not None
-        digest = hashlib.sha256(f"{self.seed} {name} {shape}".encode()).digest()
+        which = "" if expert is None else f" {expert}"
+        digest = hashlib.sha256(f"{self.seed} {name} {shape}{which}".encode()).digest()
         owner._parameters[leaf] = nn.Parameter(torch.full(shape, torch.nan, device="cpu"))
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -51,7 +63,7 @@ class FirstValues:
         finally:
             owner._parameters.update(kept)
         if torch.isnan(value).any():  # transformers has no rule for it, and leaves it to the constructor
-            return Initialiser(self.seed, int(self._empty.config.num_hidden_layers)).tensor(name, shape)
+            return Initialiser(self.seed, int(self._empty.config.num_hidden_layers)).tensor(f"{name}{which}", shape)
         return value
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -28,18 +28,23 @@ from elastic_ring.integrations.transformers.checks import (
     read_config,
     trace,
 )
+from elastic_ring.integrations.transformers.conversions import stored_names
+from elastic_ring.integrations.transformers.experts import NO_EXPERTS, ExpertSizes, check_experts, expert_sizes
 from elastic_ring.integrations.transformers.first_values import FirstValues
 from elastic_ring.integrations.transformers.module import PLAIN_HEAD, WHOLE_SLICE, build, checkpoint_layers
 from elastic_ring.integrations.transformers.weights import FolderWeights
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.flops import model_flops
 from elastic_ring.train.task import ModelParts
+from elastic_ring.wording import few
 
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 128
 CONFIG_FILE = "huggingface.json"
 Windows = Literal["exact", "blocks", "dense"]
+Buffers = tuple[tuple[str, tuple[float, ...]], ...]
+"""Values of buffers that a folder stores, by name."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,15 @@ class RingModel:
     loss_chunk_tokens: int = 1024
     windows: Windows = "exact"
     layer_windows: tuple[int | None, ...] = ()
+    experts: ExpertSizes = NO_EXPERTS
+    buffers: Buffers = ()
 
     def __call__(self) -> nn.Module:
         made: nn.Module = build(self.config)
+        for name, values in self.buffers:
+            buffer = made.get_buffer(name)
+            if not buffer.is_meta:
+                buffer.copy_(torch.tensor(values, dtype=buffer.dtype).view(buffer.shape))
         made.loss_chunk_tokens = self.loss_chunk_tokens  # type: ignore[assignment]
         if self.checkpoint_activations:
             checkpoint_layers(made)
@@ -72,7 +83,8 @@ class RingModel:
 
     def ring_parts(self, step: StepConfig) -> ModelParts:
         """What the trainer uses unless it is given something else: first values, pattern, vocabulary, records."""
-        record = json.dumps({"folder": self.folder, "config": json.loads(self.config_json)}, indent=1) + "\n"
+        known = {"folder": self.folder, "config": json.loads(self.config_json), "buffers": dict(self.buffers)}
+        record = json.dumps(known, indent=1) + "\n"
         return ModelParts(
             initial=self.weights or FirstValues(self.config_json, step.seed),
             pattern=self.pattern(step.context_tokens),
@@ -106,8 +118,9 @@ class RingModel:
             width=int(config.hidden_size),
             num_heads=num_heads,
             num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
-            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
+            head_dim=_head_dim(config),
             ffn_width=int(config.intermediate_size),
+            **asdict(self.experts),
             tie_embeddings=bool(config.tie_word_embeddings),
             checkpoint_activations=self.checkpoint_activations,
             loss_chunk_tokens=self.loss_chunk_tokens if config.model_type in PLAIN_HEAD else WHOLE_SLICE,
@@ -180,11 +193,23 @@ def ring_model(
         check_tokenizer(folder, made.vocab_size)
     with torch.device("meta"):
         model = build(made.config)
-    made = replace(made, layer_windows=trace(model, made.config))
+    windows_found = trace(model, made.config)
+    check_experts(model, made.config)
+    made = replace(made, layer_windows=windows_found, experts=expert_sizes(model, made.config))
     if folder is None or not weights:
         return made
     found = FolderWeights.open(folder)
     if found is None:
         log.warning("%s has a config and no weights: first values are drawn from the seed", folder)
         return made
-    return replace(made, weights=found.fitted(model))
+    fitted = found.fitted(model, stored_names(model, found.files))
+    buffers = {name: tuple(value.flatten().tolist()) for name, value in fitted.buffers(model).items()}
+    if buffers:
+        log.info("%s: %s stay as they are in the folder; nothing trains them", folder, few([*buffers], 3))
+    return replace(made, weights=fitted, buffers=tuple(buffers.items()))
+
+
+def _head_dim(config: Any) -> int:
+    """Of queries and keys: where values are narrower, they are padded."""
+    found = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+    return int(found or config.hidden_size // config.num_attention_heads)

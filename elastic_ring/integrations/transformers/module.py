@@ -12,16 +12,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from elastic_ring.attention.layers import of_layer
+from elastic_ring.integrations.transformers import experts
 from elastic_ring.integrations.transformers.fused import fuse_layers
 from elastic_ring.model.loss import chunked_cross_entropy
 from elastic_ring.train.wrap import largest_list
 
 NAME = "elastic_ring"
 PLAIN_HEAD = frozenset(
-    {"gemma", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
+    {
+        *("deepseek_v3", "dots1", "ernie4_5_moe", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granitemoe", "llama"),
+        *("mistral", "mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    }
 )
-"""Model types whose logits are `lm_head(hidden)`, with a softcap where the config has `final_logit_softcapping`: their
-loss is computed in chunks of tokens. Others make the logits of a whole slice at once, as transformers does."""
+"""Model types whose logits are `lm_head(hidden)`, with a softcap where the config has `final_logit_softcapping` and
+divided where it has `logits_scaling`: their loss is computed in chunks of tokens. Others make the logits of a whole
+slice at once, as transformers does."""
 WHOLE_SLICE = 1 << 40
 """More tokens than any slice has."""
 
@@ -53,8 +58,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention of transformers' interface through a ring: q (B, H, S, D), k and v (B, H_kv, S, D) to (B, S, H, D).
 
-    Windows are in the ring's pattern. Rings scale by 1 / sqrt(D); another `scaling` goes into q. Raises ValueError for
-    what rings do not have.
+    Windows are in the ring's pattern. Rings scale by 1 / sqrt(D); another `scaling` goes into q. Values narrower than
+    keys are padded with zeros. Raises ValueError for what rings do not have.
     """
     kind, layer = type(module).__name__, int(module.layer_idx)
     if softcap is not None:
@@ -70,18 +75,25 @@ def attend(
         raise ValueError(f"{kind}: layer {layer} is not causal, and rings of a trainer are; choose a decoder")
     if isinstance(ring, TracedRing):
         ring.windows[layer] = sliding_window
-    usual = q.size(-1) ** -0.5
+    usual, width = q.size(-1) ** -0.5, v.size(-1)
     if scaling is not None and abs(scaling - usual) > 1e-9 * usual:
         q = q * (scaling / usual)
-    return of_layer(ring, layer)(*(tensor.transpose(1, 2) for tensor in (q, k, v))), None
+    if width < q.size(-1):  # latent attention; rings send keys and values in one frame
+        v = nn.functional.pad(v, (0, q.size(-1) - width))
+    out = of_layer(ring, layer)(*(tensor.transpose(1, 2) for tensor in (q, k, v)))
+    return out[..., :width], None
 
 
 def build(config: Any) -> Any:
     """The module of a config, in float32, with attention on rings. Raises ValueError for a config of no decoder."""
     from transformers import AttentionInterface
+    from transformers.integrations.moe import ExpertsInterface
 
     AttentionInterface.register(NAME, attend)  # here, so that every worker's process does it
-    model = _ring_class(class_of(config))._from_config(config, dtype=torch.float32, attn_implementation=NAME)
+    ExpertsInterface.register(NAME, experts.compute)
+    model = _ring_class(class_of(config))._from_config(
+        config, dtype=torch.float32, attn_implementation=NAME, experts_implementation=NAME
+    )
     fuse_layers(model, config.model_type)
     return model
 
@@ -123,6 +135,9 @@ def _ring_class(base: Any) -> Any:
             return logits if targets is None else _cross_entropy(logits, targets)
         hidden = self.base_model(**named).last_hidden_state
         cap = getattr(self.config, "final_logit_softcapping", None)
+        divisor = getattr(self.config, "logits_scaling", 1.0)
+        if divisor != 1.0:
+            hidden = hidden / divisor
         return chunked_cross_entropy(
             hidden.flatten(0, 1),
             self.get_output_embeddings().weight,

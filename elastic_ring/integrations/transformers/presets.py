@@ -1,4 +1,5 @@
-"""The built-in decoder as transformers' Llama, which it is but for the names: config, names, tokenizer."""
+"""The built-in decoder as transformers' Llama, or with experts as its GLM-4-MoE, which it is but for the names: config,
+names, tokenizer."""
 
 from __future__ import annotations
 
@@ -32,6 +33,15 @@ _IN_BLOCK = {
     "ffn.gate": "mlp.gate_proj",
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
+    "ffn.router": "mlp.gate",
+    "ffn.shared.gate": "mlp.shared_experts.gate_proj",
+    "ffn.shared.up": "mlp.shared_experts.up_proj",
+    "ffn.shared.down": "mlp.shared_experts.down_proj",
+}
+_OF_EXPERTS = {
+    "ffn.experts.gate_up": "mlp.experts.gate_up_proj",
+    "ffn.experts.down": "mlp.experts.down_proj",
+    "ffn.balance_bias": "mlp.gate.e_score_correction_bias",
 }
 
 
@@ -41,8 +51,34 @@ def shape_of_run(recorded: Mapping[str, Any]) -> ModelConfig | None:
     return from_plain(ModelConfig, shape) if shape else None
 
 
-def llama_config(shape: ModelConfig, context_tokens: int, end_of_document: int | None) -> dict[str, Any]:
-    """As the config.json of a Llama says it."""
+def config_of_preset(shape: ModelConfig, context_tokens: int, end_of_document: int | None) -> dict[str, Any]:
+    """As the config.json of a Llama says it, or of a GLM-4-MoE. Raises ValueError for experts that it cannot say."""
+    plain = _llama_config(shape, context_tokens, end_of_document)
+    if not shape.num_experts:
+        return plain
+    num_shared, rest = divmod(shape.shared_width, shape.expert_width)
+    if rest:
+        raise ValueError(
+            f"shared_width={shape.shared_width} is no multiple of expert_width={shape.expert_width}, and no config of "
+            "transformers says that: load the weights into your own module (elastic_ring.load_weights)"
+        )
+    return plain | {
+        "model_type": "glm4_moe",
+        "rope_parameters": {**plain["rope_parameters"], "partial_rotary_factor": 1.0},
+        "n_routed_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.expert_width,
+        "n_shared_experts": num_shared or 1,  # it has one at least; `export` writes zeros for it
+        "first_k_dense_replace": shape.num_dense_layers,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+    }
+
+
+def _llama_config(shape: ModelConfig, context_tokens: int, end_of_document: int | None) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "vocab_size": shape.vocab_size,
@@ -65,12 +101,15 @@ def llama_config(shape: ModelConfig, context_tokens: int, end_of_document: int |
     }
 
 
-def llama_name(name: str) -> str:
-    """A parameter's name in transformers' Llama. Raises ValueError for one that the built-in decoder does not have."""
+def name_of_preset(name: str) -> str:
+    """A parameter's name in transformers' Llama or GLM-4-MoE. Raises ValueError for one that the built-in decoder does
+    not have."""
     if name in _OUTER:
         return _OUTER[name]
     blocks, _, rest = name.partition(".")
     number, _, inside = rest.partition(".")
+    if blocks == "blocks" and inside in _OF_EXPERTS:
+        return f"model.layers.{number}.{_OF_EXPERTS[inside]}"
     part, _, kind = inside.rpartition(".")
     if blocks != "blocks" or kind != "weight" or part not in _IN_BLOCK:
         raise ValueError(f"the run's weights are not those of the built-in decoder: it has no {name}")

@@ -1,4 +1,4 @@
-"""A Llama as transformers saves it trains on rings through a killed worker, and comes back as transformers loads it."""
+"""A saved model with experts trains on rings through a killed worker, and comes back as transformers loads it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,16 @@ CONTEXT, STEPS = 96, 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small tied Llama with random values, saved in bfloat16 in several files."""
-    made = tmp_path_factory.mktemp("model") / "llama"
+    """A small tied Qwen3-MoE with random values, saved in bfloat16 in several files. Its first layer has no experts; of
+    the second's five a rank has three."""
+    made = tmp_path_factory.mktemp("model") / "qwen3-moe"
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config = transformers.Qwen3MoeConfig(
+        head_dim=8,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        mlp_only_layers=[0],
         vocab_size=257,
         hidden_size=32,
         intermediate_size=64,
@@ -47,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=None,
         eos_token_id=256,
     )
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(made, max_shard_size="30KB")
+    transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(made, max_shard_size="30KB")
     assert len(list(made.glob("*.safetensors"))) > 1
     return made
 
@@ -72,7 +78,7 @@ def fit(folder: Path, runs: Path, name: str, faults: str = "", dtype: Any = "bfl
 
 
 @pytest.mark.slow
-def test_a_saved_llama_trains_through_a_kill_and_comes_back_with_the_bits_of_the_undisturbed_run(
+def test_a_saved_model_with_experts_trains_through_a_kill_and_comes_back_with_the_bits_of_the_undisturbed_run(
     local_ray: None, folder: Path, tmp_path: Path
 ) -> None:
     calm = fit(folder, tmp_path, "hf-calm", spares=0)

@@ -103,6 +103,19 @@ def test_a_presets_run_is_a_llama_with_equal_logits_and_greedy_tokens(tmp_path: 
     assert len(tokenizer) == 257
 
 
+@pytest.mark.parametrize("shared", [0, 16])
+def test_a_presets_run_with_experts_is_a_glm4_moe_with_equal_logits(tmp_path: Path, shared: int) -> None:
+    config = replace(TINY, num_experts=4, experts_per_token=2, expert_width=16, shared_width=shared, num_dense_layers=1)
+    module = run_of(partial(Transformer, config), tmp_path / "run")
+    assert command(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    loaded = load(tmp_path / "out")
+    assert loaded.config.model_type == "glm4_moe"
+    check_same(loaded, module)
+    run_of(partial(Transformer, replace(config, shared_width=8)), tmp_path / "odd")
+    with pytest.raises(ValueError, match="shared_width=8 is no multiple of expert_width=16"):
+        export(tmp_path / "odd", tmp_path / "none")
+
+
 def test_a_presets_run_of_the_command_line_is_exported_with_the_tokenizer_of_its_data(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -226,6 +226,14 @@ def test_windows_in_blocks_keep_the_window_and_at_most_254_tokens_more(window: i
 REFUSED: dict[str, tuple[Any, str]] = {
     "softcap": (lambda: T.Gemma2Config(**SMALL, head_dim=16), r"attn_logit_softcapping=50\.0: .* has no softcap"),
     "sinks": (lambda: T.GptOssConfig(**SMALL, head_dim=8, num_local_experts=2), "has no sinks"),
+    "router noise": (
+        lambda: T.MixtralConfig(**SMALL, router_jitter_noise=0.1),
+        r"router_jitter_noise=0\.1: .* a step that runs again must choose the same experts",
+    ),
+    "a balancing loss": (
+        lambda: T.MixtralConfig(**SMALL, output_router_logits=True),
+        "output_router_logits=True: a balancing loss of the whole sequence is not computed",
+    ),
     "dropout": (lambda: T.LlamaConfig(**SMALL, attention_dropout=0.1), r"attention_dropout=0\.1: .* set it to 0\.0"),
     "dynamic rope": (
         lambda: T.LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic_ring.train.optim import (
+    BALANCE_RATE,
     OptimConfig,
     check_optimizer,
     check_schedule,
@@ -112,6 +113,21 @@ def test_decay_follows_the_dimensions_of_the_whole_parameter() -> None:
     assert torch.equal(values["norm"], torch.ones(3))
     with pytest.raises(ValueError, match="no entry for norm, empty"):
         make_optimizer(own, CONFIG, {"matrix": 2})
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_a_bias_that_balances_moves_by_the_same_step_whatever_the_size_of_its_gradient(scale: float) -> None:
+    own = [("ffn.balance_bias", torch.zeros(3)), ("matrix", torch.ones(6))]
+    optimizer = make_optimizer(own, CONFIG, {"ffn.balance_bias": 1, "matrix": 2})
+    for _ in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] = group.get("fixed_lr", 0.0)
+        own[0][1].grad, own[1][1].grad = torch.tensor([3.0, -0.5, 0.0]) * scale, torch.ones(6)
+        optimizer.step()
+    torch.testing.assert_close(own[0][1], torch.tensor([-3.0, 3.0, 0.0]) * BALANCE_RATE, rtol=1e-6, atol=0)
+    assert torch.equal(own[1][1], torch.ones(6)), "the schedule's rate is for all others"
+    with pytest.raises(ValueError, match=r"ffn\.balance_bias moves by a rule of the built-in AdamW"):
+        make_own_optimizer(torch.optim.Adagrad, own)  # type: ignore[arg-type]
 
 
 def test_a_step_on_shards_is_bitwise_the_step_on_the_whole() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from elastic_ring.control.decisions.loss_spikes import Action, SpikeWatch
 from elastic_ring.data.loader import samples_text
 from elastic_ring.errors import LossSpike, TooManySkipped
 from elastic_ring.mesh import Mesh
+from elastic_ring.model.transformer import Transformer
 from elastic_ring.state.device import squares as device_squares
 from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Counters
@@ -23,6 +25,7 @@ from elastic_ring.train.vote import MustGoBack
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train import tiny_task
 from tests.unit.train.tiny_task import (
+    EXPERTS,
     MODEL,
     OPTIM,
     STEP,
@@ -73,12 +76,16 @@ def whole(slices: list[dict[str, Tensor]], cp: int) -> dict[str, Tensor]:
 # ------------------------------------------------------------ right
 
 
-@pytest.mark.thinned(num=2)
-@pytest.mark.parametrize("optimizer", [None, momentum], ids=["AdamW", "SGD"])
+@pytest.mark.thinned(num=3)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"optimizer": momentum}, {"model": partial(Transformer, EXPERTS)}],
+    ids=["AdamW", "SGD", "experts"],
+)
 @pytest.mark.parametrize("mesh", [ALONE, RING, REPLICAS, SQUARE], ids=str)
-def test_steps_on_a_mesh_are_those_of_plain_training(four: Membership, mesh: Mesh, optimizer: Any) -> None:
+def test_steps_on_a_mesh_are_those_of_plain_training(four: Membership, mesh: Mesh, settings: dict[str, Any]) -> None:
     """Three sequences on two rings: one ring has twice the tokens of the other."""
-    task, ranks = make_task(optimizer=optimizer), range(mesh.size)
+    task, ranks = replace(make_task(), **settings), range(mesh.size)
     four.all(begin, four.meeting(), mesh, task, ranks=ranks)
     results = four.all(run_steps, NUM_STEPS, ranks=ranks)
     losses, weights = plain_training(task, NUM_STEPS)

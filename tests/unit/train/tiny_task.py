@@ -29,7 +29,7 @@ from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.state.checkpoints.weight_files import MAX_FILE_BYTES
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train import gradient
-from elastic_ring.train.optim import OptimConfig, learning_rate, make_optimizer
+from elastic_ring.train.optim import OptimConfig, is_balance, learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import Transaction
 from elastic_ring.train.vote import NOTHING, Flag
@@ -38,6 +38,8 @@ from tests.unit.groups.processes import connect
 
 # Two layers; rows that 2 ranks share unevenly; a head that both share.
 MODEL = ModelConfig(17, 2, 16, 2, 1, 8, 23)
+# Three experts that 2 ranks share unevenly, beside one for every token; the first layer has none.
+EXPERTS = replace(MODEL, num_experts=3, experts_per_token=2, expert_width=8, shared_width=8, num_dense_layers=1)
 CONTEXT = 26
 BUCKET_ELEMENTS = 300  # several buckets, a layer has some
 STEP = StepConfig(steps=8, global_batch=3, context_tokens=CONTEXT)
@@ -286,9 +288,10 @@ def plain_training(task: TrainingTask, num_steps: int) -> tuple[list[float], dic
             total, num_targets = total + loss, num_targets + int(count)
         (total / num_targets).backward()
         if task.optim.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), task.optim.clip_norm)
+            slopes = [param for name, param in model.named_parameters() if not is_balance(name)]
+            torch.nn.utils.clip_grad_norm_(slopes, task.optim.clip_norm)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, task.optim)
+            group["lr"] = group.get("fixed_lr", learning_rate(step, task.optim))
         optimizer.step()
         losses.append(float(total.detach()) / num_targets)
     return losses, dict(named)

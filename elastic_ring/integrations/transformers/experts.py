@@ -1,0 +1,104 @@
+"""Experts of transformers' models: one function for every family, and what a family's experts are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_ring.experts.compute import grouped_linear
+from elastic_ring.experts.order import Order
+
+NOISE = ("router_jitter_noise", "input_jitter_noise")
+TOP_K = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "moe_topk")
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Experts as `ModelConfig` has them."""
+
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+    shared_width: int = 0
+    num_dense_layers: int = 0
+
+
+NO_EXPERTS = ExpertSizes()
+
+
+def compute(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Experts of transformers' interface: hidden (T, width), chosen and weights (T, k) to (T, width)."""
+    if hidden.is_meta:  # a grouped product there knows bfloat16 only
+        return torch.empty_like(hidden)
+    order = Order.of(chosen, module.num_experts)
+    rows = order.spread(hidden)
+    inner = grouped_linear(rows, _outputs_first(module, module.gate_up_proj), order.ends)
+    results = grouped_linear(module._apply_gate(inner), _outputs_first(module, module.down_proj), order.ends)
+    return order.gather(results, weights)
+
+
+def _outputs_first(module: Any, weight: Tensor) -> Tensor:
+    return weight.mT if module.is_transposed else weight
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, module) of the experts of each layer, as `compute` is called with them."""
+    for name, module in model.named_modules():
+        if hasattr(module, "num_experts") and hasattr(module, "down_proj") and hasattr(module, "_apply_gate"):
+            yield name, module
+
+
+def check_experts(model: nn.Module, config: Any) -> None:
+    """Raises ValueError for experts that this function does not compute, and for what depends on how a batch is cut."""
+    kind = f"model_type={config.model_type!r}"
+    for name in NOISE:
+        if getattr(config, name, 0.0):
+            raise ValueError(
+                f"{kind} {name}={getattr(config, name)}: routers have no noise here, because a step that runs again "
+                "must choose the same experts; set it to 0.0"
+            )
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0):
+        raise ValueError(
+            f"{kind} output_router_logits=True: a balancing loss of the whole sequence is not computed; set it to "
+            "False, or train without that loss"
+        )
+    if getattr(config, "expert_capacity", None) or getattr(config, "capacity_factor", None):
+        raise ValueError(
+            f"{kind} has a capacity of its experts: which tokens are dropped would depend on the number of ranks; set "
+            "expert_capacity and capacity_factor to None"
+        )
+    for name, module in expert_modules(model):
+        if getattr(module, "has_bias", False) or not getattr(module, "has_gate", True):
+            raise ValueError(
+                f"{kind}: {name} has biases or no gate, which experts here do not have; choose another model"
+            )
+        if getattr(module, "has_post_expert_norm", False):
+            raise ValueError(f"{kind}: {name} has a norm behind each expert; choose another model")
+
+
+def expert_sizes(model: nn.Module, config: Any) -> ExpertSizes:
+    """Read off the module; all zero for a model without experts. Raises ValueError where layers differ, or nothing says
+    how many experts a token takes."""
+    found = [
+        (module.num_experts, module.down_proj.size(-2 if module.is_transposed else -1), _shared_width(model, name))
+        for name, module in expert_modules(model)
+    ]
+    if not found:
+        return NO_EXPERTS
+    kind = f"model_type={config.model_type!r}"
+    top_k = next((value for name in TOP_K if (value := getattr(config, name, None))), None)
+    if not isinstance(top_k, int) or len(set(found)) != 1:
+        raise ValueError(f"{kind}: its layers have unlike experts, or {TOP_K[0]} is not a number; choose another model")
+    (number, width, shared), *_ = found
+    return ExpertSizes(number, top_k, width, shared, int(config.num_hidden_layers) - len(found))
+
+
+def _shared_width(model: nn.Module, experts: str) -> int:
+    """The width of the feed-forward layer beside the experts that takes every token; 0 where there is none."""
+    block = model.get_submodule(experts.rpartition(".")[0])
+    beside: list[Any] = [part for name, part in block.named_children() if name.startswith("shared")]
+    return sum(int(part.down_proj.weight.size(1)) for part in beside if hasattr(part, "down_proj"))

@@ -1,0 +1,77 @@
+"""The feed-forward part of a layer, SwiGLU, and its place with experts: a router, the chosen experts, a shared one.
+
+As in DeepSeek-V3 (arXiv:2412.19437) and GLM-4.5 with one group of experts: scores are sigmoids in fp32, a bias that
+balances the load is added for the choice alone, and the chosen scores are divided by their sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elastic_ring.experts.balance import with_excess
+from elastic_ring.experts.compute import grouped_linear
+from elastic_ring.experts.order import Order
+from elastic_ring.model import liger
+from elastic_ring.model.config import ModelConfig
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normed x (B, S, width) -> (B, S, width)."""
+        gate, up = self.gate(x), self.up(x)
+        out: Tensor = self.down(liger.silu_mul(gate, up) if liger.fits(gate, up) else F.silu(gate) * up)
+        return out
+
+
+class Experts(nn.Module):
+    """The experts' weights, each expert a row: gate_up (E, 2 * inner, width), down (E, width, inner)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        number, inner = config.num_experts, config.expert_width
+        self.gate_up = nn.Parameter(torch.empty(number, 2 * inner, config.width))
+        self.down = nn.Parameter(torch.empty(number, config.width, inner))
+
+    def forward(self, tokens: Tensor, order: Order, weights: Tensor) -> Tensor:
+        """tokens (T, width), weights (T, k) -> (T, width)."""
+        gate, up = grouped_linear(order.spread(tokens), self.gate_up, order.ends).chunk(2, dim=-1)
+        return order.gather(grouped_linear(F.silu(gate) * up, self.down, order.ends), weights)
+
+
+class MoE(nn.Module):
+    """A router, its experts, and a feed-forward part for every token where the config has one."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.experts_per_token = config.experts_per_token
+        self.router = nn.Linear(config.width, config.num_experts, bias=False)
+        self.balance_bias = nn.Parameter(torch.empty(config.num_experts))
+        self.experts = Experts(config)
+        self.shared = FeedForward(config.width, config.shared_width) if config.shared_width else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normed x (B, S, width) -> (B, S, width)."""
+        tokens = x.flatten(0, 1)
+        order, weights = self.choose(tokens)
+        out = self.experts(tokens, order, weights).view_as(x)
+        return out if self.shared is None else out + self.shared(x)
+
+    def choose(self, tokens: Tensor) -> tuple[Order, Tensor]:
+        """tokens (T, width) to the order of their experts and the weights (T, k) of these, fp32 or wider."""
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        scores = F.linear(tokens.to(wide), self.router.weight.to(wide)).sigmoid()
+        chosen = (scores.detach() + self.balance_bias.detach().to(wide)).topk(self.experts_per_token, dim=-1).indices
+        order = Order.of(chosen, scores.size(-1))
+        weights = scores.gather(1, chosen)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return order, with_excess(weights, self.balance_bias, order.load)

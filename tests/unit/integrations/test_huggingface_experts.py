@@ -1,0 +1,171 @@
+"""Mixture-of-experts models of transformers: its loss and gradients on rings, its folders in and out bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, StepConfig
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.data.loader import slice_sample
+from elastic_ring.data.packing import Sample
+from elastic_ring.data.source import StdlibText
+from elastic_ring.integrations.transformers import export, ring_model
+from elastic_ring.integrations.transformers.first_values import FirstValues
+from elastic_ring.integrations.transformers.weights import SINGLE
+from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
+from elastic_ring.model.loss import language_model_loss
+from elastic_ring.state.checkpoints.weight_files import WEIGHTS
+from elastic_ring.train import attention_context
+from elastic_ring.train.task import TrainingTask
+from tests.unit.attention.attention_rings import ThreadRings, in_threads
+from tests.unit.integrations.test_transformers import CONTEXT, SMALL, filled
+
+T = pytest.importorskip("transformers")
+
+ALIKE = {**SMALL, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+WIDTH = {"moe_intermediate_size": 16}
+ROUTED = {**ALIKE, **WIDTH, "n_routed_experts": 6, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+FAMILIES: dict[str, Any] = {
+    "mixtral": lambda: T.MixtralConfig(**ALIKE, num_local_experts=6),
+    "qwen2_moe": lambda: T.Qwen2MoeConfig(**ALIKE, **WIDTH, num_experts=6, shared_expert_intermediate_size=32),
+    "qwen3_moe": lambda: T.Qwen3MoeConfig(**ALIKE, **WIDTH, num_experts=6, head_dim=8, mlp_only_layers=[0]),
+    "olmoe": lambda: T.OlmoeConfig(**ALIKE, num_experts=6),
+    "granitemoe": lambda: T.GraniteMoeConfig(**ALIKE, num_local_experts=6, logits_scaling=3.0),
+    "glm4_moe": lambda: T.Glm4MoeConfig(**ROUTED, head_dim=8, n_shared_experts=1),
+    "dots1": lambda: T.Dots1Config(**ROUTED, head_dim=8, n_shared_experts=1),
+    "ernie4_5_moe": lambda: T.Ernie4_5_MoeConfig(**{**SMALL, **WIDTH}, moe_num_experts=6, moe_k=2),
+    "deepseek_v3": lambda: T.DeepseekV3Config(**{**ROUTED, **LATENT, "num_key_value_heads": 4}),
+}
+
+
+@pytest.mark.thinned(num=9)
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_on_a_ring_are_those_of_transformers(family: str, cp: int) -> None:
+    config = FAMILIES[family]()
+    model, layout = ring_model(config, loss_chunk_tokens=24), make_layout("zigzag", CONTEXT, cp)
+    task = TrainingTask(model, StdlibText(CONTEXT), StepConfig(context_tokens=CONTEXT), OptimConfig())
+    ours, groups = [filled(model).train() for _ in range(cp)], ThreadRings().groups(cp)
+    sample = Sample(torch.randint(0, 301, (CONTEXT + 1,)).numpy(), (0,))
+
+    def work(cp_rank: int) -> torch.Tensor:
+        piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
+        ring = attention_context.attention_of(task, piece, layout, cp_rank, groups[cp_rank] if cp > 1 else None)
+        loss, _ = language_model_loss(ours[cp_rank], attention_context.batch_of(piece, ring, torch.device("cpu")))
+        loss.backward()
+        return loss.detach()
+
+    loss = torch.stack(in_threads(cp, work)).sum()
+    theirs = T.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).train()
+    theirs.load_state_dict(ours[0].state_dict())
+    tokens = torch.from_numpy(sample.tokens)
+    expected = F.cross_entropy(theirs(tokens[None, :-1], use_cache=False).logits[0], tokens[1:], reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-3)
+    for (name, param), *others in zip(theirs.named_parameters(), *(one.parameters() for one in ours), strict=True):
+        if param.grad is not None:  # ERNIE's correction biases have none
+            error = (sum(each.grad for each in others) - param.grad).norm() / param.grad.norm().clamp_min(1e-6)
+            assert float(error) < 1e-4, name
+
+
+@pytest.mark.thinned(num=3)
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe", "ernie4_5_moe", "qwen2_moe", "deepseek_v3", "glm4_moe"])
+def test_a_folder_goes_in_and_comes_out_bit_for_bit(tmp_path: Path, family: str) -> None:
+    """Experts lie in it one by one; the correction bias that nothing trains is among the rest."""
+    torch.manual_seed(0)
+    saved = T.AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
+    with torch.no_grad():
+        for name, buffer in saved.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_()
+    saved.save_pretrained(tmp_path / "in", max_shard_size="30KB")
+    model, run = ring_model(tmp_path / "in"), tmp_path / "run"
+    assert model.weights is not None
+    step = StepConfig(context_tokens=32, global_batch=4)
+    trainer = ElasticRingTrainer(model, StdlibText(32), step_config=step, run_config=RunConfig("run", run_dir=str(run)))
+    trainer._write_config()
+    whole = dict(model().named_parameters())
+    values = {name: model.weights.tensor(name, param.shape) for name, param in whole.items()}
+    for name, param in saved.named_parameters():
+        assert torch.equal(values[name], param), name
+        if param.dim() == 3:
+            assert torch.equal(model.weights.tensor(name, param.shape, rows=(2, 5)), param[2:5]), name
+    save_file(values, run / WEIGHTS, metadata={"format": "pt", "sha256": ""})
+    export(run, tmp_path / "out", max_file_size="30KB")
+    stored = {
+        name: value for file in (tmp_path / "in").glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    written = {
+        name: value for file in (tmp_path / "out").glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], value) for name, value in stored.items())
+    loaded = T.AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in saved.state_dict().items())
+
+
+def test_experts_that_are_missing_or_of_another_shape_are_named(tmp_path: Path) -> None:
+    T.AutoModelForCausalLM.from_config(FAMILIES["mixtral"]()).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / SINGLE)
+    one = next(name for name in stored if ".1." in name and name.endswith("experts.3.w2.weight"))
+    for change, told in (
+        (stored | {one: torch.ones(32, 65)}, r"down_proj: .*experts\.3\.w2\.weight \(32, 65\) instead of \(32, 64\)"),
+        ({name: value for name, value in stored.items() if name != one}, "has 5 rows instead of 6"),
+        ({name: value for name, value in stored.items() if name != one.replace("w2", "w1")}, "some are missing"),
+    ):
+        save_file(change, tmp_path / SINGLE, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=told):
+            ring_model(tmp_path)
+
+
+def test_a_rank_draws_its_own_experts_only_and_they_are_rows_of_the_whole() -> None:
+    first = ring_model(FAMILIES["qwen3_moe"]()).ring_parts(StepConfig(context_tokens=32)).initial
+    assert isinstance(first, FirstValues)
+    name = "model.layers.1.mlp.experts.down_proj"
+    whole = first.tensor(name, (6, 32, 16))
+    assert torch.equal(first.tensor(name, (6, 32, 16), rows=(2, 4)), whole[2:4])
+    assert len({tuple(expert.flatten().tolist()) for expert in whole}) == 6
+    assert float(whole.std()) == pytest.approx(0.02, rel=0.1), "transformers' own rule"
+    # 8 of 6,000,000 experts: the whole would be 12 TB.
+    assert first.tensor(name, (6_000_000, 32, 16), rows=(8, 16)).shape == (8, 32, 16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_counted_in_all_and_for_a_token(family: str) -> None:
+    model = ring_model(FAMILIES[family]())
+    sizes = model.sizes()
+    built = sum(param.numel() for param in model().parameters())
+    assert (sizes.num_experts, sizes.experts_per_token) == (6, 2)
+    if family != "deepseek_v3":  # whose projections to latents our decoder does not have
+        assert num_parameters(sizes) == pytest.approx(built, rel=0.02), "norms, gates and biases apart"
+    layers = sizes.num_layers - sizes.num_dense_layers
+    assert num_parameters(sizes) - active_parameters(sizes) == 4 * 3 * 32 * sizes.expert_width * layers
+
+
+def test_the_plan_of_a_released_shape_counts_what_its_name_says() -> None:
+    config = T.Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        decoder_sparse_step=1,
+    )
+    sizes: ModelConfig = ring_model(config).sizes()
+    assert (num_parameters(sizes), active_parameters(sizes)) == (
+        pytest.approx(30.5e9, rel=0.01),
+        pytest.approx(3.35e9, rel=0.01),
+    )
+    assert sizes.loss_chunk_tokens == 1024
