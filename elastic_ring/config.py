@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from elastic_ring.faults import GPU_KINDS, Fault, parse_faults
+from elastic_ring.faults import EXCHANGES, GPU_KINDS, Fault, parse_faults
 from elastic_ring.files import user_folder
 from elastic_ring.mesh import Mesh
 from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, PositiveSeconds, Seconds, settings
@@ -245,6 +245,9 @@ class StepConfig:
     kv_wire: Literal["native", "fp8"] = "native"
     """How keys and values cross a ring: in their own type; or in 8 bits with a scale for each head's vector, about half
     the bytes, where each element is off by at most 1/16 of itself or 2.2e-6 of the vector's largest."""
+    experts: Literal["auto", "gather", "send"] = "auto"
+    """How tokens and experts of a ring meet: weights are gathered like all others, or tokens are sent to the rank that
+    holds their experts. "auto" takes what sends fewer bytes, the same on all ranks."""
 
     def __post_init__(self) -> None:
         if self.sequences_per_pass > self.global_batch:
@@ -531,6 +534,11 @@ def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault
             f"context_tokens={step.context_tokens} is less than cp={scaling.cp}: every rank of a ring needs at least "
             "one token; raise context_tokens or lower cp"
         )
+    if step.experts == "send" and scaling.cpu_offload == "all":
+        raise ValueError(
+            "experts='send' and cpu_offload='all': experts that tokens are sent to stay on the device; take "
+            "experts='auto', or cpu_offload='optimizer'"
+        )
     for fault in faults:
         if fault.kind in GPU_KINDS and scaling.device != "cuda":
             raise ValueError(f"fault {fault}: only a GPU has such a fault, and device={scaling.device!r}: leave it out")
@@ -544,7 +552,7 @@ def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault
             raise ValueError(
                 f"fault {fault}: rank={fault.rank} is not in the mesh {largest}; name one of 0 to {largest.size - 1}"
             )
-        if fault.hop is not None and fault.hop >= scaling.cp:
+        if fault.hop is not None and fault.phase not in EXCHANGES and fault.hop >= scaling.cp:
             raise ValueError(
                 f"fault {fault}: hop={fault.hop} never comes on rings of cp={scaling.cp}; "
                 f"name one of 0 to {scaling.cp - 1}"

@@ -27,7 +27,9 @@ KINDS = (
     "wrong",
     "poison",
 )
-PHASES = ("forward", "backward", "reduce", "vote", "apply", "idle", "heal", "upload", "commit")
+EXCHANGES = ("dispatch", "combine")
+"""Before rows go to their experts, and before results go back; in backward their gradients."""
+PHASES = ("forward", "backward", "reduce", "vote", "apply", "idle", "heal", "upload", "commit", *EXCHANGES)
 """`upload`: in the middle of a rank's file of the checkpoint of `step` steps. `commit`: in the coordinator, between the
 last of these files and the manifest."""
 GPU_KINDS = ("poison",)
@@ -40,7 +42,8 @@ ROLES = ("spare", "donor")
 
 @dataclass(frozen=True)
 class Fault:
-    """One planned fault. `rank=None`, in phase heal only: any rank with that `role`. `hop`: of the ring exchange."""
+    """One planned fault. `rank=None`, in phase heal only: any rank with that `role`. `hop`: of the ring exchange, or of
+    an exchange of experts its number in the step."""
 
     kind: str
     step: int
@@ -94,8 +97,8 @@ def _parse(part: str) -> Fault:
     if role is not None and (role not in ROLES or phase != "heal"):
         raise ValueError(f"faults: role={role!r} in {part!r}; use role=spare or role=donor, with phase=heal")
     hop = _number(fields, "hop", part)
-    if hop is not None and phase not in ("forward", "backward"):
-        raise ValueError(f"faults: hop={hop} in {part!r} needs phase=forward or phase=backward")
+    if hop is not None and phase not in ("forward", "backward", *EXCHANGES):
+        raise ValueError(f"faults: hop={hop} in {part!r} needs phase={', '.join(('forward', 'backward', *EXCHANGES))}")
     rank = _number(fields, "rank", part)
     if rank is None and phase != "heal":
         rank = 0

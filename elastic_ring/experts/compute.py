@@ -29,6 +29,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     `ends`: int32 (E,), where the rows of each expert end; the last is N. An expert without rows gets a zero gradient.
     """
+    if rows.is_meta:  # where torch's product knows bfloat16 only
+        return rows.new_empty(rows.size(0), weight.size(1))
     return _PRODUCTS[products(rows, weight)](rows, weight, ends)
 
 
@@ -45,6 +47,8 @@ def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if not weight.size(0):  # a rank without experts, whose exchanges stay in the graph
+        return rows.sum(1, keepdim=True).expand(-1, weight.size(1))
     loads = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
     return torch.cat([F.linear(*pair) for pair in zip(rows.split(loads), weight.unbind(), strict=True)])
 

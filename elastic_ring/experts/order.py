@@ -31,8 +31,7 @@ class Order:
         """`chosen`: int64 (T, k), an expert each."""
         flat = chosen.reshape(-1)
         by_expert, rows = torch.sort(flat, stable=True)
-        places = torch.arange(flat.numel(), device=flat.device)
-        back = torch.empty_like(rows).scatter_(0, rows, places)
+        back = inverse_of(rows)
         experts = torch.arange(num_experts, device=flat.device)
         ends = torch.searchsorted(by_expert, experts, right=True).to(torch.int32)
         return cls(rows, back, ends, chosen.size(-1))
@@ -53,9 +52,21 @@ class Order:
         `weights`: (T, k). The k products are added in the order of the choices, in the wider of both types; the sum has
         the type of `results`.
         """
-        by_choice: Tensor = _Permuted.apply(results, self.back, self.rows)
+        by_choice = permuted(results, self.back, self.rows)
         parts = by_choice.view(-1, self.num_choices, results.size(-1)) * weights.unsqueeze(-1)
         return parts.sum(1).to(results.dtype)
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """Of a permutation, int64 (N,)."""
+    places = torch.arange(order.numel(), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
+def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """rows[order], with a gather as its backward."""
+    found: Tensor = _Permuted.apply(rows, order, inverse)
+    return found
 
 
 class _Spread(torch.autograd.Function):

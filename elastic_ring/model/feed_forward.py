@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from elastic_ring.experts.balance import with_excess
 from elastic_ring.experts.compute import grouped_linear
+from elastic_ring.experts.exchange import ExpertExchange, computed, own_rows
 from elastic_ring.experts.order import Order
 from elastic_ring.model import liger
 from elastic_ring.model.config import ModelConfig
@@ -39,13 +40,19 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         number, inner = config.num_experts, config.expert_width
+        self.experts_per_token, self.width = config.experts_per_token, config.width
+        self.exchange: ExpertExchange | None = None
         self.gate_up = nn.Parameter(torch.empty(number, 2 * inner, config.width))
         self.down = nn.Parameter(torch.empty(number, config.width, inner))
 
     def forward(self, tokens: Tensor, order: Order, weights: Tensor) -> Tensor:
         """tokens (T, width), weights (T, k) -> (T, width)."""
-        gate, up = grouped_linear(order.spread(tokens), self.gate_up, order.ends).chunk(2, dim=-1)
-        return order.gather(grouped_linear(F.silu(gate) * up, self.down, order.ends), weights)
+        return order.gather(computed(self.exchange, order, order.spread(tokens), self._products), weights)
+
+    def _products(self, rows: Tensor, ends: Tensor) -> Tensor:
+        gate_up, down = (own_rows(weight, rows.dtype) for weight in (self.gate_up, self.down))
+        gate, up = grouped_linear(rows, gate_up, ends).chunk(2, dim=-1)
+        return grouped_linear(F.silu(gate) * up, down, ends)
 
 
 class MoE(nn.Module):

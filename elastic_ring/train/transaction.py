@@ -33,6 +33,7 @@ from elastic_ring.control.decisions.loss_spikes import SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_digest, joined
 from elastic_ring.data.sampling.order import SampleOrder, passes, share
+from elastic_ring.experts.exchange import ExpertExchange
 from elastic_ring.mesh import Coordinate, Mesh
 from elastic_ring.state.checkpoints.checkpoint import Reader
 from elastic_ring.state.device.squares import squared_norm
@@ -143,6 +144,7 @@ class Transaction:
         """Tells how near each step came to the end of memory; nobody does without it."""
         self.model: nn.Module | None = None
         self._waits = ExchangeWaits()
+        self._experts: ExpertExchange | None = None
         self.corruption: Literal["off", "log", "act"] = "off"
         """What follows when ranks that must agree do not."""
         self.check_every_steps = 0
@@ -215,6 +217,7 @@ class Transaction:
         model = self._maker.wrap(groups.device_mesh)
         self.relief.change(model, (self.task.units or largest_list)(model))
         make_abortable(model, groups.launching, self._waits)
+        self._experts = self._exchange_of(self._maker.sent)
         params = local_params(model)
         if keep:
             assert self.shard is not None
@@ -263,7 +266,7 @@ class Transaction:
         """Drop the groups and the module that was wrapped in them; keep values and gradient."""
         if self._gradient is not None:
             self._gradient.detach()
-        self.model, self._groups, self._plans = None, None, PlanCache()
+        self.model, self._groups, self._plans, self._experts = None, None, PlanCache(), None
         self._buffers = HopBuffers()  # an aborted exchange may still write to the old ones
 
     def drop(self) -> None:
@@ -296,6 +299,8 @@ class Transaction:
         assert self._gradient is not None
         self._gradient.begin()
         copy_masters(self.model)
+        if self._experts is not None:
+            self._experts.begin(step)
         self.relief.before_step(self.device)
         if self.gauge is not None:
             self.gauge.begin(self.device)
@@ -497,6 +502,8 @@ class Transaction:
         measures = {"loss": self.task.loss, **self.task.metrics}
         sums = torch.zeros(len(measures), 2, dtype=torch.float64)
         copy_masters(self.model)
+        if self._experts is not None:
+            self._experts.begin(self.applied)
         self.model.eval()
         for index, sample_id in share(range(num_sequences), self._coordinate.dp_rank, self._mesh.dp):
             self._groups.check()
@@ -554,6 +561,24 @@ class Transaction:
             ),
             plans=self._plans,
         )
+
+    def _exchange_of(self, layers: Sequence[Any]) -> ExpertExchange | None:
+        """The exchange of the layers whose tokens travel to their experts; None without such."""
+        if not layers:
+            return None
+        groups = self._groups
+        assert groups is not None
+        made = ExpertExchange(
+            groups.ring,
+            self._mesh.cp,
+            self._coordinate.cp_rank,
+            check=groups.check,
+            observe=self._watch,
+            waiting=self._waits.waiting,
+        )
+        for layer in layers:
+            layer.exchange = made
+        return made
 
     def _batch(self, piece: Slice, attention: RingAttention | PatternedAttention) -> Batch:
         return batch_of(piece, attention, self.device)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from elastic_ring.experts.exchange import expert_layers, sends, spread
 from elastic_ring.train.optim import check_optimizer
 from elastic_ring.train.task import TrainingTask
 
@@ -33,6 +34,8 @@ class ModuleMaker:
         self.device = device or torch.device("cpu")
         self.params_in_host = False
         """Parameters and their gradients are in host memory; each unit's are on the device while it is gathered."""
+        self.sent: list[Any] = []
+        """Of the module that was wrapped last: layers with experts of their own, which need an exchange."""
         self._buffers: dict[str, Tensor] | None = None
 
     def wrap(self, device_mesh: DeviceMesh) -> nn.Module:
@@ -44,6 +47,7 @@ class ModuleMaker:
             model = self._task.model()
         _check_parameters(model)
         dtype = getattr(torch, self._task.step.param_dtype)
+        self.sent = []
         if device_mesh.size() == 1 and not self.params_in_host:
             keep_whole(model, self.device, dtype)
         else:
@@ -59,14 +63,26 @@ class ModuleMaker:
         in_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         offload = in_host if self.params_in_host else OffloadPolicy()
         choose = self._task.units or largest_list
+        self.sent = [] if self.params_in_host else self._sent_layers(model, device_mesh.size(), dtype.itemsize)
+        own = spread(self.sent, device_mesh)
         for unit in choose(model):
-            fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
-        fully_shard(model, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
+            fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload, ignored_params=own)
+        fully_shard(model, mesh=device_mesh, mp_policy=policy, offload_policy=offload, ignored_params=own)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         model.to_empty(device="cpu" if self.params_in_host else self.device)
+
+    def _sent_layers(self, model: nn.Module, cp: int, element_bytes: int) -> list[Any]:
+        """The layers whose tokens travel to their experts."""
+        step = self._task.step
+        tokens = step.sequences_per_pass * -(-step.context_tokens // cp)
+        layers = list(expert_layers(model))
+        sent = [layer for layer in layers if sends(step.experts, layer, cp, tokens, element_bytes)]
+        if layers:
+            log.info("experts=%s: %d of %d layers send tokens to their experts", step.experts, len(sent), len(layers))
+        return sent
 
     def keep_buffers(self) -> None:
         """Compute the buffers' values ahead of time: building the model again would be slow in a recovery.

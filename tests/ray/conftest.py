@@ -125,6 +125,7 @@ def tiny_trainer(
     lr_schedule: Any = None,
     run: Mapping[str, Any] | None = None,
     data: SourceConfig | None = None,
+    model: ModelConfig = TINY,
     **scaling: Any,
 ) -> ElasticRingTrainer:
     """A run of a small decoder, on the standard library's sources if no other data are given."""
@@ -138,6 +139,7 @@ def tiny_trainer(
         sequences_per_pass=options.pop("sequences_per_pass", 1),
         kv_wire=options.pop("kv_wire", "native"),
         val_every_steps=options.pop("val_every_steps", 0),
+        experts=options.pop("experts", "auto"),
     )
     settings: dict[str, Any] = {
         "run_dir": str(folder / name),
@@ -147,7 +149,7 @@ def tiny_trainer(
         **(run or {}),
     }
     return ElasticRingTrainer(
-        partial(Transformer, TINY),
+        partial(Transformer, model),
         data or StdlibText(96),
         step_config=step,
         optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=total_steps),

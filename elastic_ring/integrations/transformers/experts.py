@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from elastic_ring.experts.compute import grouped_linear
+from elastic_ring.experts.exchange import computed, own_rows
 from elastic_ring.experts.order import Order
 
 NOISE = ("router_jitter_noise", "input_jitter_noise")
@@ -32,17 +33,22 @@ NO_EXPERTS = ExpertSizes()
 
 def compute(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Experts of transformers' interface: hidden (T, width), chosen and weights (T, k) to (T, width)."""
-    if hidden.is_meta:  # a grouped product there knows bfloat16 only
-        return torch.empty_like(hidden)
     order = Order.of(chosen, module.num_experts)
-    rows = order.spread(hidden)
-    inner = grouped_linear(rows, _outputs_first(module, module.gate_up_proj), order.ends)
-    results = grouped_linear(module._apply_gate(inner), _outputs_first(module, module.down_proj), order.ends)
-    return order.gather(results, weights)
+    return order.gather(computed(module.exchange, order, order.spread(hidden), partial(_products, module)), weights)
 
 
-def _outputs_first(module: Any, weight: Tensor) -> Tensor:
-    return weight.mT if module.is_transposed else weight
+def _products(module: Any, rows: Tensor, ends: Tensor) -> Tensor:
+    up, down = (own_rows(weight, rows.dtype) for weight in (module.gate_up_proj, module.down_proj))
+    if module.is_transposed:
+        up, down = up.mT, down.mT
+    return grouped_linear(module._apply_gate(grouped_linear(rows, up, ends)), down, ends)
+
+
+def mark(model: nn.Module, config: Any) -> None:
+    """Have a model's experts say what `experts.exchange` asks of a layer."""
+    for _, module in expert_modules(model):
+        module.experts_per_token = next((value for name in TOP_K if (value := getattr(config, name, None))), 0)
+        module.width, module.exchange = int(config.hidden_size), None
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -90,8 +96,8 @@ def expert_sizes(model: nn.Module, config: Any) -> ExpertSizes:
     if not found:
         return NO_EXPERTS
     kind = f"model_type={config.model_type!r}"
-    top_k = next((value for name in TOP_K if (value := getattr(config, name, None))), None)
-    if not isinstance(top_k, int) or len(set(found)) != 1:
+    top_k = next(module.experts_per_token for _, module in expert_modules(model))
+    if not isinstance(top_k, int) or top_k < 1 or len(set(found)) != 1:
         raise ValueError(f"{kind}: its layers have unlike experts, or {TOP_K[0]} is not a number; choose another model")
     (number, width, shared), *_ = found
     return ExpertSizes(number, top_k, width, shared, int(config.num_hidden_layers) - len(found))

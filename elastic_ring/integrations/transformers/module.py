@@ -94,6 +94,7 @@ def build(config: Any) -> Any:
     model = _ring_class(class_of(config))._from_config(
         config, dtype=torch.float32, attn_implementation=NAME, experts_implementation=NAME
     )
+    experts.mark(model, config)
     fuse_layers(model, config.model_type)
     return model
 

@@ -23,6 +23,7 @@ from elastic_ring.data.loader import Loader
 from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
 from elastic_ring.data.source import Source, fingerprinted, hold_out, open_source, order_of
 from elastic_ring.errors import GroupAborted
+from elastic_ring.faults import EXCHANGES
 from elastic_ring.monitor.stamps import Phase, StampWriter
 from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser
 from elastic_ring.runtime.gpu.device import (
@@ -71,7 +72,7 @@ log = logging.getLogger(__name__)
 BECOME_SPARE_S = 10.0  # for a node's GPU to be empty before the next process may take it
 SAVED_S = 5.0  # for the part that is being written to be done
 NAMED = 4096  # so many sequences that are left out are named one by one
-ABORTABLE = ("idle", "forward", "backward", "reduce")
+ABORTABLE = ("idle", "forward", "backward", "reduce", *EXCHANGES)
 
 
 class Member:
@@ -674,8 +675,10 @@ class Member:
             self.records.send(through)
 
     def _watch(self, phase: str, step: int, hop: int | None = None) -> None:
-        """Stamp progress and inject planned faults. Faults in forward and backward fire at a hop."""
-        self._stamps.stamp(step, Phase[phase.upper()], -1 if hop is None else hop)
+        """Stamp progress and inject planned faults. Faults in forward and backward fire at a hop. Exchanges of experts
+        are parts of forward and backward: no stamp says so."""
+        if phase not in EXCHANGES:
+            self._stamps.stamp(step, Phase[phase.upper()], -1 if hop is None else hop)
         if self.device.type == "cuda":
             self.marks.leave()
         if phase in ABORTABLE:

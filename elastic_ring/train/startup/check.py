@@ -21,6 +21,7 @@ from elastic_ring.data.loader import joined, slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.train.attention_context import attention_of, batch_of
+from elastic_ring.train.optim import is_balance
 from elastic_ring.train.startup.layouts import AUTO
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.wrap import copy_masters, local_of
@@ -129,7 +130,8 @@ def _gradients_of(model: nn.Module, device: torch.device, loss: Tensor) -> list[
     loss.backward()
     gradients = [
         local_of(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1).to(device).double()
-        for p in model.parameters()
+        for name, p in model.named_parameters()
+        if not is_balance(name)  # counts: one token that is torn between two experts is a large share of them
     ]
     for param in model.parameters():
         param.grad = None

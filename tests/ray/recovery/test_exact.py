@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ray.conftest import Heard, fault_free
+from elastic_ring.faults import EXCHANGES
+from tests.ray.conftest import TINY, Heard, fault_free
 
 Train = Callable[..., dict[str, Any]]
 Summary = dict[str, Any]
@@ -34,6 +36,7 @@ THREE_RINGS_MORE = (
     "kill@step=1,phase=apply,rank=1; kill@step=3,phase=idle,rank=3; kill@step=3,phase=idle,rank=2;"
     "kill@step=7,phase=forward,rank=7"
 )
+EXPERTS = replace(TINY, num_experts=5, experts_per_token=2, expert_width=16, shared_width=16)
 OTHER_WAYS_TO_GO = "freeze@step=2,phase=backward,rank=2; gil@step=4,rank=1; exit@step=6,phase=forward,rank=3"
 
 
@@ -57,6 +60,21 @@ def test_a_kill_in_each_phase_and_of_each_rank_changes_no_bit(train: Train, undi
     summary = train("every-phase", spares=6, faults=EVERY_PHASE, callbacks=(heard,))
     heard.check(summary)
     assert_same_bits(summary, reference)
+    assert faults_of(summary) == [1] * 6
+
+
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.soak) for n in range(6, 36, 6))],
+)
+def test_a_kill_in_each_exchange_of_experts_changes_no_bit(train: Train, first: int) -> None:
+    """Of rows and of results, in forward, recomputation and backward of two layers, on each of four ranks."""
+    calm = train(f"experts-{first}-calm", spares=0, steps=8, model=EXPERTS, experts="send")
+    kills = range(first, first + 6)
+    places = [(1 + kill - first, EXCHANGES[kill % 2], kill // 2 % 6, (kill + kill // 4) % 4) for kill in kills]
+    faults = "; ".join("kill@step={},phase={},hop={},rank={}".format(*place) for place in places)
+    summary = train(f"experts-{first}", spares=6, steps=8, faults=faults, model=EXPERTS, experts="send")
+    assert_same_bits(summary, calm)
     assert faults_of(summary) == [1] * 6
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -52,6 +53,8 @@ from tests.unit.train.tiny_task import (
 
 ALONE, RING, REPLICAS, SQUARE = Mesh(1, 1), Mesh(1, 2), Mesh(2, 1), Mesh(2, 2)
 NUM_STEPS = 3
+GATHERED = {"model": partial(Transformer, EXPERTS), "step": replace(STEP, experts="gather")}
+SENT = {"model": partial(Transformer, EXPERTS), "step": replace(STEP, experts="send")}
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +82,12 @@ def whole(slices: list[dict[str, Tensor]], cp: int) -> dict[str, Tensor]:
 @pytest.mark.thinned(num=3)
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"optimizer": momentum}, {"model": partial(Transformer, EXPERTS)}],
-    ids=["AdamW", "SGD", "experts"],
+    [{}, {"optimizer": momentum}, GATHERED, SENT],
+    ids=["AdamW", "SGD", "experts", "experts that tokens are sent to"],
 )
-@pytest.mark.parametrize("mesh", [ALONE, RING, REPLICAS, SQUARE], ids=str)
+@pytest.mark.parametrize("mesh", [ALONE, RING, REPLICAS, SQUARE, Mesh(1, 4)], ids=str)
 def test_steps_on_a_mesh_are_those_of_plain_training(four: Membership, mesh: Mesh, settings: dict[str, Any]) -> None:
-    """Three sequences on two rings: one ring has twice the tokens of the other."""
+    """Three sequences on two rings: one ring has twice the tokens of the other. In a ring of four one has no expert."""
     task, ranks = replace(make_task(), **settings), range(mesh.size)
     four.all(begin, four.meeting(), mesh, task, ranks=ranks)
     results = four.all(run_steps, NUM_STEPS, ranks=ranks)
@@ -204,6 +207,28 @@ def test_a_step_that_breaks_off_and_runs_again_gives_the_same_bits(
     four.all(rebuild, four.meeting(), SQUARE)
     four.all(run_steps, NUM_STEPS - 1)
     assert four.all(facts) == after_a_rebuild(undisturbed)
+
+
+def test_a_step_that_breaks_off_in_any_exchange_of_experts_and_runs_again_gives_the_same_bits(four: Membership) -> None:
+    """Of rows and of results, in forward, recomputation and backward, on each rank once."""
+    task = replace(make_task(), **SENT)
+    four.all(begin, four.meeting(), SQUARE, task)
+    four.all(run_steps, NUM_STEPS)
+    calm = four.all(facts)
+    for number, phase in product(range(3), ("dispatch", "combine")):
+        breaking = (2 * number + (phase == "combine")) % 4
+        four.all(begin, four.meeting(), SQUARE, task)
+        four.call(breaking, plan_break, phase, 1, number)
+        for rank in range(4):
+            four.start(rank, break_off, 2)
+        ends = {breaking: four.result(breaking)}
+        assert all(four.now(rank, abort_until_paused) for rank in range(4))
+        ends |= {rank: four.result(rank) for rank in range(4) if rank != breaking}
+        assert ends.pop(breaking) == "Broken"
+        assert set(ends.values()) == {"GroupAborted"}
+        four.all(rebuild, four.meeting(), SQUARE)
+        four.all(run_steps, NUM_STEPS - 1)
+        assert four.all(facts) == after_a_rebuild(calm), (phase, number)
 
 
 def test_a_break_while_gradients_are_summed_over_the_rings_changes_no_bit(four: Membership) -> None:
