@@ -22,7 +22,8 @@ from torch import Tensor
 from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.config import CpuOffload, Timeouts
 from elastic_ring.data.packing import Sample
-from elastic_ring.model.config import ModelConfig, preset
+from elastic_ring.experts.exchange import Placement
+from elastic_ring.model.config import EXPERT_FIELDS, ModelConfig, preset
 from elastic_ring.model.flops import model_flops
 from elastic_ring.model.transformer import Transformer
 
@@ -94,7 +95,11 @@ class QuickInitial:
         num_elements = math.prod(kept)
         times = -(-num_elements // BLOCK_ELEMENTS)
         flat = torch.roll(block, -at).repeat(times)[:num_elements].view(kept)
-        return flat / math.sqrt(2 * self.num_layers) if name.endswith(("output.weight", "down.weight")) else flat
+        return (
+            flat / math.sqrt(2 * self.num_layers)
+            if name.endswith(("output.weight", "down.weight", "experts.down"))
+            else flat
+        )
 
 
 @dataclass(frozen=True)
@@ -116,17 +121,29 @@ class GpuRun:
     release_contexts: bool = True
     cpu_offload: CpuOffload = "none"
     document_tokens: int = 0
+    num_layers: int = 0
+    """In place of the preset's; 0: all of them."""
+    experts: Placement = "auto"
+    dense: bool = False
+    """In place of a preset's experts, a feed-forward part of equal active FLOP."""
 
     @property
     def model(self) -> ModelConfig:
         """The sizes; of a preset also how it computes."""
         if self.preset == HF:
             return self.hugging_face.sizes()
-        return replace(
+        found = replace(
             preset(self.preset),
             checkpoint_activations=self.checkpoint,
             offload_activations=self.offload,
         )
+        if self.num_layers:
+            found = replace(found, num_layers=self.num_layers)
+        if self.dense:
+            ffn_width = found.experts_per_token * found.expert_width + found.shared_width
+            none: dict[str, Any] = dict.fromkeys(EXPERT_FIELDS, 0)
+            found = replace(found, ffn_width=ffn_width, **none)
+        return found
 
     @property
     def hugging_face(self) -> Any:
@@ -143,6 +160,7 @@ class GpuRun:
             check_model=False,
             deterministic=self.deterministic,
             kernel=self.kernel,
+            experts=self.experts,
         )
         return ElasticRingTrainer(
             self.hugging_face if self.preset == HF else partial(Transformer, self.model),

@@ -45,11 +45,28 @@ def own_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def run(folder: Path, name: str, device: str, *, cp: int, spares: int = 0, **settings: Any) -> Result:
+def run(
+    folder: Path,
+    name: str,
+    device: str,
+    *,
+    cp: int,
+    spares: int = 0,
+    model: ModelConfig = SMALL,
+    experts: Any = "auto",
+    **settings: Any,
+) -> Result:
     """A run of a small decoder in bfloat16, which kernels of both kinds of device take."""
-    step = StepConfig(steps=STEPS, global_batch=2, context_tokens=CONTEXT, param_dtype="bfloat16", check_model=False)
+    step = StepConfig(
+        steps=STEPS,
+        global_batch=2,
+        context_tokens=CONTEXT,
+        param_dtype="bfloat16",
+        check_model=False,
+        experts=experts,
+    )
     trainer = ElasticRingTrainer(
-        partial(Transformer, SMALL),
+        partial(Transformer, model),
         StdlibText(CONTEXT),
         step_config=step,
         initial=Initialiser(0, SMALL.num_layers),

@@ -1,0 +1,50 @@
+"""Experts on GPUs: grouped products repeat to the bit; a rank that dies between two exchanges changes no bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_ring import CheckpointConfig
+from elastic_ring.experts.compute import grouped_linear, products
+from elastic_ring.experts.order import Order
+from tests.gpu.test_durable_on_gpu import SAME, SMALL, own_ray, run
+
+pytestmark = pytest.mark.gpu
+__all__ = ["own_ray"]
+
+EXPERTS = replace(SMALL, num_experts=5, experts_per_token=2, expert_width=32, shared_width=32)
+
+
+def test_a_grouped_product_and_its_gradients_repeat_a_hundred_times() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randn(4096, 1024, dtype=torch.bfloat16, device="cuda")
+    order = Order.of(torch.rand(4096, 64, device="cuda").topk(8).indices % 61, 64)  # the last three have no rows
+    weight = torch.randn(64, 768, 1024, dtype=torch.bfloat16, device="cuda")
+    assert products(order.spread(tokens), weight) == "grouped"
+    first = None
+    for _ in range(100):
+        leaves = [tokens.clone().requires_grad_(), weight.clone().requires_grad_()]
+        out = order.gather(
+            grouped_linear(order.spread(leaves[0]), leaves[1], order.ends), torch.rand(4096, 8, device="cuda") * 0 + 0.5
+        )
+        found = [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+        first = first or found
+        assert all(torch.equal(one, other) for one, other in zip(first, found, strict=True))
+    assert first is not None
+    assert not first[2][61:].any()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_ring_of_two_gpus_that_loses_a_rank_before_an_exchange_of_experts_changes_no_bit(tmp_path: Path) -> None:
+    settings = {"model": EXPERTS, "experts": "send", "checkpoint_config": CheckpointConfig(every_steps=0)}
+    calm = run(tmp_path, "calm", "cuda", cp=2, **settings).summary
+    faults = "kill@step=3,phase=dispatch,hop=3,rank=1; kill@step=6,phase=combine,hop=1,rank=0"
+    killed = run(
+        tmp_path, "killed", "cuda", cp=2, spares=2, copies="1", copy_every_steps=1, faults=faults, **settings
+    ).summary
+    assert len(killed["recoveries"]) == 2
+    assert {key: killed[key] for key in SAME} == {key: calm[key] for key in SAME}
