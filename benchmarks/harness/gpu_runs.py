@@ -22,7 +22,7 @@ from torch import Tensor
 from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.config import CpuOffload, Timeouts
 from elastic_ring.data.packing import Sample
-from elastic_ring.experts.exchange import Placement
+from elastic_ring.experts.price import Placement
 from elastic_ring.model.config import EXPERT_FIELDS, ModelConfig, preset
 from elastic_ring.model.flops import model_flops
 from elastic_ring.model.transformer import Transformer

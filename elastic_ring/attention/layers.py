@@ -29,8 +29,8 @@ from elastic_ring.attention.recomputation import SavedResult
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.routing.router import Router
 
-AttentionFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D)."""
+AttentionFn = Callable[..., torch.Tensor]
+"""q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D); `sinks` (H,) as in `RingAttention`."""
 
 
 WHICH_LAYER = (
@@ -86,14 +86,16 @@ class PatternedAttention:
         self._offload = False
         self._replay: Iterator[tuple[RingAttention, list[SavedResult]]] | None = None
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D).
 
         Raises `ValueError` if layers follow different patterns; call `layer(i)(q, k, v)` instead.
         """
         if not self.patterns.same_everywhere:
             raise ValueError(WHICH_LAYER)
-        return self._attend(0, q, k, v)
+        return self._attend(0, q, k, v, sinks)
 
     def layer(self, index: int) -> AttentionFn:
         """The callable of layer `index`. Raises `ValueError` if the pattern does not cover the layer."""
@@ -123,18 +125,20 @@ class PatternedAttention:
         finally:
             self._replay = outer
 
-    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         if self._replay is not None:
             ring, results = next(self._replay)
             with ring.replaying(results):
-                return ring(q, k, v, scale=self._scale)
+                return ring(q, k, v, scale=self._scale, sinks=sinks)
         check_tensors(q, k, v)  # before content routing sends messages
         ring = self.ring(layer, q, k)
         if self._record is None:
-            return ring(q, k, v, scale=self._scale)
+            return ring(q, k, v, scale=self._scale, sinks=sinks)
         self._record.append((ring, []))
         with ring.recording(self._record[-1][1], offload=self._offload):
-            return ring(q, k, v, scale=self._scale)
+            return ring(q, k, v, scale=self._scale, sinks=sinks)
 
     def ring(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> RingAttention:
         """The ring for this layer's rules: cached for static rules, new in each call for content-chosen ones."""
@@ -218,8 +222,10 @@ class _Layer:
         self._attention, self._index = attention, index
         self.recomputation = attention.recomputation
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self._attention._attend(self._index, q, k, v)
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._attention._attend(self._index, q, k, v, sinks)
 
 
 def of_layer(attention: Any, index: int) -> AttentionFn:

@@ -134,6 +134,22 @@ def lse_for_backward(lse: torch.Tensor) -> torch.Tensor:
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with one more key of value 0 for each head, whose score is `sinks` (H,): out (B, S, H, D) and lse (B,
+    S, H) of the other keys become those of all (Xiao et al. 2023, arXiv:2309.17453). The backward pass of a kernel
+    takes this pair as it takes any; rows that see no key stay 0."""
+    whole = torch.logaddexp(lse, sinks.to(lse.dtype))
+    kept = torch.where(lse == math.inf, 0.0, (lse - whole).exp())
+    return (out.to(lse.dtype) * kept.unsqueeze(-1)).to(out.dtype), whole
+
+
+def sinks_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Of `with_sinks`, whose results `out` and `lse` are, (H,)."""
+    share = (sinks.to(lse.dtype) - lse).exp()
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(share * delta).sum((0, 1)).to(sinks.dtype)
+
+
 def fused_for(total: torch.Tensor) -> ModuleType | None:
     """The Triton kernels for tensors of a GPU, unless Triton is missing or they are fp64's."""
     if not total.is_cuda or total.dtype == torch.float64:

@@ -26,7 +26,15 @@ from elastic_ring.attention.lowering.keys import Source
 from elastic_ring.attention.lowering.rectangles import hops_together, lower_rectangles
 from elastic_ring.attention.lowering.ring_plans import RingPlans
 from elastic_ring.attention.lowering.tiles import lower_tiles
-from elastic_ring.attention.merge import Accumulator, GradientSum, KeyGradients, accumulate_dtype, lse_for_backward
+from elastic_ring.attention.merge import (
+    Accumulator,
+    GradientSum,
+    KeyGradients,
+    accumulate_dtype,
+    lse_for_backward,
+    sinks_gradient,
+    with_sinks,
+)
 from elastic_ring.attention.options import RingOptions, check_group, check_local_length, check_tensors
 from elastic_ring.attention.plan.rank_plan import rank_plan
 from elastic_ring.attention.plan.schedule import Direction, Schedule
@@ -64,19 +72,25 @@ class RingAttention(RecomputableRing):
         self._next_call_index = first_call_index
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D).
 
-        `scale` multiplies the scores and is 1/sqrt(D) by default. Raises `ValueError` for tensors that do
-        not fit each other or the schedule, `RunFailed` if no kernel passes its self-test, and whatever the group raises
-        when a peer is lost.
+        `scale` multiplies the scores and is 1/sqrt(D) by default. `sinks` (H,): scores of a key of value 0. Raises
+        `ValueError` for tensors that do not fit each other or the schedule, `RunFailed` if no kernel passes its
+        self-test, and whatever the group raises when a peer is lost.
         """
         self.check_call(q, k, v)
         scale = q.size(-1) ** -0.5 if scale is None else scale
         if q.is_cuda or self._in_blocks(q):
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out: torch.Tensor = _RingFunction.apply(q, k, v, self, scale)
+        out: torch.Tensor = _RingFunction.apply(q, k, v, sinks, self, scale)
         return out
 
     def reset_calls(self, first_call_index: int = 0) -> None:
@@ -370,22 +384,33 @@ class _Backward:
 class _RingFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: RingAttention, scale: float
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        ring: RingAttention,
+        scale: float,
     ) -> torch.Tensor:
         # Detached here and below: messages are views, a view keeps its base alive, and an aborted group never frees
         # what it was sending. An attached base would keep the autograd graph and the module.
         out, lse, ctx.call_index, fetched = ring._forward(q.detach(), k.detach(), v.detach(), scale)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks.detach())
         ctx.ring, ctx.scale = ring, scale
-        ctx.save_for_backward(q, k, v, out, lse, *(() if fetched is None else (fetched,)))
+        ctx.save_for_backward(q, k, v, out, lse, sinks, fetched)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # out.sum() passes an expanded scalar as dout, which kernels do not accept.
-        saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
-        grads = ctx.ring.run_backward(dout.contiguous(), saved[:5], ctx.scale, ctx.call_index, *saved[5:])
-        return (*grads, None, None)
+        *kept, sinks, fetched = ctx.saved_tensors  # once: checkpointing recomputes at each look
+        saved: tuple[torch.Tensor, ...] = tuple(tensor.detach() for tensor in kept)
+        dout = dout.contiguous()
+        grads = ctx.ring.run_backward(dout, saved, ctx.scale, ctx.call_index, fetched)
+        dsinks = None if sinks is None else sinks_gradient(dout, saved[3], saved[4], sinks.detach())
+        return (*grads, dsinks, None, None)
 
 
 def _taken_apart(plan: CallPlan, buffer: torch.Tensor) -> Source:

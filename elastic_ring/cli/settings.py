@@ -46,11 +46,15 @@ def laptop(name: str = "laptop") -> dict[str, Any]:
     }
 
 
-def on_gpus(name: str, cp: int, dp: int, context_tokens: int) -> dict[str, Any]:
+def on_gpus(
+    name: str, cp: int, dp: int, context_tokens: int, cpu_offload: Literal["none", "optimizer"] = "none"
+) -> dict[str, Any]:
     """bfloat16 over fp32 master shards; one sequence for each ring and step. Every worker takes one GPU."""
     return {
         "model": preset(name),
-        "scaling": ScalingConfig(dp=dp, cp=cp, spares=1, device="cuda", resources_per_worker={"CPU": 1.0}),
+        "scaling": ScalingConfig(
+            dp=dp, cp=cp, spares=1, device="cuda", resources_per_worker={"CPU": 1.0}, cpu_offload=cpu_offload
+        ),
         "step": StepConfig(
             steps=1000, global_batch=dp, context_tokens=context_tokens, param_dtype="bfloat16", check_model=False
         ),
@@ -67,10 +71,13 @@ PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
     "1t": partial(on_gpus, "1t", 512, 2, 1_048_576),
     "moe-laptop": partial(laptop, "moe-laptop"),
     "30b-a3b": partial(on_gpus, "30b-a3b", 16, 2, 131_072),
-    "1t-moe": partial(on_gpus, "1t-moe", 384, 2, 1_048_576),
+    "1t-moe": partial(on_gpus, "1t-moe", 384, 2, 1_048_576, "optimizer"),
 }
-FITS: dict[str, str] = {"100m": "A100-40", "1b": "A100-40", "8b": "H100-80", "70b": "H200", "30b-a3b": "H100-80"}
-"""The smallest GPU of `model.gpus` that a rank of a preset fits. The laptops need none; 1t and 1t-moe fit none."""
+FITS: dict[str, str] = {
+    **{"100m": "A100-40", "1b": "A100-40", "8b": "H100-80", "70b": "H200"},
+    **{"30b-a3b": "H100-80", "1t-moe": "H100-80"},
+}
+"""The smallest GPU of `model.gpus` that a rank of a preset fits. The laptops need none; 1t fits none of them."""
 NESTED = {"timeouts", "checkpoint_config"}
 """Settings of RunConfig that have settings of their own."""
 NONE = "none"
@@ -119,7 +126,7 @@ class ShortFlags:
     """The flags that have no dot; the sections below have every setting."""
 
     preset: Literal["laptop", "100m", "1b", "8b", "70b", "1t", "moe-laptop", "30b-a3b", "1t-moe"] = "laptop"
-    """Model, mesh and steps. For GPUs of: 100m and 1b A100-40, 8b and 30b-a3b H100-80, 70b H200; 1t and 1t-moe are too
+    """Model, mesh and steps. For GPUs of: 100m and 1b A100-40, 8b, 30b-a3b and 1t-moe H100-80, 70b H200; 1t is too
     large for all."""
     config: Path | None = None
     """A TOML file of settings over the preset's; config.toml of an earlier run is one."""

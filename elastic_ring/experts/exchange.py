@@ -22,8 +22,8 @@ from elastic_ring.attention.comm.all_to_all import AllToAll
 from elastic_ring.attention.comm.exchange import Group
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.experts.order import Order, inverse_of, permuted
+from elastic_ring.experts.price import Placement, sends_tokens
 
-Placement = Literal["auto", "gather", "send"]
 Phase = Literal["dispatch", "combine"]
 Products = Callable[[Tensor, Tensor], Tensor]
 """(rows sorted by expert, where each expert's end) -> a result for each row."""
@@ -148,12 +148,9 @@ def expert_layers(model: nn.Module) -> Iterator[Any]:
 
 
 def sends(asked: Placement, layer: Any, cp: int, tokens: int, element_bytes: int) -> bool:
-    """Whether rows travel and not weights; the same on all ranks. "auto": by bytes. Weights are gathered twice and
-    their gradients summed in fp32; rows go there and back in forward, recomputation and backward."""
-    if cp == 1 or asked != "auto":
-        return cp > 1 and asked == "send"
-    gathered = (2 * element_bytes + 4) * sum(param.numel() for param in layer.parameters(recurse=False))
-    return gathered > 6 * element_bytes * tokens * layer.experts_per_token * layer.width
+    """Whether rows of a rank's `tokens` travel to this layer's experts, and not their weights."""
+    num_parameters = sum(param.numel() for param in layer.parameters(recurse=False))
+    return sends_tokens(asked, cp, num_parameters, tokens, layer.experts_per_token, layer.width, element_bytes)
 
 
 def spread(layers: Sequence[Any], ring: Any) -> set[nn.Parameter]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from elastic_ring.config import CpuOffload
-from elastic_ring.model.config import ModelConfig, block_parameters
+from elastic_ring.experts.price import Placement, sends_tokens
+from elastic_ring.model.config import ModelConfig, block_parameters, expert_parameters
 
 FP32 = 4
 LSE_BYTES = 4
@@ -61,7 +62,7 @@ class Moment:
 class StepMemory:
     """The memory of one rank. `num_parameters`: of the whole model; where it is a model of another library, its layers
     are counted as a decoder's of the same sizes. `tokens`: of a rank in one pass. `element_bytes`: of the type that is
-    computed in. `fused_norms`: RMSNorm keeps its input, no copies in fp32."""
+    computed in. `fused_norms`: RMSNorm keeps its input, no copies in fp32. `experts`: as `StepConfig.experts`."""
 
     config: ModelConfig
     num_parameters: int
@@ -71,6 +72,7 @@ class StepMemory:
     cpu_offload: CpuOffload = "none"
     on_gpu: bool = True
     fused_norms: bool = True
+    experts: Placement = "auto"
 
     # ------------------------------------------------------------ sizes
 
@@ -83,6 +85,27 @@ class StepMemory:
     def block(self) -> int:
         """Parameters of the largest block, which is the last where layers differ."""
         return max(block_parameters(self.config, layer) for layer in (0, self.config.num_layers - 1))
+
+    @cached_property
+    def sent(self) -> int:
+        """Parameters of a block's experts where tokens are sent to them; 0 where they are gathered with the block."""
+        config, number = self.config, expert_parameters(self.config)
+        asked = "gather" if self.cpu_offload == "all" or not number else self.experts
+        chosen = sends_tokens(
+            asked, self.cp, number, self.tokens, config.experts_per_token, config.width, self.element_bytes
+        )
+        return number if chosen else 0
+
+    @cached_property
+    def unit(self) -> int:
+        """Parameters of a block that are gathered together."""
+        return self.block - self.sent
+
+    @property
+    def _own_experts(self) -> int:
+        """Of a block's experts that a rank keeps: their values in the type that is computed in, and their gradients in
+        that and in fp32."""
+        return -(-self.sent // self.cp) * (2 * self.element_bytes + FP32)
 
     @cached_property
     def root(self) -> int:
@@ -143,8 +166,8 @@ class StepMemory:
             return self._width_bytes + 2 * self._ffn_bytes + self._rows_bytes
         qkv = self._heads_bytes(config.num_heads + 2 * config.num_kv_heads) + self._norms_bytes
         # Of the feed-forward's width: gate, up and their gradients, silu(gate) and one more. Of experts' rows: what
-        # goes in and what comes out, sorted and by token.
-        return 4 * self._width_bytes + qkv + 6 * self._ffn_bytes + 4 * self._rows_bytes
+        # goes in and what comes out, sorted and by token, and once more as it travels.
+        return 4 * self._width_bytes + qkv + 6 * self._ffn_bytes + (6 if self.sent else 4) * self._rows_bytes
 
     @cached_property
     def rotation(self) -> int:
@@ -215,7 +238,7 @@ class StepMemory:
                 **self._lasting,
                 "kept activations": self._kept(config.num_layers),
                 "gathered embedding and head": self._gathered(self.root),
-                "gathered blocks": self._gathered(self.block),
+                "gathered blocks": self._gathered(self.unit),
                 "head's gradient": FP32 * self.table,
                 "a chunk of logits": logits,
                 "last layer's result": 3 * self._width_bytes,
@@ -231,13 +254,12 @@ class StepMemory:
             f"the backward pass of layer {layer}",
             {
                 **self._lasting,
-                "gradients of a block on their way": self._gathered(self.block) + self._summed(self.block)
-                if done
-                else 0,
+                "gradients of a block on their way": self._gathered(self.unit) + self._summed(self.unit) if done else 0,
+                "a rank's experts and their gradients": self._own_experts,
                 "kept activations": self._kept(layer + 1),
                 "recomputed block": self.recomputed,
                 "gathered embedding and head": self._gathered(self.root),
-                "gathered blocks": 2 * self._gathered(self.block),
+                "gathered blocks": 2 * self._gathered(self.unit),
                 "head's gradient": self.element_bytes * self.table,
                 "rotary angles": self.rotation,
             },

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.control.placement.copies import AUTO, parse_copies
-from elastic_ring.model.config import ModelConfig, num_parameters
+from elastic_ring.model.config import ModelConfig, active_parameters, expert_parameters, num_parameters
 from elastic_ring.model.flops import model_flops
 from elastic_ring.model.gpus import CONTEXT_BYTES, GPU_GIB, RESERVE
 from elastic_ring.model.memory import (
@@ -109,6 +109,7 @@ class ModelPlan:
         return [
             f"{self.num_parameters:,} parameters on {self.num_ranks} ranks, {self.tokens_per_rank:,} tokens on each"
             + (f" of {self.sequences_per_pass} sequences a pass" if self.sequences_per_pass > 1 else ""),
+            *self._of_experts(),
             f"a rank holds {size(self.state_bytes)} of state and {size(self.activation_bytes)} of "
             f"{checkpointed}activations{' in host memory' * offloaded}",
             *([f"{size(self.host_bytes)} of its state wait in host memory"] if self.host_bytes else []),
@@ -119,6 +120,17 @@ class ModelPlan:
             *(self._of_gpu() if self.on_gpu else []),
             f"host memory of a worker's process, about {size(sum(self.host_terms.values()))}:",
             *_table(self.host_terms),
+        ]
+
+    def _of_experts(self) -> list[str]:
+        config = self.memory.config
+        if not config.num_experts:
+            return []
+        layers = config.num_layers - config.num_dense_layers
+        meet = "tokens are sent to the rank that holds their experts" if self.memory.sent else "experts are gathered"
+        return [
+            f"{active_parameters(config):,} of them for a token; {layers * expert_parameters(config):,} in "
+            f"{layers} x {config.num_experts} experts, {config.experts_per_token} for a token; {meet}"
         ]
 
     def _of_gpu(self) -> list[str]:
@@ -190,6 +202,7 @@ def plan_of(
         scaling.cpu_offload,
         scaling.device == "cuda",
         fused_norms,
+        step.experts,
     )
     in_host = IN_HOST_BYTES[scaling.cpu_offload]
     if copies == AUTO:
@@ -199,7 +212,7 @@ def plan_of(
         scaling.mesh.size,
         memory.tokens,
         (STATE_BYTES - in_host) * memory.shard,
-        memory.block * memory.element_bytes,
+        memory.unit * memory.element_bytes,
         model_flops(config, step.context_tokens, density),
         memory,
         scaling.device == "cuda",

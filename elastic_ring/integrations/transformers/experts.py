@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from elastic_ring.experts.compute import grouped_linear
@@ -14,6 +15,7 @@ from elastic_ring.experts.exchange import computed, own_rows
 from elastic_ring.experts.order import Order
 
 NOISE = ("router_jitter_noise", "input_jitter_noise")
+BESIDE_BIAS = 7
 TOP_K = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "moe_topk")
 
 
@@ -38,10 +40,25 @@ def compute(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Ten
 
 
 def _products(module: Any, rows: Tensor, ends: Tensor) -> Tensor:
-    up, down = (own_rows(weight, rows.dtype) for weight in (module.gate_up_proj, module.down_proj))
+    inner = module._apply_gate(_linear(module, "gate_up_proj", rows, ends))
+    return _linear(module, "down_proj", inner, ends)
+
+
+def _linear(module: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+    weight = own_rows(getattr(module, name), rows.dtype)
     if module.is_transposed:
-        up, down = up.mT, down.mT
-    return grouped_linear(module._apply_gate(grouped_linear(rows, up, ends)), down, ends)
+        weight = weight.mT
+    if not module.has_bias:
+        return grouped_linear(rows, weight, ends)
+    # A bias is the weight of an input that is 1: its gradient is summed in a product, in an order that repeats. Seven
+    # zeros beside it keep rows aligned.
+    bias = own_rows(getattr(module, f"{name}_bias"), rows.dtype)
+    ones = nn.functional.pad(rows.new_ones(rows.size(0), 1), (0, BESIDE_BIAS))
+    return grouped_linear(
+        torch.cat([rows, ones], dim=1),
+        torch.cat([weight, nn.functional.pad(bias.unsqueeze(2), (0, BESIDE_BIAS))], dim=2),
+        ends,
+    )
 
 
 def mark(model: nn.Module, config: Any) -> None:
@@ -78,10 +95,8 @@ def check_experts(model: nn.Module, config: Any) -> None:
             "expert_capacity and capacity_factor to None"
         )
     for name, module in expert_modules(model):
-        if getattr(module, "has_bias", False) or not getattr(module, "has_gate", True):
-            raise ValueError(
-                f"{kind}: {name} has biases or no gate, which experts here do not have; choose another model"
-            )
+        if not getattr(module, "has_gate", True):
+            raise ValueError(f"{kind}: {name} has no gate, which experts here have; choose another model")
         if getattr(module, "has_post_expert_norm", False):
             raise ValueError(f"{kind}: {name} has a norm behind each expert; choose another model")
 

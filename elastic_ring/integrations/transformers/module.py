@@ -20,8 +20,21 @@ from elastic_ring.train.wrap import largest_list
 NAME = "elastic_ring"
 PLAIN_HEAD = frozenset(
     {
-        *("deepseek_v3", "dots1", "ernie4_5_moe", "gemma", "gemma2", "gemma3_text", "glm4_moe", "granitemoe", "llama"),
-        *("mistral", "mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+        *("deepseek_v3", "dots1", "ernie4_5_moe", "gemma", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss"),
+        *(
+            "granitemoe",
+            "llama",
+            "mistral",
+            "mixtral",
+            "olmo2",
+            "olmoe",
+            "phi3",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
+            "smollm3",
+        ),
     }
 )
 """Model types whose logits are `lm_head(hidden)`, with a softcap where the config has `final_logit_softcapping` and
@@ -37,7 +50,7 @@ class TracedRing:
 
     windows: dict[int, int | None] = field(default_factory=dict)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return torch.empty_like(q)
 
 
@@ -67,8 +80,6 @@ def attend(
             f"{kind}: attn_logit_softcapping={softcap}: attention on rings has no softcap; set it to None "
             "in the config, which changes the model, or choose another"
         )
-    if s_aux is not None:
-        raise ValueError(f"{kind}: attention on rings has no sinks (s_aux); choose another model")
     if dropout:
         raise ValueError(f"{kind}: attention on rings has no dropout, and {dropout} is set; set it to 0.0")
     if not getattr(module, "is_causal", True):
@@ -80,7 +91,8 @@ def attend(
         q = q * (scaling / usual)
     if width < q.size(-1):  # latent attention; rings send keys and values in one frame
         v = nn.functional.pad(v, (0, q.size(-1) - width))
-    out = of_layer(ring, layer)(*(tensor.transpose(1, 2) for tensor in (q, k, v)))
+    options = {} if s_aux is None else {"sinks": s_aux}
+    out = of_layer(ring, layer)(*(tensor.transpose(1, 2) for tensor in (q, k, v)), **options)
     return out[..., :width], None
 
 

@@ -170,11 +170,11 @@ class _TracingAttention(PatternedAttention):
         super().__init__(patterns, contiguous(NUM_PROBE_TOKENS, 1), 0, None)
         self._attend_any = attend
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         return self._attend_any(q, k, v)
 
     def layer(self, index: int) -> AttentionFn:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
             return self._attend_any(q, k, v, index)
 
         return attend

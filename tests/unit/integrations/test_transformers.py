@@ -225,7 +225,6 @@ def test_windows_in_blocks_keep_the_window_and_at_most_254_tokens_more(window: i
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "softcap": (lambda: T.Gemma2Config(**SMALL, head_dim=16), r"attn_logit_softcapping=50\.0: .* has no softcap"),
-    "sinks": (lambda: T.GptOssConfig(**SMALL, head_dim=8, num_local_experts=2), "has no sinks"),
     "router noise": (
         lambda: T.MixtralConfig(**SMALL, router_jitter_noise=0.1),
         r"router_jitter_noise=0\.1: .* a step that runs again must choose the same experts",

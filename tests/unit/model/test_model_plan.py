@@ -28,6 +28,8 @@ from elastic_ring.model.transformer import Transformer
         ("8b", 7.5e9, 8.5e9),
         ("70b", 65e9, 75e9),
         ("1t", 0.95e12, 1.1e12),
+        ("30b-a3b", 30e9, 31e9),
+        ("1t-moe", 1.0e12, 1.05e12),
     ],
 )
 def test_a_preset_has_about_the_parameters_that_its_name_says_and_fits_its_ranks(
@@ -38,7 +40,7 @@ def test_a_preset_has_about_the_parameters_that_its_name_says_and_fits_its_ranks
     with torch.device("meta"):
         built = sum(parameter.numel() for parameter in Transformer(preset["model"]).parameters())
     assert least < plan.num_parameters == built < most
-    assert plan.state_bytes == STATE_BYTES * -(-plan.num_parameters // preset["scaling"].cp)
+    assert plan.state_bytes + plan.host_bytes == STATE_BYTES * -(-plan.num_parameters // preset["scaling"].cp)
     assert plan.state_bytes + plan.activation_bytes + 2 * plan.largest_unit_bytes < 141e9
 
 
@@ -48,6 +50,18 @@ def test_a_preset_fits_the_gpu_that_it_names_and_no_smaller_one(name: str) -> No
     verdicts = plan_of(preset["model"], preset["scaling"], preset["step"]).verdicts
     assert next((gpu for gpu in GPU_GIB if verdicts[gpu] and gpu != "A100-80"), None) == FITS.get(name)
     assert verdicts["A100-80"] == (name in FITS and FITS[name] != "H200"), "as much memory as an H100"
+
+
+def test_a_plan_counts_experts_on_their_own_and_says_how_tokens_meet_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, told in (
+        ([], "28,991,029,248 in 48 x 128 experts, 8 for a token; tokens are sent to the rank that holds their experts"),
+        (["--cp", "2"], "8 for a token; experts are gathered"),
+        (["--step.experts", "gather"], "8 for a token; experts are gathered"),
+    ):
+        assert train.main(["--preset", "30b-a3b", "--plan", *flags]) == 0
+        printed = capsys.readouterr().out
+        assert "3,353,026,560 of them for a token" in printed
+        assert told in printed
 
 
 def test_a_plan_says_a_verdict_for_each_gpu_and_imports_neither_torch_nor_ray() -> None:
