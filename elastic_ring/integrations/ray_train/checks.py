@@ -5,10 +5,22 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 from elastic_ring.integrations.ray_train.settings import Zero3Config
+from elastic_ring.model.config import built_in
 
 BLOCK_BYTES = 4096
+
+
+def check_no_experts(model: Any) -> None:
+    """Raises ValueError for a factory of a model with experts of the built-in decoder."""
+    shape = built_in(model)
+    if shape is not None and shape.num_experts:
+        raise ValueError(
+            f"num_experts={shape.num_experts}: ZeRO-3 in Ray Train has no rule that balances experts; train them on the "
+            "elastic ring"
+        )
 
 
 def check_zero_settings(zero: Zero3Config) -> None:

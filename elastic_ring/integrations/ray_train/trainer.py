@@ -119,6 +119,7 @@ class Zero3Trainer:
             **settings,
         )
         self.task = base.task
+        checks.check_no_experts(self.task.model)
         check_loss_spikes(
             RunConfig(loss_spike=self.zero.loss_spike, loss_spike_actions=self.zero.loss_spike_actions), self.task.optim
         )

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from elastic_ring.integrations.ray_train.settings import (
 )
 from elastic_ring.integrations.ray_train.trainer import Zero3Trainer
 from elastic_ring.mesh import Mesh
-from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.callbacks import Callback
 from elastic_ring.monitor.metrics import write_json
@@ -222,6 +223,9 @@ def test_what_the_trainer_would_not_tell_or_obey_is_refused() -> None:
         trainer(run_config=RunConfig(straggler="act"))
     with pytest.raises(ValueError, match="clip lowers clip_norm, and clip_norm=None"):
         trainer(zero=Zero3Config(loss_spike="act"), optim_config=OptimConfig(clip_norm=None))
+    experts = partial(Transformer, preset("moe-laptop"))
+    with pytest.raises(ValueError, match="num_experts=8: ZeRO-3 in Ray Train has no rule that balances experts"):
+        Zero3Trainer(experts, dataset=object(), vocab_size=257, end_of_document=256, step_config=STEP)
 
 
 def test_the_doors_flags_stand_beside_those_of_train() -> None:
