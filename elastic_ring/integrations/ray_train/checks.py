@@ -18,8 +18,8 @@ def check_no_experts(model: Any) -> None:
     shape = built_in(model)
     if shape is not None and shape.num_experts:
         raise ValueError(
-            f"num_experts={shape.num_experts}: ZeRO-3 in Ray Train has no rule that balances experts; train them on the "
-            "elastic ring"
+            f"num_experts={shape.num_experts}: ZeRO-3 in Ray Train has no rule that balances experts; train "
+            "them on the elastic ring"
         )
 
 
