@@ -27,7 +27,9 @@ from benchmarks.harness.gpu_runs import GpuRun
 from benchmarks.probes import probe_steps_gpu
 from benchmarks.training.bench_step import slowest
 from elastic_ring.experts.exchange import sends
+from elastic_ring.model.config import num_parameters
 from elastic_ring.model.feed_forward import Experts
+from elastic_ring.model.memory import StepMemory
 
 OURS = GpuRun("30b-a3b", dp=1, batch=1)
 ROWS: dict[str, GpuRun] = {
@@ -45,6 +47,13 @@ def chosen(run: GpuRun) -> str:
     with torch.device("meta"):
         layer = Experts(run.model)
     return "send" if sends("auto", layer, run.cp, -(-run.context // run.cp), 2) else "gather"
+
+
+def planned(run: GpuRun) -> float:
+    """The plan's peak of a rank, GiB of tensors."""
+    sizes, tokens = run.model, -(-run.context // run.cp)
+    memory = StepMemory(sizes, num_parameters(sizes), run.cp, tokens, 2, run.cpu_offload, experts=run.experts)
+    return round(memory.device_bytes / 2**30, 1)
 
 
 def measured(run: GpuRun, options: argparse.Namespace) -> dict[str, Any]:
@@ -88,13 +97,27 @@ def main(arguments: list[str] | None = None) -> int:
                 cpu_offload=options.cpu_offload,
             )
             auto = chosen(replace(run, dense=False))
-            rows.append({"row": name, "context": context, "auto": auto, **measured(run, options)})
+            rows.append(
+                {"row": name, "context": context, "auto": auto, **measured(run, options), "plan_gib": planned(run)}
+            )
             results.show(json.dumps(rows[-1]))
     by_place = {(row["row"], row["context"]): row.get("step_s") for row in rows}
     for row in rows:
         against = by_place.get(("dense", row["context"]))
         row["of_dense"] = round(row["step_s"] / against, 3) if against and "step_s" in row else None
-    names = ("row", "context", "auto", "step_s", "of_dense", "mfu", "peak_gib", "reserved_gib", "spread", "loss")
+    names = (
+        "row",
+        "context",
+        "auto",
+        "step_s",
+        "of_dense",
+        "mfu",
+        "peak_gib",
+        "plan_gib",
+        "reserved_gib",
+        "spread",
+        "loss",
+    )
     text = results.table(names, [[row.get(name) for name in names] for row in rows])
     results.show(text)
     results.write_json(options.out, {"rows": rows})
