@@ -38,6 +38,11 @@ def fits(*tensors: Tensor) -> bool:
     return all(each.is_cuda and each.dtype == first.dtype and each.numel() > 0 for each in tensors)
 
 
+def load() -> None:
+    """Import the kernels, where they are installed: it takes seconds, as the package imports peft and transformers."""
+    _kernels()
+
+
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, casting: str = "llama", in_place: bool = False
 ) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from elastic_ring.config import CpuOffload, environment
 from elastic_ring.errors import PeerFailed, RunFailed
 from elastic_ring.files import private_folder, user_folder
+from elastic_ring.model import liger
 from elastic_ring.runtime.gpu import leases
 from elastic_ring.runtime.gpu.leases import (
     Gpu,
@@ -220,6 +221,7 @@ def warm_devices(
     """
     shapes, kernels, failures = attention_shapes(task), dict[str, str](), dict[Gpu, str]()
     cache, bad = kernel_cache(), bad_ones(folder, [gpu.name for gpu in seen])
+    liger.load()  # a first step would import it otherwise, and all ranks would wait
     for gpu in seen:
         if gpu.name in bad:
             log.error("skipped: %s", leases.describe(folder, [gpu]))

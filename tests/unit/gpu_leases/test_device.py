@@ -16,6 +16,7 @@ from elastic_ring.config import StepConfig
 from elastic_ring.control.messages import NodeJoined
 from elastic_ring.data.source import StdlibText
 from elastic_ring.errors import PeerFailed, RunFailed
+from elastic_ring.model import liger
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.coordinator.node_monitor import without
@@ -221,6 +222,12 @@ def told(**by_index: Any) -> tuple[Told, list[int]]:
 
 def warm_with(answers: SimpleNamespace, warm: Told) -> device.Warmed:
     return warm_devices(TASK, THREE, 2, answers.folder, warm, device.probe)
+
+
+def test_a_first_step_imports_no_fused_kernels_because_the_warm_up_has(answers: SimpleNamespace) -> None:
+    liger._kernels.cache_clear()
+    warm_with(answers, told()[0])
+    assert liger._kernels.cache_info().currsize == 1
 
 
 def test_one_dead_gpu_stops_no_process_and_the_second_leaves_it_alone(answers: SimpleNamespace) -> None:
