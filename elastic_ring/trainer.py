@@ -177,6 +177,7 @@ class ElasticRingTrainer:
             lr_schedule,
             parts.flops,
             any(callback.controls for callback in callbacks),
+            parts.frozen,
         )
         self._fetched_s = 0.0
         self._contents: tuple[SourceConfig, str, Files] | None = None

@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="export layers whose pattern no config of transformers says, as layers that attend to all earlier tokens",
     )
+    parser.add_argument(
+        "--merge", action="store_true", help="of a run with --lora: whole weights in place of a folder of adapters"
+    )
     asked = parser.parse_args(argv)
     from elastic_ring.errors import ElasticRingError
     from elastic_ring.integrations.transformers.export import export
@@ -50,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tokenizer=asked.tokenizer,
             max_file_size=asked.max_file_size,
             allow_dense=asked.allow_dense,
+            merge=asked.merge,
         )
     except ValueError as error:
         print(f"elastic-ring export: {error}", file=sys.stderr)

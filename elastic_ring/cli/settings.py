@@ -83,7 +83,7 @@ NESTED = {"timeouts", "checkpoint_config"}
 NONE = "none"
 """What stands for None in a TOML file, which has no such value."""
 
-TOP = ("pattern", "machine", "model_folder", "windows", "stop_early", "keep_best")
+TOP = ("pattern", "machine", "model_folder", "windows", "lora", "stop_early", "keep_best")
 """Keys of the file beside `preset` that belong to no section; flags of the same name win over them."""
 FREE_OF_FOLDER = frozenset({"checkpoint_activations", "loss_chunk_tokens"})
 """Settings of [model] that a model folder does not decide."""
@@ -187,6 +187,8 @@ class ShortFlags:
     """A Hugging Face decoder in place of the preset's: a folder with its config, and its weights if they are there."""
     windows: Literal["exact", "blocks", "dense"] | None = None
     """Its sliding windows: exact; in blocks of 128 tokens, faster on GPUs; dense: ignored."""
+    lora: str | None = None
+    """Train adapters of peft on its layers, and freeze the rest: r=16,alpha=32,target=q_proj+v_proj, or all-linear."""
     cpus_per_worker: float | None = None
     """Of Ray's CPUs, which are a count and no limit."""
     kernel: str | None = None
@@ -228,6 +230,7 @@ class TrainSettings:
     machine: str | None = None
     model_folder: str | None = None
     windows: str | None = None
+    lora: str | None = None
     stop_early: int | None = None
     keep_best: str | None = None
     plan: bool = False
@@ -331,6 +334,11 @@ def parse(argv: Sequence[str]) -> TrainSettings:
 def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file: Mapping[str, Any]) -> None:
     """Raises ValueError for settings of a model that a folder decides, and for settings of a folder without one."""
     if top["model_folder"] is None:
+        if top["lora"] is not None:
+            raise ValueError(
+                f"lora={top['lora']!r}: adapts the weights of a model folder, and a preset has none; name one with "
+                "--model-folder"
+            )
         if top["windows"] is not None:
             raise ValueError(
                 f"windows={top['windows']!r}: says how a model folder's windows are kept; --model-folder "

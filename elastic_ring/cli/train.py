@@ -108,6 +108,8 @@ def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, flo
 
     from elastic_ring.cli.forecasts.seen import planned
 
+    if asked.lora is not None:
+        return {}
     on_gpus = asked.scaling.device == "cuda"
     found = {"gpu_bytes": float(plan(asked, trainer).gpu_bytes)} if on_gpus else {}
     if not planned_alone(asked):
@@ -170,6 +172,7 @@ def _model(asked: TrainSettings) -> tuple[Callable[[], nn.Module], ModelConfig, 
             checkpoint_activations=asked.model.checkpoint_activations,
             loss_chunk_tokens=asked.model.loss_chunk_tokens,
             windows=asked.windows or "exact",  # type: ignore[arg-type]
+            lora=asked.lora,
         )
         logging.info("%s: %s", asked.model_folder, made.description())
         return made, made.sizes(), None
@@ -264,6 +267,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check(asked)
             print("\n".join(plan(asked).lines()))
             return 0
+        if asked.plan and asked.lora is not None:
+            raise ValueError(f"lora={asked.lora!r}: what adapters need is not planned; leave --plan or --lora out")
         trainer = build(asked)
         if asked.plan:
             from elastic_ring.train.startup.check_pattern import check_pattern

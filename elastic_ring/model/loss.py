@@ -109,7 +109,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden, weight, targets, lse = ctx.saved_tensors
         (grad,) = grads
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
+        is_trained = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros(weight.shape if is_trained else 0, dtype=lse.dtype, device=weight.device)
         for start in range(0, hidden.shape[0], ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
             counted = targets[rows] != IGNORE
@@ -123,8 +124,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 probabilities *= slope
             scaled = (probabilities * torch.where(counted, grad, 0.0).unsqueeze(1)).to(hidden.dtype)
             grad_hidden[rows] = scaled @ weight
-            grad_weight += scaled.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if is_trained:
+                grad_weight += scaled.t() @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype) if is_trained else None, None, None, None
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

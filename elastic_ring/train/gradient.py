@@ -80,7 +80,8 @@ class Gradient:
     def attach(self, model: nn.Module, *, in_host: bool) -> None:
         """Take what is found for the parameters of `model` from now on. `in_host`: FSDP2 keeps their gradients in
         host memory, and they are taken at the end of the step."""
-        self._params, self._in_host, self._each_once = dict(model.named_parameters()), in_host, False
+        self._params = {name: param for name, param in model.named_parameters() if name in self.views}
+        self._in_host, self._each_once = in_host, False
         if not in_host:
             for name, param in self._params.items():
                 if param.requires_grad:

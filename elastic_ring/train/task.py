@@ -49,14 +49,21 @@ class Initial(Protocol):
     def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor: ...
 
 
+class FrozenValues(Initial, Protocol):
+    """The values of frozen parameters by name, the same on every mesh and at any time."""
+
+    def check(self) -> None:
+        """Raises ValueError where they are no longer those that the run began with, or cannot be read."""
+
+
 @dataclass(frozen=True)
 class ModelParts:
     """What a model's factory brings along for the trainer, which takes its own arguments first.
 
     A factory with a method `ring_parts(step_config)` returns it. `vocab_size` bounds the tokens of the data; `files`,
     name -> text, are written into the run's folder. `check_data` raises ValueError for data whose tokens mean something
-    else to the model. `flops` of one sequence, forward and backward, with dense causal
-    attention: from it comes the metric of utilisation (MFU).
+    else to the model. `frozen` has the values of parameters that need no gradient. `flops` of one sequence, forward and
+    backward, with dense causal attention: from it comes the metric of utilisation (MFU).
     """
 
     loss: LossFunction = language_model_loss
@@ -66,6 +73,7 @@ class ModelParts:
     files: Mapping[str, str] = field(default_factory=dict)
     flops: float | None = None
     check_data: Callable[[SourceConfig], None] | None = None
+    frozen: FrozenValues | None = None
 
 
 def parts_of(model: Any, step: StepConfig) -> ModelParts:
@@ -84,7 +92,8 @@ class TrainingTask:
     `pattern` None is dense causal attention. `cost_model` is for `layout="auto"`; None: an H200's. `metrics` are
     functions like `loss`, for the held-out sequences. `lr_schedule` gives a step's rate in place of `optim`. `flops`:
     of one sequence, as in `ModelParts`; None where that is not known. `asks_callbacks`: after each validation training
-    waits for what the driver's callbacks want.
+    waits for what the driver's callbacks want. With `frozen` parameters that need no gradient are no state: they are in
+    no shard, checkpoint, heal or copy, and each member reads its rows of them from there.
     """
 
     model: Callable[[], nn.Module]
@@ -101,6 +110,7 @@ class TrainingTask:
     lr_schedule: Schedule | None = None
     flops: float | None = None
     asks_callbacks: bool = False
+    frozen: FrozenValues | None = None
 
 
 def description_of(task: TrainingTask) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard, digest_of
 from elastic_ring.train.abortable_collectives import ExchangeWaits, make_abortable
 from elastic_ring.train.attention_context import attention_of, batch_of
+from elastic_ring.train.frozen import FrozenRows, trained_params, trained_shapes
 from elastic_ring.train.gradient import Gradient
 from elastic_ring.train.guards import raise_for_skips
 from elastic_ring.train.memory_gauge import MemoryGauge
@@ -59,7 +60,7 @@ from elastic_ring.train.vote import (
     start_vote,
 )
 from elastic_ring.train.work_clock import WorkClock
-from elastic_ring.train.wrap import ModuleMaker, copy_masters, full_shapes, largest_list, local_params
+from elastic_ring.train.wrap import ModuleMaker, copy_masters, full_shapes, largest_list
 
 DIGITS = 12  # hexadecimal, of a digest in the vote
 READ_AHEAD = 16  # sequences of this step and the next, while one pass is computed; at least those of the next pass
@@ -123,7 +124,7 @@ class Transaction:
         self._back: MustGoBack | None = None  # what the last applied step asked for
         self.applying = False
         self.filled = False  # the shard has values, from the seed or from a donor
-        self._maker = ModuleMaker(task)
+        self._maker, self._frozen = ModuleMaker(task), FrozenRows()
         self._layouts = Layouts(task)
         self.loader = loader
         self._order, self._watch = order, watch
@@ -218,7 +219,9 @@ class Transaction:
         self.relief.change(model, (self.task.units or largest_list)(model))
         make_abortable(model, groups.launching, self._waits)
         self._experts = self._exchange_of(self._maker.sent)
-        params = local_params(model)
+        if self.task.frozen is not None:
+            self._frozen.fill(self._maker, model, self.task.frozen, (coordinate.cp_rank, self._mesh.cp))
+        params = trained_params(model, self.task.frozen)
         if keep:
             assert self.shard is not None
             self.shard.rebind(params)
@@ -251,9 +254,9 @@ class Transaction:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The unsharded shape of every parameter."""
+        """The unsharded shape of every parameter of the shard."""
         assert self.model is not None
-        return full_shapes(self.model)
+        return trained_shapes(self.model, self.task.frozen)
 
     @contextmanager
     def filling(self) -> Iterator[None]:
@@ -272,6 +275,7 @@ class Transaction:
     def drop(self) -> None:
         """Drop all state, as for a spare."""
         self.leave()
+        self._frozen.drop()
         self.shard, self._gradient, self.unapplied, self.last, self._back = None, None, None, None, None
         self.applying = self.filled = False
 

@@ -34,7 +34,6 @@ from elastic_ring.state.shard import raw_bytes
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.state.storage.stored import StoredFile, pieces
 from elastic_ring.train.abortable_collectives import AbortableAllGather
-from elastic_ring.train.wrap import full_shapes
 from elastic_ring.wording import few
 
 POLL_S = 0.05
@@ -46,7 +45,7 @@ ATTEMPT_BYTES, DIGEST_BYTES, SIZE_BYTES = 8, 32, 8
 
 
 def gather_weights(state: Any, groups: Any, storage: Storage, max_file_bytes: int = MAX_FILE_BYTES) -> str | None:
-    """Write the whole model from ring 0; global rank 0 returns `weights_sha256`, others None.
+    """Write all parameters that are state from ring 0; global rank 0 returns `weights_sha256`, others None.
 
     The digest is sha256 over the raw bytes of the unsharded fp32 parameters in name order. A rank holds one tensor and
     one file of up to `max_file_bytes`, or of one larger tensor. A model that fits into one file becomes
@@ -114,7 +113,7 @@ class _Gather:
     """The tensors of a ring in name order, whole, digested on global rank 0."""
 
     def __init__(self, state: Any, groups: Any) -> None:
-        shapes = full_shapes(state.model)
+        shapes = state.shapes
         self._params, self._groups, self._total = state.shard.params, groups, hashlib.sha256()
         self._device = state.device
         self._shapes = {name: shapes[name] for name in sorted(shapes)}

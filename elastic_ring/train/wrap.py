@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from elastic_ring.experts.exchange import expert_layers, sends, spread
 from elastic_ring.train.optim import check_optimizer
-from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.task import Initial, TrainingTask
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class ModuleMaker:
         dtype = getattr(torch, self._task.step.param_dtype)
         self.sent = []
         if device_mesh.size() == 1 and not self.params_in_host:
-            keep_whole(model, self.device, dtype)
+            keep_whole(model, self.device, dtype, keeps_frozen=self._task.frozen is None)
         else:
             self._shard(model, device_mesh, dtype)
         self._fill_buffers(model)
@@ -100,20 +100,27 @@ class ModuleMaker:
         self._buffers = found
 
     def first_values(self, model: nn.Module, cp_rank: int, cp: int) -> None:
-        """Fill a wrapped module's slices from the seed; the values do not depend on the mesh."""
-        own = None if self._task.initial is not None else dict(self._real().named_parameters())
-        locals_ = local_params(model)
-        for name, param in model.named_parameters():
-            local = locals_[name]
-            start, stop = slice_rows(param.shape, cp_rank, cp)
-            if stop <= start:
-                continue
-            if own is not None:
-                local.copy_(own[name].detach()[start:stop])
-            else:
-                assert self._task.initial is not None
-                value = self._task.initial.tensor(name, tuple(param.shape), rows=(start, stop))
-                local.copy_(value.reshape(local.shape))
+        """Fill a wrapped module's slices from the seed; the values do not depend on the mesh. Frozen parameters that
+        are no state are left as they are."""
+        params = dict(model.named_parameters())
+        names = [name for name, param in params.items() if param.requires_grad or self._task.frozen is None]
+        if self._task.initial is not None:
+            self.read(model, self._task.initial, names, cp_rank, cp)
+            return
+        own, locals_ = dict(self._real().named_parameters()), local_params(model)
+        for name in names:
+            start, stop = slice_rows(params[name].shape, cp_rank, cp)
+            if stop > start:
+                locals_[name].copy_(own[name].detach()[start:stop])
+
+    def read(self, model: nn.Module, values: Initial, names: Iterable[str], cp_rank: int, cp: int) -> None:
+        """Fill this rank's slices of the parameters `names` of a wrapped module with `values`."""
+        params, locals_ = dict(model.named_parameters()), local_params(model)
+        for name in names:
+            shape, local = tuple(params[name].shape), locals_[name]
+            start, stop = slice_rows(shape, cp_rank, cp)
+            if stop > start:
+                local.copy_(values.tensor(name, shape, rows=(start, stop)).reshape(local.shape))
 
     def _real(self) -> nn.Module:
         """The module in host memory with its own initialisation, the same on every rank."""
@@ -155,10 +162,10 @@ def parameters_on_meta() -> Iterator[None]:
 MASTERS = "_elastic_ring_masters"
 
 
-def keep_whole(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def keep_whole(model: nn.Module, device: torch.device, dtype: torch.dtype, *, keeps_frozen: bool = True) -> None:
     """On a ring of one nothing is sharded: the module computes with parameters of `dtype`, for which `copy_masters`
     brings the values of fp32 masters. FSDP2 does that layer by layer in every pass, which keeps the host longer than
-    short sequences keep the GPU.
+    short sequences keep the GPU. Without `keeps_frozen` frozen parameters have no masters: they are read in `dtype`.
     """
     model.to_empty(device=device)
     masters = {name: param.detach() for name, param in model.named_parameters()}
@@ -172,6 +179,8 @@ def keep_whole(model: nn.Module, device: torch.device, dtype: torch.dtype) -> No
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             module.register_parameter(name, computed[param])
+    if not keeps_frozen:
+        masters |= {name: param.detach() for name, param in model.named_parameters() if not param.requires_grad}
 
 
 def copy_masters(model: nn.Module) -> None:
@@ -206,9 +215,18 @@ def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(task: TrainingTask) -> int:
-    """The number of parameters of the whole model, counted on the meta device."""
+    """The number of parameters of the whole model that are state, counted on the meta device."""
     with torch.device("meta"):
-        return sum(param.numel() for param in task.model().parameters())
+        model = task.model()
+    return sum(param.numel() for param in model.parameters() if param.requires_grad or task.frozen is None)
+
+
+def num_frozen(task: TrainingTask) -> int:
+    """The number of parameters of the whole model that are no state."""
+    if task.frozen is None:
+        return 0
+    with torch.device("meta"):
+        return sum(param.numel() for param in task.model().parameters()) - num_parameters(task)
 
 
 def slice_rows(shape: Sequence[int], cp_rank: int, cp: int) -> tuple[int, int]:

@@ -120,6 +120,8 @@ class Zero3Trainer:
         )
         self.task = base.task
         checks.check_no_experts(self.task.model)
+        if self.task.frozen is not None:
+            raise ValueError("lora: ZeRO-3 in Ray Train trains whole models; leave it out, or use ElasticRingTrainer")
         check_loss_spikes(
             RunConfig(loss_spike=self.zero.loss_spike, loss_spike_actions=self.zero.loss_spike_actions), self.task.optim
         )

@@ -23,6 +23,14 @@ from elastic_ring.data.packing import BYTE_VOCAB_SIZE
 from elastic_ring.data.tokenizer import BYTES
 from elastic_ring.files import plain_json, read_small
 from elastic_ring.integrations.transformers.checks import check_tokenizer, config_of
+from elastic_ring.integrations.transformers.lora_export import (
+    ADAPTERS,
+    MergedWeights,
+    TrainedAdapters,
+    Weights,
+    check_config_of_base,
+    write_adapters,
+)
 from elastic_ring.integrations.transformers.model import CONFIG_FILE
 from elastic_ring.integrations.transformers.module import build, class_of
 from elastic_ring.integrations.transformers.presets import (
@@ -74,13 +82,15 @@ def export(
     tokenizer: str | Path | None = None,
     max_file_size: str = "5GB",
     allow_dense: bool = False,
+    merge: bool = False,
 ) -> Exported:
     """Write the final weights of a run of `ring_model`, or of a preset as a Llama, as `save_pretrained` does.
 
     `run`: its folder, or s3://bucket/prefix/NAME. `dtype`: float32, bfloat16 or float16; by default what the run
     computed in. `tokenizer`: "bytes", or the folder whose tokenizer is copied; by default that of the folder which the
     run began from, or of a preset's data. `allow_dense`: export layers whose pattern no config of transformers says,
-    as layers that attend to all earlier tokens.
+    as layers that attend to all earlier tokens. Of a run with `lora=` a folder of peft is written, or with `merge` the
+    weights of the base with the adapters in them.
 
     Raises ValueError for a run of another model, for one that has not completed, for such a pattern, and for an `out`
     that is not empty; StorageFailed for a store that does not answer.
@@ -95,7 +105,20 @@ def export(
         raise ValueError(f"out={str(out)!r} is not an empty folder: give a new one")
     plain, lost = with_pattern(trained.config, trained.pattern, trained.context_tokens, allow_dense=allow_dense)
     _check_tokenizer(tokenizer, plain["vocab_size"])
-    weights = StoredWeights.open(where)
+    weights: Weights = StoredWeights.open(where)
+    if merge and trained.adapters is None:
+        raise ValueError(f"merge=True: run {where!r} has no adapters; leave it out")
+    if trained.adapters is not None and not merge:
+        if not allow_dense:
+            check_config_of_base(trained.adapters, {key: value for key, value in plain.items() if key != NOTE})
+        num_tensors, num_bytes = write_adapters(weights, trained.adapters, out, getattr(torch, dtype))
+        (out / ADAPTERS).chmod(0o666 & ~_umask(out))
+        _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
+        if lost:
+            log.warning("%s", lost)
+        return Exported(out, num_tensors, num_bytes, 1, dtype)
+    if trained.adapters is not None:
+        weights = MergedWeights.open(weights, trained.adapters)
     names = {trained.exported_name(name): name for name in weights.places}
     model = _on_meta(plain)
     empty = _empty(model, {name: weights.shapes[own] for name, own in names.items()}, getattr(torch, dtype))
@@ -127,6 +150,7 @@ class _Trained:
     tokenizer: str
     exported_name: Callable[[str], str]
     buffers: Mapping[str, tuple[float, ...]]
+    adapters: TrainedAdapters | None = None
 
     @classmethod
     def read(cls, folder: Path) -> _Trained:
@@ -141,7 +165,9 @@ class _Trained:
             context, dtype = int(step["context_tokens"]), str(step["param_dtype"])
             if own is not None:
                 kept = {name: tuple(map(float, values)) for name, values in own.get("buffers", {}).items()}
-                return cls(dict(own["config"]), pattern, context, dtype, str(own["folder"]), str, kept)
+                return cls(
+                    dict(own["config"]), pattern, context, dtype, str(own["folder"]), str, kept, TrainedAdapters.of(own)
+                )
             shape = shape_of_run(recorded)
             tokenizer, end = ("", None) if shape is None else tokens_of_run(recorded)
         if shape is None:

@@ -31,11 +31,18 @@ from elastic_ring.integrations.transformers.checks import (
 from elastic_ring.integrations.transformers.conversions import stored_names
 from elastic_ring.integrations.transformers.experts import NO_EXPERTS, ExpertSizes, check_experts, expert_sizes
 from elastic_ring.integrations.transformers.first_values import FirstValues
+from elastic_ring.integrations.transformers.lora import (
+    AdapterValues,
+    BaseWeights,
+    Lora,
+    adapt,
+    check_lora,
+)
 from elastic_ring.integrations.transformers.module import PLAIN_HEAD, WHOLE_SLICE, build, checkpoint_layers
 from elastic_ring.integrations.transformers.weights import FolderWeights
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.flops import model_flops
-from elastic_ring.train.task import ModelParts
+from elastic_ring.train.task import Initial, ModelParts
 from elastic_ring.wording import few
 
 log = logging.getLogger(__name__)
@@ -63,6 +70,7 @@ class RingModel:
     layer_windows: tuple[int | None, ...] = ()
     experts: ExpertSizes = NO_EXPERTS
     buffers: Buffers = ()
+    lora: Lora | None = None
 
     def __call__(self) -> nn.Module:
         made: nn.Module = build(self.config)
@@ -70,6 +78,8 @@ class RingModel:
             buffer = made.get_buffer(name)
             if not buffer.is_meta:
                 buffer.copy_(torch.tensor(values, dtype=buffer.dtype).view(buffer.shape))
+        if self.lora is not None:
+            adapt(made, self.lora)
         made.loss_chunk_tokens = self.loss_chunk_tokens  # type: ignore[assignment]
         if self.checkpoint_activations:
             checkpoint_layers(made)
@@ -78,19 +88,30 @@ class RingModel:
     def __repr__(self) -> str:
         """Equal for equal models in every process: it goes into the run's digest."""
         options = f"checkpoint_activations={self.checkpoint_activations}, windows={self.windows!r}"
+        options += "" if self.lora is None else f", lora={self.lora}"
         digest = hashlib.sha256(self.config_json.encode()).hexdigest()[:16]
         return f"RingModel(config={digest}, weights={self.weights and self.weights.digest}, {options})"
 
     def ring_parts(self, step: StepConfig) -> ModelParts:
         """What the trainer uses unless it is given something else: first values, pattern, vocabulary, records."""
-        known = {"folder": self.folder, "config": json.loads(self.config_json), "buffers": dict(self.buffers)}
-        record = json.dumps(known, indent=1) + "\n"
+        adapters: dict[str, Any] = {}
+        initial: Initial = self.weights or FirstValues(self.config_json, step.seed)
+        frozen, flops = None, model_flops(self.sizes(), step.context_tokens)
+        if self.lora is not None:
+            assert self.weights is not None
+            adapters = {"lora": vars(self.lora), "weights": self.weights.digest}
+            initial, frozen = AdapterValues(self.config_json, self.lora, step.seed), BaseWeights(self.weights)
+            # A frozen parameter's gradient is not computed: 4 instead of 6 for each and token.
+            flops -= model_flops(self.sizes(), step.context_tokens, density=0.0) / 3
+        plain = {"folder": self.folder, "config": json.loads(self.config_json), "buffers": dict(self.buffers)}
+        record = json.dumps({**plain, **adapters}, indent=1) + "\n"
         return ModelParts(
-            initial=self.weights or FirstValues(self.config_json, step.seed),
+            initial=initial,
+            frozen=frozen,
             pattern=self.pattern(step.context_tokens),
             vocab_size=self.vocab_size,
             files={CONFIG_FILE: record},
-            flops=model_flops(self.sizes(), step.context_tokens),
+            flops=flops,
             check_data=self.check_data,
         )
 
@@ -128,7 +149,8 @@ class RingModel:
 
     def description(self) -> str:
         begins = "weights from the folder" if self.weights is not None else "values drawn from the seed"
-        return f"{self.config.model_type}, {begins}"
+        adapters = "" if self.lora is None else f", frozen; adapters {self.lora}"
+        return f"{self.config.model_type}, {begins}{adapters}"
 
     def pattern(self, context_tokens: int) -> LayerPatterns | None:
         """The sliding windows that a sequence of `context_tokens` notices, by layer; None where there are none.
@@ -161,6 +183,7 @@ def ring_model(
     checkpoint_activations: bool = True,
     loss_chunk_tokens: int = 1024,
     windows: Windows = "exact",
+    lora: Lora | str | None = None,
 ) -> RingModel:
     """A Hugging Face decoder for `ElasticRingTrainer`.
 
@@ -173,6 +196,8 @@ def ring_model(
         loss_chunk_tokens: tokens whose logits exist at a time.
         windows: "exact" keeps the config's sliding windows; "blocks" rounds them up to blocks of 128 tokens, which
             GPUs run faster; "dense" ignores them.
+        lora: `r=16,alpha=32,target=q_proj+v_proj` trains adapters of peft on these layers; the folder's weights stay
+            frozen.
 
     Raises: ValueError for what cannot train on a ring (softcap, sinks, dropout, layers without attention of
     transformers' interface), for weights that do not fit the model, and for a tokenizer with more tokens than it.
@@ -181,6 +206,7 @@ def ring_model(
         raise ValueError(f"windows={windows!r}: must be one of exact, blocks, dense")
     if loss_chunk_tokens < 1:
         raise ValueError(f"loss_chunk_tokens={loss_chunk_tokens}: must be at least 1")
+    adapters = Lora.parse(lora) if isinstance(lora, str) else lora
     folder = Path(source).expanduser().absolute() if isinstance(source, str | Path) else None
     config: Any = read_config(folder) if folder is not None else source
     plain = dict(config) if isinstance(config, Mapping) else config.to_dict()
@@ -196,9 +222,16 @@ def ring_model(
     windows_found = trace(model, made.config)
     check_experts(model, made.config)
     made = replace(made, layer_windows=windows_found, experts=expert_sizes(model, made.config))
+    if adapters is not None:
+        has_base, has_experts = folder is not None and weights, made.experts != NO_EXPERTS
+        check_lora(adapters, model, has_base=has_base, has_experts=has_experts)
     if folder is None or not weights:
         return made
     found = FolderWeights.open(folder)
+    if found is None and adapters is not None:
+        raise ValueError(
+            f"lora={adapters}: {str(folder)!r} has no weights to freeze; give the folder of a trained model"
+        )
     if found is None:
         log.warning("%s has a config and no weights: first values are drawn from the seed", folder)
         return made
@@ -206,7 +239,7 @@ def ring_model(
     buffers = {name: tuple(value.flatten().tolist()) for name, value in fitted.buffers(model).items()}
     if buffers:
         log.info("%s: %s stay as they are in the folder; nothing trains them", folder, few([*buffers], 3))
-    return replace(made, weights=fitted, buffers=tuple(buffers.items()))
+    return replace(made, weights=fitted, buffers=tuple(buffers.items()), lora=adapters)
 
 
 def _head_dim(config: Any) -> int:

@@ -64,7 +64,7 @@ from elastic_ring.train.startup.warm import attention_shapes, warm_up
 from elastic_ring.train.transaction import Local, Transaction
 from elastic_ring.train.vote import Flag, Outcome
 from elastic_ring.train.weights import gather_weights
-from elastic_ring.train.wrap import num_parameters
+from elastic_ring.train.wrap import num_frozen, num_parameters
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -149,7 +149,9 @@ class Member:
         self.start_work.what = "runs a small model once"
         self._transaction.warm_up(self._spec.scaling.cp, self._spec.scaling.device)
         warm_up(task)
-        self._num_parameters = num_parameters(task)
+        # What is frozen takes 4 bytes a parameter, counted as so many fewer whose state is healed.
+        frozen = 4 * num_frozen(task) // newcomer_bytes(self._spec.scaling.cpu_offload)
+        self._num_parameters = num_parameters(task) + frozen
         if self._spec.scaling.device == "cuda":
             be_deterministic(task)
             seen = visible_gpus()

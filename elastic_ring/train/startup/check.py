@@ -131,7 +131,8 @@ def _gradients_of(model: nn.Module, device: torch.device, loss: Tensor) -> list[
     gradients = [
         local_of(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1).to(device).double()
         for name, p in model.named_parameters()
-        if not is_balance(name)  # counts: one token that is torn between two experts is a large share of them
+        # Counts: one token that is torn between two experts is a large share of them.
+        if p.requires_grad and not is_balance(name)
     ]
     for param in model.parameters():
         param.grad = None

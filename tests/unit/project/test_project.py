@@ -111,7 +111,7 @@ def test_the_environment_is_read_in_one_place() -> None:
 def test_json_of_others_is_read_in_one_place() -> None:
     """`plain_json` bounds its size and depth. What a process wrote for itself is read as it is."""
     own = ("control/", "forecast/", "files.py", "integrations/transformers/model.py")
-    own += ("integrations/transformers/first_values.py", "runtime/agent/launch.py")
+    own += ("integrations/transformers/first_values.py", "integrations/transformers/lora.py", "runtime/agent/launch.py")
     readers = [
         f"{name(path)}:{node.lineno}"
         for path in MODULES

@@ -1,0 +1,198 @@
+"""Low-rank adapters through `peft`: which, on which layers, their first values, and the frozen base below them.
+
+`peft` adapts the layers, initialises and merges them; only this file imports it, and only once adapters are asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_ring.integrations.transformers.checks import config_of
+from elastic_ring.integrations.transformers.module import build
+from elastic_ring.integrations.transformers.weights import FolderWeights
+from elastic_ring.wording import few
+
+ALL = "all-linear"
+ADAPTER = "default"
+"""The name under which peft keeps the only adapter."""
+SMALLEST, LARGEST_RANK = 1, 4096
+FORM = "r=16,alpha=32,target=q_proj+v_proj"
+NUM_NAMED = 12
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of rank `r` on the layers `target`, by the last part of their names; their sum is multiplied by
+    `alpha` / `r`. ("all-linear",) is every linear layer below the head."""
+
+    r: int
+    alpha: float
+    target: tuple[str, ...] = (ALL,)
+
+    def __post_init__(self) -> None:
+        if not SMALLEST <= self.r <= LARGEST_RANK:
+            raise ValueError(f"lora r={self.r}: must be between {SMALLEST} and {LARGEST_RANK}")
+        if not 0 < self.alpha < float("inf"):
+            raise ValueError(f"lora alpha={self.alpha}: must be a finite number above 0")
+        if not self.target or (ALL in self.target and len(self.target) > 1):
+            raise ValueError(f"lora target={'+'.join(self.target)!r}: must be {ALL}, or names such as q_proj+v_proj")
+
+    @classmethod
+    def parse(cls, text: str) -> Lora:
+        """Of the form `r=16,alpha=32,target=q_proj+v_proj`. `alpha` is 2 r and `target` all-linear if left out."""
+        found: dict[str, str] = {}
+        for part in text.split(","):
+            key, equals, value = (word.strip() for word in part.partition("="))
+            if not equals or key not in ("r", "alpha", "target") or key in found:
+                raise ValueError(
+                    f"lora={text!r}: {part.strip()!r} is none of r, alpha and target, each at most once; give {FORM}. "
+                    "Other options of peft, dropout among them, are not for rings"
+                )
+            found[key] = value
+        if "r" not in found:
+            raise ValueError(f"lora={text!r}: has no r, the adapters' rank; give {FORM}")
+        try:
+            rank = int(found["r"])
+            alpha = float(found.get("alpha", 2 * rank))
+        except ValueError as error:
+            raise ValueError(f"lora={text!r}: r must be a whole number and alpha a number; give {FORM}") from error
+        return cls(rank, alpha, tuple(name.strip() for name in found.get("target", ALL).split("+")))
+
+    def __str__(self) -> str:
+        return f"r={self.r},alpha={self.alpha:g},target={'+'.join(self.target)}"
+
+    def config(self) -> Any:
+        """Of peft."""
+        from peft import LoraConfig
+
+        alpha: Any = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha  # peft's own type is int
+        target = ALL if self.target == (ALL,) else list(self.target)
+        return LoraConfig(
+            r=self.r,
+            lora_alpha=alpha,
+            target_modules=target,
+            task_type="CAUSAL_LM",
+        )
+
+
+def check_peft() -> None:
+    """Raises ValueError without the library."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ValueError("lora= needs peft: pip install 'elastic-ring[lora]', on every node") from error
+
+
+def check_lora(lora: Lora, model: Any, *, has_base: bool, has_experts: bool) -> None:
+    """Raises ValueError for adapters without a base, on a model with experts, and on layers that they do not reach."""
+    check_peft()
+    if not has_base:
+        raise ValueError(f"lora={lora}: the base is frozen, so it must have weights; give a model folder")
+    if has_experts:
+        raise ValueError(f"lora={lora}: adapters do not reach the experts of a {type(model).__name__}; train it whole")
+    _check_target(lora, model)
+
+
+def _check_target(lora: Lora, model: Any) -> None:
+    """Raises ValueError for names that no layer of `model` has, and for tables of the vocabulary."""
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in tables]
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    for target in lora.target if lora.target != (ALL,) else ():
+        of_table = any(name.rpartition(".")[2] == target for name, module in model.named_modules() if module in tables)
+        if of_table:
+            raise ValueError(
+                f"lora target={target!r}: is a table of the vocabulary, which stays frozen; give some of "
+                f"{few(known, NUM_NAMED)}"
+            )
+        if target not in known:
+            raise ValueError(
+                f"lora target={target!r}: no linear layer of a {type(model).__name__} has this name; give {ALL}, or "
+                f"some of {few(known, NUM_NAMED)}"
+            )
+
+
+def adapt(model: nn.Module, lora: Lora) -> None:
+    """Put adapters into the layers and freeze all else. Parameters of adapted layers get names with `base_layer`."""
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(lora.config(), model, ADAPTER)
+
+
+def base_name(name: str) -> str:
+    """The name that a frozen parameter has without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """The frozen base in its folder, by the names of a model with adapters, as the trainer's `frozen`."""
+
+    weights: FolderWeights
+
+    def check(self) -> None:
+        """Raises ValueError where the folder is missing, or has not the weights that the run began with."""
+        found = FolderWeights.open(Path(self.weights.folder))
+        digest = "none" if found is None else found.digest
+        if digest != self.weights.digest:
+            raise ValueError(
+                f"model folder {self.weights.folder!r}: its weights are {digest}, and the adapters belong to "
+                f"{self.weights.digest}: bring back the folder that the run began with; every worker must see it"
+            )
+
+    def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
+        return self.weights.tensor(base_name(name), shape, rows)
+
+    def __repr__(self) -> str:
+        return f"BaseWeights({self.weights.digest})"
+
+
+@dataclass(frozen=True)
+class AdapterValues:
+    """First values of adapters by peft's own rules: a function of the run's seed and a parameter's name and shape."""
+
+    config_json: str
+    lora: Lora
+    seed: int
+
+    def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
+        of_layer, _, leaf = name.rpartition(".lora_")
+        layer = self._empty.get_submodule(of_layer)
+        owner = layer.get_submodule(f"lora_{leaf.rpartition('.')[0]}")
+        on_meta, owner.weight = owner.weight, nn.Parameter(torch.full(tuple(shape), torch.nan, device="cpu"))
+        digest = hashlib.sha256(f"{self.seed} {name} {tuple(shape)}".encode()).digest()
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+                layer.reset_lora_parameters(ADAPTER, True)
+            drawn: Tensor = owner.weight.detach()
+        finally:
+            owner.weight = on_meta
+        return drawn if rows is None else drawn[rows[0] : rows[1]].clone()
+
+    @cached_property
+    def _empty(self) -> Any:
+        return empty(json.loads(self.config_json), self.lora)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config_json": self.config_json, "lora": self.lora, "seed": self.seed}  # without the module
+
+    def __repr__(self) -> str:
+        return f"AdapterValues({hashlib.sha256(self.config_json.encode()).hexdigest()[:16]}, {self.lora}, {self.seed})"
+
+
+def empty(plain: Mapping[str, Any], lora: Lora) -> Any:
+    """The model with adapters on the meta device."""
+    with torch.device("meta"):
+        model = build(config_of(dict(plain)))
+        adapt(model, lora)
+    return model

@@ -1,0 +1,328 @@
+"""Adapters of peft train on rings as in a plain loop; only they are state; what cannot be adapted is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, StepConfig
+from elastic_ring.cli import main as command
+from elastic_ring.cli.settings import parse
+from elastic_ring.data.sampling.order import Order
+from elastic_ring.integrations.ray_train import Zero3Trainer
+from elastic_ring.integrations.transformers import RingModel, export, ring_model
+from elastic_ring.mesh import Mesh
+from elastic_ring.train.optim import learning_rate, make_optimizer
+from elastic_ring.train.task import TrainingTask, parts_of
+from elastic_ring.train.wrap import num_frozen, num_parameters
+from tests.unit.groups.processes import Membership, membership
+from tests.unit.train.tiny_task import CONTEXT, RandomText, begin, own_slices, rebuild, run_steps
+
+peft = pytest.importorskip("peft")
+T = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's own
+
+ALONE, RING = Mesh(1, 1), Mesh(1, 2)
+LORA = "r=3,alpha=6,target=q_proj+down_proj"
+STEP = StepConfig(steps=8, global_batch=3, context_tokens=CONTEXT)
+OPTIM = OptimConfig(peak_lr=1e-2, warmup_steps=2, total_steps=8, eps=1e-4, clip_norm=0.5)
+NUM_STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with random values."""
+    torch.manual_seed(0)
+    config = T.LlamaConfig(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=23,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    made = tmp_path_factory.mktemp("model") / "llama"
+    T.LlamaForCausalLM(config).save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Membership]:
+    with membership(2) as made:
+        yield made
+
+
+def task_of(model: RingModel, dtype: Any = "float32") -> TrainingTask:
+    step = replace(STEP, param_dtype=dtype)
+    parts = parts_of(model, step)
+    return TrainingTask(model, OneDocument(), step, OPTIM, initial=parts.initial, frozen=parts.frozen)
+
+
+class OneDocument(RandomText):
+    """Sequences that plain transformers computes the same way."""
+
+    def read(self, sample_id: int) -> Any:
+        return replace(super().read(sample_id), document_starts=(0,), ends_document=False)
+
+
+def plain_loop(folder: Path, task: TrainingTask) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
+    """(losses, gradients of each step, trained adapters) of peft and transformers alone, by our names."""
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(T.LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager"), config)
+    named = {
+        name.removeprefix("base_model.model."): param for name, param in model.named_parameters() if param.requires_grad
+    }
+    assert task.initial is not None
+    with torch.no_grad():
+        for name, param in named.items():
+            param.copy_(task.initial.tensor(name, param.shape))
+    optimizer = make_optimizer(list(named.items()), OPTIM, {name: param.dim() for name, param in named.items()})
+    source, losses, gradients = task.data.open(), [], []
+    order = Order(STEP.seed, STEP.global_batch, source.num_sequences)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        total, num_targets = torch.zeros(()), 0
+        for sample_id in order.sample_ids(step):
+            tokens = torch.from_numpy(source.read(sample_id).tokens)
+            logits = model(tokens[None, :-1], use_cache=False).logits[0]
+            total, num_targets = total + F.cross_entropy(logits, tokens[1:], reduction="sum"), num_targets + CONTEXT
+        (total / num_targets).backward()
+        gradients.append({name: param.grad.clone() for name, param in named.items() if param.grad is not None})
+        torch.nn.utils.clip_grad_norm_(named.values(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, OPTIM)
+        optimizer.step()
+        losses.append(float(total.detach()) / num_targets)
+    return losses, gradients, {name: param.detach() for name, param in named.items()}
+
+
+def gradients_of_next(me: Any) -> dict[str, Tensor]:
+    """Of the sum of the losses, before they are applied."""
+    step = me.state.applied
+    local = me.state.compute(step)
+    me.state.reduce(step)
+    found = {name: view / float(local.num_tokens) for name, view in me.state._gradient.views.items()}
+    return {name: value.clone() for name, value in found.items()}
+
+
+def test_losses_and_gradients_are_those_of_a_plain_loop_of_peft_and_transformers(two: Membership, folder: Path) -> None:
+    task = task_of(ring_model(folder, lora=LORA))
+    losses, gradients, weights = plain_loop(folder, task)
+    for mesh, cpu_offload in ((ALONE, "none"), (RING, "none"), (RING, "all")):
+        ranks = range(mesh.size)
+        two.all(begin, two.meeting(), mesh, task, cpu_offload, ranks=ranks)
+        got = []
+        for expected in gradients if mesh is ALONE else ():
+            found = two.all(gradients_of_next, ranks=ranks)[0]
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+            got += two.all(run_steps, 1, ranks=ranks)[0]
+        if mesh is RING:
+            got = two.all(run_steps, NUM_STEPS, ranks=ranks)[0]
+        assert [float.fromhex(loss) for loss, _ in got] == pytest.approx(losses, rel=1e-5)
+        slices = two.all(own_slices, ranks=ranks)
+        assert slices[0].keys() == weights.keys(), "adapters alone are state"
+        for name, value in weights.items():
+            torch.testing.assert_close(torch.cat([part[name] for part in slices]), value, rtol=0, atol=1e-5, msg=name)
+
+
+def frozen_rows(me: Any) -> dict[str, Tensor]:
+    return {name: row.clone() for name, row in me.state._frozen._rows.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_base_is_read_by_rows_kept_between_generations_and_read_anew_elsewhere(
+    two: Membership, folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(folder, base)
+    task = task_of(ring_model(base, lora=LORA), dtype)
+    two.all(begin, two.meeting(), RING, task)
+    apart = two.all(frozen_rows)
+    two.all(begin, two.meeting(), ALONE, task, ranks=(0,))
+    whole = two.call(0, frozen_rows)
+    for name, value in whole.items():
+        joined = torch.cat([part[name] for part in apart])
+        torch.testing.assert_close(joined.to(value.dtype), value, rtol=0, atol=0, msg=name)
+        assert str(value.dtype) == f"torch.{dtype}", "a ring of one has no masters of what is frozen"
+    two.call(0, run_steps, 1)
+    (base / "model.safetensors").unlink()
+    two.call(0, rebuild, two.meeting(), ALONE)
+    two.call(0, run_steps, 1)
+    kept = two.call(0, frozen_rows)
+    assert all(torch.equal(kept[name], value) for name, value in whole.items())
+    with pytest.raises(ValueError, match="its weights are none, and the adapters belong to"):
+        two.call(0, begin, two.meeting(), ALONE, task)
+
+
+REFUSED = {
+    "r=4,target=nothing": "target='nothing': no linear layer .* give all-linear, or some of down_proj",
+    "r=4,target=lm_head": "target='lm_head': is a table of the vocabulary",
+    "r=4,target=all-linear+q_proj": "must be all-linear, or names",
+    "r=4,dropout=0.1": "'dropout=0.1' is none of r, alpha and target",
+    "r=4,r=8": "'r=8' is none of",
+    "alpha=4": "has no r",
+    "r=x": "r must be a whole number",
+    "r=0": "r=0: must be between 1",
+    "r=4,alpha=nan": "alpha=nan: must be a finite number above 0",
+}
+
+
+@pytest.mark.parametrize("lora", REFUSED)
+def test_adapters_that_mean_nothing_are_refused(folder: Path, lora: str) -> None:
+    with pytest.raises(ValueError, match=REFUSED[lora]):
+        ring_model(folder, lora=lora)
+
+
+def test_adapters_need_a_base_in_full_precision(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the base is frozen, so it must have weights"):
+        ring_model(folder, lora=LORA, weights=False)
+    shutil.copytree(folder, tmp_path / "none")
+    (tmp_path / "none" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="has no weights to freeze"):
+        ring_model(tmp_path / "none", lora=LORA)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = T.MixtralConfig(vocab_size=17, intermediate_size=23, num_local_experts=2, sliding_window=None, **sizes)
+    T.MixtralForCausalLM(experts).save_pretrained(tmp_path / "experts")
+    with pytest.raises(ValueError, match="adapters do not reach the experts of a MixtralForCausalLM"):
+        ring_model(tmp_path / "experts", lora=LORA)
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {**config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (tmp_path / "none" / "config.json").write_text(json.dumps(quantised))
+    with pytest.raises(ValueError, match=r"is quantised \(quantization_config\)"):
+        ring_model(tmp_path / "none", lora=LORA)
+
+
+def trainer_of(folder: Path, run: Path) -> ElasticRingTrainer:
+    return ElasticRingTrainer(
+        ring_model(folder, lora=LORA),
+        OneDocument(),
+        step_config=STEP,
+        optim_config=OPTIM,
+        run_config=RunConfig("tuned", run_dir=str(run)),
+    )
+
+
+def test_a_run_goes_on_only_above_its_base(folder: Path, tmp_path: Path) -> None:
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(folder, base)
+    before = trainer_of(base, run)
+    before._write_config()
+    weights = load_file(base / "model.safetensors")
+    save_file({**weights, "model.norm.weight": 2 * weights["model.norm.weight"]}, base / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'tuned' is taken by a run with other settings .*weights=\w+, .* there, .*"):
+        trainer_of(base, run).fit()
+    with pytest.raises(ValueError, match="and the adapters belong to"):
+        before.task.frozen.check()  # type: ignore[union-attr]
+    shutil.rmtree(base)
+    with pytest.raises(ValueError, match=rf"model folder '{base}': its config.json cannot be read"):
+        trainer_of(base, run)
+
+
+def test_adapters_are_counted_as_state_and_their_base_as_frozen(folder: Path, tmp_path: Path) -> None:
+    whole, adapted = (trainer.task for trainer in (whole_trainer(folder, tmp_path), trainer_of(folder, tmp_path)))
+    assert num_frozen(whole) == 0
+    assert num_frozen(adapted) == num_parameters(whole)
+    assert num_parameters(adapted) == 2 * 3 * (16 + 16 + 23 + 16)
+    assert whole.flops is not None
+    assert adapted.flops is not None
+    assert 0.6 < adapted.flops / whole.flops < 0.8, "the gradient of frozen weights is not computed"
+    with pytest.raises(ValueError, match="ZeRO-3 in Ray Train trains whole models"):
+        Zero3Trainer(ring_model(folder, lora=LORA), OneDocument(), cp=1, step_config=STEP, optim_config=OPTIM)
+
+
+def whole_trainer(folder: Path, run: Path) -> ElasticRingTrainer:
+    return ElasticRingTrainer(
+        ring_model(folder), OneDocument(), step_config=STEP, run_config=RunConfig("whole", run_dir=str(run))
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--lora", "r=4"], "lora='r=4': adapts the weights of a model folder, and a preset has none"),
+        (["--model-folder", "FOLDER", "--lora", "r=4,bias=all"], "'bias=all' is none of r, alpha and target"),
+        (["--model-folder", "FOLDER", "--lora", "r=4", "--plan"], "what adapters need is not planned"),
+    ],
+)
+def test_the_flag_is_refused_in_words(
+    folder: Path, flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["train", *(str(folder) if flag == "FOLDER" else flag for flag in flags)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_settings_file_has_the_adapters(folder: Path, tmp_path: Path) -> None:
+    asked = parse(["--model-folder", str(folder), "--lora", "r=4"])
+    (tmp_path / "again.toml").write_text(asked.toml())
+    assert parse(["--config", str(tmp_path / "again.toml")]).lora == "r=4"
+
+
+def finished(base: Path, run: Path, pattern: str | None) -> Path:
+    """A run's folder at its end, with random adapters; the records are the trainer's own."""
+    model = ring_model(base, lora="r=3")
+    trainer = ElasticRingTrainer(
+        model,
+        OneDocument(),
+        step_config=STEP,
+        run_config=RunConfig("run", run_dir=str(run)),
+        pattern=pattern,
+    )
+    trainer._write_config()
+    torch.manual_seed(3)
+    named = {name: param for name, param in model().named_parameters() if param.requires_grad}
+    values = {name: 0.1 * torch.randn(param.shape) for name, param in named.items()}
+    save_file(values, run / "weights.safetensors", metadata={"format": "pt", "sha256": ""})
+    return run
+
+
+def test_adapters_of_layers_with_biases_are_exported_alone_and_merged(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 23, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = T.Qwen2Config(vocab_size=17, num_key_value_heads=1, bos_token_id=None, eos_token_id=None, **sizes)
+    base, run = tmp_path / "base", tmp_path / "run"
+    T.Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(base, max_shard_size="4KB")
+    finished(base, run, None)
+    export(run, tmp_path / "adapters")
+    export(run, tmp_path / "merged", merge=True)
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").stat().st_mode & 0o044
+    opened = partial(T.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    tokens = torch.randint(0, 17, (1, 12))
+    with torch.no_grad():
+        below = opened(base)(tokens).logits
+        above = peft.PeftModel.from_pretrained(opened(base), tmp_path / "adapters")(tokens).logits
+        torch.testing.assert_close(opened(tmp_path / "merged")(tokens).logits, above, rtol=0, atol=1e-5)
+    assert (below - above).abs().max() > 0.02
+    with pytest.raises(ValueError, match="is not an empty folder"):
+        export(run, tmp_path / "merged", merge=True)
+    next(base.glob("*.safetensors")).write_bytes(b"other")
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        export(run, tmp_path / "out", merge=True)
+
+
+def test_windows_that_the_base_has_not_are_exported_merged_only(folder: Path, tmp_path: Path) -> None:
+    run = finished(folder, tmp_path / "run", "window:8")
+    with pytest.raises(ValueError, match="trained with other windows than its base has"):
+        export(run, tmp_path / "out")
+    export(run, tmp_path / "merged", merge=True)
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["sliding_window"] == 8
+    assert export(run, tmp_path / "out", allow_dense=True).num_tensors == 2 * 2 * 7
+    whole = whole_trainer(folder, tmp_path / "whole")
+    whole._write_config()
+    save_file(load_file(folder / "model.safetensors"), tmp_path / "whole" / "weights.safetensors")
+    with pytest.raises(ValueError, match=r"merge=True: run .* has no adapters"):
+        export(tmp_path / "whole", tmp_path / "other", merge=True)
