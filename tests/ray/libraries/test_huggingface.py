@@ -5,13 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from elastic_ring import ElasticRingTrainer, OptimConfig, Result, RunConfig, ScalingConfig, StepConfig, load_weights
+from elastic_ring import (
+    CheckpointConfig,
+    ElasticRingTrainer,
+    OptimConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    StepConfig,
+    load_weights,
+)
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
@@ -21,6 +32,7 @@ from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import ring_model
 from elastic_ring.runtime.driver.cluster import left_behind
+from elastic_ring.state.checkpoints.stored_weights import StoredWeights
 from tests.ray.conftest import Heard, check_records, tiny_trainer
 from tests.unit.integrations.test_export_patterns import check_same, load
 
@@ -28,6 +40,18 @@ transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[3]
 CONTEXT, STEPS = 96, 4
+SIZES: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,32 +66,50 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         mlp_only_layers=[0],
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=256,
+        **SIZES,
     )
     transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(made, max_shard_size="30KB")
     assert len(list(made.glob("*.safetensors"))) > 1
     return made
 
 
-def fit(folder: Path, runs: Path, name: str, faults: str = "", dtype: Any = "bfloat16", **scaling: Any) -> Result:
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of the same sizes, saved in the same way."""
+    made = tmp_path_factory.mktemp("model") / "llama"
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model.to(torch.bfloat16).save_pretrained(made, max_shard_size="30KB")
+    return made
+
+
+def fit(
+    folder: Path,
+    runs: Path,
+    name: str,
+    faults: str = "",
+    dtype: Any = "bfloat16",
+    lora: str | None = None,
+    resume: str = "auto",
+    every_steps: int | None = None,
+    **scaling: Any,
+) -> Result:
     """Four steps that compute in `dtype` over fp32 masters, with activation checkpointing."""
     heard = Heard()
     trainer = ElasticRingTrainer(
-        ring_model(folder),
+        ring_model(folder, lora=lora),
         StdlibText(CONTEXT),
         step_config=StepConfig(steps=STEPS, global_batch=4, context_tokens=CONTEXT, param_dtype=dtype),
         optim_config=OptimConfig(peak_lr=1e-2, total_steps=STEPS),
         scaling_config=ScalingConfig(dp=2, cp=2, resources_per_worker={"CPU": 0.25}, **scaling),
-        run_config=RunConfig(name, run_dir=str(runs / name), faults=faults, progress=False),  # type: ignore[arg-type]
+        run_config=RunConfig(
+            name,
+            run_dir=str(runs / name),
+            faults=faults,  # type: ignore[arg-type]
+            progress=False,
+            resume=resume,
+            checkpoint_config=CheckpointConfig(every_steps=every_steps),
+        ),
         callbacks=[heard],
     )
     result = trainer.fit()
@@ -137,3 +179,48 @@ def test_the_example_tunes_a_saved_model_and_exports_it(folder: Path, tmp_path: 
     assert done.returncode == 0, done.stderr[-3000:]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     assert loaded.dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's own
+def test_adapters_train_through_two_kills_and_come_back_as_peft_loads_them(
+    local_ray: None, dense: Path, tmp_path: Path
+) -> None:
+    """Newcomers, and a run that goes on from a checkpoint, read the base from its folder."""
+    peft = pytest.importorskip("peft")
+    lora = "r=4,alpha=8,target=q_proj+v_proj+down_proj"
+    calm = fit(dense, tmp_path, "lora-calm", lora=lora, spares=0, every_steps=2)
+    kills = "kill@step=1,phase=backward,rank=3; kill@step=2,phase=apply,rank=0"
+    struck = fit(dense, tmp_path, "lora-struck", kills, lora=lora, spares=2)
+    middle = next(one["path"] for one in calm.summary["checkpoints"] if one["step"] == 2)
+    resumed = fit(dense, tmp_path, "lora-resumed", lora=lora, spares=0, resume=middle)
+    assert resumed.summary["resumed_from"] == [{"step": 2, "path": middle}]
+    assert resumed.summary["weights_sha256"] == calm.summary["weights_sha256"]
+    for key in ("losses", "weights_sha256", "samples_sha256"):
+        assert struck.summary[key] == calm.summary[key], key
+    assert [one["action"] for one in struck.summary["recoveries"]] == 2 * ["spare took its place"]
+
+    model = ring_model(dense, lora=lora)
+    adapters = {name for name, param in model().named_parameters() if param.requires_grad}
+    trained = StoredWeights.open(struck.path)
+    assert set(trained.places) == adapters
+    saved = {key for file in calm.path.rglob("attempt-*/shard-*.safetensors") for key in load_file(file)}
+    assert {key.split("/")[1] for key in saved} == adapters, "values and moments of adapters alone"
+
+    parts = model.ring_parts(StepConfig(context_tokens=CONTEXT))
+    made = model().eval()
+    with torch.no_grad():
+        for name, param in made.named_parameters():
+            values: Any = trained.tensor(name) if name in adapters else parts.frozen.tensor(name, param.shape)
+            param.copy_(values)
+    tokens, positions = torch.randint(0, 257, (1, CONTEXT)), torch.arange(CONTEXT)[None]
+    ring = RingAttention(plan(Pattern(), make_layout("zigzag", CONTEXT, 1)), 0, None)
+    opened = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_implementation="eager", dtype="float32")
+    with torch.no_grad():
+        expected = made(tokens, positions=positions, document_ids=positions, attention=ring)
+        for flags in ([], ["--merge"]):
+            out = tmp_path / f"out{len(flags)}"
+            assert command(["export", str(struck.path), "--out", str(out), "--dtype", "float32", *flags]) == 0
+            loaded = opened(out) if flags else peft.PeftModel.from_pretrained(opened(dense), out)
+            torch.testing.assert_close(loaded.eval()(tokens).logits, expected, rtol=0, atol=1e-5)
+        assert (opened(dense)(tokens).logits - expected).abs().max() > 0.02, "it has learned something"
