@@ -21,7 +21,7 @@ from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
 from elastic_ring.config import check_copies, check_loss_spikes, check_together
 from elastic_ring.errors import ElasticRingError, TermLost
 from elastic_ring.files import shown_url
-from elastic_ring.model.config import ModelConfig, num_parameters
+from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
 from elastic_ring.monitor.goodput import seen_of
 from elastic_ring.monitor.metrics import METRICS_NAME, read_metrics
 from elastic_ring.monitor.report import forecast_line, goodput_line
@@ -145,9 +145,10 @@ def _check(asked: TrainSettings) -> None:
 def _tell_size(asked: TrainSettings, model: ModelConfig) -> None:
     about = "about " if asked.model_folder else ""  # its norms and biases are counted as our decoder's
     logging.info(
-        "%s%s parameters, mesh %s, %d spare(s)",
+        "%s%s parameters%s, mesh %s, %d spare(s)",
         about,
         f"{num_parameters(model):,}",
+        f", {active_parameters(model):,} of them for a token" if model.num_experts else "",
         asked.scaling.mesh,
         asked.scaling.spares,
     )

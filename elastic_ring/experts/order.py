@@ -58,9 +58,15 @@ class Order:
 
 
 def inverse_of(order: Tensor) -> Tensor:
-    """Of a permutation, int64 (N,)."""
-    places = torch.arange(order.numel(), device=order.device)
-    return torch.empty_like(order).scatter_(0, order, places)
+    """Of a permutation, int64 (N,). A scatter would be slower on GPUs, where its repeatable form sorts, too."""
+    return torch.sort(order).indices
+
+
+def taken(scores: Tensor, chosen: Tensor) -> Tensor:
+    """The scores (T, E) of those that are chosen, (T, k), each at most once by a token. torch's own gradient would be
+    a scatter."""
+    found: Tensor = _Taken.apply(scores, chosen)
+    return found
 
 
 def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -82,6 +88,23 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (back,), (grad,) = ctx.saved_tensors, grads
         return grad[back].view(-1, ctx.num_choices, grad.size(-1)).sum(1), None, None, None
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, chosen: Tensor) -> Tensor:
+        ctx.save_for_backward(chosen)
+        ctx.num_experts = scores.size(1)
+        return scores.gather(1, chosen)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (chosen,), (grad,) = ctx.saved_tensors, grads
+        experts = torch.arange(ctx.num_experts, device=grad.device)
+        found = grad.new_zeros(grad.size(0), ctx.num_experts)
+        for choice in range(chosen.size(1)):
+            found += torch.where(experts == chosen[:, choice, None], grad[:, choice, None], 0.0)
+        return found, None
 
 
 class _Permuted(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from elastic_ring.experts.balance import with_excess
 from elastic_ring.experts.compute import grouped_linear
 from elastic_ring.experts.exchange import ExpertExchange, computed, own_rows
-from elastic_ring.experts.order import Order
+from elastic_ring.experts.order import Order, taken
 from elastic_ring.model import liger
 from elastic_ring.model.config import ModelConfig
 
@@ -79,6 +79,6 @@ class MoE(nn.Module):
         scores = F.linear(tokens.to(wide), self.router.weight.to(wide)).sigmoid()
         chosen = (scores.detach() + self.balance_bias.detach().to(wide)).topk(self.experts_per_token, dim=-1).indices
         order = Order.of(chosen, scores.size(-1))
-        weights = scores.gather(1, chosen)
+        weights = taken(scores, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return order, with_excess(weights, self.balance_bias, order.load)

@@ -62,7 +62,7 @@ class Shard:
     def apply(self, gradients: Mapping[str, Tensor], learning_rate: float) -> None:
         """One optimizer step on the local slices. No communication; must not be interrupted."""
         for group in self.optimizer.param_groups:
-            group["lr"] = group.get("fixed_lr", learning_rate * group.get("lr_scale", 1.0))
+            group["lr"] = learning_rate * group.get("lr_scale", 1.0)
         if self.cpu_offload != "none":
             by_param = {param: gradients[name] for name, param in self.params.items()}
             step_from_host(self.optimizer, by_param, self.device, with_params=self.cpu_offload == "all")

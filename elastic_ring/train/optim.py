@@ -23,8 +23,9 @@ Schedule = Callable[[int], float]
 """The learning rate of a step, counted from 0: a pure function, the same in every process."""
 
 NUM_CHECKED_STEPS = 10_000
-BALANCE_RATE = 1e-3
-"""How far a step moves the bias of an expert with too many or too few tokens (DeepSeek-V3, arXiv:2412.19437)."""
+BALANCE_SCALE = 3.0
+"""A step moves the bias of an expert with too many or too few tokens by this times the learning rate: 0.001 at the
+usual peak of 3e-4 (DeepSeek-V3, arXiv:2412.19437), more where routers learn faster, and less at the end."""
 SIGN_EPS = 1e-20
 NEED_WHOLE = frozenset({"Muon", "Shampoo", "DistributedShampoo", "SOAP", "Dion", "GaLoreAdamW", "KFACOptimizer"})
 NEED_CLOSURE = frozenset({"LBFGS"})
@@ -136,7 +137,7 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW over a rank's shards, which may be empty: plain tensors in groups, each in the given order.
 
-    Biases that balance experts move by a fixed step against their gradient's sign. Weight decay applies to parameters
+    Biases that balance experts move against their gradient's sign. Weight decay applies to parameters
     of two or more dimensions; `full_ndims` has those of each whole parameter, since a shard may be flat. Steps are
     computed on `device`, by default the shards'. Raises ValueError for a name that `full_ndims` lacks.
     """
@@ -150,7 +151,7 @@ def make_optimizer(
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
         # Without memory Adam's step is the gradient's sign: scaling and clipping change nothing.
-        {"params": balancing, "weight_decay": 0.0, "betas": (0.0, 0.0), "eps": SIGN_EPS, "fixed_lr": BALANCE_RATE},
+        {"params": balancing, "weight_decay": 0.0, "betas": (0.0, 0.0), "eps": SIGN_EPS, "lr_scale": BALANCE_SCALE},
     ]
     groups = [group for group in groups if group["params"]]
     # Fused: one pass over memory instead of a dozen. On a CPU it would change the bits for no gain.

@@ -130,7 +130,19 @@ class ModelPlan:
         meet = "tokens are sent to the rank that holds their experts" if self.memory.sent else "experts are gathered"
         return [
             f"{active_parameters(config):,} of them for a token; {layers * expert_parameters(config):,} in "
-            f"{layers} x {config.num_experts} experts, {config.experts_per_token} for a token; {meet}"
+            f"{layers} x {config.num_experts} experts, {config.experts_per_token} for a token; {meet}",
+            *self._of_uneven_experts(),
+        ]
+
+    def _of_uneven_experts(self) -> list[str]:
+        number, cp = self.memory.config.num_experts, self.memory.cp
+        if not self.memory.sent or number % cp == 0:
+            return []
+        even = [size for size in range(1, number + 1) if number % size == 0]
+        nearest = sorted(even, key=lambda size: abs(size - cp))[:2]
+        return [
+            f"cp={cp} does not divide {number} experts: some ranks hold {-(-number // cp)} and others "
+            f"fewer; cp={' or '.join(map(str, sorted(nearest)))} does"
         ]
 
     def _of_gpu(self) -> list[str]:

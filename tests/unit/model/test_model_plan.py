@@ -56,6 +56,7 @@ def test_a_plan_counts_experts_on_their_own_and_says_how_tokens_meet_them(capsys
     for flags, told in (
         ([], "28,991,029,248 in 48 x 128 experts, 8 for a token; tokens are sent to the rank that holds their experts"),
         (["--cp", "2"], "8 for a token; experts are gathered"),
+        (["--cp", "24"], "cp=24 does not divide 128 experts: some ranks hold 6 and others fewer; cp=16 or 32"),
         (["--step.experts", "gather"], "8 for a token; experts are gathered"),
     ):
         assert train.main(["--preset", "30b-a3b", "--plan", *flags]) == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_ring.train.optim import (
-    BALANCE_RATE,
+    BALANCE_SCALE,
     OptimConfig,
     check_optimizer,
     check_schedule,
@@ -121,11 +121,11 @@ def test_a_bias_that_balances_moves_by_the_same_step_whatever_the_size_of_its_gr
     optimizer = make_optimizer(own, CONFIG, {"ffn.balance_bias": 1, "matrix": 2})
     for _ in range(3):
         for group in optimizer.param_groups:
-            group["lr"] = group.get("fixed_lr", 0.0)
+            group["lr"] = 1e-3 * group.get("lr_scale", 0.0)
         own[0][1].grad, own[1][1].grad = torch.tensor([3.0, -0.5, 0.0]) * scale, torch.ones(6)
         optimizer.step()
-    torch.testing.assert_close(own[0][1], torch.tensor([-3.0, 3.0, 0.0]) * BALANCE_RATE, rtol=1e-6, atol=0)
-    assert torch.equal(own[1][1], torch.ones(6)), "the schedule's rate is for all others"
+    torch.testing.assert_close(own[0][1], torch.tensor([-3.0, 3.0, 0.0]) * 1e-3 * BALANCE_SCALE, rtol=1e-6, atol=0)
+    assert torch.equal(own[1][1], torch.ones(6)), "its group has another scale"
     with pytest.raises(ValueError, match=r"ffn\.balance_bias moves by a rule of the built-in AdamW"):
         make_own_optimizer(torch.optim.Adagrad, own)  # type: ignore[arg-type]
 

@@ -291,7 +291,7 @@ def plain_training(task: TrainingTask, num_steps: int) -> tuple[list[float], dic
             slopes = [param for name, param in model.named_parameters() if not is_balance(name)]
             torch.nn.utils.clip_grad_norm_(slopes, task.optim.clip_norm)
         for group in optimizer.param_groups:
-            group["lr"] = group.get("fixed_lr", learning_rate(step, task.optim))
+            group["lr"] = learning_rate(step, task.optim) * group.get("lr_scale", 1.0)
         optimizer.step()
         losses.append(float(total.detach()) / num_targets)
     return losses, dict(named)
