@@ -342,7 +342,8 @@ class ElasticRingTrainer:
         # Left out where unset, so that the digests of runs without a pattern or cost model stay the same.
         own = [] if task.pattern is None else [task.pattern.identity]
         own += [] if task.cost_model is None else [repr(task.cost_model)]
-        step = {name: value for name, value in vars(task.step).items() if (name, value) != ("kv_wire", "native")}
+        usual = {("kv_wire", "native"), ("experts", "auto")}
+        step = {name: value for name, value in vars(task.step).items() if (name, value) not in usual}
         return digest(self.scaling_config, step, task.optim, self._identity.what["data"], faults, code, *own)
 
     def _code(self) -> dict[str, str]:

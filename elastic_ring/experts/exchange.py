@@ -71,6 +71,12 @@ class ExpertExchange:
         self._numbers.clear()
         self._step = step
 
+    def sent_bytes(self) -> int:
+        """Of all exchanges since the last look."""
+        found = self.ledger.all_sent_bytes
+        self.ledger.clear()
+        return found
+
     def routes(self, load: Tensor) -> Routes:
         """For this rank's `load` (E,), its rows for each expert. The host waits for the counts of all ranks."""
         num_experts, per = load.numel(), -(-load.numel() // self.cp)

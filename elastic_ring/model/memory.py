@@ -111,7 +111,8 @@ class StepMemory:
     def root(self) -> int:
         """Parameters outside the blocks, which FSDP2 gathers as one unit for the whole of a pass."""
         config = self.config
-        return self.num_parameters - sum(block_parameters(config, layer) for layer in range(config.num_layers))
+        blocks = sum(block_parameters(config, layer) for layer in range(config.num_layers))
+        return max(0, self.num_parameters - blocks)  # another library's layers may be smaller than ours
 
     @property
     def table(self) -> int:

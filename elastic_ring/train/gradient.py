@@ -119,6 +119,10 @@ class Gradient:
         """The gradient of the loss, which the norm is of."""
         return self.flat[self.num_counts :]
 
+    @property
+    def counts(self) -> Tensor:
+        return self.flat[: self.num_counts]
+
     def found(self) -> list[Tensor]:
         """The shards found so far, in the order of the parameters."""
         if self._in_host:

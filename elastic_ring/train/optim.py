@@ -83,10 +83,6 @@ def make_own_optimizer(factory: OptimizerFactory, local_shards: list[tuple[str, 
     Raises ValueError as `check_optimizer`.
     """
     named = [(name, tensor) for name, tensor in local_shards if tensor.numel()] or local_shards
-    if balancing := [name for name, _ in local_shards if is_balance(name)]:
-        raise ValueError(
-            f"optimizer= gives one of your own, and {balancing[0]} moves by a rule of the built-in AdamW: leave it out"
-        )
     made = factory(named)
     check_optimizer(made, named)
     return made
@@ -110,6 +106,10 @@ def check_optimizer(optimizer: object, local_shards: Sequence[tuple[str, Tensor]
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer returned a {type(optimizer).__name__}: it must return a torch.optim.Optimizer")
+    if balancing := [name for name, _ in local_shards if is_balance(name)]:
+        raise ValueError(
+            f"optimizer= gives one of your own, and {balancing[0]} moves by a rule of the built-in AdamW: leave it out"
+        )
     named = {kind.__name__ for kind in type(optimizer).__mro__}
     for names, why in (
         (NEED_WHOLE, "computes with whole matrices, and a rank holds some rows of each"),

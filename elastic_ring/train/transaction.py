@@ -215,7 +215,7 @@ class Transaction:
         self._groups, self._membership_id = groups, membership_id
         coordinate = self._coordinate
         self._hosts = tuple(nodes[rank] for rank in self._mesh.ring(coordinate.dp_rank)) if nodes else None
-        model = self._maker.wrap(groups.device_mesh)
+        model = self._maker.wrap(groups.device_mesh, self._mesh.dp)
         self.relief.change(model, (self.task.units or largest_list)(model))
         make_abortable(model, groups.launching, self._waits)
         self._experts = self._exchange_of(self._maker.sent)
@@ -340,6 +340,8 @@ class Transaction:
             loss_sum += loss.detach()
             num_tokens += num_targets
             hops.add(attention.ledger)
+            if self._experts is not None:
+                hops.num_bytes += self._experts.sent_bytes()
         samples, waited_s = consumed_digest(step, slices), self.loader.waited_s - waited_s
         clock.stop(hops)
         work_s = partial(clock.per_sequence_s, len(mine))
@@ -397,20 +399,20 @@ class Transaction:
         self._watch("reduce", step)
         if self._mesh.dp > 1:
             gradient.finish(self._sum_bucket)
-        self._flip("reduce", lambda: [gradient.flat])
+        self._flip("reduce", lambda: [gradient.slopes])
         gradient.step, gradient.membership_id = step, self._membership_id
 
     def vote(self, step: int, local: Local, *, boundary: bool, flags: Callable[[], Flag] = lambda: NOTHING) -> Outcome:
         """Agree on the step's result. Once this returns on any rank, the step is committed."""
         assert self._gradient is not None
         assert self._groups is not None
-        flat = self._gradient.flat
-        norm_sq, loss_sum, num_tokens = torch.stack(
-            [squared_norm(self._gradient.slopes), local.loss_sum, local.num_tokens]
-        ).tolist()
+        gradient, flat = self._gradient, self._gradient.flat
+        counted = squared_norm(gradient.counts) if gradient.num_counts else torch.zeros_like(local.loss_sum)
+        sums = [squared_norm(gradient.slopes), local.loss_sum, local.num_tokens, counted]
+        norm_sq, loss_sum, num_tokens, of_counts = torch.stack(sums).tolist()
         # Squares of finite fp32 numbers cannot overflow fp64: only a norm that is not finite is worth a count.
         num_nonfinite = 0 if math.isfinite(norm_sq) else int(flat.numel() - torch.isfinite(flat).sum())
-        digests = self._digests(step, norm_sq, local)
+        digests = self._digests(step, norm_sq + of_counts, local)
         # An abort ends NCCL's exchanges without an error: the numbers just read may be garbage.
         self._groups.check()
         local.arrived.check(step)

@@ -38,8 +38,8 @@ class ModuleMaker:
         """Of the module that was wrapped last: layers with experts of their own, which need an exchange."""
         self._buffers: dict[str, Tensor] | None = None
 
-    def wrap(self, device_mesh: DeviceMesh) -> nn.Module:
-        """The module, sharded over `device_mesh` (one dimension, the ring), its parameters uninitialised.
+    def wrap(self, device_mesh: DeviceMesh, dp: int = 1) -> nn.Module:
+        """The module, sharded over `device_mesh` (one dimension, one of `dp` rings), its parameters uninitialised.
 
         Gradients are summed over the ring, never averaged: rings may process different numbers of sequences.
         """
@@ -51,19 +51,19 @@ class ModuleMaker:
         if device_mesh.size() == 1 and not self.params_in_host:
             keep_whole(model, self.device, dtype, keeps_frozen=self._task.frozen is None)
         else:
-            self._shard(model, device_mesh, dtype)
+            self._shard(model, device_mesh, dtype, dp)
         self._fill_buffers(model)
         model.train()
         return model
 
-    def _shard(self, model: nn.Module, device_mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    def _shard(self, model: nn.Module, device_mesh: DeviceMesh, dtype: torch.dtype, dp: int) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         in_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         offload = in_host if self.params_in_host else OffloadPolicy()
         choose = self._task.units or largest_list
-        self.sent = [] if self.params_in_host else self._sent_layers(model, device_mesh.size(), dtype.itemsize)
+        self.sent = [] if self.params_in_host else self._sent_layers(model, device_mesh.size(), dp, dtype.itemsize)
         own = spread(self.sent, device_mesh)
         for unit in choose(model):
             fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload, ignored_params=own)
@@ -74,10 +74,10 @@ class ModuleMaker:
                 module.set_force_sum_reduction_for_comms(True)
         model.to_empty(device="cpu" if self.params_in_host else self.device)
 
-    def _sent_layers(self, model: nn.Module, cp: int, element_bytes: int) -> list[Any]:
+    def _sent_layers(self, model: nn.Module, cp: int, dp: int, element_bytes: int) -> list[Any]:
         """The layers whose tokens travel to their experts."""
         step = self._task.step
-        tokens = step.sequences_per_pass * -(-step.context_tokens // cp)
+        tokens = min(step.sequences_per_pass, -(-step.global_batch // dp)) * -(-step.context_tokens // cp)
         layers = list(expert_layers(model))
         sent = [layer for layer in layers if sends(step.experts, layer, cp, tokens, element_bytes)]
         if layers:
@@ -258,6 +258,10 @@ def check_buildable(task: TrainingTask) -> None:
             "initialisation"
         ) from error
     _check_parameters(model)
+    if task.step.experts != "auto" and not any(True for _ in expert_layers(model)):
+        raise ValueError(
+            f"experts={task.step.experts!r}: says how tokens meet experts, and the model has none: leave it out"
+        )
 
 
 def check_own_optimizer(task: TrainingTask) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elastic_ring import CheckpointConfig
+from elastic_ring.experts import compute
 from elastic_ring.experts.compute import grouped_linear, products
 from elastic_ring.experts.order import Order
 from tests.gpu.test_durable_on_gpu import SAME, SMALL, own_ray, run
@@ -35,6 +36,10 @@ def test_a_grouped_product_and_its_gradients_repeat_a_hundred_times() -> None:
         first = first or found
         assert all(torch.equal(one, other) for one, other in zip(first, found, strict=True))
     assert first is not None
+    rows = order.spread(tokens)
+    torch.testing.assert_close(
+        grouped_linear(rows, weight, order.ends), compute._loop(rows, weight, order.ends), rtol=2e-2, atol=0.5
+    )
     assert not first[2][61:].any()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from elastic_ring.config import ScalingConfig, StepConfig
+from elastic_ring.experts.price import sends_tokens
 from elastic_ring.forecast.sizing.step_time import Job
-from elastic_ring.model.config import ModelConfig, num_parameters
+from elastic_ring.model.config import ModelConfig, expert_parameters, num_parameters
 
 
 def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, density: float = 1.0) -> Job:
@@ -13,6 +14,20 @@ def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, densit
     together = min(step.sequences_per_pass, of_ring)
     ffn_width = config.experts_per_token * config.expert_width + config.shared_width or config.ffn_width
     qkvo = 2.0 * config.width * config.head_dim * (config.num_heads + config.num_kv_heads)
+    tokens, gathered, sent = together * -(-step.context_tokens // scaling.cp), None, 0
+    if config.num_experts:
+        number = expert_parameters(config)
+        is_sent = sends_tokens(
+            "gather" if scaling.cpu_offload == "all" else step.experts,
+            scaling.cp,
+            number,
+            tokens,
+            config.experts_per_token,
+            config.width,
+            2,
+        )
+        sent = config.experts_per_token * config.width * is_sent
+        gathered = qkvo + 3.0 * config.width * config.shared_width + number * (not is_sent)
     return Job(
         layers=config.num_layers,
         width=config.width,
@@ -24,7 +39,7 @@ def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, densit
         vocab=config.vocab_size,
         ffn=3.0 * ffn_width,
         num_parameters=float(num_parameters(config)),
-        tokens=together * -(-step.context_tokens // scaling.cp),
+        tokens=tokens,
         seq=step.context_tokens,
         passes=-(-of_ring // together),
         shard_ranks=scaling.cp,
@@ -34,4 +49,6 @@ def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, densit
         density=density,
         offload=scaling.cpu_offload,
         offload_activations=config.offload_activations,
+        gathered=gathered,
+        sent=float(sent),
     )

@@ -130,7 +130,8 @@ class ModelPlan:
         meet = "tokens are sent to the rank that holds their experts" if self.memory.sent else "experts are gathered"
         return [
             f"{active_parameters(config):,} of them for a token; {layers * expert_parameters(config):,} in "
-            f"{layers} x {config.num_experts} experts, {config.experts_per_token} for a token; {meet}",
+            f"{layers} x {config.num_experts} experts, {config.experts_per_token} for a token; {meet}; loads are "
+            "counted as even",
             *self._of_uneven_experts(),
         ]
 

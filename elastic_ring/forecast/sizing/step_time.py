@@ -30,9 +30,10 @@ FUSED = 0.55
 class Job:
     """One step. `tokens`: of a rank in a pass; `seq`: tokens of a sequence; `passes`: of a rank in a step.
 
-    `block`: matrix parameters of a layer; `head`: those of the output; `rest`: parameters that are only read.
-    `recompute`: in the backward pass, as `RECOMPUTED`. `compiled`: what is around attention, by torch.compile. `ffn`:
-    elements of a token that the feed-forward layer writes."""
+    `block`: matrix parameters of a layer that a token is multiplied with; `gathered`: those that cross the ring, the
+    same if None; `sent`: elements of a token that go to its experts, one way. `head`: parameters of the output; `rest`:
+    those that are only read. `recompute`: in the backward pass, as `RECOMPUTED`. `compiled`: what is around attention,
+    by torch.compile. `ffn`: elements of a token that the feed-forward layer writes."""
 
     layers: int
     width: int
@@ -56,6 +57,8 @@ class Job:
     offload: str = "none"
     offload_activations: bool = False
     grad_bytes: int = 4
+    gathered: float | None = None
+    sent: float = 0.0
 
     @property
     def num_gpus(self) -> int:
@@ -121,11 +124,14 @@ def step_time(job: Job, gpu: Gpu, eff: Efficiency, per_host: int = 8) -> StepTim
     backward_s = 2.0 * product_s + 2.5 * attend_s + 2.0 * touch_s
     backward_s = backward_s + again * (product_s + touch_s) + attend_again * attend_s
     forward_s, backward_s = np.maximum(forward_s, eff.host_s / 3), np.maximum(backward_s, eff.host_s * 2 / 3)
-    gather_s = collective_s(2.0 * job.block, job.shard_ranks, gpu, eff, per_host)
-    reduce_s = collective_s(job.grad_bytes * job.block, job.shard_ranks, gpu, eff, per_host)
+    gathered = job.block if job.gathered is None else job.gathered
+    gather_s = collective_s(2.0 * gathered, job.shard_ranks, gpu, eff, per_host)
+    reduce_s = collective_s(job.grad_bytes * gathered, job.shard_ranks, gpu, eff, per_host)
+    trip_s = collective_s(2.0 * job.sent * job.tokens, job.cp, gpu, eff, per_host) if job.sent else 0.0
     hops_s, hops_back_s = _hops(job, gpu, eff, per_host)
-    forward = together(forward_s, gather_s + hops_s, eff.overlap)
-    backward = together(backward_s, gather_s + reduce_s + hops_back_s, eff.overlap)
+    # Nothing hides the trips to experts and back.
+    forward = together(forward_s, gather_s + hops_s, eff.overlap) + 2 * trip_s
+    backward = together(backward_s, gather_s + reduce_s + hops_back_s, eff.overlap) + 2 * (1 + again) * trip_s
     head_s = 6.0 * job.head * job.tokens / matmul + job.tokens * job.vocab * LOSS_BYTES / (gpu.hbm_bytes_s * 0.85)
     kernels = job.passes * job.layers
     parts = {

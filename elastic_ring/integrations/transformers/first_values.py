@@ -63,7 +63,8 @@ class FirstValues:
         finally:
             owner._parameters.update(kept)
         if torch.isnan(value).any():  # transformers has no rule for it, and leaves it to the constructor
-            return Initialiser(self.seed, int(self._empty.config.num_hidden_layers)).tensor(f"{name}{which}", shape)
+            seed = self.seed if expert is None else int.from_bytes(digest[:7], "little")
+            return Initialiser(seed, int(self._empty.config.num_hidden_layers)).tensor(name, shape)
         return value
 
     def __getstate__(self) -> dict[str, Any]:

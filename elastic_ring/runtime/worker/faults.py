@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
-from elastic_ring.faults import Fault
+from elastic_ring.faults import EXCHANGES, Fault
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Injector:
         if self._pass_since is not None:
             passed_s = time.monotonic() - self._pass_since
             time.sleep(min(max(SLOW_FACTOR * passed_s, SLOW_LEAST_S), SLOW_MOST_S))
-        self._pass_since = time.monotonic() if phase in ("forward", "backward") else None
+        self._pass_since = time.monotonic() if phase in ("forward", "backward", *EXCHANGES) else None
 
     def _fire(self, fault: Fault) -> None:
         log.warning("planned fault %s fires in pid %d", fault, os.getpid())

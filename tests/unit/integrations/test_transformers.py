@@ -8,6 +8,7 @@ import pickle
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,9 @@ def test_a_trainer_takes_the_parts_that_the_factory_brings_unless_it_is_given_ot
     assert trainer.task.initial is not None
     assert json.loads(trainer.config_files["huggingface.json"])["config"]["model_type"] == "mistral"
     check_buildable(trainer.task)
+    sent = replace(trainer.task, step=replace(trainer.task.step, experts="send"))
+    with pytest.raises(ValueError, match="experts='send': says how tokens meet experts, and the model has none"):
+        check_buildable(sent)
     other = ElasticRingTrainer(model, StdlibText(CONTEXT), step_config=step, pattern="window:12")
     assert str(other.task.pattern) == "window:12"
     assert other._digest != trainer._digest

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.optim import (
     BALANCE_SCALE,
     OptimConfig,
@@ -20,7 +21,7 @@ from elastic_ring.train.optim import (
     make_own_optimizer,
 )
 from elastic_ring.train.wrap import check_own_optimizer
-from tests.unit.train.tiny_task import make_task
+from tests.unit.train.tiny_task import EXPERTS, make_task
 
 CONFIG = OptimConfig(peak_lr=1.0, min_lr=0.1, warmup_steps=4, total_steps=24)
 
@@ -127,7 +128,11 @@ def test_a_bias_that_balances_moves_by_the_same_step_whatever_the_size_of_its_gr
     torch.testing.assert_close(own[0][1], torch.tensor([-3.0, 3.0, 0.0]) * 1e-3 * BALANCE_SCALE, rtol=1e-6, atol=0)
     assert torch.equal(own[1][1], torch.ones(6)), "its group has another scale"
     with pytest.raises(ValueError, match=r"ffn\.balance_bias moves by a rule of the built-in AdamW"):
-        make_own_optimizer(torch.optim.Adagrad, own)  # type: ignore[arg-type]
+        make_own_optimizer(lambda named: torch.optim.Adagrad(tensors_of(named)), own)
+    task = make_task(optimizer=lambda named: torch.optim.SGD(tensors_of(named), lr=0.1))
+    task = replace(task, model=partial(Transformer, EXPERTS))
+    with pytest.raises(ValueError, match=r"balance_bias moves by a rule of the built-in AdamW"):
+        check_own_optimizer(task)
 
 
 def test_a_step_on_shards_is_bitwise_the_step_on_the_whole() -> None:
