@@ -287,8 +287,8 @@ class ElasticRingTrainer:
                 self.run_config,
                 attach.differences(config, self._identity, self._config()),
                 f"its folder {self.run_config.driver_folder}",
-                f"; another name with resume={self.run_config.storage_uri!r} goes on from its newest checkpoint, for "
-                "more steps, too",
+                f"; for more steps alone, submit it with extend=True (--extend); another name with "
+                f"resume={self.run_config.storage_uri!r} goes on from its newest checkpoint",
             )
             if is_whole:
                 self._tell_moved()

@@ -138,6 +138,8 @@ def _check(asked: TrainSettings) -> None:
     check_together(asked.scaling, asked.step, asked.run.faults)
     check_copies(asked.scaling.mesh, asked.run.copies)
     check_loss_spikes(asked.run, asked.optim)
+    if asked.step.experts != "auto" and not asked.model.num_experts:
+        raise ValueError(f"step.experts={asked.step.experts!r}: the model has no experts; leave it out")
     if asked.data.source != "stdlib":
         data_source(asked.data, asked.model, asked.step.context_tokens)
 

@@ -84,14 +84,15 @@ class ModelConfig:
             if given:
                 raise ValueError(
                     f"ModelConfig {given[0]}={getattr(self, given[0])}: says how experts are, and num_experts=0: give "
-                    "both or none"
+                    "both or none (a preset with experts gives it too)"
                 )
             return
-        if not 1 <= self.experts_per_token <= self.num_experts or not self.expert_width:
+        if not self.expert_width:
+            raise ValueError("ModelConfig expert_width=0: give the inner width of one expert beside num_experts")
+        if not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(
-                f"ModelConfig num_experts={self.num_experts}, experts_per_token={self.experts_per_token}, "
-                f"expert_width={self.expert_width}: a token takes at least one expert and at most all, each at least 1 "
-                "wide"
+                f"ModelConfig experts_per_token={self.experts_per_token}: a token takes 1 to "
+                f"num_experts={self.num_experts} experts"
             )
         if self.num_dense_layers >= self.num_layers:
             raise ValueError(

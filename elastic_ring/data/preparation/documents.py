@@ -32,6 +32,8 @@ MAX_NAMED = 20
 """How many bad inputs of a piece are named; all are counted."""
 MAX_WORDS = 500  # characters about one bad input
 OnBadInput = Literal["fail", "skip"]
+CONVERSATIONS = frozenset({"messages", "conversations"})
+"""Columns that `--chat` takes."""
 
 
 @dataclass
@@ -186,6 +188,8 @@ def _record(load: Callable[[], Any], where: str, content: Content, tally: Tally)
 def _lacks(content: Content, names: Any) -> str:
     """Which columns something with these ones needs."""
     way_out = "--text-column names the one to take" if content.is_text else "name one of them so"
+    if content.is_text and not CONVERSATIONS.isdisjoint(names):
+        way_out = "--chat takes conversations"
     return f"{' or '.join(map(repr, content.columns))}: it has {', '.join(map(str, names))}; {way_out}"
 
 

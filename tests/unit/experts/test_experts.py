@@ -121,8 +121,8 @@ def test_biases_even_out_the_load() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"experts_per_token": 6}, "experts_per_token=6"),
-        ({"expert_width": 0}, "expert_width=0"),
+        ({"experts_per_token": 6}, "experts_per_token=6: a token takes 1 to num_experts=5 experts"),
+        ({"expert_width": 0}, "expert_width=0: give the inner width of one expert"),
         ({"num_dense_layers": 1}, "num_dense_layers=1 of num_layers=1"),
         ({"num_experts": 0}, "experts_per_token=2: says how experts are, and num_experts=0"),
         ({"num_experts": -1}, "num_experts=-1: must be a whole number of at least 0"),

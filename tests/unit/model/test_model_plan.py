@@ -86,6 +86,7 @@ def test_what_the_start_would_refuse_a_plan_refuses_too(capsys: pytest.CaptureFi
         (["--dp", "8"], "global_batch=4 is less than dp=8"),
         (["--copies", "2", "--dp", "1"], "copies='2'"),
         (["--data", "shards:none", "--data.vocab-size", "300"], "data.vocab_size=300"),
+        (["--step.experts", "send"], "step.experts='send': the model has no experts"),
     ):
         assert train.main(["--plan", *flags]) == 2
         assert why in capsys.readouterr().err
