@@ -40,7 +40,7 @@ from elastic_ring.integrations.transformers.lora import (
 )
 from elastic_ring.integrations.transformers.module import PLAIN_HEAD, WHOLE_SLICE, build, checkpoint_layers
 from elastic_ring.integrations.transformers.weights import FolderWeights
-from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
 from elastic_ring.model.flops import model_flops
 from elastic_ring.train.task import Initial, ModelParts
 from elastic_ring.wording import few
@@ -71,6 +71,9 @@ class RingModel:
     experts: ExpertSizes = NO_EXPERTS
     buffers: Buffers = ()
     lora: Lora | None = None
+    num_parameters: int = 0
+    """Of the module; of these none is an adapter's."""
+    num_adapter_parameters: int = 0
 
     def __call__(self) -> nn.Module:
         made: nn.Module = build(self.config)
@@ -96,13 +99,13 @@ class RingModel:
         """What the trainer uses unless it is given something else: first values, pattern, vocabulary, records."""
         adapters: dict[str, Any] = {}
         initial: Initial = self.weights or FirstValues(self.config_json, step.seed)
-        frozen, flops = None, model_flops(self.sizes(), step.context_tokens)
+        frozen, flops = None, self.flops(step.context_tokens)
         if self.lora is not None:
             assert self.weights is not None
             adapters = {"lora": vars(self.lora), "weights": self.weights.digest}
             initial, frozen = AdapterValues(self.config_json, self.lora, step.seed), BaseWeights(self.weights)
             # A frozen parameter's gradient is not computed: 4 instead of 6 for each and token.
-            flops -= model_flops(self.sizes(), step.context_tokens, density=0.0) / 3
+            flops -= self.flops(step.context_tokens, density=0.0) / 3
         plain = {"folder": self.folder, "config": json.loads(self.config_json), "buffers": dict(self.buffers)}
         record = json.dumps({**plain, **adapters}, indent=1) + "\n"
         return ModelParts(
@@ -147,10 +150,20 @@ class RingModel:
             loss_chunk_tokens=self.loss_chunk_tokens if config.model_type in PLAIN_HEAD else WHOLE_SLICE,
         )
 
+    def flops(self, context_tokens: int, density: float = 1.0) -> float:
+        """Of one sequence, forward and backward. Values narrower than keys cost what they are wide."""
+        sizes, width = self.sizes(), getattr(self.config, "v_head_dim", None)
+        if width:
+            density *= (sizes.head_dim + int(width)) / (2 * sizes.head_dim)
+        num_active = self.num_parameters - num_parameters(sizes) + active_parameters(sizes)
+        return model_flops(sizes, context_tokens, density, num_active if self.num_parameters else None)
+
     def description(self) -> str:
         begins = "weights from the folder" if self.weights is not None else "values drawn from the seed"
-        adapters = "" if self.lora is None else f", frozen; adapters {self.lora}"
-        return f"{self.config.model_type}, {begins}{adapters}"
+        adapters = ""
+        if self.lora is not None:
+            adapters = f", frozen; {self.num_adapter_parameters:,} parameters of adapters are trained ({self.lora})"
+        return f"{self.config.model_type}, {self.num_parameters:,} parameters, {begins}{adapters}"
 
     def pattern(self, context_tokens: int) -> LayerPatterns | None:
         """The sliding windows that a sequence of `context_tokens` notices, by layer; None where there are none.
@@ -221,7 +234,8 @@ def ring_model(
         model = build(made.config)
     windows_found = trace(model, made.config)
     check_experts(model, made.config)
-    made = replace(made, layer_windows=windows_found, experts=expert_sizes(model, made.config))
+    number = _count(model)
+    made = replace(made, layer_windows=windows_found, experts=expert_sizes(model, made.config), num_parameters=number)
     if adapters is not None:
         has_base, has_experts = folder is not None and weights, made.experts != NO_EXPERTS
         check_lora(adapters, model, has_base=has_base, has_experts=has_experts)
@@ -239,7 +253,19 @@ def ring_model(
     buffers = {name: tuple(value.flatten().tolist()) for name, value in fitted.buffers(model).items()}
     if buffers:
         log.info("%s: %s stay as they are in the folder; nothing trains them", folder, few([*buffers], 3))
-    return replace(made, weights=fitted, buffers=tuple(buffers.items()), lora=adapters)
+    if adapters is not None:
+        adapt(model, adapters)
+    return replace(
+        made,
+        weights=fitted,
+        buffers=tuple(buffers.items()),
+        lora=adapters,
+        num_adapter_parameters=_count(model) - number,
+    )
+
+
+def _count(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
 
 
 def _head_dim(config: Any) -> int:

@@ -153,6 +153,8 @@ def test_parameters_are_counted_in_all_and_for_a_token(family: str) -> None:
     assert (sizes.num_experts, sizes.experts_per_token) == (6, 2)
     if family != "deepseek_v3":  # whose projections to latents our decoder does not have
         assert num_parameters(sizes) == pytest.approx(built, rel=0.03), "norms, gates and biases apart"
+    assert model.num_parameters == built
+    assert f"{built:,} parameters" in model.description()
     layers = sizes.num_layers - sizes.num_dense_layers
     assert num_parameters(sizes) - active_parameters(sizes) == 4 * 3 * 32 * sizes.expert_width * layers
 
@@ -177,3 +179,12 @@ def test_the_plan_of_a_released_shape_counts_what_its_name_says() -> None:
         pytest.approx(3.35e9, rel=0.01),
     )
     assert sizes.loss_chunk_tokens == 1024
+
+
+def test_latent_attention_counts_what_it_multiplies() -> None:
+    model = ring_model(T.DeepseekV3Config())
+    assert model.num_parameters == pytest.approx(671e9, rel=0.001)
+    dense = model.flops(4096, density=0.0) / (6 * 4096)
+    assert dense == pytest.approx(36.6e9, rel=0.02), "37.6 of which the embedding is only read"
+    attention = model.flops(4096) - model.flops(4096, density=0.0)
+    assert attention == pytest.approx(6 * 4096**2 * 128 * (192 + 128) / 2 * 61)
