@@ -1,5 +1,5 @@
-"""Balance without a loss: a bias on each expert's score, which counts for the choice only (Wang et al. 2024,
-arXiv:2408.15664).
+"""Balance of experts: by a bias on each expert's score, which counts for the choice only (Wang et al. 2024,
+arXiv:2408.15664), or by a loss (Fedus et al. 2021, arXiv:2101.03961).
 
 The bias is a parameter, and its gradient is how many tokens too many its expert got. So it is summed over slices and
 rings, voted on, applied, healed and saved as every gradient and parameter is, and recomputation does not count twice.
@@ -8,10 +8,14 @@ An optimizer takes the sign of that gradient (`train.optim`): a bias falls or ri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from elastic_ring.attention.comm.exchange import Group
+from elastic_ring.experts.exchange import ring_sum
 
 BIAS = "balance_bias"
 """How such parameters' names end."""
@@ -21,6 +25,28 @@ def with_excess(weights: Tensor, bias: Tensor, load: Tensor) -> Tensor:
     """`weights` as they are; in backward `bias` (E,) gets what `load` (E,) has over an equal share as its gradient."""
     same: Tensor = _Excess.apply(weights, bias, load)
     return same
+
+
+def balancing_loss(logits: Sequence[Tensor], top_k: int, group: Group | None, num_targets: Tensor) -> Tensor:
+    """A rank's part of E sum_e f_e P_e, times the targets of the whole sequence: it adds up as sums of losses do.
+
+    `logits`: of each layer's router, (T, E) for this rank's tokens. f_e: the share of all choices that fell on expert
+    e, P_e: the mean probability of e, both over all layers and all tokens of the ring's sequence, as transformers has
+    it. Choices are counted over the ring in forward; no gradient passes through them.
+    """
+    num_experts = logits[0].size(-1)
+    experts = torch.arange(num_experts, device=logits[0].device)
+    counts, shares = torch.zeros_like(experts), torch.zeros(num_experts, device=experts.device)
+    for layer in logits:
+        likely = layer.float().softmax(-1)
+        chosen = likely.detach().topk(top_k, dim=-1).indices
+        for choice in chosen.unbind(1):
+            counts = counts + (choice[:, None] == experts).sum(0)
+        shares = shares + likely.sum(0)
+    num_rows = counts.new_tensor([len(logits) * logits[0].size(0)])
+    whole = ring_sum(torch.cat([counts, num_rows, num_targets.reshape(1).to(counts.dtype)]), group).float()
+    rows, targets = whole[num_experts], whole[num_experts + 1]
+    return num_experts * (whole[:num_experts] / rows * (shares / rows)).sum() * targets
 
 
 class _Excess(torch.autograd.Function):

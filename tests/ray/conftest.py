@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve worke
 ALONE = {"dp": 1, "cp": 1, "spares": 0}
 """The mesh of tests that are not about a mesh: one worker starts sooner than five."""
 TINY = ModelConfig(257, 2, 32, 4, 2, 8, 64)
+EXPERTS = replace(TINY, num_experts=5, experts_per_token=2, expert_width=16, shared_width=16)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastic_ring.experts.balance import balancing_loss
 from elastic_ring.experts.compute import grouped_linear
 from elastic_ring.experts.exchange import computed, own_rows
 from elastic_ring.experts.order import Order
@@ -64,8 +65,23 @@ def _linear(module: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
 def mark(model: nn.Module, config: Any) -> None:
     """Have a model's experts say what `experts.exchange` asks of a layer."""
     for _, module in expert_modules(model):
-        module.experts_per_token = next((value for name in TOP_K if (value := getattr(config, name, None))), 0)
+        module.experts_per_token = _top_k(config)
         module.width, module.exchange = int(config.hidden_size), None
+
+
+def has_balancing_loss(config: Any) -> bool:
+    """Whether transformers would add one to the loss."""
+    return bool(getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0))
+
+
+def balancing(config: Any, logits: Any, attention: Any, num_targets: Tensor) -> Tensor:
+    """This rank's part of the balancing loss, with the config's coefficient."""
+    part = balancing_loss(tuple(logits), _top_k(config), getattr(attention, "group", None), num_targets)
+    return float(config.router_aux_loss_coef) * part
+
+
+def _top_k(config: Any) -> int:
+    return next((value for name in TOP_K if (value := getattr(config, name, None))), 0)
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -75,8 +91,9 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def check_experts(model: nn.Module, config: Any) -> None:
-    """Raises ValueError for experts that this function does not compute, and for what depends on how a batch is cut."""
+def check_experts(model: nn.Module, config: Any, *, adds_loss: bool = True) -> None:
+    """Raises ValueError for experts that this function does not compute, and for what depends on how a batch is cut.
+    `adds_loss`: the model's loss can have a balancing loss beside it."""
     kind = f"model_type={config.model_type!r}"
     for name in NOISE:
         if getattr(config, name, 0.0):
@@ -84,11 +101,8 @@ def check_experts(model: nn.Module, config: Any) -> None:
                 f"{kind} {name}={getattr(config, name)}: routers have no noise here, because a step that runs again "
                 "must choose the same experts; set it to 0.0"
             )
-    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0):
-        raise ValueError(
-            f"{kind} output_router_logits=True: a balancing loss of the whole sequence is not computed; set it to "
-            "False, or train without that loss"
-        )
+    if has_balancing_loss(config) and not adds_loss:
+        raise ValueError(f"{kind} output_router_logits=True: its balancing loss is not computed here; set it to False")
     if getattr(config, "expert_capacity", None) or getattr(config, "capacity_factor", None):
         raise ValueError(
             f"{kind} has a capacity of its experts: which tokens are dropped would depend on the number of ranks; set "

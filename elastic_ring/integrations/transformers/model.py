@@ -233,14 +233,16 @@ def ring_model(
     with torch.device("meta"):
         model = build(made.config)
     windows_found = trace(model, made.config)
-    check_experts(model, made.config)
+    check_experts(model, made.config, adds_loss=made.config.model_type in PLAIN_HEAD)
     number = _count(model)
     made = replace(made, layer_windows=windows_found, experts=expert_sizes(model, made.config), num_parameters=number)
     if adapters is not None:
         has_base, has_experts = folder is not None and weights, made.experts != NO_EXPERTS
         check_lora(adapters, model, has_base=has_base, has_experts=has_experts)
-    if folder is None or not weights:
-        return made
+    return made if folder is None or not weights else _with_weights(made, folder, model, adapters)
+
+
+def _with_weights(made: RingModel, folder: Path, model: Any, adapters: Lora | None) -> RingModel:
     found = FolderWeights.open(folder)
     if found is None and adapters is not None:
         raise ValueError(
@@ -255,12 +257,13 @@ def ring_model(
         log.info("%s: %s stay as they are in the folder; nothing trains them", folder, few([*buffers], 3))
     if adapters is not None:
         adapt(model, adapters)
+    num_adapter_parameters = _count(model) - made.num_parameters
     return replace(
         made,
         weights=fitted,
         buffers=tuple(buffers.items()),
         lora=adapters,
-        num_adapter_parameters=_count(model) - number,
+        num_adapter_parameters=num_adapter_parameters,
     )
 
 

@@ -146,18 +146,23 @@ def _ring_class(base: Any) -> Any:
         if targets is None or self.config.model_type not in PLAIN_HEAD:
             logits = base.forward(self, **named).logits
             return logits if targets is None else _cross_entropy(logits, targets)
-        hidden = self.base_model(**named).last_hidden_state
+        balances = self.training and experts.has_balancing_loss(self.config)
+        found = self.base_model(**named, **({"output_router_logits": True} if balances else {}))
+        hidden = found.last_hidden_state
         cap = getattr(self.config, "final_logit_softcapping", None)
         divisor = getattr(self.config, "logits_scaling", 1.0)
         if divisor != 1.0:
             hidden = hidden / divisor
-        return chunked_cross_entropy(
+        loss, num_targets = chunked_cross_entropy(
             hidden.flatten(0, 1),
             self.get_output_embeddings().weight,
             targets.flatten(),
             self.loss_chunk_tokens,
             softcap=cap,
         )
+        if balances:
+            loss = loss + experts.balancing(self.config, found.router_logits, attention, num_targets)
+        return loss, num_targets
 
     # Under the base's own module: transformers takes classes of other modules for custom code.
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "loss_chunk_tokens": 1024})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from elastic_ring.faults import EXCHANGES
-from tests.ray.conftest import TINY, Heard, fault_free
+from tests.ray.conftest import EXPERTS, Heard, fault_free
 
 Train = Callable[..., dict[str, Any]]
 Summary = dict[str, Any]
@@ -36,7 +35,6 @@ THREE_RINGS_MORE = (
     "kill@step=1,phase=apply,rank=1; kill@step=3,phase=idle,rank=3; kill@step=3,phase=idle,rank=2;"
     "kill@step=7,phase=forward,rank=7"
 )
-EXPERTS = replace(TINY, num_experts=5, experts_per_token=2, expert_width=16, shared_width=16)
 OTHER_WAYS_TO_GO = "freeze@step=2,phase=backward,rank=2; gil@step=4,rank=1; exit@step=6,phase=forward,rank=3"
 
 

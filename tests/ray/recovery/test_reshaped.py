@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from elastic_ring import CheckpointConfig
 from elastic_ring.data.source import PreparedTokens
 from elastic_ring.runtime.driver.cluster import left_behind
-from tests.ray.conftest import ALONE, check_records, tiny_trainer, wait_for
+from tests.ray.conftest import ALONE, EXPERTS, check_records, tiny_trainer, wait_for
 
 Train = Callable[..., dict[str, Any]]
 Summary = dict[str, Any]
@@ -52,6 +53,25 @@ def test_a_loss_without_a_spare_shrinks_the_mesh_and_it_grows_back(
     assert left_behind("shrink") == []
     assert_same_samples(result.summary, reference)
     assert [generation["mesh"]["dp"] for generation in result.summary["generations"]] == [2, 1, 2]
+
+
+@pytest.mark.slow
+def test_with_experts_a_mesh_shrinks_and_a_checkpoint_goes_on_in_a_longer_ring_that_gathers_them(
+    train: Train, mixture: PreparedTokens
+) -> None:
+    """Five experts: tokens are sent to them in rings of two, their weights gathered in one of four."""
+    settings: dict[str, Any] = {"model": EXPERTS, "data": mixture, "spares": 0}
+    alone = train("experts-alone", **{**settings, **ALONE})
+    kept = {"checkpoint_config": CheckpointConfig(every_steps=6)}
+    faults = "kill@step=8,phase=dispatch,hop=2,rank=3"
+    shrunk = train("experts-shrink", faults=faults, experts="send", run=kept, **settings)
+    assert_same_samples(shrunk, alone, rel=1e-3)
+    assert [generation["mesh"]["dp"] for generation in shrunk["generations"]][:2] == [2, 1]
+    path = next(one["path"] for one in shrunk["checkpoints"] if one["step"] == 6)
+    other = train("experts-other", dp=1, cp=4, experts="gather", run={"resume": path}, **settings)
+    assert other["resumed_from"] == [{"step": 6, "path": path}]
+    assert other["losses"][:6] == shrunk["losses"][:6]
+    assert_same_samples(other, alone, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -34,6 +34,9 @@ ROUTED = {**ALIKE, **WIDTH, "n_routed_experts": 6, "first_k_dense_replace": 1, "
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 FAMILIES: dict[str, Any] = {
     "mixtral": lambda: T.MixtralConfig(**ALIKE, num_local_experts=6),
+    "mixtral, balanced": lambda: T.MixtralConfig(
+        **ALIKE, num_local_experts=6, output_router_logits=True, router_aux_loss_coef=0.5
+    ),
     "qwen2_moe": lambda: T.Qwen2MoeConfig(**ALIKE, **WIDTH, num_experts=6, shared_expert_intermediate_size=32),
     "qwen3_moe": lambda: T.Qwen3MoeConfig(**ALIKE, **WIDTH, num_experts=6, head_dim=8, mlp_only_layers=[0]),
     "olmoe": lambda: T.OlmoeConfig(**ALIKE, num_experts=6),
@@ -52,7 +55,7 @@ FAMILIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.thinned(num=9)
+@pytest.mark.thinned(num=11)
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_on_a_ring_are_those_of_transformers(family: str, cp: int) -> None:
@@ -74,7 +77,10 @@ def test_loss_and_gradients_on_a_ring_are_those_of_transformers(family: str, cp:
     theirs = T.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).train()
     theirs.load_state_dict(ours[0].state_dict())
     tokens = torch.from_numpy(sample.tokens)
-    expected = F.cross_entropy(theirs(tokens[None, :-1], use_cache=False).logits[0], tokens[1:], reduction="sum")
+    found = theirs(tokens[None, :-1], use_cache=False)
+    expected = F.cross_entropy(found.logits[0], tokens[1:], reduction="sum")
+    if config.to_dict().get("output_router_logits"):
+        expected = expected + config.router_aux_loss_coef * found.aux_loss * CONTEXT
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-3)
     for (name, param), *others in zip(theirs.named_parameters(), *(one.parameters() for one in ours), strict=True):

@@ -230,10 +230,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: T.MixtralConfig(**SMALL, router_jitter_noise=0.1),
         r"router_jitter_noise=0\.1: .* a step that runs again must choose the same experts",
     ),
-    "a balancing loss": (
-        lambda: T.MixtralConfig(**SMALL, output_router_logits=True),
-        "output_router_logits=True: a balancing loss of the whole sequence is not computed",
-    ),
     "dropout": (lambda: T.LlamaConfig(**SMALL, attention_dropout=0.1), r"attention_dropout=0\.1: .* set it to 0\.0"),
     "dynamic rope": (
         lambda: T.LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
