@@ -17,7 +17,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-Products = Literal["grouped", "loop"]
+ProductKind = Literal["grouped", "loop"]
 ALIGNED_BYTES = 16
 """Of the rows that grouped kernels of GPUs read."""
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -31,10 +31,10 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     if rows.is_meta:  # where torch's product knows bfloat16 only
         return rows.new_empty(rows.size(0), weight.size(1))
-    return _PRODUCTS[products(rows, weight)](rows, weight, ends)
+    return _PRODUCTS[product_kind(rows, weight)](rows, weight, ends)
 
 
-def products(rows: Tensor, weight: Tensor) -> Products:
+def product_kind(rows: Tensor, weight: Tensor) -> ProductKind:
     """Which way these rows go."""
     aligned = all(size * rows.element_size() % ALIGNED_BYTES == 0 for size in weight.shape[1:])
     if not aligned or rows.dtype not in _TOLERANCE or rows.size(0) == 0:
@@ -53,7 +53,7 @@ def _loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([F.linear(*pair) for pair in zip(rows.split(loads), weight.unbind(), strict=True)])
 
 
-_PRODUCTS: dict[Products, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"grouped": _grouped, "loop": _loop}
+_PRODUCTS: dict[ProductKind, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"grouped": _grouped, "loop": _loop}
 
 
 @lru_cache(maxsize=16)

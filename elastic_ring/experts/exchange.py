@@ -62,8 +62,7 @@ class ExpertExchange:
         self.cp, self.cp_rank = cp, cp_rank
         self.ledger = HopLedger()
         self._check, self._observe, self._waiting = check, observe, waiting
-        self._abandoned: list[Tensor] = []
-        self._all_to_all: AllToAll | None = AllToAll(cp, cp_rank, group, self.ledger, self._abandoned)
+        self._all_to_all: AllToAll | None = AllToAll(cp, cp_rank, group, self.ledger, [])
         self._numbers, self._step = Counter[str](), 0
 
     def begin(self, step: int) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from elastic_ring import CheckpointConfig
 from elastic_ring.experts import compute
-from elastic_ring.experts.compute import grouped_linear, products
+from elastic_ring.experts.compute import grouped_linear, product_kind
 from elastic_ring.experts.order import Order
 from tests.gpu.test_durable_on_gpu import SAME, SMALL, own_ray, run
 
@@ -25,7 +25,7 @@ def test_a_grouped_product_and_its_gradients_repeat_a_hundred_times() -> None:
     tokens = torch.randn(4096, 1024, dtype=torch.bfloat16, device="cuda")
     order = Order.of(torch.rand(4096, 64, device="cuda").topk(8).indices % 61, 64)  # the last three have no rows
     weight = torch.randn(64, 768, 1024, dtype=torch.bfloat16, device="cuda")
-    assert products(order.spread(tokens), weight) == "grouped"
+    assert product_kind(order.spread(tokens), weight) == "grouped"
     first = None
     for _ in range(100):
         leaves = [tokens.clone().requires_grad_(), weight.clone().requires_grad_()]

@@ -215,25 +215,41 @@ def _empty(model: Any, stored: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 def _write_weights(
     model: Any, value: Callable[[str], Tensor], empty: Mapping[str, Tensor], out: Path, max_file_size: str
 ) -> tuple[int, int]:
-    """(bytes, files) of the weights, under the names in which the hub has them."""
+    """(bytes, files) of the weights, under the names in which the hub has them: experts one by one. In memory are the
+    tensors of one file, and one of the model's."""
     from huggingface_hub import split_torch_state_dict_into_shards
-    from transformers.core_model_loading import revert_weight_conversion
 
-    plan, places = split_torch_state_dict_into_shards(dict(empty), max_shard_size=max_file_size), dict[str, str]()
-    for file_name, names in plan.filename_to_tensors.items():
-        held = {name: value(name).to(empty[name].dtype).contiguous() for name in names}
-        found = revert_weight_conversion(model, held)  # experts one by one, which are views
-        saved = {name: held[name] if held.get(name) is tensor else tensor.clone() for name, tensor in found.items()}
-        places |= dict.fromkeys(saved, file_name)
-        partial = out / f".{file_name}.{os.getpid()}"
-        save_file(saved, partial, metadata={"format": "pt"})
-        partial.chmod(0o666 & ~_umask(out))
-        os.replace(partial, out / file_name)
+    pieces = {name: _pieces(model, name, tensor) for name, tensor in empty.items()}
+    flat = {name: tensor for parts in pieces.values() for name, tensor in parts.items()}
+    plan, held = split_torch_state_dict_into_shards(flat, max_shard_size=max_file_size), dict[str, Tensor]()
+    for name, tensor in empty.items():
+        whole = value(name).to(tensor.dtype).contiguous()
+        for part, found in _pieces(model, name, whole).items():
+            held[part] = found if found is whole else found.clone()  # a view, of which a file may have no two
+            file_name = plan.tensor_to_filename[part]
+            if all(other in held for other in plan.filename_to_tensors[file_name]):
+                _write_file({other: held.pop(other) for other in plan.filename_to_tensors[file_name]}, out, file_name)
+    assert not held, sorted(held)
     if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": places}
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in empty.values())
     return num_bytes, len(plan.filename_to_tensors)
+
+
+def _pieces(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """What a folder stores of a parameter, by transformers' own table."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    return found
+
+
+def _write_file(tensors: Mapping[str, Tensor], out: Path, file_name: str) -> None:
+    partial = out / f".{file_name}.{os.getpid()}"
+    save_file(dict(tensors), partial, metadata={"format": "pt"})
+    partial.chmod(0o666 & ~_umask(out))
+    os.replace(partial, out / file_name)
 
 
 def _umask(folder: Path) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elastic_ring.experts import compute
-from elastic_ring.experts.compute import grouped_linear, products
+from elastic_ring.experts.compute import grouped_linear, product_kind
 from elastic_ring.experts.order import Order
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.feed_forward import MoE
@@ -64,7 +66,7 @@ def test_the_grouped_product_is_the_loop_and_repeats_to_the_bit(dtype: torch.dty
     assert order.load.tolist() == [3, 2, 0, 3]
     assert order.rows[order.back].tolist() == list(range(8))
     rows, weight, found = torch.randn(8, 16, dtype=dtype), torch.randn(4, 24, 16, dtype=dtype), []
-    assert products(rows, weight) == "grouped"
+    assert product_kind(rows, weight) == "grouped"
     for product in (grouped_linear, grouped_linear, compute._loop):
         leaves = [rows.clone().requires_grad_(), weight.clone().requires_grad_()]
         out = product(*leaves, order.ends)
@@ -75,10 +77,32 @@ def test_the_grouped_product_is_the_loop_and_repeats_to_the_bit(dtype: torch.dty
         torch.testing.assert_close(ours, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        (lambda rows, weight, ends: compute._loop(rows, weight, ends) * 1.01, "is off by 0.01"),
+        (lambda rows, weight, ends: torch.mm(rows, weight[0]), r"no grouped product .* a loop takes its place"),
+    ],
+    ids=["a wrong one", "one that fails"],
+)
+def test_where_the_grouped_product_does_not_pass_its_self_test_the_loop_serves_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: Any, told: str
+) -> None:
+    monkeypatch.setattr(compute, "_grouped", broken)
+    rows, weight, ends = torch.randn(2, 8), torch.randn(2, 8, 8), torch.tensor([1, 2], dtype=torch.int32)
+    compute._serves.cache_clear()
+    try:
+        assert product_kind(rows, weight) == "loop"
+        torch.testing.assert_close(grouped_linear(rows, weight, ends), compute._loop(rows, weight, ends))
+    finally:
+        compute._serves.cache_clear()
+    assert re.search(told, caplog.text)
+
+
 def test_shapes_that_grouped_kernels_do_not_read_and_no_row_at_all_go_through_the_loop() -> None:
     ends = torch.tensor([0, 2], dtype=torch.int32)
     rows, weight = torch.randn(2, 3), torch.randn(2, 5, 3)
-    assert products(rows, weight) == "loop"
+    assert product_kind(rows, weight) == "loop"
     torch.testing.assert_close(grouped_linear(rows, weight, ends), rows @ weight[1].mT)
     assert grouped_linear(torch.empty(0, 8), torch.randn(2, 8, 8), 0 * ends).shape == (0, 8)
 
