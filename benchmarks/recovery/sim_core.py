@@ -40,7 +40,7 @@ from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.replay import journal_line
 from elastic_ring.control.state import State, members, phase_name
 from elastic_ring.errors import ElasticRingError
-from elastic_ring.forecast import faults
+from tests.sim.simulator import faults
 from tests.sim.truth import simulate
 
 

@@ -9,10 +9,10 @@ from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import Build
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.control.state import Closing, Ended, State
-from elastic_ring.forecast.sim_worker import Group, SimWorker
+from tests.sim.simulator.worker import Group, SimWorker
 
 if TYPE_CHECKING:
-    from elastic_ring.forecast.simulate import World
+    from tests.sim.simulator.simulate import World
 
 
 def check_step_back(world: World, before: State, after: State, order: Build) -> None:

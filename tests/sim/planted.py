@@ -14,10 +14,10 @@ from elastic_ring.control.decisions import corpus, quorum, rollback, step_back
 from elastic_ring.control.messages import Report
 from elastic_ring.control.placement import copies, policy
 from elastic_ring.control.placement.gpu_capacity import placeable
-from elastic_ring.forecast import sim_corpus
-from elastic_ring.forecast.sim_copies import SimCopies
-from elastic_ring.forecast.sim_shard import Shard
-from elastic_ring.forecast.sim_worker import SimWorker
+from tests.sim.simulator import corpus as simulated_corpus
+from tests.sim.simulator.copies import SimCopies
+from tests.sim.simulator.shard import Shard
+from tests.sim.simulator.worker import SimWorker
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -225,7 +225,7 @@ def _end_at_a_spike_despite_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_later_manifests(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sim_corpus, "journalled", lambda lines: ())
+    patch.setattr(simulated_corpus, "journalled", lambda lines: ())
 
 
 PLANTED: dict[str, Plant] = {

@@ -15,13 +15,13 @@ from elastic_ring.control.messages import Build, Event, Finalize, MemberFailed, 
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import phase_name
 from elastic_ring.errors import IllegalTransition
-from elastic_ring.forecast import sim_worker
-from elastic_ring.forecast.faults import FAULTS, GROWN, HELD, OWN, SPIKES, STORED, random_schedule
-from elastic_ring.forecast.sim_corpus import SimCorpus
-from elastic_ring.forecast.sim_worker import SimWorker
-from elastic_ring.forecast.simulate import NotFinished
 from elastic_ring.runtime.gpu import cuda_contexts
 from tests.sim.planted import FIRST_SEEDS, PLANTED
+from tests.sim.simulator import worker
+from tests.sim.simulator.corpus import SimCorpus
+from tests.sim.simulator.faults import FAULTS, GROWN, HELD, OWN, SPIKES, STORED, random_schedule
+from tests.sim.simulator.simulate import NotFinished
+from tests.sim.simulator.worker import SimWorker
 from tests.sim.truth import World, simulate
 
 
@@ -199,7 +199,7 @@ def test_random_schedules_have_processes_that_end_when_they_would_stand_by_again
             ended.append(self.name)
 
     monkeypatch.setattr(SimWorker, "_ordered", listen)
-    assert sim_worker.SETTLED_STEPS == cuda_contexts.SETTLED_STEPS
+    assert worker.SETTLED_STEPS == cuda_contexts.SETTLED_STEPS
     ends = [simulate(seed).end for seed in range(300)]
     assert len(ended) >= 4
     assert sum(end.message == "all steps committed" for end in ends) >= 180

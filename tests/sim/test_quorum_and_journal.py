@@ -13,9 +13,9 @@ from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.replay import replay, standing, term_note
 from elastic_ring.control.state import members
 from elastic_ring.errors import JournalDamaged
-from elastic_ring.forecast.faults import random_schedule
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench
+from tests.sim.simulator.faults import random_schedule
 from tests.sim.truth import World
 
 OLD, NEW = (1, 4), (1, 5)

@@ -13,9 +13,9 @@ from elastic_ring.control.invariants import InvariantBroken
 from elastic_ring.control.messages import Build, Event, Published, Resumed
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import Building, Change
-from elastic_ring.forecast.faults import HELD, Schedule, random_schedule
-from elastic_ring.forecast.simulate import Outcome
 from tests.sim.copies_truth import complete_steps
+from tests.sim.simulator.faults import HELD, Schedule, random_schedule
+from tests.sim.simulator.simulate import Outcome
 from tests.sim.truth import World
 
 EVERY = 3

@@ -6,11 +6,11 @@ from elastic_ring.control.decisions.rollback import batch_of, pending
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import Build, Checkpoint, Command, EndRun
 from elastic_ring.control.state import Closing, Ended, Forming, State, membership_of
-from elastic_ring.forecast import simulate as simulator
-from elastic_ring.forecast.faults import Schedule, random_schedule
-from elastic_ring.forecast.sim_worker import SimWorker
-from elastic_ring.forecast.simulate import Listener, Outcome
 from tests.sim.copies_truth import check_no_copy, check_step_back
+from tests.sim.simulator import simulate as simulator
+from tests.sim.simulator.faults import Schedule, random_schedule
+from tests.sim.simulator.simulate import Listener, Outcome
+from tests.sim.simulator.worker import SimWorker
 
 HEARD_S = 8.0  # the slowest way of a reliable message past dead coordinators
 

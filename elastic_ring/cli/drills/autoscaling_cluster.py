@@ -118,7 +118,7 @@ class AutoscalingCluster:
         self._until("the head", lambda: "Ray runtime started" in (self._folder / "head.log").read_text())
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *_: object) -> None:
         """Kills what this cluster has started, and nothing else."""
         for process in self._own():
             with suppress(psutil.NoSuchProcess):

@@ -47,7 +47,7 @@ class LocalCluster:
             raise
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *_: object) -> None:
         kill_everything(self._token)
         for node in self.nodes:
             node.wait()

@@ -107,7 +107,7 @@ class Prometheus:
             )
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()

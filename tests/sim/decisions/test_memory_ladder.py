@@ -19,8 +19,8 @@ from elastic_ring.control.messages import (
     WorkerLost,
 )
 from elastic_ring.control.state import members, spares
-from elastic_ring.forecast.faults import random_schedule
 from tests.sim.bench import Bench, build_in, end_in, only
+from tests.sim.simulator.faults import random_schedule
 from tests.sim.truth import simulate
 
 NODES = {"a": 3, "b": 3}

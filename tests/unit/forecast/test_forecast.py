@@ -30,7 +30,7 @@ from elastic_ring.forecast.goodput import (
 from elastic_ring.forecast.scenario import Scenario, curve, default_efficiency, forecast, tornado
 from elastic_ring.forecast.sizing.machines import GPUS, named_fleet
 from elastic_ring.forecast.sizing.uncertain import Range, around
-from elastic_ring.forecast.tier1 import Tier1
+from tests.sim.simulator.tier1 import Tier1
 
 RUN = ["--preset", "8b", "--dp", "64", "--global-batch", "64"]
 

@@ -34,11 +34,11 @@ from elastic_ring.control.messages import (
     Vote,
     WorkerReady,
 )
-from elastic_ring.forecast.sim_copies import SimCopies
-from elastic_ring.forecast.sim_shard import Shard
+from tests.sim.simulator.copies import SimCopies
+from tests.sim.simulator.shard import Shard
 
 if TYPE_CHECKING:
-    from elastic_ring.forecast.simulate import World
+    from tests.sim.simulator.simulate import World
 
 BATCH = 12
 """Sequences in the simulated global batch."""

@@ -17,10 +17,10 @@ from elastic_ring.control.decisions.corpus import journalled, version_at
 from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import CorpusGrew, CorpusRecalled, CorpusVersion, Vote
 from elastic_ring.control.state import State
-from elastic_ring.forecast.sim_worker import Group
+from tests.sim.simulator.worker import Group
 
 if TYPE_CHECKING:
-    from elastic_ring.forecast.simulate import Coordinator, World
+    from tests.sim.simulator.simulate import Coordinator, World
 
 
 class SimCorpus:

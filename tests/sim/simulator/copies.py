@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ring.control.messages import Build, Heal, Vote
 from elastic_ring.control.placement.copies import HeldCopy, ParityGroup, SnapshotId
-from elastic_ring.forecast.sim_shard import Shard
+from tests.sim.simulator.shard import Shard
 
 if TYPE_CHECKING:
-    from elastic_ring.forecast.sim_worker import Group, SimWorker
+    from tests.sim.simulator.worker import Group, SimWorker
 
 SEND_AGAIN_S = 0.5
 FLIPPED = Vote(-1, (-1.0,))

@@ -41,10 +41,10 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.control.state import State
-from elastic_ring.forecast.faults import Schedule
-from elastic_ring.forecast.sim_corpus import SimCorpus
-from elastic_ring.forecast.sim_storage import SimStorage
-from elastic_ring.forecast.sim_worker import Group, SimWorker
+from tests.sim.simulator.corpus import SimCorpus
+from tests.sim.simulator.faults import Schedule
+from tests.sim.simulator.storage import SimStorage
+from tests.sim.simulator.worker import Group, SimWorker
 
 
 class NotFinished(AssertionError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from elastic_ring.control.messages import Build, Checkpoint, CheckpointsKnown, Vote
 
 if TYPE_CHECKING:
-    from elastic_ring.forecast.simulate import World
+    from tests.sim.simulator.simulate import World
 
 
 WRITE_S = 5.0
