@@ -3,6 +3,7 @@
     python benchmarks/recovery/bench_hosts.py --hosts 4 --save              one GPU a host
     python benchmarks/recovery/bench_hosts.py --hosts 4 --device cpu        the same on CPUs, one slot a host
     python benchmarks/recovery/bench_hosts.py --hosts 3 --gpus 2            three hosts, two of which share a GPU
+    python benchmarks/recovery/bench_hosts.py --hosts 2 --cases doctor      `elastic-ring doctor` alone
 
 Each host is a raylet of its own; on GPUs NCCL is told that the hosts differ, so everything goes over sockets. A head
 without GPUs holds the coordinator. Where there are fewer GPUs than hosts, hosts take them in turn and each has its own
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,11 +34,12 @@ from benchmarks.harness import results
 from benchmarks.harness.arguments import bench_parser, list_of
 from elastic_ring.cli.drills.local_cluster import LocalCluster
 from elastic_ring.cli.drills.processes import marked, start_training
-from elastic_ring.config import Timeouts
+from elastic_ring.config import Timeouts, environment
 from elastic_ring.monitor.metrics import SUMMARY_NAME
 from elastic_ring.runtime.gpu.leases import FOLDER
 
 TOKEN = "bench-hosts"
+DOCTOR = "doctor"
 STEPS, FAULT_STEP = 24, 12
 RUN_S, LEFT_S, HOST_UP_S = 240.0, 10.0, 4.0
 SPARE_BAR_S, SHRINK_BAR_S = 3.0, 2.5
@@ -68,6 +71,7 @@ class Case:
 
 
 CASES = (
+    Case(DOCTOR, 1, 1),
     Case("dp2", 2, 1),
     Case("dp2-kill-process", 2, 1, spares=1, fault="kill"),
     Case("dp2-kill-host", 2, 1, spares=1, fault="kill-node", bar_s=SPARE_BAR_S),
@@ -163,6 +167,18 @@ def run(case: Case, folder: Path, options: argparse.Namespace, cluster: LocalClu
     return row | {"left": left_behind()}
 
 
+def examine(options: argparse.Namespace, cluster: LocalCluster, folder: Path) -> dict[str, Any]:
+    """What the doctor says of the hosts, a row as `run` gives one."""
+    own = ["--scaling.device", "cpu", "--cpus-per-worker", "1"] if options.device == "cpu" else []
+    command = [sys.executable, "-m", "elastic_ring", "doctor", "--preset", options.preset, *own]
+    command += ["--storage-path", str(folder), "--context", str(options.context)]
+    begun = time.monotonic()
+    said = subprocess.run(command, env={**environment(), **cluster.variables}, capture_output=True, text=True)
+    results.show(said.stdout)
+    row: dict[str, Any] = {"case": DOCTOR, "code": said.returncode, "run_s": time.monotonic() - begun}
+    return row | ({"failed": f"{said.stdout}{said.stderr}"[-1500:]} if said.returncode else {})
+
+
 def left_behind() -> int:
     """Actors of the run that are still there `LEFT_S` after its end; those of a frozen host do not count."""
     deadline = time.monotonic() + LEFT_S
@@ -185,6 +201,8 @@ def is_actor(process: psutil.Process) -> bool:
 def missed(case: Case, row: dict[str, Any], calm: dict[str, Any]) -> list[str]:
     if "failed" in row:
         return [f"{case.name}: exit {row['code']}: {row['failed']}"]
+    if case.name == DOCTOR:
+        return []
     told = []
     same = "samples_sha256" if case.shrinks else "weights_sha256"
     if row[same] != calm[same]:
@@ -218,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with hosts.cluster as cluster:
         for case in wanted:
             hosts.mend()
-            row = run(case, folder, options, cluster)
+            row = examine(options, cluster, folder) if case.name == DOCTOR else run(case, folder, options, cluster)
             rows.append(row)
             if not case.fault:
                 calm[case.mesh] = row

@@ -29,6 +29,7 @@ from elastic_ring.runtime.groups.batched_p2p import BatchedGroup, LaunchGate
 from elastic_ring.runtime.groups.gloo import Sockets
 from elastic_ring.runtime.groups.registry import make_default, register_group
 from elastic_ring.runtime.groups.self_test import self_test
+from elastic_ring.runtime.groups.sockets import NewListeners
 from elastic_ring.runtime.groups.store import with_secret
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.state.transfer import Link
@@ -94,6 +95,7 @@ class Connector:
     _sockets: Sockets = field(init=False)
     _nccl: list[Any] = field(default_factory=list)
     _connecting: nccl.Builds | None = None
+    _opened: NewListeners | None = None
     _ahead: dict[str, Link] = field(default_factory=dict)
     _aborter: nccl.Aborter = field(default_factory=nccl.Aborter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -143,7 +145,7 @@ class Connector:
         """Wait until all groups are connected and test them. Every rank must call it. Raises as `connect`."""
         with translated(self):
             if self._connecting is not None:
-                self.timings["groups_s"] = max(self._connecting.results(self.raise_if_aborted))
+                self.timings["groups_s"] = max(self._connecting.results(self._look))
                 self._connecting = None
             connected = time.monotonic()
             self_test(groups)
@@ -258,6 +260,7 @@ class Connector:
             full_name = f"{self.where.prefix}/{name}"
             groups.append(register_group(full_name, store, backend, "nccl", "cuda", ranks, global_rank))
             connects.append(partial(self._connect, backend, name.rstrip("0123456789"), since))
+        self._opened = NewListeners(self.where.address, self.where.hosts)
         device_groups = [self._link_device_group(*call) for call in ahead]
         connects += [
             partial(self._connect, device_group.backend, "link_group", since) for device_group in device_groups
@@ -274,7 +277,8 @@ class Connector:
         if self.device.type != "cuda":
             return Link(host)
         device_group = self._link_device_group(name, workers, worker)
-        nccl.in_parallel([partial(self._connect, device_group.backend, "link_group", begun)], self.raise_if_aborted)
+        self._opened = NewListeners(self.where.address, self.where.hosts)
+        nccl.in_parallel([partial(self._connect, device_group.backend, "link_group", begun)], self._look)
         return Link(host, device_group)
 
     def _link_host_group(self, name: str, workers: Sequence[str], worker: str) -> Any:
@@ -306,6 +310,12 @@ class Connector:
         self.raise_if_aborted()
         self.timings[f"{kind}_s"] = time.monotonic() - since
         return self.timings[f"{kind}_s"]
+
+    def _look(self) -> None:
+        """While NCCL's groups connect, and once they have. Raises GroupAborted."""
+        self.raise_if_aborted()
+        if self._opened is not None:
+            self._opened.keep_out_strangers()
 
     def _keep(self, backend: Any) -> None:
         with self._lock:

@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "TORCH_FR_BUFFER_SIZE": "0",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
     "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",  # a thread that listens on the network, and calls peers that are gone
     # Buffers that peers map through the driver's newer calls take a second to connect, the older ones a third
     # (benchmarks/results/training/2026-11-21-training-4xH200.md); between hosts it makes no difference.
     "NCCL_CUMEM_ENABLE": "0",
@@ -110,8 +111,8 @@ class Builds:
     def results(self, check: Callable[[], None]) -> list[Any]:
         """Their results in order, once all have ended; raises the first error. Call once.
 
-        `check` is called every LOOK_S, and what it raises ends the wait: a communicator cannot be aborted before it
-        exists, and it does not exist before all peers connect.
+        `check` is called every LOOK_S and at the end, and what it raises ends the wait: a communicator cannot be
+        aborted before it exists, and it does not exist before all peers connect.
         """
         results: dict[int, Any] = {}
         while len(results) < len(self._builds):
@@ -123,6 +124,7 @@ class Builds:
             if error is not None:
                 raise error
             results[index] = result
+        check()
         return [results[index] for index in range(len(self._builds))]
 
     def _run(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""This process's TCP sockets, from its open files: gloo's own sockets can be recognised by their ports only."""
+"""This process's TCP sockets, from its open files: those of gloo and NCCL can be recognised by their ports only."""
 
 from __future__ import annotations
 
@@ -58,6 +58,25 @@ def let_in(address: str, port: int, hosts: Collection[str] | None) -> None:
     for sock in listeners():
         if sock.getsockname()[:2] == (address, port):  # the port alone may be another one's, on another address
             keep_out(sock, hosts)
+
+
+class NewListeners:
+    """The listening sockets that this process opens at `address` from now on: NCCL's, which takes one connection after
+    another and waits for what each has to say, and whose service thread ends after some hundreds."""
+
+    def __init__(self, address: str, hosts: Collection[str]) -> None:
+        """`hosts`: whose connections are taken; everybody's if there are none."""
+        self._address, self._hosts = address, hosts
+        self._known = set(listening()) if hosts else set()
+
+    def keep_out_strangers(self) -> None:
+        """Of those that have been opened by now. An address other than this node's is that of another network, where
+        peers have other addresses, too: it stays as it is."""
+        for sock in listeners() if self._hosts else ():
+            address, port, *_ = sock.getsockname()
+            if address == self._address and (port, address) not in self._known:
+                self._known.add((port, address))
+                keep_out(sock, self._hosts)
 
 
 def keep_out(sock: socket.socket, hosts: Collection[str] | None) -> None:

@@ -11,10 +11,11 @@ import multiprocessing
 import os
 import pickle
 import queue
+import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,12 @@ def membership(size: int) -> Iterator[Membership]:
         yield made
     finally:
         made.close()
+
+
+def reaches(at: tuple[str, int], source: str = HOST) -> bool:
+    with suppress(TimeoutError), socket.create_connection(at, timeout=0.5, source_address=(source, 0)):
+        return True
+    return False
 
 
 # ------------------------------------------------------------ jobs that several test modules use

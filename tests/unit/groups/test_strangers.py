@@ -24,9 +24,9 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.groups.gloo import Sockets
-from elastic_ring.runtime.groups.sockets import let_in, listening
+from elastic_ring.runtime.groups.sockets import NewListeners, let_in, listening
 from elastic_ring.runtime.groups.store import with_secret
-from tests.unit.groups.processes import HOST, Membership, connect, membership
+from tests.unit.groups.processes import HOST, Membership, connect, membership, reaches
 
 PAIR = Mesh(1, 2)
 NUM_CALLS, NUM_SPARE = 300, 100
@@ -116,10 +116,15 @@ def test_a_port_that_is_shut_is_that_of_one_address() -> None:
             assert reaches((HOST, port))
 
 
-def reaches(at: tuple[str, int], source: str = HOST) -> bool:
-    with suppress(TimeoutError), socket.create_connection(at, timeout=0.5, source_address=(source, 0)):
-        return True
-    return False
+def test_what_opens_from_now_on_at_this_address_takes_connections_of_the_peers_hosts() -> None:
+    """NCCL's listeners; those of Ray were there before, and other networks have other addresses."""
+    with socket.create_server((HOST, 0)) as old:
+        opened = NewListeners(HOST, ("127.0.0.2",))
+        with socket.create_server((HOST, 0)) as new, socket.create_server(("127.0.0.4", 0)) as elsewhere:
+            opened.keep_out_strangers()
+            for sock, from_stranger in ((old, True), (new, False), (elsewhere, True)):
+                assert [reaches(sock.getsockname(), one) for one in (HOST, "127.0.0.2")] == [True, True]
+                assert reaches(sock.getsockname(), "127.0.0.3") == from_stranger
 
 
 def test_only_the_members_hosts_reach_the_store_of_a_generation() -> None:
