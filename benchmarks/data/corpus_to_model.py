@@ -37,8 +37,8 @@ if __name__ == "__main__":  # run as a script
 from benchmarks.data.bench_prepare import train_tokenizer, write_corpus
 from benchmarks.harness import results
 from benchmarks.harness.arguments import at_least_one, bench_parser
-from elastic_ring.cli.drills.power_cut import Watched
-from elastic_ring.cli.drills.processes import MARK, kill_everything
+from deploy.drills.power_cut import Watched
+from deploy.drills.processes import MARK, kill_everything
 from elastic_ring.state.storage.folder import Storage
 
 CONTEXT, CHECKPOINT_EVERY, VOCAB = 1024, 4, 8192

@@ -25,10 +25,10 @@ from torch.nn import functional as F
 
 from benchmarks.harness.results import ROOT
 from benchmarks.peers import common
+from deploy.drills.watcher import Watcher as Watcher
+from deploy.drills.watcher import WatchFailed
+from deploy.drills.watcher import train_while as train_while
 from elastic_ring import Batch, ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
-from elastic_ring.cli.drills.watcher import Watcher as Watcher
-from elastic_ring.cli.drills.watcher import WatchFailed
-from elastic_ring.cli.drills.watcher import train_while as train_while
 from elastic_ring.config import Timeouts
 from elastic_ring.data.packing import Sample
 from elastic_ring.monitor.metrics import SUMMARY_NAME

@@ -23,8 +23,8 @@ if __name__ == "__main__":  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.arguments import bench_parser
-from elastic_ring.cli.drills.local_cluster import LocalCluster
-from elastic_ring.cli.drills.processes import start_training
+from deploy.drills.local_cluster import LocalCluster
+from deploy.drills.processes import start_training
 from elastic_ring.monitor.metrics_table import TABLE
 
 NEEDED = (

@@ -8,7 +8,7 @@ cluster without a node, starts, grows to max_dp; a node is drained with notice; 
 have one node; two again; the run is told to keep one ring, and leaves a node; it ends, and every node goes. Nobody but
 the run asks the autoscaler for anything. The samples must be those that the order gives, whatever the cluster.
 
-The story is that of the drill `autoscaling` (elastic_ring/cli/drills/autoscaling.py), with the benches' small model.
+The story is that of the drill `autoscaling` (deploy/drills/autoscaling.py), with the benches' small model.
 Exits 1 where something does not happen in time, a step is lost to a notice, or the samples differ.
 """
 
@@ -24,8 +24,8 @@ if __name__ == "__main__":  # run as a script
 
 from benchmarks.harness import results, runs
 from benchmarks.harness.arguments import bench_parser
-from elastic_ring.cli.drills import autoscaling
-from elastic_ring.cli.drills.autoscaling import STEP_S, STEPS, SlowUntil, Timeline
+from deploy.drills import autoscaling
+from deploy.drills.autoscaling import STEP_S, STEPS, SlowUntil, Timeline
 
 NAME = "autoscaling"
 

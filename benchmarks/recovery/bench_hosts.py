@@ -32,8 +32,8 @@ import psutil
 
 from benchmarks.harness import results
 from benchmarks.harness.arguments import bench_parser, list_of
-from elastic_ring.cli.drills.local_cluster import LocalCluster
-from elastic_ring.cli.drills.processes import marked, start_training
+from deploy.drills.local_cluster import LocalCluster
+from deploy.drills.processes import marked, start_training
 from elastic_ring.config import Timeouts, environment
 from elastic_ring.monitor.metrics import SUMMARY_NAME
 from elastic_ring.runtime.gpu.leases import FOLDER

@@ -11,7 +11,7 @@ same command is started again. The clock begins with that second start, so Pytho
 
 All times are on `time.monotonic`, which all processes of a host share. Ray and Ray Train run with their defaults;
 `RAY_worker_niceness=0` for both. Steps of elastic_ring that run again have the bits of the first time, which the drill
-`elastic-ring drill power-cut` shows; here nothing is compared.
+`python -m deploy.drills power-cut` shows; here nothing is compared.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if __name__ == "__main__":  # run as a script
 from benchmarks.harness import results, runs
 from benchmarks.harness.arguments import at_least_one, bench_parser
 from benchmarks.peers import common, ray_train_checkpointed
+from deploy.drills.processes import MARK, kill_everything
 from elastic_ring import CheckpointConfig, ScalingConfig
-from elastic_ring.cli.drills.processes import MARK, kill_everything
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME
 
 CHECKPOINT_EVERY, NAME, NEVER = 10, "run", 1_000_000

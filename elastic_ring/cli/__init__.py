@@ -21,7 +21,6 @@ COMMANDS = {
     "checkpoints": ("elastic_ring.cli.checkpoints", "list, verify, prune and export what a run has saved"),
     "plan": ("elastic_ring.cli.plan", "print what a run needs, and start nothing"),
     "forecast": ("elastic_ring.cli.forecasts.command", "will it fit, how long, how much, how likely; starts nothing"),
-    "drill": ("elastic_ring.cli.drills.command", "break a run on this machine and show that it goes on"),
     "tune": ("elastic_ring.cli.tune", "search sparse patterns by quality, time and bytes"),
     "data": ("elastic_ring.cli.data", "prepare documents as token shards for training"),
     "export": ("elastic_ring.cli.export", "write a run's final weights as transformers loads them"),

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from benchmarks.recovery.autoscaling import changing_run
-from elastic_ring.cli.drills.autoscaling import MAX_DP, Timeline
+from deploy.drills.autoscaling import MAX_DP, Timeline
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import ray
 
-from elastic_ring.cli.drills.autoscaling import expected_samples
-from elastic_ring.cli.drills.local_cluster import LocalCluster
+from deploy.drills.autoscaling import expected_samples
+from deploy.drills.local_cluster import LocalCluster
 from elastic_ring.config import CheckpointConfig
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.agent import notices

@@ -15,9 +15,9 @@ import pytest
 import yaml
 from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
-from elastic_ring.cli.drills import alert as drill_of
-from elastic_ring.cli.drills.alerts import DRILLS
-from elastic_ring.cli.drills.prometheus import faster, rule_of
+from deploy.drills import alert as drill_of
+from deploy.drills.alerts import DRILLS
+from deploy.drills.prometheus import faster, rule_of
 from elastic_ring.config import ScalingConfig, StepConfig, check_together
 from elastic_ring.faults import parse_faults
 from elastic_ring.monitor.metrics_table import OF_RAY, TABLE
@@ -104,7 +104,7 @@ def test_every_alert_has_a_test_in_which_it_fires_a_section_in_the_runbook_and_a
 def test_the_runbook_names_the_drill_of_each_alert_that_has_one_and_no_other() -> None:
     runbook = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
     sections = re.findall(r"^### (ElasticRing\w+)\n(.*?)(?=^##|\Z)", runbook, re.MULTILINE | re.DOTALL)
-    named = {name: re.findall(r"drill alert (\w+)", section) for name, section in sections}
+    named = {name: re.findall(r"`alert (\w+)", section) for name, section in sections}
     assert {name: found for name, found in named.items() if found} == {name: [name] for name in DRILLS}
 
 

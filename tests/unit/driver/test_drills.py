@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ring.cli.drills.healthy import Findings, notes_of
-from elastic_ring.cli.drills.planted import FIRST_CALM_STEPS, SENTENCE, poisoned
+from deploy.drills.healthy import Findings, notes_of
+from deploy.drills.planted import FIRST_CALM_STEPS, SENTENCE, poisoned
 from elastic_ring.data.sampling.order import Order
 from elastic_ring.data.text import TextFiles
 from elastic_ring.monitor.journal import Journal

@@ -63,7 +63,7 @@ COMMANDS = {
     "checkpoints": "elastic_ring.cli.checkpoints",
     "zero3": "elastic_ring.cli.zero3",
     "scale": "elastic_ring.cli.scale",
-    "drill": "elastic_ring.cli.drills.command",
+    "drills": "deploy.drills.__main__",
     "doctor": "elastic_ring.cli.doctor",
     "forecast": "elastic_ring.cli.forecasts.command",
 }
@@ -76,7 +76,7 @@ DOORS = {
     "plan": "plan",
     "search_patterns": "tune",
 }
-CONSOLE = re.compile(r"elastic-ring ([a-z]+)\b(.*)")
+CONSOLE = re.compile(r"(?:elastic-ring|-m deploy\.(?=drills)) ?([a-z]+)\b(.*)")
 SCRIPT = re.compile(r"python ((?:-m )?(?:jobs|tune|examples|benchmarks)[/.]\S+)(.*)")
 MAKE = re.compile(r"^make ([a-z-]+)|`make ([a-z-]+)[^`]*`", re.MULTILINE)
 MAKE_ARGUMENTS = re.compile(r"make train ARGS='([^']*)'")

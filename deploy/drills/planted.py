@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from elastic_ring.cli.drills.local_cluster import LocalCluster
-from elastic_ring.cli.drills.processes import LOOK_S, MARK, marked
+from deploy.drills.local_cluster import LocalCluster
+from deploy.drills.processes import LOOK_S, MARK, marked
 from elastic_ring.config import RunConfig, environment
 from elastic_ring.data.sampling.order import Order
 from elastic_ring.monitor.host_memory import HostMemory
@@ -81,7 +81,7 @@ class Scene:
         deadline = time.monotonic() + GONE_ON_S
         while not holds():
             if self.training.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"elastic-ring drill: {what} has not happened; look at {self.run.folder}")
+                raise SystemExit(f"drill: {what} has not happened; look at {self.run.folder}")
             time.sleep(LOOK_S)
 
     def more_steps(self, number: int) -> None:
@@ -181,7 +181,7 @@ def cut_connections(scene: Scene) -> None:
         first, second = scene.members()[:2]
         generation = scene.status()["generation"]
         if not shut_between(first, second):
-            raise SystemExit(f"elastic-ring drill: no connection between the members {first} and {second} was cut")
+            raise SystemExit(f"drill: no connection between the members {first} and {second} was cut")
         scene.until("a rebuilt ring", lambda g=generation: scene.status()["generation"] > g)  # type: ignore[misc]
 
 
@@ -195,7 +195,7 @@ def shut_between(first: int, second: int) -> int:
             duplicate = libc.syscall(PIDFD_GETFD, pidfd, one.fd, 0)
             if duplicate < 0:
                 why = os.strerror(ctypes.get_errno())
-                raise SystemExit(f"elastic-ring drill: the connections of process {first} are out of reach: {why}")
+                raise SystemExit(f"drill: the connections of process {first} are out of reach: {why}")
             with socket.socket(fileno=duplicate) as reached:
                 reached.shutdown(socket.SHUT_RDWR)
     finally:

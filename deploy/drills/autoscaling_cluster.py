@@ -22,7 +22,7 @@ from elastic_ring.config import environment
 from elastic_ring.files import replace_file
 from elastic_ring.runtime.driver.access import new_access
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 """Where the workers find this package, installed or not."""
 ADDRESS = "127.0.0.1"
 HEAD_ID = "f" * 51 + "00000"

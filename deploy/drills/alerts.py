@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ring.cli.drills import planted
+from deploy.drills import planted
 
 Constants = tuple[tuple[str, str], ...]
 

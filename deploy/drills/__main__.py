@@ -1,14 +1,14 @@
 """Drills: break a run on this machine as the world would, and show what follows.
 
-    elastic-ring drill --list
-    elastic-ring drill power-cut --cuts 1
-    elastic-ring drill power-cut --cuts 2 --in-save      in the middle of an upload, then of a manifest
-    elastic-ring drill power-cut --steps 20 -- --preset 100m --dp 2 --cp 2      what stands after -- goes to the run
-    elastic-ring drill autoscaling
-    elastic-ring drill memory
-    elastic-ring drill alert ElasticRingDriverSilent --hold-s 60      with a real Prometheus
-    elastic-ring drill alert all      every one of them, an hour; ends with a table of seconds
-    elastic-ring drill healthy --minutes 60      plants nothing: no alert may fire, no detector may find anything
+    python -m deploy.drills --list
+    python -m deploy.drills power-cut --cuts 1
+    python -m deploy.drills power-cut --cuts 2 --in-save      in the middle of an upload, then of a manifest
+    python -m deploy.drills power-cut --steps 20 -- --preset 100m --dp 2 --cp 2     what stands after -- goes to the run
+    python -m deploy.drills autoscaling
+    python -m deploy.drills memory
+    python -m deploy.drills alert ElasticRingDriverSilent --hold-s 60      with a real Prometheus
+    python -m deploy.drills alert all      every one of them, an hour; ends with a table of seconds
+    python -m deploy.drills healthy --minutes 60      plants nothing: no alert may fire, no detector may find anything
 
 Exit status: 0 when the run ended as the undisturbed one did, or the alert fired, or a healthy run was silent; 1 when
 not; 2 for a wrong setting.
@@ -42,13 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _drill(options)
     except ValueError as error:
-        print(f"elastic-ring drill: {error}", file=sys.stderr)
+        print(f"drill: {error}", file=sys.stderr)
         return 2
 
 
 def listed() -> str:
     """The drills, and the alerts that have one."""
-    from elastic_ring.cli.drills import alerts
+    from deploy.drills import alerts
 
     lines = [f"{name:<14}{says}" for name, says in DRILLS.items()]
     lines += [f"  alert {name:<32}{drill.plants}" for name, drill in alerts.DRILLS.items()]
@@ -57,24 +57,24 @@ def listed() -> str:
 
 def _drill(options: argparse.Namespace) -> int:
     if options.name == "power-cut":
-        from elastic_ring.cli.drills.power_cut import power_cut
+        from deploy.drills.power_cut import power_cut
 
         options.train = options.train or ["--preset", "laptop"]
         return power_cut(options)
     if options.name == "autoscaling":
-        from elastic_ring.cli.drills.autoscaling import autoscaling
+        from deploy.drills.autoscaling import autoscaling
 
         return autoscaling(options.storage_path)
     if options.name == "memory":
-        from elastic_ring.cli.drills.memory import memory
+        from deploy.drills.memory import memory
 
         return memory(options)
     if options.name == "alert":
-        from elastic_ring.cli.drills.alert import alert
+        from deploy.drills.alert import alert
 
         return alert(options)
     if options.name == "healthy":
-        from elastic_ring.cli.drills.healthy import healthy
+        from deploy.drills.healthy import healthy
 
         return healthy(options)
     raise ValueError(f"there is no drill {options.name!r}: {', '.join(DRILLS)}")
@@ -82,7 +82,7 @@ def _drill(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="elastic-ring drill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m deploy.drills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", nargs="?", metavar="NAME")
     parser.add_argument("alert", nargs="?", default="", metavar="ALERT", help="for the drill alert: which one, or all")
@@ -102,3 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=60.0, help="healthy: for how long the run trains (60)")
     parser.add_argument("--hold-s", type=float, default=0.0, help="alert: stay for so long once it fires (0)")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.cli.drills.processes import LOOK_S, kill_everything, start_training
+from deploy.drills.processes import LOOK_S, kill_everything, start_training
 from elastic_ring.config import RunConfig
 from elastic_ring.files import plain_json
 from elastic_ring.monitor.journal import read
@@ -108,16 +108,14 @@ def _cut(watched: Watched, options: argparse.Namespace, delay_s: float, moment: 
     while not (watched.checkpoints() and (watched.is_slow(begun_s) if moment else watched.num_lines() > before)):
         if process.poll() is not None or time.monotonic() > deadline:
             kill_everything(token)
-            raise SystemExit(
-                f"elastic-ring drill: the run ended ({process.returncode}) before it could be cut; give more --steps"
-            )
+            raise SystemExit(f"drill: the run ended ({process.returncode}) before it could be cut; give more --steps")
         time.sleep(LOOK_S)
     if not moment:
         time.sleep(delay_s)
     elif step in watched.checkpoints():
-        raise SystemExit(f"elastic-ring drill: the checkpoint of step {step} was whole before it could be cut")
+        raise SystemExit(f"drill: the checkpoint of step {step} was whole before it could be cut")
     if process.poll() is not None:
-        raise SystemExit("elastic-ring drill: the run ended before it could be cut; give more --steps")
+        raise SystemExit("drill: the run ended before it could be cut; give more --steps")
     num_killed = kill_everything(token)
     process.wait()
     if watched.run.is_remote:  # as on another machine: nothing is left but what the store has
@@ -149,9 +147,7 @@ def _wait(process: subprocess.Popen[bytes], watched: Watched) -> dict[str, Any]:
     status = process.wait(RUN_S)
     if status:
         told = watched.log_path.read_text(errors="replace")[-2000:]
-        raise SystemExit(
-            f"elastic-ring drill: run {watched.run.name} ended with exit status {status}; it said:\n{told}"
-        )
+        raise SystemExit(f"drill: run {watched.run.name} ended with exit status {status}; it said:\n{told}")
     summary: dict[str, Any] = plain_json((watched.look() / SUMMARY_NAME).read_text())
     return summary
 

@@ -15,11 +15,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.cli.drills.alerts import DRILLS, SMALL, AlertDrill
-from elastic_ring.cli.drills.local_cluster import LocalCluster, free_ports
-from elastic_ring.cli.drills.planted import Scene
-from elastic_ring.cli.drills.processes import start_training
-from elastic_ring.cli.drills.prometheus import Prometheus, faster, rule_of
+from deploy.drills.alerts import DRILLS, SMALL, AlertDrill
+from deploy.drills.local_cluster import LocalCluster, free_ports
+from deploy.drills.planted import Scene
+from deploy.drills.processes import start_training
+from deploy.drills.prometheus import Prometheus, faster, rule_of
 from elastic_ring.config import RunConfig
 from elastic_ring.runtime.agent.gpu_health import Nvml
 
@@ -135,7 +135,7 @@ def _plant(name: str, drill: AlertDrill, rule: str, scene: Scene, prometheus: Pr
         except SystemExit as error:
             raise SystemExit(f"{error}\n{said.read_text(errors='replace')[-2000:]}") from None
         if (early := prometheus.alert()) is not None and early["state"] == "firing":
-            raise SystemExit(f"elastic-ring drill: {name} fires before anything is planted: a false alarm")
+            raise SystemExit(f"drill: {name} fires before anything is planted: a false alarm")
     assert drill.plant is not None
     if drill.measured is not None:
         prometheus.replace(faster(rule, 1.0, drill.measured()))
@@ -151,7 +151,7 @@ def _fires(prometheus: Prometheus, said: Path, training: Any) -> dict[str, Any] 
         if found is not None and found["state"] == "firing":
             return found
         if training.poll() == 2 and not refused:
-            raise SystemExit(f"elastic-ring drill: the run was refused:\n{said.read_text(errors='replace')[-2000:]}")
+            raise SystemExit(f"drill: the run was refused:\n{said.read_text(errors='replace')[-2000:]}")
         time.sleep(LOOK_S)
     return None
 

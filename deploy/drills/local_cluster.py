@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from elastic_ring.cli.drills.processes import LOOK_S, MARK, kill_everything
+from deploy.drills.processes import LOOK_S, MARK, kill_everything
 from elastic_ring.config import environment
 from elastic_ring.runtime.driver.access import new_access
 
@@ -97,7 +97,7 @@ class LocalCluster:
         deadline = time.monotonic() + START_S
         while "Ray runtime started" not in (said := log.read_text(errors="replace")):
             if self.nodes[-1].poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"elastic-ring drill: node {index} of the drill's Ray did not start:\n{said[-2000:]}")
+                raise SystemExit(f"drill: node {index} of the drill's Ray did not start:\n{said[-2000:]}")
             time.sleep(LOOK_S)
 
     def kill_node(self, index: int) -> None:

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.drills.autoscaling_cluster import AutoscalingCluster
+from deploy.drills.local_cluster import free_ports
+from deploy.drills.watcher import Watcher, train_while
 from elastic_ring.attention.layouts.layout import make_layout
-from elastic_ring.cli.drills.autoscaling_cluster import AutoscalingCluster
-from elastic_ring.cli.drills.local_cluster import free_ports
-from elastic_ring.cli.drills.watcher import Watcher, train_while
 from elastic_ring.config import ScalingConfig
 from elastic_ring.data.loader import consumed_digest, samples_text, slice_sample
 from elastic_ring.data.source import open_source

@@ -20,10 +20,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.cli.drills.local_cluster import LocalCluster, free_ports
-from elastic_ring.cli.drills.planted import Scene
-from elastic_ring.cli.drills.processes import start_training
-from elastic_ring.cli.drills.prometheus import Prometheus
+from deploy.drills.local_cluster import LocalCluster, free_ports
+from deploy.drills.planted import Scene
+from deploy.drills.processes import start_training
+from deploy.drills.prometheus import Prometheus
 from elastic_ring.config import RunConfig
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import JOURNAL_NAME

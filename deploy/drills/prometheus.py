@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from elastic_ring.cli.drills.local_cluster import HOST
-from elastic_ring.cli.drills.processes import MARK
+from deploy.drills.local_cluster import HOST
+from deploy.drills.processes import MARK
 from elastic_ring.config import environment
 from elastic_ring.files import plain_json
 from elastic_ring.monitor.metrics_table import PREFIX
@@ -127,7 +127,7 @@ class Prometheus:
     def alert(self) -> dict[str, Any] | None:
         """The first alert that waits or fires, as Prometheus tells it; None while there is none, or it still starts."""
         if self._process is None or self._process.poll() is not None:
-            raise SystemExit(f"elastic-ring drill: prometheus ended; it said:\n{self._said()}")
+            raise SystemExit(f"drill: prometheus ended; it said:\n{self._said()}")
         found: list[dict[str, Any]] = self._ask("alerts").get("alerts", [])
         firing = [one for one in found if one["state"] == "firing"]
         return next(iter([*firing, *found]), None)
