@@ -52,51 +52,51 @@ class Timeouts:
     _prefix: ClassVar[str] = "timeouts."
 
     stopped_s: PositiveSeconds = 0.4
-    """A process in state T for this long is frozen."""
+    """A process stopped (state T) this long is frozen."""
     heart_floor_s: PositiveSeconds = 1.2
-    """The least silence of a worker's heart that counts as a hang."""
+    """The least silence without CPU use that is a hang."""
     heart_cap_s: PositiveSeconds = 20.0
-    """The most that the adaptive limit may grow to."""
+    """The most that this adaptive limit grows to, also at start and while writing weights."""
     heart_computing_s: PositiveSeconds = 40.0
-    """The least such silence of a process that uses the CPU; adaptive up to compile_s."""
+    """The least silence with CPU use that is a hang; adapts up to compile_s. Raise it where code holds the GIL."""
     compile_s: PositiveSeconds = 300.0
-    """The most that one compilation may take."""
+    """One announced compilation in a step."""
     park_s: PositiveSeconds = 20.0
-    """From abort to the training thread's return."""
+    """From abort to the training thread's return. Above the longest kernel."""
     report_s: PositiveSeconds = 30.0
-    """From Stop to a member's report."""
+    """From Stop to a member's report; then it is killed."""
     build_s: PositiveSeconds = 60.0
-    """From Build to the last Resumed, healing included."""
+    """From Build to the last Resumed, healing included. Raise it for large shards and slow links."""
     beat_s: PositiveSeconds = 0.5
-    """Node agents' beat."""
+    """Between two beats of a node agent. Raise it for very many nodes."""
     node_silent_s: PositiveSeconds = 4.0
-    """No beat for this long (and a second source): the node is lost."""
+    """An agent's silence before a second source is asked; then the node is lost."""
     coordinator_silent_s: PositiveSeconds = 15.0
-    """No answer to beats for this long: its process is killed and starts anew."""
+    """The coordinator's silence before it is killed and restarted. Raise it for slow storage under RUN."""
     hello_s: PositiveSeconds = 30.0
-    """For workers to answer a new coordinator."""
+    """Workers' answer to a new coordinator; a driver's question."""
     start_s: PositiveSeconds = 120.0
-    """For a worker's process to become a warm spare, or to show progress in starting."""
+    """A worker's start, or its next sign of progress. Raise it for slow imports and large corpora."""
     start_max_s: PositiveSeconds = 1800.0
-    """For a worker that shows progress in starting (its process uses CPU)."""
+    """A start that shows progress (its process uses CPU)."""
     boundary_s: PositiveSeconds = 600.0
-    """From a boundary request to the boundary."""
+    """From a boundary request (drain, growth, stop) to the boundary. Above the longest step."""
     finalize_s: PositiveSeconds = 600.0
     """Gathering and writing the weights, and the last checkpoint's end."""
     restore_s: PositiveSeconds = 1800.0
     """Reading a checkpoint, beside build_s."""
     collective_s: PositiveSeconds = 900.0
-    """One exchange between workers."""
+    """One exchange; park_s later, a step in which nothing moves."""
     lease_s: PositiveSeconds = 60.0
-    """How long a run outlives its driver."""
+    """How long a run outlives its driver, and a driver waits for a coordinator."""
     storage_s: PositiveSeconds = 60.0
-    """How long a request to the run's storage is tried again while it fails."""
+    """Retries of a failing storage request, then StorageFailed. Above your storage's outages."""
     callback_s: PositiveSeconds = 60.0
-    """At a validation, for callbacks with `controls` to be told all up to there and to answer."""
+    """At a validation, the answer of callbacks with `controls`."""
     clear_s: PositiveSeconds = 30.0
-    """For actors and placement groups to be gone at the end, and for stamps that are removed."""
+    """The end of actors and placement groups; at a start, the removal of stamps."""
     probe_s: PositiveSeconds = 20.0
-    """For one answer of a host to `elastic-ring doctor`."""
+    """A host's answer to `elastic-ring doctor`."""
 
     def __post_init__(self) -> None:
         ordered = (

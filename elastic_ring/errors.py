@@ -26,76 +26,87 @@ def _rebuild(kind: type[ElasticRingError], message: str, facts: dict[str, Any]) 
 
 
 class GroupAborted(ElasticRingError):
-    """This process's control thread closed the group while an operation was under way."""
+    """The coordinator ordered this process to abort an exchange that was under way. Normal, in workers' logs only."""
 
 
 class PeerFailed(ElasticRingError):
-    """An exchange with another rank failed: a reset socket, a timeout. Not proof that the peer is dead."""
+    """An exchange with another rank failed: a reset socket, a timeout. Normal next to a death, and no proof of one; in
+    workers' logs only."""
 
 
 class StaleMessage(ElasticRingError):
-    """A message of an older term or generation; it changed nothing."""
+    """A message of an older term or generation changed nothing. Normal: an older coordinator learned of its
+    successor."""
 
 
 class TermLost(ElasticRingError):
-    """Another submission has claimed a newer term of the run: this one stops. Names run, host, term and the way out."""
+    """Another submission has taken the run over, and this one stops (exit 3). Leave it, or stop the run on the named
+    host and submit here."""
 
 
 class IllegalTransition(ElasticRingError):
-    """The control core met an event that its present phase has no row for. Carries the recent story."""
+    """The control core has no transition for an event in its phase. A defect: report it, with journal and logs."""
 
 
 class JournalDamaged(ElasticRingError):
-    """The journal cannot be read back, or replaying it gives other commands than it recorded."""
+    """A restarted coordinator cannot read its journal, or replaying it gives other commands. Submit again: the run
+    resumes from its newest checkpoint."""
 
 
 class RecordDamaged(ElasticRingError):
-    """A small file of a run's records is not what was written. Names the file."""
+    """A small file of the run's records is damaged. Nothing to do: the run sets it aside and writes it anew."""
 
 
 class ShardLost(ElasticRingError):
-    """No live holder, no copy and no verified checkpoint of some `cp_rank` is left."""
+    """No live holder, no copy and no verified checkpoint of some `cp_rank` is left. Start again with more nodes, and
+    with checkpoints."""
 
 
 class DigestMismatch(ElasticRingError):
-    """A healed shard differs from its donor's digest; it must not be used."""
+    """A healed shard, or a batch on a GPU, was damaged on its way and is sent again. Repeated on one node: memory, GPU
+    or network."""
 
 
 class StorageFailed(ElasticRingError):
-    """A folder or an object store refused or did not answer. Names the place."""
+    """A folder or an object store refused, or did not answer for too long. Mend space, credentials or endpoint, and
+    submit again."""
 
 
 class CheckpointDamaged(ElasticRingError):
-    """A file of a checkpoint is missing or not what was written; the checkpoint must not be used."""
+    """A file of a checkpoint is missing or damaged, and the checkpoint is not used. Take the one before it."""
 
 
 class CrashLoop(ElasticRingError):
-    """The same step killed members too often. Names the batch, the signal and the last log lines."""
+    """The same step killed members `crash_loop_limit` times. The message has signal and log lines: skip that batch, or
+    give more memory."""
 
 
 class UserCodeFailed(ElasticRingError):
-    """The user's model, loss or data raised on the same step again. The message begins with their traceback."""
+    """Model, loss or data raised `user_error_limit` times in the same step. The message begins with the traceback."""
 
 
 class OutOfMemory(ElasticRingError):
-    """A step ran out of memory with every relief of the memory ladder in force. Says what was tried, what to change."""
+    """A step ran out of memory with every relief in force. The message says what was tried, and what to change."""
 
 
 class TooManySkipped(ElasticRingError):
-    """More than `max_skipped` steps in a row were skipped: for a non-finite gradient or loss, or a loss spike."""
+    """More than `max_skipped` steps in a row were skipped. Lower the learning rate; look at the data."""
 
 
 class LossSpike(ElasticRingError):
-    """The loss rose far above the steps before, and `loss_spike_actions` had come to `stop`."""
+    """The loss rose far above the steps before, and going back did not help, or `loss_spike_actions` says `stop`. Look
+    at the named sequences."""
 
 
 class FaultNeverFired(ElasticRingError):
-    """A planned fault did not happen, so the run proves nothing about it."""
+    """A planned fault did not happen, so the run proves nothing about it. Training is complete: correct the
+    schedule."""
 
 
 class CoordinatorLost(ElasticRingError):
-    """The coordinator did not answer within its lease."""
+    """The driver heard no coordinator for `lease_s`. Submit again: it attaches, or resumes."""
 
 
 class RunFailed(ElasticRingError):
-    """The run ended without success for a reason that no other class names."""
+    """The run ended for a reason that no other class names, such as a stop, a failed start-up check or no driver. The
+    message has it."""

@@ -1,0 +1,53 @@
+"""Writes the tables that say what the code says into their pages: commands, errors, timeouts.
+
+python docs/tables.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+from elastic_ring import errors
+from elastic_ring.cli import COMMANDS
+from elastic_ring.config import Timeouts
+from elastic_ring.validation import docstrings
+
+HERE = Path(__file__).resolve().parent
+
+
+def tables() -> dict[tuple[str, str], str]:
+    """Each table, by its page and the name of its first column."""
+    root = errors.ElasticRingError
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__base__ is root]
+    said = docstrings(Timeouts)
+    return {
+        ("quickstart.md", "command"): table(
+            "command | what it does", *(f"`elastic-ring {name}` | {says}" for name, (_, says) in COMMANDS.items())
+        ),
+        ("operating/mend.md", "error"): table(
+            "error | meaning, and what to do",
+            *(f"`{kind.__name__}` | {' '.join((kind.__doc__ or '').split())}" for kind in kinds),
+        ),
+        ("operating/mend.md", "timeout"): table(
+            "timeout | seconds | what it bounds",
+            *(f"`{field.name}` | {field.default} | {said[field.name]}" for field in dataclasses.fields(Timeouts)),
+        ),
+    }
+
+
+def table(head: str, *rows: str) -> str:
+    line = "---|" * len(head.split("|"))
+    return f"| {head} |\n|{line}\n" + "".join(f"| {row} |\n" for row in rows)
+
+
+def main() -> None:
+    for (name, column), text in tables().items():
+        before, rest = re.split(rf"^(?=\| {column} \|)", (HERE / name).read_text(), maxsplit=1, flags=re.MULTILINE)
+        (HERE / name).write_text(before + text + re.sub(r"\A(\|.*\n)*", "", rest))
+
+
+if __name__ == "__main__":
+    main()
