@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_ring.cli.forecasts.attention import attention_of, read
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.forecast.sizing.jobs import job_of
-from elastic_ring.forecast.sizing.step_time import Job
+from elastic_ring.forecast.sizing.step_time import DENSE, Job
 from elastic_ring.model.config import preset
 
 FOUNDRY = Path(__file__).with_name("foundry.csv")
@@ -99,7 +100,7 @@ OWN: list[tuple[str, int, int, int, int, str, dict[str, Any], float, str]] = [
         3.304,
         "training/2026-11-24-state-in-host-memory-H200.md",
     ),
-    ("1b", 131_072, 1, 2, 1, "H200", {"density": 0.192}, 2.212, "gpu_runs/2026-11-21-second-run-H200.md"),
+    ("1b", 131_072, 1, 2, 1, "H200", {"pattern": "bigbird:52,0,52"}, 2.212, "gpu_runs/2026-11-21-second-run-H200.md"),
     ("8b", 131_072, 1, 2, 1, "H200", {"cpu_offload": "optimizer"}, 22.93, "gpu_runs/2026-11-24-ninth-run-2xH200.md"),
     ("8b", 131_072, 1, 2, 1, "H200", {"cpu_offload": "all"}, 23.50, "gpu_runs/2026-11-24-ninth-run-2xH200.md"),
     ("1b", 131_072, 1, 2, 1, "H100-80", {}, 5.11, "gpu_runs/2026-11-25-tenth-run-2xH100.md"),
@@ -111,7 +112,9 @@ def own() -> Iterator[Case]:
     for index, (name, context, dp, cp, batch, gpu, other, seen, where) in enumerate(OWN):
         scaling = ScalingConfig(dp=dp, cp=cp, device="cuda", cpu_offload=other.get("cpu_offload", "none"))
         step = StepConfig(steps=1, global_batch=batch, context_tokens=context, param_dtype="bfloat16")
-        job = job_of(preset(name), scaling, step, density=other.get("density", 1.0))
+        model, pattern = preset(name), other.get("pattern")
+        kept = DENSE if pattern is None else attention_of(read(pattern, model), model, step)(cp)
+        job = job_of(model, scaling, step, kept)
         job = dataclasses.replace(job, compiled=other.get("compiled", False))
         told = ", ".join(f"{key}={value}" for key, value in other.items())
         yield Case(

@@ -91,7 +91,7 @@ def plan(asked: TrainSettings, trainer: ElasticRingTrainer | None = None) -> Mod
         asked.step,
         asked.run.copies,
         saves=asked.run.checkpoint_config.is_on,
-        fused_norms=asked.model_folder is None,
+        fused_norms=asked.model_folder is None or asked.scaling.device == "cuda",
         density=density,
     )
 
@@ -103,7 +103,7 @@ def planned_alone(asked: TrainSettings) -> bool:
 
 
 def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, float]:
-    """What is forecast of the run on this host's GPUs or cores: step and goodput where the sizes say all."""
+    """What is forecast of the run on this host's GPUs or cores: step and goodput where the config says the sizes."""
     import torch
 
     from elastic_ring.cli.forecasts.seen import planned
@@ -112,10 +112,11 @@ def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, flo
         return {}
     on_gpus = asked.scaling.device == "cuda"
     found = {"gpu_bytes": float(plan(asked, trainer).gpu_bytes)} if on_gpus else {}
-    if not planned_alone(asked):
-        return found
     gpu = torch.cuda.get_device_name(0) if on_gpus and torch.cuda.is_available() else None
-    return found | planned(asked, gpu, os.cpu_count() or 1)
+    try:
+        return found | planned(asked, gpu, os.cpu_count() or 1)
+    except ValueError:  # a model that is not forecast trains all the same
+        return found
 
 
 def _steps_s(folder: Path) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from elastic_ring.forecast.goodput import HOUR, Failures, RunShape, mean_goodput
 from elastic_ring.forecast.sizing.jobs import job_of
 from elastic_ring.forecast.sizing.machines import Efficiency, Fleet, Number, Origin, efficiency_of
 from elastic_ring.forecast.sizing.memory import SNAPSHOT_BYTES, ModelPlan, plan_of
-from elastic_ring.forecast.sizing.step_time import Job, StepTime, step_time
+from elastic_ring.forecast.sizing.step_time import DENSE, Attention, Job, StepTime, step_time
 from elastic_ring.forecast.sizing.uncertain import Range, around, quantiles
 from elastic_ring.model.config import ModelConfig
 
@@ -45,8 +45,9 @@ COPY_SHARE = 0.003
 
 @dataclass(frozen=True)
 class Scenario:
-    """One configuration on one fleet. `measured_step_s`: in place of the model of step time; `correction`: by which an
-    earlier run's step differed from its forecast, with what is left of its spread."""
+    """One configuration on one fleet. `pattern`: what it leaves of attention in a ring of so many ranks;
+    `measured_step_s`: in place of the model of step time; `correction`: by which an earlier run's step differed from
+    its forecast, with what is left of its spread."""
 
     model: ModelConfig
     scaling: ScalingConfig
@@ -57,13 +58,17 @@ class Scenario:
     failures: Failures
     price: Price | None
     tokens: float
-    density: float = 1.0
+    pattern: Callable[[int], Attention] | None = None
     measured_step_s: float | None = None
     correction: tuple[float, float] | None = None
 
     @cached_property
+    def attention(self) -> Attention:
+        return DENSE if self.pattern is None else self.pattern(self.scaling.cp)
+
+    @cached_property
     def job(self) -> Job:
-        return job_of(self.model, self.scaling, self.step, self.density)
+        return job_of(self.model, self.scaling, self.step, self.attention)
 
     @cached_property
     def plan(self) -> ModelPlan:
@@ -73,7 +78,7 @@ class Scenario:
             self.step,
             self.run.copies,
             saves=self.run.checkpoint_config.is_on,
-            density=self.density,
+            density=self.attention.density,
         )
 
     @property

@@ -8,6 +8,8 @@ not enter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from elastic_ring.attention.layouts.layout import Layout, Range
@@ -22,23 +24,24 @@ def plan_sparse(pattern: SparsePattern, layout: Layout, num_heads: int, num_kv_h
     """The hops of every rank. Raises: `ValueError` if documents or heads do not match, and for a
     pattern whose blocks content has not chosen yet."""
     groups = head_groups(pattern.rules(num_heads), num_kv_heads)
+    owned = owned_positions(layout)
+    hops = tuple(rank_hops(pattern, layout, rank, groups, owned) for rank in range(layout.cp))
+    return Schedule(pattern, layout, hops, num_heads, num_kv_heads, groups)
+
+
+def rank_hops(
+    pattern: SparsePattern, layout: Layout, rank: int, groups: tuple[HeadGroup, ...], owned: Sequence[Positions]
+) -> tuple[Hop, ...]:
+    """Those of one rank: what it fetches from each other one. `owned`: `owned_positions(layout)`."""
     documents = pattern.documents(layout.seq_len)
-    owned = [_owned(layout, rank) for rank in range(layout.cp)]
-    hops: list[tuple[Hop, ...]] = []
-    rules = tuple(dict.fromkeys(pattern.heads))
-    for rank in range(layout.cp):
-        chunks = chunks_of(layout, rank, documents, pattern.block)
-        needed = {rule: _needed(rule, pattern, layout, documents, rank, chunks) for rule in rules}
-        of_groups = [np.logical_or.reduce([needed[rule] for rule in set(group.rules)]) for group in groups]
-        sources = [(rank - hop) % layout.cp for hop in range(layout.cp)]
-        nothing: tuple[tuple[Range, ...], ...] = ((),) * len(groups)
-        hops.append(
-            tuple(
-                Hop(source, nothing if source == rank else tuple(runs(need[owned[source]]) for need in of_groups))
-                for source in sources
-            )
-        )
-    return Schedule(pattern, layout, tuple(hops), num_heads, num_kv_heads, groups)
+    chunks = chunks_of(layout, rank, documents, pattern.block)
+    needed = {rule: _needed(rule, pattern, layout, documents, rank, chunks) for rule in dict.fromkeys(pattern.heads)}
+    of_groups = [np.logical_or.reduce([needed[rule] for rule in set(group.rules)]) for group in groups]
+    hops = []
+    for source in ((rank - hop) % layout.cp for hop in range(layout.cp)):
+        fetched = (runs(need[owned[source]]) if source != rank else () for need in of_groups)
+        hops.append(Hop(source, tuple(fetched)))
+    return tuple(hops)
 
 
 def head_groups(rules: tuple[Rule, ...], num_kv_heads: int) -> tuple[HeadGroup, ...]:
@@ -57,10 +60,13 @@ def runs(chosen: Mask) -> tuple[Range, ...]:
     return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def _owned(layout: Layout, cp_rank: int) -> Positions:
-    """The positions of a rank's tokens, in local order."""
-    ranges = [np.arange(start, stop, dtype=np.int64) for start, stop in layout.segments[cp_rank]]
-    return np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
+def owned_positions(layout: Layout) -> tuple[Positions, ...]:
+    """The positions of each rank's tokens, in local order."""
+    none = np.empty(0, dtype=np.int64)
+    return tuple(
+        np.concatenate([none, *(np.arange(start, stop, dtype=np.int64) for start, stop in segments)])
+        for segments in layout.segments
+    )
 
 
 def _needed(

@@ -12,6 +12,7 @@ from typing import Any
 
 from elastic_ring.cli import settings
 from elastic_ring.cli.forecasts import seen
+from elastic_ring.cli.forecasts.attention import work_of
 from elastic_ring.config import check_copies, check_together
 from elastic_ring.forecast.answers import asked, report
 from elastic_ring.forecast.answers.money import PriceList, read_prices
@@ -63,7 +64,7 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
     """The settings of train on the fleet. Raises ValueError for what cannot be meant."""
     failures, tokens = asked.failures_of(given.failures), asked.amount(given.tokens, "--tokens")
     train = settings.parse(list(rest))
-    check_answered(train)
+    work = work_of(train)
     check_together(train.scaling, train.step, ())
     check_copies(train.scaling.mesh, train.run.copies)
     if given.measured_step is not None and not 0 < given.measured_step < math.inf:
@@ -84,26 +85,18 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
     else:
         price = prices.find(fleet.gpu, given.price)
     made = Scenario(
-        train.model,
-        train.scaling,
-        train.step,
-        train.run,
-        fleet,
-        default_efficiency(fleet, machine),
-        failures,
-        price,
-        tokens,
+        scaling=train.scaling,
+        step=train.step,
+        run=train.run,
+        fleet=fleet,
+        eff=default_efficiency(fleet, machine),
+        failures=failures,
+        price=price,
+        tokens=tokens,
         measured_step_s=given.measured_step,
+        **work,
     )
     return made if given.from_run is None else with_learned(made, seen.learned(given.from_run, fleet))
-
-
-def check_answered(train: settings.TrainSettings) -> None:
-    """Raises ValueError for settings of which the forecast knows nothing: it would answer for another run."""
-    if train.pattern or train.windows:
-        raise ValueError("--pattern, --windows: only dense attention is forecast; leave them out for an upper bound")
-    if train.model_folder:
-        raise ValueError("--model-folder: only presets are forecast; give a preset's sizes: --model.num-layers ...")
 
 
 def _of_stage(stage: Stage, given: argparse.Namespace, prices: PriceList) -> Scenario:

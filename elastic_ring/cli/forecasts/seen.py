@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.cli import settings
+from elastic_ring.cli.forecasts.attention import work_of
 from elastic_ring.cli.settings import TrainSettings
 from elastic_ring.forecast.answers.stages import Learned
 from elastic_ring.forecast.goodput import PRIORS, goodput_with
@@ -51,8 +52,17 @@ def gpu_type(name: str) -> str | None:
 def scenario_of_run(asked: TrainSettings, fleet: Fleet) -> Scenario:
     eff = default_efficiency(fleet)
     tokens = float(asked.step.steps) * asked.step.global_batch * asked.step.context_tokens
-    failures = PRIORS["published"]
-    return Scenario(asked.model, asked.scaling, asked.step, asked.run, fleet, eff, failures, None, tokens)
+    return Scenario(
+        scaling=asked.scaling,
+        step=asked.step,
+        run=asked.run,
+        fleet=fleet,
+        eff=eff,
+        failures=PRIORS["published"],
+        price=None,
+        tokens=tokens,
+        **work_of(asked),
+    )
 
 
 def on_cores(asked: TrainSettings, num_cores: int) -> Scenario:

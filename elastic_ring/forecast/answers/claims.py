@@ -20,6 +20,7 @@ from elastic_ring.forecast.goodput import DAY, PRIORS, RunShape, mean_goodput
 from elastic_ring.forecast.scenario import Forecast, Scenario, default_efficiency, forecast
 from elastic_ring.forecast.sizing.machines import CLASSES, GPUS, named_fleet
 from elastic_ring.forecast.sizing.memory import SNAPSHOT_BYTES, STATE_BYTES
+from elastic_ring.forecast.sizing.step_time import Attention
 from elastic_ring.model.config import num_parameters, preset
 from elastic_ring.model.flops import model_flops
 
@@ -208,7 +209,7 @@ def _density(book: Book) -> Answer:
     gains = []
     for seq in (SEQ, 1_048_576):
         dense = book.run(512, cp=512, seq=seq)
-        thin = dataclasses.replace(dense, density=0.05)
+        thin = dataclasses.replace(dense, pattern=lambda cp: Attention(density=0.05, fetched=0.1, sparse=1.0))
         middle = dense.medians()
         gains.append(float(dense.step_s(middle)) / float(thin.step_s(middle)))
     return (

@@ -9,6 +9,7 @@ from elastic_ring.forecast.goodput import DAY
 from elastic_ring.forecast.scenario import Forecast, curve
 from elastic_ring.forecast.sizing.machines import Origin
 from elastic_ring.forecast.sizing.memory import ModelPlan
+from elastic_ring.forecast.sizing.step_time import Attention
 from elastic_ring.model.gpus import GPU_GIB
 
 NAMES: Mapping[str, str] = {
@@ -70,6 +71,7 @@ def lines(found: Forecast, deadline_s: float | None, budget_usd: float | None, w
             if scenario.fits
             else [f"  {change}" for change in changes_that_fit(found)]
         ),
+        *_of_pattern(scenario.attention),
         _row("step", found, "step_s", 1.0, "s", tags["step_s"]),
         *_parts(found),
         _row("goodput", found, "goodput", 0.01, "%", tags["goodput"]),
@@ -93,6 +95,15 @@ def lines(found: Forecast, deadline_s: float | None, budget_usd: float | None, w
     told += [f"what moves it most ({by}, at P10 and P90 of the input):"]
     told += [f"  {NAMES[name]:<20} {short(one):>9} {short(two):>9}" for name, one, two in found.tornado]
     return [*told, *_curves(found), *(f"warning: {one}" for one in warnings)]
+
+
+def _of_pattern(told: Attention) -> list[str]:
+    most = "at most " * told.is_bound
+    hops = "" if told.hops is None else f" in {told.hops:.3g} messages a layer"
+    return [
+        f"attention keeps {most}{told.density:.3g} of its pairs, {told.slowest:.2f} of the mean on the slowest rank; a "
+        f"rank receives {most}{told.fetched:.3g} of a dense ring's K/V{hops}"
+    ] * (told.sparse > 0)
 
 
 def _row(name: str, found: Forecast, key: str, unit: float, says: str, origin: Origin) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.experts.price import sends_tokens
-from elastic_ring.forecast.sizing.step_time import Job
+from elastic_ring.forecast.sizing.step_time import DENSE, Attention, Job
 from elastic_ring.model.config import ModelConfig, expert_parameters, num_parameters
 
 
-def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, density: float = 1.0) -> Job:
+def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, attention: Attention = DENSE) -> Job:
     """What one rank computes and sends in a step of `elastic-ring train`."""
     of_ring = -(-step.global_batch // scaling.dp)
     together = min(step.sequences_per_pass, of_ring)
@@ -46,7 +46,7 @@ def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, densit
         cp=scaling.cp,
         replicas=scaling.dp,
         recompute="all but attention" if config.checkpoint_activations else "none",
-        density=density,
+        attention=attention,
         offload=scaling.cpu_offload,
         offload_activations=config.offload_activations,
         gathered=gathered,

@@ -24,6 +24,28 @@ RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0, "all but attention": 1.0}
 """Shares of a layer's forward pass that the backward pass repeats; half: every second layer."""
 FUSED = 0.55
 """Of elementwise traffic, what torch.compile leaves in loops that use it."""
+SPARSE_COST, SPARSE_KEYS = 1.02, 384
+"""Of a kernel over block tables: seconds for each pair over a dense kernel's, and what each query costs beside its
+pairs, as so many keys more. From 32 K tokens on an H200 (79 % of the ideal at a density of 9.5 %, 53 % at 2.7 %); at
+64 K and 2.9 % they say 70 %, measured were 72.8 % (benchmarks/results/gpu_runs, second and third run)."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What a pattern leaves of dense attention, on average over the layers. `density`: of the causal pairs; `slowest`:
+    the pairs of the rank that has most, over the mean; `fetched`: K/V that one rank receives, over a dense ring's;
+    `hops`: in which messages, all of the ring's if None; `sparse`: of the layers, those with a pattern. `is_bound`:
+    content chooses, so that density and bytes are at most these."""
+
+    density: float = 1.0
+    slowest: float = 1.0
+    fetched: float = 1.0
+    hops: float | None = None
+    sparse: float = 0.0
+    is_bound: bool = False
+
+
+DENSE = Attention()
 
 
 @dataclass(frozen=True)
@@ -53,7 +75,7 @@ class Job:
     replicas: int = 1
     recompute: Literal["none", "half", "all", "all but attention"] = "none"
     compiled: bool = False
-    density: float = 1.0
+    attention: Attention = DENSE
     offload: str = "none"
     offload_activations: bool = False
     grad_bytes: int = 4
@@ -77,7 +99,18 @@ class Job:
     @property
     def attention_flops(self) -> float:
         """Of a layer's forward pass on one GPU: the causal half."""
-        return 2.0 * self.density * self.tokens * self.seq * self.heads * self.head_dim
+        return 2.0 * self.attention.density * self.tokens * self.seq * self.heads * self.head_dim
+
+    @property
+    def attention_work(self) -> float:
+        """The same of the slowest rank, with what kernels over block tables cost beside it, for both rounds of a
+        ring: its own keys and those that it fetches."""
+        told = self.attention
+        if not told.sparse:
+            return self.attention_flops
+        rounds = 1.0 + min(1.0, told.fetched) * (self.cp > 1)
+        beside = 4.0 * told.sparse * rounds * SPARSE_KEYS * self.tokens * self.heads * self.head_dim
+        return self.attention_flops * told.slowest * SPARSE_COST + beside
 
 
 @dataclass(frozen=True)
@@ -115,7 +148,7 @@ def step_time(job: Job, gpu: Gpu, eff: Efficiency, per_host: int = 8) -> StepTim
     attention = gpu.peak_flops * eff.attention * (1.0 if job.head_dim >= 128 else eff.narrow_heads)
     hbm = gpu.hbm_bytes_s * 0.85 / eff.elementwise
     product_s = 2.0 * job.block * job.tokens / matmul
-    attend_s = job.attention_flops / attention
+    attend_s = job.attention_work / attention
     moved = (12.0 * job.width + 2.0 * (job.heads + 2 * job.kv_heads) * job.head_dim + 2.0 * job.ffn) * 2.0
     touch_s = job.tokens * moved * (FUSED if job.compiled else 1.0) / hbm
     again = RECOMPUTED[job.recompute]
@@ -152,13 +185,14 @@ def step_time(job: Job, gpu: Gpu, eff: Efficiency, per_host: int = 8) -> StepTim
 
 
 def _hops(job: Job, gpu: Gpu, eff: Efficiency, per_host: int) -> tuple[Number, Number]:
-    """Seconds of K/V of a layer on their way in both passes: cp - 1 hops, and back the gradients in fp32, too."""
+    """Seconds of K/V of a layer on their way in both passes: cp - 1 hops or what a pattern fetches, and back the
+    gradients in fp32, too."""
     if job.cp < 2:
         return 0.0, 0.0
     rate = (gpu.nvlink_bytes_s if job.cp <= per_host else gpu.nic_bytes_s) * eff.link
-    hop = 2.0 * job.kv_heads * job.head_dim * job.tokens * 2.0
-    seen = min(1.0, job.density * 2.0) if job.density < 1.0 else 1.0
-    there = (job.cp - 1) * (seen * hop / rate + MESSAGE_S)
+    whole = (job.cp - 1) * 2.0 * job.kv_heads * job.head_dim * job.tokens * 2.0
+    messages = job.cp - 1 if job.attention.hops is None else job.attention.hops
+    there = job.attention.fetched * whole / rate + messages * MESSAGE_S
     return there, 3.0 * there
 
 

@@ -113,8 +113,12 @@ def test_json_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
         (["--measured-step", "0"], "--measured-step 0"),
         (["--machine", "gone.json"], "gone.json"),
         (["--dp", "100"], "global_batch=64 is less than dp=100"),
-        (["--pattern", "window:512"], "--pattern"),
-        (["--model-folder", "."], "--model-folder"),
+        (["--pattern", "window"], "--pattern: "),
+        (["--pattern", "dense@40"], "--pattern: layer 40"),
+        (["--model-folder", "."], "--model-folder .: its config.json cannot be read"),
+        (["--model-folder", "mamba"], "--model-folder mamba: model_type='mamba'"),
+        (["--model-folder", "bare"], "--model-folder bare: config.json has no num_attention_heads"),
+        (["--model-folder", "bare", "--lora", "r=8,alpha=8,target=q_proj"], "--lora"),
         (["--fleet", "small.toml"], "num_gpus=8"),
         (["--fleet", "odd.toml"], "fleet gpu='T4'"),
     ],
@@ -139,6 +143,10 @@ def test_bad_input_gets_one_line_that_names_it(
         "odd.toml": f'gpu = "T4"\n{links}',
     }.items():
         Path(name).write_text(text)
+    for kind in ("mamba", "llama"):
+        folder = tmp_path / kind.replace("llama", "bare")
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
     code, out, err = answer(capsys, *flags)
     assert (code, out) == (2, "")
     assert named in err

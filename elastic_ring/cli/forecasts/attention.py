@@ -1,0 +1,106 @@
+"""What is forecast of: the sizes of a preset or a model folder, and what a pattern leaves of a ring's attention by its
+exact plan: pairs of the slowest rank, bytes and messages. No torch in here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic_ring.attention.layouts.layout import Layout, make_layout
+from elastic_ring.attention.patterns.layers import LayerPatterns
+from elastic_ring.attention.patterns.parse import read_pattern
+from elastic_ring.attention.patterns.rules import Dense, Rule
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_schedule import head_groups, owned_positions, rank_hops
+from elastic_ring.cli.settings import TrainSettings
+from elastic_ring.config import StepConfig
+from elastic_ring.forecast.sizing.step_time import Attention
+from elastic_ring.model.config import ModelConfig
+
+BALANCED = 1.05
+"""Of max over mean of the ranks' pairs: up to this `--layout auto` goes by bytes."""
+
+
+def work_of(asked: TrainSettings) -> dict[str, Any]:
+    """Fields of a `Scenario`: model and pattern. Raises ValueError for what no forecast knows."""
+    if asked.lora is not None:
+        raise ValueError(f"--lora {asked.lora}: what adapters need is not forecast; leave it out for an upper bound")
+    model, patterns = asked.model, None
+    if asked.model_folder is not None:
+        from elastic_ring.cli.forecasts.folders import sizes_of
+
+        model, patterns = sizes_of(asked)
+    if asked.pattern is not None:
+        patterns = read(asked.pattern, model)
+    found = None if patterns is None or not patterns.any_sparse else attention_of(patterns, model, asked.step)
+    return {"model": model, "pattern": found}
+
+
+def read(text: str, model: ModelConfig) -> LayerPatterns:
+    """A pattern as `train` takes it. Raises ValueError for one that does not fit the model."""
+    try:
+        found = read_pattern(text)
+        found.check(model.num_layers, model.num_heads, model.num_kv_heads)
+    except ValueError as error:
+        raise ValueError(f"--pattern: {error}") from error
+    return found
+
+
+def attention_of(patterns: LayerPatterns, model: ModelConfig, step: StepConfig) -> Callable[[int], Attention]:
+    """For rings of so many ranks, each counted once. With `--layout auto` zigzag or contiguous, whichever sends less
+    where both are balanced."""
+    names = ("zigzag", "contiguous") if step.layout == "auto" else (step.layout,)
+
+    @cache
+    def at(cp: int) -> Attention:
+        found = [_counted(patterns, model, make_layout(name, step.context_tokens, cp)) for name in names]
+        return min(found, key=lambda one: (max(one.slowest, BALANCED), one.fetched))
+
+    return at
+
+
+def _counted(patterns: LayerPatterns, model: ModelConfig, layout: Layout) -> Attention:
+    heads, kv_heads, number = model.num_heads, model.num_kv_heads, model.num_layers
+    layers = Counter(patterns.of_layer(layer).heads(heads, kv_heads) for layer in range(number))
+    parts = [(times / number, _of_rules(rules, patterns.block, model, layout)) for rules, times in layers.items()]
+    density = sum(share * one.density for share, one in parts)
+    return Attention(
+        density,
+        sum(share * one.density * one.slowest for share, one in parts) / density,
+        sum(share * one.fetched for share, one in parts),
+        sum(share * (one.hops or 0.0) for share, one in parts),
+        sum(share * one.sparse for share, one in parts),
+        any(one.is_bound for _, one in parts),
+    )
+
+
+def _of_rules(rules: tuple[Rule, ...], block: int, model: ModelConfig, layout: Layout) -> Attention:
+    """Of a layer. Where content chooses, all keys may be fetched."""
+    cp, length = layout.cp, layout.seq_len
+    if set(rules) == {Dense()}:
+        return Attention(hops=cp - 1)
+    pattern = SparsePattern(rules, block)
+    pairs = pattern.row_pairs(length)
+    density = float(pairs.sum()) / (length * (length + 1) / 2 * len(rules))
+    if any(rule.awaits_content for rule in rules):
+        return Attention(density, hops=cp - 1, sparse=1.0, is_bound=True)
+    groups = head_groups(pattern.rules(model.num_heads), model.num_kv_heads)
+    owned, tokens, hops = owned_positions(layout), 0, 0
+    for rank in {0, cp // 2, cp - 1} if cp > 1 else ():
+        found = rank_hops(pattern, layout, rank, groups, owned)
+        rows = [sum(len(g.kv_heads) * hop.num_fetched_tokens(i) for i, g in enumerate(groups)) for hop in found]
+        tokens, hops = max(tokens, sum(rows)), max(hops, sum(map(bool, rows)))
+    whole = model.num_kv_heads * (length - length // cp) or 1
+    return Attention(density, _slowest(pairs, layout), tokens / whole, hops, 1.0)
+
+
+def _slowest(pairs: NDArray[np.int64], layout: Layout) -> float:
+    """Pairs of the rank that has most, over the mean."""
+    until = np.concatenate([[0], np.cumsum(pairs)])
+    own = [sum(int(until[stop] - until[start]) for start, stop in segments) for segments in layout.segments]
+    return max(own) * layout.cp / max(1, sum(own))

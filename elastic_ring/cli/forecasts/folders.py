@@ -1,0 +1,113 @@
+"""The sizes of a model folder by its config.json alone, as `integrations.transformers` reads them off the module. No
+torch and no transformers in here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic_ring.attention.patterns.families import BigBird
+from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
+from elastic_ring.attention.patterns.rules import Dense, Rule, Window
+from elastic_ring.cli.settings import TrainSettings
+from elastic_ring.files import plain_json, read_small
+from elastic_ring.model.config import ModelConfig
+
+KNOWN = frozenset(
+    {
+        *("deepseek_v3", "dots1", "ernie4_5_moe", "gemma", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss"),
+        *("granitemoe", "llama", "mistral", "mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3"),
+        *("qwen3_moe", "smollm3"),
+    }
+)
+"""Types whose keys say all of their sizes; `unit/forecast/test_forecast_models.py` holds each against the module."""
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+TOP_K = ("num_experts_per_tok", "moe_k")
+ALL_WINDOWS, NO_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"}), frozenset({"qwen2_moe"})
+"""Types whose layers all have the window, or none whatever the config says; others go by `layer_types`."""
+BLOCK_TOKENS = 128
+
+
+def sizes_of(asked: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None]:
+    """(sizes, the windows that a sequence notices). Raises ValueError for a folder that does not say them."""
+    folder = Path(str(asked.model_folder)).expanduser()
+    try:
+        plain = plain_json(read_small(folder / "config.json"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model-folder {folder}: its config.json cannot be read ({error})") from error
+    if not isinstance(plain, dict) or plain.get("model_type") not in KNOWN:
+        kind = plain.get("model_type") if isinstance(plain, dict) else None
+        raise ValueError(
+            f"--model-folder {folder}: model_type={kind!r}: forecast are {', '.join(sorted(KNOWN))}; give a preset's "
+            "sizes instead: --model.num-layers ..."
+        )
+    try:
+        model = _model(plain, asked.model)
+        return model, _windows(plain, asked, model.num_layers)
+    except KeyError as error:
+        raise ValueError(f"--model-folder {folder}: config.json has no {error.args[0]}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--model-folder {folder}: {error}") from error
+
+
+def _model(plain: Mapping[str, Any], asked: ModelConfig) -> ModelConfig:
+    heads, width = int(plain["num_attention_heads"]), int(plain["hidden_size"])
+    latent = plain.get("qk_head_dim") or plain.get("qk_nope_head_dim", 0) + plain.get("qk_rope_head_dim", 0)
+    tied = plain.get("tie_word_embeddings", str(plain["model_type"]).startswith("gemma"))
+    return ModelConfig(
+        vocab_size=int(plain["vocab_size"]),
+        num_layers=int(plain["num_hidden_layers"]),
+        width=width,
+        num_heads=heads,
+        num_kv_heads=int(plain.get("num_key_value_heads") or heads),
+        head_dim=int(latent or plain.get("head_dim") or width // heads),
+        ffn_width=int(plain["intermediate_size"]),
+        tie_embeddings=bool(tied),
+        checkpoint_activations=asked.checkpoint_activations,
+        loss_chunk_tokens=asked.loss_chunk_tokens,
+        **_experts(plain),
+    )
+
+
+def _experts(plain: Mapping[str, Any]) -> dict[str, Any]:
+    number = next((int(plain[key]) for key in NUM_EXPERTS if plain.get(key)), 0)
+    if not number:
+        return {}
+    width = int(plain.get("moe_intermediate_size") or plain["intermediate_size"])
+    shared = plain.get("shared_expert_intermediate_size")
+    if shared is None:
+        shared = width * (plain.get("n_shared_experts") or plain.get("moe_num_shared_experts") or 0)
+    return {
+        "num_experts": number,
+        "experts_per_token": next(int(plain[key]) for key in TOP_K if plain.get(key)),
+        "expert_width": width,
+        "shared_width": int(shared),
+        "num_dense_layers": sum(not _has_experts(plain, layer) for layer in range(int(plain["num_hidden_layers"]))),
+    }
+
+
+def _has_experts(plain: Mapping[str, Any], layer: int) -> bool:
+    first = plain.get("first_k_dense_replace") or plain.get("moe_layer_start_index") or 0
+    every = plain.get("decoder_sparse_step") or plain.get("moe_layer_interval") or 1
+    last = plain.get("moe_layer_end_index", layer)
+    is_dense = layer in (plain.get("mlp_only_layers") or ())
+    return first <= layer <= (layer if last == -1 else last) and not is_dense and (layer + 1) % every == 0
+
+
+def _windows(plain: Mapping[str, Any], asked: TrainSettings, num_layers: int) -> LayerPatterns | None:
+    """As `RingModel.pattern`: windows that are as long as the sequence are none."""
+    window = plain.get("sliding_window")
+    if not window or window >= asked.step.context_tokens or asked.windows == "dense":
+        return None
+    kind = plain["model_type"]
+    kinds = ["sliding_attention"] * num_layers if kind in ALL_WINDOWS else plain.get("layer_types") or []
+    rule: Rule = Window(int(window))
+    if asked.windows == "blocks":
+        rule = BigBird(window=Window(int(window)).num_blocks(BLOCK_TOKENS), globals=0, randoms=0)
+    with_window = tuple(layer for layer, one in enumerate(kinds) if one == "sliding_attention")
+    if not with_window or kind in NO_WINDOWS:
+        return None
+    groups = [LayerGroup((rule,), with_window)]
+    rest = tuple(layer for layer in range(num_layers) if layer not in with_window)
+    return LayerPatterns((*groups, *([LayerGroup((Dense(),), rest)] if rest else [])))

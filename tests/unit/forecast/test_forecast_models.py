@@ -1,0 +1,86 @@
+"""What is forecast of: a model folder's sizes by its config alone, and what a pattern leaves of a ring's attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.layers import LayerPatterns
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.cli.forecasts import command
+from elastic_ring.cli.forecasts.attention import attention_of, read
+from elastic_ring.cli.forecasts.folders import KNOWN, sizes_of
+from elastic_ring.cli.settings import parse
+from elastic_ring.config import StepConfig
+from elastic_ring.model.config import preset
+
+CONTEXT = 64
+SMALL: dict[str, Any] = {
+    **{"vocab_size": 301, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": None},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_group": 1},
+    **{"topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+    **{"v_head_dim": 16, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0], "n_routed_experts": 6},
+    **{"num_local_experts": 6, "num_experts": 6, "moe_num_experts": 6, "sliding_window": 24, "attention_dropout": 0.0},
+    **{"attn_logit_softcapping": None, "use_sliding_window": True, "max_window_layers": 2, "moe_k": 2},
+    "n_shared_experts": 1,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+}
+"""What a family needs in place of these."""
+
+
+def same(patterns: LayerPatterns | None, wanted: LayerPatterns | None, num_layers: int) -> bool:
+    if patterns is None or wanted is None:
+        return patterns is wanted
+    return all(patterns.of_layer(layer).rules == wanted.of_layer(layer).rules for layer in range(num_layers))
+
+
+@pytest.mark.parametrize("windows", ["exact", "blocks"])
+@pytest.mark.parametrize("kind", sorted(KNOWN))
+def test_a_folder_has_the_sizes_and_windows_of_its_module(kind: str, windows: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from elastic_ring.integrations.transformers import ring_model
+
+    known = transformers.CONFIG_MAPPING[kind]()
+    sizes = {key: value for key, value in SMALL.items() if hasattr(known, key)}
+    type(known)(**sizes | OWN.get(kind, {})).save_pretrained(tmp_path)
+    asked = parse(["--model-folder", str(tmp_path), "--context", str(CONTEXT), "--windows", windows])
+    model, patterns = sizes_of(asked)
+    made = ring_model(tmp_path, checkpoint_activations=asked.model.checkpoint_activations, windows=windows)
+    assert model == made.sizes()
+    assert same(patterns, made.pattern(CONTEXT), model.num_layers)
+
+
+@pytest.mark.parametrize("text", ["window:512", "bigbird:5,0,5", "sinks:64+window:300", "longnet:512/1,2048/4,unit=64"])
+def test_a_pattern_is_counted_by_its_plan(text: str) -> None:
+    model, step = preset("1b"), StepConfig(steps=1, global_batch=1, context_tokens=8192)
+    found = attention_of(read(text, model), model, step)(4)
+    layout, patterns = make_layout("zigzag", 8192, 4), read(text, model)
+    rules = patterns.of_layer(0).heads(model.num_heads, model.num_kv_heads)
+    plan = plan_sparse(SparsePattern(rules), layout, model.num_heads, model.num_kv_heads)
+    received = [plan.received_bytes(rank, model.head_dim, 2) for rank in range(4)]
+    work = [plan.work(rank) for rank in range(4)]
+    whole = 3 * 2 * model.num_kv_heads * model.head_dim * 2 * 2048
+    assert found.density == pytest.approx(patterns.density(8192, model.num_layers, model.num_heads, model.num_kv_heads))
+    assert found.slowest == pytest.approx(4 * max(work) / sum(work))
+    assert min(received) <= found.fetched * whole * (1 + 1e-9)
+    assert found.fetched * whole == pytest.approx(max(received), rel=0.1), "of the first, middle and last rank"
+
+
+def test_a_pattern_makes_a_step_shorter_and_content_is_told_as_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--preset", "8b", "--dp", "64", "--global-batch", "64"]
+    steps = {}
+    for text in ("dense", "window:4096;dense@3", "window:4096", "topk:8+window:512"):
+        assert command.main([*run, "--pattern", text]) == 0
+        out = capsys.readouterr().out
+        steps[text] = float(out.split("step ")[1].split()[0])
+        assert ("at most" in out) == text.startswith("topk")
+    dense, mixed, window, _ = steps.values()
+    assert window < mixed < dense
