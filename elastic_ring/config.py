@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field
 from elastic_ring.faults import EXCHANGES, GPU_KINDS, Fault, parse_faults
 from elastic_ring.files import user_folder
 from elastic_ring.mesh import Mesh
-from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, PositiveSeconds, Seconds, settings
+from elastic_ring.validation import Flag, Must, NonNegativeInt, PositiveInt, PositiveSeconds, Seconds, settings
 
 CpuOffload = Literal["none", "optimizer", "all"]
 
@@ -148,15 +148,15 @@ class ScalingConfig:
         "placement_strategy": "rings are packed onto nodes and replicas spread over them; leave it out",
     }
 
-    dp: PositiveInt = 2
+    dp: Annotated[PositiveInt, Flag("dp")] = 2
     """Rings side by side (data parallel)."""
-    cp: PositiveInt = 2
+    cp: Annotated[PositiveInt, Flag("cp")] = 2
     """Ranks of a ring, over which a sequence is split (context parallel)."""
-    spares: NonNegativeInt = 1
+    spares: Annotated[NonNegativeInt, Flag("spares")] = 1
     """Warm workers that wait to take a dead one's place."""
-    min_dp: PositiveInt = 1
+    min_dp: Annotated[PositiveInt, Flag("min_dp")] = 1
     """The mesh shrinks to no fewer rings than this."""
-    max_dp: PositiveInt | None = None
+    max_dp: Annotated[PositiveInt | None, Flag("max_dp")] = None
     """The mesh grows to no more rings than this; dp if left out."""
     resources_per_worker: Annotated[
         Mapping[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]],
@@ -167,7 +167,7 @@ class ScalingConfig:
     """Threads of a worker's computations on a CPU."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where workers compute."""
-    cpu_offload: CpuOffload = "none"
+    cpu_offload: Annotated[CpuOffload, Flag("cpu_offload")] = "none"
     """What of a rank's state waits in host memory and visits its GPU when it is needed, with equal bits: nothing, the
     optimizer's moments (8 bytes a parameter), or all but the gradients that are summed over the rings (16)."""
     release_contexts: bool = True
@@ -179,7 +179,7 @@ class ScalingConfig:
         "host",
     )
     """Ray's labels of nodes that say what fails together, the widest first; those that a node lacks are left out."""
-    wait_for_resources_s: Seconds = 0.0
+    wait_for_resources_s: Annotated[Seconds, Flag("wait_for_resources_s")] = 0.0
     """How long to wait at the start for a cluster that is still too small."""
 
     def __post_init__(self) -> None:
@@ -216,21 +216,21 @@ class ScalingConfig:
 class StepConfig:
     """What one optimizer step is, whatever the mesh: `global_batch` sequences of `context_tokens`."""
 
-    steps: PositiveInt = 40
+    steps: Annotated[PositiveInt, Flag("steps")] = 40
     """Optimizer steps to train."""
-    global_batch: PositiveInt = 4
+    global_batch: Annotated[PositiveInt, Flag("global_batch")] = 4
     """Sequences in a step."""
     sequences_per_pass: PositiveInt = 1
     """Sequences that a ring computes in one forward and backward pass. More than one: fewer gathers and exchanges, and
     activations of so many sequences in memory. A ring's last pass has what is left of its share."""
-    context_tokens: PositiveInt = 2048
+    context_tokens: Annotated[PositiveInt, Flag("context")] = 2048
     """Tokens of a sequence."""
-    seed: Annotated[int, Field(ge=0, lt=2**64), Must("a whole number of at least 0 and below 2**64")] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64), Must("a whole number of at least 0 and below 2**64"), Flag("seed")] = 0
     """Seed of the initial values, of random numbers in the model and of the order of samples."""
-    layout: Literal["contiguous", "zigzag", "auto"] = "zigzag"
+    layout: Annotated[Literal["contiguous", "zigzag", "auto"], Flag("layout")] = "zigzag"
     """How a ring splits a sequence. "auto" chooses by the bytes that the pattern's layers send and by their balance of
     work, the same for the same ring in every process (zigzag without a pattern)."""
-    val_every_steps: NonNegativeInt = 0
+    val_every_steps: Annotated[NonNegativeInt, Flag("val_every")] = 0
     """Steps between validations; 0 for none."""
     num_val_sequences: PositiveInt = 4
     """Sequences held out for validation."""
@@ -240,9 +240,9 @@ class StepConfig:
     """Compare the model on a ring with the model on one rank before training."""
     deterministic: bool = True
     """Take bitwise repeatable kernels: the promise of equal bits needs them, and they cost some speed on a GPU."""
-    kernel: str = ""
+    kernel: Annotated[str, Flag("kernel")] = ""
     """Pin one attention kernel by name; empty for the best that passes its self-test."""
-    kv_wire: Literal["native", "fp8"] = "native"
+    kv_wire: Annotated[Literal["native", "fp8"], Flag("kv_wire")] = "native"
     """How keys and values cross a ring: in their own type; or in 8 bits with a scale for each head's vector, about half
     the bytes, where each element is off by at most 1/16 of itself or 2.2e-6 of the vector's largest."""
     experts: Literal["auto", "gather", "send"] = "auto"
@@ -326,11 +326,11 @@ class CheckpointConfig:
         "checkpoint_score_attribute": "give the trainer the callback KeepBest; keep_last and keep_every go by age",
     }
 
-    every_steps: NonNegativeInt | None = None
+    every_steps: Annotated[NonNegativeInt | None, Flag("checkpoint_every_steps")] = None
     """Steps between checkpoints; 0 for none at all."""
     every_s: PositiveSeconds | None = None
     """Seconds between checkpoints, in place of every_steps."""
-    keep_last: PositiveInt = 2
+    keep_last: Annotated[PositiveInt, Flag("checkpoint_keep_last")] = 2
     """The newest that are kept."""
     keep_every: NonNegativeInt = 0
     """Kept beside these for good: those of steps that are multiples of this; 0 for none."""
@@ -372,11 +372,12 @@ class RunConfig:
         str,
         Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$"),
         Must("up to 80 letters, digits, '.', '_' and '-', beginning with a letter or digit"),
+        Flag("run_name"),
     ] = "elastic-ring"
     """One name, one run: the same name again follows the run or goes on with it."""
-    storage_path: Annotated[str, BeforeValidator(_path_as_text)] = "runs"
+    storage_path: Annotated[str, BeforeValidator(_path_as_text), Flag("storage_path")] = "runs"
     """Where the run's folder is made: a path that every node sees, or s3://bucket/prefix."""
-    run_dir: Annotated[str | None, BeforeValidator(_path_as_text)] = None
+    run_dir: Annotated[str | None, BeforeValidator(_path_as_text), Flag("run_dir")] = None
     """The run's folder itself, in place of storage_path/name."""
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Durable checkpoints."""
@@ -385,6 +386,7 @@ class RunConfig:
         BeforeValidator(_number_as_text),
         Field(pattern=r"^(auto|[012]|parity:([2-9]|[1-9][0-9]+))$"),
         Must("auto, 0, 1, 2 or parity:G, with G of at least 2"),
+        Flag("copies"),
     ] = "auto"
     """Copies of each rank's state in the host memory of other ranks, on other nodes where there are some: 0, 1 or 2
     whole ones, or parity:G, one XOR for each G ranks, which covers the loss of one of them. auto: one while the mesh is
@@ -393,12 +395,14 @@ class RunConfig:
     copy_every_steps: PositiveInt = 10
     """Steps between copies: at most so many run again after a loss that a copy covers."""
     resume: Annotated[
-        str, Field(min_length=1), Must("auto, never, a step such as 1200, or the path of a checkpoint")
+        str, Field(min_length=1), Must("auto, never, a step such as 1200, or the path of a checkpoint"), Flag("resume")
     ] = "auto"
     """Where to begin: auto (the newest checkpoint of this run that verifies, else step 0), never (step 0), a step
     that has a checkpoint, or the path of a run's checkpoint."""
     timeouts: Timeouts = field(default_factory=Timeouts)
-    faults: Annotated[tuple[Fault, ...], BeforeValidator(_faults), Must("a schedule as text, or a tuple of Fault")] = ()
+    faults: Annotated[
+        tuple[Fault, ...], BeforeValidator(_faults), Must("a schedule as text, or a tuple of Fault"), Flag("faults")
+    ] = ()
     """Planned faults: kill@step=21,phase=backward,rank=3; freeze@step=30"""
     crash_loop_limit: PositiveInt = 3
     """A step that kills members this often ends the run."""
@@ -450,14 +454,14 @@ class RunConfig:
     """At which share of what a device can give, or of `memory_limit` on a host, memory counts as nearly full."""
     memory_relax_steps: NonNegativeInt = 200
     """Steps without a shortage after which the memory ladder goes one relief down; 0 for never."""
-    grow_delay_s: Seconds = 2.0
+    grow_delay_s: Annotated[Seconds, Flag("grow_delay_s")] = 2.0
     """How long new capacity must last before the mesh grows."""
-    grow_interval_s: Seconds = 0.0
+    grow_interval_s: Annotated[Seconds, Flag("grow_interval_s")] = 0.0
     """The mesh grows no sooner than this after its size has changed; 0 for no limit."""
-    grow_cost_s: Seconds | None = None
+    grow_cost_s: Annotated[Seconds | None, Flag("grow_cost_s")] = None
     """What a growth must save until the end of the run, at the pace so far; if left out, what the last build took, and
     the last new worker until it was warm."""
-    corpus_look_s: Seconds = 5.0
+    corpus_look_s: Annotated[Seconds, Flag("corpus_look_s")] = 5.0
     """Seconds between looks for a longer manifest, while `data prepare` goes on; 0: the corpus stays as it is."""
     notices: str = ""
     """Whom each node asks whether its machine is about to be taken away: aws, gcp, azure, or MODULE:FUNCTION, which

@@ -29,6 +29,10 @@ class Must(str):
     """In a field's annotation: what its value must be, after "must be", for every error about it."""
 
 
+class Flag(str):
+    """In a field's annotation: its flag on the command line beside the dotted one."""
+
+
 PositiveInt = Annotated[int, Field(ge=1), Must("a whole number of at least 1")]
 NonNegativeInt = Annotated[int, Field(ge=0), Must("a whole number of at least 0")]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False), Must("0 seconds or more")]

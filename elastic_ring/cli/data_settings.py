@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from elastic_ring.files import absolute, shown_url
 from elastic_ring.model.config import ModelConfig
-from elastic_ring.validation import NonNegativeInt, PositiveInt, settings
+from elastic_ring.validation import Flag, NonNegativeInt, PositiveInt, settings
 
 
 @settings
@@ -34,7 +34,7 @@ class DataConfig:
     """Token put after each row of the shards; 256 for bytes, to be given for any other vocabulary."""
     rows_end_documents: bool = False
     """The rows of the shards end in end_of_document already."""
-    align_tokens: PositiveInt = 1
+    align_tokens: Annotated[PositiveInt, Flag("align_tokens")] = 1
     """Fill documents up to multiples of this; 128 for patterns on GPUs."""
     allow_left_out: bool = False
     """Go on where a folder or pattern has more bytes that are no text than it has text."""

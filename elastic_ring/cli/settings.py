@@ -20,11 +20,11 @@ import tyro
 
 from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data
 from elastic_ring.cli.run_length import schedule_before, steps_of
-from elastic_ring.config import CpuOffload, OptimConfig, RunConfig, ScalingConfig, StepConfig
+from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_plain
 from elastic_ring.model.config import GONE, ModelConfig, preset
 from elastic_ring.monitor.terminal import coloured
-from elastic_ring.validation import docstrings, from_plain, unknown_setting
+from elastic_ring.validation import Flag, docstrings, from_plain, unknown_setting
 
 SECTIONS: dict[str, Any] = {
     "model": ModelConfig,
@@ -88,97 +88,46 @@ TOP = ("pattern", "machine", "model_folder", "windows", "lora", "stop_early", "k
 FREE_OF_FOLDER = frozenset({"checkpoint_activations", "loss_chunk_tokens"})
 """Settings of [model] that a model folder does not decide."""
 
-# Short flags and the settings that they set, where that is one.
-SHORT = {
-    "dp": "scaling.dp",
-    "cp": "scaling.cp",
-    "spares": "scaling.spares",
-    "max_dp": "scaling.max_dp",
-    "min_dp": "scaling.min_dp",
-    "wait_for_resources_s": "scaling.wait_for_resources_s",
-    "grow_delay_s": "run.grow_delay_s",
-    "grow_interval_s": "run.grow_interval_s",
-    "grow_cost_s": "run.grow_cost_s",
-    "corpus_look_s": "run.corpus_look_s",
-    "steps": "step.steps",
-    "seed": "step.seed",
-    "global_batch": "step.global_batch",
-    "context": "step.context_tokens",
-    "val_every": "step.val_every_steps",
-    "layout": "step.layout",
-    "kv_wire": "step.kv_wire",
-    "kernel": "step.kernel",
-    "faults": "run.faults",
-    "align_tokens": "data.align_tokens",
-    "run_name": "run.name",
-    "run_dir": "run.run_dir",
-    "storage_path": "run.storage_path",
-    "resume": "run.resume",
-    "checkpoint_every_steps": "run.checkpoint_config.every_steps",
-    "checkpoint_keep_last": "run.checkpoint_config.keep_last",
-    "copies": "run.copies",
-    "cpu_offload": "scaling.cpu_offload",
-}
+
+def short_of(spec: Any) -> str | None:
+    """The name of a field's short flag."""
+    return next((str(mark) for mark in spec.metadata if isinstance(mark, Flag)), None)
+
+
+def _shorts(cls: Any, prefix: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, spec in cls.__pydantic_fields__.items():
+        if name in NESTED:
+            found |= _shorts(spec.annotation, f"{prefix}{name}.")
+        elif (short := short_of(spec)) is not None:
+            found[short] = f"{prefix}{name}"
+    return found
+
+
+SHORT = {short: long for section, cls in SECTIONS.items() for short, long in _shorts(cls, f"{section}.").items()}
+"""The settings that have a short flag, by its name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ShortFlags:
-    """The flags that have no dot; the sections below have every setting."""
+    """The flags of no single setting; the sections below have every setting, some with a short flag beside."""
 
     preset: Literal["laptop", "100m", "1b", "8b", "70b", "1t", "moe-laptop", "30b-a3b", "1t-moe"] = "laptop"
     """Model, mesh and steps. For GPUs of: 100m and 1b A100-40, 8b, 30b-a3b and 1t-moe H100-80, 70b H200; 1t is too
     large for all."""
     config: Path | None = None
     """A TOML file of settings over the preset's; config.toml of an earlier run is one."""
-    dp: int | None = None
-    """Rings side by side."""
-    cp: int | None = None
-    """Ranks of a ring, over which a sequence is split."""
-    spares: int | None = None
-    """Warm workers that wait to take a dead one's place."""
-    max_dp: int | None = None
-    """The mesh grows to so many rings."""
-    min_dp: int | None = None
-    """And shrinks to so few."""
-    wait_for_resources_s: float | None = None
-    """How long to wait for a cluster that is too small: its autoscaler is asked for what the run wants."""
-    grow_delay_s: float | None = None
-    """How long new capacity must last before the mesh grows."""
-    grow_interval_s: float | None = None
-    """The mesh grows no sooner than this after its size has changed."""
-    grow_cost_s: float | None = None
-    """What a growth must save; what the last rebuild took if left out."""
-    corpus_look_s: float | None = None
-    """How often to look whether the manifest of the data has become longer."""
-    steps: int | None = None
-    """Steps to train."""
     epochs: float | None = None
     """Instead of steps: how often each sequence of the data is used."""
     extend: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with the finished run of this name for more --steps, at the rate with which its schedule ended."""
-    seed: int | None = None
-    """Seed of the initial values and of the order of samples."""
-    global_batch: int | None = None
-    """Sequences in a step."""
-    context: int | None = None
-    """Tokens of a sequence."""
-    val_every: int | None = None
-    """Steps between validations, 0 for none."""
     stop_early: int | None = None
     """Stop when the validation's loss has not improved in so many validations."""
     keep_best: str | None = None
     """Keep the checkpoint where this metric of the validations, such as val_loss, is the least."""
-    faults: str | None = None
-    """A schedule of planned faults: kill@step=21,phase=backward,rank=3; or none."""
     data: str | None = None
     """A manifest of elastic-ring data prepare, files of text or records (path, directory or glob), or shards:URI;
     Python's own library if left out."""
-    align_tokens: int | None = None
-    """Fill documents up to multiples of this; 128 makes --pattern faster on GPUs."""
-    layout: Literal["zigzag", "contiguous", "auto"] | None = None
-    """How a ring splits a sequence; auto: as suits the pattern."""
-    kv_wire: Literal["native", "fp8"] | None = None
-    """How keys and values cross a ring; fp8: in 8 bits, about half the bytes."""
     machine: str | None = None
     """Measured costs for --layout auto: a file of elastic-ring calibrate."""
     pattern: str | None = None
@@ -191,28 +140,8 @@ class ShortFlags:
     """Train adapters of peft on its layers, and freeze the rest: r=16,alpha=32,target=q_proj+v_proj, or all-linear."""
     cpus_per_worker: float | None = None
     """Of Ray's CPUs, which are a count and no limit."""
-    kernel: str | None = None
-    """Pin one attention kernel instead of the best that passes its test."""
-    offload_activations: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Keep checkpointed activations in host memory."""
-    cpu_offload: CpuOffload | None = None
-    """Keep the optimizer's moments, or all of the state, in host memory."""
     plan: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print what the run needs, and start nothing."""
-    run_name: str | None = None
-    """One name, one run: the same name again follows the run or goes on with it (train-1t-PRESET)."""
-    run_dir: str | None = None
-    """The run's folder, which every node must see (runs/RUN_NAME)."""
-    storage_path: str | None = None
-    """Where the run's folder RUN_NAME is made (runs)."""
-    resume: str | None = None
-    """Where to begin: auto (the newest checkpoint that verifies), never, a step, or the path of a checkpoint."""
-    checkpoint_every_steps: int | None = None
-    """Steps between checkpoints, 0 for none; by time if left out."""
-    checkpoint_keep_last: int | None = None
-    """How many of the newest checkpoints are kept."""
-    copies: str | None = None
-    """Copies of each rank's state in the host memory of other ranks: auto (for a single ring), 0, 1, 2, or parity:G."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,16 +217,8 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     for section in SECTIONS.keys() & file.keys():  # before flags take what the file says for their defaults
         from_plain(SECTIONS[section], _with_none(SECTIONS[section], plain[section]), f"{section}.")
     flags, given = _parse_flags(argv, plain)
-    short = {key: value for key, value in vars(flags).items() if key in SHORT and value is not None}
-    for key, value in short.items():
-        *path, setting = SHORT[key].split(".")
-        place = given
-        for part in path:
-            place = place[part]
-        place[setting] = value
     if flags.cpus_per_worker is not None:
         given["scaling"]["resources_per_worker"] = {"CPU": flags.cpus_per_worker}
-    given["model"]["offload_activations"] = given["model"]["offload_activations"] or flags.offload_activations
     if flags.data is not None:
         given["data"] |= data_flag(flags.data, given["data"])
     made: dict[str, Any] = {}
@@ -312,8 +233,8 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         chosen = "vocab_size" in file.get("model", {}) or has_flag(argv, "model.vocab_size")
         made["data"], made["model"] = prepared_data(made["data"], made["model"], vocabulary_is_chosen=chosen)
     if flags.epochs is not None:
-        has_steps = flags.steps is not None or has_flag(argv, "step.steps")
-        made["step"] = dataclasses.replace(made["step"], steps=steps_of(flags, made, has_steps=has_steps))
+        steps = steps_of(flags, made, has_steps=has_flag(argv, "step.steps"))
+        made["step"] = dataclasses.replace(made["step"], steps=steps)
     optim, steps = given["optim"], made["step"].steps
     asked = {*file.get("optim", {}), *(setting for setting in optim if has_flag(argv, f"optim.{setting}"))}
     if flags.extend:
@@ -345,8 +266,6 @@ def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file:
                 "names none. For other models give --pattern"
             )
         return
-    if flags.offload_activations:
-        raise ValueError("offload_activations=True: models of --model-folder have no such setting; leave it out")
     decided = [setting for setting in ModelConfig.__pydantic_fields__ if setting not in FREE_OF_FOLDER]  # type: ignore[attr-defined]
     asked = [setting for setting in decided if setting in file.get("model", {}) or has_flag(argv, f"model.{setting}")]
     if asked:
@@ -354,8 +273,9 @@ def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file:
 
 
 def has_flag(argv: Sequence[str], setting: str) -> bool:
-    """Whether the arguments have the setting's dotted flag, with - or _ as tyro reads it."""
-    return any(word.partition("=")[0].replace("_", "-") == f"--{setting.replace('_', '-')}" for word in argv)
+    """Whether the arguments have the setting's flag, the dotted or the short one, with - or _ as tyro reads it."""
+    names = {f"__{name}" for name in (setting, *(short for short, long in SHORT.items() if long == setting))}
+    return any(word.partition("=")[0].replace("-", "_") in names for word in argv)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -404,18 +324,17 @@ def _with_none(cls: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_flags(argv: Sequence[str], plain: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The short flags, and every setting by section with the dotted flags over `plain`. As tyro takes its time for each
-    flag it gets only those of sections that `argv` names, without help; what it exits for it is asked with all."""
-    named = [section for section in SECTIONS if any(word.startswith(f"--{section}.") for word in argv)]
+    """The flags of no single setting, and every setting by section with the others over `plain`. As tyro takes its time
+    for each flag it gets only those that `argv` may name, without help; what it exits for it is asked with all."""
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            found = _tyro(argv, _bare_short(), {one: _flags_of(SECTIONS[one], plain[one], False) for one in named})
+            few = {one: _flags_of(cls, plain[one], f"{one}.", argv) for one, cls in SECTIONS.items()}
+            found = _tyro(argv, _bare_short(), {one: made for one, made in few.items() if dataclasses.fields(made)})
     except SystemExit:
-        named = list(SECTIONS)
         with coloured():
-            found = _tyro(argv, ShortFlags, {one: _flags_of(SECTIONS[one], plain[one], True) for one in named})
-    rest = {one: _with_none(SECTIONS[one], plain[one]) for one in SECTIONS if one not in named}
-    return found.short, rest | {one: _plain_flags(getattr(found, one)) for one in named}
+            found = _tyro(argv, ShortFlags, {one: _flags_of(SECTIONS[one], plain[one]) for one in SECTIONS})
+    given = {one: _plain_flags(getattr(found, one)) if hasattr(found, one) else {} for one in SECTIONS}
+    return found.short, {one: _merged(plain[one], given[one]) for one in SECTIONS}
 
 
 def _tyro(argv: Sequence[str], short: Any, sections: Mapping[str, Any]) -> Any:
@@ -441,32 +360,38 @@ def _bare_short() -> Any:
     )
 
 
-def _argument(kind: Any, says: str) -> Any:
+def _argument(kind: Any, says: str, short: str | None = None) -> Any:
     """A type with its help. For `int | None` tyro would import typeguard, for `Union` it does not."""
     plain = Union[get_args(kind)] if isinstance(kind, UnionType) else kind  # noqa: UP007
-    return Annotated[plain, tyro.conf.arg(help=says)]
+    aliases = [f"--{short.replace('_', '-')}"] if short else None
+    return Annotated[plain, tyro.conf.arg(help=says, aliases=aliases)]
 
 
-def _flags_of(cls: Any, plain: Mapping[str, Any], has_help: bool) -> Any:
-    """A dataclass for tyro with the fields of `cls`, unchecked, whose defaults are `plain`; mappings are NAME=VALUE."""
+def _flags_of(cls: Any, plain: Mapping[str, Any], prefix: str = "", argv: Sequence[str] | None = None) -> Any:
+    """A dataclass for tyro with the fields of `cls`, unchecked, whose defaults are `plain`; mappings are NAME=VALUE.
+    With `argv` only the fields that it may name, without help."""
     fields: list[Any] = []
-    help_texts = docstrings(cls) if has_help else {}
+    help_texts = docstrings(cls) if argv is None else {}
+    is_named = argv is None or any(word.replace("-", "_").startswith(f"__{prefix}") for word in argv)
     for name, spec in cls.__pydantic_fields__.items():
         kind, default, says = spec.annotation, plain.get(name), help_texts.get(name, "")
         if name in NESTED:
-            kind = _flags_of(kind, plain[name], has_help)
-            fields.append((name, kind, dataclasses.field(default_factory=kind)))
+            kind = _flags_of(kind, plain[name], f"{prefix}{name}.", argv)
+            if dataclasses.fields(kind):
+                fields.append((name, kind, dataclasses.field(default_factory=kind)))
+            continue
+        if not is_named and not (argv is not None and has_flag(argv, f"{prefix}{name}")):
             continue
         if name == "faults":
             kind = str
         elif get_origin(kind) is Mapping:
             kind, default = str, ",".join(f"{key}={value}" for key, value in default.items()) if default else ""
-            says += " NAME=VALUE, separated by commas." * has_help
+            says += " NAME=VALUE, separated by commas." * (argv is None)
         elif isinstance(default, list):
             default = tuple(default)
         elif default == NONE and type(None) in get_args(kind):
             default = None
-        fields.append((name, _argument(kind, says), dataclasses.field(default=default)))
+        fields.append((name, _argument(kind, says, short_of(spec)), dataclasses.field(default=default)))
     return dataclasses.make_dataclass(cls.__name__, fields)
 
 

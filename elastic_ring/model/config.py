@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, settings
+from elastic_ring.validation import Flag, Must, NonNegativeInt, PositiveInt, settings
 
 GONE = "compile_blocks"
 """A setting that earlier versions had, off by default. Their records name it; identities still say that it is off."""
@@ -46,7 +46,7 @@ class ModelConfig:
     """Use the token embedding as the output projection too; `elastic_ring.load_weights` loads such weights."""
     checkpoint_activations: bool = True
     """Keep only each block's input and attention output; recompute the rest in backward."""
-    offload_activations: bool = False
+    offload_activations: Annotated[bool, Flag("offload_activations")] = False
     """Keep checkpointed activations in host memory between forward and backward."""
     loss_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at one time."""

@@ -86,7 +86,7 @@ def test_a_model_folder_decides_the_sizes_and_stays_in_the_file(tmp_path: Path) 
         (["--model.width", "64"], r"model\.width: the folder of --model-folder decides it"),
         (
             ["--offload-activations", "--model.checkpoint-activations"],
-            "offload_activations=True: models of --model-folder",
+            r"model\.offload_activations: the folder of --model-folder decides it",
         ),
     ):
         with pytest.raises(ValueError, match=told):
