@@ -86,6 +86,7 @@ from elastic_ring.runtime.driver.loss_cost import with_settled_copies
 from elastic_ring.runtime.driver.session import cluster, interruptible, lease, leaving, ray_session
 from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
 from elastic_ring.runtime.identity import Identity, contents_of, described, identity_of
+from elastic_ring.runtime.stages import Stages
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.manifest import FOLDER, located
 from elastic_ring.state.storage.folder import open_or_refuse
@@ -180,6 +181,7 @@ class ElasticRingTrainer:
             parts.frozen,
         )
         self._fetched_s = 0.0
+        self._stages: Stages | None = None
         self._contents: tuple[SourceConfig, str, Files] | None = None
         self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
         self.planned: dict[str, float] = {}  # what somebody has forecast: step_s, gpu_bytes of a rank, goodput
@@ -225,6 +227,8 @@ class ElasticRingTrainer:
         the run fails; KeyboardInterrupt after Ctrl-C or SIGTERM, once the run's actors are removed (its message says
         what is left).
         """
+        self._stages = stages = Stages("process, imports, settings")
+        stages.begin("checks the data and the model")
         check_lasting(self.run_config.driver_folder)
         if isinstance(self.task.data, DatasetTokens):
             uri = f"{self.run_config.storage_uri}-data"
@@ -243,7 +247,9 @@ class ElasticRingTrainer:
         check_task(self.task, self.scaling_config.cp, self.scaling_config.device)
         if self.run_config.notices:
             notices.find(self.run_config.notices)
+        stages.begin("starts Ray, or finds it")
         with ray_session(self.scaling_config, self.run_config.timeouts.lease_s):
+            stages.begin("looks for the run and for room")
             attempt = secrets.token_hex(8)
             with interruptible(self.run_config, attempt) as followed:
                 coordinator = self._coordinator(fingerprint, attempt)
@@ -412,6 +418,8 @@ class ElasticRingTrainer:
         if resume.checkpoints:
             log.info("run %s resumes at step %d from %s", run.name, resume.step, resume.resumed_from[-1]["path"])
         self._tell_moved(resume.places)
+        if self._stages is not None:
+            self._stages.begin("")
         run_spec = RunSpec(
             run,
             self.scaling_config,
@@ -424,6 +432,7 @@ class ElasticRingTrainer:
             resume,
             start_dp,
             self.planned,
+            () if self._stages is None else tuple(self._stages.ended),
         )
         made = (
             ray.remote(Coordinator)

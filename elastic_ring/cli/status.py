@@ -1,10 +1,11 @@
 """Show the mesh, generation, step, spares and last recoveries of a live or ended run.
 
-    elastic-ring status RUN [--watch [SECONDS]]
+    elastic-ring status RUN [--watch [SECONDS]] [--startup]
     elastic-ring status RUN --serve PORT
 
 RUN is a run's folder, or s3://bucket/prefix/NAME. Reads the run's records only, so it works while the run trains, after
-it, and without Ray. `--serve` shows them as a page: loss, mesh over the steps, recoveries, what each rank does.
+it, and without Ray. `--startup` says where the seconds until the first committed step went. `--serve` shows the records
+as a page: loss, mesh over the steps, recoveries, what each rank does.
 Exit status: 0; 2 with the reason when RUN is not a run or the port cannot be served on.
 """
 
@@ -13,16 +14,20 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # run from a checkout, where the package may not be installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from elastic_ring.control.facts import fact_of
 from elastic_ring.errors import ElasticRingError
+from elastic_ring.monitor.journal import salvage_file
+from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.monitor.page import LOCAL, Page
 from elastic_ring.monitor.report import render_status
 from elastic_ring.monitor.terminal import clear_screen
+from elastic_ring.runtime.coordinator.folds.start_times import StartTimes
 from elastic_ring.runtime.run_storage import RunRecords
 
 
@@ -32,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with RunRecords(options.run, lambda text: print(f"elastic-ring status: {text}", file=sys.stderr)) as records:
             if options.serve is not None:
                 return _serve(records, options.host, options.serve)
-            return _print(records, options.watch)
+            return _print(records, startup_text if options.startup else render_status, options.watch)
     except (ValueError, ElasticRingError) as error:
         print(f"elastic-ring status: {error}", file=sys.stderr)
         return 2
@@ -54,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         help="show again every SECONDS (1 if left out) until Ctrl-C",
     )
     parser.add_argument(
+        "--startup", action="store_true", help="show where the seconds until the first committed step went"
+    )
+    parser.add_argument(
         "--serve", type=_port, metavar="PORT", help="serve the live page on this port until Ctrl-C; 0 for a free one"
     )
     parser.add_argument(
@@ -64,15 +72,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _print(records: RunRecords, watch_s: float | None) -> int:
+def _print(records: RunRecords, render: Callable[[Path], str], watch_s: float | None) -> int:
     while True:
-        text = render_status(records.look())
+        text = render(records.look())
         if watch_s and sys.stdout.isatty():
             clear_screen()
         print(text, end="", flush=True)
         if not watch_s:
             return 0
         time.sleep(watch_s)
+
+
+def startup_text(folder: Path) -> str:
+    """Raises ValueError where there is no run."""
+    render_status(folder)  # refuses what is no run
+    times = StartTimes()
+    for line in salvage_file(folder / JOURNAL_NAME)[0]:
+        if (fact := fact_of(line)) is not None:
+            times.saw(fact)
+    return "\n".join(times.lines()) + "\n"
 
 
 def _serve(records: RunRecords, host: str, port: int) -> int:

@@ -34,6 +34,17 @@ class WorkerStarted:
 
 
 @dataclass(frozen=True)
+class StartStage:
+    """`who` (driver, coordinator, a worker, run) did `what` on the way to the first step, from `unix_s` on."""
+
+    note: ClassVar = "stage"
+    who: str
+    what: str
+    unix_s: float
+    took_s: float
+
+
+@dataclass(frozen=True)
 class FirstEnvironment:
     """The environment of the first member, which later ones are compared with."""
 
@@ -216,6 +227,7 @@ class ForecastSeen:
 Fact = (
     FaultFired
     | WorkerStarted
+    | StartStage
     | FirstEnvironment
     | PlacesKnown
     | BitsUnequal

@@ -56,7 +56,7 @@ def try_form(ctx: Transition) -> None:
     phase = ctx.phase
     assert isinstance(phase, Forming)
     if phase.full_since is not None:
-        is_late = ctx.now >= phase.full_since + options.spare_grace_s
+        is_late = ctx.now >= phase.full_since + options.spare_grace_s or not _is_worth_waiting(ctx)
         num_wanted, counts = options.dp * options.cp + options.spares, ctx.state.pool.total
         if not is_late and counts.starting and (counts.ready < num_wanted or len(spares(ctx.state)) < num_wanted):
             return
@@ -88,6 +88,12 @@ def try_form(ctx: Transition) -> None:
     incident = phase.incident or Incident(cause, ctx.now, None, counted=True)
     step = restore.step if restore is not None else 0
     order_build(ctx, plan, incident, Beginning(step, fresh=True, restore=restore), situation)
+
+
+def _is_worth_waiting(ctx: Transition) -> bool:
+    """Whether more workers make a better mesh: on one node all places are the same, and spares may come later."""
+    workers = [worker for worker in ctx.state.workers.values() if worker.status in ("starting", "ready")]
+    return ctx.options.waits_for_spares or len({worker.node for worker in workers}) > 1
 
 
 def _nobody_comes(ctx: Transition, phase: Forming) -> bool:

@@ -18,7 +18,8 @@ class ControlOptions:
     boundary request until all members have paused; `handover_s` that a hand-over, or the beginning of a checkpoint,
     may take before a node that leaves is gone; `callback_s` for the driver's callbacks to answer at a validation;
     `finalize_s` to write the weights.
-    Delays, all in seconds: `spare_grace_s` that the first formation waits for spares; `grow_delay_s` without a change
+    Delays, all in seconds: `spare_grace_s` that the first formation waits for spares, where `waits_for_spares` or they
+    would be on other nodes than those that are ready; `grow_delay_s` without a change
     of the worker pool before the mesh grows; `grow_interval_s` from a change of the mesh's size to its next growth;
     `grow_cost_s` that a growth must save at least, None for what the last build and warm-up took; `backoff_s` before
     the next start on a node whose workers fail to start, or the next try to write the weights; `restart_delay_s` from
@@ -64,6 +65,7 @@ class ControlOptions:
     copy_every_steps: int = 10
     memory_reliefs: tuple[str, ...] = ("caches", "recompute")
     memory_relax_steps: int = 200
+    waits_for_spares: bool = True
 
     def __post_init__(self) -> None:
         for name in (

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 InitFn = Callable[[str, Tensor, torch.Generator], None]
 
 _BLOCK_ELEMENTS = 2**20
+_MOST_THREADS = 8
 _STD = 0.02
 _GAINS = re.compile(r"(^|\.)(weight|scale|gain|gamma|g)$")
 _BIASES = re.compile(r"bias$|(^|\.|_)(b|beta)$")
@@ -65,18 +68,34 @@ class Initialiser:
         num_columns = math.prod(shape[1:])
         block_rows = max(1, _BLOCK_ELEMENTS // max(1, num_columns))
         out = torch.empty(stop - start, num_columns, dtype=torch.float32, device="cpu")
-        for block in range(start // block_rows, -(-stop // block_rows)):
+
+        def draw(block: int) -> None:
             # Draw whole blocks: torch's numbers depend on the tensor's size.
             first = block * block_rows
             drawn = torch.empty(block_rows, num_columns, dtype=torch.float32, device="cpu")
             drawn.normal_(0.0, std, generator=self._generator(name, shape, block))
             low, high = max(start, first), min(stop, first + block_rows)
             out[low - start : high - start] = drawn[low - first : high - first]
+
+        blocks = range(start // block_rows, -(-stop // block_rows))
+        if len(blocks) == 1 or (num_threads := _num_threads()) == 1:
+            for block in blocks:
+                draw(block)
+            return out
+        with ThreadPoolExecutor(num_threads) as pool:  # drawing holds no GIL
+            list(pool.map(draw, blocks))
         return out
 
     def _generator(self, name: str, shape: tuple[int, ...], block: int) -> torch.Generator:
         digest = hashlib.sha256(f"{self.seed} {name} {shape} {block}".encode()).digest()
         return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+def _num_threads() -> int:
+    """How many blocks are drawn at a time: a GPU's share of the host's cores, on CPUs as many as a worker's own."""
+    if num_gpus := torch.cuda.device_count():
+        return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // num_gpus))
+    return torch.get_num_threads()
 
 
 def initialise(name: str, shape: Sequence[int], seed: int, *, num_layers: int = 1) -> Tensor:

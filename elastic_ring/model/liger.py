@@ -8,6 +8,9 @@ give equal bits on equal GPUs.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -39,7 +42,7 @@ def fits(*tensors: Tensor) -> bool:
 
 
 def load() -> None:
-    """Import the kernels, where they are installed: it takes seconds, as the package imports peft and transformers."""
+    """Import the kernels, where they are installed: it takes a second or more."""
     _kernels()
 
 
@@ -118,11 +121,12 @@ def _kernels() -> _Kernels | None:
     if find_spec("liger_kernel") is None:
         return None
     # From the files of the operators: the package's own names may be replaced through its environment variable.
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-    from liger_kernel.ops.geglu import LigerGELUMulFunction
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-    from liger_kernel.ops.rope import LigerRopeFunction
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    with _without_peft():
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+        from liger_kernel.ops.geglu import LigerGELUMulFunction
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+        from liger_kernel.ops.rope import LigerRopeFunction
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     return _Kernels(
         LigerRMSNormFunction,
@@ -131,3 +135,17 @@ def _kernels() -> _Kernels | None:
         LigerRopeFunction,
         LigerFusedLinearCrossEntropyFunction,
     )
+
+
+@contextmanager
+def _without_peft() -> Iterator[None]:
+    """Importing Liger looks for peft, for whose models it has patches, and so imports transformers: seconds that no
+    kernel needs. Whoever has imported peft already keeps it."""
+    if "peft" in sys.modules:
+        yield
+        return
+    sys.modules["peft"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["peft"]

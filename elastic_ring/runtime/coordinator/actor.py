@@ -80,6 +80,7 @@ from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
 from elastic_ring.runtime.head import is_kept, warn_if_shorter
 from elastic_ring.runtime.run_storage import Mirror
+from elastic_ring.runtime.stages import Stages
 from elastic_ring.runtime.terms import Terms, TermWatch
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.runtime.worker.faults import SLOW_SAVE_S, inject_into_coordinator
@@ -108,6 +109,7 @@ class Coordinator:
         self._told_waiting = ""
         self._told_reconnect = False
         self._last_checkpoint_failure = ""
+        self._stages = Stages("its process and imports", run_spec.submitted_unix_s)
         self._is_restart = ray.get_runtime_context().was_current_actor_reconstructed
         self._ready = threading.Event()
         threading.Thread(target=self._main, name="decide", daemon=True).start()
@@ -193,8 +195,13 @@ class Coordinator:
 
     def _main(self) -> None:
         try:
+            self._stages.begin("claims a term, opens the run")
             self._open()
+            self._stages.begin("")
             self._ready.set()
+            if not self._is_restart:
+                self.recorder.stages("driver", self.run_spec.stages)
+                self.recorder.stages("coordinator", self._stages.ended)
             self._decide(CoordinatorStarted(self._cause(), self._term))
             if self.run_spec.resume.checkpoints and not self._is_restart:
                 self._decide(CheckpointsKnown(self._cause(), self.run_spec.resume.checkpoints))
@@ -459,8 +466,10 @@ class Coordinator:
                 self.recorder.goes_back(event.step, event.detail, (event.term, event.generation))
         if isinstance(event, Resumed):
             self.recorder.recoveries.resumed(event.worker, extra)
+            self.recorder.built(event.worker, extra)
         if isinstance(event, WorkerReady):
             self.recorder.recoveries.worker_started(event.worker, event.pid, extra.get("environment", {}))
+            self.recorder.stages(event.worker, extra.get("stages", ()))
             self.node_monitor.watch_worker(event.worker, event.node, extra)
         if isinstance(event, Report):
             self._publish(extra.get("records", []))

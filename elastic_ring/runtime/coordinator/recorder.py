@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from elastic_ring.control.facts import (
     RankStraggled,
     ReliefsChanged,
     ResumedFrom,
+    StartStage,
     StepSkipped,
     WrongResult,
     fact_of,
@@ -74,6 +75,7 @@ from elastic_ring.monitor.metrics import (
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.runtime.coordinator.folds.recovery_log import Note, RecoveryLog
 from elastic_ring.runtime.coordinator.folds.run_totals import RunTotals
+from elastic_ring.runtime.stages import Stage, in_order
 from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.storage.retries import ONCE, Retries
 from elastic_ring.train.guards import listed, told_of
@@ -81,6 +83,19 @@ from elastic_ring.train.guards import listed, told_of
 log = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 1.0
+BUILT = (
+    ("free_s", "frees what an earlier place took"),
+    ("device_s", "takes its device"),
+    ("meet_s", "meets the others"),
+    ("world_s", "connects to them"),
+    ("wrap_s", "wraps the model"),
+    ("values_s", "first values"),
+    ("restore_s", "reads the checkpoint"),
+    ("join_s", "waits for its groups, tests them"),
+    ("heal_s", "heals"),
+    ("check_s", "checks the model"),
+)
+"""Parts of a build, as a member's timings name them, in their order."""
 WAIT_TOLD_S = 30.0
 
 
@@ -231,8 +246,22 @@ class RunRecorder:
         elif "compiled" in record:
             self._tell(CompiledLate(record["step"], record["worker"], record["compiled"], record["before"]))
 
+    def stages(self, who: str, stages: Iterable[Stage]) -> None:
+        """What `who` did on its way to the first step, or to being a spare."""
+        for what, unix_s, took_s in stages:
+            self._tell(StartStage(who, what, round(unix_s, 3), round(took_s, 3)))
+
+    def built(self, worker: str, timings: Mapping[str, Any]) -> None:
+        """A member is in its place; of those that no step has been committed with, that is told."""
+        if self.metrics.last_step < self.first_step and "begun_unix_s" in timings:
+            took_s = [(what, float(timings.get(key, 0.0))) for key, what in BUILT]
+            self.stages(worker, in_order(timings["begun_unix_s"], took_s))
+
     def _committed(self, record: Mapping[str, Any]) -> None:
-        now = self._attempt_began_at = self._clock()
+        began, now = self._attempt_began_at, self._clock()
+        self._attempt_began_at = now
+        if record["step"] == self.first_step and began:
+            self.stages("run", [("first step", began, now - began)])
         mesh = Mesh(record["dp"], record["cp"])
         step_s = max(record["step_s"], 1e-9)
         self.metrics.record(

@@ -20,6 +20,7 @@ from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, write_json
 from elastic_ring.runtime.coordinator.resume import Resume
 from elastic_ring.runtime.identity import Identity
+from elastic_ring.runtime.stages import Stage
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_FOLDER, WEIGHTS_INDEX
 from elastic_ring.train.task import TrainingTask
@@ -58,6 +59,8 @@ class RunSpec:
     """With how many rings it begins where there was no room for `scaling.dp` in time."""
     planned: Mapping[str, float] = field(default_factory=dict)
     """What was forecast of it, as `ElasticRingTrainer.planned`."""
+    stages: tuple[Stage, ...] = ()
+    """Of the driver, up to this submission."""
 
 
 class Clock:
@@ -105,6 +108,7 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
         copy_every_steps=run.copy_every_steps,
         memory_reliefs=reliefs_on(scaling.device, run_spec.task.step.sequences_per_pass),
         memory_relax_steps=run.memory_relax_steps,
+        waits_for_spares=bool(run.faults),  # which are planned for a mesh with its spares
     )
 
 

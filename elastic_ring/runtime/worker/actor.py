@@ -77,7 +77,7 @@ class Worker:
         self._stamps = StampWriter(spec.stamp_path)
         self._held: int | None = None  # the folder of the stamps, until this process ends
         self._stall_watchdog = StallWatchdog(spec.run.timeouts.stall_s, self._moved)
-        self._starting = threading.Lock()
+        self._starting, self._start_work = threading.Lock(), StartWork()
         self._attempt = ""  # of the submission for whose members this process speaks, as global rank 0
 
     # ------------------------------------------------------------ what the coordinator calls
@@ -90,9 +90,9 @@ class Worker:
                 faulthandler.dump_traceback_later(STACKS_SHARE * self.spec.run.timeouts.start_s)
                 try:
                     self._client.coordinator = coordinator
-                    work, start_s = StartWork(), self.spec.run.timeouts.start_s
-                    with start_reports(self._client, self.spec.worker, start_s, work):
-                        self._warm_up(coordinator, work)
+                    start_s = self.spec.run.timeouts.start_s
+                    with start_reports(self._client, self.spec.worker, start_s, self._start_work):
+                        self._warm_up(coordinator, self._start_work)
                 finally:
                     faulthandler.cancel_dump_traceback_later()
         return self.describe()
@@ -141,6 +141,7 @@ class Worker:
             "fingerprint": self._member.fingerprint,
             "environment": environment_fingerprint(self.spec.scaling.num_threads, self._member.environment),
             "gpus": self._member.gpus,
+            "stages": self._start_work.stages.ended,
         }
 
     def ping(self) -> str:

@@ -128,7 +128,7 @@ class Member:
         """Open the data, and run a tiny model once: first calls are slow."""
         EVENTS.listener = self._announce_compilation
         task, step = self._spec.task, self._spec.task.step
-        self.start_work.what = "opens the data"
+        self.start_work.begin("opens the data")
         source, self.fingerprint = self._patiently(lambda: fingerprinted(task.data))
         training, validation = hold_out(source, num_sequences=self._num_held_out)
         self._val_loader = self._loader(validation, num_ahead=1)
@@ -146,7 +146,7 @@ class Member:
         self._transaction.offload(self._spec.scaling.cpu_offload)
         self._injector.flip = self._transaction.plan_flip
         self._injector.poison = lambda: poison(self.device)
-        self.start_work.what = "runs a small model once"
+        self.start_work.begin("runs a small model once")
         self._transaction.warm_up(self._spec.scaling.cp, self._spec.scaling.device)
         warm_up(task)
         # What is frozen takes 4 bytes a parameter, counted as so many fewer whose state is healed.
@@ -155,7 +155,7 @@ class Member:
         if self._spec.scaling.device == "cuda":
             be_deterministic(task)
             seen = visible_gpus()
-            self.start_work.what = f"{len(seen)} device(s): contexts, kernels' tests, first runs"
+            self.start_work.begin(f"{len(seen)} device(s): contexts, kernels' tests, first runs")
             warmed = warm_devices(task, seen, self._spec.scaling.cp)
             self.gpus, self._device_lease.avoided = [gpu.name for gpu in seen], warmed.failed
             self.environment = gpu_environment(warmed.kernels)
@@ -164,6 +164,7 @@ class Member:
         # Freeze long-lived objects, so that the collection in `forget_groups` takes milliseconds.
         gc.collect()
         gc.freeze()
+        self.start_work.begin("")
 
     def _loader(self, source: Source, num_ahead: int = 0) -> Loader:
         return Loader(
@@ -302,7 +303,7 @@ class Member:
 
         `connect_s`, `roll_s` and `heal_s` add up to all of it: what is done while groups connect counts as `roll_s`.
         """
-        begun = time.monotonic()
+        begun, begun_unix_s = time.monotonic(), time.time()
         worker, state = self._spec.worker, self._transaction
         self._timings, self._command, self.boundary_requested, self._groups = {}, command, False, None
         self._stamps.generation = command.generation
@@ -329,6 +330,7 @@ class Member:
         if self._groups is not None:
             connector.join(self._groups)
         joined = time.monotonic()
+        self._timings["join_s"] = joined - entered
         if command.roll_forward is not None and not receives and state.valid:
             state.roll_forward(command.roll_forward)
         rolled = time.monotonic()
@@ -339,8 +341,10 @@ class Member:
         assert not self.in_mesh or (state.valid and state.applied == command.step), (state.applied, command.step)
         starts = command.fresh and command.restore is None
         if self._groups is not None and starts and self._spec.task.step.check_model:
+            checking = time.monotonic()
             with translated(connector):
                 check_model(state.task, self._groups, state)
+            self._timings["check_s"] = time.monotonic() - checking
         if self._groups is not None and (command.copy_holders or command.parity_groups):
             group = connector.host_link("copies", command.members, worker)
             self._copies.begin(command, self._groups.global_rank, group, self.device)
@@ -355,6 +359,7 @@ class Member:
             "roll_s": entered - opened + rolled - joined,
             "heal_s": healed - rolled,
             "heal_bytes": num_bytes,
+            "begun_unix_s": begun_unix_s,
             "healed": bool(receives),
             "pid": os.getpid(),
             "gpu": self._device_lease.gpu,
@@ -416,7 +421,9 @@ class Member:
         try:
             back = command.step_back
             keep = holds and back is None
+            wrapping = time.monotonic()
             state.enter(groups, (command.term, command.generation), keep=keep, nodes=command.nodes)
+            self._timings["wrap_s"] = (filling := time.monotonic()) - wrapping
             if command.restore is not None:
                 begun = time.monotonic()
                 reader = open_checkpoint(self._spec.run, command.restore, self._tell_waiting)
@@ -425,6 +432,7 @@ class Member:
                 self._timings["restore_s"] = time.monotonic() - begun
             elif command.fresh:
                 state.initialise()
+                self._timings["values_s"] = time.monotonic() - filling
             elif back is not None and holds:
                 begun = time.monotonic()
                 assert state.shard is not None

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 import psutil
 
 from elastic_ring.control.messages import WorkerStarting
+from elastic_ring.runtime.stages import Stages
 from elastic_ring.runtime.worker.coordinator_client import CoordinatorClient
 
 REPORTS_A_LIMIT = 10
@@ -22,8 +23,14 @@ class StartWork:
     """What a worker that warms up does right now: written by the thread that warms up, read by that of the reports."""
 
     def __init__(self) -> None:
-        self.what = "first calls"
+        self.stages = Stages("its process and imports")
         self.compiling = ""
+        self.begin("first calls")
+
+    def begin(self, what: str) -> None:
+        """With an empty text it is warm."""
+        self.what = what
+        self.stages.begin(what)
 
     @property
     def told(self) -> str:
