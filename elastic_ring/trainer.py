@@ -83,7 +83,8 @@ from elastic_ring.runtime.driver.cluster import (
     worker_environment,
 )
 from elastic_ring.runtime.driver.loss_cost import with_settled_copies
-from elastic_ring.runtime.driver.session import cluster, interruptible, lease, leaving, ray_session
+from elastic_ring.runtime.driver.ray_session import cluster, leaving, ray_session
+from elastic_ring.runtime.driver.session import interruptible, lease
 from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
 from elastic_ring.runtime.identity import Identity, contents_of, described, identity_of
 from elastic_ring.runtime.stages import Stages

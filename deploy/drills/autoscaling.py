@@ -33,8 +33,8 @@ from elastic_ring.monitor.metrics import SUMMARY_NAME
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.cluster import left_behind
 from elastic_ring.runtime.driver.drain import give_notice
+from elastic_ring.runtime.driver.ray_session import cluster
 from elastic_ring.runtime.driver.scale import scale
-from elastic_ring.runtime.driver.session import cluster
 from elastic_ring.trainer import ElasticRingTrainer, training_order
 
 if TYPE_CHECKING:

@@ -89,7 +89,7 @@ def _prepare(options: argparse.Namespace) -> Manifest:
     if config.workers == 0:
         return prepare(config)
     from elastic_ring.config import environment
-    from elastic_ring.runtime.driver.session import cluster
+    from elastic_ring.runtime.driver.ray_session import cluster
 
     # Ray writes a line marked as an error for every pool of Ray Data, since its actors may restart.
     environment().setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")

@@ -9,9 +9,11 @@ torch and Ray are imported once the settings are known to be right: help and ref
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,7 @@ from elastic_ring.errors import ElasticRingError, TermLost
 from elastic_ring.files import shown_url
 from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
 from elastic_ring.monitor.goodput import seen_of
-from elastic_ring.monitor.metrics import METRICS_NAME, read_metrics
+from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, read_metrics
 from elastic_ring.monitor.report import forecast_line, goodput_line
 
 if TYPE_CHECKING:
@@ -273,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if asked.plan and asked.lora is not None:
             raise ValueError(f"lora={asked.lora!r}: what adapters need is not planned; leave --plan or --lora out")
+        if not asked.plan and _begins_at_once(asked):
+            return _train_beside_ray(asked)
         trainer = build(asked)
         if asked.plan:
             from elastic_ring.train.startup.check_pattern import check_pattern
@@ -284,8 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 check_pattern(trainer.task, asked.scaling.cp, layouts)
             print("\n".join(plan(asked, trainer).lines()))
             return 0
-        trainer.planned = _planned(asked, trainer)
-        result = trainer.fit()
+        return _train(asked, trainer)
     except ValueError as error:
         print(f"elastic-ring train: {error}", file=sys.stderr)
         return 2
@@ -298,6 +301,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print(f"elastic-ring train: {str(interrupt) or 'stopped before training began'}", file=sys.stderr)
         return 130
+
+
+def _begins_at_once(asked: TrainSettings) -> bool:
+    """Whether the settings are known to be right, so that Ray may start while torch is imported. Raises ValueError."""
+    if not planned_alone(asked) or (asked.run.driver_folder / SUMMARY_NAME).exists():
+        return False
+    _check(asked)
+    return True
+
+
+def _train_beside_ray(asked: TrainSettings) -> int:
+    """Ray's start waits for processes, the imports of torch for nothing."""
+    importing = threading.Thread(target=_import_torch, name="imports", daemon=True)
+    importing.start()
+    from elastic_ring.runtime.driver.ray_session import ray_session
+
+    with ray_session(asked.scaling, asked.run.timeouts.lease_s):
+        importing.join()
+        return _train(asked, build(asked))
+
+
+def _import_torch() -> None:
+    """Those of its modules that take longest; none that imports Ray."""
+    for name in ("torch", "torch.distributed.tensor", "torch.distributed.fsdp"):
+        importlib.import_module(name)
+
+
+def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
+    trainer.planned = _planned(asked, trainer)
+    result = trainer.fit()
     summary = result.summary
     first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
     kept = "bit-exact" if summary["exact"] else "sample-exact"

@@ -13,7 +13,7 @@ import ray
 
 from elastic_ring.config import Timeouts
 from elastic_ring.runtime.driver.cluster import NAMESPACE
-from elastic_ring.runtime.driver.session import outlast_head
+from elastic_ring.runtime.driver.ray_session import outlast_head
 from tests.ray.conftest import tiny_trainer
 
 STEPS = 30

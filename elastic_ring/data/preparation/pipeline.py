@@ -73,7 +73,7 @@ def over_cluster(
     if not ray.is_initialized():  # it is not this room's to start one: who may connect to it is decided elsewhere
         raise ValueError(
             f"workers={workers}: this process has no Ray: give prepare(config, "
-            "elastic_ring.runtime.driver.session.cluster), which joins or starts one, or workers=0"
+            "elastic_ring.runtime.driver.ray_session.cluster), which joins or starts one, or workers=0"
         )
     with _quiet():
         try:

@@ -60,7 +60,7 @@ Task = Literal["digest", "prepare"]
 Spread = Callable[[Job, Task, Sequence[Piece]], Iterator[tuple[Piece, PieceRecord | None]]]
 """Runs pieces and yields each as it is complete, in any order."""
 Session = Callable[[int], AbstractContextManager[None]]
-"""Joins a Ray, or starts one with so many CPUs: `elastic_ring.runtime.driver.session.cluster`."""
+"""Joins a Ray, or starts one with so many CPUs: `elastic_ring.runtime.driver.ray_session.cluster`."""
 
 
 @settings

@@ -35,7 +35,7 @@ from elastic_ring.monitor.metrics import CONFIG_NAME, write_json
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime.coordinator.run_spec import summary_of
 from elastic_ring.runtime.driver import attach
-from elastic_ring.runtime.driver.session import cluster
+from elastic_ring.runtime.driver.ray_session import cluster
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.identity import Identity, contents_of, described, identity_of
 from elastic_ring.runtime.worker.env_fingerprint import versions

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 TLS = "RAY_USE_TLS"  # strangers need a certificate, and this process's own question would have to show it
+NAMESPACE = "elastic_ring"
+"""Of Ray, in which a run's actors have their names."""
 ANSWER_S = 2.0
 MAX_ADDRESS_CHARS = 512
 

@@ -27,6 +27,7 @@ from elastic_ring.control.capacity.demand import Ask, next_ask, sizes
 from elastic_ring.errors import PeerFailed
 from elastic_ring.runtime.agent.agent import NodeAgent
 from elastic_ring.runtime.autoscaler import RENEW_S, Autoscaler
+from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.worker.actor import Worker
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
@@ -34,7 +35,7 @@ from elastic_ring.train.task import TrainingTask
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "elastic_ring"
+NAMESPACE = access.NAMESPACE
 # Ray must not hide GPUs: a worker sees all of the node's and locks the one it uses (`runtime.gpu.device`).
 WORKER_ENVIRONMENT = {**nccl.ENVIRONMENT, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Environment of GPU workers where the user has set nothing; docs/operating/gpus.md gives the reasons."""

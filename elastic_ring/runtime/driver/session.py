@@ -1,4 +1,4 @@
-"""Context managers of a driver: its Ray session, the run's lease, and Ctrl-C.
+"""Context managers of a driver: the run's lease, and Ctrl-C.
 
 A driver nests them around following a run. No training and no decision belongs here.
 """
@@ -6,138 +6,29 @@ A driver nests them around following a run. No training and no decision belongs 
 from __future__ import annotations
 
 import logging
-import math
-import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 
-from elastic_ring.config import RunConfig, ScalingConfig, environment
-from elastic_ring.errors import RunFailed
+from elastic_ring.config import RunConfig
 from elastic_ring.monitor.callbacks import STOPPED_BY_USER
-from elastic_ring.runtime.agent.memory_guard import RAY_THRESHOLD_VARIABLE
-from elastic_ring.runtime.driver import access, attach
+from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.absence import is_listening
-from elastic_ring.runtime.driver.cluster import NAMESPACE
-from elastic_ring.runtime.head import RECONNECT, RECONNECT_S
 
 log = logging.getLogger(__name__)
 
 ASK_S = 2.0
 LOOK_S = 0.25
-LONGEST_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
-OUTLAST_S = 10.0  # Ray ends a process without a word, so the driver must give up first
 HEAD_IS_GONE = "stopped; the head of the Ray cluster is gone, and nobody can be told to clear the run"
 GOES_ON = (
     "the coordinator goes on clearing the run by itself, and what runs in a Ray that this command started ends with it"
 )
-
-
-@contextmanager
-def ray_session(scaling: ScalingConfig, lease_s: float) -> Iterator[None]:
-    """`cluster` with as many CPUs as the workers of a run ask for."""
-    need = scaling.resources_per_worker.get("CPU", 0.0) * (scaling.most_rings * scaling.cp + scaling.spares)
-    with cluster(max(1, -(-int(need * 1000) // 1000)), lease_s):
-        yield
-
-
-@contextmanager
-def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
-    """Attach to an existing cluster (RAY_ADDRESS, or one that `ray start` of this user or root began here), else run a
-    local one within, which counts `num_cpus` CPUs. The head of an existing one may be away for `lease_s`.
-
-    Raises: ValueError when RAY_ADDRESS does not answer, and where this host lacks what a local one needs;
-    RunFailed where a local one does not start.
-    """
-    if ray.is_initialized():
-        access.warn_if_open(ray.get_runtime_context().gcs_address)
-        yield
-        return
-    if (environment().get("RAY_ADDRESS") or access.local_head() or "local") != "local":
-        outlast_head(lease_s)
-        try:
-            access.connect(namespace=NAMESPACE)
-        except ConnectionError as error:
-            raise ValueError(f"RAY_ADDRESS: {error}; RAY_ADDRESS=local starts a Ray of your own") from error
-    else:
-        check_host(environment())
-        # Its monitor takes the coordinator first: it is the last resort behind the guard of the node's agent.
-        environment().setdefault(RAY_THRESHOLD_VARIABLE, "0.98")
-        _start_local(num_cpus)
-    try:
-        access.warn_if_open(ray.get_runtime_context().gcs_address)
-        yield
-    finally:
-        with leaving():
-            ray.shutdown()
-
-
-def _start_local(num_cpus: int) -> None:
-    try:
-        access.start(num_cpus=num_cpus, namespace=NAMESPACE, include_dashboard=False, logging_level=logging.WARNING)
-    except ray.exceptions.AuthenticationError as error:
-        raise ValueError(
-            f"Ray finds no token ({error}): set {access.TOKEN_FILE} to a file that has one, or unset it"
-        ) from error
-    except ValueError:  # a wrong setting of Ray's, in its own words
-        raise
-    except Exception as error:  # Ray has no class of its own for it
-        raise RunFailed(
-            f"Ray could not be started on this host, or its processes took too long on a host that is too busy: {error}"
-        ) from error
-
-
-def check_host(variables: Mapping[str, str], shared_memory: str = "/dev/shm") -> None:
-    """Raises ValueError where Ray could not start a cluster here: it would say so by a traceback."""
-    name = "RAY_TMPDIR" if "RAY_TMPDIR" in variables else "TMPDIR"
-    folder = variables.get(name, "/tmp")
-    if len(os.fsencode(folder)) > LONGEST_FOLDER_BYTES:
-        raise ValueError(
-            f"{name}={folder!r}: is longer than the {LONGEST_FOLDER_BYTES} bytes that leave room for names of Ray's "
-            "sockets: set RAY_TMPDIR=/tmp, or another short folder"
-        )
-    if sys.platform == "linux" and not os.access(shared_memory, os.R_OK | os.W_OK):
-        raise ValueError(
-            f"{shared_memory}: is not there or cannot be written, and Ray keeps objects in it: mount it (Docker: "
-            "--shm-size=2g; Kubernetes: an emptyDir of medium Memory), or set RAY_ADDRESS to a cluster elsewhere"
-        )
-
-
-def outlast_head(lease_s: float) -> None:
-    """Have Ray keep this process alive for longer than a driver waits for the head; a value of the user's stays.
-
-    Ray reads the variable once, when this process connects.
-    """
-    environment().setdefault(RECONNECT, str(math.ceil(max(RECONNECT_S, lease_s) + OUTLAST_S)))
-
-
-@contextmanager
-def leaving() -> Iterator[None]:
-    """A signal ends this process at once: the run has ended or is cleared, and only Ray is still being shut down. The
-    processes of a Ray that this process started end with it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: object) -> None:
-        log.warning(
-            "signal %d: this command ends while it leaves Ray; the run is over or left to its coordinator", number
-        )
-        os._exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 @contextmanager

@@ -112,11 +112,11 @@ PREPARES = """
 import sys, ray
 from contextlib import contextmanager
 from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
-from elastic_ring.runtime.driver import access, session
+from elastic_ring.runtime.driver import access, ray_session
 
 @contextmanager
 def cluster(num_cpus):
-    with session.cluster(num_cpus):
+    with ray_session.cluster(num_cpus):
         print("answers a stranger:", access.answers(ray.get_runtime_context().gcs_address))
         yield
 

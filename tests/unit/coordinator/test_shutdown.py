@@ -35,6 +35,7 @@ from elastic_ring.runtime.coordinator.run_spec import Clock
 from elastic_ring.runtime.coordinator.shutdown import LONG_S, EndReport, aside, conclude, unfinished
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.run_storage import Mirror
+from elastic_ring.runtime.stages import Stages
 from elastic_ring.runtime.terms import Terms, TermWatch
 
 
@@ -123,7 +124,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made._queue, made.driver_feed, made._ready = queue.Queue(), DriverFeed(), threading.Event()
     made._cause = CauseIds("coordinator")
     made._ended, made._ticked_at, made._told_waiting, made._term = None, 0.0, "", 1
-    made._is_restart, made.clock = True, lambda: 100.0
+    made._is_restart, made.clock, made._stages = True, lambda: 100.0, Stages("")
     made._clear = lambda: []
     made.journal = Journal(run.folder / "journal.jsonl", durable=True).open()
     made.recorder = RunRecorder(run, made._note, made.clock)

@@ -18,7 +18,7 @@ import pytest
 from ray._private.services import GCS_SERVER_EXECUTABLE, resolve_ip_for_localhost
 
 from elastic_ring.config import environment
-from elastic_ring.runtime.driver import access, session
+from elastic_ring.runtime.driver import access, ray_session
 
 OWN = "a" * 64
 
@@ -153,7 +153,7 @@ def test_where_a_cluster_refuses_the_way_out_is_a_ray_of_ones_own(
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     wrong = {access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: str(tmp_path / "none")}
     with access.using(wrong), pytest.raises(ValueError, match="RAY_ADDRESS=local starts a Ray of your own"):
-        session.cluster(1).__enter__()
+        ray_session.cluster(1).__enter__()
 
 
 def test_the_token_is_made_for_its_user_alone_and_once(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ def test_a_file_of_settings_may_begin_with_a_byte_order_mark(tmp_path: Path) -> 
 
 
 def test_a_host_on_which_ray_cannot_start_is_told_in_one_line(tmp_path: Path) -> None:
-    from elastic_ring.runtime.driver.session import check_host
+    from elastic_ring.runtime.driver.ray_session import check_host
 
     with pytest.raises(ValueError, match=r"^TMPDIR='/x+': is longer than .* set RAY_TMPDIR=/tmp, or another short"):
         check_host({"TMPDIR": "/" + "x" * 60})

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from elastic_ring.runtime.driver.absence import is_listening
-from elastic_ring.runtime.driver.session import OUTLAST_S, outlast_head
+from elastic_ring.runtime.driver.ray_session import OUTLAST_S, outlast_head
 from elastic_ring.runtime.head import RECONNECT, is_kept, reconnect_s, warn_if_shorter
 
 

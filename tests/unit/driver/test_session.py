@@ -12,12 +12,12 @@ import pytest
 import ray
 
 from elastic_ring.config import RunConfig
-from elastic_ring.runtime.driver import access, session
+from elastic_ring.runtime.driver import access, ray_session, session
 from elastic_ring.runtime.driver.session import interruptible
 
 LEAVES = """
 import sys, threading
-from elastic_ring.runtime.driver.session import leaving
+from elastic_ring.runtime.driver.ray_session import leaving
 with leaving():
     print("leaves", flush=True)
     threading.Event().wait(60.0)
@@ -57,7 +57,7 @@ def test_a_wrong_token_is_a_wrong_setting_not_a_busy_host(tmp_path: Path, monkey
         wrong = {access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: str(tmp_path / name)}
         told = rf"no token.*{name}.*set RAY_AUTH_TOKEN_PATH to a file that has one"
         with access.using(wrong), pytest.raises(ValueError, match=told):
-            session._start_local(1)
+            ray_session._start_local(1)
     assert not ray.is_initialized()
 
 

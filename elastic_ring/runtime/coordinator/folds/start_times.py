@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from elastic_ring.control.facts import Fact, StartStage
 
+_ALONE = ("driver", "coordinator", "run")
+"""Those beside workers; `run` is all of them together."""
 _WIDTHS = (8, 8, 12)
+_LEAST_S = 0.05
 
 
 class StartTimes:
@@ -22,11 +25,11 @@ class StartTimes:
         """In the order of time; of the workers the one that was in its place last, which the others wait for."""
         last_s: dict[str, float] = {}
         for stage in self.stages:
-            if stage.who not in ("driver", "coordinator", "run"):
-                last_s[stage.who] = stage.unix_s + stage.took_s
+            if stage.who not in _ALONE:
+                last_s[stage.who] = max(last_s.get(stage.who, 0.0), stage.unix_s + stage.took_s)
         built = {stage.who for stage in self.stages if stage.what == "wraps the model"} or set(last_s)
         slowest = max(built, key=lambda who: last_s[who], default="")
-        kept = [stage for stage in self.stages if stage.who in ("driver", "coordinator", "run", slowest)]
+        kept = [one for one in self.stages if one.who in (*_ALONE, slowest) and one.took_s >= _LEAST_S]
         return sorted(kept, key=lambda stage: stage.unix_s)
 
     def lines(self) -> list[str]:
