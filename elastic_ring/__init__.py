@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_ring.attention.api import ring_attention
     from elastic_ring.config import CheckpointConfig, OptimConfig, RunConfig, ScalingConfig, StepConfig, Timeouts
+    from elastic_ring.data.sampling.validation import ValidationSet
     from elastic_ring.integrations.early_stopping import EarlyStopping, KeepBest
     from elastic_ring.monitor.callbacks import Callback
     from elastic_ring.monitor.result import Checkpoint, Result
@@ -33,6 +34,7 @@ __all__ = [
     "ScalingConfig",
     "StepConfig",
     "Timeouts",
+    "ValidationSet",
     "load_weights",
     "ring_attention",
 ]
@@ -53,6 +55,7 @@ def __getattr__(name: str) -> Any:
         "ScalingConfig": "elastic_ring.config",
         "StepConfig": "elastic_ring.config",
         "Timeouts": "elastic_ring.config",
+        "ValidationSet": "elastic_ring.data.sampling.validation",
         "load_weights": "elastic_ring.train.weights",
         "ring_attention": "elastic_ring.attention.api",
     }

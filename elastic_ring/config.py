@@ -232,6 +232,8 @@ class StepConfig:
     work, the same for the same ring in every process (zigzag without a pattern)."""
     val_every_steps: Annotated[NonNegativeInt, Flag("val_every")] = 0
     """Steps between validations; 0 for none."""
+    val_every_tokens: Annotated[NonNegativeInt, Flag("val_every_tokens")] = 0
+    """Tokens between validations, in place of steps: one follows each step that completes so many."""
     num_val_sequences: PositiveInt = 4
     """Sequences held out for validation."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -250,11 +252,28 @@ class StepConfig:
     holds their experts. "auto" takes what sends fewer bytes, the same on all ranks."""
 
     def __post_init__(self) -> None:
+        if self.val_every_steps and self.val_every_tokens:
+            raise ValueError(
+                f"val_every_steps={self.val_every_steps} beside val_every_tokens={self.val_every_tokens}: give one"
+            )
         if self.sequences_per_pass > self.global_batch:
             raise ValueError(
                 f"sequences_per_pass={self.sequences_per_pass} is more than global_batch={self.global_batch}: no ring "
                 "has so many sequences in a step; lower sequences_per_pass or raise global_batch"
             )
+
+    @property
+    def validates(self) -> bool:
+        return bool(self.val_every_steps or self.val_every_tokens)
+
+    def validates_after(self, num_steps: int) -> bool:
+        """Whether a validation follows so many steps; with any, one follows the last."""
+        if not self.validates or num_steps == 0:
+            return False
+        if num_steps == self.steps or not self.val_every_tokens:
+            return num_steps == self.steps or num_steps % self.val_every_steps == 0
+        tokens, every = self.global_batch * self.context_tokens, self.val_every_tokens
+        return num_steps * tokens // every > (num_steps - 1) * tokens // every
 
 
 @settings

@@ -50,6 +50,7 @@ from elastic_ring.data.packing import Files
 from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.sampling.order import SampleOrder
 from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
+from elastic_ring.data.sampling.validation import ValidationSet, ValidationSource, measured, open_sets, with_sets
 from elastic_ring.data.source import SourceConfig, fingerprinted, hold_out, open_source, order_of
 from elastic_ring.files import plain_json, shown_plain, shown_url
 from elastic_ring.mesh import Mesh
@@ -132,7 +133,9 @@ class ElasticRingTrainer:
             `attention.patterns.parse`, for example "sinks:64+window:512"; by default all keys (dense, causal).
         cost_model: measured figures by which `step_config.layout="auto"` compares layouts, as a `CostModel` or
             the file that `elastic-ring calibrate` writes; by default those of an H200.
-        metrics: name -> (model, batch) -> (sum, number), for the held-out sequences; `val_NAME` in metrics.jsonl.
+        metrics: name -> (model, batch) -> (sum, number), for the validations; `val_NAME` in metrics.jsonl.
+        validation: name -> `ValidationSet`: several sets in place of the held-out sequences alone; each has
+            `val_SET_loss`, `val_SET_perplexity` and `val_SET_NAME`, and `val_loss` is their weighted mean.
         lr_schedule: step -> learning rate, in place of `optim_config`'s: a pure function.
         callbacks: told of steps, validations, recoveries and checkpoints in this process; see `Callback`.
 
@@ -156,10 +159,12 @@ class ElasticRingTrainer:
         cost_model: CostModel | str | Path | None = None,
         metrics: Mapping[str, LossFunction] | None = None,
         lr_schedule: Schedule | None = None,
+        validation: Mapping[str, ValidationSet] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         step = step_config or StepConfig()
-        check_callbacks(callbacks, step.val_every_steps, metrics or {})
+        sets = _with_sources(validation or {}, step.context_tokens)
+        check_callbacks(callbacks, step.validates, measured(sets, metrics or {}))
         self.callbacks = tuple(callbacks)
         parts, data = parts_of(model, step), as_source(data, step.context_tokens)
         self.scaling_config = scaling_config or ScalingConfig()
@@ -180,6 +185,7 @@ class ElasticRingTrainer:
             parts.flops,
             any(callback.controls for callback in callbacks),
             parts.frozen,
+            sets,
         )
         self._fetched_s = 0.0
         self._stages: Stages | None = None
@@ -187,7 +193,8 @@ class ElasticRingTrainer:
         self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
         self.planned: dict[str, float] = {}  # what somebody has forecast: step_s, gpu_bytes of a rank, goodput
         check_parts(self.task)
-        check_vocabulary(parts, data)
+        for source in (data, *(one.data for one in sets.values() if one.data is not None)):
+            check_vocabulary(parts, source)
         check_schedule(lr_schedule, self.task.optim, step.steps)
         check_cpu_offload(self.scaling_config.cpu_offload, optimizer)
         if self.task.cost_model is not None and step.layout != AUTO:
@@ -231,9 +238,7 @@ class ElasticRingTrainer:
         self._stages = stages = Stages("process, imports, settings")
         stages.begin("checks the data and the model")
         check_lasting(self.run_config.driver_folder)
-        if isinstance(self.task.data, DatasetTokens):
-            uri = f"{self.run_config.storage_uri}-data"
-            self.task = replace(self.task, data=materialised(self.task.data, uri, cluster))
+        self._materialise()
         self._fetch()
         done = self._finished()
         if done is not None:
@@ -241,7 +246,7 @@ class ElasticRingTrainer:
                 "run %s is finished already; its summary is in %s", self.run_config.name, self.run_config.driver_folder
             )
             return self._told(done)
-        fingerprint = at_submission(lambda: fingerprinted(self.task.data)[1], self.run_config.timeouts.storage_s)
+        fingerprint = at_submission(lambda: fingerprint_of(self.task), self.run_config.timeouts.storage_s)
         training_order(self.task)
         check_writable(self.run_config.driver_folder)
         self._resume()
@@ -265,6 +270,18 @@ class ElasticRingTrainer:
                 if not attach.remove(coordinator, self.run_config):
                     log.error("left behind: the coordinator of run %s, which was killed", self.run_config.name)
         return self._result(end)
+
+    def _materialise(self) -> None:
+        """Write datasets out beside the run's folder."""
+
+        def written(data: Any, name: str) -> Any:
+            uri = f"{self.run_config.storage_uri}-data{name}"
+            return materialised(data, uri, cluster) if isinstance(data, DatasetTokens) else data
+
+        validation = {
+            name: replace(one, data=written(one.data, f"-{name}")) for name, one in self.task.validation.items()
+        }
+        self.task = replace(self.task, data=written(self.task.data, ""), validation=validation)
 
     # ------------------------------------------------------------ attaching
 
@@ -312,7 +329,7 @@ class ElasticRingTrainer:
         if self._contents is None or self._contents[0] is not task.data:
             self._contents = task.data, *contents_of(task.data)
         step = {name: getattr(task.step, name) for name in ("seed", "global_batch", "context_tokens", "param_dtype")}
-        step["num_val_sequences"] = task.step.num_val_sequences if task.step.val_every_steps else 0
+        step["num_val_sequences"] = task.num_held_out
         # What only watches the training, or only says how it is done, may change.
         code = {
             name: value for name, value in self._code().items() if name != "units" and not name.startswith("metric ")
@@ -349,7 +366,8 @@ class ElasticRingTrainer:
         # Left out where unset, so that the digests of runs without a pattern or cost model stay the same.
         own = [] if task.pattern is None else [task.pattern.identity]
         own += [] if task.cost_model is None else [repr(task.cost_model)]
-        usual = {("kv_wire", "native"), ("experts", "auto")}
+        own += [str(sorted(task.validation.items()))] if task.validation else []
+        usual = {("kv_wire", "native"), ("experts", "auto"), ("val_every_tokens", 0)}
         step = {name: value for name, value in vars(task.step).items() if (name, value) not in usual}
         return digest(self.scaling_config, step, task.optim, self._identity.what["data"], faults, code, *own)
 
@@ -680,9 +698,27 @@ def check_writable(folder: Path) -> None:
 
 def training_order(task: TrainingTask) -> SampleOrder:
     """Which sequences each step uses. Raises ValueError for a corpus that is unreadable or smaller than one batch."""
-    held = task.step.num_val_sequences if task.step.val_every_steps else 0
-    training, _ = hold_out(at_submission(lambda: open_source(task.data)), num_sequences=held)
+    training, _ = hold_out(at_submission(lambda: open_source(task.data)), num_sequences=task.num_held_out)
     return order_of(training, task.step.seed, task.step.global_batch)
+
+
+def _with_sources(sets: Mapping[str, ValidationSet], context_tokens: int) -> dict[str, ValidationSet]:
+    """With datasets as sources."""
+    has_data = {name for name, one in sets.items() if getattr(one, "data", None) is not None}
+    return {
+        name: replace(one, data=as_source(one.data, context_tokens)) if name in has_data else one
+        for name, one in sets.items()
+    }
+
+
+def fingerprint_of(task: TrainingTask) -> str:
+    """Of the training data and of all validation sets, as each worker computes it. Raises ValueError for sets that
+    cannot be computed."""
+    opened = open_sets(task.validation)
+    source, fingerprint = fingerprinted(task.data)
+    _, held = hold_out(source, num_sequences=task.num_held_out)
+    ValidationSource(task.validation, held, {name: one for name, (one, _) in opened.items()})
+    return with_sets(fingerprint, opened)
 
 
 def _shown(record: dict[str, Any]) -> StepMetrics:

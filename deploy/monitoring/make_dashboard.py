@@ -19,6 +19,7 @@ ROWS = {
     "Training": (
         "loss",
         "validation_loss",
+        "validation",
         "gradient_norm",
         "learning_rate",
         "tokens_per_second",

@@ -45,6 +45,50 @@ class DataConfig:
         object.__setattr__(self, "uri", absolute(self.uri))
 
 
+@settings
+class SetConfig:
+    """A set of the validations as `--validate` names it; without data: held-out sequences."""
+
+    _prefix: ClassVar[str] = "validate."
+
+    name: str
+    data: str = ""
+    weight: float = 1.0
+    sequences: PositiveInt | None = None
+
+    def __str__(self) -> str:
+        data = f"={absolute(self.data)}" if self.data else ""
+        weight = f",weight={self.weight:g}" if self.weight != 1.0 else ""
+        return f"{self.name}{data}{weight}{f',sequences={self.sequences}' if self.sequences else ''}"
+
+
+def validation_sets(text: str) -> list[SetConfig]:
+    """The sets that `--validate` names. Raises ValueError for text that names none."""
+    sets = []
+    for item in text.split(";"):
+        first, *rest = item.strip().split(",")
+        name, _, data = first.partition("=")
+        plain: dict[str, Any] = {"name": name.strip(), "data": data.strip()}
+        for option in rest:
+            key, equals, value = option.strip().partition("=")
+            try:
+                plain[key] = int(value) if key == "sequences" else float(value) if key == "weight" else value
+            except ValueError:
+                equals = ""
+            if not equals or key not in ("weight", "sequences"):
+                raise ValueError(
+                    f"validate={text!r}: {option.strip()!r} is not weight=NUMBER or sequences=COUNT: write NAME=DATA,"
+                    "weight=2,sequences=64, sets separated by ;"
+                )
+        sets.append(SetConfig(**plain))
+    names = [one.name for one in sets]
+    if "" in names or len({*names}) < len(names):
+        raise ValueError(
+            f"validate={text!r}: each set needs a name of its own: NAME=DATA, or NAME for what is held out"
+        )
+    return sets
+
+
 OF_MANIFEST: Mapping[str, Any] = {
     "digest": "",
     "column": "tokens",

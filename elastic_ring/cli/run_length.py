@@ -7,14 +7,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from elastic_ring.cli.data_settings import validation_sets
 from elastic_ring.config import RunConfig
 from elastic_ring.files import plain_json
 
 log = logging.getLogger(__name__)
 
 
-def steps_of(flags: Any, made: Mapping[str, Any], *, has_steps: bool) -> int:
-    """The steps in which each sequence is used so often. Raises ValueError for `--steps` beside it."""
+def steps_of(flags: Any, made: Mapping[str, Any], sets: str | None, *, has_steps: bool) -> int:
+    """The steps in which each sequence is used so often; `sets` as `--validate` has them. Raises ValueError for
+    `--steps` beside it."""
     from elastic_ring.cli.train import data_source
     from elastic_ring.data.source import hold_out, open_source
 
@@ -23,7 +25,8 @@ def steps_of(flags: Any, made: Mapping[str, Any], *, has_steps: bool) -> int:
     if not 0 < flags.epochs < math.inf:
         raise ValueError(f"epochs={flags.epochs:g}: give a number above 0")
     step = made["step"]
-    held = step.num_val_sequences if step.val_every_steps else 0
+    own = [one.data for one in validation_sets(sets)] if sets else [""]
+    held = step.num_val_sequences if step.validates and "" in own else 0
     source = open_source(data_source(made["data"], made["model"], step.context_tokens))
     training, _ = hold_out(source, num_sequences=held)
     return math.ceil(flags.epochs * training.num_sequences / step.global_batch)

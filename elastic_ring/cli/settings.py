@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tyro
 
-from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data
+from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data, validation_sets
 from elastic_ring.cli.run_length import schedule_before, steps_of
 from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_plain
@@ -83,7 +83,7 @@ NESTED = {"timeouts", "checkpoint_config"}
 NONE = "none"
 """What stands for None in a TOML file, which has no such value."""
 
-TOP = ("pattern", "machine", "model_folder", "windows", "lora", "stop_early", "keep_best")
+TOP = ("pattern", "machine", "model_folder", "windows", "lora", "validate", "stop_early", "keep_best")
 """Keys of the file beside `preset` that belong to no section; flags of the same name win over them."""
 FREE_OF_FOLDER = frozenset({"checkpoint_activations", "loss_chunk_tokens"})
 """Settings of [model] that a model folder does not decide."""
@@ -121,8 +121,12 @@ class ShortFlags:
     """Instead of steps: how often each sequence of the data is used."""
     extend: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with the finished run of this name for more --steps, at the rate with which its schedule ended."""
-    stop_early: int | None = None
-    """Stop when the validation's loss has not improved in so many validations."""
+    validate: str | None = None
+    """Sets to validate on: code=DATA,weight=2,sequences=64; held. DATA is as for --data; without it, held-out
+    sequences."""
+    stop_early: str | None = None
+    """Stop when the loss of the validations has not improved in so many of them; METRIC:N follows another metric, such
+    as val_code_loss:3."""
     keep_best: str | None = None
     """Keep the checkpoint where this metric of the validations, such as val_loss, is the least."""
     data: str | None = None
@@ -160,7 +164,8 @@ class TrainSettings:
     model_folder: str | None = None
     windows: str | None = None
     lora: str | None = None
-    stop_early: int | None = None
+    validate: str | None = None
+    stop_early: str | None = None
     keep_best: str | None = None
     plan: bool = False
 
@@ -233,7 +238,8 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         chosen = "vocab_size" in file.get("model", {}) or has_flag(argv, "model.vocab_size")
         made["data"], made["model"] = prepared_data(made["data"], made["model"], vocabulary_is_chosen=chosen)
     if flags.epochs is not None:
-        steps = steps_of(flags, made, has_steps=has_flag(argv, "step.steps"))
+        sets = flags.validate or file.get("validate")
+        steps = steps_of(flags, made, sets, has_steps=has_flag(argv, "step.steps"))
         made["step"] = dataclasses.replace(made["step"], steps=steps)
     optim, steps = given["optim"], made["step"].steps
     asked = {*file.get("optim", {}), *(setting for setting in optim if has_flag(argv, f"optim.{setting}"))}
@@ -249,6 +255,8 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     make("optim")
     top: dict[str, Any] = {key: file.get(key) if (value := getattr(flags, key)) is None else value for key in TOP}
     _check_folder(top, argv, flags, file)
+    if top["validate"] is not None:
+        top["validate"] = "; ".join(map(str, validation_sets(top["validate"])))
     return TrainSettings(name, **made, **top, plan=flags.plan)
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elastic_ring.cli.data_settings import data_flag, prepared_data, validation_sets
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
 from elastic_ring.config import check_copies, check_loss_spikes, check_together
 from elastic_ring.errors import ElasticRingError, TermLost
@@ -27,12 +28,14 @@ from elastic_ring.model.config import ModelConfig, active_parameters, num_parame
 from elastic_ring.monitor.goodput import seen_of
 from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, read_metrics
 from elastic_ring.monitor.report import forecast_line, goodput_line
+from elastic_ring.validation import from_plain
 
 if TYPE_CHECKING:
     from torch import nn
 
     from elastic_ring.attention.patterns.layers import LayerPatterns
     from elastic_ring.config import StepConfig
+    from elastic_ring.data.sampling.validation import ValidationSet
     from elastic_ring.data.source import SourceConfig
     from elastic_ring.forecast.sizing.memory import ModelPlan
     from elastic_ring.monitor.callbacks import Callback
@@ -62,10 +65,27 @@ def build(asked: TrainSettings) -> ElasticRingTrainer:
         initial=initial,
         pattern=_pattern(asked.pattern, model, step),
         cost_model=asked.machine,
+        validation=_validation(asked, model),
         callbacks=_callbacks(asked),
     )
     trainer.config_files["config.toml"] = asked.toml()
     return trainer
+
+
+def _validation(asked: TrainSettings, model: ModelConfig) -> dict[str, ValidationSet]:
+    """The sets to validate on, by name. Raises ValueError for data that does not suit the model."""
+    from elastic_ring.data.sampling.validation import ValidationSet
+
+    made = {}
+    for one in validation_sets(asked.validate) if asked.validate is not None else ():
+        source = None
+        if one.data:
+            corpus = from_plain(DataConfig, data_flag(one.data, {"source": ""}), f"validate.{one.name}.")
+            if corpus.source == "prepared":
+                corpus, _ = prepared_data(corpus, model, vocabulary_is_chosen=True)
+            source = data_source(corpus, model, asked.step.context_tokens)
+        made[one.name] = ValidationSet(source, one.weight, one.sequences)
+    return made
 
 
 def _callbacks(asked: TrainSettings) -> list[Callback]:
@@ -74,7 +94,12 @@ def _callbacks(asked: TrainSettings) -> list[Callback]:
         raise ValueError(f"keep_best={asked.keep_best!r}: no checkpoints are taken; set checkpoint.every_steps")
     from elastic_ring.integrations.early_stopping import EarlyStopping, KeepBest
 
-    stops = [] if asked.stop_early is None else [EarlyStopping(patience=asked.stop_early)]
+    stops = []
+    if asked.stop_early is not None:
+        metric, _, patience = asked.stop_early.rpartition(":")
+        if not patience.isdigit():
+            raise ValueError(f"stop_early={asked.stop_early!r}: give a count of validations, or METRIC:COUNT")
+        stops.append(EarlyStopping(metric or "val_loss", int(patience)))
     return [*stops, *([] if asked.keep_best is None else [KeepBest(asked.keep_best)])]
 
 

@@ -43,6 +43,7 @@ INSTEAD = {
     "run.rollback_limit": "loss spikes lead to no going back",
     "run.skip_batches": "no batch is left out",
     "step.val_every_steps": "this door does not validate",
+    "step.val_every_tokens": "this door does not validate",
 }
 NONE_HERE = "this door has nothing of the kind; leave it out"
 OBEYED = {
@@ -90,6 +91,7 @@ def _ignored() -> list[str]:
     """The settings of the elastic ring that this door does not obey."""
     return [
         "step.val_every_steps",
+        "step.val_every_tokens",
         *(
             f"{section}.{name}"
             for section, obeyed in OBEYED.items()

@@ -22,7 +22,7 @@ class _Best(Callback):
 
     def check_metrics(self, metrics: Collection[str]) -> None:
         if self.metric not in metrics:
-            raise ValueError(f"metric={self.metric!r}: the validation has {', '.join(sorted(metrics))}")
+            raise ValueError(f"metric={self.metric!r}: the validation has {', '.join(metrics)}")
 
     def is_better(self, step: int, metrics: Mapping[str, float], least_gain: float = 0.0) -> bool:
         """Whether the metric is less than ever before by more than `least_gain`; then it is the best."""

@@ -130,7 +130,8 @@ class Callback:
         """A step is committed, and the next one has begun. Steps that a run repeats from a checkpoint are told once."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The held-out sequences after `step`: `val_loss`, and `val_NAME` of each metric of the trainer's `metrics`."""
+        """After `step`: `val_loss`, `val_perplexity`, and `val_NAME` of each metric of the trainer's `metrics`; with
+        several sets the means of all, and `val_SET_loss` and so on of each."""
 
     def on_recovery(self, recovery: Mapping[str, Any]) -> None:
         """A recovery is over; the keys are those of `recoveries` in summary.json."""
@@ -454,20 +455,22 @@ def kept_places(record: Mapping[str, Any], *, was_finished: bool = False) -> dic
     return {**record, "told": told, **({"granted": {}} if was_finished else {})}
 
 
-def check_callbacks(callbacks: Sequence[Callback], val_every_steps: int = 1, metrics: Collection[str] = ()) -> None:
+def check_callbacks(
+    callbacks: Sequence[Callback], validates: bool = True, metrics: Collection[str] = ("val_loss",)
+) -> None:
     """Raises ValueError for what is no callback, for two of one name, for control without validations, and for what a
-    callback refuses. `metrics`: names of the user's."""
+    callback refuses. `metrics`: what a validation finds."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ValueError(
                 f"callbacks: {callback!r} is no elastic_ring.Callback: derive from it, and give an instance"
             )
-        if callback.controls and not val_every_steps:
+        if callback.controls and not validates:
             raise ValueError(
                 f"val_every_steps=0: the callback {callback.name} controls the run, which happens at validations: set "
                 "val_every_steps, or controls=False"
             )
-        callback.check_metrics(["val_loss", *(f"val_{name}" for name in metrics)])
+        callback.check_metrics(metrics)
     names = [callback.name for callback in callbacks]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

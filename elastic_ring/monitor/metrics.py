@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ SUMMARY_KEYS = (
     "identity",
     "stopped",
     "planned_steps",
+    "validation",
 )
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
 RECOVERY_KEYS = (
@@ -125,10 +126,10 @@ class StepMetrics:
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> StepMetrics:
         """The inverse of `to_json`, with the loss bit for bit. Raises: KeyError, TypeError."""
-        values = {field.name: line[field.name] for field in fields(cls) if field.name in line}
-        for field in fields(cls):
-            if field.type == "float" and values.get(field.name, 0.0) is None:
-                values[field.name] = math.nan
+        values = {known.name: line[known.name] for known in fields(cls) if known.name in line}
+        for known in fields(cls):
+            if known.type == "float" and values.get(known.name, 0.0) is None:
+                values[known.name] = math.nan
         values["loss"] = float.fromhex(line["loss_hex"])
         values["mesh"] = Mesh(**line["mesh"])
         return cls(**values)
@@ -137,12 +138,12 @@ class StepMetrics:
 @dataclass
 class Newest:
     """What a run last measured: its newest committed step, the Unix time of that, the newest step that timed its
-    exchanges, the newest validation, and how many steps were skipped."""
+    exchanges, what the newest validation found and after which step, and how many steps were skipped."""
 
     step: StepMetrics | None = None
     unix_s: float | None = None
     timed: StepMetrics | None = None
-    val_loss: float | None = None
+    validation: Mapping[str, float | None] = field(default_factory=dict)
     num_skipped: int = 0
 
     @classmethod
@@ -150,12 +151,12 @@ class Newest:
         """As the lines of a metrics.jsonl tell it."""
         steps = [line for line in lines if "loss_hex" in line]
         timed = next((line for line in reversed(steps) if line["exposed_hop_wait_s"] is not None), None)
-        validated = next((line for line in reversed(lines) if "loss_hex" not in line), None)
+        validated = next((dict(line) for line in reversed(lines) if "loss_hex" not in line), {})
         return cls(
             step=StepMetrics.from_json(steps[-1]) if steps else None,
             unix_s=steps[-1]["unix_s"] if steps else None,
             timed=StepMetrics.from_json(timed) if timed else None,
-            val_loss=validated["val_loss"] if validated else None,
+            validation=validated,
             num_skipped=sum(bool(line["skipped"]) for line in steps),
         )
 
@@ -273,8 +274,8 @@ class MetricsLog:
         if step not in self._validated:
             self._validated.add(step)
             finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
-            self.newest.val_loss = finite["val_loss"]
-            self._journal.append({"step": step, **finite})
+            self.newest.validation = {"step": step, **finite}
+            self._journal.append(self.newest.validation)
 
     def losses_hex(self) -> list[str]:
         """The losses of all steps on record, in order: all, but for those that `begin_at` told to be missing.
@@ -394,13 +395,14 @@ def build_summary(
     identity: str = "",
     stopped: str = "",
     planned_steps: int | None = None,
+    validation: Mapping[str, float | None] | None = None,
 ) -> dict[str, Any]:
     """The content of summary.json, with exactly the documented keys in the documented order.
 
     `exact`: whether equal bits are promised. Where they are not, the summary says null: they may be equal all the same.
     `num_steps`: how many there were, where not all losses are on record. `stopped`: why a callback has stopped the run,
-    empty if none has. `planned_steps`: those of the settings. Raises: KeyError when a generation or recovery
-    lacks a key. Additional keys of these are dropped.
+    empty if none has. `planned_steps`: those of the settings. `validation`: what the last one found. Raises: KeyError
+    when a generation or recovery lacks a key. Additional keys of these are dropped.
     """
     made = [{key: one[key] for key in GENERATION_KEYS} for one in generations]
     return {
@@ -424,6 +426,7 @@ def build_summary(
         "identity": identity,
         "stopped": stopped,
         "planned_steps": len(losses_hex) if planned_steps is None else planned_steps,
+        "validation": dict(validation or {}),
     }
 
 

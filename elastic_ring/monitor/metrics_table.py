@@ -96,6 +96,7 @@ class Metric:
 
 
 NODE, GPU = "the node's address", "the node's address / the GPU's index"
+FOUND = "loss, perplexity and each metric, of all sets and of each (SET_loss)"
 NETWORK = "the node's interfaces since its boot, but for the loopback"
 IB, IB_ONLY = "InfiniBand ports of the node since they were reset", "where there are such ports"
 NVML = "on GPUs, with nvidia-ml-py"
@@ -126,8 +127,16 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "elastic_ring_validation_loss",
         "1",
-        "loss of the held-out sequences when they were last computed",
+        "loss of the newest validation, the weighted mean of its sets",
         only="after the first validation",
+    ),
+    Metric(
+        "elastic_ring_validation",
+        "1",
+        "what the newest validation found",
+        "part",
+        only="after the first validation",
+        open_values=FOUND,
     ),
     Metric(
         "elastic_ring_gradient_norm", "1", "norm of the gradient before clipping; missing while not finite", only=STEP_1

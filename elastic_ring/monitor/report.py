@@ -102,6 +102,7 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
         lambda: [_versions_line(folder / CONFIG_NAME)],
         lambda: [_mesh_line(status, summary)],
         lambda: [_step_line(status, summary, steps)],
+        lambda: [_validation_line(steps)],
         lambda: [_checkpoint_line(status)],
         lambda: _membership_lines(status, now),
         lambda: _memory_lines(folder / CONFIG_NAME, status or summary),
@@ -227,6 +228,16 @@ def _step_line(status: Mapping[str, Any], summary: Mapping[str, Any], steps: Seq
         if recent:
             text += f"   {human_rate(math.fsum(recent) / len(recent))} tokens/s"
     return _row("step", text)
+
+
+def _validation_line(steps: Sequence[Mapping[str, Any]]) -> str:
+    """What the newest validation found, the means of all sets first."""
+    line = next((line for line in reversed(steps) if "val_perplexity" in line), None)
+    if line is None:
+        return ""
+    found = {name.removeprefix("val_"): value for name, value in line.items() if name.startswith("val_")}
+    told = ", ".join(f"{name} {'not finite' if value is None else f'{value:.4g}'}" for name, value in found.items())
+    return _row("validated", f"{told} (step {line['step']})")
 
 
 def human_rate(value: float) -> str:

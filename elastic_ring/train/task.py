@@ -14,6 +14,7 @@ from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layers import AttentionFn
 from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.config import StepConfig
+from elastic_ring.data.sampling.validation import LOSS, PERPLEXITY, ValidationSet, check_sets, holds_out, measured
 from elastic_ring.data.source import SourceConfig
 from elastic_ring.files import shown_plain
 from elastic_ring.model.config import built_in
@@ -93,7 +94,8 @@ class TrainingTask:
     functions like `loss`, for the held-out sequences. `lr_schedule` gives a step's rate in place of `optim`. `flops`:
     of one sequence, as in `ModelParts`; None where that is not known. `asks_callbacks`: after each validation training
     waits for what the driver's callbacks want. With `frozen` parameters that need no gradient are no state: they are in
-    no shard, checkpoint, heal or copy, and each member reads its rows of them from there.
+    no shard, checkpoint, heal or copy, and each member reads its rows of them from there. `validation` has sets by
+    name; without any the held-out sequences are the one set.
     """
 
     model: Callable[[], nn.Module]
@@ -111,6 +113,12 @@ class TrainingTask:
     flops: float | None = None
     asks_callbacks: bool = False
     frozen: FrozenValues | None = None
+    validation: Mapping[str, ValidationSet] = field(default_factory=dict)
+
+    @property
+    def num_held_out(self) -> int:
+        """Sequences of the data that are not trained on."""
+        return self.step.num_val_sequences if self.step.validates and holds_out(self.validation) else 0
 
 
 def description_of(task: TrainingTask) -> dict[str, Any]:
@@ -142,15 +150,17 @@ def check_parts(task: TrainingTask) -> None:
     if not isinstance(task.pattern, LayerPatterns | None):
         raise ValueError(f"pattern={task.pattern!r}: give a short form such as 'window:512', or LayerPatterns")
     for name, metric in task.metrics.items():
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name == "loss" or not callable(metric):
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in (LOSS, PERPLEXITY) or not callable(metric):
             raise ValueError(
                 f"metrics={{{name!r}: {metric!r}}}: give functions by names of small letters, digits and _, other than "
-                "loss"
+                f"{LOSS} and {PERPLEXITY}"
             )
-    if task.metrics and not task.step.val_every_steps:
+    if task.metrics and not task.step.validates:
         raise ValueError(
             f"metrics has {', '.join(task.metrics)}, and val_every_steps=0 never validates: set it above 0"
         )
+    check_sets(task.validation, task.step.validates, task.step.context_tokens)
+    measured(task.validation, task.metrics)
     if task.initial is not None and not hasattr(task.initial, "tensor"):
         raise ValueError(f"initial={task.initial!r}: give an object whose tensor(name, shape, rows) has first values")
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -33,6 +33,7 @@ from elastic_ring.control.decisions.loss_spikes import SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_digest, joined
 from elastic_ring.data.sampling.order import SampleOrder, passes, share
+from elastic_ring.data.sampling.validation import LOSS, ValidationSource
 from elastic_ring.experts.exchange import ExpertExchange
 from elastic_ring.mesh import Coordinate, Mesh
 from elastic_ring.state.checkpoints.checkpoint import Reader
@@ -498,35 +499,39 @@ class Transaction:
     # ------------------------------------------------------------ validation
 
     @torch.no_grad()
-    def validate(self, loader: Loader, num_sequences: int) -> dict[str, float]:
-        """`val_loss`, and `val_NAME` of each metric: means over held-out sequences, each ring taking its share.
+    def validate(self, loader: Loader, source: ValidationSource) -> dict[str, float]:
+        """The means of `source` for the loss and each metric, each ring computing its share of the sequences.
 
-        All ranks return the same bits.
+        All ranks return the same bits, and rings of one size the same on any number of them.
         """
         assert self.model is not None
         assert self._groups is not None
-        measures = {"loss": self.task.loss, **self.task.metrics}
-        sums = torch.zeros(len(measures), 2, dtype=torch.float64)
+        measures = {LOSS: self.task.loss, **self.task.metrics}
+        mine = share(range(source.num_sequences), self._coordinate.dp_rank, self._mesh.dp)
+        sums = torch.zeros(-(-source.num_sequences // self._mesh.dp), len(measures), 2, dtype=torch.float64)
         copy_masters(self.model)
         if self._experts is not None:
             self._experts.begin(self.applied)
         self.model.eval()
-        for index, sample_id in share(range(num_sequences), self._coordinate.dp_rank, self._mesh.dp):
+        for row, (index, _) in enumerate(mine):
             self._groups.check()
-            piece = loader.load(sample_id, index, self.layout, self._coordinate.cp_rank)
-            for row, measure in enumerate(measures.values()):
+            piece = loader.load(
+                index,
+                index,
+                self.layout,
+                self._coordinate.cp_rank,
+                upcoming=[ahead for ahead, _ in mine[row + 1 : row + 2]],
+            )
+            for column, measure in enumerate(measures.values()):
                 total, number = measure(self.model, self._batch(piece, self._attention(piece, self.applied)))
-                sums[row] += torch.tensor([float(total), float(number)], dtype=torch.float64)
+                sums[row, column] = torch.tensor([float(total), float(number)], dtype=torch.float64)
         self.model.train()
-        rows = [torch.zeros_like(sums) for _ in range(self._mesh.size)]
-        self._groups.world.allgather([rows], [sums]).wait()
-        summed = torch.zeros_like(sums)
-        for part in rows:
-            summed += part
-        return {
-            f"val_{name}": float(summed[row, 0] / summed[row, 1]) if summed[row, 1] else math.nan
-            for row, name in enumerate(measures)
-        }
+        parts = [torch.zeros_like(sums) for _ in range(self._mesh.size)]
+        self._groups.world.allgather([parts], [sums]).wait()
+        cp = self._mesh.cp
+        rings = [reduce(torch.add, parts[first : first + cp]) for first in range(0, self._mesh.size, cp)]
+        in_order = torch.stack(rings, dim=1).flatten(0, 1)[: source.num_sequences]  # as `share` has dealt them
+        return source.means(list(measures), in_order.tolist())
 
     # ------------------------------------------------------------ parts
 

@@ -23,6 +23,7 @@ from elastic_ring.control.facts import Fact, fact_of
 from elastic_ring.control.messages import from_json
 from elastic_ring.control.replay import replay, standing
 from elastic_ring.control.state import Ended
+from elastic_ring.data.sampling.validation import ValidationSet
 from elastic_ring.data.source import PreparedTokens, SourceConfig, StdlibText
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser
@@ -128,6 +129,7 @@ def tiny_trainer(
     run: Mapping[str, Any] | None = None,
     data: SourceConfig | None = None,
     model: ModelConfig = TINY,
+    validation: Mapping[str, ValidationSet] | None = None,
     **scaling: Any,
 ) -> ElasticRingTrainer:
     """A run of a small decoder, on the standard library's sources if no other data are given."""
@@ -141,6 +143,7 @@ def tiny_trainer(
         sequences_per_pass=options.pop("sequences_per_pass", 1),
         kv_wire=options.pop("kv_wire", "native"),
         val_every_steps=options.pop("val_every_steps", 0),
+        val_every_tokens=options.pop("val_every_tokens", 0),
         experts=options.pop("experts", "auto"),
     )
     settings: dict[str, Any] = {
@@ -162,6 +165,7 @@ def tiny_trainer(
         callbacks=callbacks,
         optimizer=optimizer,
         lr_schedule=lr_schedule,
+        validation=validation,
     )
 
 

@@ -100,4 +100,4 @@ def pass_sizes(step: StepConfig) -> tuple[int, ...]:
     batch = step.global_batch
     shares = {share for dp in range(1, batch + 1) for share in (batch // dp, -(-batch // dp))}
     sizes = {len(group) for share in shares for group in passes(share, step.sequences_per_pass)}
-    return tuple(sorted(sizes | ({1} if step.val_every_steps else set())))
+    return tuple(sorted(sizes | ({1} if step.validates else set())))

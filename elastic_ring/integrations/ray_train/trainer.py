@@ -96,10 +96,10 @@ class Zero3Trainer:
         self.cp, self.dataset, self.train_loop = cp, dataset, train_loop
         self.vocab_size, self.end_of_document = vocab_size, end_of_document
         check_mesh(self.num_workers, cp, step, self.zero)
-        if step.val_every_steps:
+        if step.validates:
             raise ValueError(
-                f"val_every_steps={step.val_every_steps}: ZeRO-3 in Ray Train does not validate; set it "
-                "to 0, or validate the weights afterwards"
+                f"val_every_steps={step.val_every_steps}, val_every_tokens={step.val_every_tokens}: ZeRO-3 in Ray "
+                "Train does not validate; set both to 0, or validate the weights afterwards"
             )
         if settings.get("callbacks"):
             raise ValueError("callbacks: ZeRO-3 in Ray Train tells none; give ray.train.RunConfig(callbacks=[...])")

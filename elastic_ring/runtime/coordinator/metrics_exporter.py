@@ -205,7 +205,9 @@ def _of_steps(recorder: RunRecorder, work: Work) -> Iterator[Sample]:
     yield "elastic_ring_loss_spikes", "", recorder.totals.num_spikes
     yield "elastic_ring_wrong_results", "", recorder.totals.num_wrong
     yield "elastic_ring_stragglers", "", recorder.totals.num_stragglers
-    yield "elastic_ring_validation_loss", "", newest.val_loss
+    found = {name.removeprefix("val_"): value for name, value in newest.validation.items() if name != "step"}
+    yield "elastic_ring_validation_loss", "", found.get("loss")
+    yield from (("elastic_ring_validation", name, value) for name, value in found.items())
     if (step := newest.step) is not None:
         yield "elastic_ring_loss", "", step.loss
         yield "elastic_ring_gradient_norm", "", step.grad_norm

@@ -507,6 +507,7 @@ class RunRecorder:
             "mesh": {"dp": mesh.dp, "cp": mesh.cp} if mesh else {"dp": 0, "cp": 0},
             "step": self.metrics.last_step + 1,
             "total_steps": end_step(state),
+            "validation": self.metrics.newest.validation,
             "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
             "spares": [person(w) for w in spares(state)],
             "covered": covered(state),
@@ -554,6 +555,7 @@ class RunRecorder:
             identity=self.identity,
             stopped=stopped,
             planned_steps=planned_steps,
+            validation=self.metrics.newest.validation,
         )
         # Beside the deciding thread, and no longer than a checkpoint's files are waited for.
         retries = Retries(self._run.timeouts.storage_s, lambda text: self.recoveries.say(f"the summary {text}"))

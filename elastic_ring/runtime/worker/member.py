@@ -21,6 +21,7 @@ from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.growth import grown
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
+from elastic_ring.data.sampling.validation import ValidationSource, open_sets, with_sets
 from elastic_ring.data.source import Source, fingerprinted, hold_out, open_source, order_of
 from elastic_ring.errors import GroupAborted
 from elastic_ring.faults import EXCHANGES
@@ -129,9 +130,12 @@ class Member:
         EVENTS.listener = self._announce_compilation
         task, step = self._spec.task, self._spec.task.step
         self.start_work.begin("opens the data")
-        source, self.fingerprint = self._patiently(lambda: fingerprinted(task.data))
-        training, validation = hold_out(source, num_sequences=self._num_held_out)
-        self._val_loader = self._loader(validation, num_ahead=1)
+        source, fingerprint = self._patiently(lambda: fingerprinted(task.data))
+        training, held = hold_out(source, num_sequences=task.num_held_out)
+        opened = self._patiently(lambda: open_sets(task.validation))
+        self.fingerprint = with_sets(fingerprint, opened)
+        self._validation = ValidationSource(task.validation, held, {name: one for name, (one, _) in opened.items()})
+        self._val_loader = self._loader(self._validation, num_ahead=1)
         self._training = training
         order = order_of(training, step.seed, step.global_batch)
         cache = kernel_cache() if self._spec.scaling.device == "cuda" else None
@@ -182,11 +186,6 @@ class Member:
     def _tell_waiting(self, text: str) -> None:
         """For the console; called in any thread."""
         self._publish([{"waiting": f"{self._spec.worker} {text}"}])
-
-    @property
-    def _num_held_out(self) -> int:
-        step = self._spec.task.step
-        return step.num_val_sequences if step.val_every_steps else 0
 
     # ------------------------------------------------------------ control thread
 
@@ -380,7 +379,7 @@ class Member:
         if versions:
             data = grown(self._spec.task.data, by_batch(versions, skips))
             source = self._patiently(lambda: open_source(data))
-            self._training, _ = hold_out(source, num_sequences=self._num_held_out)
+            self._training, _ = hold_out(source, num_sequences=self._spec.task.num_held_out)
         step = self._spec.task.step
         order = SkippingOrder(order_of(self._training, step.seed, step.global_batch), skips)
         self._transaction.read_from(self._loader(self._training), order)
@@ -622,12 +621,11 @@ class Member:
 
     def _validate_if_due(self, step: int) -> bool:
         """Returns whether there was a validation."""
-        config = self._spec.task.step
-        if not config.val_every_steps or step == 0 or (step % config.val_every_steps and step != config.steps):
+        if not self._spec.task.step.validates_after(step):
             return False
         begun = time.monotonic()
         self._stamps.stamp(step, Phase.VALIDATE)
-        found = self._transaction.validate(self._val_loader, config.num_val_sequences)
+        found = self._transaction.validate(self._val_loader, self._validation)
         if self._groups is not None and self._groups.global_rank == 0:
             self._publish([{"step": step - 1, **found, "took_s": time.monotonic() - begun}])
         return True

@@ -19,11 +19,13 @@ import pytest
 import ray
 
 from benchmarks.harness.runs import actor_pids
-from elastic_ring import Callback, CheckpointConfig, Result
-from elastic_ring.data.source import open_source
+from elastic_ring import Callback, CheckpointConfig, EarlyStopping, Result
+from elastic_ring.data.sampling.validation import ValidationSet, measured
+from elastic_ring.data.source import TextFiles, open_source
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import read_metrics, write_json
+from elastic_ring.monitor.report import render_status
 from elastic_ring.runtime.agent.stamp_dir import hold, stamp_folder
 from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
@@ -131,13 +133,19 @@ def test_a_callback_stops_the_run_at_the_same_step_though_it_kills_the_coordinat
     local_ray: None, tmp_path: Path
 ) -> None:
     found = []
+    (tmp_path / "own.txt").write_text("A corpus of its own. " * 40)
+    sets = {
+        "held": ValidationSet(),
+        "own": ValidationSet(TextFiles(96, (str(tmp_path / "own.txt"),)), weight=3.0, num_sequences=5),
+    }
     for name, kills in (("calm-stop", False), ("stop", True)):
         checkpoints = CheckpointConfig(every_steps=1, keep_last=1)
         trainer = tiny_trainer(
             tmp_path,
             name,
-            callbacks=(Stops(kills),),
-            val_every_steps=2,
+            callbacks=(Stops(kills), EarlyStopping("val_own_loss")),
+            val_every_tokens=2 * 6 * 96,
+            validation=sets,
             run={"checkpoint_config": checkpoints},
             **ALONE,
         )
@@ -150,7 +158,12 @@ def test_a_callback_stops_the_run_at_the_same_step_though_it_kills_the_coordinat
         ]
         saved = [one["step"] for one in summary["checkpoints"]]
         assert saved == sorted(set(saved)), "a step that its schedule saves is not saved once more for a callback"
-        found.append([summary[name] for name in ("steps", "losses", "weights_sha256", "samples_sha256")])
+        found.append([summary[name] for name in ("steps", "losses", "weights_sha256", "samples_sha256", "validation")])
+        told = [line for line in read_metrics(result.path) if line.get("val_loss") is not None]
+        assert [line["step"] for line in told] == [1, 3]
+        assert all(name in told[-1] for name in measured(sets, ()))
+        assert told[-1]["val_loss"] == pytest.approx((told[-1]["val_held_loss"] + 3 * told[-1]["val_own_loss"]) / 4)
+        assert "own_perplexity" in render_status(result.path)
         assert trainer.fit().summary == summary, "a run that was stopped is finished"
     assert found[0] == found[1]
     assert found[0][0] == 4

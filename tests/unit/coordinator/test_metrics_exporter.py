@@ -29,7 +29,17 @@ from elastic_ring.control.state import (
 )
 from elastic_ring.data.source import StdlibText
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.metrics_table import CAUSES, CLOCK_PARTS, GPU, GPU_METRICS, LOSSES, NODE, PHASES, by_name
+from elastic_ring.monitor.metrics_table import (
+    CAUSES,
+    CLOCK_PARTS,
+    FOUND,
+    GPU,
+    GPU_METRICS,
+    LOSSES,
+    NODE,
+    PHASES,
+    by_name,
+)
 from elastic_ring.runtime.agent.gpu_health import GPU_KEYS
 from elastic_ring.runtime.agent.network_counters import INFINIBAND_KEYS, NETWORK_KEYS
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, Work, of_end, samples
@@ -130,7 +140,7 @@ def recorder(tmp_path: Path) -> RunRecorder:
                 hop_latency_p99_s=None,
                 gpu_memory=MEMORY,
             ),
-            {"step": 1, "val_loss": 2.0, "took_s": 0.125},
+            {"step": 1, "val_loss": 2.0, "val_code_loss": 1.5, "took_s": 0.125},
         ]
     )
     made.lost.add("startup", 0.5)
@@ -181,7 +191,12 @@ def test_every_gauge_of_the_table_has_its_values_and_there_is_no_other(recorder:
     assert {name for name, _ in found} | OF_OTHERS == set(gauges)
     for name, metric in gauges.items():
         if name not in OF_OTHERS:
-            opened = {"the global rank": ["0", "1"], NODE: ["10.0.0.1"], GPU: ["10.0.0.1/0"]}
+            opened = {
+                "the global rank": ["0", "1"],
+                NODE: ["10.0.0.1"],
+                GPU: ["10.0.0.1/0"],
+                FOUND: ["loss", "code_loss"],
+            }
             values = opened[metric.open_values] if metric.open_values else metric.values or [""]
             assert sorted(value for known, value in found if known == name) == sorted(values)
 
@@ -193,6 +208,7 @@ def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
         ("elastic_ring_planned_steps", ""): 40,
         ("elastic_ring_skipped_steps", ""): 1,
         ("elastic_ring_validation_loss", ""): 2.0,
+        ("elastic_ring_validation", "code_loss"): 1.5,
         ("elastic_ring_phase", "running"): 1,
         ("elastic_ring_phase", "waiting"): 0,
         ("elastic_ring_tokens_per_second", ""): 20.0,

@@ -29,7 +29,7 @@ SHORT = """--preset --dp --cp --spares --max-dp --min-dp --steps --seed --global
 --data --align-tokens --layout --machine --pattern --cpus-per-worker --kernel --offload-activations --plan
 --run-name --run-dir --config --model-folder --windows --wait-for-resources-s --grow-delay-s --grow-interval-s
 --grow-cost-s --corpus-look-s --storage-path --resume --checkpoint-every-steps --checkpoint-keep-last --copies
---cpu-offload --kv-wire --epochs --stop-early --keep-best --extend"""
+--cpu-offload --kv-wire --epochs --stop-early --keep-best --extend --validate --val-every-tokens"""
 
 
 def test_help_imports_neither_torch_nor_ray_and_an_unknown_command_is_answered_with_those_that_exist() -> None:
@@ -153,14 +153,41 @@ def test_the_resolved_settings_are_written_as_a_file_that_gives_them_again(tmp_p
             "None",
             "--run.env",
             "A=secret",
+            "--val-every-tokens=16384",
+            "--stop-early=val_code_loss:2",
+            "--keep-best=val_held_perplexity",
+            f"--validate=code={__file__},weight=2,sequences=3; held",
         ]
     )
-    train.build(asked)._write_config()
+    trainer = train.build(asked)
+    assert {name: (one.weight, one.num_sequences) for name, one in trainer.task.validation.items()} == {
+        "code": (2.0, 3),
+        "held": (1.0, None),
+    }
+    assert trainer.task.num_held_out == asked.step.num_val_sequences
+    trainer._write_config()
     written = (tmp_path / "config.toml").read_text()
     assert "secret" not in written
     again = parse(["--config", str(tmp_path / "config.toml")])
     assert again == dataclasses.replace(asked, run=dataclasses.replace(asked.run, env={}))
     assert tomllib.loads(written)["run"]["faults"] == "kill@step=3,phase=idle,rank=1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--validate=code=x,weights=2"], "'weights=2' is not weight=NUMBER"),
+        (["--validate=code=x;code"], "a name of its own"),
+        (["--validate=Code"], "small letters"),
+        (["--validate=code", "--val-every=0"], "never validates"),
+        (["--validate=code", "--keep-best=val_cod_loss"], "the validation has val_loss, val_perplexity, val_code_loss"),
+        (["--stop-early=soon"], "METRIC:COUNT"),
+        (["--val-every-tokens=9"], "val_every_tokens=9: give one"),
+    ],
+)
+def test_a_set_that_cannot_be_validated_on_is_refused(flags: list[str], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=named):
+        train.build(parse(["--val-every=1", "--run-dir", str(tmp_path), *flags]))
 
 
 @pytest.mark.parametrize(

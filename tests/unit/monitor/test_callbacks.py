@@ -480,7 +480,7 @@ def test_what_was_to_be_kept_and_had_no_answer_is_forgotten_and_no_state_that_is
 
 def test_control_is_refused_where_training_would_not_wait(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"val_every_steps=0: the callback Controls controls"):
-        check_callbacks([Controls()], 0)
+        check_callbacks([Controls()], validates=False)
     hears = Hears()
     Records(tmp_path)
     with Telling([hears], RunInfo("run", tmp_path)) as telling:
@@ -504,6 +504,6 @@ def test_early_stopping_and_the_best_checkpoint_follow_the_least_loss(tmp_path: 
     assert "val_loss has not improved in 2 validations; its best was 2.5000 after step 1" in wanted[-1]["stop"]
     with pytest.raises(ValueError, match="patience=0"):
         EarlyStopping(patience=0)
-    check_callbacks([EarlyStopping("val_accuracy"), KeepBest()], 2, ["accuracy"])
+    check_callbacks([EarlyStopping("val_accuracy"), KeepBest()], metrics=["val_loss", "val_accuracy"])
     with pytest.raises(ValueError, match=r"metric='val_accuracy': the validation has val_loss"):
-        check_callbacks([EarlyStopping("val_accuracy")], 2)
+        check_callbacks([EarlyStopping("val_accuracy")])

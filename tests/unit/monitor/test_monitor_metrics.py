@@ -216,6 +216,7 @@ def test_the_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
         "identity",
         "stopped",
         "planned_steps",
+        "validation",
     ]
     assert content["steps"] == 2
     assert [float.fromhex(loss) for loss in content["losses"]] == [2.0, 1.5]

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from elastic_ring.control.decisions.loss_spikes import Action, SpikeWatch
-from elastic_ring.data.loader import samples_text
+from elastic_ring.data.loader import Loader, samples_text
+from elastic_ring.data.sampling.validation import ValidationSet, ValidationSource, measured
+from elastic_ring.data.source import hold_out
 from elastic_ring.errors import LossSpike, TooManySkipped
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.transformer import Transformer
@@ -131,22 +133,31 @@ def accuracy(model: Any, batch: Any) -> tuple[Tensor, int]:
 
 
 def validate(me: Any) -> dict[str, float]:
-    found: dict[str, float] = me.state.validate(me.state.loader, 3)
+    """On three sequences, or on these as one set and on five as another."""
+    source = me.state.loader.source
+    of = ValidationSource(me.state.task.validation, hold_out(source, num_sequences=3)[1], {"code": source})
+    found: dict[str, float] = me.state.validate(Loader(of), of)
     return found
 
 
-def test_a_metric_of_ones_own_is_the_same_on_every_rank_and_mesh(four: Membership) -> None:
-    task, found = make_task(metrics={"accuracy": accuracy}), []
-    for mesh in (ALONE, SQUARE):
+def test_metrics_of_sets_are_the_same_on_every_rank_and_mesh(four: Membership) -> None:
+    """On rings of one size bit for bit, as long as the weights are."""
+    sets = {"first": ValidationSet(), "code": ValidationSet("its own", weight=3.0, num_sequences=5)}
+    task, found, before = make_task(metrics={"accuracy": accuracy}, validation=sets), [], {}
+    for mesh in (ALONE, SQUARE, RING, Mesh(4, 1)):
         ranks = range(mesh.size)
         four.all(begin, four.meeting(), mesh, task, ranks=ranks)
+        assert before.setdefault(mesh.cp, told := four.all(validate, ranks=ranks)[0]) == told
         four.all(run_steps, 2, ranks=ranks)
         told = four.all(validate, ranks=ranks)
         assert all(one == told[0] for one in told)
         found.append(told[0])
-    assert list(found[0]) == ["val_loss", "val_accuracy"]
-    assert 0 < found[0]["val_accuracy"] < 1
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert list(found[0]) == measured(sets, ["accuracy"])
+    first, code, both = (found[0][f"val_{name}accuracy"] for name in ("first_", "code_", ""))
+    assert 0 < both < 1
+    assert both == pytest.approx((first + 3 * code) / 4)
+    assert found[0]["val_code_perplexity"] == pytest.approx(math.exp(found[0]["val_code_loss"]))
+    assert all(one == pytest.approx(found[0], rel=1e-5) for one in found[1:])
 
 
 @pytest.mark.slow

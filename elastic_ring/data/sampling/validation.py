@@ -1,0 +1,163 @@
+"""What a validation computes: sets of sequences with names and weights, each held out or a corpus of its own.
+
+One validation is one list of sequences, set after set, which the rings share; what it found is added up in that order,
+whatever the mesh. No model and no exchange in here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from elastic_ring.data.packing import Sample
+from elastic_ring.data.source import Source, fingerprinted
+from elastic_ring.validation import Must, PositiveInt, settings
+
+HELD_OUT = "the sequences held out of the training data"
+LOSS, PERPLEXITY = "loss", "perplexity"
+MOST_NATS = 700.0
+"""A float has no perplexity of a larger loss."""
+
+
+@settings
+class ValidationSet:
+    """One set of sequences that are computed at each validation and never trained on."""
+
+    data: Any = None
+    """A source like the trainer's; None: the sequences held out of the training data."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a number above 0")] = 1.0
+    """In the mean of all sets, which is `val_loss`."""
+    num_sequences: PositiveInt | None = None
+    """Take so many, evenly spread over the set and the same each time; all if left out."""
+
+
+def holds_out(sets: Mapping[str, ValidationSet]) -> bool:
+    """Whether sequences are held out of the training data: without sets, or for one that has no data of its own."""
+    return not sets or any(one.data is None for one in sets.values())
+
+
+def measured(sets: Collection[str], metrics: Collection[str]) -> list[str]:
+    """The names of what a validation finds: of all sets together, and of each. Raises ValueError for one that is there
+    twice."""
+    kinds = [LOSS, PERPLEXITY, *metrics]
+    names = [f"val_{kind}" for kind in kinds] + [f"val_{one}_{kind}" for one in sets for kind in kinds]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"metrics and validation: two have the name {twice}: rename the metric or the set")
+    return names
+
+
+def check_sets(sets: Mapping[str, ValidationSet], validates: bool, context_tokens: int) -> None:
+    """Raises ValueError for sets of which nothing would come."""
+    for name, one in sets.items():
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or not isinstance(one, ValidationSet):
+            raise ValueError(
+                f"validation={{{name!r}: ...}}: give ValidationSet(...) by names of small letters, digits and _"
+            )
+        if one.data is not None and one.data.context_tokens != context_tokens:
+            raise ValueError(
+                f"validation {name}: its data has context_tokens={one.data.context_tokens}, and "
+                f"step.context_tokens={context_tokens}: set both to the same"
+            )
+    if sets and not validates:
+        raise ValueError(
+            f"validation has {', '.join(sets)}, and val_every_steps=0 never validates: set it, or val_every_tokens"
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One set, opened: sequences `ids` of `source`."""
+
+    name: str
+    weight: float
+    source: Source
+    ids: Sequence[int]
+
+
+class ValidationSource:
+    """All sequences of a validation, set after set, as one source. Raises ValueError for a set that is too short."""
+
+    def __init__(self, sets: Mapping[str, ValidationSet], held: Source, own: Mapping[str, Source]) -> None:
+        """`held`: the sequences held out; `own`: of the sets that have data of their own the opened sources."""
+        known = sets or {"": ValidationSet()}
+        self._parts = [_part(name, one, own.get(name, held)) for name, one in known.items()]
+        self._places = [(part, sequence) for part in self._parts for sequence in part.ids]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._places)
+
+    @property
+    def context_tokens(self) -> int:
+        return self._parts[0].source.context_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256("".join(part.source.fingerprint for part in self._parts).encode()).hexdigest()
+
+    def read(self, sample_id: int) -> Sample:
+        part, sequence = self._places[sample_id]
+        return part.source.read(sequence)
+
+    def means(self, kinds: Sequence[str], sums: Sequence[Sequence[tuple[float, float]]]) -> dict[str, float]:
+        """What a validation found, by the names of `measured`. `sums`: of each sequence, for each of `kinds`, (sum,
+        number). They are added up without rounding in between, so that nothing depends on who computed which."""
+        rows = iter(sums)
+        by_set = {part.name: _means_of(kinds, list(islice(rows, len(part.ids)))) for part in self._parts}
+        together = {kind: self._mean([means[kind] for means in by_set.values()]) for kind in kinds}
+        told = _named("val_", together)
+        for name, means in by_set.items():
+            told |= _named(f"val_{name}_", means) if name else {}
+        return told
+
+    def _mean(self, values: Sequence[float]) -> float:
+        weights = [part.weight for part in self._parts]
+        if len(values) == 1:  # not even rounded
+            return values[0]
+        return math.fsum(weight * value for weight, value in zip(weights, values, strict=True)) / math.fsum(weights)
+
+
+def open_sets(sets: Mapping[str, ValidationSet]) -> dict[str, tuple[Source, str]]:
+    """Of the sets with data of their own: the source and its fingerprint. Raises as `fingerprinted`."""
+    return {name: fingerprinted(one.data) for name, one in sets.items() if one.data is not None}
+
+
+def with_sets(fingerprint: str, opened: Mapping[str, tuple[Source, str]]) -> str:
+    """The training data's fingerprint and those of the sets, as one."""
+    if not opened:
+        return fingerprint
+    return hashlib.sha256(":".join([fingerprint, *(one for _, one in opened.values())]).encode()).hexdigest()
+
+
+def _part(name: str, one: ValidationSet, source: Source) -> _Part:
+    total = source.num_sequences
+    num = one.num_sequences or total
+    if num > total:
+        where = HELD_OUT if one.data is None else str(one.data)
+        raise ValueError(
+            f"validation {name}: num_sequences={num} of {total} in {where}: take fewer, or leave it out for all"
+        )
+    return _Part(name, one.weight, source, [index * total // num for index in range(num)])
+
+
+def _means_of(kinds: Sequence[str], rows: Sequence[Sequence[tuple[float, float]]]) -> dict[str, float]:
+    means = {}
+    for column, kind in enumerate(kinds):
+        total, number = (math.fsum(row[column][part] for row in rows) for part in (0, 1))
+        means[kind] = total / number if number else math.nan
+    return means
+
+
+def _named(prefix: str, means: Mapping[str, float]) -> dict[str, float]:
+    """With the perplexity after the loss."""
+    loss, others = means[LOSS], {kind: mean for kind, mean in means.items() if kind != LOSS}
+    perplexity = math.exp(loss) if not loss > MOST_NATS else math.inf
+    return {f"{prefix}{kind}": mean for kind, mean in {LOSS: loss, PERPLEXITY: perplexity, **others}.items()}
