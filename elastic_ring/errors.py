@@ -30,8 +30,7 @@ class GroupAborted(ElasticRingError):
 
 
 class PeerFailed(ElasticRingError):
-    """An exchange with another rank failed: a reset socket, a timeout. Normal next to a death, and no proof of one; in
-    workers' logs only."""
+    """An exchange with another rank failed. Normal next to a death, and no proof of one; in workers' logs only."""
 
 
 class StaleMessage(ElasticRingError):
@@ -40,8 +39,7 @@ class StaleMessage(ElasticRingError):
 
 
 class TermLost(ElasticRingError):
-    """Another submission has taken the run over, and this one stops (exit 3). Leave it, or stop the run on the named
-    host and submit here."""
+    """Another submission has taken the run over (exit 3). Leave it, or stop the run on the named host and submit here."""
 
 
 class IllegalTransition(ElasticRingError):
@@ -63,8 +61,7 @@ class ShardLost(ElasticRingError):
 
 
 class DigestMismatch(ElasticRingError):
-    """A healed shard, or a batch on a GPU, was damaged on its way and is sent again. Repeated on one node: memory, GPU
-    or network."""
+    """A healed shard, or a batch on a GPU, was damaged and is sent again. Repeated on one node: memory, GPU, network."""
 
 
 class StorageFailed(ElasticRingError):
@@ -108,5 +105,4 @@ class CoordinatorLost(ElasticRingError):
 
 
 class RunFailed(ElasticRingError):
-    """The run ended for a reason that no other class names, such as a stop, a failed start-up check or no driver. The
-    message has it."""
+    """The run ended for another reason, which the message has: a stop, a failed start-up check, no driver."""

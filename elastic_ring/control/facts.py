@@ -199,7 +199,7 @@ class ReliefsChanged:
 
 @dataclass(frozen=True)
 class CorpusLengthened:
-    """From `first_step` on the corpus is that of the manifest `uri`."""
+    """From `first_step` on the run uses the corpus of the manifest `uri`."""
 
     note: ClassVar = "corpus"
     first_step: int

@@ -74,7 +74,7 @@ def _agreement(before: State, after: State, builds: list[Build], decision: Decis
     for command in decision.commands:
         if isinstance(command, StartWorker | KillWorker | Stop | Build | EndRun):
             require(command.term == after.term, 1, f"a command of term {command.term} in term {after.term}")
-    require(len({replace(build, worker="", cause="") for build in builds}) <= 1, 1, "members are told different builds")
+    require(len({replace(build, worker="", cause="") for build in builds}) <= 1, 1, "members got different builds")
     if builds and isinstance(before.phase, Building) and isinstance(after.phase, Building):
         again = before.phase.membership == after.phase.membership
         require(again or builds[0].generation > before.generation, 1, "two builds in one generation")

@@ -42,7 +42,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class CorpusVersion:
-    """From `first_step` on the corpus is that of the manifest `uri`, which has this `digest`."""
+    """From `first_step` on the run uses the corpus of the manifest `uri`, which has this `digest`."""
 
     first_step: int
     uri: str
@@ -189,7 +189,7 @@ class MemberFailed:
     data raised; `detail` is the traceback), `device` (this worker's device failed or lacked memory for a newcomer: the
     worker is killed and replaced), `memory` (the step ran out of memory: it runs again with the next relief of
     `memory_ladder`), `skipped` (too many skipped steps), `spike` (the loss rose too often), `back` (for one of these
-    two reasons everyone is to go back to before `first_step`, and to leave out the batches up to that of `step`),
+    two reasons all must go back to before `first_step`, and leave out the batches up to the one of `step`),
     `check` (the start-up check refused the model, or the weights could not be written), `checkpoint` (the checkpoint of
     this build cannot be used; `detail` says why), `storage` (the storage of data, checkpoint or weights was waited for
     and stays away; `detail` names the place).
@@ -221,7 +221,7 @@ class Report:
     reduced. `healthy`: result of the device probe. `last_vote`: the vote of step `applied - 1`, if it was applied in
     this generation; members one step behind can apply it. `copies`: the snapshots, copies and parities that it holds,
     complete and verified. `state_id`: (term, generation) of the last `Build` in which its shard became or stayed valid;
-    (0, 0): not told.
+    (0, 0): unknown.
     """
 
     cause: str
@@ -244,8 +244,8 @@ class Report:
 class Published:
     """The newest vote that the coordinator received.
 
-    It counts only if `vote.membership_id` is that of the last `Build`: an older vote may belong to a step that
-    runs again.
+    It counts only if `vote.membership_id` names the last `Build`: an older vote may belong to a step that runs
+    again.
     """
 
     cause: str
@@ -327,9 +327,9 @@ class CallbacksAwaited:
 
 @dataclass(frozen=True)
 class CallbacksAnswered:
-    """From the driver, whose callbacks have been told all up to the validation after `step` steps. `stop`: why the run
-    is to end there, empty if it goes on. `saves`: they want a checkpoint of these steps; `keeps`: one that stays until
-    they want another to stay."""
+    """From the driver: its callbacks have received all events up to the validation after `step` steps. `stop`: why they
+    end the run there, empty if it goes on. `saves`: they want a checkpoint of these steps. `keeps`: that checkpoint
+    stays until they want to keep another."""
 
     cause: str
     step: int
@@ -495,8 +495,8 @@ class Build:
     it holds of its `cp_rank` itself. `keep`: the snapshot that is held most often. What is newer than `step_back`, or
     than `keep` without it, is dropped at once (all, if both are None); older ones stay until the first snapshot in this
     build is complete.
-    `copy_holders[global_rank]`: the ranks that hold copies of that rank's snapshots from here on. `parity_groups`: who
-    keeps the parity of whom. Both empty: no copies. `memory_reliefs`: the reliefs of `memory_ladder` in force.
+    `copy_holders[global_rank]`: the ranks that hold copies of that rank's snapshots from here on. `parity_groups`: the
+    ranks whose parity a rank keeps. Both empty: no copies. `memory_reliefs`: the reliefs of `memory_ladder` in force.
     `saves`: every member takes a checkpoint of `step` before it trains on, where checkpoints are taken at all.
     `corpus`: the later manifests of a corpus that grows, by step. `skips`: which batches are left out, by step.
     `nodes[global_rank]`: the node of that rank.

@@ -24,7 +24,7 @@ class ControlOptions:
     `grow_cost_s` that a growth must save at least, None for what the last build and warm-up took; `backoff_s` before
     the next start on a node whose workers fail to start, or the next try to write the weights; `restart_delay_s` from
     the end of a recovery to the start of replacements.
-    `takes_checkpoints`: whether one can be asked for. `memory_reliefs`: those of `memory_ladder` that the workers'
+    `takes_checkpoints`: whether the run takes any. `memory_reliefs`: those of `memory_ladder` that the workers'
     device has. `memory_relax_steps`: steps without a shortage after which one of them goes; 0: never.
 
     Raises: ValueError naming the setting, its value and what is allowed.

@@ -229,7 +229,7 @@ def _at_boundary(ctx: Transition, phase: Running) -> None:
 def possible_dp(state: State) -> int:
     """How many rings members and surplus spares could form; `options.spares` workers stay spares.
 
-    A spare on a node without a free GPU counts as one of these, but cannot join a ring.
+    Spares on nodes without a free GPU count, but cannot join a ring.
     """
     phase = state.phase
     assert isinstance(phase, Running)
@@ -301,7 +301,7 @@ def settle_running(ctx: Transition) -> None:
     deadline = ctx.now + ctx.options.boundary_s if phase.deadline is None else phase.deadline
     hand_over_by = notices.hand_over_by(ctx.state, ctx.now) if "drain" in new else None
     ctx.edit_phase(boundary=phase.boundary + new, deadline=min(deadline, hand_over_by or deadline))
-    ctx.explain(f"boundary asked for: {', '.join(new)}")
+    ctx.explain(f"requested a boundary: {', '.join(new)}")
 
 
 def _force(ctx: Transition, phase: Running) -> None:

@@ -24,7 +24,7 @@ class Versions(Mapping[K, V]):
     """A dict that never changes: `having` and `without` give the next version.
 
     It is a dict that versions share and the few changes since. These are folded in when they are more than the root of
-    its size, so a change costs that root and not the size. The order is that of a dict.
+    its size, so a change costs that root and not the size. It keeps a dict's order.
     """
 
     __slots__ = ("_base", "_recent", "_size")

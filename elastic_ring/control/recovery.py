@@ -1,7 +1,7 @@
 """Recovery, from an incident to the next `Build`: stop members, collect reports, decide the step, place workers.
 
-Which state comes next: that of the live holders of every shard, else the newest snapshot that the members hold of every
-shard, else the newest checkpoint. Pure, no I/O.
+The next state comes from the live holders of every shard, else from the newest snapshot that the members hold of every
+shard, else from the newest checkpoint. Pure, no I/O.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def learn_first_cause(ctx: Transition, text: str, *, is_symptom: bool = False) -
 
 
 def first_cause(state: State) -> str:
-    """What broke the next step off first, as an end of the run tells it; empty where nothing did."""
+    """What first broke the next step off, as text for the end of the run; empty where nothing did."""
     known = state.first_cause
     return f"The first cause: {known.text}. " if known.step == state.committed and known.text else ""
 

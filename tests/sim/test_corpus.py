@@ -32,7 +32,7 @@ def test_a_longer_manifest_holds_from_the_boundary_that_it_asks_for() -> None:
     run = Bench(NODES).form()
     run.commit(0)
     run.handle(FIRST)
-    assert "boundary asked for: more of the corpus" in run.reason
+    assert "requested a boundary: more of the corpus" in run.reason
     builds = only(Build, run.report_all(2, kind="boundary"))
     assert [build.worker for build in builds] == list(members(run.state))
     assert {(build.step, build.corpus) for build in builds} == {(2, (at(2, FIRST),))}

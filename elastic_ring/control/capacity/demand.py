@@ -1,7 +1,7 @@
 """How many workers a run asks the cluster's autoscaler for. Pure; `runtime.autoscaler` does the asking.
 
-Ray's autoscaler (v2) takes a request as a whole: of one that is larger than the cluster may become, it brings nothing.
-So a refused request is followed by smaller ones, and the full one is tried again later.
+Ray's autoscaler (v2) grants a request as a whole or not at all. So after a refusal the run asks for fewer workers, and
+for all of them again later.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TRY_AGAIN_S = 20.0
-"""How often a little more than the cluster holds is tried, once more was refused: limits are raised, machines come
-free."""
+"""After a refusal the run asks for a little more this often: limits may be raised, machines may come free."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked for: room for `num_workers` in the whole cluster, 0 for nothing.
+    """A request to the autoscaler: room for `num_workers` in the whole cluster, 0 for nothing.
 
     `refused`: the smallest number that was refused lately; None if none was. `refused_at`: when, in seconds on the
-    clock of `now`. `is_trial`: a try whether a little more is granted now.
+    clock of `now`. `is_trial`: this request tests whether the autoscaler grants a little more now.
     """
 
     num_workers: int = 0
@@ -43,12 +42,12 @@ def outstanding(ask: Ask, num_placed: int) -> int:
 
 
 def next_ask(ask: Ask, wanted: tuple[int, ...], num_here: int, is_refused: bool, now: float) -> Ask:
-    """What to ask for now.
+    """The next request.
 
     `wanted`: the useful numbers of workers, rising; none if nothing is wanted. `num_here`: for how many there is room.
-    `is_refused`: the autoscaler says that it cannot bring what is asked for. The largest number is asked for first;
-    after a refusal the middle one of those between what is here and what was refused; when there is none left, what is
-    here, and every TRY_AGAIN_S the next larger one. Where that comes, the largest is asked for again.
+    `is_refused`: the autoscaler says that it cannot satisfy `ask`. The run first asks for the largest number. After a
+    refusal it bisects between `num_here` and the refused number. When none is left between, it asks for `num_here`, and
+    every TRY_AGAIN_S for the next larger one; once that is granted, for the largest again.
     """
     if not wanted:
         return Ask()

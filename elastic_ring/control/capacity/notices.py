@@ -42,7 +42,7 @@ def save_if_alone(ctx: Transition) -> None:
         ctx.stop(ctx.ready_among(phase.membership.members), "save")
         by = save_by(ctx.state, ctx.now) if ctx.options.takes_checkpoints else None
         ctx.edit_phase(saved_for=phase.saved_for | nodes, save_by=by, save_after=ctx.state.committed)
-        ctx.explain(f"too few workers without node {', '.join(sorted(nodes))}: a checkpoint is asked for")
+        ctx.explain(f"too few workers without node {', '.join(sorted(nodes))}: requests a checkpoint")
     phase = ctx.phase
     assert isinstance(phase, Running)
     if phase.save_by is not None and ctx.state.committed > phase.save_after:

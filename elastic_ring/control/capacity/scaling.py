@@ -1,4 +1,4 @@
-"""What a run gives up when fewer rings or spares are asked for: whole nodes first, of its own choice. Pure, no I/O."""
+"""Which workers a run gives up when it is scaled down: whole nodes first. Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def requested(ctx: Transition, event: ScaleRequested) -> None:
     limit = max(options.min_dp, options.dp_limit if event.max_dp is None else event.max_dp)
     num_spares = options.spares if event.spares is None else max(0, event.spares)
     if (limit, num_spares) == (options.dp_limit, options.spares):
-        ctx.explain("nothing new is asked for")
+        ctx.explain("the request changes nothing")
         return
     new = replace(options, dp=min(options.dp, limit), max_dp=limit, spares=num_spares)
     ctx.state = replace(ctx.state, options=new, pool_changed_at=ctx.now, gives_up=True)

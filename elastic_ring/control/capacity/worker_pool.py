@@ -174,7 +174,7 @@ def expire(ctx: Transition) -> tuple[LostWorker, ...]:
             ctx.explain(f"{worker.worker}: {late}")
             _count_failed_start(ctx, worker.node, "")
         else:
-            ctx.kill([worker.worker], "still there after it was told to go", written_off=True)
+            ctx.kill([worker.worker], "still there after its order to leave", written_off=True)
             if not worker.written_off:
                 ctx.explain(f"no news of the death of {worker.worker}: it counts as lost")
                 losses.append(

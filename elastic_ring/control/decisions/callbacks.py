@@ -1,8 +1,8 @@
 """What the driver's callbacks want: to stop the run, or a checkpoint. It takes effect at a validation. Pure, no I/O.
 
-After a validation the members wait until the driver has told its callbacks all events up to there, `callback_s` at
-most. The answer is journalled before a member hears it, so a step that runs again, after a lost worker or coordinator,
-gets the same answer.
+After a validation the members wait, `callback_s` at most, until the driver has delivered all earlier events to its
+callbacks. The core journals the answer before any member gets it. So a step that runs again, after a lost worker or
+coordinator, gets the same answer.
 """
 
 from __future__ import annotations

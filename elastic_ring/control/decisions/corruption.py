@@ -1,12 +1,12 @@
 """Which rank computed wrongly. Pure: no clock, no torch, no I/O.
 
-Ranks that must agree tell digests in the step's vote, and every rank judges the same table, so all come to the same
-result before anything is applied. Replicas of a shard must hold the same state and the same reduced gradient. A wrong
-local gradient reaches all replicas alike: so the ring after each one recomputes one of its sequences.
+Ranks that must agree send digests in the step's vote. Every rank judges the same table, so all reach the same result
+before they apply anything. Replicas of a shard must hold the same state and the same reduced gradient. A wrong local
+gradient spoils all replicas alike, so each ring recomputes one sequence of the ring before it.
 
-Three replicas or more name the one that differs. Two cannot: then the step runs again, on the same ranks, and each
-tells what it had the first time. If they agree now, the rank whose two digests differ was wrong. If not, a spare takes
-one place after the other, and the core sees without whom the ranks agree (`third_opinion`).
+Of three or more replicas the minority is wrong. Two cannot name one: the step runs again on the same ranks, and each
+rank repeats its first digests. If they agree now, the rank whose two digests differ was wrong. If not, a spare replaces
+one suspect after the other until the ranks agree (`third_opinion`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHATS = ("", STATE, REDUCED, LOCAL)
 
 @dataclass(frozen=True)
 class Digests:
-    """What one rank tells of one attempt at a step: numbers that float64 holds exactly, 0 for what it does not tell.
+    """What one rank reports of one attempt at a step: numbers that float64 holds exactly, 0 where it reports nothing.
 
     `state`: of parameters and optimizer before the step. `reduced`: of the gradient, summed over the rings; `norm_sq`:
     its squared norm. `own`: of the gradient of the first sequence of its ring alone, not summed over the rings.
@@ -47,7 +47,7 @@ class Digests:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """An attempt at `step` on `mesh` in which `what` differed and nobody could be named. `told`: by this rank."""
+    """An attempt at `step` on `mesh` in which `what` differed and nobody could be named. `told`: this rank's report."""
 
     step: int
     mesh: Mesh
@@ -74,7 +74,7 @@ class Finding:
 
 
 def judge(now: Sequence[Digests], before: Sequence[Digests | None], what_before: str, mesh: Mesh) -> Finding | None:
-    """What the table of one vote shows. `before`: what each rank told in the attempt before, if `what_before` differed
+    """What the table of one vote shows. `before`: each rank's report of the attempt before, if `what_before` differed
     there and nobody was named."""
     for what, values in ((STATE, [each.state for each in now]), (REDUCED, [each.of_gradient for each in now])):
         found = _replicas(what, values, mesh)
@@ -149,5 +149,5 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def is_checked(step: int, every_steps: int) -> bool:
-    """Whether digests are told in this step's vote, and a sequence of it is recomputed."""
+    """Whether ranks send digests in this step's vote and recompute a sequence."""
     return every_steps > 0 and (step + 1) % every_steps == 0

@@ -28,7 +28,7 @@ UPPER, UPPER_FACTOR = 0.85, 3.0
 """The limit is also this often the distance from the median to this quantile above it: batches of two kinds have two
 levels, and the deviations from one say nothing of the other."""
 CLIP_STEPS = 10
-"""For how many steps, that of the spike included, gradients are clipped harder."""
+"""For how many steps, from the spike on, gradients are clipped harder."""
 CLIP_SHARE = 0.1
 """Of the usual bound on the gradient's norm."""
 OF_NORMAL_NOISE = 1.4826
@@ -52,7 +52,7 @@ def limit_of(losses: Sequence[float]) -> float:
 class SpikeBallot:
     """What one rank says before a step. `num_seen`: steps in a row that it has seen; the vote follows the rank with
     most. `limit`: as `limit_of`, 0 for none. `verdict`: an index of VERDICTS, for a loss above it. `clips_harder`: a
-    spike of the last CLIP_STEPS steps asked for it."""
+    spike within the last CLIP_STEPS steps requires it."""
 
     num_seen: int = 0
     limit: float = 0.0
@@ -62,7 +62,7 @@ class SpikeBallot:
 
 class SpikeWatch:
     """One rank's memory of the newest steps. `actions`: for the first, second, ... spike within WINDOW steps, the last
-    for all later ones; none: spikes are only told."""
+    for all later ones; none: spikes are only reported."""
 
     def __init__(self, actions: Sequence[Action] = ()) -> None:
         self._actions = tuple(actions)

@@ -1,7 +1,7 @@
 """Whether memory is about to run out, before it does. Pure: no clock, no torch, no I/O.
 
-Each rank tells in the step's vote which share of what its device can give it had in use when the step was at its
-fullest. The node agents tell how full their nodes are. What follows is for `memory_ladder.tight` to decide.
+Each rank reports in the step's vote the largest share of its device's memory that the step used. Node agents report how
+full their nodes are. `memory_ladder.tight` decides what follows.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class PressureWatch:
         """Of the fullest device and host at the newest step; 0 where nobody knows."""
 
     def saw(self, membership_id: tuple[int, int], shares: Sequence[float], host_share: float) -> Tight | None:
-        """A committed step: each rank's share, and that of the fullest node. Found once until there is room again, or
-        in each generation."""
+        """A committed step: the shares of each rank and of the fullest node. A finding comes once until there is room
+        again, or in each generation."""
         if membership_id != self._generation:
             self._generation, self._num_tight, self._armed = membership_id, 0, True
         self.device_share, self.host_share = max(shares, default=0.0), host_share

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 FIRST_INTERVAL_S = 60.0
 """Between checkpoints of a run that has not chosen its interval yet."""
 TOLD_AFTER = 3
-"""Intervals without a checkpoint that are told; then whenever their number has doubled."""
+"""After so many intervals without a checkpoint comes a report; then whenever their number has doubled."""
 LEAST_S = 30.0
 """Nothing is overdue before so much training: intervals of a few quick steps are shorter than a write."""
 
@@ -53,7 +53,7 @@ class Overdue:
         return self.trained_s * (num - 2) / num if num > 2 else 0.0
 
     def news(self) -> int:
-        """The number of intervals if it is to be told now, else 0."""
+        """The number of intervals if a report is due, else 0."""
         num = self.num_intervals
         if num < max(TOLD_AFTER, 2 * self._told):
             return 0

@@ -1,9 +1,8 @@
 """Going back on purpose: to before a loss spike or a streak of steps that were not finite, and on with other data.
 
-The newest copies or checkpoint from before that place are restored, and the order of samples leaves out the batches
-that were used since, up to that of the place itself. So the batch of each step is a function of the seed and of what is
-left out; a run that is given the same `BatchSkip`s from its beginning uses the same batches. Each batch of the order
-is used once or named as left out. Pure, no I/O.
+The run restores the newest copies or checkpoint from before that step. The order of samples then leaves out the batches
+used since, up to that step's own. So each step's batch follows from the seed and the batches left out: another run with
+the same `BatchSkip`s uses the same batches. Each batch is used once or named as left out. Pure, no I/O.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether one rank is slower than its peers, and what follows. Pure: no clock, no torch, no I/O.
 
-A step is as slow as its slowest rank, so step times do not show which one it is. Each rank tells in the step's vote how
-long it worked itself, without waits for others. The coordinator judges these times over a window of minutes.
+A step is as slow as its slowest rank, so step times do not show which one it is. Each rank reports in the step's vote
+how long it worked, without waits for others. The coordinator judges these times over a window of minutes.
 """
 
 from __future__ import annotations

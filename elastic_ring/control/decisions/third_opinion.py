@@ -1,9 +1,9 @@
-"""Two rings that differ twice: which of them computes wrongly is told by a spare. Pure, no I/O.
+"""Two rings differ twice: a spare shows which of them computes wrongly. Pure, no I/O.
 
-A fault that comes once is named by the second attempt (`corruption`). One that stays is not: both attempts look alike.
-So a spare takes the place of one suspect, and the step runs again. Where the ranks agree then, the one that is out was
-wrong: its GPU is bad, its node the last to be hired on. Where they still differ it was not, becomes a spare, and the
-next suspect is replaced. Nothing of the step is applied until the ranks agree.
+The second attempt reveals a fault that comes once (`corruption`), but not a lasting one: both attempts look alike. So a
+spare replaces one suspect, and the step runs again. If the ranks agree now, the suspect was wrong: its GPU is bad, and
+the run avoids its node. If they still differ, the suspect becomes a spare, and the spare replaces the next suspect. No
+rank applies the step until all agree.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def differs(ctx: Transition, membership: Membership, incident: Incident, event: 
 
 
 def replaced(ctx: Transition, incident: Incident, mesh: Mesh, members: tuple[str, ...]) -> None:
-    """A build has been ordered; its members are these. Another mesh than before tells nothing."""
+    """A build of these members was ordered. A changed mesh shows nothing."""
     known, base = ctx.state.suspects, incident.base
     if known is None:
         return

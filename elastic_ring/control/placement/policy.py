@@ -162,7 +162,7 @@ class _Placement:
         self._place_again([(rank, w) for w, rank in preferred if w in self.free and w in empty])
 
     def _preferred(self) -> dict[str, int]:
-        """Worker → old global rank; the rank in the last mesh that ran overrides that of a later attempt."""
+        """Worker → old global rank; the last mesh that ran overrides later attempts."""
         return {**self.situation.hints, **{worker: rank for rank, worker in enumerate(self.situation.members)}}
 
     def _place_again(self, wanted: Sequence[tuple[int, str]]) -> None:

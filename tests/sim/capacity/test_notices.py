@@ -48,7 +48,7 @@ def test_without_a_deadline_a_long_step_has_the_time_of_any_boundary() -> None:
 def test_whom_nobody_can_replace_saves_before_the_node_goes() -> None:
     run = Bench({"a": 2}, dp=1, spares=0).form()
     assert _modes(run.handle(NodeDraining("n", "a", run.now + 30.0))) == {"save"}
-    assert "a checkpoint is asked for" in run.reason
+    assert "requests a checkpoint" in run.reason
     assert _modes(run.handle(NodeDraining("n", "a", run.now + 20.0))) == set(), "asked for once"
 
 

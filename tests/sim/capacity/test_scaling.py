@@ -81,7 +81,7 @@ def test_more_rings_are_asked_for_and_come_when_there_is_room() -> None:
 def test_never_fewer_than_min_dp() -> None:
     run = Bench({"a": 2, "b": 2}, min_dp=2, spares=0).form()
     run.handle(ScaleRequested("u", 1, None))
-    assert run.reason == "nothing new is asked for"
+    assert run.reason == "the request changes nothing"
 
 
 def _grown(warm_up_s: float = 0.0, **options: float | None) -> Bench:
