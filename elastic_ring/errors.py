@@ -39,7 +39,8 @@ class StaleMessage(ElasticRingError):
 
 
 class TermLost(ElasticRingError):
-    """Another submission has taken the run over (exit 3). Leave it, or stop the run on the named host and submit here."""
+    """Another submission has taken the run over (exit 3). Leave it, or stop the run on the named host and submit
+    here."""
 
 
 class IllegalTransition(ElasticRingError):
@@ -61,7 +62,8 @@ class ShardLost(ElasticRingError):
 
 
 class DigestMismatch(ElasticRingError):
-    """A healed shard, or a batch on a GPU, was damaged and is sent again. Repeated on one node: memory, GPU, network."""
+    """A healed shard, or a batch on a GPU, was damaged and is sent again. Repeated on one node: memory, GPU,
+    network."""
 
 
 class StorageFailed(ElasticRingError):

@@ -391,20 +391,19 @@ class State:
     """The whole state of the control core.
 
     `committed`: number of steps known as committed, since `committed_at`. `resized_at`: when the mesh last got another
-    size, but for its formation. `newest_vote`: the newest vote that the core has. `crashes`: the
-    latest, all of one step (see `crash_loop`). `rounds`: consecutive builds without a commit. `user_errors`:
-    errors of the user's code in one step without a commit; `user_detail`: the last traceback. `first_cause`: why the
-    step that runs next was broken off first. `promise`: the weakest of all changes so far. `gives_up`: the run was
-    scaled down, and surplus workers have not left yet. `checkpoints`: those that count, by step; `damaged`: folders of those that did not verify. `given_up`: step and (term, generation) of the
-    newest `Build` that went back; live state older than that, and older snapshots of later steps, count no more.
-    `corpus`: the later manifests of the corpus, by step; `grown`: one that waits for the next build.
-    `reached`: the most steps that ever were committed, by earlier submissions as well.
+    size, but for its formation. `newest_vote`: the newest vote that the core has. `crashes`: the latest, all of one
+    step (see `crash_loop`). `rounds`: consecutive builds without a commit. `user_errors`: errors of the user's code in
+    one step without a commit; `user_detail`: the last traceback. `first_cause`: why the step that runs next was broken
+    off first. `promise`: the weakest of all changes so far. `gives_up`: the run was scaled down, and surplus workers
+    have not left yet. `checkpoints`: those that count, by step; `damaged`: folders of those that did not verify.
+    `given_up`: step and (term, generation) of the newest `Build` that went back; live state older than that, and older
+    snapshots of later steps, count no more. `corpus`: the later manifests of the corpus, by step; `grown`: one that
+    waits for the next build. `reached`: the most steps that ever were committed, by earlier submissions as well.
     `skips`: the batches that are left out, by step. `rollbacks`: how often everyone went back on purpose from about one
-    step, the last of these. `suspects`: workers that may have computed the last step wrongly.
-    `warm_up_s`: how long the worker that became ready last took to start. `write_s`: what the last
-    checkpoint took to write.
-    `pool_changed_at`, `nodes_changed_at`: when a worker or a node, or a node's room, last changed.
-    `story`: the last (event, reason) pairs that changed the state. `pool`: `workers` and `nodes`, counted.
+    step, the last of these. `suspects`: workers that may have computed the last step wrongly. `warm_up_s`: how long the
+    worker that became ready last took to start. `write_s`: what the last checkpoint took to write. `pool_changed_at`,
+    `nodes_changed_at`: when a worker or a node, or a node's room, last changed. `story`: the last (event, reason) pairs
+    that changed the state. `pool`: `workers` and `nodes`, counted.
     """
 
     options: ControlOptions
