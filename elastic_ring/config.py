@@ -247,6 +247,9 @@ class StepConfig:
     kv_wire: Annotated[Literal["native", "fp8"], Flag("kv_wire")] = "native"
     """How keys and values cross a ring: in their own type; or in 8 bits with a scale for each head's vector, about half
     the bytes, where each element is off by at most 1/16 of itself or 2.2e-6 of the vector's largest."""
+    linears: Annotated[Literal["native", "fp8"], Flag("linears")] = "native"
+    """What linear layers multiply in: param_dtype; or 8 bits (e4m3, a scale for each row, found anew in each call), but
+    for the gradients of weights, the first layer, the last one and the head. For an H100 or newer."""
     experts: Literal["auto", "gather", "send"] = "auto"
     """How tokens and experts of a ring meet: weights are gathered like all others, or tokens are sent to the rank that
     holds their experts. "auto" takes what sends fewer bytes, the same on all ranks."""
@@ -260,6 +263,11 @@ class StepConfig:
             raise ValueError(
                 f"sequences_per_pass={self.sequences_per_pass} is more than global_batch={self.global_batch}: no ring "
                 "has so many sequences in a step; lower sequences_per_pass or raise global_batch"
+            )
+        if self.linears == "fp8" and self.param_dtype != "bfloat16":
+            raise ValueError(
+                f"linears='fp8' and param_dtype={self.param_dtype!r}: what is not multiplied in 8 bits is computed in "
+                "bfloat16 then; set param_dtype='bfloat16', or leave linears out"
             )
 
     @property
@@ -556,6 +564,11 @@ def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault
         raise ValueError(
             f"context_tokens={step.context_tokens} is less than cp={scaling.cp}: every rank of a ring needs at least "
             "one token; raise context_tokens or lower cp"
+        )
+    if step.linears == "fp8" and scaling.device != "cuda":
+        raise ValueError(
+            f"linears='fp8' and device={scaling.device!r}: only GPUs multiply in 8 bits, an H100 or newer; leave "
+            "linears out"
         )
     if step.experts == "send" and scaling.cpu_offload == "all":
         raise ValueError(

@@ -104,7 +104,7 @@ from elastic_ring.train.task import (
     description_of,
     parts_of,
 )
-from elastic_ring.train.wrap import check_buildable, check_own_optimizer, num_parameters
+from elastic_ring.train.wrap import check_buildable, check_linears, check_own_optimizer, num_parameters
 
 log = logging.getLogger(__name__)
 
@@ -367,7 +367,7 @@ class ElasticRingTrainer:
         own = [] if task.pattern is None else [task.pattern.identity]
         own += [] if task.cost_model is None else [repr(task.cost_model)]
         own += [str(sorted(task.validation.items()))] if task.validation else []
-        usual = {("kv_wire", "native"), ("experts", "auto"), ("val_every_tokens", 0)}
+        usual = {("kv_wire", "native"), ("experts", "auto"), ("linears", "native"), ("val_every_tokens", 0)}
         step = {name: value for name, value in vars(task.step).items() if (name, value) not in usual}
         return digest(self.scaling_config, step, task.optim, self._identity.what["data"], faults, code, *own)
 
@@ -651,6 +651,7 @@ def check_task(task: TrainingTask, cp: int, device: str) -> None:
     check_vocabulary(parts_of(task.model, task.step), task.data)  # which may have been made of a dataset since
     check_buildable(task)
     check_own_optimizer(task)
+    check_linears(task)
     check_layers(task)
     layouts = Layouts(task)
     layouts.choice(cp, device)

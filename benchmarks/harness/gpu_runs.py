@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -123,6 +123,9 @@ class GpuRun:
     document_tokens: int = 0
     num_layers: int = 0
     """In place of the preset's; 0: all of them."""
+    vocab_size: int = 0
+    """In place of the preset's; 0: that."""
+    linears: Literal["native", "fp8"] = "native"
     experts: Placement = "auto"
     dense: bool = False
     """In place of a preset's experts, a feed-forward part of equal active FLOP."""
@@ -139,6 +142,8 @@ class GpuRun:
         )
         if self.num_layers:
             found = replace(found, num_layers=self.num_layers)
+        if self.vocab_size:
+            found = replace(found, vocab_size=self.vocab_size)
         if self.dense:
             ffn_width = found.experts_per_token * found.expert_width + found.shared_width
             none: dict[str, Any] = dict.fromkeys(EXPERT_FIELDS, 0)
@@ -161,6 +166,7 @@ class GpuRun:
             deterministic=self.deterministic,
             kernel=self.kernel,
             experts=self.experts,
+            linears=self.linears,
         )
         return ElasticRingTrainer(
             self.hugging_face if self.preset == HF else partial(Transformer, self.model),

@@ -32,6 +32,8 @@ from benchmarks.probes import probe_steps_gpu
 
 PACKED_TOKENS = 1024
 OURS = GpuRun(HF, dp=1, cp=1, batch=1)
+LAYERS_8B = replace(OURS, preset="8b", num_layers=14, vocab_size=32_000)
+"""As many layers of the preset as fit on one GPU of 80 GB."""
 PLAIN = plain_llama.PlainRun()
 ROWS: dict[str, GpuRun | plain_llama.PlainRun] = {
     "hf": OURS,
@@ -43,6 +45,10 @@ ROWS: dict[str, GpuRun | plain_llama.PlainRun] = {
     "1b-keep": replace(OURS, preset="1b", checkpoint=False),
     "1b-fast": replace(OURS, preset="1b", deterministic=False),
     "1b-packed": replace(OURS, preset="1b", document_tokens=PACKED_TOKENS),
+    "8b": LAYERS_8B,
+    "8b-fp8": replace(LAYERS_8B, linears="fp8"),
+    "8b-long": replace(LAYERS_8B, num_layers=6, context=131_072),
+    "8b-long-fp8": replace(LAYERS_8B, num_layers=6, context=131_072, linears="fp8"),
     "plain": PLAIN,
     "plain-compile": replace(PLAIN, compile=True),
     "plain-liger": replace(PLAIN, liger=True),
@@ -54,7 +60,8 @@ ROWS: dict[str, GpuRun | plain_llama.PlainRun] = {
 
 
 def ours(run: GpuRun, options: argparse.Namespace) -> dict[str, Any]:
-    run = replace(run, dp=options.ranks, batch=options.ranks, context=options.context)
+    context = run.context if run.context != OURS.context else options.context
+    run = replace(run, dp=options.ranks, batch=options.ranks, context=context)
     asked = argparse.Namespace(
         what="speed",
         steps=options.steps,
@@ -122,9 +129,11 @@ def main(arguments: list[str] | None = None) -> int:
         found = ours(run, options) if isinstance(run, GpuRun) else plain(run, options)
         row: dict[str, Any] = {"row": name, **found}
         if "error" not in row:
-            sizes = (run if isinstance(run, GpuRun) else OURS).model
-            flops = model_flops(sizes, options.context) / row["step_s"]
-            row |= {"tokens_a_s": options.ranks * options.context / row["step_s"], "mfu": round(flops / PEAK_FLOPS, 3)}
+            sizes, context = (run if isinstance(run, GpuRun) else OURS).model, options.context
+            if isinstance(run, GpuRun) and run.context != OURS.context:  # a row that has its own
+                context = run.context
+            flops = model_flops(sizes, context) / row["step_s"]
+            row |= {"tokens_a_s": options.ranks * context / row["step_s"], "mfu": round(flops / PEAK_FLOPS, 3)}
         rows.append(row)
         results.show(json.dumps(row))
     names = ("row", "step_s", "tokens_a_s", "mfu", "peak_gib", "first_s", "warm_s", "spread", "loss", "host_ms")

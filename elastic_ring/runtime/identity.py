@@ -96,6 +96,8 @@ def identity_of(task: TrainingTask, settings: Mapping[str, Any], parts: Mapping[
     found |= {f"optim.{name}": value for name, value in vars(task.optim).items()}
     if task.step.kv_wire != "native":
         found["step.kv_wire"] = task.step.kv_wire
+    if task.step.linears != "native":
+        found["step.linears"] = task.step.linears
     pattern = "" if task.pattern is None else task.pattern.identity
     found |= {**parts, "data": contents, "pattern": pattern, VERSION: CONTENTS}
     what = {name: str(value) for name, value in found.items()}

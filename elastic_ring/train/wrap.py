@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from elastic_ring.experts.exchange import expert_layers, sends, spread
+from elastic_ring.model.fp8 import ALIGNED, use_fp8
 from elastic_ring.train.optim import check_optimizer
 from elastic_ring.train.task import Initial, TrainingTask
 
@@ -46,6 +47,8 @@ class ModuleMaker:
         with torch.device("meta"):
             model = self._task.model()
         _check_parameters(model)
+        if self._task.step.linears == "fp8":
+            use_fp8((self._task.units or largest_list)(model))
         dtype = getattr(torch, self._task.step.param_dtype)
         self.sent = []
         if device_mesh.size() == 1 and not self.params_in_host:
@@ -261,6 +264,23 @@ def check_buildable(task: TrainingTask) -> None:
     if task.step.experts != "auto" and not any(True for _ in expert_layers(model)):
         raise ValueError(
             f"experts={task.step.experts!r}: says how tokens meet experts, and the model has none: leave it out"
+        )
+
+
+def check_linears(task: TrainingTask) -> None:
+    """Raises ValueError for a model none of whose linear layers can compute in 8 bits, where they are asked to."""
+    if task.step.linears == "native":
+        return
+    with torch.device("meta"):
+        model = task.model()
+    if task.frozen is not None or any(True for _ in expert_layers(model)):
+        what = "adapters on a frozen base" if task.frozen is not None else "experts"
+        raise ValueError(f"linears='fp8': is for models that train all they multiply with, and this one has {what}")
+    layers = (task.units or largest_list)(model)
+    if not use_fp8(layers):
+        raise ValueError(
+            f"linears='fp8': none of the model's {len(layers)} layers would compute in 8 bits: the first and the last "
+            f"do not, nor do others than torch's nn.Linear with widths that are multiples of {ALIGNED}; leave it out"
         )
 
 

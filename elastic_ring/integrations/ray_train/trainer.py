@@ -101,6 +101,11 @@ class Zero3Trainer:
                 f"val_every_steps={step.val_every_steps}, val_every_tokens={step.val_every_tokens}: ZeRO-3 in Ray "
                 "Train does not validate; set both to 0, or validate the weights afterwards"
             )
+        if step.linears != "native":
+            raise ValueError(
+                f"linears={step.linears!r}: ZeRO-3 in Ray Train multiplies in param_dtype; leave it out, or use "
+                "ElasticRingTrainer"
+            )
         if settings.get("callbacks"):
             raise ValueError("callbacks: ZeRO-3 in Ray Train tells none; give ray.train.RunConfig(callbacks=[...])")
         if isinstance(run_config, RunConfig):

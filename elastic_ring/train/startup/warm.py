@@ -35,6 +35,7 @@ from elastic_ring.attention.warmup import warm_up_lengths, warm_up_sums, warm_up
 from elastic_ring.data.loader import joined, slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.sampling.order import pass_sizes
+from elastic_ring.model import fp8
 from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Shard, digest_of
 from elastic_ring.train.attention_context import attention_of
@@ -80,6 +81,10 @@ def warm_up_device(
     """
     torch.cuda.set_device(device)
     try:
+        if task.step.linears == "fp8":
+            fp8.check_device(device)
+            with compiling_for("linear layers in 8 bits"):
+                fp8.warm_up(device, getattr(torch, task.step.param_dtype))
         proofs, by_length, dense = _choose(task, device, shapes, cache_dir, kernels)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
         try:

@@ -1,0 +1,135 @@
+"""Linear layers whose products are computed in 8 bits, with a scale for each row found anew in each call: no state.
+
+As torchao's recipe `rowwise_with_gw_hp` has it (arXiv:2209.05433 for the type): e4m3 for inputs, weights and the
+gradients of outputs, scales that are powers of two, the gradient of the weight in the type of the inputs. Equal inputs
+give equal bits on equal GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_ring.errors import RunFailed
+
+E4M3, LARGEST = torch.float8_e4m3fn, 448.0
+LEAST_CAPABILITY = (9, 0)
+"""Of a GPU: an H100's."""
+ALIGNED = 16
+"""Both widths of a product are multiples of this."""
+_LEAST_SCALE = 2.0**-100
+_WARM_WIDTH = 128
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer that computes in 8 bits; an `nn.Linear` becomes one by its class, so names and values stay."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = _Product.apply(x.flatten(0, -2), self.weight)
+        product = product.unflatten(0, x.shape[:-1])
+        return product if self.bias is None else product + self.bias
+
+
+def use_fp8(layers: Sequence[nn.Module]) -> int:
+    """Have the linear layers in `layers` compute in 8 bits, but for those of the first and the last; returns how many
+    do. Those whose widths no kernel takes stay as they are."""
+    number = 0
+    for layer in layers[1:-1]:
+        for module in layer.modules():
+            if type(module) is nn.Linear and not (module.in_features % ALIGNED or module.out_features % ALIGNED):
+                module.__class__ = Fp8Linear
+                number += 1
+    return number
+
+
+def check_device(device: torch.device) -> None:
+    """Raises RunFailed for a GPU older than an H100."""
+    found = torch.cuda.get_device_capability(device)
+    if found < LEAST_CAPABILITY:
+        raise RunFailed(
+            f"linears='fp8': {torch.cuda.get_device_name(device)} (compute capability {found[0]}.{found[1]}) does not "
+            "multiply rows with scales of their own in 8 bits; an H100 or a newer one does: leave linears out"
+        )
+
+
+def warm_up(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile and load what a layer needs."""
+    with torch.device(device):
+        layer = Fp8Linear(_WARM_WIDTH, _WARM_WIDTH, bias=False, dtype=dtype)
+        layer(torch.ones(1, _WARM_WIDTH, _WARM_WIDTH, dtype=dtype, requires_grad=True)).sum().backward()
+
+
+class _Product(torch.autograd.Function):
+    """x (N, inputs) times weight (outputs, inputs): (N, outputs)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(rows(x), rows(weight), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        grad_x = _product(rows(grad), columns(weight), x.dtype) if ctx.needs_input_grad[0] else None
+        return grad_x, grad.t() @ x if ctx.needs_input_grad[1] else None
+
+
+Scaled = tuple[Tensor, Tensor]
+"""Numbers in e4m3 (N, width), each row to be multiplied by its scale (N, 1)."""
+
+
+def _product(left: Scaled, right: Scaled, dtype: torch.dtype) -> Tensor:
+    """left (N, width) times right (M, width), transposed. The kernels for scales of rows are fast with the tensor
+    cores' own sums only (torchao)."""
+    return torch._scaled_mm(
+        left[0],
+        right[0].t(),
+        scale_a=left[1],
+        scale_b=right[1].t(),
+        out_dtype=dtype,
+        use_fast_accum=left[0].is_cuda,
+    )
+
+
+def rows(x: Tensor) -> Scaled:
+    """x (N, width) with a scale for each row."""
+    x = x.contiguous()
+    return eager_rows(x) if (fused := _fused(x)) is None else fused.rows(x)
+
+
+def columns(weight: Tensor) -> Scaled:
+    """weight (outputs, inputs) transposed, with a scale for each of its columns."""
+    weight = weight.contiguous()
+    return eager_rows(weight.t().contiguous()) if (fused := _fused(weight)) is None else fused.columns(weight)
+
+
+def eager_rows(x: Tensor) -> Scaled:
+    """As `rows`, by torch's operators: the fused kernel's reference."""
+    scale = scale_of(x.abs().amax(dim=1, keepdim=True).float())
+    return (x.float() / scale).to(E4M3), scale
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """The least power of two by which numbers of up to `largest` (fp32) are divided to fit. A NaN is left to the number
+    itself, and infinity becomes one, so that a step with either is skipped."""
+    needed = largest.nan_to_num(nan=0.0, posinf=torch.inf).div(LARGEST).clamp_min(_LEAST_SCALE)
+    return ((needed.view(torch.int32) + 0x7FFFFF) >> 23 << 23).view(torch.float32)
+
+
+def _fused(tensor: Tensor) -> ModuleType | None:
+    return _triton_kernels() if tensor.is_cuda and tensor.numel() else None
+
+
+@lru_cache(maxsize=1)
+def _triton_kernels() -> ModuleType | None:
+    try:
+        from elastic_ring.model import fp8_kernels
+    except ImportError:
+        return None
+    return fp8_kernels
