@@ -1,8 +1,8 @@
-"""Tells the cluster's autoscaler how much a run wants, through Ray's own actor for that.
+"""Asks the cluster's autoscaler for what a run wants, through Ray's own actor for that.
 
-`ray.autoscaler.sdk.request_resources` is one value for the whole cluster: the last caller wins, whoever it is. Ray
-Train and Ray Data therefore ask through one actor, which adds up what each has asked for and forgets what is not
-renewed; so does a run. Without an autoscaler a request has no effect. No decision on how much: see `demand`.
+`ray.autoscaler.sdk.request_resources` is one value for the whole cluster: the last caller wins. So Ray Train and Ray
+Data ask through one actor, which adds up their requests and forgets those that nobody renews; so does a run. Without an
+autoscaler a request has no effect. No decision on how much: see `demand`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a run is, apart from where it lies: by name, what a submission must share with the run that it goes on with.
+"""A run's identity: what a submission must share with the run that it continues.
 
-Contents are in it, as digests of what is trained on; places are not, whatever their kind: a path, a mount, a bucket, a
-working directory. Where the contents are is recorded beside it: a place that changed is told, and refuses nothing.
-Nothing is started here, and no place enters `Identity.what`.
+It contains digests of the contents that a run trains on, and no places: paths, mounts, buckets, working directories.
+The places are recorded beside it: a changed place is reported, and refuses nothing. Nothing starts here, and no place
+enters `Identity.what`.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def forget_end(run: RunConfig) -> None:
 
 
 def fetch_places(run: RunConfig, folder: Path) -> None:
-    """Bring the record of what callbacks have been told, by whichever driver, from the store into `folder`."""
+    """Bring the record of the events that callbacks have received, from any driver, from the store into `folder`."""
     if run.is_remote:
         storage = storage_of(run)
         if storage.exists(CALLBACKS_NAME):
@@ -135,7 +135,7 @@ def keep_places(run: RunConfig, folder: Path) -> None:
         try:
             storage_of(run).replace(CALLBACKS_NAME, (folder / CALLBACKS_NAME).read_bytes())
         except StorageFailed as error:
-            log.warning("what the callbacks have been told is not in the run's storage: %s", error)
+            log.warning("the record of the callbacks' events is not in the run's storage: %s", error)
 
 
 def reset_places(run: RunConfig, *, goes_on: bool, was_finished: bool) -> None:
@@ -147,7 +147,7 @@ def reset_places(run: RunConfig, *, goes_on: bool, was_finished: bool) -> None:
                 known = parse_json(storage.read_record(CALLBACKS_NAME), storage.at(CALLBACKS_NAME))
                 kept = kept_places(known, was_finished=was_finished)
             except (RecordDamaged, LookupError, TypeError, AttributeError) as error:
-                log.warning("%s; the driver that tells callbacks sets it aside", error)
+                log.warning("%s; the driver that runs callbacks sets it aside", error)
                 return
             storage.replace(CALLBACKS_NAME, json_bytes(kept))
         elif not goes_on:
@@ -186,8 +186,8 @@ class RunRecords:
 
 
 class Mirror:
-    """Copies the coordinator's records to the store every second. The journal may lag by that; a store that fails is
-    told once a minute, and training goes on. A coordinator that was replaced writes nothing more."""
+    """Copies the coordinator's records to the store every second, by which the journal may lag. It logs a failing store
+    once a minute; training goes on. A replaced coordinator writes nothing more."""
 
     def __init__(self, run: RunConfig, term: int, ask: Callable[[], None] = lambda: None) -> None:
         """`ask` asks the storage for a newer term, and raises StaleMessage or TermLost where there is one."""
@@ -249,7 +249,7 @@ class Mirror:
             try:
                 self.flush()
             except (StaleMessage, TermLost):
-                return  # whoever decides asks, and is told
+                return  # the deciding thread looks by itself, and gets the error
             except (StorageFailed, OSError) as error:
                 if time.monotonic() - self._told_s > TELL_AGAIN_S:
                     self._told_s = time.monotonic()

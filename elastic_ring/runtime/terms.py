@@ -122,7 +122,7 @@ class TermWatch:
 
     def check(self) -> None:
         """What is known without waiting for the storage. Raises as `refuse_if_replaced`."""
-        if self._terms.follows(self._newest.term):  # a folder tells at once
+        if self._terms.follows(self._newest.term):  # a folder answers at once
             self._newest = max(self._newest, self._terms.newest(), key=lambda claim: claim.term)
         refuse_if_replaced(self._run.name, self._run.storage_uri, self._own, self._newest)
 
@@ -140,15 +140,15 @@ class TermWatch:
                     self._told_s = time.monotonic()
                     log.warning("nobody can tell whether another coordinator has claimed the run: %s", error)
             except ElasticRingError:
-                return  # whoever decides asks, and is told
+                return  # the deciding thread looks by itself, and gets the error
             except Exception:
                 log.exception("could not look whether another coordinator has claimed the run; looks again")
 
 
 class TermGuard:
     """Global rank 0 looks for a newer term while the coordinator is away: without it no step completes, so its end
-    stops all members. `own` tells the claim under which this process speaks for them, None where it does not;
-    `is_there` whether the coordinator answers within so many seconds; `leave` ends this process."""
+    stops all members. `own` returns the claim under which this process speaks for them, or None; `is_there` whether
+    the coordinator answers within so many seconds; `leave` ends this process."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class TermGuard:
             log.warning("the coordinator is away, and nobody can tell whether it was replaced: %s", error)
         if self._silence.tick(time.monotonic(), is_heard=is_heard) > limit_s:
             self._end(
-                f"run {self._run.name}: no coordinator, and {self._run.storage_uri} has not told for {limit_s:g} s "
+                f"run {self._run.name}: no coordinator, and {self._run.storage_uri} has not answered for {limit_s:g} s "
                 "(checkpoint.fail_after_s) whether another submission has taken the run: this process ends"
             )
 

@@ -1,6 +1,6 @@
-"""What NVML tells of a node's GPUs: use, power, temperature, memory errors, slowdowns, and Xid errors as they happen.
+"""A node's GPUs as NVML sees them: use, power, temperature, memory errors, slowdowns, and Xid errors as they happen.
 
-NVML is the optional package nvidia-ml-py; without it, or without a driver, there is nothing to tell. It needs no root.
+NVML is the optional package nvidia-ml-py; without it, or without a driver, readings are empty. It needs no root.
 Calls may hang where a GPU has fallen off its bus: only `health.HealthThread` may make them. No CUDA and no torch here.
 """
 
@@ -71,7 +71,7 @@ class Nvml:
             for handle in self._handles:
                 self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, self._events)
         except self._nvml.NVMLError as error:
-            log.info("NVML tells no Xid errors here: %s", error)
+            log.info("NVML reports no Xid errors here: %s", error)
             self._events = None
 
     def wait(self, seconds: float) -> bool:
@@ -84,7 +84,7 @@ class Nvml:
         except self._nvml.NVMLError_Timeout:
             return True
         except self._nvml.NVMLError as error:  # a GPU that is lost, say; its other readings go on
-            log.warning("NVML tells of no more Xid errors: %s", error)
+            log.warning("NVML reports no more Xid errors: %s", error)
             self._events = None
             return False
         log.warning("GPU %d: Xid error %d", index, xid)
@@ -96,7 +96,7 @@ class Nvml:
         return {str(index): self._read(index, handle) for index, handle in enumerate(self._handles)}
 
     def describe(self) -> list[dict[str, Any]]:
-        """Of each GPU also its name, memory and highest clock (0 where it is not told): for a look before a start."""
+        """Of each GPU also its name, memory and highest clock (0 if unknown): for a look before a start."""
         found = []
         for (index, reading), handle in zip(self.read().items(), self._handles, strict=True):
             try:

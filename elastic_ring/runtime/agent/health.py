@@ -53,7 +53,7 @@ class HealthThread:
                 time.sleep(HEALTH_S)
 
     def look(self, gpus: dict[str, Reading]) -> None:
-        """Take a reading of the GPUs in, beside that of the network."""
+        """Add a reading of the GPUs to the network's."""
         for text in worse(self._gpus, gpus):
             self._tell(text)
         self._gpus = gpus

@@ -65,7 +65,7 @@ class Notices:
                     self._tell(in_s)
                     return
             except Exception as error:
-                if f"{error}" != told_failure:  # told once: off that provider there is never an answer
+                if f"{error}" != told_failure:  # logged once: off that provider there is never an answer
                     told_failure = f"{error}"
                     self._failed(f"notices={self._name!r} does not say whether this machine is taken away: {error}")
             pause.wait(ASK_EVERY_S)

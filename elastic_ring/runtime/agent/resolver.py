@@ -23,7 +23,7 @@ def lookup_s(address: str) -> float:
         try:
             socket.getnameinfo((address, 0), 0)
         except OSError:
-            pass  # nobody knows the address: quickly told, which is what counts
+            pass  # nobody knows the address: a quick answer, which is what counts
         finally:
             done.put(None)
 

@@ -176,8 +176,9 @@ class Coordinator:
         self._put("event", ScaleRequested(self._cause(), max_dp, spares))
 
     def answer(self, step: int, stop: str, saves: bool, keeps: bool) -> bool:
-        """What a driver's callbacks want, told of all up to the validation after `step` steps: see `CallbacksAnswered`.
-        Returns whether it counts; what comes too late has to be said again at the next validation."""
+        """What a driver's callbacks want after all events up to the validation of `step` steps: see
+        `CallbacksAnswered`. Returns whether it counts; an answer that is late must come again at the next
+        validation."""
         counts: queue.Queue[bool] = queue.Queue()
         event = CallbacksAnswered(self._cause(), step, stop, saves, keeps)
         self._queue.put(("answer", event, {"counts": counts}))
@@ -253,7 +254,7 @@ class Coordinator:
             self._lose(lost)
         except BaseException:
             # A driver would ask a process without a deciding thread for ever; a successor ends the run.
-            log.exception("the end could not be told")
+            log.exception("could not report the end")
             time.sleep(RESTART_PAUSE_S)
             os._exit(1)
 
@@ -272,7 +273,7 @@ class Coordinator:
         self.recorder = RunRecorder(run_spec.run, self._note, self.clock, self.storage_wait)
         self.storage_wait.tell = self.recorder.recoveries.say
         begin = opened.begin or self._begun()
-        self.mirror.open()  # not before: where this journal comes, that of an earlier submission leaves the store
+        self.mirror.open()  # not before: this journal replaces the one of an earlier submission in the store
         self.recorder.identity, self.recorder.planned = begin.get("identity", ""), run_spec.planned
         self.recorder.open(begin["now"], run_spec.resume.step)
         self._end_report = EndReport(self.recorder.recoveries.say)
@@ -548,7 +549,7 @@ class Coordinator:
         limit_s, silent_s = self.run_spec.run.checkpoint_config.fail_after_s, self.term_watch.silent_s()
         if silent_s > limit_s:
             told = (
-                f"the storage {self.run_spec.run.storage_uri} has not told for {silent_s:.0f} s whether another "
+                f"the storage {self.run_spec.run.storage_uri} has not answered for {silent_s:.0f} s whether another "
                 f"submission has taken the run (checkpoint.fail_after_s={limit_s:g})"
             )
             self._finish({"error": "StorageFailed", "message": told, "facts": {}})
@@ -559,12 +560,12 @@ class Coordinator:
         return max(self.checkpoints.failing_s, self.recorder.overdue.overdue_s)
 
     def _end_if_checkpoints_fail(self) -> None:
-        """Asked at each tick: a store that hangs tells nothing."""
+        """Checked at each tick, as a store that hangs raises nothing."""
         limit_s = self.run_spec.run.checkpoint_config.fail_after_s
         if self._checkpoints_failing_s > limit_s:
             told = (
                 f"no checkpoint could be written for {limit_s:g} s (checkpoint.fail_after_s={limit_s:g}); last: "
-                f"{self._last_checkpoint_failure or 'nobody has told why'}"
+                f"{self._last_checkpoint_failure or 'nobody has said why'}"
             )
             self._finish({"error": "StorageFailed", "message": told, "facts": {}})
 

@@ -73,8 +73,8 @@ class _Pending:
 class CheckpointKeeper:
     """Commits checkpoints of one run. `post(kind, body)` puts results into the deciding thread's queue:
 
-    `checkpoint`: one that counts now, as summary.json has it; `checkpoints`: all that count, by step;
-    `checkpoint-failed`: why one was not written; `told`: a line for the log and the driver.
+    `checkpoint`: a valid new one, as in summary.json; `checkpoints`: all valid ones, by step; `checkpoint-failed`: why
+    one was not written; `told`: a line for the log and the driver.
     """
 
     def __init__(
@@ -92,11 +92,10 @@ class CheckpointKeeper:
         inject: Callable[[int], None] = lambda step: None,
     ) -> None:
         """`facts` go into each manifest: `identity`, and under `run` what a reader may want to know. `resumed_from`
-        tells of the checkpoints that this run began at so far. `recorded` returns once the records are in storage.
-        `data` tells of the later manifests of a corpus that grows and of batches that are left out, and from which step
-        each holds. `ask` asks the storage for a newer term, before anything is written or removed, and raises
-        StaleMessage or TermLost where there is one. `attempt` is this submission's. `inject` fires the faults that are
-        planned before the manifest of a step."""
+        returns the checkpoints at which this run has begun. `recorded` returns once the records are in storage. `data`
+        returns the later manifests of a growing corpus and the batches left out, each with its first step. `ask` looks
+        for a newer term in the storage before each write or removal, and raises StaleMessage or TermLost if there is
+        one. `attempt` is this submission's. `inject` fires the faults planned before the manifest of a step."""
         self._resumed_from, self._recorded, self._data, self._ask = resumed_from, recorded, data, ask
         self._run, self._resume, self._term, self._facts, self._post = run, resume, term, facts, post
         self._attempt, self._inject = attempt, inject
@@ -217,7 +216,7 @@ class CheckpointKeeper:
                 )
             except (StaleMessage, TermLost) as error:
                 log.warning("the checkpoints' thread ends: %s", error)
-                return  # whoever decides asks, and is told
+                return  # the deciding thread looks by itself, and gets the error
             except (StorageFailed, CheckpointDamaged) as error:
                 log.warning("%s; given up", error)
             except Exception:
@@ -302,7 +301,7 @@ class CheckpointKeeper:
         self._jobs.put(self._tell)  # a job of its own: trying it again must not commit again
 
     def _committed_folder(self, manifest: Manifest) -> str:
-        """That of the manifest which is there: this one, if an earlier try wrote it before it failed."""
+        """The digest of the manifest in storage: this one, if an earlier try wrote it and then failed."""
         return read_manifest(self._storage, manifest.folder.rpartition("/")[0]).folder
 
     def _check_files(self, manifest: Manifest) -> None:
@@ -348,7 +347,7 @@ class CheckpointKeeper:
         self._storage.create(lineage_name(self._resume.lineage), json_bytes(begun))
 
     def _set_damaged_aside(self) -> None:
-        """What the driver has found, and told: checkpoints, if it is seen from here too, and records of lineages."""
+        """Takes over the driver's findings: checkpoints that are seen from here too, and records of lineages."""
         for name, why in self._resume.damaged.items():
             if name.startswith(f"{LINEAGES}/") and self._storage.exists(name):
                 self._storage.create(f"{name}{DAMAGED}{secrets.token_hex(4)}", self._storage.read_record(name))

@@ -46,7 +46,7 @@ class CorpusWatcher:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """A thread that waits for a store is left behind: it tells nothing any more."""
+        """A thread that waits for a store is left behind; its result no longer counts."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 FAILED_S = 10.0
 UNKNOWN = -1
-"""What an earlier coordinator asked for last."""
+"""The last request of an earlier coordinator."""
 PLACED_S = 30.0
 """Room that nobody of the run got within this long is somebody else's."""
 

@@ -182,7 +182,7 @@ class Dispatcher:
 
     def _kill(self, command: KillWorker) -> None:
         told = self._node_monitor.kill(command.worker, command.reason)
-        if told and command.worker in self._killed:  # the agent was told before, and the worker is still there
+        if told and command.worker in self._killed:  # the agent has the order already, and the worker is still there
             self._ray_calls.put(partial(self._cluster.remove_worker, command.worker))
         self._killed.add(command.worker)
         if not told:

@@ -31,10 +31,10 @@ class Earlier:
 
 
 def earlier(storage: Storage, lineage: int, identity: str, damaged: dict[str, str]) -> Earlier:
-    """Of the last submission of `lineage`, which began with what those before it knew.
+    """The records of the last submission of `lineage`, which took over those before it.
 
-    Nothing where its records are not in `storage` any more: an object store has those of the last submission only; nor
-    of another run's, of another `identity`. Lines that are damaged are left out, and told in `damaged`, by file.
+    Empty where its records are no longer in `storage` (an object store keeps only the last submission's), or where they
+    belong to another `identity`. Damaged lines are left out, and named in `damaged`, by file.
     Raises StorageFailed.
     """
     attempts = [f"{name}/" for name in storage.folders() if name.startswith("attempt-")]

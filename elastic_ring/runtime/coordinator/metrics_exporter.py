@@ -47,8 +47,8 @@ Sample = tuple[str, str, float | None]
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes, in FLOP, and what one device computes at most in a second, in TFLOP; None: not known, for
-    the peak that of the GPU's name."""
+    """A step's computation in FLOP, and one device's peak in TFLOP/s. None: unknown; the peak then follows from the
+    GPU's name."""
 
     flops: float | None = None
     peak_tflops: float | None = None

@@ -120,12 +120,12 @@ class NodeMonitor:
         return self._agent_server.came_from(entry["node"]) if entry is not None else ""
 
     def progress(self, worker: str) -> dict[str, Any]:
-        """What the worker did at its agent's last beat, as `agent.progress` tells it; {} where nothing is known."""
+        """The worker's activity at its agent's last beat, as in `agent.progress`; {} if unknown."""
         with self._lock:
             return dict(self._progress.get(worker, {}))
 
     def pressure(self) -> dict[str, float]:
-        """`some` and `full` of `host_memory.Pressure`, of the node that waits most; {} where no kernel tells."""
+        """`some` and `full` of `host_memory.Pressure` on the node that waits most; {} without kernel support."""
         with self._lock:
             told = [self._pressure[node] for node in self.nodes if self._pressure.get(node)]
         return max(told, key=lambda one: (one["full"], one["some"]), default={})
@@ -211,9 +211,11 @@ class NodeMonitor:
                 return
             except Exception:
                 if left_s <= 0:
-                    log.exception("Ray was not told that node %s goes; its loss will be noticed", node)
+                    log.exception("could not report to Ray that node %s leaves; its loss will be noticed", node)
                     return
-                log.warning("Ray was not told that node %s goes in %.0f s; told again", node, left_s, exc_info=True)
+                log.warning(
+                    "could not report to Ray that node %s leaves in %.0f s; tries again", node, left_s, exc_info=True
+                )
             time.sleep(min(NOTICE_AGAIN_S, max(left_s, 0.1)))
 
     def _send_watch(self, entry: Mapping[str, Any]) -> None:
@@ -355,7 +357,7 @@ class NodeMonitor:
                 log.warning("node %s is lost: %s", node, why)
             for table in (self.nodes, self._agents, self._beats, self._told, self._bad_gpus):
                 table.pop(node, None)
-            # A machine without power closes no connection: it would look like that of a node that has just joined.
+            # A machine without power closes no connection: it would look like a node that has just joined.
             self._agent_server.hang_up(node)
             self._lost.add(node)
         if not known:
@@ -373,7 +375,7 @@ def without(node: NodeInfo, bad_gpus: Collection[str]) -> NodeInfo:
 
 
 def answers(asked: list[Any]) -> bool:
-    """Whether any of these calls comes back well within CONFIRM_S; one that failed is no answer."""
+    """Whether any of these calls succeeds within CONFIRM_S."""
     deadline, pending = time.monotonic() + CONFIRM_S, asked
     while pending and (left_s := deadline - time.monotonic()) > 0:
         done, pending = ray.wait(pending, num_returns=1, timeout=left_s)

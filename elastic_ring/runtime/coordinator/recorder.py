@@ -252,7 +252,7 @@ class RunRecorder:
             self._tell(StartStage(who, what, round(unix_s, 3), round(took_s, 3)))
 
     def built(self, worker: str, timings: Mapping[str, Any]) -> None:
-        """A member is in its place; of those that no step has been committed with, that is told."""
+        """A member is in its place; noted where no step has been committed with it yet."""
         if self.metrics.last_step < self.first_step and "begun_unix_s" in timings:
             took_s = [(what, float(timings.get(key, 0.0))) for key, what in BUILT]
             self.stages(worker, in_order(timings["begun_unix_s"], took_s))

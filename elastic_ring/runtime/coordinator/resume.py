@@ -38,7 +38,7 @@ class Resume:
     resumed_from: tuple[Mapping[str, Any], ...] = ()
     """The resumes so far, this one last: {"step", "path"}."""
     corpus: tuple[CorpusVersion, ...] = ()
-    """The later manifests of the corpus: those by then, and those that earlier submissions took after it."""
+    """The later manifests of the corpus: those at that checkpoint, and those that earlier submissions took after it."""
     num_steps: int = 0
     """How many steps earlier submissions ran, where the corpus may grow: these use the same sequences again."""
     skips: tuple[BatchSkip, ...] = ()
@@ -152,9 +152,9 @@ class _Stored:
 
 
 def find_resume(run: RunConfig, identity: Identity, *, grows: bool = False) -> Resume:
-    """Where a submission of these settings begins, as `run.resume` asks. `grows`: the corpus may grow while it trains.
+    """Where a submission with these settings begins, by `run.resume`. `grows`: the corpus may grow while it trains.
 
-    Without earlier ones the settings say which batches are left out.
+    Without earlier submissions the settings say which batches are left out.
 
     Raises: ValueError for a step without a checkpoint, a path that is none, and a checkpoint of another run's settings
     (it names what differs) or of a newer format; StorageFailed.

@@ -43,7 +43,8 @@ RECORDS = (
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A coordinator's constructor arguments. `attempt` tells a restart of the same run from a new submission."""
+    """A coordinator's constructor arguments. `attempt` distinguishes a restart of the same submission from a new
+    one."""
 
     run: RunConfig
     scaling: ScalingConfig
@@ -173,4 +174,4 @@ def _keep_places(old: Path, new: Path, *, was_finished: bool) -> None:
         if (known := read_json(old)) is not None:
             write_json(new, kept_places(known, was_finished=was_finished))
     except (RecordDamaged, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s: %s; the driver that tells callbacks sets it aside", old, error)
+        log.warning("%s: %s; the driver that runs callbacks sets it aside", old, error)

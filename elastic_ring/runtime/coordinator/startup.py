@@ -166,8 +166,8 @@ def _set_damaged_aside(run_spec: RunSpec, of_journal: Sequence[str]) -> list[str
 
 
 def _metrics(run_spec: RunSpec) -> list[str]:
-    """A run that goes on at a checkpoint keeps its metrics of the steps before; damaged ones are written anew, from
-    what is right of them. One that begins at another's checkpoint has that one's. Returns what is to be told."""
+    """A run that resumes at a checkpoint keeps its metrics of earlier steps; a damaged file is written anew from its
+    undamaged lines. A run that begins at another run's checkpoint takes over its metrics. Returns lines to report."""
     resume, path, told = run_spec.resume, run_spec.run.folder / METRICS_NAME, []
     if not resume.checkpoints:
         return []
@@ -186,7 +186,7 @@ def _metrics(run_spec: RunSpec) -> list[str]:
                 journal.append(line, sync=False)
             journal.sync()
     missing = missing_steps(lines, resume.step)
-    if missing and (told or missing[-1] == resume.step - 1):  # else it has been told before
+    if missing and (told or missing[-1] == resume.step - 1):  # else it was reported before
         told.append(f"{path} has no lines of {len(missing)} step(s), {missing[0]} to {missing[-1]}")
     return told
 

@@ -1,8 +1,8 @@
 """The deciding thread's wait for the run's folder: a full or read-only disk, a mount that is away.
 
-No command may leave before its journal line is on disk, so nothing can be decided meanwhile. But nobody takes the wait
-for a hang: beats are answered for the thread, its clock stands still, so that no deadline passes that nobody could
-keep, and whoever follows the run is told. Training goes on. No decisions here.
+No command may leave before its journal line is on disk, so the thread can decide nothing meanwhile. The wait is no
+hang: others answer beats for the thread, its clock stands still, so that no deadline passes, and followers of the run
+get a message. Training goes on. No decisions here.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Absence:
         return news
 
     def _look(self) -> bool:
-        """Whether the head answered when it was last asked; tells of it once when it does not."""
+        """Whether the head answered the last question; logs once when it does not."""
         now = time.monotonic()
         if now - self._looked_at < ASK_S:
             return self._head_since is None

@@ -104,7 +104,7 @@ def end_on_record(run: RunConfig, attempt: str) -> dict[str, Any] | None:
 
 
 def refuse_without_weights(run: RunConfig) -> None:
-    """A summary of all steps counts beside the weights that it tells of: a file alone may be anybody's, or a copy.
+    """A summary of all steps counts only beside the weights that it names: a file alone may be anybody's, or a copy.
 
     Raises ValueError, StorageFailed.
     """

@@ -300,8 +300,8 @@ def _groups(run: str) -> list[str]:
 def room(scaling: ScalingConfig, run: str = "") -> int:
     """Wait until the cluster can hold the mesh; with how many rings the run begins.
 
-    With `wait_for_resources_s` the autoscaler is asked for everything that the run `run` wants, and `min_dp` rings
-    suffice when the time is over, or when the autoscaler refuses more. The coordinator renews the request.
+    With `wait_for_resources_s` it asks the autoscaler for everything that the run `run` wants; `min_dp` rings suffice
+    when the time is over, or when the autoscaler refuses more. The coordinator renews the request.
 
     Raises: ValueError after `wait_for_resources_s`, with what is there and what is missing.
     """
@@ -355,7 +355,7 @@ class _Asker:
         self._ask = next_ask(self._ask, self._wanted, num_here, is_refused, now)
         if self._ask.num_workers != asked or now >= self._sent_at + RENEW_S:
             if self._ask.num_workers != asked:
-                log.info("room for %d worker(s): the autoscaler is asked for %d", num_here, self._ask.num_workers)
+                log.info("room for %d worker(s): asks the autoscaler for %d", num_here, self._ask.num_workers)
             self._autoscaler.ask(self._ask.num_workers)
             self._sent_at = now
 

@@ -1,4 +1,4 @@
-"""Drains one node: tells Ray that it leaves, and waits until no run has a worker there.
+"""Drains one node: reports to Ray that it leaves, and waits until no run has a worker there.
 
 For what runs before a machine goes, such as a pod's preStop hook. The runs decide by themselves how they hand over.
 """

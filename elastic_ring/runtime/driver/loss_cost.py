@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 COPY_BYTES = 48
 """A parameter: two snapshots of its value and Adam's two moments, of the rank itself and of a peer."""
 HOST_SHARE = 0.5
-"""The most of a node's memory that copies take which nobody has asked for."""
+"""The most of a node's memory that `--copies auto` takes."""
 
 
 def with_settled_copies(run: RunConfig, mesh: Mesh, num_parameters: int, nodes: Sequence[NodeInfo]) -> RunConfig:
     """`run` without copies by default where the nodes lack the memory for them. Says what a loss costs on a mesh whose
     shards have one holder each."""
-    where = "they go to other processes of this node, so they cover the loss of processes and not that of the node"
+    where = "they go to other processes of this node, so they cover the loss of processes, not of the node"
     on_one = f" on one node: {where}" * (len(nodes) == 1)
     if run.copies not in (AUTO, "0"):
         if on_one:

@@ -1,4 +1,4 @@
-"""Tells a run that trains how many rings and spares it may have from now on. The run decides what follows."""
+"""Sets how many rings and spares a running run may have from now on. The run decides what follows."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 ASK_S = 2.0
 LOOK_S = 0.25
-HEAD_IS_GONE = "stopped; the head of the Ray cluster is gone, and nobody can be told to clear the run"
+HEAD_IS_GONE = "stopped; the head of the Ray cluster is gone, and nothing can clear the run"
 GOES_ON = (
     "the coordinator goes on clearing the run by itself, and what runs in a Ray that this command started ends with it"
 )

@@ -184,7 +184,7 @@ def _free_bytes(index: int) -> int:
 
 @dataclass(frozen=True)
 class Warmed:
-    """`kernels`: what serves attention, as `train.startup.warm.warm_up_device` tells it. `failed`: names of GPUs."""
+    """`kernels`: what serves attention, as `train.startup.warm.warm_up_device` returns it. `failed`: names of GPUs."""
 
     kernels: dict[str, str]
     failed: frozenset[str] = frozenset()

@@ -130,7 +130,7 @@ def wait_for_memory(
 ) -> int:
     """Wait until `need_bytes` are free, or the previous owner has ended and no more gets free; returns the free bytes.
 
-    `is_there` tells whether the previous owner still exists: the kernel releases its lock long before its memory.
+    `is_there` returns whether the previous owner still exists: the kernel releases its lock long before its memory.
     Raises what `check` raises; it is called in each poll.
     """
     begun = changed = time.monotonic()

@@ -52,7 +52,7 @@ class Sockets:
 
     @contextmanager
     def admitting(self) -> Iterator[None]:
-        """Inside, peers can connect to this device: from before they are told its port until all have come."""
+        """Inside, peers can connect to this device: from before they learn its port until all have come."""
         self._build(1)
         try:
             yield

@@ -169,7 +169,7 @@ class Connector:
         """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called."""
         self._give_up()
         if not self._nccl:
-            return  # gloo's calls wait inside the gate for their peers, and have been told
+            return  # gloo's calls wait inside the gate for their peers, and know of the abort
         with self.gate.shut():
             self._aborter.abort(self._nccl)  # after the votes' connections: no vote may count what comes now
 

@@ -41,7 +41,7 @@ def tcp_sockets() -> Iterator[socket.socket]:
 
 
 def listeners() -> Iterator[socket.socket]:
-    """Duplicates of this process's listening sockets, open until the next is asked for."""
+    """Duplicates of this process's listening sockets, each open until the next one."""
     for sock in tcp_sockets():
         with sock:
             if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == _ACCEPTS:
@@ -70,8 +70,8 @@ class NewListeners:
         self._known = set(listening()) if hosts else set()
 
     def keep_out_strangers(self) -> None:
-        """Of those that have been opened by now. An address other than this node's is that of another network, where
-        peers have other addresses, too: it stays as it is."""
+        """Only sockets that are open now. An address other than this node's belongs to another network, where peers
+        have other addresses, too: it stays as it is."""
         for sock in listeners() if self._hosts else ():
             address, port, *_ = sock.getsockname()
             if address == self._address and (port, address) not in self._known:

@@ -1,11 +1,10 @@
-"""The rendezvous store of one generation: a TCPStore that listens on one address, and the keys of those who were told.
+"""The rendezvous store of one generation: a TCPStore that listens on one address, with keys that only members know.
 
 torch's store has no authentication. So its socket is bound here, to the coordinator's own address (torch binds to all
-interfaces) or to loopback where all nodes share a host, on a free port; and all keys lie under a random prefix that
-only the coordinator's commands carry; and the kernel drops what comes from other hosts than the members'.
-That keeps out other runs, port scanners and stragglers. It does not keep out who speaks the store's protocol on a host
-of the run while a generation is built: torch 2.13 lists keys to any client, and takes what it sends. Its holder closes
-it as soon as all members have come.
+interfaces) or to loopback where all nodes share a host, on a free port. All keys lie under a random prefix that only
+the coordinator's commands carry. The kernel drops packets from hosts without a member. That keeps out other runs, port
+scanners and stragglers, but not a client on a host of the run while a generation is built: torch 2.13 lists keys to
+any client, and takes what it sends. Its holder closes it as soon as all members have come.
 """
 
 from __future__ import annotations

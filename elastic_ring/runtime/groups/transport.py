@@ -1,8 +1,8 @@
-"""Which errors are those of an exchange: of a socket, the store, gloo or NCCL, as torch raises them.
+"""Recognises errors of an exchange: of a socket, the store, gloo or NCCL, as torch raises them.
 
-The store and NCCL have exception types of their own. Gloo has none: its errors are plain RuntimeErrors that begin
-with a place in its source. What tells them from a user's error with the same words is where they come from: gloo
-raises in native code, so the innermost frame of the traceback stands at a call, not at a `raise` statement.
+The store and NCCL have exception types of their own. Gloo raises plain RuntimeErrors that begin with a place in its
+source. A user's error may have the same words, but gloo raises in native code: the innermost frame of the traceback
+stands at a call, not at a `raise` statement.
 """
 
 from __future__ import annotations

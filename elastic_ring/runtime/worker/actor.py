@@ -58,7 +58,7 @@ from elastic_ring.train.vote import ComputedWrongly, MustGoBack
 log = logging.getLogger(__name__)
 
 HEART_PERIOD_S = 0.1
-STACKS_SHARE = 0.5  # of a start's time, of which Ray takes a part first, until one that still warms up tells where
+STACKS_SHARE = 0.5  # of a start's time: then a worker that still warms up logs its stacks; Ray takes a part first
 GIVE_UP_S = 2.0  # an abort takes half a second; the coordinator's `Stop` tries again, for longer
 
 

@@ -1,7 +1,7 @@
 """One exchange of copies: a snapshot on its way to its holders, and what this rank receives of others meanwhile.
 
-It runs in a thread of its own beside the next steps, over a group of its own in host memory. The end of its generation
-ends it; what is not complete and verified by then does not count.
+It runs in its own thread beside the next steps, over its own group in host memory. The end of its generation ends it;
+only what is complete and verified counts.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Exchange:
         return all(results) and not mine.is_empty
 
     def _finish_own(self) -> None:
-        """A snapshot that could not be copied from its device counts as not taken; this tells the others."""
+        """A snapshot that could not be copied from its device counts as not taken; this informs the others."""
         mine = self.snapshot
         if mine.is_empty:
             return

@@ -33,7 +33,7 @@ def error_kind(
     `device_failed` probes the device; it is called only before the user's code is blamed. `healing`: in a build that
     brings this worker the state which others have. There the model fits and its kernel runs on other devices, so a
     device without memory and a kernel mismatch are this device's failures. Elsewhere a lack of memory is neither the
-    device's failure nor the user's; that of a host never is, because a replacement would share the same host.
+    device's failure nor the user's. A host's lack never is the device's: a replacement would share the host.
     """
     if isinstance(error, TooManySkipped):
         return "skipped"

@@ -116,7 +116,7 @@ class Member:
         )
         self._context_releaser = ContextReleaser(spec.scaling.release_contexts and spec.scaling.device == "cuda")
         self.gpus: list[str] = []  # names of the GPUs that this process sees
-        self.environment: dict[str, Any] = {}  # what its bits depend on, beside what every worker tells
+        self.environment: dict[str, Any] = {}  # what its bits depend on, beside every worker's report
         self._nondeterminism = NondeterminismLog()
         self._timings: dict[str, float] = {}  # of the build under way
         self._entering = False
@@ -556,7 +556,7 @@ class Member:
         return copies | self._saver.flags(step + 1, self._spec.task.step.steps, self._groups.global_rank)
 
     def _save(self, outcome: Outcome) -> None:
-        """Save after a step whose vote asked for it; training waits for the copy only, and before the next apply."""
+        """Save after a step whose vote requested it; training waits for the copy only, and before the next apply."""
         state = self._transaction
         if outcome.checkpoint_missed and self._place is not None:
             self._saver.missed(self._place, state.applied)
@@ -603,8 +603,8 @@ class Member:
         return None if digest is None else Finalized(cause, worker, term, generation, digest)
 
     def _stops_at(self, step: int) -> bool:
-        """Whether the driver's callbacks, told of all up to this validation, end the run here. Saves where they want a
-        checkpoint, and before the end."""
+        """Whether the driver's callbacks end the run at this validation. Saves where they want a checkpoint, and before
+        the end."""
         if not self._spec.task.asks_callbacks:
             return False
         assert self._command is not None

@@ -157,7 +157,7 @@ class Place:
 
 
 class Saver:
-    """Holds at most one part that is being written; `send` tells the coordinator of it."""
+    """Holds at most one part that is being written; `send` reports it to the coordinator."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class Saver:
         self._thread.start()
 
     def missed(self, place: Place, step: int) -> None:
-        """A checkpoint was due, and some rank still writes the last: global rank 0 tells the coordinator."""
+        """A checkpoint was due, and some rank still writes the last: global rank 0 reports it."""
         if place.global_rank == 0 and not self.schedule.is_first and self.schedule.is_new_miss():
             why = f"the last one is still being written{self._waits_for and ': it '}{self._waits_for}"
             log.warning("the checkpoint of step %d is left out: %s", step, why)

@@ -1,4 +1,4 @@
-"""Tells the coordinator, while a worker warms up, what it does and how much CPU it has used: progress earns it time."""
+"""Reports to the coordinator what a starting worker does and how much CPU it has used: progress earns it time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHANGES_S = 2.0
 
 
 class StartWork:
-    """What a worker that warms up does right now: written by the thread that warms up, read by that of the reports."""
+    """What a starting worker does right now: the warm-up thread writes it, the reports' thread reads it."""
 
     def __init__(self) -> None:
         self.stages = Stages("its process and imports")

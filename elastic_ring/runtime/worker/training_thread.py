@@ -69,7 +69,7 @@ class TrainingThread:
     ) -> str:
         """Make the thread return from its order. Returns `paused`, `stuck` (in a wait that cannot be ended) or `busy`.
 
-        `abort(paused, for_s)` fails every exchange until `paused` is set or the time is over; `may_leave()` tells
+        `abort(paused, for_s)` fails every exchange until `paused` is set or the time is over; `may_leave()` returns
         whether the training state is consistent where the thread is.
         """
         deadline, spent_ns = time.monotonic() + timeout_s, -1

@@ -280,7 +280,7 @@ def test_a_run_whose_storage_tells_nothing_of_terms_ends_after_fail_after_s(deci
     deciding.term_watch.silent_s = lambda: 3601.0
     deciding._end_if_nobody_answers()
     assert deciding._ended["error"] == "StorageFailed"
-    assert "has not told for 3601 s whether another submission has taken the run" in deciding._ended["message"]
+    assert "has not answered for 3601 s whether another submission has taken the run" in deciding._ended["message"]
 
 
 def test_a_note_of_a_replaced_coordinator_does_not_count(deciding: Any) -> None:

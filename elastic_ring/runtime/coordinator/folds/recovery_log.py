@@ -141,7 +141,7 @@ class RecoveryLog:
         self._no_equal_bits(f"what is computed is not repeatable ({what}; first seen in step {step})")
 
     def _no_equal_bits(self, why: str) -> None:
-        """Told once; from then on no recovery counts as exact."""
+        """Noted once; from then on no recovery counts as exact."""
         if not self.same_environment:
             return
         self._tell(BitsUnequal(why))
@@ -297,7 +297,7 @@ class RecoveryLog:
 
     def _kind(self, change: Change) -> str:
         """The cause in a word of `metrics_table.CAUSES`. An error of the user's code, or a lack of memory, breaks the
-        exchanges of its peers, which may be told first."""
+        exchanges of its peers, whose reports may come first."""
         if change.lost:
             return change.lost[0].reason
         if change.drained:
