@@ -6,11 +6,14 @@ layers' inputs, may wait in host memory: the way there runs beside the computati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 class OffloadedTensor:
@@ -20,12 +23,14 @@ class OffloadedTensor:
     copy is complete.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, num_readers: int = 1) -> None:
         self._tensor: torch.Tensor | None = tensor
         self._device = tensor.device
         self._needs_grad = tensor.requires_grad
         self._host: torch.Tensor | None = None
         self._copied: Any = None
+        self._back: torch.Tensor | None = None  # until `num_readers` have had it
+        self._num_readers = self._num_left = num_readers
 
     def leave(self) -> None:
         assert self._tensor is not None, "it has left already"
@@ -42,14 +47,41 @@ class OffloadedTensor:
         self._copied = aside.record_event()
 
     def tensor(self) -> torch.Tensor:
-        """A copy requires a gradient where the tensor did: what is computed from it keeps the same for backward."""
+        """A copy requires a gradient where the tensor did: what is computed from it keeps the same for backward.
+        `num_readers` calls after `leave` share one."""
         if self._tensor is not None:
             return self._tensor
         assert self._host is not None
-        if self._copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._copied)
-        back = self._host.to(self._device, non_blocking=True, copy=True)
-        return back.requires_grad_(self._needs_grad)
+        if self._back is None:
+            if self._copied is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._copied)
+            copy = self._host.to(self._device, non_blocking=True, copy=True)
+            self._back, self._num_left = copy.requires_grad_(self._needs_grad), self._num_readers
+        back, self._num_left = self._back, self._num_left - 1
+        if not self._num_left:
+            self._back = None
+        return back
+
+
+class Start:
+    """Where a unit of a layer begins: `x` as FSDP2 gives it to the unit in forward, in backward what is `kept` of it.
+
+    `contexts` as `torch.utils.checkpoint` takes them."""
+
+    def __init__(self, kept: OffloadedTensor, contexts: Contexts = noop_context_fn) -> None:
+        self._kept, self._contexts = kept, contexts
+
+    def recomputed(self, compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """compute(x), of which nothing is kept. Inside a unit's forward, so that FSDP2's hooks see one call."""
+        given: list[torch.Tensor] = [x]  # taken by the first run
+        # There is no dropout, so no state of random numbers.
+        out: torch.Tensor = checkpoint(
+            lambda: compute(given.pop() if given else self._kept.tensor()),
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=self._contexts,
+        )
+        return out
 
 
 class Result(NamedTuple):

@@ -47,11 +47,17 @@ def laptop(name: str = "laptop") -> dict[str, Any]:
 
 
 def on_gpus(
-    name: str, cp: int, dp: int, context_tokens: int, cpu_offload: Literal["none", "optimizer"] = "none"
+    name: str,
+    cp: int,
+    dp: int,
+    context_tokens: int,
+    cpu_offload: Literal["none", "optimizer"] = "none",
+    *,
+    offload_activations: bool = False,
 ) -> dict[str, Any]:
     """bfloat16 over fp32 master shards; one sequence for each ring and step. Every worker takes one GPU."""
     return {
-        "model": preset(name),
+        "model": dataclasses.replace(preset(name), offload_activations=offload_activations),
         "scaling": ScalingConfig(
             dp=dp, cp=cp, spares=1, device="cuda", resources_per_worker={"CPU": 1.0}, cpu_offload=cpu_offload
         ),
@@ -68,16 +74,16 @@ PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
     "1b": partial(on_gpus, "1b", 2, 2, 131_072),
     "8b": partial(on_gpus, "8b", 4, 2, 131_072),
     "70b": partial(on_gpus, "70b", 32, 2, 524_288),
-    "1t": partial(on_gpus, "1t", 512, 2, 1_048_576),
+    "1t": partial(on_gpus, "1t", 320, 2, 1_048_576, "optimizer", offload_activations=True),
     "moe-laptop": partial(laptop, "moe-laptop"),
     "30b-a3b": partial(on_gpus, "30b-a3b", 16, 2, 131_072),
     "1t-moe": partial(on_gpus, "1t-moe", 384, 2, 1_048_576, "optimizer"),
 }
 FITS: dict[str, str] = {
     **{"100m": "A100-40", "1b": "A100-40", "8b": "H100-80", "70b": "H200"},
-    **{"30b-a3b": "H100-80", "1t-moe": "H100-80"},
+    **{"1t": "H100-80", "30b-a3b": "H100-80", "1t-moe": "H100-80"},
 }
-"""The smallest GPU of `model.gpus` that a rank of a preset fits. The laptops need none; 1t fits none of them."""
+"""The smallest GPU of `model.gpus` that a rank of a preset fits. The laptops need none."""
 NESTED = {"timeouts", "checkpoint_config"}
 """Settings of RunConfig that have settings of their own."""
 NONE = "none"
@@ -113,8 +119,7 @@ class ShortFlags:
     """The flags of no single setting; the sections below have every setting, some with a short flag beside."""
 
     preset: Literal["laptop", "100m", "1b", "8b", "70b", "1t", "moe-laptop", "30b-a3b", "1t-moe"] = "laptop"
-    """Model, mesh and steps. For GPUs of: 100m and 1b A100-40, 8b, 30b-a3b and 1t-moe H100-80, 70b H200; 1t is too
-    large for all."""
+    """Model, mesh and steps. For GPUs of: 100m and 1b A100-40, 8b, 1t, 30b-a3b and 1t-moe H100-80, 70b H200."""
     config: Path | None = None
     """A TOML file of settings over the preset's; config.toml of an earlier run is one."""
     epochs: float | None = None

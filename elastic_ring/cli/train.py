@@ -119,6 +119,7 @@ def plan(asked: TrainSettings, trainer: ElasticRingTrainer | None = None) -> Mod
         asked.run.copies,
         saves=asked.run.checkpoint_config.is_on,
         fused_norms=asked.model_folder is None or asked.scaling.device == "cuda",
+        built_in=asked.model_folder is None,
         density=density,
     )
 

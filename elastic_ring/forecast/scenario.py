@@ -47,7 +47,7 @@ COPY_SHARE = 0.003
 class Scenario:
     """One configuration on one fleet. `pattern`: what it leaves of attention in a ring of so many ranks;
     `measured_step_s`: in place of the model of step time; `correction`: by which an earlier run's step differed from
-    its forecast, with what is left of its spread."""
+    its forecast, with what is left of its spread; `built_in` as in `StepMemory`."""
 
     model: ModelConfig
     scaling: ScalingConfig
@@ -61,6 +61,7 @@ class Scenario:
     pattern: Callable[[int], Attention] | None = None
     measured_step_s: float | None = None
     correction: tuple[float, float] | None = None
+    built_in: bool = True
 
     @cached_property
     def attention(self) -> Attention:
@@ -78,6 +79,7 @@ class Scenario:
             self.step,
             self.run.copies,
             saves=self.run.checkpoint_config.is_on,
+            built_in=self.built_in,
             density=self.attention.density,
         )
 

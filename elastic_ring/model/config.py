@@ -14,6 +14,10 @@ GONE = "compile_blocks"
 """A setting that earlier versions had, off by default. Their records name it; identities still say that it is off."""
 
 EXPERT_FIELDS = ("num_experts", "experts_per_token", "expert_width", "shared_width", "num_dense_layers")
+UNIT_PARAMETERS = 1 << 30
+"""About the most parameters of the built-in decoder that FSDP2 gathers at a time: what is larger is gathered in parts,
+and its larger matrices are built in slices, which are parameters of their own in every ring and checkpoint."""
+_TILE = 128
 NO_EXPERTS = "".join(f", {name}=0" for name in EXPERT_FIELDS)
 """How a config without experts ends its repr; identities leave it out, as they did before there were experts."""
 
@@ -102,6 +106,32 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         return self.num_experts > 0 and layer >= self.num_dense_layers
+
+    def is_parted(self, layer: int) -> bool:
+        """Whether attention and the slices of the feed-forward part are gathered one after the other."""
+        return not self.has_experts(layer) and block_parameters(self, layer) > UNIT_PARAMETERS
+
+    @property
+    def has_own_tables(self) -> bool:
+        """Whether the embedding and the head, or its slices, are gathered on their own."""
+        return not self.tie_embeddings and 2 * self.vocab_size * self.width > UNIT_PARAMETERS
+
+    @property
+    def ffn_slices(self) -> tuple[int, ...]:
+        """Inner widths of the slices of a feed-forward part."""
+        return _slices(self.ffn_width, 3 * self.width)
+
+    @property
+    def head_slices(self) -> tuple[int, ...]:
+        """Tokens of the vocabulary that each slice of the head scores."""
+        return _slices(self.vocab_size, self.width) if self.has_own_tables else (self.vocab_size,)
+
+
+def _slices(rows: int, row_parameters: int) -> tuple[int, ...]:
+    """Rows of each slice: whole tiles in all but the last."""
+    number = -(-rows * row_parameters // UNIT_PARAMETERS)
+    each = rows if number == 1 else -(-rows // (number * _TILE)) * _TILE
+    return tuple(min(each, rows - first) for first in range(0, rows, each))
 
 
 def built_in(model: Any) -> ModelConfig | None:

@@ -6,16 +6,28 @@ balances the load is added for the choice alone, and the chosen scores are divid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from elastic_ring.attention.recomputation import Start
 from elastic_ring.experts.balance import with_excess
 from elastic_ring.experts.compute import grouped_linear
 from elastic_ring.experts.exchange import ExpertExchange, computed, own_rows
 from elastic_ring.experts.order import Order, taken
 from elastic_ring.model import liger
 from elastic_ring.model.config import ModelConfig
+
+
+def rms_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """RMSNorm (Zhang & Sennrich 2019) of x (B, S, width), whose result only linear layers may read."""
+    if liger.fits(x, norm.weight) and norm.eps is not None:
+        return liger.rms_norm(x, norm.weight, norm.eps, in_place=True)
+    normed: Tensor = norm(x)
+    return normed
 
 
 class FeedForward(nn.Module):
@@ -32,6 +44,36 @@ class FeedForward(nn.Module):
         gate, up = self.gate(x), self.up(x)
         out: Tensor = self.down(liger.silu_mul(gate, up) if liger.fits(gate, up) else F.silu(gate) * up)
         return out
+
+
+class FeedForwardSlice(FeedForward):
+    """Some of the inner columns of a feed-forward part, gathered on its own: its share of the result."""
+
+    def forward(self, x: Tensor, norm: nn.RMSNorm, start: Start | None) -> Tensor:  # type: ignore[override]
+        """x (B, S, width) that `norm` is still to norm -> (B, S, width)."""
+        return self._compute(norm, x) if start is None else start.recomputed(partial(self._compute, norm), x)
+
+    def _compute(self, norm: nn.RMSNorm, x: Tensor) -> Tensor:
+        return super().forward(rms_norm(x, norm))
+
+
+class SlicedFeedForward(nn.Module):
+    """SwiGLU of which one slice after the other is in memory. Their results are summed in fp32 or wider."""
+
+    def __init__(self, width: int, slices: Sequence[int]) -> None:
+        super().__init__()
+        for index, inner in enumerate(slices):
+            self.add_module(str(index), FeedForwardSlice(width, inner))
+
+    def forward(self, x: Tensor, norm: nn.RMSNorm, start: Start | None) -> Tensor:
+        """As a slice's."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total: Tensor | None = None
+        for part in self.children():
+            share = part(x, norm, start).to(wide)
+            total = share if total is None else total + share
+        assert total is not None
+        return total.to(x.dtype)
 
 
 class Experts(nn.Module):

@@ -62,7 +62,8 @@ class Moment:
 class StepMemory:
     """The memory of one rank. `num_parameters`: of the whole model; where it is a model of another library, its layers
     are counted as a decoder's of the same sizes. `tokens`: of a rank in one pass. `element_bytes`: of the type that is
-    computed in. `fused_norms`: RMSNorm keeps its input, no copies in fp32. `experts`: as `StepConfig.experts`."""
+    computed in. `fused_norms`: RMSNorm keeps its input, no copies in fp32. `experts`: as `StepConfig.experts`.
+    `built_in`: it is the built-in decoder, whose large parts are gathered on their own."""
 
     config: ModelConfig
     num_parameters: int
@@ -73,6 +74,7 @@ class StepMemory:
     on_gpu: bool = True
     fused_norms: bool = True
     experts: Placement = "auto"
+    built_in: bool = True
 
     # ------------------------------------------------------------ sizes
 
@@ -101,6 +103,25 @@ class StepMemory:
         """Parameters of a block that are gathered together."""
         return self.block - self.sent
 
+    @cached_property
+    def parts(self) -> tuple[int, int]:
+        """Parameters of attention and of a slice of the feed-forward part, where these are gathered one by one."""
+        last = self.config.num_layers - 1
+        if not (self.built_in and self.config.is_parted(last)):
+            return 0, 0
+        slices = self.config.ffn_slices
+        whole = 3 * self.config.width * self.config.ffn_width
+        return block_parameters(self.config, last) - whole, 3 * self.config.width * max(slices)
+
+    @cached_property
+    def head_parts(self) -> tuple[int, int]:
+        """How many slices the head has, each gathered on its own, as the embedding is, and parameters of one; 0 of
+        them: the head is gathered with the rest of the root."""
+        if not (self.built_in and self.config.has_own_tables):
+            return 0, 0
+        slices = self.config.head_slices
+        return len(slices), max(slices) * self.config.width
+
     @property
     def _own_experts(self) -> int:
         """Of a block's experts that a rank keeps: their values in the type that is computed in, and their gradients in
@@ -128,7 +149,8 @@ class StepMemory:
         """One activation inside a feed-forward part; with experts, of all that a token takes."""
         config = self.config
         width = config.experts_per_token * config.expert_width + config.shared_width
-        return self.tokens * (width or config.ffn_width) * self.element_bytes
+        dense = max(config.ffn_slices) if any(self.parts) else config.ffn_width
+        return self.tokens * (width or dense) * self.element_bytes
 
     @property
     def _rows_bytes(self) -> int:
@@ -151,9 +173,13 @@ class StepMemory:
         config = self.config
         attended = self._heads_bytes(config.num_heads) + self.tokens * config.num_heads * LSE_BYTES
         if config.checkpoint_activations:
-            return self._width_bytes + attended
+            return (2 if any(self.parts) else 1) * self._width_bytes + attended
         qkv = self._heads_bytes(config.num_heads + 2 * config.num_kv_heads) + self._norms_bytes
-        return 4 * self._width_bytes + attended + qkv + 4 * self._ffn_bytes + 2 * self._rows_bytes
+        ffn = self._ffn_bytes
+        if any(self.parts):  # of all slices, each with its own result of the norm
+            ffn = self.tokens * config.ffn_width * self.element_bytes
+            attended += (len(config.ffn_slices) - 1) * self._width_bytes
+        return 4 * self._width_bytes + attended + qkv + 4 * ffn + 2 * self._rows_bytes
 
     @cached_property
     def activation_bytes(self) -> int:
@@ -232,49 +258,62 @@ class StepMemory:
 
     def _of_loss(self) -> Moment:
         config, rows = self.config, min(self.config.loss_chunk_tokens, self.tokens)
-        logits = rows * config.vocab_size * LOGITS_BYTES
+        number, part = self.head_parts
+        table = part or self.table
+        logits = rows * table // config.width * LOGITS_BYTES
         return Moment(
             "the loss's backward pass",
             {
                 **self._lasting,
                 "kept activations": self._kept(config.num_layers),
-                "gathered embedding and head": self._gathered(self.root),
-                "gathered blocks": self._gathered(self.unit),
-                "head's gradient": FP32 * self.table,
-                "a chunk of logits": logits,
-                "last layer's result": 3 * self._width_bytes,
+                "gathered embedding and head": self._gathered(min(number, 2) * part or self.root),
+                "gathered blocks": 0 if any(self.parts) else self._gathered(self.unit),
+                "head's gradient": FP32 * table,
+                # One slice's is summed over the ring while the next one's is computed.
+                "gradients of the head on their way": self._summed(part) if number > 1 else 0,
+                "a chunk of logits": max(logits, self.element_bytes * part + logits // 2) if part else logits,
+                "last layer's result": (4 if number > 1 else 3) * self._width_bytes,
                 "rotary angles": self.rotation,
             },
         )
 
     def _of_layer(self, layer: int) -> Moment:
-        """The backward pass of one layer; the gradients of the next one are being summed over the ring."""
+        """The backward pass of one layer; the gradients of the next one, or of the part that was computed before, are
+        being summed over the ring. Of parts most is held at the feed-forward's first slice, beside which attention is
+        gathered."""
         config = self.config
         done = config.num_layers - 1 - layer
+        attention, part = self.parts
+        number, of_head = self.head_parts
+        on_way = part or self.unit
+        of_last = self._summed(of_head) if number and not part else 0
         return Moment(
             f"the backward pass of layer {layer}",
             {
                 **self._lasting,
-                "gradients of a block on their way": self._gathered(self.unit) + self._summed(self.unit) if done else 0,
+                "gradients of a block on their way": self._gathered(on_way) + self._summed(on_way)
+                if done or part
+                else of_last,
                 "a rank's experts and their gradients": self._own_experts,
                 "kept activations": self._kept(layer + 1),
                 "recomputed block": self.recomputed,
-                "gathered embedding and head": self._gathered(self.root),
-                "gathered blocks": 2 * self._gathered(self.unit),
-                "head's gradient": self.element_bytes * self.table,
+                "gathered embedding and head": 0 if number else self._gathered(self.root),
+                "gathered blocks": self._gathered(attention + part or 2 * self.unit),
+                "head's gradient": 0 if number else self.element_bytes * self.table,
                 "rotary angles": self.rotation,
             },
         )
 
     def _of_end(self) -> Moment:
         """The embedding's gradient is added to the head's where they are one, and all are summed over the ring."""
+        own = self.head_parts[0] > 0
         return Moment(
             "the end of the backward pass",
             {
                 **self._lasting,
-                "gathered embedding and head": self._gathered(self.root),
-                "head's and embedding's gradients": 2 * self.element_bytes * self.table,
-                "the same in fp32, on their way": self._summed(self.root),
+                "gathered embedding and head": 0 if own else self._gathered(self.root),
+                "head's and embedding's gradients": (1 if own else 2) * self.element_bytes * self.table,
+                "the same in fp32, on their way": self._summed(self.table if own else self.root),
                 "first layer's gradient": self._width_bytes,
             },
         )

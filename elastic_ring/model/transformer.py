@@ -1,7 +1,8 @@
 """The built-in decoder: RMSNorm, rotary embedding on global positions, grouped-query attention, SwiGLU or experts.
 
 Attention is a callable argument; rings and process groups must not enter this module. The model can be built on the
-meta device, because its parameters are filled by `init` and it has no buffers; each of `blocks` is one FSDP2 unit.
+meta device, because its parameters are filled by `init` and it has no buffers. Each of `blocks` is one FSDP2 unit, or
+has `own_units`, which are called like modules, so that FSDP2's hooks see them.
 On GPUs Liger's kernels compute norms, rotary embedding and SwiGLU where they are installed (`model.liger`).
 """
 
@@ -13,14 +14,14 @@ from typing import overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import noop_context_fn
 
 from elastic_ring.attention.layers import AttentionFn, of_layer
-from elastic_ring.attention.recomputation import OffloadedTensor
+from elastic_ring.attention.recomputation import Contexts, OffloadedTensor, Start
 from elastic_ring.model import liger
 from elastic_ring.model.config import ModelConfig
-from elastic_ring.model.feed_forward import FeedForward, MoE
-from elastic_ring.model.loss import chunked_cross_entropy
+from elastic_ring.model.feed_forward import FeedForward, MoE, SlicedFeedForward, rms_norm
+from elastic_ring.model.head import Head, SlicedHead
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,6 @@ class Rotation:
         return self(q), self(k)
 
 
-def rms_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """RMSNorm (Zhang & Sennrich 2019) of x (B, S, width), whose result only linear layers may read."""
-    if liger.fits(x, norm.weight) and norm.eps is not None:
-        return liger.rms_norm(x, norm.weight, norm.eps, in_place=True)
-    normed: Tensor = norm(x)
-    return normed
-
-
 class SelfAttention(nn.Module):
     """The projections around attention."""
 
@@ -81,6 +74,18 @@ class SelfAttention(nn.Module):
         q, k, v = (linear(x).view(shape) for linear in (self.query, self.key, self.value))
         return *rotation.of_heads(q, k), v
 
+    def forward(
+        self, x: Tensor, norm: nn.RMSNorm, rotation: Rotation, attention: AttentionFn, start: Start | None = None
+    ) -> Tensor:
+        """x (B, S, width) that `norm` is still to norm -> (B, S, width)."""
+        compute = partial(self._compute, norm, rotation, attention)
+        return compute(x) if start is None else start.recomputed(compute, x)
+
+    def _compute(self, norm: nn.RMSNorm, rotation: Rotation, attention: AttentionFn, x: Tensor) -> Tensor:
+        q, k, v = self.heads(rms_norm(x, norm), rotation)
+        out: Tensor = self.output(attention(q, k, v).flatten(2))
+        return out
+
 
 class Block(nn.Module):
     """One layer, with activation checkpointing if the config asks for it."""
@@ -92,39 +97,53 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.attention = SelfAttention(config)
         self.ffn_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.ffn = MoE(config) if config.has_experts(layer) else FeedForward(config.width, config.ffn_width)
+        self.is_parted = config.is_parted(layer)
+        self.ffn: nn.Module
+        if self.is_parted:
+            self.ffn = SlicedFeedForward(config.width, config.ffn_slices)
+        else:
+            self.ffn = MoE(config) if config.has_experts(layer) else FeedForward(config.width, config.ffn_width)
+
+    def own_units(self) -> list[nn.Module]:
+        """What is gathered apart from the rest of the block."""
+        return [self.attention, *self.ffn.children()] if self.is_parted else []
 
     def forward(self, x: Tensor, rotation: Rotation, attention: AttentionFn) -> Tensor:
         """x (B, S, width) -> (B, S, width)."""
-        if not (self.checkpoint_activations and torch.is_grad_enabled()):
-            return self._compute(x, rotation, attention)
-        # Checkpoint inside forward, so that FSDP2's hooks on the block see one call. There is no dropout, so no RNG
-        # state. Attention with a `recomputation` context reuses its saved result: it dominates a long context's cost.
+        # Attention with a `recomputation` context reuses its saved result: it dominates a long context's cost.
         own = getattr(attention, "recomputation", None)
-        contexts = noop_context_fn if own is None else own
+        contexts: Contexts = noop_context_fn if own is None else own
         if own is not None and self.offload_activations:
             contexts = partial(own, offload=True)
-        start = OffloadedTensor(x)
-        out: Tensor = checkpoint(
-            self._from_start,
-            start,
-            rotation,
-            attention,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=contexts,
-        )
+        keeps_all = not (self.checkpoint_activations and torch.is_grad_enabled())
+        if self.is_parted:
+            return self._in_parts(x, rotation, attention, None if keeps_all else contexts)
+        compute = partial(self._compute, rotation, attention)
+        if keeps_all:
+            return compute(x)
+        kept = OffloadedTensor(x)
+        out = Start(kept, contexts).recomputed(compute, x)
         if self.offload_activations:
-            start.leave()
+            kept.leave()
         return out
 
-    def _from_start(self, start: OffloadedTensor, rotation: Rotation, attention: AttentionFn) -> Tensor:
-        return self._compute(start.tensor(), rotation, attention)
+    def _compute(self, rotation: Rotation, attention: AttentionFn, x: Tensor) -> Tensor:
+        x = x + self.attention(x, self.attention_norm, rotation, attention)
+        out: Tensor = x + self.ffn(rms_norm(x, self.ffn_norm))
+        return out
 
-    def _compute(self, x: Tensor, rotation: Rotation, attention: AttentionFn) -> Tensor:
-        q, k, v = self.attention.heads(rms_norm(x, self.attention_norm), rotation)
-        x = x + self.attention.output(attention(q, k, v).flatten(2))
-        return x + self.ffn(rms_norm(x, self.ffn_norm))
+    def _in_parts(self, x: Tensor, rotation: Rotation, attention: AttentionFn, contexts: Contexts | None) -> Tensor:
+        """Each part recomputes itself, so that it is gathered once in backward; what lies between them is kept, too."""
+        if contexts is None:
+            x = x + self.attention(x, self.attention_norm, rotation, attention)
+            return x + self.ffn(x, self.ffn_norm, None)
+        first = OffloadedTensor(x)
+        x = x + self.attention(x, self.attention_norm, rotation, attention, Start(first, contexts))
+        second = OffloadedTensor(x, len(list(self.ffn.children())))
+        x = x + self.ffn(x, self.ffn_norm, Start(second))
+        for kept in (first, second) if self.offload_activations else ():
+            kept.leave()
+        return x
 
 
 class Transformer(nn.Module):
@@ -133,13 +152,21 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config, self.loss_chunk_tokens = config, config.loss_chunk_tokens
+        self._has_own_tables = config.has_own_tables
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.final_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        slices = config.head_slices
+        self.head = Head(config.width, slices[0]) if len(slices) == 1 else SlicedHead(config.width, slices)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.to(getattr(torch, config.dtype))
+
+    def own_units(self) -> list[nn.Module]:
+        """What is gathered apart from the rest that is in no block."""
+        if not self._has_own_tables:
+            return []
+        return [self.embedding, *(self.head.children() if isinstance(self.head, SlicedHead) else (self.head,))]
 
     @overload
     def forward(
@@ -184,7 +211,5 @@ class Transformer(nn.Module):
         for index, block in enumerate(self.blocks):
             x = block(x, rotation, of_layer(attention, index))
         x = rms_norm(x, self.final_norm)
-        if targets is None:
-            logits: Tensor = self.head(x)
-            return logits
-        return chunked_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), self.loss_chunk_tokens)
+        found: Tensor | tuple[Tensor, Tensor] = self.head(x, targets, self.loss_chunk_tokens)
+        return found

@@ -68,9 +68,9 @@ class ModuleMaker:
         choose = self._task.units or largest_list
         self.sent = [] if self.params_in_host else self._sent_layers(model, device_mesh.size(), dp, dtype.itemsize)
         own = spread(self.sent, device_mesh)
-        for unit in choose(model):
-            fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload, ignored_params=own)
-        fully_shard(model, mesh=device_mesh, mp_policy=policy, offload_policy=offload, ignored_params=own)
+        for whole in (*choose(model), model):
+            for unit in (*_own_units(whole), whole):
+                fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload, ignored_params=own)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -246,6 +246,12 @@ def largest_list(model: nn.Module) -> Sequence[nn.Module]:
         return ()
     largest = max(lists, key=lambda group: sum(p.numel() for p in group.parameters()))
     return list(largest)
+
+
+def _own_units(unit: nn.Module) -> Sequence[nn.Module]:
+    """What a module has FSDP2 gather apart from the rest of it."""
+    found: Sequence[nn.Module] = unit.own_units() if hasattr(unit, "own_units") else ()  # type: ignore[operator]
+    return found
 
 
 def check_buildable(task: TrainingTask) -> None:

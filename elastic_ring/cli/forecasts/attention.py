@@ -27,7 +27,7 @@ BALANCED = 1.05
 
 
 def work_of(asked: TrainSettings) -> dict[str, Any]:
-    """Fields of a `Scenario`: model and pattern. Raises ValueError for what no forecast knows."""
+    """Fields of a `Scenario`: the model and its pattern. Raises ValueError for what no forecast knows."""
     if asked.lora is not None:
         raise ValueError(f"--lora {asked.lora}: what adapters need is not forecast; leave it out for an upper bound")
     model, patterns = asked.model, None
@@ -38,7 +38,7 @@ def work_of(asked: TrainSettings) -> dict[str, Any]:
     if asked.pattern is not None:
         patterns = read(asked.pattern, model)
     found = None if patterns is None or not patterns.any_sparse else attention_of(patterns, model, asked.step)
-    return {"model": model, "pattern": found}
+    return {"model": model, "pattern": found, "built_in": asked.model_folder is None}
 
 
 def read(text: str, model: ModelConfig) -> LayerPatterns:

@@ -31,7 +31,6 @@ N = num_parameters(MODEL)
 SEQ, PEAK = 8192, GPUS["H100-80"].peak_flops
 FLOP_TOKEN = model_flops(MODEL, SEQ) / SEQ
 GIB = 2**30
-NO_FIT = "units split further than over a ring, or cards of 256 GB: what is gathered is not divided"
 
 
 @dataclass(frozen=True)
@@ -109,12 +108,16 @@ def _memory(book: Book) -> dict[int, Answer]:
     kept = MODEL.num_layers * MODEL.width * 2 * 1_048_576 / 1000
     floor = f"{plan.needed_bytes / GIB:.0f} GiB a rank, {plan.floor_bytes / GIB:.0f} of it on any number of ranks"
     return {
-        1: (f"{floor}; state {STATE_BYTES * N / 1e12:.0f} of {whole / 1e12:.0f} TB", "does not hold", NO_FIT),
-        2: (f"{by_kind} GB at the fullest moment", "does not hold", "gathered blocks and their gradients left out"),
+        1: (
+            f"{floor}; state {STATE_BYTES * N / 1e12:.0f} of {whole / 1e12:.0f} TB",
+            "holds in part" if run.fits else "does not hold",
+            "a plan fits at 8 K tokens; nobody has run it",
+        ),
+        2: (f"{by_kind} GB at the fullest moment", "does not hold", "state of 16 bytes a parameter on more GPUs"),
         3: (
             f"8B on H100, cp 8: {short(tokens['none'])} tokens a GPU, {short(tokens['all'])} with state on the host",
             "holds in part",
-            "a model of 8B or less; no length of 1T fits 80 GB",
+            "a model of 8B or less",
         ),
         4: (
             f"{kept / 1e9:.1f} GB of kept activations and {kv * MODEL.num_layers / 1e9:.2f} GB of K/V a device",
@@ -309,7 +312,7 @@ def _luck(book: Book) -> dict[int, Answer]:
             f"1 T tokens on 2,048 in 250 days, 150 M USD: {chance['both']:.0%} (time {chance['deadline']:.0%}, money "
             f"{chance['budget']:.0%})",
             "does not hold",
-            "a rank that fits its GPU, first of all: " + NO_FIT,
+            f"{book.days(2048, 1e12, 1.0) / 250:.0%} MFU; at 8 K tokens the gathers of 1T are what waits",
         ),
         27: (_stages(book), "does not hold", _mfu_of_stages()),
     }

@@ -10,6 +10,7 @@ once.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ RESERVED = (1.29, 1.36, 1.42)
 the 1st, 3rd, 5th, ... of ten measured (benchmarks/forecast/score.py). A fit needs less, as it gives back: `RESERVE`."""
 COMMUNICATOR_BYTES = int(0.3 * 2**30)
 """Of NCCL's groups of a rank: ring, replicas, all. Assumed."""
+PER_HOST, MOST_RANKS = 8, 4096
+"""GPUs of a host, which rings that are longer than one fill; and the longest that a plan tries."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -74,8 +77,25 @@ class ModelPlan:
     @property
     def needed_bytes(self) -> int:
         """Of one rank's GPU with the allocator's reserve, contexts and communicators."""
-        beside = self.num_contexts * CONTEXT_BYTES + (self.num_ranks > 1) * COMMUNICATOR_BYTES
-        return int(self.gpu_bytes * (1 + RESERVE)) + beside
+        return self._needed(self.memory, self.num_ranks)
+
+    def _needed(self, memory: StepMemory, num_ranks: int) -> int:
+        beside = self.num_contexts * CONTEXT_BYTES + (num_ranks > 1) * COMMUNICATOR_BYTES
+        return int(memory.device_bytes * (1 + RESERVE)) + beside
+
+    def smallest_ring(self, gib: float) -> int | None:
+        """Of the rings of whole hosts, and of those that share a host, the smallest whose ranks fit a GPU of `gib`; of
+        those that divide the experts where there are some. None: no ring fits."""
+        config, tokens = self.memory.config, self.memory.tokens * self.memory.cp
+        sizes = [1, 2, 4, *range(PER_HOST, min(MOST_RANKS, tokens) + 1, PER_HOST)]
+        if config.num_experts:
+            sizes = [size for size in range(1, config.num_experts + 1) if config.num_experts % size == 0]
+
+        def fits(cp: int) -> bool:
+            ring = dataclasses.replace(self.memory, cp=cp, tokens=-(-tokens // cp))
+            return self._needed(ring, cp * self.num_ranks // self.memory.cp) <= gib * 2**30
+
+        return next(iter(sizes[bisect_left(sizes, True, key=fits) :]), None)
 
     def reserved_bytes(self, gib: float) -> tuple[int, int, int]:
         """What the allocator will hold on a GPU of `gib`, P10, P50, P90."""
@@ -113,7 +133,8 @@ class ModelPlan:
             f"a rank holds {size(self.state_bytes)} of state and {size(self.activation_bytes)} of "
             f"{checkpointed}activations{' in host memory' * offloaded}",
             *([f"{size(self.host_bytes)} of its state wait in host memory"] if self.host_bytes else []),
-            f"the largest block is {size(self.largest_unit_bytes)} when gathered",
+            f"the largest {'part of a ' * any(self.memory.parts)}block is "
+            f"{size(self.largest_unit_bytes)} when gathered",
             f"{self.flops:.3g} FLOP for a sequence"
             + (f", with {self.density:.3f} of attention's pairs" if self.density != 1.0 else ""),
             *([] if self.copies == "0" else [self._of_copies()]),
@@ -156,11 +177,15 @@ class ModelPlan:
             f"with {RESERVE:.0%} that the allocator holds beside tensors, and {self.num_contexts} "
             f"context{'s' * (self.num_contexts > 1)} and communicators, a rank takes {size(self.needed_bytes)}:",
             *(
-                f"  {gpu:<8} {GPU_GIB[gpu]:5.1f} GiB: {'fits' if fits else 'does not fit'}"
+                f"  {gpu:<8} {GPU_GIB[gpu]:5.1f} GiB: {'fits' if fits else 'does not fit'}{self._of_ring(gpu)}"
                 for gpu, fits in self.verdicts.items()
             ),
             f"{size(self.floor_bytes)} of it no number of ranks takes away",
         ]
+
+    def _of_ring(self, gpu: str) -> str:
+        found = self.smallest_ring(GPU_GIB[gpu])
+        return ", nor does any ring" if found is None else f"; the smallest ring that does is cp={found}"
 
     def _of_copies(self) -> str:
         """Host memory of a rank: the last complete snapshot and the one that follows it, and those of its peers."""
@@ -200,9 +225,10 @@ def plan_of(
     *,
     saves: bool = True,
     fused_norms: bool = True,
+    built_in: bool = True,
     density: float = 1.0,
 ) -> ModelPlan:
-    """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms` as in `StepMemory`."""
+    """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms` and `built_in` as in `StepMemory`."""
     number = num_parameters(config)
     of_ring = -(-step.global_batch // scaling.dp)
     together = min(step.sequences_per_pass, of_ring)
@@ -216,6 +242,7 @@ def plan_of(
         scaling.device == "cuda",
         fused_norms,
         step.experts,
+        built_in,
     )
     in_host = IN_HOST_BYTES[scaling.cpu_offload]
     if copies == AUTO:
@@ -225,7 +252,7 @@ def plan_of(
         scaling.mesh.size,
         memory.tokens,
         (STATE_BYTES - in_host) * memory.shard,
-        memory.unit * memory.element_bytes,
+        (max(memory.parts) or memory.unit) * memory.element_bytes,
         model_flops(config, step.context_tokens, density),
         memory,
         scaling.device == "cuda",

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,13 +119,17 @@ def export(
         return Exported(out, num_tensors, num_bytes, 1, dtype)
     if trained.adapters is not None:
         weights = MergedWeights.open(weights, trained.adapters)
-    names = {trained.exported_name(name): name for name in weights.places}
+    slices: dict[str, list[str]] = {}
+    for own in sorted(weights.places, key=_by_slice):
+        slices.setdefault(trained.exported_name(own), []).append(own)
     model = _on_meta(plain)
-    empty = _empty(model, {name: weights.shapes[own] for name, own in names.items()}, getattr(torch, dtype))
+    stored = {name: _joined_shape(name, [weights.shapes[own] for own in parts]) for name, parts in slices.items()}
+    empty = _empty(model, stored, getattr(torch, dtype))
 
     def value(name: str) -> Tensor:
-        if name in names:
-            return weights.tensor(names[name])
+        if name in slices:
+            parts = [weights.tensor(own) for own in slices[name]]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, _sliced_dim(name))
         return torch.tensor(trained.buffers.get(name, (0.0,) * empty[name].numel())).view(empty[name].shape)
 
     out.mkdir(parents=True, exist_ok=True)
@@ -176,6 +180,23 @@ class _Trained:
                 "its config: load the weights into your own module (elastic_ring.load_weights)"
             )
         return cls(config_of_preset(shape, context, end), pattern, context, dtype, tokenizer, name_of_preset, {})
+
+
+def _by_slice(name: str) -> list[tuple[int, str]]:
+    """Sorts slices of a parameter by their numbers."""
+    return [(int(word) if word.isdecimal() else -1, word) for word in name.split(".")]
+
+
+def _sliced_dim(name: str) -> int:
+    """Along which the built-in decoder slices the parameter of this exported name."""
+    return int(name.endswith("down_proj.weight"))
+
+
+def _joined_shape(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    if len(shapes) == 1:
+        return shapes[0]
+    dim = _sliced_dim(name)
+    return tuple(sum(shape[i] for shape in shapes) if i == dim else size for i, size in enumerate(shapes[0]))
 
 
 def _json(path: Path, way_out: str) -> dict[str, Any]:

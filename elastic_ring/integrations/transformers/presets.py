@@ -4,6 +4,7 @@ names, tokenizer."""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ _IN_BLOCK = {
     "ffn.shared.up": "mlp.shared_experts.up_proj",
     "ffn.shared.down": "mlp.shared_experts.down_proj",
 }
+_SLICE = re.compile(r"(^head|\.ffn)\.\d+(?=\.)")
 _OF_EXPERTS = {
     "ffn.experts.gate_up": "mlp.experts.gate_up_proj",
     "ffn.experts.down": "mlp.experts.down_proj",
@@ -102,8 +104,9 @@ def _llama_config(shape: ModelConfig, context_tokens: int, end_of_document: int 
 
 
 def name_of_preset(name: str) -> str:
-    """A parameter's name in transformers' Llama or GLM-4-MoE. Raises ValueError for one that the built-in decoder does
-    not have."""
+    """A parameter's name in transformers' Llama or GLM-4-MoE, the same for all slices of one. Raises ValueError for one
+    that the built-in decoder does not have."""
+    name = _SLICE.sub(r"\1", name)
     if name in _OUTER:
         return _OUTER[name]
     blocks, _, rest = name.partition(".")

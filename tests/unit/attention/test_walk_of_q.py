@@ -39,6 +39,7 @@ def walk(attention: Any) -> set[str]:
     tokens = torch.arange(NUM_TOKENS).unsqueeze(0) % 64
     found = set[str]()
     storage: list[int] = []
+    alive: list[torch.Tensor] = []
 
     def is_q(value: object) -> bool:
         return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in storage
@@ -48,7 +49,8 @@ def walk(attention: Any) -> set[str]:
         if event != "call" or not path.is_relative_to(ROOT / "elastic_ring"):
             return
         if not storage and "attention" in path.parts and isinstance(frame.f_locals.get("q"), torch.Tensor):
-            storage.append(frame.f_locals["q"].untyped_storage().data_ptr())
+            alive.append(frame.f_locals["q"])  # what comes later must not have its address
+            storage.append(alive[0].untyped_storage().data_ptr())
             assert frame.f_back is not None
             found.add(Path(frame.f_back.f_code.co_filename).relative_to(ROOT).as_posix())
         values = [each for value in frame.f_locals.values() for each in (value if type(value) is tuple else [value])]

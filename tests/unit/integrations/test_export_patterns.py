@@ -87,8 +87,14 @@ def check_same(loaded: Any, module: Any, pattern: LayerPatterns | str | None = N
     assert made.tolist() == greedy.tolist()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_presets_run_is_a_llama_with_equal_logits_and_greedy_tokens(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize(("tied", "in_slices"), [(True, False), (False, False), (False, True)])
+def test_a_presets_run_is_a_llama_with_equal_logits_and_greedy_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, in_slices: bool
+) -> None:
+    if in_slices:
+        monkeypatch.setattr("elastic_ring.model.config.UNIT_PARAMETERS", 500)
+        monkeypatch.setattr("elastic_ring.model.config._TILE", 4)
+        assert (len(TINY.ffn_slices), len(replace(TINY, tie_embeddings=False).head_slices)) == (8, 17)
     module = run_of(partial(Transformer, replace(TINY, tie_embeddings=tied, rope_theta=5e5)), tmp_path / "run")
     assert command(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
     loaded = load(tmp_path / "out")

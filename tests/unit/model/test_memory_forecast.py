@@ -24,7 +24,7 @@ from elastic_ring.attention.recomputation import RecomputableRing, Result
 from elastic_ring.model.config import ModelConfig, num_parameters, preset
 from elastic_ring.model.memory import StepMemory
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.wrap import largest_list
+from elastic_ring.train.wrap import _own_units, largest_list
 
 GIB = 2**30
 TOLERANCE = 0.10
@@ -138,8 +138,10 @@ def fused_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "rms_norm", lambda x, shape, weight, eps=None: _FusedNorm.apply(x, weight))
 
 
-def largest_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [param for block in largest_list(model) for param in block.parameters()]
+def summed_early(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters of the units whose gradients do not wait for the end of the backward pass."""
+    apart = _own_units(model)[1:]  # the embedding's comes at the end
+    return [param for unit in (*largest_list(model), *apart) for param in unit.parameters()]
 
 
 def drop_gradient(param: Tensor) -> None:
@@ -153,7 +155,7 @@ def peak_of_passes(make: Callable[[], torch.nn.Module], tokens: int) -> int:
         ids = torch.zeros(1, tokens, dtype=torch.int64)
     allocations = Allocations()
     allocations.without(model)
-    for param in largest_parameters(model):  # as FSDP2, which sums them over the ring
+    for param in summed_early(model):  # as FSDP2, which sums them over the ring
         param.register_post_accumulate_grad_hook(drop_gradient)
     with allocations:
         loss, _ = model(ids, positions=ids, document_ids=ids, attention=MetaRing(), targets=ids)
@@ -183,6 +185,8 @@ def passes_of(memory: StepMemory) -> int:
         ("100m", 8_192, 12, {}),
         ("1b", 16_384, 3, {"checkpoint_activations": False}),
         ("1b", 32_768, 2, {"loss_chunk_tokens": 8_192}),
+        ("1t", 3_277, 2, {}),
+        ("1t", 16_384, 3, {}),
     ],
 )
 def test_the_terms_are_what_real_passes_allocate(name: str, tokens: int, layers: int, other: dict[str, Any]) -> None:

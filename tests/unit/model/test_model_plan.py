@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,9 +75,9 @@ def test_a_plan_says_a_verdict_for_each_gpu_and_imports_neither_torch_nor_ray() 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     lines = done.stdout.splitlines()
     assert lines[-1] == "[]"
-    assert [line.split()[0] for line in lines if line.endswith("fits") or "does not fit" in line] == list(GPU_GIB)
-    assert "  A100-40   39.4 GiB: does not fit" in lines
-    assert "  H100-80   79.1 GiB: fits" in lines
+    assert [line.split()[0] for line in lines if ": fits" in line or ": does not fit" in line] == list(GPU_GIB)
+    assert "  A100-40   39.4 GiB: does not fit; the smallest ring that does is cp=16" in lines
+    assert "  H100-80   79.1 GiB: fits; the smallest ring that does is cp=4" in lines
     plan = plan_of(*(PRESETS["8b"]()[part] for part in ("model", "scaling", "step")))
     assert plan.needed_bytes == int(1.25 * plan.gpu_bytes) + 2 * CONTEXT_BYTES + COMMUNICATOR_BYTES
 
@@ -106,8 +107,25 @@ def test_the_plan_of_one_trillion_is_printed_and_nothing_is_started(capsys: pyte
     assert train.main(["--preset", "1t", "--plan"]) == 0
     printed = capsys.readouterr().out
     assert "1,0" in printed
-    assert "on 1024 ranks, 2,048 tokens on each" in printed
+    assert "on 640 ranks, 3,277 tokens on each" in printed
+    assert "the largest part of a block is 2.4 GiB when gathered" in printed
+    assert "  H100-80   79.1 GiB: fits; the smallest ring that does is cp=216" in printed
+    assert "\n17.6 GiB of it no number of ranks takes away" in printed
     assert "standbys too, takes about 0.8 GiB of each of its GPUs" in printed
+
+
+def test_one_ring_of_640_gpus_of_80_gb_takes_one_trillion_with_its_moments_on_them() -> None:
+    sizes = PRESETS["1t"]()
+    scaling = replace(sizes["scaling"], dp=1, cp=640, cpu_offload="none")
+    plan = plan_of(sizes["model"], scaling, replace(sizes["step"], global_batch=1))
+    assert plan.verdicts["H100-80"]
+    assert plan.smallest_ring(GPU_GIB["H100-80"]) == 432
+    whole = plan_of(sizes["model"], scaling, sizes["step"], built_in=False)
+    assert whole.smallest_ring(GPU_GIB["H100-80"]) is None, "gathered by the layer, as a model of another library"
+    experts = PRESETS["1t-moe"]()
+    assert (
+        plan_of(*(experts[part] for part in ("model", "scaling", "step"))).smallest_ring(GPU_GIB["H100-80"]) == 384
+    ), "of rings that divide its experts"
 
 
 def test_the_plan_counts_the_activations_of_all_sequences_of_a_pass(capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,6 +176,45 @@ def test_a_slice_without_targets_still_runs_backward() -> None:
     assert all(not grad.any() for grad in grads.values())
 
 
+@pytest.mark.parametrize("settings", [{}, {"offload_activations": True}, {"checkpoint_activations": False}])
+def test_slices_of_a_large_model_compute_what_it_computes_whole(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool]
+) -> None:
+    config = replace(TINY, dtype="float64", **settings)
+    whole, (loss, grads) = build(config), gradients(build(config), batch())
+    monkeypatch.setattr("elastic_ring.model.config.UNIT_PARAMETERS", 500)
+    monkeypatch.setattr("elastic_ring.model.config._TILE", 4)
+    parted = Transformer(config)
+    assert (config.ffn_slices, config.head_slices) == ((8,) * 5, (16, 15))
+    assert len(parted.own_units()) == 3
+    own = {name: param for name, param in parted.named_parameters() if name in grads}
+    with torch.no_grad():
+        for name, param in own.items():
+            param.copy_(whole.get_parameter(name))
+        for name, dim, sizes in joined(config):
+            for index, piece in enumerate(whole.get_parameter(f"{name}.weight").split(sizes, dim)):
+                parted.get_parameter(sliced(name, index)).copy_(piece)
+    torch.testing.assert_close(logits(parted, batch()), logits(whole, batch()), rtol=1e-12, atol=1e-12)
+    found, parts = gradients(parted, batch())
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
+    for name, dim, sizes in joined(config):
+        parts[f"{name}.weight"] = torch.cat([parts.pop(sliced(name, index)) for index in range(len(sizes))], dim)
+    assert parts.keys() == grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(parts[name], grad, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def joined(config: ModelConfig) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Matrices that are kept in slices: name, dimension, sizes."""
+    ffn = [(f"blocks.{layer}.ffn.{kind}", int(kind == "down")) for layer in range(2) for kind in ("gate", "up", "down")]
+    return [("head", 0, config.head_slices), *((name, dim, config.ffn_slices) for name, dim in ffn)]
+
+
+def sliced(name: str, index: int) -> str:
+    """Of a slice of `head` or of a matrix of the feed-forward part."""
+    return f"head.{index}.weight" if name == "head" else name.replace(".ffn.", f".ffn.{index}.") + ".weight"
+
+
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_the_parameter_count_is_that_of_the_module(tie_embeddings: bool) -> None:
     for config in (TINY, preset("laptop"), preset("100m"), preset("1b"), preset("8b"), preset("1t")):

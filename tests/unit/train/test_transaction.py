@@ -41,6 +41,7 @@ from tests.unit.train.tiny_task import (
     break_off,
     by_its_forward,
     facts,
+    in_parts,
     last_vote,
     make_task,
     momentum,
@@ -56,6 +57,7 @@ from tests.unit.train.tiny_task import (
 ALONE, RING, REPLICAS, SQUARE = Mesh(1, 1), Mesh(1, 2), Mesh(2, 1), Mesh(2, 2)
 NUM_STEPS = 3
 GATHERED = {"model": partial(Transformer, EXPERTS), "step": replace(STEP, experts="gather")}
+PARTS = {"model": in_parts}
 SENT = {"model": partial(Transformer, EXPERTS), "step": replace(STEP, experts="send")}
 
 
@@ -84,8 +86,8 @@ def whole(slices: list[dict[str, Tensor]], cp: int) -> dict[str, Tensor]:
 @pytest.mark.thinned(num=3)
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"optimizer": momentum}, GATHERED, SENT],
-    ids=["AdamW", "SGD", "experts", "experts that tokens are sent to"],
+    [{}, {"optimizer": momentum}, GATHERED, SENT, PARTS],
+    ids=["AdamW", "SGD", "experts", "experts that tokens are sent to", "parts"],
 )
 @pytest.mark.parametrize("mesh", [ALONE, RING, REPLICAS, SQUARE, Mesh(1, 4)], ids=str)
 def test_steps_on_a_mesh_are_those_of_plain_training(four: Membership, mesh: Mesh, settings: dict[str, Any]) -> None:
@@ -240,6 +242,25 @@ def test_a_step_that_breaks_off_in_any_exchange_of_experts_and_runs_again_gives_
         four.all(rebuild, four.meeting(), SQUARE)
         four.all(run_steps, NUM_STEPS - 1)
         assert four.all(facts) == after_a_rebuild(calm), (phase, number)
+
+
+def test_a_break_between_the_parts_of_a_layer_changes_no_bit_nor_do_copies_of_state_in_host_memory(
+    four: Membership,
+) -> None:
+    task = replace(make_task(), **PARTS)
+    four.all(begin, four.meeting(), SQUARE, task)
+    four.all(run_steps, NUM_STEPS)
+    calm = four.all(facts)
+    four.all(begin, four.meeting(), SQUARE, task, "all")
+    four.call(2, plan_break, "backward", 1)
+    for rank in range(4):
+        four.start(rank, break_off, 2)
+    assert four.result(2) == "Broken"
+    assert all(four.now(rank, abort_until_paused) for rank in range(4))
+    assert {four.result(rank) for rank in (0, 1, 3)} == {"GroupAborted"}
+    four.all(rebuild, four.meeting(), SQUARE)
+    four.all(run_steps, NUM_STEPS - 1)
+    assert four.all(facts) == after_a_rebuild(calm)
 
 
 def test_a_break_while_gradients_are_summed_over_the_rings_changes_no_bit(four: Membership) -> None:

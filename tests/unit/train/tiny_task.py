@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -40,6 +41,14 @@ from tests.unit.groups.processes import connect
 MODEL = ModelConfig(17, 2, 16, 2, 1, 8, 23)
 # Three experts that 2 ranks share unevenly, beside one for every token; the first layer has none.
 EXPERTS = replace(MODEL, num_experts=3, experts_per_token=2, expert_width=8, shared_width=8, num_dense_layers=1)
+
+
+def in_parts() -> Transformer:
+    """MODEL as a much larger one is built: gathered in parts, with slices of the feed-forward part and of the head."""
+    with patch.multiple("elastic_ring.model.config", UNIT_PARAMETERS=200, _TILE=4):
+        return Transformer(MODEL)
+
+
 CONTEXT = 26
 BUCKET_ELEMENTS = 300  # several buckets, a layer has some
 STEP = StepConfig(steps=8, global_batch=3, context_tokens=CONTEXT)
