@@ -137,7 +137,7 @@ class ElasticRingTrainer:
         validation: name -> `ValidationSet`: several sets in place of the held-out sequences alone; each has
             `val_SET_loss`, `val_SET_perplexity` and `val_SET_NAME`, and `val_loss` is their weighted mean.
         lr_schedule: step -> learning rate, in place of `optim_config`'s: a pure function.
-        callbacks: told of steps, validations, recoveries and checkpoints in this process; see `Callback`.
+        callbacks: receive steps, validations, recoveries and checkpoints in this process; see `Callback`.
 
     Raises: ValueError for settings that cannot work, before anything is started.
     """
@@ -214,9 +214,9 @@ class ElasticRingTrainer:
 
     @classmethod
     def restore(cls, path: str, model: Callable[[], nn.Module], data: SourceConfig, **settings: Any) -> Self:
-        """A trainer whose run begins at a checkpoint: `path` is that of a run, or of one of its checkpoints.
+        """A trainer whose run begins at a checkpoint: `path` leads to a run, or to one of its checkpoints.
 
-        The other arguments are those of the trainer. A `run_config` keeps its own name and storage; without one the
+        The other arguments are the trainer's. A `run_config` keeps its own name and storage; without one the
         run goes on under its name in its storage. Raises ValueError as the constructor does.
         """
         storage, _ = located("", path.rstrip("/"))
@@ -489,7 +489,7 @@ class ElasticRingTrainer:
         try:
             _recorded(path)
         except errors.RecordDamaged as error:
-            log.info("%s", set_aside(path, error.message))  # `_finished` has told it
+            log.info("%s", set_aside(path, error.message))  # `_finished` has reported it
         write_json(path, self._config(), durable=True)
         run_storage.publish(self.run_config, self.run_config.driver_folder)
 
@@ -572,11 +572,11 @@ class ElasticRingTrainer:
             if ray.get(coordinator.answer.remote(step, **wanted), timeout=2 * self.run_config.timeouts.hello_s):
                 telling.granted(step, wanted)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError, ray.exceptions.ActorDiedError):
-            log.warning("the coordinator does not take what callbacks want; it is told again")
+            log.warning("the coordinator does not take what callbacks want; the driver tries again")
 
     def _bring_news(self, *, at_once: bool) -> None:
-        """Callbacks read the records; a store's are asked for now and then, while the run waits for callbacks, and at
-        the end."""
+        """Callbacks read the records; a store's are fetched now and then, while the run waits for callbacks, and at the
+        end."""
         if self.run_config.is_remote and (at_once or (self.callbacks and time.monotonic() - self._fetched_s > FETCH_S)):
             self._fetched_s = time.monotonic()
             try:
@@ -594,7 +594,7 @@ class ElasticRingTrainer:
         )
 
     def _told(self, done: Result) -> Result:
-        """`done`, once the callbacks have been told what an earlier driver left untold."""
+        """`done`, once the callbacks have received what an earlier driver left."""
         with self._telling() as telling:
             telling.tell()
         return done

@@ -79,8 +79,8 @@ def settings(cls: type[T]) -> type[T]:
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """The text under each field of a class, on one line. Read when help is asked for, as pydantic's own way to it takes
-    a third of the time in which settings are imported."""
+    """The text under each field of a class, on one line. Read for help only: pydantic's own way takes a third of
+    the time in which settings are imported."""
     made = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(made, ast.ClassDef)
     return {
@@ -149,7 +149,7 @@ def _shown(value: Any) -> str:
 
 
 def _must(spec: Any) -> str:
-    """The `Must` of a field, or that of a member of its union: `PositiveInt | None`."""
+    """The `Must` of a field, or of a member of its union: `PositiveInt | None`."""
     members = (mark for member in get_args(spec.annotation) for mark in getattr(member, "__metadata__", ()))
     return next((str(mark) for mark in (*spec.metadata, *members) if isinstance(mark, Must)), "")
 

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--tokenizer",
-        help="bytes, or the folder of the tokenizer to copy; by default the model folder's, or that of a preset's data",
+        help="bytes, or the folder of the tokenizer to copy; by default the model folder's, or the preset's",
     )
     parser.add_argument("--max-file-size", default="5GB", help="of one file of weights (5GB)")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """`elastic-ring scale`: give a run that trains fewer or more rings and spares from now on.
 
-What is too much leaves at the end of the step under way, whole nodes first; an autoscaler may remove them then. What
-is missing is asked for. Exit status: 0 when the run was told, 1 when there is no such run, 2 for impossible numbers.
+Surplus workers leave at the end of the step under way, whole nodes first; an autoscaler may then remove the nodes. The
+run asks for missing workers. Exit status: 0 on success, 1 when there is no such run, 2 for impossible numbers.
 """
 
 from __future__ import annotations

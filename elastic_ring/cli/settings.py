@@ -155,7 +155,7 @@ class ShortFlags:
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
-    """Everything that `elastic-ring train` was asked for, checked."""
+    """All arguments of `elastic-ring train`, checked."""
 
     preset: str
     model: ModelConfig
@@ -252,7 +252,7 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         before = schedule_before(made["run"], steps)
         optim |= {name: length for name, length in before.items() if name not in asked}
         asked |= before.keys()
-    # The schedule is as long as the run, unless its length was asked for.
+    # The schedule is as long as the run, unless the settings give its length.
     if "total_steps" not in asked:
         optim["total_steps"] = steps
     if "warmup_steps" not in asked:

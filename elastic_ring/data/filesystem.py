@@ -91,7 +91,7 @@ def raise_if_away(error: BaseException, name: str, what: str = "cannot be read")
 def patiently(action: Callable[[], T], limit_s: float = Timeouts.storage_s, tell: Callable[[str], None] = ignore) -> T:
     """`action`, again for `limit_s` while its storage fails. Raises StorageFailed after that, and what else it raises.
 
-    `action` may be that of a user's own source, whose OSErrors are of its storage, too.
+    `action` may belong to a user's own source, whose OSErrors come from its storage, too.
     """
     try:
         return Retries(limit_s, tell)(action, lambda error: not is_away(error))

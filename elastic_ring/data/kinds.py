@@ -100,7 +100,7 @@ class Kind:
 def kind_of(name: str, opened: Callable[[str | None], Any], columns: Sequence[str]) -> Kind:
     """What the file of this name is. `opened` gives its bytes as a stream, decompressed as a codec of pyarrow says.
 
-    Raises OSError where it cannot be read. A damaged compressed file is what its name says; reading it tells.
+    Raises OSError where it cannot be read. A damaged compressed file counts as what its name says; reading it fails.
     """
     head = _head(opened(None))
     hint = hint_of(name)
@@ -166,7 +166,7 @@ def _head(stream: Any) -> bytes:
 
 
 def _ending(name: str) -> str:
-    """The ending in lower case, without that of a compression."""
+    """The ending in lower case, without a compression's."""
     last = name.rpartition("/")[2].lower()
     for compression in COMPRESSED:
         last = last.removesuffix(compression)

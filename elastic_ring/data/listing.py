@@ -135,7 +135,7 @@ def _file(filesystem: Any, path: str, name: str, num_bytes: int, columns: Sequen
     try:
         found = kind_of(name, lambda codec: filesystem.open_input_stream(path, compression=codec), columns)
     except (OSError, pa.ArrowException) as error:
-        if not isinstance(error, PermissionError):  # that of one file, which its owner mends: the others are read
+        if not isinstance(error, PermissionError):  # one file's, which its owner mends: the others are read
             raise_if_away(error, path)
         return File(path, name, hint_of(name) or "text", num_bytes, problem=f"cannot be read: {error}")
     if found.reader is None:

@@ -43,8 +43,8 @@ class Later:
 class PreparedTokens:
     """The corpus of the manifest `uri`, packed into sequences of `context_tokens`.
 
-    `PreparedTokens.of(uri, context_tokens)` reads the manifest for the rest. Opening it refuses a manifest that has
-    another digest by then. `later` has the manifests by which the corpus grows, in order.
+    `PreparedTokens.of(uri, context_tokens)` reads the manifest for the rest. Opening it refuses a manifest whose digest
+    has changed. `later` has the manifests by which the corpus grows, in order.
     """
 
     _prefix: ClassVar[str] = "PreparedTokens "

@@ -24,7 +24,7 @@ UNREADABLE = "cannot be read as token shard"
 
 
 class RowGroups:
-    """The row groups of a source as chunks, made when they are asked for: there may be millions."""
+    """The row groups of a source as chunks, made on demand: there may be millions."""
 
     def __init__(self, uri: str, manifest: Manifest, source: PreparedSource) -> None:
         size = manifest.row_group_tokens

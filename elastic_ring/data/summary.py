@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 NAMES = 5
-"""How many names of each group are told."""
+"""How many names of each group are printed."""
 
 
 @dataclass

@@ -82,7 +82,7 @@ class TextFiles:
 
     In the given order, and in path order within each entry; a file named twice counts once. A text file is a document;
     JSON, JSON lines, Parquet and Arrow have one in each record's `text`. Files that are no text are left out of a
-    directory or pattern, which the log tells; it is an error where they have more bytes than the others, unless
+    directory or pattern, with a line in the log; it is an error where they have more bytes than the others, unless
     `allow_left_out`. The fingerprint covers every byte, so computing it reads the corpus once. `align_tokens` as for
     `StdlibText`.
     """

@@ -1,6 +1,6 @@
 """Tier 2: which share of time steps that stay committed get, by a renewal simulation over many draws at once.
 
-Losses come as a Poisson process by scope (process, host, switch, power). What one costs is told by an `Outcome`; tier 1
+Losses come as a Poisson process by scope (process, host, switch, power). An `Outcome` says what one costs; tier 1
 (`tier1.py`) measures these under the control core. Hosts that broke are away until they are repaired (log-normal);
 meanwhile spares serve, and without spares the mesh has fewer rings, as `placement.policy` cuts it: whatever is left
 over of a broken ring serves too.

@@ -36,7 +36,7 @@ REBUILD_S: Mapping[str, float] = {"cuda": 0.8, "cpu": 0.15}
 REBUILD_PER_RANK_S = 0.004
 """What each rank adds, which is assumed."""
 BOTH_PASSES = 0.81
-"""Of a dense kernel's forward rate, that of both passes: H200, flash-attn-4, 612 of 755 TFLOP/s."""
+"""The rate of both passes as a share of a dense kernel's forward rate: H200, flash-attn-4, 612 of 755 TFLOP/s."""
 HEAL_SHARE = 0.6
 """Of a link's rate that a heal gets: 0.57 to 0.68 of a plain copy were measured."""
 COPY_SHARE = 0.003
@@ -169,7 +169,7 @@ class Scenario:
         )
 
     def _interval_s(self, step_s: Number, written_s: Number) -> Number:
-        """As asked for, else as often as one is written, at least a minute apart."""
+        """As the settings say, else as often as one is written, at least a minute apart."""
         asked = self.run.checkpoint_config
         if not asked.is_on:
             return np.full_like(np.asarray(step_s, dtype=float), 1e9)

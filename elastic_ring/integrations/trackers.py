@@ -1,7 +1,7 @@
 """Callbacks for experiment trackers: TensorBoard, Weights & Biases, MLflow. Each library is imported when it is used.
 
-All values of an event are written at once, and at its start a tracker asks its store which events are there. So an
-event that a killed driver leaves to be told again gets no second point. When something is told is not decided here.
+A tracker writes all values of an event at once, and at its start asks its store which events are there. So an event
+that a killed driver leaves to be repeated gets no second point. When events come is not decided here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Tracker(Callback):
 
     def _log(self, mark: str, step: int, values: Values) -> None:
         known = self._stored[mark].setdefault(step, [])
-        # A step, its validation and its checkpoint are told once; recoveries of one step differ in their durations.
+        # A step, its validation and its checkpoint come once; recoveries of one step differ in their durations.
         if known and (mark != RECOVERY or any(math.isclose(values[mark], value, rel_tol=1e-6) for value in known)):
             log.info("%s has %s of step %d already", self.name, mark, step)
             return
@@ -147,7 +147,7 @@ def _points_of(path: Path) -> Iterator[tuple[int, str, float]]:
 class WandB(Tracker):
     """One run of Weights & Biases under the id of the run's folder. `mode="offline"` writes files for `wandb sync`.
 
-    Online a resumed run tells what it has. Offline files are not read again, so that there the event at which a driver
+    Online a resumed run knows its points. Offline files are not read again, so that there the event at which a driver
     was killed may have two points. Other keywords go to `wandb.init`.
     """
 
@@ -170,7 +170,7 @@ class WandB(Tracker):
             kind = mark.partition("/")[0]
             self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/at_step")
             last = self._run.summary.get(f"{kind}/at_step")
-            # The newest point is all that a summary has, and the only one that can be told again.
+            # The newest point is all that a summary has, and the only one that can come again.
             found[mark] = [] if last is None else [(int(last), float(self._run.summary.get(mark, math.nan)))]
         for kind in ("speed", "mesh"):
             self._run.define_metric(f"{kind}/*", step_metric="train/at_step")

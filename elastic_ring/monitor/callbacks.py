@@ -1,7 +1,7 @@
-"""Callbacks: what a driver tells while it follows a run. They read the run's records, so no step is told too early.
+"""Callbacks that the driver calls while it follows a run. They read the run's records, so no event comes too early.
 
-Each callback has a place in `callbacks.json` of the run's folder: what it has been told. A driver that attaches later
-goes on from there. What callbacks want is asked for here and decided by the core. No training and no Ray.
+Each callback has a place in `callbacks.json` of the run's folder: the events that it has received. A driver that
+attaches later goes on from there. This file collects what callbacks want; the core decides. No training and no Ray.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CALLBACKS_NAME, LOCK_NAME = "callbacks.json", "callbacks.lock"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 """Before a callback that raised and tries again is called again; the pause doubles."""
 MORE = ("states", "wanted")
-"""Of the record, beside what was told: by callback its state, and what it wants of the run."""
+"""In the record, beside the delivered events: each callback's state, and what it wants of the run."""
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 STOPPED_BY_USER = "stopped by the user"
 """The message of a run's end that somebody wanted."""
@@ -62,12 +62,12 @@ class RunInfo:
 
 
 class Control:
-    """What one callback wants of the run. It takes effect at the validation that is being told, else at the next one:
+    """What one callback wants of the run. It takes effect at the validation under delivery, else at the next one:
     training waits there for all callbacks with `controls`, `timeouts.callback_s` at most."""
 
     def __init__(self, wanted: dict[str, Any], *, controls: bool) -> None:
         self._wanted, self._controls = wanted, controls
-        self.at = -1  # the step of the event that is being told
+        self.at = -1  # the step of the event under delivery
 
     def stop(self, reason: str) -> None:
         """End the run as if it had no more steps: it saves, writes its weights and is finished."""
@@ -78,8 +78,8 @@ class Control:
         self._want(saves=True, **({"keeps": True, "at": self.at} if keep else {}))
 
     def told_validation(self, before: int) -> None:
-        """A validation is about to be told; `before`: the step of the one before. What was to be kept there, and had no
-        answer in time, would now be another state."""
+        """A validation comes next; `before`: the step of the one before. A checkpoint wanted there, but not answered in
+        time, would now hold another state."""
         if self._wanted.get("keeps") and self._wanted["at"] <= before:
             for flag in ("saves", "keeps", "at"):
                 self._wanted.pop(flag, None)
@@ -93,18 +93,19 @@ class Control:
 
 
 class Callback:
-    """Override what you want to hear. All methods run in the driver's process, one at a time, never in a worker.
+    """Override the methods of the events that you want. All run in the driver's process, one at a time, never in a
+    worker.
 
-    Every committed step, validation, recovery and checkpoint is told once, in its order within its kind, whatever fails
-    in the cluster and however often drivers attach. One case is left: a driver that is killed inside a method leaves
-    the next driver to tell that one event again. A method that raises is logged, with its traceback the first time, and
-    the next event is told; training goes on. `on_start` is called again after a pause that grows. What is untold when
-    the driver leaves is told when the run is submitted again.
+    A callback receives every committed step, validation, recovery and checkpoint once, in order within its kind,
+    whatever fails in the cluster and however often drivers attach. The one exception: if a driver is killed inside a
+    method, the next driver repeats that event. A method that raises is logged, with its traceback the first time, and
+    the next event follows; training goes on. `on_start` is called again after a pause that grows. Submitting the run
+    again delivers the events that a driver missed.
     """
 
     tries_again: bool = False
-    """Whether a method that raised is called again with the same event, after the same pause, before later ones are
-    told: for what writes to a store that may be away."""
+    """Whether a method that raised is called again with the same event, after the same pause, before later events: for
+    callbacks that write to a store that may be away."""
     controls: bool = False
     """Whether `control` may be used: then training waits for this callback after each validation."""
     control: Control
@@ -127,7 +128,7 @@ class Callback:
         """The driver has found the run: open what you write to. Called by every driver."""
 
     def on_step(self, metrics: StepMetrics) -> None:
-        """A step is committed, and the next one has begun. Steps that a run repeats from a checkpoint are told once."""
+        """A step is committed, and the next one has begun. Steps that a run repeats from a checkpoint come once."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """After `step`: `val_loss`, `val_perplexity`, and `val_NAME` of each metric of the trainer's `metrics`; with
@@ -222,13 +223,13 @@ class _Lines:
                 if not line.endswith(b"\n") or b"\0" in line:  # its writer has not finished it, or was cut off
                     return
                 self._offset += len(line)
-                if (record := record_of(line)) is not None:  # a damaged line is told where the file is opened again
+                if (record := record_of(line)) is not None:  # a damaged line is reported where the file is opened again
                     yield record
 
 
 @dataclass
 class _Listener:
-    """One callback, and what it has still to be told. `save` records the place after each event."""
+    """One callback, and the events that it has yet to receive. `save` records the place after each event."""
 
     callback: Callback
     run: RunInfo
@@ -256,7 +257,7 @@ class _Listener:
                 if self.callback.tries_again:
                     self._try_later(now, f"on_{event.kind}", error)
                     return
-                self._say(f"on_{event.kind}", error, "the next event is told", once=True)
+                self._say(f"on_{event.kind}", error, "the next event follows", once=True)
                 self._restore()
             self.place[event.kind] = event.index
             self._waiting.popleft()
@@ -289,7 +290,7 @@ class _Listener:
         self._say(doing, error, f"it is called again in {self.pause_s:.0f} s")
 
     def _say(self, doing: str, error: Exception, then: str, *, once: bool = False) -> None:
-        """With the traceback the first time, later in one line or, told `once`, in the count at the end."""
+        """With the traceback the first time, later in one line or, with `once`, in the count at the end."""
         self._raised[doing, type(error)] += 1
         if self._raised[doing, type(error)] == 1:
             log.error("callback %s: %s raised; %s", self.callback.name, doing, then, exc_info=error)
@@ -320,8 +321,8 @@ class _Listener:
 
 
 class Telling:
-    """Tells callbacks of one run. Among drivers that follow it at the same time one tells; another takes over once that
-    one is gone. Use it in a `with`; nothing is read or called before the first `tell`."""
+    """Delivers events to the callbacks of one run. Of several drivers that follow it one delivers; another takes over
+    once that one is gone. Use it in a `with`; it reads and calls nothing before the first `tell`."""
 
     def __init__(
         self,
@@ -332,8 +333,8 @@ class Telling:
         bring: Callable[[], None] = lambda: None,
         keep: Callable[[], None] = lambda: None,
     ) -> None:
-        """For a run whose folder is a copy: `bring` gets the record of what was told from where the run is kept, before
-        it is read, and `keep` puts it there whenever something was told."""
+        """For a run whose folder is a copy: `bring` fetches the record from the run's storage before it is read, and
+        `keep` stores it after each delivery."""
         self._run, self._callbacks, self._clock = run, tuple(callbacks), clock
         self._bring, self._keep, self._is_kept = bring, keep, True
         self._record: dict[str, Any] = {}
@@ -352,22 +353,22 @@ class Telling:
                 listener.tell(math.inf)
                 self._put()
                 if listener.is_behind:
-                    log.error("callback %s has not been told everything: submit the run again", listener.callback.name)
+                    log.error("callback %s has not received every event: submit the run again", listener.callback.name)
             listener.close(STOPPED if kind is KeyboardInterrupt else end_of(self._run.folder))
         os.close(self._lock)
         self._lock = None
 
     def tell(self) -> None:
-        """Tell each callback what it has not been told yet. Call it once the run's records are those of its attempt."""
+        """Deliver the events that each callback lacks. Call it once the run's records belong to its attempt."""
         if self._callbacks and self._has_lock():
             for listener in self._listeners:
                 listener.tell(self._clock())
             self._put()
 
     def wanted(self, step: int) -> dict[str, Any] | None:
-        """What callbacks want of the run (`stop`, `saves`, `keeps`), told of all up to the validation after `step`
-        steps; None while one with `controls` has not been told, and where this driver has none. An attempt that comes
-        to a step once more wants what was granted there."""
+        """What callbacks want of the run (`stop`, `saves`, `keeps`) after all events up to the validation after `step`
+        steps. None while one with `controls` lacks events, and where this driver has none. An attempt that reaches a
+        step again wants what was granted there."""
         controlling = [listener for listener in self._listeners if listener.callback.controls]
         if any(listener.place.get(VALIDATION, -1) < step - 1 for listener in controlling) or not controlling:
             return None
@@ -394,7 +395,7 @@ class Telling:
             self._keep()
 
     def _has_lock(self) -> bool:
-        """Whether this driver is the one that tells."""
+        """Whether this driver is the one that delivers."""
         if self._lock is not None:
             return True
         descriptor = os.open(self._run.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -403,7 +404,7 @@ class Telling:
         except BlockingIOError:
             os.close(descriptor)
             if not self._said_other:
-                log.info("another driver tells the callbacks of run %s; this one takes over if it ends", self._run.name)
+                log.info("another driver runs the callbacks of run %s; this one takes over if it ends", self._run.name)
             self._said_other = True
             return False
         self._lock = descriptor
@@ -446,8 +447,8 @@ def end_of(folder: Path) -> str:
 
 
 def kept_places(record: Mapping[str, Any], *, was_finished: bool = False) -> dict[str, Any]:
-    """Callbacks have been told the steps that stay; recoveries and checkpoints are counted anew by each attempt. What
-    was granted holds for an attempt that goes on, but not for one that makes a finished run longer."""
+    """Callbacks have received the steps that stay; each attempt counts recoveries and checkpoints anew. Grants hold for
+    an attempt that goes on, but not for one that extends a finished run."""
     told = {
         name: {kind: at for kind, at in place.items() if kind in (STEP, VALIDATION)}
         for name, place in record["told"].items()
@@ -478,8 +479,8 @@ def check_callbacks(
 
 
 def _read(path: Path, run: str) -> dict[str, Any]:
-    """The record of what callbacks were told; empty where there is none. One that is damaged or another run's is set
-    aside: they are told everything again."""
+    """The record of delivered events; empty where there is none. One that is damaged or another run's is set aside:
+    callbacks receive everything again."""
     try:
         found = read_json(path)
         if found is None:
@@ -492,5 +493,5 @@ def _read(path: Path, run: str) -> dict[str, Any]:
             granted = {**found["granted"], "step": int(found["granted"]["step"])} if found.get("granted") else {}
             return {"id": str(found["id"]), "run": run, "told": told, **more, "granted": granted}
     except RecordDamaged as error:
-        log.warning("%s, and the callbacks are told everything again", set_aside(path, error.message))
+        log.warning("%s, and the callbacks receive everything again", set_aside(path, error.message))
         return {}

@@ -75,8 +75,8 @@ class Journal:
     def append(self, record: dict[str, Any], *, sync: bool = True) -> None:
         """Write one line; with `durable` and `sync`, it and all lines before it are on disk when this returns.
 
-        A disk that takes a part of the line is asked for the rest as often as for a line. Raises: StorageFailed when
-        it cannot be written completely. The journal is then closed; the next `open` truncates the incomplete line.
+        If the disk takes only a part of the line, the rest is tried as often as a whole line. Raises: StorageFailed
+        when it cannot be written completely. The journal is then closed; the next `open` truncates the incomplete line.
         """
         assert self._fd is not None, "Journal.append before open"
         fd = self._fd
@@ -213,8 +213,8 @@ def _lines(
     """Each complete record and the offset of its end.
 
     An incomplete (torn) line has no newline, or has NUL bytes (a power loss may keep the file's new length and lose
-    the page), and is the last. Any other line that is not what was written is damage, which `damaged` is told of, or
-    which raises: skipping it could forget a command that was sent.
+    the page), and is the last. Any other damaged line goes to `damaged`, or raises: skipping it could forget a command
+    that was sent.
     """
 
     def tell(number: int) -> None:

@@ -219,7 +219,7 @@ class MetricsLog:
         return num_gone
 
     def begin_at(self, step: int) -> None:
-        """A build begins at `step`: what is missing before it will not come any more, and is told once."""
+        """A build begins at `step`: steps missing before it will not come any more, and are reported once."""
         if step > self._last_step + 1:
             log.error(
                 "%s has no lines for steps %d to %d: they were lost with their writer, or it began elsewhere",
@@ -278,7 +278,7 @@ class MetricsLog:
             self._journal.append(self.newest.validation)
 
     def losses_hex(self) -> list[str]:
-        """The losses of all steps on record, in order: all, but for those that `begin_at` told to be missing.
+        """The losses of all steps on record, in order: all, but for those that `begin_at` reported as missing.
 
         Raises: RunFailed with the first step that is missing.
         """

@@ -82,7 +82,7 @@ class _WayBack:
         return place
 
     def take_state(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of one parameter as it will be in host memory, in that of `before` if it is pinned."""
+        """The state of one parameter as it will be in host memory; reuses the memory of `before` if it is pinned."""
         return {
             key: self.take(value, self._place_for(value, before.get(key))) if isinstance(value, Tensor) else value
             for key, value in state.items()
@@ -98,7 +98,7 @@ class _WayBack:
         return pinned.empty(value.numel() * value.element_size()).view(value.dtype).view(value.shape)
 
     def begin(self) -> None:
-        """Copy what was taken, once that of the time before has arrived."""
+        """Copy the taken state, once the previous copy has arrived."""
         if self._stream is None:
             self._copy()
             return

@@ -41,7 +41,7 @@ def sealed_size(data: Tensor) -> int:
 
 
 def verify(data: Tensor, what: str) -> None:
-    """Raises DigestMismatch, with `what` it is, unless the seal of `data` is that of its bytes."""
+    """Raises DigestMismatch, naming `what`, unless the seal of `data` fits its bytes."""
     size, digest = SEAL.unpack(bytes(data[: SEAL.size].numpy())) if data.numel() >= SEAL_BYTES else (0, b"")
     if size != data.numel() or not size:
         raise DigestMismatch(f"{what} has {data.numel()} bytes, its seal says {size}")

@@ -1,4 +1,5 @@
-"""Recognises an exception that means a lack of memory, however it is wrapped, and says who asked for how much."""
+"""Recognises an exception that means a lack of memory, however it is wrapped, and says which allocation failed, and its
+size."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def describe_shortage(error: BaseException) -> str:
     """One line: who requested how much memory, and how much host memory this process holds."""
     found = next((link for link in chain(error) if _lacks_device_memory(link) or _lacks_host_memory(link)), error)
     lines = [line.strip() for line in str(found).splitlines() if line.strip()]
-    asked = next((line for line in lines if CPU_ALLOCATOR_SAYS in line), lines[0] if lines else "no amount told")
+    asked = next((line for line in lines if CPU_ALLOCATOR_SAYS in line), lines[0] if lines else "no amount given")
     frames = traceback.extract_tb(found.__traceback__)
     place = f", in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     held_gib = psutil.Process().memory_info().rss / 2**30

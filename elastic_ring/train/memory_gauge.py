@@ -1,8 +1,8 @@
-"""How near a rank came to the end of its memory in a step: what it tells in the vote.
+"""How near a rank came to the end of its memory in a step. It reports this share in the vote.
 
 On a GPU: the most that tensors took, and the free pieces between them that no large tensor fits into, of what torch
-holds or could still get. On a CPU under a limit (RLIMIT_DATA): the process's data behind each forward pass, when all
-activations are there. How full the node is, its agent tells.
+holds or could still get. On a CPU under a limit (RLIMIT_DATA): the process's data after each forward pass, when all
+activations are there. The node's agent reports how full the node is.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Transaction:
         self.relief = MemoryRelief()
         """The reliefs of the memory ladder; a new one counts from the next `enter` on."""
         self.gauge: MemoryGauge | None = None
-        """Tells how near each step came to the end of memory; nobody does without it."""
+        """Measures how near each step came to the end of memory; None: nobody does."""
         self.model: nn.Module | None = None
         self._waits = ExchangeWaits()
         self._experts: ExpertExchange | None = None

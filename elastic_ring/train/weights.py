@@ -50,7 +50,7 @@ def gather_weights(state: Any, groups: Any, storage: Storage, max_file_bytes: in
     The digest is sha256 over the raw bytes of the unsharded fp32 parameters in name order. A rank holds one tensor and
     one file of up to `max_file_bytes`, or of one larger tensor. A model that fits into one file becomes
     `weights.safetensors`, which rank 0 replaces whole. A larger one lies in several, and counts once rank 0 has
-    written the index, after every rank has told size and digest of its files.
+    written the index, after every rank has reported size and digest of its files.
 
     A collective of the ring: raises what its group raises, StorageFailed, and GroupAborted once the group has been
     aborted. Then the weights that counted before still do.

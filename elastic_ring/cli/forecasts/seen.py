@@ -41,7 +41,7 @@ class Seen:
 
 
 def gpu_type(name: str) -> str | None:
-    """A type of `machines.GPUS` by the name that CUDA tells, 40 or 80 GB by what it says; None for others."""
+    """A type of `machines.GPUS` by CUDA's name and size of it; None for others."""
     found = re.search(r"A100|H100|H200|B200", name)
     if found is None:
         return None
@@ -156,7 +156,7 @@ def score(folders: list[Path], fleet: Fleet) -> list[str]:
 
 
 def learned(folder: Path, fleet: Fleet) -> Learned:
-    """What a run tells of the next. Raises ValueError for one on CPUs: of these there is no forecast."""
+    """What a run shows of the next. Raises ValueError for one on CPUs: these have no forecast."""
     asked, seen = read_run(folder)
     if asked.scaling.device != "cuda":
         raise ValueError(f"--from-run {folder}: ran on CPUs, which tell nothing of GPUs; name a run on GPUs")

@@ -137,7 +137,7 @@ def _settings(source: DatasetTokens) -> dict[str, Any]:
 
 
 def _written(storage: Storage) -> dict[str, Any]:
-    """What `_write` has told. Raises ValueError."""
+    """The report of `_write`. Raises ValueError."""
     try:
         found = plain_json(storage.read_record(WRITTEN))
         if isinstance(found["settings"], dict) and isinstance(found["sha256"], str):

@@ -26,8 +26,8 @@ def amount(text: str, flag: str) -> float:
 
 
 def deadline_s(text: str, today_days: Mapping[str, int]) -> float:
-    """90d, 36h, 6w, or a date. `today_days`: by date that was asked for, in how many days it is; the caller has a
-    clock. Raises ValueError for one in the past."""
+    """90d, 36h, 6w, or a date. `today_days`: days until each date, as the caller has the clock. Raises ValueError for
+    one in the past."""
     found = _DURATION.match(text.strip())
     if found and float(found[1]) > 0:
         return float(found[1]) * SECONDS[found[2]]

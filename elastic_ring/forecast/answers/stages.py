@@ -24,7 +24,7 @@ MEASURED_SPREAD = 0.02
 
 @dataclass(frozen=True)
 class Learned:
-    """What a finished run tells: seen step over forecast, losses, GPU-hours in which they came, GPUs and parameters."""
+    """What a finished run shows: seen step over forecast, losses, GPU-hours in which they came, GPUs and parameters."""
 
     step_ratio: float
     losses: int

@@ -140,9 +140,9 @@ class Fleet:
     num_gpus: NonNegativeInt = 0
     """All that there are, spares included; 0: as many as the settings take."""
     gpu_gib: Positive | None = None
-    """Memory that CUDA shows; that of the type if left out."""
+    """Memory that CUDA shows; the type's if left out."""
     host_watts: Positive | None = None
-    """Of a host's power, a GPU's share; that of the type if left out."""
+    """A GPU's share of a host's power; the type's if left out."""
 
     def __post_init__(self) -> None:
         if self.gpu not in GPUS:

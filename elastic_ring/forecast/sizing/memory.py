@@ -43,10 +43,10 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """`*_bytes` are those of one rank: `host_bytes` its state in host memory, `state_bytes` its other state. `flops` is
-    that of one sequence, forward and backward, recomputation not counted, where attention keeps `density` of the causal
-    pairs. `tokens_per_rank` are those of one pass. `part_bytes`: its part of a checkpoint. `num_contexts`: processes
-    that are warm on a GPU, the rank's own and a standby's."""
+    """`*_bytes` count one rank: `host_bytes` its state in host memory, `state_bytes` its other state. `flops` counts
+    one sequence, forward and backward, recomputation not counted, where attention keeps `density` of the causal pairs.
+    `tokens_per_rank` counts one pass. `part_bytes`: its part of a checkpoint. `num_contexts`: processes that are warm
+    on a GPU, the rank's own and a standby's."""
 
     num_parameters: int
     num_ranks: int

@@ -35,7 +35,7 @@ class Records:
         self._attempts.open()
         self._metrics = MetricsLog(folder).open()
         self._goodput = Goodput(time.monotonic(), self._metrics.step_times_s())
-        self._last_s: float | None = None  # of the last step that was told
+        self._last_s: float | None = None  # of the last recorded step
         self._noticed: tuple[float, str] | None = None
         self._recovery: dict[str, Any] | None = None
         self._error: ElasticRingError | None = None
@@ -75,7 +75,7 @@ class Records:
         return generation
 
     def step(self, line: StepMetrics, told: str = "") -> None:
-        """A step that every rank has applied or skipped. `told`: what is to be said of it besides."""
+        """A step that every rank has applied or skipped. `told`: further remarks on it."""
         now = time.monotonic()
         if told:
             log.warning("%s", told)

@@ -107,7 +107,7 @@ class Zero3Trainer:
                 "ElasticRingTrainer"
             )
         if settings.get("callbacks"):
-            raise ValueError("callbacks: ZeRO-3 in Ray Train tells none; give ray.train.RunConfig(callbacks=[...])")
+            raise ValueError("callbacks: ZeRO-3 in Ray Train calls none; give ray.train.RunConfig(callbacks=[...])")
         if isinstance(run_config, RunConfig):
             raise ValueError(
                 "run_config is the elastic ring's: give a ray.train.RunConfig; loss_spike and "
@@ -327,7 +327,7 @@ def run_config(name: str, storage_path: str, max_failures: int) -> ray.train.Run
 
 
 class _TellRecords(ray.train.UserCallback):
-    """In Ray Train's controller: tells the records when it notices a failure, and of what."""
+    """In Ray Train's controller: notes in the records each failure, with its time."""
 
     def __init__(self, records: Any) -> None:
         self._records = records

@@ -21,7 +21,7 @@ from elastic_ring.errors import CheckpointDamaged
 from elastic_ring.files import plain_json
 
 ROW_BYTES = 512
-"""Of what one rank tells the others, as JSON."""
+"""The most bytes of one rank's report to the others, as JSON."""
 _ONLY_DATA = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _MODEL_STATES = "*_model_states.pt"
 _SHAPES = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments")
@@ -79,7 +79,7 @@ def gathered(value: Any, device: torch.device) -> list[Any]:
     """What each rank says, by rank. Collective over the default group. Raises ValueError."""
     text = json.dumps(value).encode()
     if len(text) > ROW_BYTES:
-        raise ValueError(f"a rank tells {len(text)} bytes: there is room for {ROW_BYTES}")
+        raise ValueError(f"a rank reports {len(text)} bytes: there is room for {ROW_BYTES}")
     own = torch.tensor(list(text.ljust(ROW_BYTES)), dtype=torch.uint8, device=device)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, own)

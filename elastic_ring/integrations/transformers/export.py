@@ -87,10 +87,10 @@ def export(
     """Write the final weights of a run of `ring_model`, or of a preset as a Llama, as `save_pretrained` does.
 
     `run`: its folder, or s3://bucket/prefix/NAME. `dtype`: float32, bfloat16 or float16; by default what the run
-    computed in. `tokenizer`: "bytes", or the folder whose tokenizer is copied; by default that of the folder which the
-    run began from, or of a preset's data. `allow_dense`: export layers whose pattern no config of transformers says,
-    as layers that attend to all earlier tokens. Of a run with `lora=` a folder of peft is written, or with `merge` the
-    weights of the base with the adapters in them.
+    computed in. `tokenizer`: "bytes", or the folder whose tokenizer is copied; by default the one of the folder that
+    the run began from, or of a preset's data. `allow_dense`: export layers whose pattern no config of transformers
+    says, as layers that attend to all earlier tokens. Of a run with `lora=` a folder of peft is written, or with
+    `merge` the weights of the base with the adapters in them.
 
     Raises ValueError for a run of another model, for one that has not completed, for such a pattern, and for an `out`
     that is not empty; StorageFailed for a store that does not answer.

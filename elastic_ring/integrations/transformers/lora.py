@@ -1,6 +1,6 @@
 """Low-rank adapters through `peft`: which, on which layers, their first values, and the frozen base below them.
 
-`peft` adapts the layers, initialises and merges them; only this file imports it, and only once adapters are asked for.
+`peft` adapts the layers, initialises and merges them; only this file imports it, and only where a run has adapters.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads a Hugging Face folder's safetensors files row by row; checks that they fit a model. No transformers in here.
 
-A tensor is read from its file when it is asked for, and only the rows asked for: no process holds the whole model.
+Each tensor is read from its file on access, and only the requested rows: no process holds the whole model.
 """
 
 from __future__ import annotations

@@ -248,7 +248,8 @@ class Reader:
     """Reads slices of a committed checkpoint for any mesh. Each file is read whole once, and its digest verified.
 
     A rank of the same `cp` reads its own files only. Files are kept in memory until `fill` has ended. Without
-    `whole_files` only the bytes asked for are read and nothing is kept or verified: for what `wrong_files` has passed.
+    `whole_files` it reads only the requested bytes, and keeps and verifies nothing: for files that `wrong_files`
+    passed.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest, *, whole_files: bool = True) -> None:

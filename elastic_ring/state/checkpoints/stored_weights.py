@@ -17,7 +17,7 @@ from elastic_ring.state.storage.folder import Storage
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights by name; a tensor is read when it is asked for."""
+    """Weights by name; each tensor is read on access."""
 
     storage: Storage
     places: Mapping[str, tuple[str, Place]]

@@ -1,7 +1,7 @@
-"""Tries again what a file system or an object store refused: with growing pauses, within a limit, and tells of it.
+"""Retries failed calls to a file system or an object store: with growing pauses, within a limit, and reports the wait.
 
-This is the one place that waits for storage. Who waits for how long, and what follows, is a table in
-docs/guarantees.md. What to try is not here.
+This is the one place that waits for storage. docs/guarantees.md has a table of who waits for how long, and what
+follows. What to try is not here.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def test_a_callback_that_raises_is_told_the_next_event_and_its_error_once(
         assert callback.heard == [("start", "first"), 0, 3, 4]
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert said == [
-        "callback hears: on_step raised; the next event is told",
+        "callback hears: on_step raised; the next event follows",
         "callback hears: on_step raised ZeroDivisionError 2 times",
     ]
     after = Hears()
@@ -235,7 +235,7 @@ def test_what_a_broken_callback_was_not_told_is_told_by_the_next_driver(
     records.steps(0, 1, 2)
     with telling(tmp_path, Hears("broken", raises_at=1, tries_again=True)) as driver:
         driver.tell()
-    assert "callback broken has not been told everything: submit the run again" in caplog.text
+    assert "callback broken has not received every event: submit the run again" in caplog.text
     mended = Hears("broken")
     with telling(tmp_path, mended) as driver:
         driver.tell()
@@ -372,7 +372,7 @@ def test_a_record_of_what_was_told_that_is_damaged_or_of_another_run_is_set_asid
             driver.tell()
         assert hears.heard == [("start", "first"), 0, "end"]
         assert (tmp_path / f"{CALLBACKS_NAME}.damaged-{number}").read_text() == damaged
-    assert "it is set aside as callbacks.json.damaged-4, and the callbacks are told everything again" in caplog.text
+    assert "it is set aside as callbacks.json.damaged-4, and the callbacks receive everything again" in caplog.text
 
 
 def test_what_is_no_callback_and_two_of_one_name_are_refused() -> None:
