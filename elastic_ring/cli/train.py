@@ -142,7 +142,7 @@ def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, flo
     found = {"gpu_bytes": float(plan(asked, trainer).gpu_bytes)} if on_gpus else {}
     gpu = torch.cuda.get_device_name(0) if on_gpus and torch.cuda.is_available() else None
     try:
-        return found | planned(asked, gpu, os.cpu_count() or 1)
+        return found | planned(asked, gpu, os.cpu_count() or 1, os.getloadavg()[0])
     except ValueError:  # a model that is not forecast trains all the same
         return found
 

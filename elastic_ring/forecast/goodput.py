@@ -8,7 +8,7 @@ over of a broken ring serves too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,25 +100,31 @@ class RunShape:
     def detect_of(self, scope: str) -> Number:
         return self.process_detect_s if scope == "process" else self.detect_s
 
-    def loses_all_holders(self, scope: str) -> bool:
-        """Whether a loss takes each holder of some shard. Rings follow each other on the hosts, so holders of one shard
-        are cp ranks apart."""
-        taken = 1 if scope == "gpu" else max(1, self.hosts_of(scope) * self.gpus_per_host)
-        holders = self.dp + self.copies_hold
-        return holders < 2 or taken >= self.cp * self.dp or (taken > self.cp * (self.dp - 1) and not self.copies_hold)
+    def loses_all_holders(self, scope: str, rings: Number) -> Number:
+        """Whether a loss takes each holder of some shard where so many rings are left. Rings follow each other on the
+        hosts, so holders of one shard are cp ranks apart."""
+        taken = 1 if scope in ("gpu", "process", "frozen") else self.hosts_of(scope) * self.gpus_per_host
+        whole = taken >= self.cp * rings
+        if self.copies_hold:
+            return whole
+        return whole | (rings < 2) | (taken > self.cp * (rings - 1))
 
-    def outcome(self, scope: str) -> Outcome:
+    def outcome(self, scope: str, rings: Number) -> Outcome:
         """From a replica, else from a copy, else from a checkpoint."""
+        rings = np.asarray(rings)
         build = self.detect_of(scope) + self.rebuild_s
-        if not self.loses_all_holders(scope):
-            from_copy = self.dp < 2
-            return Outcome(build + self.heal_s, self.copy_steps / 2 if from_copy else 0.0)
-        return Outcome(build + self.restore_s, self.interval_s / 2 / self.step_s)
+        all_lost = self.loses_all_holders(scope, rings)
+        stop_s = build + np.where(all_lost, self.restore_s, self.heal_s)
+        of_copy = np.where(rings < 2, self.copy_steps / 2, 0.0)
+        return Outcome(stop_s, np.where(all_lost, self.interval_s / 2 / self.step_s, of_copy))
 
 
-def _cost_s(shape: RunShape, scope: str) -> Number:
-    found = shape.outcome(scope)
-    return found.stop_s + (found.steps + 0.5) * shape.step_s
+def _cost_s(shape: RunShape, scope: str, rings: Number | None = None) -> Number:
+    """Of a loss where so many rings are left, all of them if None; nothing where none runs."""
+    rings = np.asarray(shape.dp if rings is None else rings)
+    found = shape.outcome(scope, rings)
+    broken_off = 0.5 * shape.step_s * shape.dp / np.maximum(rings, 1)
+    return np.where(rings > 0, found.stop_s + found.steps * shape.step_s + broken_off, 0.0)
 
 
 def rate_per_s(shape: RunShape, gpu_hours: Number) -> Number:
@@ -137,13 +143,18 @@ def mean_goodput(shape: RunShape, failures: Failures, gpu_hours: Number | None =
     that are away is Poisson. `repair`: a factor of how long repairs take."""
     gpu_hours = failures.gpu_hours[1] if gpu_hours is None else gpu_hours
     rate = rate_per_s(shape, gpu_hours)
-    lost = sum(share * rate * _cost_s(shape, scope) for scope, share in failures.shares.items())
-    lost = lost + failures.planned_per_day / DAY * (shape.rebuild_s + 0.5 * shape.step_s)
-    stop = shape.wait_s / shape.interval_s
     median_h, deviation = failures.repair_hours
     away = sum(share * rate * shape.hosts_of(scope) for scope, share in failures.shares.items())
     mean_away = away * median_h * repair * HOUR * np.exp(deviation**2 / 2)
-    return (1.0 - np.minimum(0.95, lost)) / (1.0 + stop) * _mesh_share(shape, mean_away)
+    one_ring = _over_away(shape, mean_away, lambda rings: rings == 1) if shape.dp > 1 else 0.0
+    lost = sum(
+        share * rate * (_cost_s(shape, scope) * (1.0 - one_ring) + _cost_s(shape, scope, 1) * one_ring)
+        for scope, share in failures.shares.items()
+    )
+    lost = lost + failures.planned_per_day / DAY * (shape.rebuild_s + 0.5 * shape.step_s)
+    stop = shape.wait_s / shape.interval_s
+    share_of_rings = _over_away(shape, mean_away, lambda rings: rings / shape.dp)
+    return (1.0 - np.minimum(0.95, lost)) / (1.0 + stop) * share_of_rings
 
 
 def goodput_with(shape: RunShape, kept_s: float, losses: Mapping[str, int]) -> float:
@@ -152,19 +163,19 @@ def goodput_with(shape: RunShape, kept_s: float, losses: Mapping[str, int]) -> f
     return float(kept_s / (kept_s + lost + kept_s / shape.interval_s * shape.wait_s))
 
 
-def _mesh_share(shape: RunShape, mean_away: Number) -> Number:
-    """The mean of rings over dp, where the number of hosts away is Poisson. Of many draws it is interpolated, within
-    1e-4."""
+def _over_away(shape: RunShape, mean_away: Number, value: Callable[[Number], Number]) -> Number:
+    """The mean of what `value` gives for the rings that are left, where the number of hosts away is Poisson. Of many
+    draws it is interpolated, within 1e-4."""
     mean_away = np.asarray(mean_away, dtype=float)
     if mean_away.size > 2 * GRID:
         grid = np.geomspace(max(mean_away.min(), 1e-12), max(mean_away.max(), 2e-12), GRID)
-        return np.interp(mean_away, grid, _mesh_share(shape, grid))
+        return np.interp(mean_away, grid, _over_away(shape, grid, value))
     most = int(np.max(mean_away) + 8 * np.sqrt(np.max(mean_away) + 1) + 8)
     k = np.arange(most + 1)
     log_factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, most + 1)))))
     logs = k * np.log(np.maximum(mean_away[..., None], 1e-300)) - mean_away[..., None] - log_factorial
     chance = np.exp(logs)
-    return (chance * rings_left(shape, k) / shape.dp).sum(-1) / chance.sum(-1)
+    return (chance * value(rings_left(shape, k))).sum(-1) / chance.sum(-1)
 
 
 def simulate_goodput(
@@ -183,35 +194,46 @@ def simulate_goodput(
     scopes = list(failures.shares)
     weights = np.cumsum([failures.shares[scope] for scope in scopes])
     weights /= weights[-1]
-    cost = np.stack([np.broadcast_to(np.asarray(_cost_s(shape, scope), dtype=float), (draws,)) for scope in scopes])
+    cost = _costs(shape, scopes, draws)
     hosts = np.array([shape.hosts_of(scope) for scope in scopes])
     slots = _slots(failures, rate * repair)
     back_at = np.zeros((draws, slots))
     back_hosts = np.zeros((draws, slots))
     now, kept, lost = np.zeros(draws), np.zeros(draws), np.zeros(draws)
     row = np.arange(draws)
+    rings = np.full(draws, float(shape.dp))
     while True:
         gap = rng.exponential(1.0, draws) / rate
         until = np.minimum(now + gap, span)
         away = np.where(back_at > now[:, None], back_hosts, 0.0)
-        kept += (until - now) * rings_left(shape, away.sum(1)) / shape.dp
-        kept += _returns(shape, back_at, away, now, until)
+        kept += (until - now) * rings / shape.dp
+        added, rings = _returns(shape, back_at, away, now, until, rings)
+        kept += added
         live = until < span
         if not live.any():
             break
         scope = np.searchsorted(weights, rng.random(draws))
-        lost += np.where(live, np.minimum(cost[scope, row], span - until), 0.0)
+        now_cost = cost if (rings == shape.dp).all() else _costs(shape, scopes, draws, rings)
+        lost += np.where(live, np.minimum(now_cost[scope, row], span - until), 0.0)
         median_h, deviation = failures.repair_hours
         away_s = median_h * repair * HOUR * np.exp(deviation * rng.standard_normal(draws))
         oldest = back_at.argmin(1)
         fresh = live & (hosts[scope] > 0)
         back_at[row[fresh], oldest[fresh]] = (until + away_s)[fresh]
         back_hosts[row[fresh], oldest[fresh]] = hosts[scope][fresh]
+        here = np.where(back_at > until[:, None], back_hosts, 0.0).sum(1)
+        rings = np.minimum(rings, rings_left(shape, here))
         now = until
     planned = failures.planned_per_day / DAY * span * (shape.rebuild_s + 0.5 * shape.step_s)
     share = (kept - lost - planned) / span / (1.0 + shape.wait_s / shape.interval_s)
     found: Array = np.clip(share, 0.02, 1.0)
     return found
+
+
+def _costs(shape: RunShape, scopes: Sequence[str], draws: int, rings: Number | None = None) -> Array:
+    """By scope and draw."""
+    found = [np.asarray(_cost_s(shape, scope, rings), dtype=float) for scope in scopes]
+    return np.stack([np.broadcast_to(one, (draws,)) for one in found])
 
 
 def _slots(failures: Failures, rate: Array) -> int:
@@ -220,21 +242,30 @@ def _slots(failures: Failures, rate: Array) -> int:
     return int(min(64, mean + 6 * np.sqrt(mean) + 6))
 
 
-def _returns(shape: RunShape, back_at: Array, away: Array, now: Array, until: Array) -> Array:
-    """What hosts that come back before the next loss add: each of them by itself, the soonest first."""
+def rings_again(shape: RunShape, hosts_away: Number, rings: Number) -> Number:
+    """Rings once hosts came back: spares are filled first, then whole rings (`control.placement`)."""
+    gpus = shape.num_gpus - np.asarray(hosts_away) * shape.gpus_per_host
+    grown = np.clip((gpus - shape.spares) // shape.cp, np.minimum(1, gpus // shape.cp), shape.dp)
+    return np.maximum(rings, grown)
+
+
+def _returns(
+    shape: RunShape, back_at: Array, away: Array, now: Array, until: Array, rings: Array
+) -> tuple[Array, Array]:
+    """What hosts that come back before the next loss add, each of them by itself, the soonest first; the rings then."""
     added = np.zeros(len(now))
     total = away.sum(1)
     order = np.where((away > 0) & (back_at < until[:, None]), back_at, np.inf)
+    row = np.arange(len(now))
     for _ in range(order.shape[1]):
         soonest = order.argmin(1)
-        row = np.arange(len(now))
         at = order[row, soonest]
         ready = np.isfinite(at)
         if not ready.any():
             break
         less = total - away[row, soonest]
-        gained = rings_left(shape, less) - rings_left(shape, total)
-        added += np.where(ready, (until - np.where(ready, at, until)) * gained / shape.dp, 0.0)
-        total = np.where(ready, less, total)
+        grown = np.where(ready, rings_again(shape, less, rings), rings)
+        added += np.where(ready, (until - np.where(ready, at, until)) * (grown - rings) / shape.dp, 0.0)
+        rings, total = grown, np.where(ready, less, total)
         order[row, soonest] = np.inf
-    return added
+    return added, rings

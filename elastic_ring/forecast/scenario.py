@@ -31,10 +31,12 @@ DETECT_S = {"process": 0.01, "host": 5.0}
 """Of a process's death 0.002 to 0.011 s (benchmarks/results/recovery), of a host's or a frozen one's up to 5.4."""
 CHECKPOINT_WAIT_S = 0.05
 """What training waits for a checkpoint of 12 GB a rank: 0.04 s (benchmarks/results/checkpoint)."""
-REBUILD_S: Mapping[str, float] = {"cuda": 0.8, "cpu": 0.15}
-"""Groups of four ranks: NCCL's 0.5 to 0.9 s, gloo's 0.1 to 0.2 (benchmarks/results/recovery)."""
-REBUILD_PER_RANK_S = 0.004
-"""What each rank adds, which is assumed."""
+REBUILD_S: Mapping[str, tuple[float, float]] = {"cuda": (0.32, 0.235), "cpu": (0.65, 0.0)}
+"""Groups of one rank, and what each doubling of the ranks adds: fitted to every second of five series of kills on two
+and four H200s, 0.46 to 0.79 s (benchmarks/results/recovery), and to two of four kills on a loaded CPU host, where 0.1
+to 0.2 s are enough when it is quiet. Beyond four ranks it is assumed."""
+FIRST_STEP_S: Mapping[str, float] = {"cuda": 0.22, "cpu": 0.0}
+"""What the step that runs again takes beside a step: of the same series."""
 BOTH_PASSES = 0.81
 """The rate of both passes as a share of a dense kernel's forward rate: H200, flash-attn-4, 612 of 755 TFLOP/s."""
 HEAL_SHARE = 0.6
@@ -146,7 +148,11 @@ class Scenario:
         return found | ({"price": self.price.range()} if self.price else {})
 
     def shape(self, draws: Draws, step_s: Number) -> RunShape:
-        link = self.fleet.spec.nic_bytes_s * HEAL_SHARE * draws["links"]
+        spec, ranks = self.fleet.spec, self.scaling.mesh.size
+        one_host = self.num_gpus <= self.fleet.gpus_per_host
+        link = (spec.nvlink_bytes_s if one_host else spec.nic_bytes_s) * HEAL_SHARE * draws["links"]
+        alone, doubled = REBUILD_S[self.scaling.device]
+        rebuild_s = alone + doubled * math.log2(ranks) + FIRST_STEP_S[self.scaling.device]
         written_s = self.checkpoint_bytes / (self.fleet.links.storage_gb_s * 1e9 * draws["storage"])
         interval_s: Number = self._interval_s(step_s, written_s)
         return RunShape(
@@ -158,7 +164,7 @@ class Scenario:
             self.fleet.hosts_per_power_domain,
             step_s,
             heal_s=SNAPSHOT_BYTES * self.plan.memory.shard / link + 0.1,
-            rebuild_s=(REBUILD_S[self.scaling.device] + REBUILD_PER_RANK_S * self.scaling.mesh.size) * draws["rebuild"],
+            rebuild_s=rebuild_s * draws["rebuild"],
             detect_s=DETECT_S["host"],
             process_detect_s=DETECT_S["process"],
             interval_s=interval_s,
@@ -169,10 +175,10 @@ class Scenario:
         )
 
     def _interval_s(self, step_s: Number, written_s: Number) -> Number:
-        """As the settings say, else as often as one is written, at least a minute apart."""
+        """As the settings say, else as often as one is written; without checkpoints as long as the run."""
         asked = self.run.checkpoint_config
         if not asked.is_on:
-            return np.full_like(np.asarray(step_s, dtype=float), 1e9)
+            return self.tokens / self.tokens_per_step * np.asarray(step_s, dtype=float)
         if asked.every_s is not None:
             return np.maximum(asked.every_s, written_s)
         return np.maximum(asked.every_steps * step_s if asked.every_steps else 600.0, written_s)

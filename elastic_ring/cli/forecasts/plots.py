@@ -113,6 +113,7 @@ def _tornado(axes: Any, found: Forecast) -> None:
         left=[low for _, low, _ in rows],
         color="tab:blue",
     )
+    axes.use_sticky_edges = False
     axes.axvline(middle, color="black", linewidth=1)
     axes.set_xlabel("USD" if by == "usd" else "seconds")
     axes.set_title("From P10 to P90 of one input, the others at their medians", fontsize=10)

@@ -65,27 +65,29 @@ def scenario_of_run(asked: TrainSettings, fleet: Fleet) -> Scenario:
     )
 
 
-def on_cores(asked: TrainSettings, num_cores: int) -> Scenario:
-    """Of ranks on the cores of one host: the step is their FLOP, links are its memory. The GPU is of no account."""
+def on_cores(asked: TrainSettings, num_cores: int, load: float = 0.0) -> Scenario:
+    """Of ranks on the cores of one host, which `load` other threads want, too: the step is their FLOP, links are its
+    memory. The GPU is of no account."""
     ranks = asked.scaling.mesh.size
     links = Links(nvlink_gb_s=2.0, nic_gb_s=2.0)
     fleet = Fleet(gpu="A100-40", links=links, name="CPU", gpus_per_host=ranks + asked.scaling.spares)
     made = scenario_of_run(asked, fleet)
     flops = made.plan.flops * asked.step.global_batch
-    step_s = flops / (CORE_FLOPS * min(num_cores, ranks * asked.scaling.num_threads))
+    threads = ranks * asked.scaling.num_threads
+    step_s = flops / (CORE_FLOPS * min(threads, num_cores, num_cores * threads / (threads + load)))
     return dataclasses.replace(made, measured_step_s=step_s)
 
 
-def planned(asked: TrainSettings, gpu: str | None, num_cores: int) -> dict[str, float]:
-    """A step and the goodput that are forecast for ranks on GPUs of that name, or on so many cores; empty for GPUs that
-    no class is of."""
+def planned(asked: TrainSettings, gpu: str | None, num_cores: int, load: float = 0.0) -> dict[str, float]:
+    """A step and the goodput that are forecast for ranks on GPUs of that name, or on so many cores that are shared with
+    `load` other threads; empty for GPUs that no class is of."""
     if asked.scaling.device == "cuda":
         kind = gpu_type(gpu or "")
         if kind is None:
             return {}
         scenario = scenario_of_run(asked, named_fleet(kind))
     else:
-        scenario = on_cores(asked, num_cores)
+        scenario = on_cores(asked, num_cores, load)
     found = scenario.evaluate(scenario.medians())
     return {"step_s": float(found["step_s"]), "goodput": float(found["goodput"])}
 

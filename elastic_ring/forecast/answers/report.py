@@ -8,7 +8,7 @@ from typing import Any
 from elastic_ring.forecast.goodput import DAY
 from elastic_ring.forecast.scenario import Forecast, curve
 from elastic_ring.forecast.sizing.machines import Origin
-from elastic_ring.forecast.sizing.memory import ModelPlan
+from elastic_ring.forecast.sizing.memory import EXPANDABLE, ModelPlan
 from elastic_ring.forecast.sizing.step_time import Attention
 from elastic_ring.model.gpus import GPU_GIB
 
@@ -52,7 +52,8 @@ def lines(found: Forecast, deadline_s: float | None, budget_usd: float | None, w
     scenario, tags = found.scenario, origins(found)
     plan, mesh = scenario.plan, scenario.scaling.mesh
     gib = scenario.fleet.memory_gib
-    low, middle, high = plan.reserved_bytes(gib)
+    allocator = scenario.run.env.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    low, middle, high = plan.reserved_bytes(gib, expandable=EXPANDABLE in allocator)
     told = [
         f"{short(plan.num_parameters)} parameters, {mesh}, {scenario.scaling.spares} spare(s) on {scenario.num_gpus} "
         f"{scenario.fleet.gpu} of {scenario.fleet.name}, {short(scenario.tokens)} tokens",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.experts.price import sends_tokens
-from elastic_ring.forecast.sizing.step_time import DENSE, Attention, Job
+from elastic_ring.forecast.sizing.step_time import DENSE, LIGER, Attention, Job
 from elastic_ring.model.config import ModelConfig, expert_parameters, num_parameters
 
 
@@ -46,9 +46,11 @@ def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, attent
         cp=scaling.cp,
         replicas=scaling.dp,
         recompute="all but attention" if config.checkpoint_activations else "none",
+        fused=LIGER,
         attention=attention,
         offload=scaling.cpu_offload,
         offload_activations=config.offload_activations,
         gathered=gathered,
         sent=float(sent),
+        rows=float(config.experts_per_token * config.width),
     )

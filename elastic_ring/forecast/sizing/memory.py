@@ -34,6 +34,10 @@ KEPT = 2
 RESERVED = (1.29, 1.36, 1.42)
 """Of what torch's allocator reserves over the peak of its tensors where nothing makes it give back, P10, P50 and P90:
 the 1st, 3rd, 5th, ... of ten measured (benchmarks/forecast/score.py). A fit needs less, as it gives back: `RESERVE`."""
+EXPANDABLE = "expandable_segments:True"
+RESERVED_EXPANDABLE = (1.0, 1.09, 1.16)
+"""The same where `run.env` sets PYTORCH_CUDA_ALLOC_CONF to these: of every second of nine peaks. Of the other four, one
+with 12 GiB of tensors had 1.42, one 1.16 (benchmarks/results/steps, experts)."""
 COMMUNICATOR_BYTES = int(0.3 * 2**30)
 """Of NCCL's groups of a rank: ring, replicas, all. Assumed."""
 PER_HOST, MOST_RANKS = 8, 4096
@@ -97,10 +101,11 @@ class ModelPlan:
 
         return next(iter(sizes[bisect_left(sizes, True, key=fits) :]), None)
 
-    def reserved_bytes(self, gib: float) -> tuple[int, int, int]:
+    def reserved_bytes(self, gib: float, *, expandable: bool = False) -> tuple[int, int, int]:
         """What the allocator will hold on a GPU of `gib`, P10, P50, P90."""
         most = int(gib * 2**30) - self.num_contexts * CONTEXT_BYTES
-        low, middle, high = (min(int(self.gpu_bytes * share), most) for share in RESERVED)
+        shares = RESERVED_EXPANDABLE if expandable else RESERVED
+        low, middle, high = (min(int(self.gpu_bytes * share), most) for share in shares)
         return low, middle, high
 
     @property

@@ -22,8 +22,11 @@ LOSS_BYTES = 14
 """Of memory traffic, for each logit of both passes."""
 RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0, "all but attention": 1.0}
 """Shares of a layer's forward pass that the backward pass repeats; half: every second layer."""
-FUSED = 0.55
-"""Of elementwise traffic, what torch.compile leaves in loops that use it."""
+ROW_PASSES = 35.0
+"""Of the rows that experts take, how often each forward pass moves them through memory: sorted, gathered, summed. This
+and the times of `Efficiency` are fitted to the same half of the cases."""
+COMPILED, LIGER = 0.55, 0.28
+"""Of elementwise traffic, what torch.compile leaves in loops that use it; what Liger's kernels do."""
 SPARSE_COST, SPARSE_KEYS = 1.02, 384
 """Of a kernel over block tables: seconds for each pair over a dense kernel's, and what each query costs beside its
 pairs, as so many keys more. From 32 K tokens on an H200 (79 % of the ideal at a density of 9.5 %, 53 % at 2.7 %); at
@@ -54,8 +57,9 @@ class Job:
 
     `block`: matrix parameters of a layer that a token is multiplied with; `gathered`: those that cross the ring, the
     same if None; `sent`: elements of a token that go to its experts, one way. `head`: parameters of the output; `rest`:
-    those that are only read. `recompute`: in the backward pass, as `RECOMPUTED`. `compiled`: what is around attention,
-    by torch.compile. `ffn`: elements of a token that the feed-forward layer writes."""
+    those that are only read. `recompute`: in the backward pass, as `RECOMPUTED`. `fused`: what fused kernels leave of
+    elementwise traffic. `ffn`: elements of a token that the feed-forward layer writes; `rows`: those that it takes to
+    its experts."""
 
     layers: int
     width: int
@@ -74,13 +78,14 @@ class Job:
     cp: int = 1
     replicas: int = 1
     recompute: Literal["none", "half", "all", "all but attention"] = "none"
-    compiled: bool = False
+    fused: float = 1.0
     attention: Attention = DENSE
     offload: str = "none"
     offload_activations: bool = False
     grad_bytes: int = 4
     gathered: float | None = None
     sent: float = 0.0
+    rows: float = 0.0
 
     @property
     def num_gpus(self) -> int:
@@ -150,13 +155,15 @@ def step_time(job: Job, gpu: Gpu, eff: Efficiency, per_host: int = 8) -> StepTim
     product_s = 2.0 * job.block * job.tokens / matmul
     attend_s = job.attention_work / attention
     moved = (12.0 * job.width + 2.0 * (job.heads + 2 * job.kv_heads) * job.head_dim + 2.0 * job.ffn) * 2.0
-    touch_s = job.tokens * moved * (FUSED if job.compiled else 1.0) / hbm
+    moved = moved * job.fused + 2.0 * ROW_PASSES * job.rows
+    touch_s = job.tokens * moved / hbm
     again = RECOMPUTED[job.recompute]
     attend_again = 0.0 if job.recompute == "all but attention" else again
     forward_s = product_s + attend_s + touch_s
     backward_s = 2.0 * product_s + 2.5 * attend_s + 2.0 * touch_s
     backward_s = backward_s + again * (product_s + touch_s) + attend_again * attend_s
-    forward_s, backward_s = np.maximum(forward_s, eff.host_s / 3), np.maximum(backward_s, eff.host_s * 2 / 3)
+    host_s = eff.experts_host_s if job.rows else eff.ring_host_s if job.cp > 1 else eff.host_s
+    forward_s, backward_s = np.maximum(forward_s, host_s / 3), np.maximum(backward_s, host_s * 2 / 3)
     gathered = job.block if job.gathered is None else job.gathered
     gather_s = collective_s(2.0 * gathered, job.shard_ranks, gpu, eff, per_host)
     reduce_s = collective_s(job.grad_bytes * gathered, job.shard_ranks, gpu, eff, per_host)

@@ -208,12 +208,18 @@ class Tier1:
             return
         median_h, deviation = self.failures.repair_hours
         away_s = median_h * HOUR * self.random.lognormvariate(0.0, deviation)
-        for node in self.random.sample(sorted(self.nodes), min(len(self.nodes), self.true.hosts_of(scope))):
+        for node in self._neighbours(min(len(self.nodes), self.true.hosts_of(scope))):
             slots = self.nodes.pop(node)
             for worker in [worker for worker, place in self.workers.items() if place == node]:
                 del self.workers[worker]
             self._advance(NodeLost("n", node))
             self._later(away_s, lambda slots=slots: self._join(slots))  # type: ignore[misc]
+
+    def _neighbours(self, number: int) -> list[str]:
+        """Hosts of one switch: they stand side by side."""
+        nodes = list(self.nodes)
+        first = self.random.randrange(len(nodes))
+        return [nodes[(first + place) % len(nodes)] for place in range(number)]
 
     def _die(self, worker: str) -> None:
         if self.workers.pop(worker, None) is not None:

@@ -1,0 +1,83 @@
+"""Hold tier 1 (the control core on a virtual clock) against tier 2 (the renewal simulation) on random scenarios.
+
+    python benchmarks/forecast/tiers.py [--scenarios 50] [--walks 6] [--seed 0]
+
+Prints each difference in points with the deviation that the mean of so many walks has, the worst, and GPU-years a
+minute of one core's own time. Exits 1 beyond 0.3 points. A walk of tier 1 is as long as one of tier 2: both begin
+whole.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+
+from benchmarks.harness.arguments import bench_parser
+from benchmarks.harness.results import show, table
+from elastic_ring.forecast.goodput import HOUR, MOST_LOSSES, Failures, RunShape, simulate_goodput
+from tests.sim.simulator.tier1 import Tier1
+
+MOST_POINTS = 0.3
+WALKS = 400
+
+
+def scenario(rng: np.random.Generator) -> tuple[RunShape, Failures]:
+    """Rings of whole hosts, up to 32 of them, with and without spares."""
+    cp = int(rng.choice([8, 16, 32]))
+    dp = int(rng.choice([1, 2, 4, 8]))
+    shape = RunShape(
+        dp,
+        cp,
+        int(rng.choice([0, 8, 16, 32])),
+        8,
+        int(rng.choice([2, 4, 8])),
+        128,
+        float(rng.uniform(1, 60)),
+        heal_s=float(rng.uniform(0.2, 20)),
+        rebuild_s=float(rng.uniform(0.5, 10)),
+        detect_s=float(rng.uniform(1, 10)),
+        interval_s=float(rng.uniform(300, 3600)),
+        wait_s=0.05,
+        restore_s=float(rng.uniform(30, 600)),
+    )
+    repair = (float(rng.uniform(1, 24)), float(rng.uniform(0.2, 0.8)))
+    hours = float(np.exp(rng.uniform(np.log(2e3), np.log(5e4))))
+    return shape, Failures(gpu_hours=(hours,) * 3, repair_hours=repair, planned_per_day=0.0)
+
+
+def main() -> int:
+    parser = bench_parser(__doc__)
+    parser.add_argument("--scenarios", type=int, default=50)
+    parser.add_argument("--walks", type=int, default=6, help="of tier 1, each of 400 losses")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    rng = np.random.default_rng(asked.seed)
+    rows, years, used_s = [], 0.0, 0.0
+    for index, (shape, failures) in enumerate([scenario(rng) for _ in range(asked.scenarios)]):
+        hours = failures.gpu_hours[1]
+        duration_s = MOST_LOSSES * hours * HOUR / shape.num_gpus
+        begun = time.process_time()
+        walks = [
+            Tier1(shape, failures, hours, duration_s, seed=asked.walks * index + walk).run()
+            for walk in range(asked.walks)
+        ]
+        used_s += time.process_time() - begun
+        years += sum(walk.gpu_years for walk in walks)
+        walked = simulate_goodput(shape, failures, np.full(WALKS, hours), duration_s, rng)
+        goodput = float(np.mean([walk.goodput for walk in walks]))
+        points = 100 * (goodput - float(walked.mean()))
+        noise = 100 * float(walked.std()) / asked.walks**0.5
+        rows.append([index, f"{shape.dp} x {shape.cp} + {shape.spares}", goodput, points, noise])
+    show(table(["scenario", "mesh", "tier 1", "points to tier 2", "deviation of the mean"], rows))
+    off = np.abs([row[3] for row in rows])
+    show(
+        f"{np.sum(off <= MOST_POINTS)} of {len(off)} within {MOST_POINTS} points, worst {off.max():.2f}, mean "
+        f"{off.mean():.3f}; tier 1: {years / used_s * 60:,.0f} GPU-years a minute of one core"
+    )
+    return int(off.max() > MOST_POINTS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
