@@ -36,11 +36,11 @@ from elastic_ring.control.messages import (
     WorkerLost,
     WorkerReady,
 )
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.replay import journal_line
 from elastic_ring.control.state import State, members, phase_name
 from elastic_ring.errors import ElasticRingError
 from tests.sim.simulator import faults
+from tests.sim.simulator.options import simulated
 from tests.sim.truth import simulate
 
 
@@ -78,7 +78,7 @@ def run_many(first: int, num_schedules: int) -> int:
     signal.signal(signal.SIGVTALRM, _endless)
     for seed in range(first, first + num_schedules):
         schedule, seen = faults.random_schedule(seed), _Sources()
-        num_copied += schedule.options.copies != "0"
+        num_copied += schedule.options.run.copies != "0"
         num_stored += schedule.save_every > 0
         kinds = {kind for _, kind in schedule.faults}
         num_grown, num_cut = num_grown + ("grow" in kinds), num_cut + ("cut" in kinds)
@@ -158,13 +158,13 @@ class _Measured:
         self.num_members = num_members
         self.core_s: dict[str, float] = dict.fromkeys(("forming", *RECOVERIES), 0.0)
         self.journal_s, self.slowest_s, self.slowest = 0.0, 0.0, ""
-        options = ControlOptions("benchmark", dp=num_members // cp, cp=cp, total_steps=1000, spares=16)
+        options = simulated("benchmark", dp=num_members // cp, cp=cp, total_steps=1000, spares=16)
         state, now = coordination.initial(options), 0.0
         events = story(num_members, cp)
         part, event = next(events)
         while True:
             # All answers come within a quarter of `report_s`: whoever is later is killed as silent.
-            now += options.report_s / 4 / num_members
+            now += options.timeouts.report_s / 4 / num_members
             state = self._advance(part, state, event, now)
             try:
                 part, event = events.send(state)

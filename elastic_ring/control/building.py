@@ -142,7 +142,7 @@ def expire(ctx: Transition) -> None:
         answered = {
             rank % phase.membership.mesh.cp for rank, w in enumerate(phase.membership.members) if w in phase.resumed
         }
-        limit_s = ctx.options.build_s + (ctx.options.restore_s if phase.order.restore is not None else 0.0)
+        limit_s = ctx.options.building_s(restores=phase.order.restore is not None)
         if len(answered) == phase.membership.mesh.cp:
             ctx.kill(ctx.ready_among(silent), f"did not resume within {limit_s} s")
         _again(ctx, f"{len(silent)} member(s) did not resume within {limit_s} s")

@@ -308,9 +308,9 @@ def _phase_deadlines(state: State) -> list[float]:
         case Building():
             return [phase.deadline if phase.asked_again else phase.ask_again_at]
         case Reconnecting():
-            return [phase.deadline if phase.asked_again else phase.deadline - options.hello_s / 2]
+            return [phase.deadline if phase.asked_again else phase.deadline - options.timeouts.hello_s / 2]
         case Closing() if recovery.is_any_silent(state):
-            return [phase.deadline if phase.asked_again else phase.deadline - options.report_s / 2]
+            return [phase.deadline if phase.asked_again else phase.deadline - options.timeouts.report_s / 2]
         case Finishing():
             return [phase.deadline]
         case Running():
@@ -321,11 +321,11 @@ def _phase_deadlines(state: State) -> list[float]:
         case Forming():
             if phase.full_since is not None:
                 return [phase.full_since + options.spare_grace_s]
-            if num_able_to_form(state) // options.cp < options.min_dp:
+            if num_able_to_form(state) // options.scaling.cp < options.scaling.min_dp:
                 return []
             # A worker that shows progress in starting has its own deadline.
             if state.pool.total.visible:
                 return []
             soon = phase.incident is not None and not state.pool.total.starting
-            return [phase.since + (options.spare_grace_s if soon else options.start_s)]
+            return [phase.since + (options.spare_grace_s if soon else options.timeouts.start_s)]
     return []

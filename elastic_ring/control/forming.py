@@ -48,30 +48,30 @@ def try_form(ctx: Transition) -> None:
     """
     phase, options = ctx.phase, ctx.options
     assert isinstance(phase, Forming)
-    dp = min(options.dp, num_able_to_form(ctx.state) // options.cp)
-    if dp == options.dp and phase.full_since is None:
+    dp = min(options.scaling.dp, num_able_to_form(ctx.state) // options.scaling.cp)
+    if dp == options.scaling.dp and phase.full_since is None:
         ctx.edit_phase(full_since=ctx.now)
-    elif dp < options.dp and phase.full_since is not None:
+    elif dp < options.scaling.dp and phase.full_since is not None:
         ctx.edit_phase(full_since=None)
     phase = ctx.phase
     assert isinstance(phase, Forming)
     if phase.full_since is not None:
         is_late = ctx.now >= phase.full_since + options.spare_grace_s or not _is_worth_waiting(ctx)
-        num_wanted, counts = options.dp * options.cp + options.spares, ctx.state.pool.total
+        num_wanted, counts = options.scaling.mesh.size + options.scaling.spares, ctx.state.pool.total
         if not is_late and counts.starting and (counts.ready < num_wanted or len(spares(ctx.state)) < num_wanted):
             return
-    elif dp < options.min_dp or not _nobody_comes(ctx, phase):
+    elif dp < options.scaling.min_dp or not _nobody_comes(ctx, phase):
         return
     ready = spares(ctx.state)
     situation = policy.Situation(
-        mesh=Mesh(dp, options.cp),
+        mesh=Mesh(dp, options.scaling.cp),
         members=(),
         holders={},
         empty=(),
         spares=ready,
         node_of=node_of(ctx.state),
         target_dp=dp,
-        min_dp=options.min_dp,
+        min_dp=options.scaling.min_dp,
         fresh=True,
         gpus_on=gpus_on(ctx.state),
         domains_of=domains_of(ctx.state),
@@ -100,7 +100,7 @@ def _nobody_comes(ctx: Transition, phase: Forming) -> bool:
     """Whether waiting for more workers has no point."""
     if phase.incident is not None and not ctx.state.pool.total.starting:
         return ctx.now >= phase.since + ctx.options.spare_grace_s
-    return ctx.now >= phase.since + ctx.options.start_s and not ctx.state.pool.total.visible
+    return ctx.now >= phase.since + ctx.options.timeouts.start_s and not ctx.state.pool.total.visible
 
 
 def _restoring(plan: policy.Plan, restore: Checkpoint) -> policy.Plan:

@@ -91,8 +91,8 @@ def order_build(
     third_opinion.replaced(ctx, incident, plan.mesh, plan.members)
     # What the user's code raised before this build says nothing about what follows it.
     incident = replace(incident, raised_step=None)
-    limit_s = state.options.build_s + (state.options.restore_s if beginning.restore is not None else 0.0)
-    ask_again_at = ctx.now + state.options.build_s / 2
+    limit_s = state.options.building_s(restores=beginning.restore is not None)
+    ask_again_at = ctx.now + state.options.timeouts.build_s / 2
     ctx.enter(Building(membership, order(""), incident, ctx.now + limit_s, ask_again_at))
     how = f"; roll forward step {beginning.roll_forward.step}" if beginning.roll_forward else ""
     how += f"; back to the copies of step {step}" if beginning.step_back is not None else ""

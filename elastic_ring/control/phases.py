@@ -141,7 +141,7 @@ def is_fatal(ctx: Transition, event: MemberFailed) -> bool:
         step = max(event.step, membership.step)  # no member trains, or is built for, an earlier step
         errors = ctx.state.user_errors.again(step)
         ctx.set(user_errors=errors, user_detail=event.detail)
-        if errors.count >= ctx.options.user_error_limit:
+        if errors.count >= ctx.options.run.user_error_limit:
             ctx.end(
                 "UserCodeFailed",
                 f"{event.detail}\nraised {errors.count} times in step {step}, last on {event.worker}",
@@ -173,7 +173,7 @@ def running_published(ctx: Transition, event: Published) -> None:
         ctx.explain(f"step {event.vote.step} is committed")
         if isinstance(phase, Running) and ctx.state.committed >= end_step(ctx.state) and not phase.deadline:
             # All members are about to report the end. If a report is lost, no other event would follow.
-            ctx.edit_phase(deadline=ctx.now + ctx.options.boundary_s)
+            ctx.edit_phase(deadline=ctx.now + ctx.options.timeouts.boundary_s)
     else:
         ctx.explain("vote known already")
 
@@ -193,7 +193,7 @@ def pause(ctx: Transition, report: Report) -> None:
     if not isinstance(phase, Running):
         return
     paused = phase.paused.having({report.worker: report})
-    deadline = ctx.now + ctx.options.boundary_s if phase.deadline is None else phase.deadline
+    deadline = ctx.now + ctx.options.timeouts.boundary_s if phase.deadline is None else phase.deadline
     ctx.edit_phase(paused=paused, deadline=deadline)
     ctx.explain(f"{report.worker} is paused at step {report.applied}, {len(paused)} of {len(phase.membership.members)}")
     if len(paused) < len(phase.membership.members):
@@ -222,19 +222,19 @@ def _at_boundary(ctx: Transition, phase: Running) -> None:
         memory_ladder.climb_early(ctx)
     elif RELAX in phase.boundary:
         memory_ladder.relax(ctx)
-    target_dp = min(max(phase.membership.mesh.dp, possible_dp(ctx.state)), ctx.options.dp_limit)
+    target_dp = min(max(phase.membership.mesh.dp, possible_dp(ctx.state)), ctx.options.scaling.most_rings)
     recovery.rebuild(ctx, phase.membership, incident, reports, target_dp)
 
 
 def possible_dp(state: State) -> int:
-    """How many rings members and surplus spares could form; `options.spares` workers stay spares.
+    """How many rings members and surplus spares could form; `options.scaling.spares` workers stay spares.
 
     Spares on nodes without a free GPU count, but cannot join a ring.
     """
     phase = state.phase
     assert isinstance(phase, Running)
-    num_usable = min(num_staying(state) + len(spares(state)) - state.options.spares, num_able_to_form(state))
-    return max(0, min(state.options.dp_limit, num_usable // state.options.cp))
+    num_usable = min(num_staying(state) + len(spares(state)) - state.options.scaling.spares, num_able_to_form(state))
+    return max(0, min(state.options.scaling.most_rings, num_usable // state.options.scaling.cp))
 
 
 def boundary_reasons(state: State) -> tuple[tuple[str, ...], float | None]:
@@ -244,7 +244,7 @@ def boundary_reasons(state: State) -> tuple[tuple[str, ...], float | None]:
     reasons = []
     if notices.leaving_members(state) and notices.can_hand_over(state):
         reasons.append("drain")
-    if phase.membership.mesh.dp > options.dp_limit:
+    if phase.membership.mesh.dp > options.scaling.most_rings:
         reasons.append("shrink")
     if memory_ladder.may_relax(state, state.committed):
         reasons.append(RELAX)
@@ -252,7 +252,7 @@ def boundary_reasons(state: State) -> tuple[tuple[str, ...], float | None]:
         reasons.append(CLIMB)
     if corpus.may_switch(state, state.committed):
         reasons.append(GREW)
-    dp = possible_dp(state) if phase.membership.mesh.dp < options.dp_limit else 0
+    dp = possible_dp(state) if phase.membership.mesh.dp < options.scaling.most_rings else 0
     if dp > phase.membership.mesh.dp and growth.is_worth_it(state, dp):
         return tuple(reasons), growth.earliest(state)
     return tuple(reasons), None
@@ -298,7 +298,7 @@ def settle_running(ctx: Transition) -> None:
         return
     if not phase.boundary:
         ctx.stop(ctx.ready_among(phase.membership.members), "boundary")
-    deadline = ctx.now + ctx.options.boundary_s if phase.deadline is None else phase.deadline
+    deadline = ctx.now + ctx.options.timeouts.boundary_s if phase.deadline is None else phase.deadline
     hand_over_by = notices.hand_over_by(ctx.state, ctx.now) if "drain" in new else None
     ctx.edit_phase(boundary=phase.boundary + new, deadline=min(deadline, hand_over_by or deadline))
     ctx.explain(f"requested a boundary: {', '.join(new)}")
@@ -346,11 +346,11 @@ def closing_report(ctx: Transition, event: Report) -> None:
 def expire_closing(ctx: Transition) -> None:
     phase = ctx.phase
     assert isinstance(phase, Closing)
-    if ctx.now < phase.deadline - ctx.options.report_s / 2 or not recovery.is_any_silent(ctx.state):
+    if ctx.now < phase.deadline - ctx.options.timeouts.report_s / 2 or not recovery.is_any_silent(ctx.state):
         return
     silent = [name for name in ctx.ready_among(phase.membership.everyone) if name not in phase.reports]
     if ctx.now >= phase.deadline:
-        ctx.kill(silent, f"did not report within {ctx.options.report_s} s")
+        ctx.kill(silent, f"did not report within {ctx.options.timeouts.report_s} s")
         ctx.explain(f"silent, so killed: {', '.join(silent)}")
     elif not phase.asked_again:
         ctx.stop(silent, "abort")
@@ -364,7 +364,7 @@ def expire_closing(ctx: Transition) -> None:
 def finish(ctx: Transition, membership: Membership) -> None:
     for rank in membership.mesh.ring(0):
         ctx.send(Finalize(ctx.cause, membership.members[rank], ctx.state.term, membership.generation))
-    ctx.enter(Finishing(membership, ctx.now + ctx.options.finalize_s))
+    ctx.enter(Finishing(membership, ctx.now + ctx.options.timeouts.finalize_s))
     ctx.explain(f"{_all_committed(ctx.state)}; ring 0 writes the weights")
 
 
@@ -398,7 +398,7 @@ def expire_finishing(ctx: Transition) -> None:
         return
     failures = ctx.state.finalize_failures + 1
     ctx.set(finalize_failures=failures)
-    late = f"the weights were not written within {ctx.options.finalize_s} s"
+    late = f"the weights were not written within {ctx.options.timeouts.finalize_s} s"
     why = f"the weights could not be written: {phase.error}" if phase.error else late
     if failures >= ctx.options.finalize_limit:
         ctx.end("RunFailed", f"{why}, {failures} times; every step is committed, look at the run folder's storage")

@@ -36,7 +36,7 @@ def restart(ctx: Transition, event: CoordinatorStarted) -> None:
     assert not isinstance(phase, Idle | Ended)
     ctx.set(term=event.term)
     _restart_clocks(ctx)
-    deadline = ctx.now + ctx.options.hello_s
+    deadline = ctx.now + ctx.options.timeouts.hello_s
     asked = tuple(w.worker for w in ctx.state.workers.values() if w.status != "stopping")
     anew = Reconnecting(phase.before if isinstance(phase, Reconnecting) else phase, deadline, asked)
     if isinstance(phase, Reconnecting):
@@ -65,8 +65,8 @@ def _restart_clocks(ctx: Transition) -> None:
     workers = {
         name: replace(
             w,
-            deadline=ctx.now + (options.start_s if w.status == "starting" else options.report_s),
-            start_deadline=ctx.now + options.start_max_s,
+            deadline=ctx.now + (options.timeouts.start_s if w.status == "starting" else options.timeouts.report_s),
+            start_deadline=ctx.now + options.timeouts.start_max_s,
         )
         for name, w in ctx.state.workers.items()
     }
@@ -145,11 +145,11 @@ def settle(ctx: Transition) -> None:
     if next_awaited(ctx.state, phase.asked, phase.answers, phase.num_settled) == len(phase.asked):
         _conclude(ctx, phase)
         return
-    if ctx.now < phase.deadline - ctx.options.hello_s / 2:
+    if ctx.now < phase.deadline - ctx.options.timeouts.hello_s / 2:
         return
     silent = [worker for worker in ctx.ready_among(ctx.state.workers) if worker not in phase.answers]
     if ctx.now >= phase.deadline:
-        ctx.kill(silent, f"did not answer the new coordinator within {ctx.options.hello_s} s")
+        ctx.kill(silent, f"did not answer the new coordinator within {ctx.options.timeouts.hello_s} s")
         ctx.explain(f"silent, so killed: {', '.join(silent)}")
         _conclude(ctx, phase)
     elif not phase.asked_again:
@@ -168,7 +168,7 @@ def _conclude(ctx: Transition, phase: Reconnecting) -> None:
     membership = before.membership
     odd = phase.disturbed or _odd_one(ctx, phase, membership.members, membership.generation)
     if isinstance(before, Running) and not odd and not phase.lost:
-        deadline = ctx.now + ctx.options.boundary_s if before.boundary else None
+        deadline = ctx.now + ctx.options.timeouts.boundary_s if before.boundary else None
         ctx.enter(replace(before, paused=Versions(), deadline=deadline))
         if before.boundary:
             ctx.stop(membership.members, "boundary")

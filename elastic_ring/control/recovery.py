@@ -105,7 +105,7 @@ def begin_closing(ctx: Transition, membership: Membership, incident: Incident, w
     ctx.set(generation=ctx.state.generation + 1)
     live = ctx.ready_among(membership.everyone)
     ctx.stop(live, "abort")
-    ctx.enter(Closing(membership, incident, ctx.now + ctx.options.report_s))
+    ctx.enter(Closing(membership, incident, ctx.now + ctx.options.timeouts.report_s))
     ctx.explain(f"closing generation {membership.generation} as {ctx.state.generation}, {len(live)} to report: {why}")
 
 
@@ -168,7 +168,7 @@ def rebuild(
         spares=spares(ctx.state),
         node_of=node_of(ctx.state),
         target_dp=target_dp,
-        min_dp=ctx.options.min_dp,
+        min_dp=ctx.options.scaling.min_dp,
         draining=draining,
         hints=_hints(base, membership),
         gpus_on=gpus_on(ctx.state),
@@ -203,7 +203,7 @@ def _is_crash_loop(ctx: Transition, incident: Incident, mesh: Mesh, step: int) -
     known = tuple(before for before in ctx.state.crashes if before.step == crash.step)
     ctx.set(crashes=(*known, crash))
     counted = crash_loop.counted(ctx.state.crashes)
-    if len(counted) < ctx.options.crash_loop_limit:
+    if len(counted) < ctx.options.run.crash_loop_limit:
         return False
     if crash.step < end_step(ctx.state):
         what, look = f"step {crash.step}", f"the batch of step {crash.step} and at the memory it needs"
@@ -319,7 +319,7 @@ def _no_checkpoint(ctx: Transition) -> str:
 def _wait(ctx: Transition, incident: Incident, short: policy.NotEnoughWorkers) -> None:
     phase = ctx.phase
     assert isinstance(phase, Closing), "a boundary keeps all its members, so it cannot be short of them"
-    reason = f"{short.num_missing} more worker(s) for {ctx.options.min_dp} ring(s) of {ctx.options.cp}"
+    reason = f"{short.num_missing} more worker(s) for {ctx.options.scaling.min_dp} ring(s) of {ctx.options.scaling.cp}"
     if short.num_crowded:
         reason += f", each with a GPU of its own: {short.num_crowded} are there whose nodes have none left"
     if phase.waiting != reason:

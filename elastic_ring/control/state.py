@@ -446,7 +446,7 @@ class State:
     pool: Pool = field(default_factory=Pool, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        pool, num_spares, size = self.pool, self.options.spares, self.options.dp * self.options.cp
+        pool, num_spares, size = self.pool, self.options.scaling.spares, self.options.scaling.mesh.size
         is_known = pool.workers is self.workers and pool.nodes is self.nodes
         if not is_known or (pool.num_spares, pool.mesh_size) != (num_spares, size):
             pool = pool_of(self.workers, self.nodes, num_spares, size)
@@ -582,7 +582,7 @@ def describe(state: State) -> dict[str, Any]:
     """The state as JSON values, for the status page."""
     mesh, placed = mesh_of(state), members(state)
     return {
-        "run": state.options.run,
+        "run": state.options.run.name,
         "phase": phase_name(state),
         "waiting_for": state.phase.waiting if isinstance(state.phase, Closing) else "",
         "term": state.term,
@@ -627,9 +627,9 @@ def waiting_for(state: State, now: float) -> str:
     phase = state.phase
     if isinstance(phase, Closing) and phase.waiting:
         return f"waiting, with every shard held, for {phase.waiting}"
-    if not isinstance(phase, Forming) or now < phase.since + state.options.start_s / 4:
+    if not isinstance(phase, Forming) or now < phase.since + state.options.timeouts.start_s / 4:
         return ""
-    ready, able, wanted = len(spares(state)), num_able_to_form(state), state.options.dp * state.options.cp
+    ready, able, wanted = len(spares(state)), num_able_to_form(state), state.options.scaling.mesh.size
     failures = [f"{node.node}: {node.last_failure}" for node in state.nodes.values() if node.last_failure]
     last = f"; last failed start on {failures[-1]}" if failures else ""
     if starting := state.pool.total.visible:

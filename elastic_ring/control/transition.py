@@ -95,7 +95,7 @@ class Transition:
         self.set(pool_changed_at=self.now)
 
     def _let_stop(self, names: tuple[str, ...], written_off: bool) -> None:
-        known, deadline = self.state.workers, self.now + self.options.report_s
+        known, deadline = self.state.workers, self.now + self.options.timeouts.report_s
         self.put(
             *(replace(known[name], status="stopping", deadline=deadline, written_off=written_off) for name in names)
         )

@@ -22,8 +22,8 @@ from elastic_ring.control.messages import (
     WorkerLost,
     WorkerReady,
 )
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import Change, members, membership_of, phase_name
+from tests.sim.simulator.options import simulated
 
 C = TypeVar("C")
 
@@ -31,8 +31,8 @@ C = TypeVar("C")
 class Bench:
     def __init__(self, nodes: dict[str, int], members: dict[str, int] | None = None, **options: Any) -> None:
         """`nodes`: how many workers fit on each; `members`: how many GPUs those have that limit their members."""
-        wanted: dict[str, Any] = {"run": "scripted", "dp": 2, "cp": 2, "total_steps": 100, "restart_delay_s": 0.0}
-        self.options = ControlOptions(**{**wanted, **options})
+        wanted: dict[str, Any] = {"name": "scripted", "dp": 2, "cp": 2, "total_steps": 100, "restart_delay_s": 0.0}
+        self.options = simulated(**{**wanted, **options})
         self.state = coordination.initial(self.options)
         self.now, self.sent, self.reason = 0.0, (), ""
         self.sent: tuple[Command, ...]

@@ -33,7 +33,7 @@ def check_step_back(world: World, before: State, after: State, order: Build) -> 
     assert change is not None
     if incident.undone or incident.base is None or group.order.generation != incident.base.generation:
         return
-    every = world.options.copy_every_steps
+    every = world.options.run.copy_every_steps
     num_skipped = sum(step > complete for step in group.skipped)
     under_way = num_skipped or any(step > complete for step in group.taken)
     limit = every * (2 + num_skipped) if under_way else every
@@ -77,7 +77,7 @@ def _newest_held(world: World, before: State, after: State) -> SnapshotId | None
             ]
             if len(inside) == len(parity.ranks) and len(gone) == 1:
                 shards.setdefault(snapshot, set()).add(inside[gone[0]].shard.cp_rank)
-    cp, back = world.options.cp, pending(before)
+    cp, back = world.options.scaling.cp, pending(before)
     complete = [at for at, held in shards.items() if len(held) == cp and not _is_undone(world, at)]
     return max((one for one in complete if back is None or one.step < back.first_step), default=None)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
 from elastic_ring.control.messages import Build, Report, from_json, to_json
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.placement.copies import (
     CopyMode,
     CopyPlacement,
@@ -22,6 +20,7 @@ from elastic_ring.control.placement.copies import (
     place,
 )
 from elastic_ring.mesh import Mesh
+from tests.sim.simulator.options import simulated
 
 MESHES = [Mesh(dp, cp) for dp, cp in itertools.product(range(1, 5), range(1, 5)) if dp * cp > 1]
 
@@ -143,13 +142,10 @@ def test_what_the_setting_may_be() -> None:
             parse_copies(text)
 
 
-def test_the_core_refuses_a_mode_that_it_does_not_know_and_lets_a_mesh_shrink_below_what_it_needs() -> None:
-    with pytest.raises(ValueError, match="copies='3'"):
-        ControlOptions("r", dp=1, cp=4, total_steps=1, copies="3")
-    asked = ControlOptions("r", dp=3, cp=1, total_steps=1, copies="2")
-    assert replace(asked, dp=1, max_dp=1).copy_mode(Mesh(1, 2)) == CopyMode(2), (
-        "as `elastic-ring scale` does while the run trains"
-    )
+def test_the_core_lets_a_mesh_shrink_below_what_its_copies_need() -> None:
+    asked = simulated("r", dp=3, cp=1, total_steps=1, copies="2")
+    scaled = asked.scaled(dp_limit=1, spares=1)
+    assert scaled.copy_mode(Mesh(1, 2)) == CopyMode(2), "as `elastic-ring scale` does while the run trains"
 
 
 @pytest.mark.parametrize("mode", [CopyMode(2), CopyMode(group_size=4)])

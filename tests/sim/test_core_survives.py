@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from elastic_ring.control.coordination import Decision
 from elastic_ring.control.invariants import InvariantBroken
 from elastic_ring.control.messages import Build, Event, Finalize, MemberFailed, Standby, Stop, Vote
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import phase_name
 from elastic_ring.errors import IllegalTransition
 from elastic_ring.runtime.gpu import cuda_contexts
@@ -20,6 +19,7 @@ from tests.sim.planted import FIRST_SEEDS, PLANTED
 from tests.sim.simulator import worker
 from tests.sim.simulator.corpus import SimCorpus
 from tests.sim.simulator.faults import FAULTS, GROWN, HELD, OWN, SPIKES, STORED, random_schedule
+from tests.sim.simulator.options import changed, simulated
 from tests.sim.simulator.simulate import NotFinished
 from tests.sim.simulator.worker import SimWorker
 from tests.sim.truth import World, simulate
@@ -66,7 +66,7 @@ ONE_WORKER = replace(
     lost=0.0,
     doubled=0.0,
     faults_end_s=60.0,
-    options=ControlOptions(run="simulated", dp=1, cp=1, total_steps=30, spares=0, start_s=5.0, backoff_s=3.0),
+    options=simulated("simulated", dp=1, cp=1, total_steps=30, spares=0, start_s=5.0, backoff_s=3.0),
 )
 
 
@@ -169,7 +169,7 @@ def test_random_schedules_have_runs_that_go_back_on_purpose_to_copies_and_to_che
 
 def test_a_step_is_given_up_for_a_checkpoint_where_the_notice_is_too_short_and_the_run_goes_on_from_it() -> None:
     saved: dict[int, int] = {}
-    options = replace(ONE_WORKER.options, cp=2, total_steps=120, takes_checkpoints=True)
+    options = changed(ONE_WORKER.options, cp=2, total_steps=120, takes_checkpoints=True)
     schedule = replace(ONE_WORKER, options=options, nodes=(1, 1), save_every=10, faults_end_s=16.0)
     for seed in range(8):
 

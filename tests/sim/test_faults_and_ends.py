@@ -394,9 +394,9 @@ def test_a_silent_member_is_asked_again_then_killed_then_replaced() -> None:
     run.handle(MemberFailed("w", membership[0], 1, 1, "peer", 3))
     for rank in (0, 1, 2):
         run.report(rank, 3)
-    assert [stop.worker for stop in only(Stop, run.wait(run.options.report_s / 2))] == [membership[3]]
-    assert [kill.worker for kill in only(KillWorker, run.wait(run.options.report_s / 2))] == [membership[3]]
-    order = build_in(run.wait(run.options.report_s))
+    assert [stop.worker for stop in only(Stop, run.wait(run.options.timeouts.report_s / 2))] == [membership[3]]
+    assert [kill.worker for kill in only(KillWorker, run.wait(run.options.timeouts.report_s / 2))] == [membership[3]]
+    order = build_in(run.wait(run.options.timeouts.report_s))
     assert membership[3] not in order.members
 
 
@@ -404,8 +404,8 @@ def test_a_ring_that_does_not_close_accuses_nobody_while_state_hangs_on_them() -
     run = Bench(TWO_NODES)
     run.all_ready()
     run.wait(run.options.spare_grace_s)
-    run.wait(run.options.build_s / 2)
-    said = run.wait(run.options.build_s / 2)
+    run.wait(run.options.timeouts.build_s / 2)
+    said = run.wait(run.options.timeouts.build_s / 2)
     assert not only(KillWorker, said)
     assert len(only(Stop, said)) == 4
 
@@ -641,7 +641,7 @@ def test_a_run_that_does_not_train_says_what_it_is_short_of() -> None:
     run = Bench({"a": 1}, dp=1, cp=2, spares=0)
     assert waiting_for(run.state, run.now) == "", "workers have a while to start"
     run.all_ready()
-    assert "1 of 2 ready on 1 node(s)" in waiting_for(run.state, run.now + run.options.start_s)
+    assert "1 of 2 ready on 1 node(s)" in waiting_for(run.state, run.now + run.options.timeouts.start_s)
     whole = Bench({"a": 2}, dp=1, cp=2, spares=0).form()
     assert waiting_for(whole.state, whole.now + 1e6) == ""
 

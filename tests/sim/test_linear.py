@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.recovery.sim_core import RECOVERIES, story
 from elastic_ring.control import coordination
-from elastic_ring.control.options import ControlOptions
+from tests.sim.simulator.options import simulated
 
 
 def test_forming_and_recoveries_cost_the_same_for_each_member_of_a_mesh_four_times_as_large() -> None:
@@ -28,12 +28,12 @@ def _bytecodes(num_members: int) -> Counter[str]:
         counted[part] += 1
         return trace
 
-    options = ControlOptions("linear", dp=num_members // 4, cp=4, total_steps=1000, spares=16)
+    options = simulated("linear", dp=num_members // 4, cp=4, total_steps=1000, spares=16)
     state, now, before = coordination.initial(options), 0.0, sys.gettrace()
-    events = story(num_members, options.cp)
+    events = story(num_members, options.scaling.cp)
     part, event = next(events)
     while True:
-        now += options.report_s / 4 / num_members
+        now += options.timeouts.report_s / 4 / num_members
         sys.settrace(trace)
         try:
             state = coordination.advance(state, event, now).state

@@ -9,13 +9,13 @@ import pytest
 from elastic_ring.control import messages
 from elastic_ring.control.decisions.quorum import decide
 from elastic_ring.control.messages import Build, Heal, Published, Report, Vote, from_json, to_json
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.replay import replay, standing, term_note
 from elastic_ring.control.state import members
 from elastic_ring.errors import JournalDamaged
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench
 from tests.sim.simulator.faults import random_schedule
+from tests.sim.simulator.options import simulated
 from tests.sim.truth import World
 
 OLD, NEW = (1, 4), (1, 5)
@@ -79,7 +79,7 @@ def test_a_journal_replays_to_the_same_state() -> None:
 def test_other_commands_than_recorded_are_damage_and_the_line_is_named() -> None:
     run = _recovered()
     with pytest.raises(JournalDamaged, match="line 2"):
-        replay(ControlOptions("scripted", dp=1, cp=1, total_steps=100), run.journal)
+        replay(simulated("scripted", dp=1, cp=1, total_steps=100), run.journal)
     with pytest.raises(JournalDamaged, match="line 4"):
         replay(run.options, [*run.journal[:3], run.journal[3][:-9], *run.journal[4:]])
 

@@ -11,10 +11,10 @@ from elastic_ring.control.coordination import Decision
 from elastic_ring.control.decisions import step_back
 from elastic_ring.control.invariants import InvariantBroken
 from elastic_ring.control.messages import Build, Event, Published, Resumed
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import Building, Change
 from tests.sim.copies_truth import complete_steps
 from tests.sim.simulator.faults import HELD, Schedule, random_schedule
+from tests.sim.simulator.options import changed, simulated
 from tests.sim.simulator.simulate import Outcome
 from tests.sim.truth import World
 
@@ -28,8 +28,8 @@ ONE_RING = replace(
     doubled=0.0,
     faults_end_s=60.0,
     save_every=0,
-    options=ControlOptions(
-        run="simulated", dp=1, cp=4, total_steps=20, spares=2, start_s=5.0, copies="1", copy_every_steps=EVERY
+    options=simulated(
+        "simulated", dp=1, cp=4, total_steps=20, spares=2, start_s=5.0, copies="1", copy_every_steps=EVERY
     ),
 )
 
@@ -99,7 +99,7 @@ def test_one_ring_survives_any_one_loss_in_any_phase_and_undoes_at_most_two_roun
 
 @pytest.mark.parametrize("ranks", list(itertools.combinations(range(4), 2)))
 def test_with_two_copies_any_two_at_once(ranks: tuple[int, int]) -> None:
-    run = Run(replace(ONE_RING, options=replace(ONE_RING.options, copies="2")))
+    run = Run(replace(ONE_RING, options=changed(ONE_RING.options, copies="2")))
     run.until(0, 8, "compute")
     run.lose(*ranks)
     run.finish()
@@ -109,7 +109,7 @@ def test_with_two_copies_any_two_at_once(ranks: tuple[int, int]) -> None:
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("copies", ["parity:2", "parity:3"])
 def test_with_parity_any_one(rank: int, copies: str) -> None:
-    run = Run(replace(ONE_RING, options=replace(ONE_RING.options, copies=copies)))
+    run = Run(replace(ONE_RING, options=changed(ONE_RING.options, copies=copies)))
     run.until(0, 8, "compute")
     run.lose(rank)
     run.finish()
@@ -119,7 +119,7 @@ def test_with_parity_any_one(rank: int, copies: str) -> None:
 @pytest.mark.parametrize("spares", [0, 2])
 @pytest.mark.parametrize("cp_rank", [0, 1])
 def test_both_holders_of_one_shard_at_two_rings(cp_rank: int, spares: int) -> None:
-    options = replace(ONE_RING.options, dp=2, cp=2, spares=spares)
+    options = changed(ONE_RING.options, dp=2, cp=2, spares=spares)
     run = Run(replace(ONE_RING, options=options, nodes=(2, 2, 2) if spares else (2, 2)))
     run.until(0, 8, "compute")
     run.lose(cp_rank, 2 + cp_rank)
@@ -157,7 +157,7 @@ def test_a_damaged_copy_is_found_and_the_one_before_it_is_used() -> None:
 def gone_back(copies: str, spikes: set[int], to: int) -> Run:
     """A run whose first spike makes everyone go back to step `to`, although the copies of step 6 had all arrived."""
     for seed in range(60):
-        run = Run(replace(ONE_RING, options=replace(ONE_RING.options, copies=copies)), seed)
+        run = Run(replace(ONE_RING, options=changed(ONE_RING.options, copies=copies)), seed)
         run.until(0, 4, "compute")
         run.world.poisoned_batches |= spikes
         (group,) = run.world.groups.values()
@@ -229,8 +229,8 @@ def test_members_that_missed_the_build_that_goes_back_do_not_bring_the_undone_st
 def test_random_schedules_go_back_to_copies_and_find_damaged_ones() -> None:
     sources: list[str] = []
     facts: set[str] = set()
-    seeds = [seed for seed in range(400) if random_schedule(seed).options.copies != "0"]
-    assert {random_schedule(seed).options.copies for seed in seeds} >= {"1", "2", "parity:2", "parity:3"}
+    seeds = [seed for seed in range(400) if random_schedule(seed).options.run.copies != "0"]
+    assert {random_schedule(seed).options.run.copies for seed in seeds} >= {"1", "2", "parity:2", "parity:3"}
     for seed in seeds[:150]:
         run = Run(random_schedule(seed), seed)
         facts |= run.world.finish(600.0).facts.keys()

@@ -216,8 +216,8 @@ def test_a_worker_that_a_new_coordinator_does_not_hear_is_killed_and_replaced() 
         name for name, worker in run.state.workers.items() if worker.status == "ready" and name != membership[2]
     ]:
         run.handle(Status("w", name, 2, 1, "running" if name in membership else "spare"))
-    run.wait(run.options.hello_s / 2)
-    said = run.wait(run.options.hello_s)
+    run.wait(run.options.timeouts.hello_s / 2)
+    said = run.wait(run.options.timeouts.hello_s)
     assert [kill.worker for kill in only(KillWorker, said)] == [membership[2]]
     run.lose(2)
     assert run.phase == "closing"
@@ -247,5 +247,5 @@ def test_a_bigger_cluster_makes_more_rings_than_asked_up_to_the_limit() -> None:
     run = Bench({"a": 2, "b": 2}, spares=0, max_dp=3).form()
     run.handle(NodeJoined("n", "c", 8))
     run.all_ready()
-    run.wait(run.options.grow_delay_s)
+    run.wait(run.options.run.grow_delay_s)
     assert build_in(run.report_all(applied=1, kind="boundary")).mesh == Mesh(3, 2)

@@ -87,7 +87,9 @@ def _check_nobody_holds(world: simulator.World, before: State) -> None:
     sound = [w for w in workers if w.alive and not w.poisoned and w.shard is not None and w.state_id >= world.given_up]
     newest = max([before.committed, *(worker.applied for worker in sound)])
     held = {worker.shard.cp_rank for worker in sound if worker.shard is not None and worker.applied == newest}
-    require(len(held) < world.options.cp, 3, "every shard has a holder, but a checkpoint or copies replace them")
+    require(
+        len(held) < world.options.scaling.cp, 3, "every shard has a holder, but a checkpoint or copies replace them"
+    )
 
 
 def _check_restore(world: simulator.World, before: State, after: State, restore: Checkpoint) -> None:
@@ -121,11 +123,13 @@ def check_end(world: simulator.World, end: EndRun) -> None:
     elif end.error == "CrashLoop":
         step = int(dict(end.facts)["step"])
         in_work = [phase for at, phase in world.deaths if at == step and phase in ("forward", "apply")]
-        require(len(in_work) >= world.options.crash_loop_limit, 3, f"only {len(in_work)} deaths in the work of {step}")
+        require(
+            len(in_work) >= world.options.run.crash_loop_limit, 3, f"only {len(in_work)} deaths in the work of {step}"
+        )
     elif end.error == "UserCodeFailed":
         step = int(dict(end.facts)["step"])
         told = f"user code raised {world.raised[step]} times in step {step}"
-        require(world.raised[step] >= world.options.user_error_limit, 3, told)
+        require(world.raised[step] >= world.options.run.user_error_limit, 3, told)
     elif end.error == "OutOfMemory":
         told = f"no worker needed more than {world.most_reliefs_needed} reliefs of the memory ladder"
         require(world.most_reliefs_needed > len(world.options.memory_reliefs), 3, told)

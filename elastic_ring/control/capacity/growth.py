@@ -15,8 +15,8 @@ PACE_STEPS = 3
 def cost_s(state: State) -> float:
     """What a growth costs: the setting, else what the last build took, the first one if there is no other, and what the
     last new worker took from its start until it was warm."""
-    if state.options.grow_cost_s is not None:
-        return state.options.grow_cost_s
+    if state.options.run.grow_cost_s is not None:
+        return state.options.run.grow_cost_s
     change = state.last_change
     if change is None or change.resumed_at is None:
         return 0.0
@@ -49,5 +49,5 @@ def is_worth_it(state: State, dp: int) -> bool:
 
 def earliest(state: State) -> float:
     """From when on the mesh may grow: new capacity has lasted, and the last change of its size is long enough ago."""
-    lasted_at = state.pool_changed_at + state.options.grow_delay_s
-    return lasted_at if state.resized_at is None else max(lasted_at, state.resized_at + state.options.grow_interval_s)
+    run, lasted_at = state.options.run, state.pool_changed_at + state.options.run.grow_delay_s
+    return lasted_at if state.resized_at is None else max(lasted_at, state.resized_at + run.grow_interval_s)

@@ -20,7 +20,7 @@ def leaving_members(state: State) -> list[str]:
 
 def can_hand_over(state: State) -> bool:
     """Whether `min_dp` rings can be formed without those that leave."""
-    return num_able_to_form(state) // state.options.cp >= state.options.min_dp
+    return num_able_to_form(state) // state.options.scaling.cp >= state.options.scaling.min_dp
 
 
 def hand_over_by(state: State, now: float) -> float | None:
@@ -40,7 +40,7 @@ def save_if_alone(ctx: Transition) -> None:
     nodes = frozenset(ctx.state.workers[name].node for name in leaving_members(ctx.state)) - phase.saved_for
     if nodes and not can_hand_over(ctx.state):
         ctx.stop(ctx.ready_among(phase.membership.members), "save")
-        by = save_by(ctx.state, ctx.now) if ctx.options.takes_checkpoints else None
+        by = save_by(ctx.state, ctx.now) if ctx.options.run.checkpoint_config.is_on else None
         ctx.edit_phase(saved_for=phase.saved_for | nodes, save_by=by, save_after=ctx.state.committed)
         ctx.explain(f"too few workers without node {', '.join(sorted(nodes))}: requests a checkpoint")
     phase = ctx.phase

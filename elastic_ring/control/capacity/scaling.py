@@ -14,12 +14,12 @@ from elastic_ring.control.transition import Transition
 def requested(ctx: Transition, event: ScaleRequested) -> None:
     """Take over the numbers. What is too much then leaves at a boundary; what is missing is started as room comes."""
     options = ctx.options
-    limit = max(options.min_dp, options.dp_limit if event.max_dp is None else event.max_dp)
-    num_spares = options.spares if event.spares is None else max(0, event.spares)
-    if (limit, num_spares) == (options.dp_limit, options.spares):
+    limit = max(options.scaling.min_dp, options.scaling.most_rings if event.max_dp is None else event.max_dp)
+    num_spares = options.scaling.spares if event.spares is None else max(0, event.spares)
+    if (limit, num_spares) == (options.scaling.most_rings, options.scaling.spares):
         ctx.explain("the request changes nothing")
         return
-    new = replace(options, dp=min(options.dp, limit), max_dp=limit, spares=num_spares)
+    new = options.scaled(dp_limit=limit, spares=num_spares)
     ctx.state = replace(ctx.state, options=new, pool_changed_at=ctx.now, gives_up=True)
     ctx.explain(f"at most {limit} ring(s) and {num_spares} spare(s) from now on")
 
@@ -43,7 +43,7 @@ def settle(ctx: Transition) -> None:
     if released:
         ctx.release(released)
         ctx.explain(f"spares not wanted any more: {', '.join(released)}")
-    if phase.membership.mesh.dp <= ctx.options.dp_limit and worker_pool.num_surplus(ctx.state) <= 0:
+    if phase.membership.mesh.dp <= ctx.options.scaling.most_rings and worker_pool.num_surplus(ctx.state) <= 0:
         ctx.set(gives_up=False)
 
 
@@ -58,7 +58,7 @@ def nodes_to_leave(state: State, surplus: int) -> list[str]:
             on_node[worker.node].append(worker.worker)
     order = sorted(on_node, key=lambda node: (sum(w in members for w in on_node[node]), -len(on_node[node]), node))
     able = sum(state.workers[w].status == "ready" for workers in on_node.values() for w in workers)
-    needed = state.options.dp_limit * state.options.cp
+    needed = state.options.scaling.most_rings * state.options.scaling.cp
     chosen = []
     for node in order:
         ready = sum(state.workers[worker].status == "ready" for worker in on_node[node])

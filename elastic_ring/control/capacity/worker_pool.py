@@ -87,7 +87,7 @@ def worker_starting(ctx: Transition, event: WorkerStarting) -> None:
             ctx.put(replace(worker, doing=event.doing))
         ctx.explain(f"{event.worker} shows no progress in starting")
         return
-    deadline = max(worker.deadline, min(ctx.now + ctx.options.start_s, worker.start_deadline))
+    deadline = max(worker.deadline, min(ctx.now + ctx.options.timeouts.start_s, worker.start_deadline))
     ctx.put(replace(worker, deadline=deadline, start_cpu_s=event.cpu_s, doing=event.doing))
     ctx.explain(f"{event.worker} is starting, {event.cpu_s:.1f} s of CPU used")
 
@@ -167,9 +167,9 @@ def expire(ctx: Transition) -> tuple[LostWorker, ...]:
     losses = []
     for worker in due:
         if worker.status == "starting":
-            late = f"no progress in starting for {ctx.options.start_s} s"
+            late = f"no progress in starting for {ctx.options.timeouts.start_s} s"
             if worker.deadline >= worker.start_deadline:
-                late = f"not warm after {ctx.options.start_max_s} s"
+                late = f"not warm after {ctx.options.timeouts.start_max_s} s"
             ctx.kill([worker.worker], late, written_off=True)
             ctx.explain(f"{worker.worker}: {late}")
             _count_failed_start(ctx, worker.node, "")
@@ -239,7 +239,7 @@ def _start_members(ctx: Transition) -> None:
     if missing <= 0 or not ctx.state.pool.free:
         return
     usable = ctx.state.pool.usable(ctx.state.pool.free, ctx.now)
-    ranked = [(*_start_rank(ctx.state.pool, node, ctx.options.cp), place) for place, node in enumerate(usable)]
+    ranked = [(*_start_rank(ctx.state.pool, node, ctx.options.scaling.cp), place) for place, node in enumerate(usable)]
     heapify(ranked)
     while ranked and missing > 0:
         missing -= 1
@@ -247,7 +247,7 @@ def _start_members(ctx: Transition) -> None:
         _start(ctx, usable[place].node)
         pool = ctx.state.pool
         if pool.gpus_left(usable[place]) > 0:  # only this node's rank is another one now
-            heapreplace(ranked, (*_start_rank(pool, usable[place], ctx.options.cp), place))
+            heapreplace(ranked, (*_start_rank(pool, usable[place], ctx.options.scaling.cp), place))
         else:
             heappop(ranked)
 
@@ -279,8 +279,8 @@ def _start(ctx: Transition, node: str) -> None:
         name,
         node,
         "starting",
-        ctx.now + state.options.start_s,
-        start_deadline=ctx.now + state.options.start_max_s,
+        ctx.now + state.options.timeouts.start_s,
+        start_deadline=ctx.now + state.options.timeouts.start_max_s,
         hired_at=ctx.now,
     )
     ctx.send(StartWorker(ctx.cause, name, node, state.term))
@@ -291,22 +291,22 @@ def _start(ctx: Transition, node: str) -> None:
 def standbys_from(state: State) -> float:
     """From when on standbys may be started: news of nodes comes one by one, and the next may have a free GPU, which is
     better."""
-    return state.nodes_changed_at + min(STANDBY_AFTER_S, state.options.start_s / 20)
+    return state.nodes_changed_at + min(STANDBY_AFTER_S, state.options.timeouts.start_s / 20)
 
 
 class _Wants:
     """How many workers are missing, and on which nodes one more is useful.
 
-    `num_members` are wanted for the mesh, `options.spares` beside them. A worker within its node's GPUs is able: it can
+    `num_members` are wanted for the mesh, `scaling.spares` beside them. A worker within its node's GPUs is able: it can
     be a member now. One beyond them is a standby, which can replace only members of its own node; standbys make good
     for spares that find no free GPU, up to their share on each node. They never count as members of a mesh that lacks
     GPUs.
     """
 
     def __init__(self, state: State) -> None:
-        pool, self._num_spares = state.pool, state.options.spares
+        pool, self._num_spares = state.pool, state.options.scaling.spares
         beyond = [(pool.num_beyond(node), pool.share(node)) for node in map(state.nodes.__getitem__, pool.crowded)]
-        self.num_members = state.options.dp_limit * state.options.cp
+        self.num_members = state.options.scaling.most_rings * state.options.scaling.cp
         self.num_able = pool.total.staying - sum(number for number, _ in beyond)
         self.num_standing_by = sum(min(both) for both in beyond)
 

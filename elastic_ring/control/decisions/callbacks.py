@@ -22,7 +22,7 @@ def awaited(ctx: Transition, event: CallbacksAwaited) -> None:
     elif known.awaited == event.step:
         ctx.explain(f"the answer of step {event.step} is waited for already")
     else:
-        ctx.set(callbacks=replace(known, awaited=event.step, deadline=ctx.now + ctx.options.callback_s))
+        ctx.set(callbacks=replace(known, awaited=event.step, deadline=ctx.now + ctx.options.timeouts.callback_s))
         ctx.explain(f"the members wait at step {event.step} for callbacks")
 
 
@@ -49,14 +49,15 @@ def expire(ctx: Transition) -> None:
     known = ctx.state.callbacks
     if known.awaited is not None and ctx.now >= known.deadline:
         answered(ctx, CallbacksAnswered(ctx.cause, known.awaited))
-        ctx.explain(f"no answer within {ctx.options.callback_s:g} s")
+        ctx.explain(f"no answer within {ctx.options.timeouts.callback_s:g} s")
 
 
 def restart_clock(ctx: Transition) -> None:
     """For a new coordinator: the driver has first to find it."""
     known = ctx.state.callbacks
     if known.awaited is not None:
-        ctx.set(callbacks=replace(known, deadline=ctx.now + ctx.options.hello_s + ctx.options.callback_s))
+        timeouts = ctx.options.timeouts
+        ctx.set(callbacks=replace(known, deadline=ctx.now + timeouts.hello_s + timeouts.callback_s))
 
 
 def deadline(state: State) -> float | None:

@@ -130,7 +130,7 @@ def climb_early(ctx: Transition) -> None:
 
 def may_relax(state: State, committed: int) -> bool:
     """Whether one relief may go, with `committed` steps: enough of them passed since the last shortage or change."""
-    ladder, steps = state.memory, state.options.memory_relax_steps
+    ladder, steps = state.memory, state.options.run.memory_relax_steps
     if not ladder.num_reliefs or not steps or ladder.wanted:
         return False
     waits_steps: int = steps << min(ladder.num_relaxed, MAX_DOUBLINGS)

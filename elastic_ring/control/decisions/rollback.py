@@ -31,7 +31,7 @@ def asked(ctx: Transition, event: MemberFailed) -> GoBack | None:
     is_same = known.count > 0 and event.first_step <= known.step + NEAR_STEPS
     count = known.count + 1 if is_same else 1
     ctx.set(rollbacks=Counted(max(event.step, known.step) if is_same else event.step, count))
-    if count > ctx.options.rollback_limit:
+    if count > ctx.options.run.rollback_limit:
         end(ctx, event.step, event.detail, f"the run has gone back from there {count - 1} time(s) (rollback_limit)")
         return None
     return GoBack(event.first_step, event.step, event.detail)

@@ -65,7 +65,7 @@ def settle(ctx: Transition) -> None:
         told = f"{known.why}; they agree without {known.out}, which was wrong: its processor or memory is faulty"
         stragglers.avoid(ctx, known.out)
         worker = ctx.state.workers[known.out]
-        ctx.put(replace(worker, status="stopping", deadline=ctx.now + ctx.options.report_s, written_off=True))
+        ctx.put(replace(worker, status="stopping", deadline=ctx.now + ctx.options.timeouts.report_s, written_off=True))
         ctx.send(Release(ctx.cause, known.out, ctx.state.term, told))
         ctx.explain(told)
     else:

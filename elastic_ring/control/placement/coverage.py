@@ -62,9 +62,9 @@ def covered(state: State) -> dict[str, str]:
         tuple(failure_places(on, domains, mode)),
         frozenset(able_in.items()),
         able.total() > 0 or all(standbys[node] > 0 for node in on),
-        options.min_dp,
+        options.scaling.min_dp,
         mode,
-        options.takes_checkpoints or bool(state.checkpoints),
+        options.run.checkpoint_config.is_on or bool(state.checkpoints),
     )
     losses = (PROCESS, *(DOMAINS if places else HOSTS))
     return {loss: OUTCOMES[outcome] for loss, outcome in zip(losses, _worst(counted), strict=False)}

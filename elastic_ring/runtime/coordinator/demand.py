@@ -42,12 +42,12 @@ class Wish:
 
 def wish_of(state: State, nodes: Iterable[NodeInfo]) -> Wish:
     """`nodes`: those that Ray lists."""
-    options, nodes = state.options, tuple(nodes)
+    scaling, nodes = state.options.scaling, tuple(nodes)
     placed = [worker for worker in state.workers.values() if worker.status != "stopping" and not worker.draining]
     over = isinstance(state.phase, Idle | Finishing | Ended)
-    wanted = () if over else sizes(options.min_dp, options.dp_limit, options.cp, options.spares)
-    room = num_room(nodes, options.dp_limit * options.cp) if nodes else None
-    return Wish(wanted, len(placed), room, options.dp_limit)
+    wanted = () if over else sizes(scaling.min_dp, scaling.most_rings, scaling.cp, scaling.spares)
+    room = num_room(nodes, scaling.most_rings * scaling.cp) if nodes else None
+    return Wish(wanted, len(placed), room, scaling.most_rings)
 
 
 class DemandKeeper:

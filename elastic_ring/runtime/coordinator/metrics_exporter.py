@@ -177,9 +177,9 @@ def _of_mesh(state: State) -> Iterator[Sample]:
     mesh, options = mesh_of(state), state.options
     yield "elastic_ring_mesh", "dp", mesh.dp if mesh else 0
     yield "elastic_ring_mesh", "cp", mesh.cp if mesh else 0
-    yield "elastic_ring_wanted_rings", "min", options.min_dp
-    yield "elastic_ring_wanted_rings", "start", options.dp
-    yield "elastic_ring_wanted_rings", "max", options.dp_limit
+    yield "elastic_ring_wanted_rings", "min", options.scaling.min_dp
+    yield "elastic_ring_wanted_rings", "start", options.scaling.dp
+    yield "elastic_ring_wanted_rings", "max", options.scaling.most_rings
     waiting = set(spares(state))
     doing = Counter(
         "leaving"
@@ -192,7 +192,7 @@ def _of_mesh(state: State) -> Iterator[Sample]:
         for worker in state.workers.values()
     )
     yield from (("elastic_ring_workers", what, doing[what]) for what in by_name()["elastic_ring_workers"].values)
-    yield "elastic_ring_wanted_spares", "", options.spares
+    yield "elastic_ring_wanted_spares", "", options.scaling.spares
     nodes = list(state.nodes.values())
     yield "elastic_ring_nodes", "usable", len(nodes)
     yield "elastic_ring_nodes", "draining", sum(node.draining for node in nodes)

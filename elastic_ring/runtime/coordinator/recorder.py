@@ -600,7 +600,7 @@ def lost_to(state: State) -> str:
         return "stalled"
     if isinstance(phase, Forming):
         room = sum(node.num_slots for node in state.nodes.values() if not node.draining)
-        fits = room >= state.options.dp * state.options.cp
+        fits = room >= state.options.scaling.mesh.size
         return "waiting" if not fits else "startup" if phase.incident is None else ""
     return "startup" if isinstance(phase, Building) and phase.incident.base is None else ""
 

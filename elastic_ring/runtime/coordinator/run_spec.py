@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,37 +80,13 @@ class Clock:
 
 def control_options(run_spec: RunSpec) -> ControlOptions:
     """The core's options from the user's settings."""
-    scaling, run, timeouts = run_spec.scaling, run_spec.run, run_spec.run.timeouts
-    return ControlOptions(
-        run=run.name,
-        dp=run_spec.start_dp or scaling.dp,
-        cp=scaling.cp,
-        total_steps=run_spec.task.step.steps,
-        spares=scaling.spares,
-        min_dp=scaling.min_dp,
-        max_dp=scaling.most_rings,
-        report_s=timeouts.report_s,
-        build_s=timeouts.build_s,
-        start_s=timeouts.start_s,
-        start_max_s=timeouts.start_max_s,
-        hello_s=timeouts.hello_s,
-        boundary_s=timeouts.boundary_s,
-        finalize_s=timeouts.finalize_s,
-        callback_s=timeouts.callback_s,
-        restore_s=timeouts.restore_s,
-        grow_delay_s=run.grow_delay_s,
-        grow_interval_s=run.grow_interval_s,
-        grow_cost_s=run.grow_cost_s,
-        crash_loop_limit=run.crash_loop_limit,
-        user_error_limit=run.user_error_limit,
-        rollback_limit=run.rollback_limit,
-        takes_checkpoints=run.checkpoint_config.is_on,
-        copies=run.copies,
-        copy_every_steps=run.copy_every_steps,
-        memory_reliefs=reliefs_on(scaling.device, run_spec.task.step.sequences_per_pass),
-        memory_relax_steps=run.memory_relax_steps,
-        waits_for_spares=bool(run.faults),  # which are planned for a mesh with its spares
-    )
+    scaling, step = run_spec.scaling, run_spec.task.step
+    if run_spec.start_dp is not None:
+        scaling = replace(scaling, dp=run_spec.start_dp, max_dp=scaling.most_rings)
+    reliefs = reliefs_on(scaling.device, step.sequences_per_pass)
+    # Planned faults are planned for a mesh with its spares.
+    waits_for_spares = bool(run_spec.run.faults)
+    return ControlOptions(run_spec.run, scaling, step.steps, reliefs, waits_for_spares=waits_for_spares)
 
 
 def is_finished(run: RunConfig, folder: Path, steps: int, identity: str) -> bool:

@@ -75,7 +75,7 @@ def test_more_rings_are_asked_for_and_come_when_there_is_room() -> None:
     said = run.handle(ScaleRequested("u", 2, None))
     assert {command.node for command in only(StartWorker, said)} == {"b"}
     run.all_ready()
-    assert only(Stop, run.wait(run.options.grow_delay_s))
+    assert only(Stop, run.wait(run.options.run.grow_delay_s))
 
 
 def test_never_fewer_than_min_dp() -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from elastic_ring.control.capacity.worker_pool import STANDBY_AFTER_S, _spread
 from elastic_ring.control.messages import NodeJoined, NodeLost, StartWorker
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.placement.coverage import OUTCOMES, covered
 from elastic_ring.control.state import Forming, Node, State, Worker, members, mesh_of, spares
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench, build_in, only
+from tests.sim.simulator.options import simulated
 
 SLOTS = 8
 
@@ -92,7 +92,7 @@ def test_spares_stand_in_the_domain_that_has_least_of_the_run() -> None:
 def test_a_spare_is_placed_among_a_thousand_hosts_in_milliseconds() -> None:
     """By the thread that also answers the agents' beats: silent for 15 s, it would be killed."""
     nodes = {f"h{i}": Node(f"h{i}", 9, num_gpus=8, domains=(f"zone{i % 4}", f"rack{i % 40}")) for i in range(1000)}
-    state = State(ControlOptions("big", dp=250, cp=32, total_steps=1, spares=8), Forming(0.0), 1, 1, nodes=nodes)
+    state = State(simulated("big", dp=250, cp=32, total_steps=1, spares=8), Forming(0.0), 1, 1, nodes=nodes)
     begun, hosts = time.process_time(), []
     for number in range(20):
         hosts.append(min(nodes.values(), key=_spread(state)))

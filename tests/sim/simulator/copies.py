@@ -77,7 +77,7 @@ class SimCopies:
     def applied(self, group: Group, vote: Vote) -> None:
         """A step was applied: take the next snapshot if it is due and nobody's last one is under way. That vote shows
         that the last one is complete everywhere, so those before it are dropped."""
-        if not self._exchanges(group) or self.worker.applied % self.world.options.copy_every_steps:
+        if not self._exchanges(group) or self.worker.applied % self.world.options.run.copy_every_steps:
             return
         if self._all_idle(vote):
             # A peer that was faster may have sent its next one already.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.placement.copies import parse_copies
+from tests.sim.simulator.options import changed, simulated
 
 FAULTS = {
     "kill": 10,
@@ -74,8 +75,8 @@ def random_schedule(seed: int) -> Schedule:
     slots = [0] * num_nodes
     for index in range(total + rng.choice([0, 0, 1, 3])):
         slots[index % num_nodes] += 1
-    options = ControlOptions(
-        run="simulated",
+    options = simulated(
+        "simulated",
         dp=dp,
         cp=cp,
         total_steps=rng.randint(3, 40),
@@ -84,10 +85,10 @@ def random_schedule(seed: int) -> Schedule:
         max_dp=rng.choice([None, dp + 1, dp + 2]),
         report_s=1.0,
         build_s=6.0,
-        restore_s=4.0,
+        restore_s=6.1,
         start_s=5.0,
         hello_s=1.0,
-        boundary_s=6.0,
+        boundary_s=6.1,
         finalize_s=4.0,
         spare_grace_s=0.5,
         grow_delay_s=0.5,
@@ -129,14 +130,14 @@ def random_schedule(seed: int) -> Schedule:
     held = random.Random(f"copies of {seed}")
     schedule = _with_copies(schedule, held) if held.random() < 0.5 else schedule
     spikes = random.Random(f"spikes of {seed}")
-    has_sources = schedule.save_every or schedule.options.copies != "0"
+    has_sources = schedule.save_every or schedule.options.run.copies != "0"
     return _with_spikes(schedule, spikes) if spikes.random() < (0.2 if has_sources else 0.01) else schedule
 
 
 def _with_gpus(schedule: Schedule, rng: random.Random) -> Schedule:
     """The same on nodes with GPUs, even or uneven, now and then too few of them, and standby processes beside them;
     with some more of what takes or frees a single GPU."""
-    num_nodes, wanted = len(schedule.nodes), schedule.options.dp * schedule.options.cp
+    num_nodes, wanted = len(schedule.nodes), schedule.options.scaling.mesh.size
     gpus = [0] * num_nodes
     even = rng.random() < 0.5
     for index in range(max(1, wanted + rng.choice([-1, 0, 0, 0, 1, 2]))):
@@ -155,7 +156,7 @@ def _with_own_failures(schedule: Schedule, rng: random.Random) -> Schedule:
 def _with_shortages(schedule: Schedule, rng: random.Random) -> Schedule:
     """The same with some workers that run out of memory, and reliefs that are taken back after a few steps."""
     more = [(rng.uniform(0.3, schedule.faults_end_s), rng.choice(SHORT)) for _ in range(rng.randint(1, 3))]
-    options = replace(schedule.options, memory_relax_steps=rng.choice([0, 1, 3, 10]))
+    options = changed(schedule.options, memory_relax_steps=rng.choice([0, 1, 3, 10]))
     return replace(schedule, options=options, faults=tuple(sorted([*schedule.faults, *more])))
 
 
@@ -164,7 +165,7 @@ def _with_checkpoints(schedule: Schedule, rng: random.Random) -> Schedule:
     more = [(rng.uniform(0.5, schedule.faults_end_s), "damage") for _ in range(rng.randint(0, 2))]
     moment = rng.uniform(1.0, schedule.faults_end_s)
     more += [(moment + rng.uniform(0, 0.2), "kill") for _ in range(rng.choice([0, 2, 4, 8]))]
-    options = replace(schedule.options, takes_checkpoints=True)
+    options = changed(schedule.options, takes_checkpoints=True)
     return replace(
         schedule, options=options, save_every=rng.choice([1, 2, 5]), faults=tuple(sorted([*schedule.faults, *more]))
     )
@@ -179,7 +180,7 @@ def _with_scaling(schedule: Schedule, rng: random.Random) -> Schedule:
 def _with_spikes(schedule: Schedule, rng: random.Random) -> Schedule:
     """The same with batches for which everyone goes back to copies or a checkpoint from before them."""
     more = [(rng.uniform(0.5, schedule.faults_end_s), rng.choice(SPIKES)) for _ in range(rng.randint(1, 3))]
-    options = replace(schedule.options, rollback_limit=rng.choice([2, 50, 50]))
+    options = changed(schedule.options, rollback_limit=rng.choice([2, 50, 50]))
     return replace(schedule, options=options, faults=tuple(sorted([*schedule.faults, *more])))
 
 
@@ -196,13 +197,13 @@ def _with_copies(schedule: Schedule, rng: random.Random) -> Schedule:
     losses of one or a few members."""
     if rng.random() < 0.5 and not schedule.gpus:
         schedule = _on_one_ring(schedule, rng)
-    size = schedule.options.dp * schedule.options.cp
+    size = schedule.options.scaling.mesh.size
     modes = [
         mode for mode in ("1", "2", "parity:2", "parity:3", "parity:4") if parse_copies(mode).num_ranks_needed <= size
     ]
     if not modes:
         return schedule
-    options = replace(schedule.options, copies=rng.choice(modes), copy_every_steps=rng.choice([1, 2, 3, 5, 10]))
+    options = changed(schedule.options, copies=rng.choice(modes), copy_every_steps=rng.choice([1, 2, 3, 5, 10]))
     more = [(rng.uniform(0.5, schedule.faults_end_s), "kill") for _ in range(rng.randint(0, 3))]
     moment = rng.uniform(1.0, schedule.faults_end_s)
     more += [(moment + rng.uniform(0, 0.1), "kill") for _ in range(rng.choice([0, 1, 2, 3]))]
@@ -216,7 +217,7 @@ def _on_one_ring(schedule: Schedule, rng: random.Random) -> Schedule:
     options = schedule.options
     cp = rng.choice([2, 3, 4, 4, 5])
     slots = [0] * len(schedule.nodes)
-    for index in range(cp + options.spares + rng.choice([0, 1])):
+    for index in range(cp + options.scaling.spares + rng.choice([0, 1])):
         slots[index % len(slots)] += 1
     max_dp = rng.choice([None, None, 2])
-    return replace(schedule, options=replace(options, dp=1, cp=cp, min_dp=1, max_dp=max_dp), nodes=tuple(slots))
+    return replace(schedule, options=changed(options, dp=1, cp=cp, min_dp=1, max_dp=max_dp), nodes=tuple(slots))

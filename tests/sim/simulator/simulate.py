@@ -387,7 +387,7 @@ class World:
             first = batch_of(state.committed, state.skips) + self.random.randint(1, 8)
             self.poisoned_batches.update(range(first, first + self.random.randint(1, 3)))
         elif kind == "scale":
-            limit = self.random.randint(self.options.min_dp, self.options.dp_limit)
+            limit = self.random.randint(self.options.scaling.min_dp, self.options.scaling.most_rings)
             self.tell(ScaleRequested("u", limit, self.random.choice([None, 0, 1, 2])), reliable=True)
         elif kind in ("flip", "lose-copies"):
             self._memory_fault(kind, alive)
@@ -473,5 +473,5 @@ class World:
             worker.poisoned = worker.raises = worker.breaks_apply = worker.errs = False
             worker.needs_reliefs = 0
         self.armed.clear()
-        largest = self.options.dp_limit * self.options.cp
-        self._join(self.options.num_workers_wanted, largest if self.schedule.gpus else None)
+        largest = self.options.scaling.most_rings * self.options.scaling.cp
+        self._join(largest + self.options.scaling.spares, largest if self.schedule.gpus else None)

@@ -35,9 +35,9 @@ from elastic_ring.control.messages import (
     WorkerLost,
     WorkerReady,
 )
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import Running
 from elastic_ring.forecast.goodput import HOUR, Failures, RunShape
+from tests.sim.simulator.options import simulated
 
 MOST_MEMBERS = 128
 STOP_S, WARM_S = 0.1, 60.0
@@ -75,7 +75,7 @@ class Tier1:
         self.rate = shape.num_gpus / (gpu_hours * HOUR)
         self.random = random.Random(seed)
         small = self.shape
-        self.options = ControlOptions(
+        self.options = simulated(
             "tier1",
             small.dp,
             small.cp,
@@ -85,9 +85,9 @@ class Tier1:
             report_s=1e4,
             build_s=1e6,
             start_s=1e6,
-            start_max_s=1e6,
-            restore_s=1e6,
-            boundary_s=1e6,
+            start_max_s=1e6 + 1,
+            restore_s=1e6 + 1,
+            boundary_s=1e6 + 1,
             grow_delay_s=1.0,
             backoff_s=1.0,
             spare_grace_s=1.0,

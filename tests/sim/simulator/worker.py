@@ -152,7 +152,7 @@ class SimWorker:
                 self._abort("joining")
                 self.copies.obeyed(command)
                 self.group, self.manifests = group, command.corpus
-                self.joins_until = self.world.now + self.world.options.report_s
+                self.joins_until = self.world.now + self.world.options.timeouts.report_s
                 self._soon()
         elif isinstance(command, Standby) and self._settled:
             self.world.die(self, "exited")

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import Membership, Running, State, Worker
 from elastic_ring.errors import StorageFailed
 from elastic_ring.mesh import Mesh
@@ -27,6 +26,7 @@ from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.state.storage import retries
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.trainer import check_writable
+from tests.sim.simulator.options import simulated
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 MS_RDONLY, MS_REMOUNT = 1, 32
@@ -74,7 +74,7 @@ def names(folder: Path) -> set[str]:
 def training() -> State:
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
-    return State(ControlOptions("full", 2, 1, 4), Running(membership), 1, 1, workers)
+    return State(simulated("full", 2, 1, 4), Running(membership), 1, 1, workers)
 
 
 def test_a_run_is_refused_with_its_folder_and_the_way_out(disk: Path) -> None:

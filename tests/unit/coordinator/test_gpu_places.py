@@ -259,7 +259,7 @@ def test_gpus_for_no_third_ring_ask_for_no_boundary_however_many_workers_stand_b
     assert not only(Stop, run.wait(60.0))
     run.handle(NodeJoined("n", "c", 2, 2))
     run.all_ready()
-    assert only(Stop, run.wait(run.options.grow_delay_s))
+    assert only(Stop, run.wait(run.options.run.grow_delay_s))
     assert build_in(run.report_all(5, "boundary")).mesh == Mesh(3, 4)
 
 
@@ -267,7 +267,7 @@ def test_a_node_with_room_for_many_and_few_gpus_does_not_take_up_what_others_nee
     run = Bench({"a": 30}, {"a": 2}, **MESH, spares=2)
     assert _all_nodes(run) == {"a": 3}, "two that can sit and its share of the standbys"
     run.all_ready()
-    run.wait(run.options.start_s)
+    run.wait(run.options.timeouts.start_s)
     assert run.phase == "forming"
     told = waiting_for(run.state, run.now)
     assert "3 of 8 ready" in told
@@ -295,7 +295,7 @@ def test_what_a_lost_node_held_starts_on_the_node_that_comes_for_it() -> None:
     run.wait(STANDBY_AFTER_S)
     assert _all_nodes(run) == {"a": 5, "c": 5}
     run.all_ready()
-    run.wait(run.options.grow_delay_s)
+    run.wait(run.options.run.grow_delay_s)
     order = build_in(run.report_all(8, "boundary"))
     assert (order.mesh, _nodes(run, *order.members)) == (Mesh(2, 4), {"a": 4, "c": 4})
 
@@ -328,7 +328,7 @@ def test_a_drained_member_of_a_full_node_is_replaced_once_its_gpu_is_free() -> N
     run.resume_all()
     run.handle(WorkerLost("a", leaver, "exited"))
     run.all_ready()
-    run.wait(run.options.grow_delay_s)
+    run.wait(run.options.run.grow_delay_s)
     order = build_in(run.report_all(6, "boundary"))
     assert (order.mesh, _nodes(run, *order.members)) == (Mesh(2, 4), FOUR_EACH)
 

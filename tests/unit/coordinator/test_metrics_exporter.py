@@ -13,7 +13,6 @@ from torch import nn
 
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import OptimConfig, RunConfig, StepConfig
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import (
     Building,
     Change,
@@ -45,6 +44,7 @@ from elastic_ring.runtime.agent.network_counters import INFINIBAND_KEYS, NETWORK
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, Work, of_end, samples
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
 from elastic_ring.train.task import TrainingTask
+from tests.sim.simulator.options import simulated
 
 OF_OTHERS = {
     "elastic_ring_driver_silent_seconds",
@@ -55,7 +55,7 @@ OF_OTHERS = {
 }
 """Known to neither recorder nor state; tests/ray/operate/test_metrics.py sees them."""
 STATE = State(
-    ControlOptions("measured", 2, 1, 40, spares=2, max_dp=3),
+    simulated("measured", 2, 1, 40, spares=2, max_dp=3),
     Running(Membership(1, 2, Mesh(2, 1), ("a", "b"), 0)),
     1,
     2,

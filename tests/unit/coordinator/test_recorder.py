@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import Membership, Running, State, Worker
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.report import render_status
 from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
 from elastic_ring.runtime.driver.attach import end_on_record, refuse_if_written_to
+from tests.sim.simulator.options import simulated
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_after_the_end_nobody_is_a_member_whatever_phase_it_came_in(recorder: Ru
     """Stopped by the user in the middle of training: the core itself has not ended anything."""
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
-    state = State(ControlOptions("records", 2, 1, 4), Running(membership), 1, 1, workers)
+    state = State(simulated("records", 2, 1, 4), Running(membership), 1, 1, workers)
     status = recorder.folder / "status.json"
     recorder.write_status(state, force=True)
     live = json.loads(status.read_text())
@@ -161,7 +161,7 @@ def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of
     run, status = RunConfig("records", run_dir=str(recorder.folder)), recorder.folder / "status.json"
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
-    recorder.write_status(State(ControlOptions("records", 2, 1, 4), Running(membership), 1, 1, workers), force=True)
+    recorder.write_status(State(simulated("records", 2, 1, 4), Running(membership), 1, 1, workers), force=True)
     live = read_json(status) or {}
     end = {"error": "RunFailed", "message": "JournalDamaged: line 1", "facts": {}, "attempt": "a"}
     write_end(run, end)

@@ -16,7 +16,6 @@ import pytest
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.cause_ids import CauseIds
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.replay import standing, term_note
 from elastic_ring.control.state import Finishing, Membership, Running, State, Worker
 from elastic_ring.errors import JournalDamaged, RunFailed
@@ -37,6 +36,7 @@ from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.run_storage import Mirror
 from elastic_ring.runtime.stages import Stages
 from elastic_ring.runtime.terms import Terms, TermWatch
+from tests.sim.simulator.options import simulated
 
 
 def test_beats_are_echoed_and_faults_refused_while_the_end_is_being_written() -> None:
@@ -91,7 +91,7 @@ def test_the_end_says_what_it_is_busy_with_once_that_takes_long(caplog: pytest.L
 def test_what_a_run_whose_steps_are_done_still_writes_is_named_by_rank_and_place() -> None:
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
     workers = {name: Worker(name, "node", "ready", 0.0) for name in membership.members}
-    running = State(ControlOptions("over", 2, 1, 4), Running(membership), 1, 1, workers)
+    running = State(simulated("over", 2, 1, 4), Running(membership), 1, 1, workers)
     phases = {"w-0": {"phase": "save"}, "w-1": {}}
     assert unfinished(running, 3, "/runs/over", phases.__getitem__) == ""
     assert unfinished(running, 4, "/runs/over", phases.__getitem__) == "1 rank(s) still write the last checkpoint"
@@ -139,7 +139,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.metrics_exporter = MetricsExporter(run, made.recorder, lambda: 0.0)
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1")}
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
-    made.state = State(ControlOptions("over", 2, 1, 4), Running(membership), 1, 1, workers)
+    made.state = State(simulated("over", 2, 1, 4), Running(membership), 1, 1, workers)
     made.recorder.write_status(made.state, force=True)
     return made
 

@@ -13,7 +13,6 @@ import pytest
 from elastic_ring.cli.settings import parse
 from elastic_ring.cli.train import data_source
 from elastic_ring.control.messages import CorpusVersion
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import State
 from elastic_ring.data.growth import grown
 from elastic_ring.data.manifest import MANIFEST, read_manifest
@@ -23,6 +22,7 @@ from elastic_ring.data.prepared import PreparedTokens
 from elastic_ring.data.source import open_source, order_of
 from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from tests.object_store.store import ObjectStore
+from tests.sim.simulator.options import simulated
 from tests.unit.data.corpora import prepared, texts, write_jsonl, write_table
 
 
@@ -122,7 +122,7 @@ def test_a_run_on_an_object_store_finds_what_is_prepared_meanwhile_and_reads_the
     found, refused = queue.Queue[tuple[str, str]](), queue.Queue[str]()
     data = PreparedTokens.of(first_manifest(object_store, bucket), 48)
     watcher = CorpusWatcher(data, 0.05, lambda uri, digest: found.put((uri, digest)), refused.put)
-    watcher.open(State(ControlOptions("run", 1, 1, 10)))
+    watcher.open(State(simulated("run", 1, 1, 10)))
     more.set()
     preparing.join(60)
     versions = [CorpusVersion(3, *found.get(timeout=10))]
@@ -157,7 +157,7 @@ def test_a_watcher_names_what_the_store_lost_once_and_goes_on_when_it_is_back(
     store.delete_object(Bucket=bucket, Key=key)
     found, refused = queue.Queue[tuple[str, str]](), queue.Queue[str]()
     watcher = CorpusWatcher(data, 0.02, lambda uri, digest: found.put((uri, digest)), refused.put)
-    watcher.open(State(ControlOptions("run", 1, 1, 10)))
+    watcher.open(State(simulated("run", 1, 1, 10)))
     told = refused.get(timeout=10)
     assert re.search(rf"s3://{bucket}/{key}: cannot be read: .*; expected the manifest in use, of digest ", told)
     time.sleep(0.3)

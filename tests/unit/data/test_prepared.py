@@ -22,7 +22,6 @@ from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfi
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.cli import train
 from elastic_ring.cli.settings import parse
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import State
 from elastic_ring.data import row_groups
 from elastic_ring.data.chunks import ChunkCache
@@ -36,6 +35,7 @@ from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
+from tests.sim.simulator.options import simulated
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
 CONTEXT = 40
@@ -282,7 +282,7 @@ def test_a_watcher_tells_of_a_longer_manifest_once_and_of_each_fault_once(
     break_it(bad, how, 20)
     found, refused = queue.Queue[tuple[str, str]](), queue.Queue[str]()
     watcher = CorpusWatcher(data, 0.01, lambda uri, digest: found.put((uri, digest)), refused.put)
-    watcher.open(State(ControlOptions("run", 1, 1, 10)))
+    watcher.open(State(simulated("run", 1, 1, 10)))
     told = refused.get(timeout=10)
     assert re.search(rf"training goes on with .*{re.escape(str(bad))}: {reason.format(digest=data.digest[:16])}", told)
     for num_bytes in range(30, 80, 10):  # still being written: another line of it is incomplete at each look

@@ -7,10 +7,10 @@ import logging
 import pytest
 
 from elastic_ring.config import CheckpointConfig, RunConfig
-from elastic_ring.control.options import ControlOptions
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.driver.cluster import NodeInfo
 from elastic_ring.runtime.driver.loss_cost import with_settled_copies
+from tests.sim.simulator.options import simulated
 
 GIB = 2**30
 PARAMETERS = -(-GIB // 24)
@@ -67,5 +67,5 @@ def test_one_rank_and_refused_copies_say_what_a_loss_costs(caplog: pytest.LogCap
 def test_rings_beside_each_other_have_copies_only_once_there_is_one_left(caplog: pytest.LogCaptureFixture) -> None:
     assert settled(caplog, Mesh(2, 2), node("a", 99.0)) == ("auto", "")
     assert settled(caplog, Mesh(2, 2), node("a", 1.0)) == ("0", "")
-    options = ControlOptions("run", dp=2, cp=2, total_steps=9, copies="auto")
+    options = simulated("run", dp=2, cp=2, total_steps=9, copies="auto")
     assert [bool(options.copy_mode(Mesh(dp, 2))) for dp in (1, 2)] == [True, False]
