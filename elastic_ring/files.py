@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 1 << 26
-"""Of a record. What lists millions of things has a limit of its own."""
+"""The most bytes of a record. Lists of millions have limits of their own."""
 MAX_JSON_DEPTH = 64
 MAX_TOML_BYTES = 1 << 18
 MAX_NAME_BYTES = 1024

@@ -713,8 +713,8 @@ def _with_sources(sets: Mapping[str, ValidationSet], context_tokens: int) -> dic
 
 
 def fingerprint_of(task: TrainingTask) -> str:
-    """Of the training data and of all validation sets, as each worker computes it. Raises ValueError for sets that
-    cannot be computed."""
+    """The fingerprint of the training data and all validation sets, as each worker computes it. Raises ValueError for
+    sets that cannot be computed."""
     opened = open_sets(task.validation)
     source, fingerprint = fingerprinted(task.data)
     _, held = hold_out(source, num_sequences=task.num_held_out)

@@ -262,8 +262,8 @@ class RingAttention(RecomputableRing):
 
 
 class _Tensors(NamedTuple):
-    """Of one backward pass, heads in the plan's order: dout, q, out (B, S_local, H, D) and lse (B, S_local, H), out and
-    lse the merged ones; k and v (B, S_local, Hkv, D)."""
+    """The tensors of one backward pass, heads in the plan's order: dout, q, out (B, S_local, H, D) and lse (B, S_local,
+    H), out and lse the merged ones; k and v (B, S_local, Hkv, D)."""
 
     dout: torch.Tensor
     q: torch.Tensor

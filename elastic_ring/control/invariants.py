@@ -170,7 +170,7 @@ def _has(held: Mapping[str, list[HeldCopy]], worker: str, cp_rank: int) -> bool:
 
 
 def _nobody_holds(before: State, after: State, reports: Mapping[str, Report], cp: int, what: str) -> None:
-    """Of the newest state that is not given up, some shard has no healthy holder."""
+    """Some shard of the newest state that still counts has no healthy holder."""
     counted = {name: report for name, report in reports.items() if not _is_given_up(report, before)}
     newest = max([before.committed, *(report.applied for report in counted.values())])
     live = {name for name, worker in after.workers.items() if worker.status == "ready"}

@@ -121,7 +121,7 @@ class ChunkCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of the chunks that are loaded."""
+        """The size of the loaded chunks."""
         with self._lock:
             return sum(self._sizes().values())
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 READ_ERRORS = (OSError, EOFError, pa.ArrowException)
 """What pyarrow raises, of the file system and of the format."""
 NUM_READS = 3
-"""Of what looks damaged, before it counts as damaged: bytes may also be changed on their way."""
+"""So many reads decide that data is damaged: bytes may also change on their way."""
 _ABSENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _WRONG_NAME = (errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP)
 _CLIENTS = frozenset({"aiobotocore", "aiohttp", "azure", "botocore", "google", "gcsfs", "requests", "s3fs", "urllib3"})

@@ -24,7 +24,7 @@ MANIFEST, PREPARATION = "manifest.json", "preparation.json"
 """What a preparation writes last, and first."""
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_COUNT, MAX_ROW_GROUPS = 1 << 53, 1 << 27
-"""Of a corpus: an index of its row groups is kept in memory."""
+"""Bounds of a corpus: an index of its row groups is kept in memory."""
 _NAME = re.compile(r"^manifest(-\d+)?\.json$")
 _NOT_IN_DIGEST = frozenset(
     {"digest", "about", "num_bytes", "sha256", "num_records", "num_bad_records", "num_bad", "bad_bytes"}

@@ -100,7 +100,7 @@ class TokenShards:
 
 
 def _digests(filesystem: Any, paths: list[tuple[str, int]], facts: list[list[object]]) -> Files:
-    """Of each file its facts, and its first, middle and last bytes: other tokens may have the same lengths."""
+    """Digests of each file's facts and its first, middle and last bytes: other tokens may have the same lengths."""
     found = []
     for (path, size_bytes), of_shard in zip(paths, facts, strict=True):
         sample = reading(path, partial(_sample, filesystem, path, size_bytes), what=UNREADABLE)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 ProductKind = Literal["grouped", "loop"]
 ALIGNED_BYTES = 16
-"""Of the rows that grouped kernels of GPUs read."""
+"""Alignment of rows that grouped kernels of GPUs read."""
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _TESTED = (3, 32, 16)  # experts, outputs, inputs; one expert has no row
 

@@ -71,7 +71,7 @@ class ExpertExchange:
         self._step = step
 
     def sent_bytes(self) -> int:
-        """Of all exchanges since the last look."""
+        """Bytes sent in all exchanges since the last look."""
         found = self.ledger.all_sent_bytes
         self.ledger.clear()
         return found

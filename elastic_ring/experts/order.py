@@ -58,7 +58,8 @@ class Order:
 
 
 def inverse_of(order: Tensor) -> Tensor:
-    """Of a permutation, int64 (N,). A scatter would be slower on GPUs, where its repeatable form sorts, too."""
+    """The inverse of a permutation, int64 (N,). A scatter would be slower on GPUs, where its repeatable form sorts,
+    too."""
     return torch.sort(order).indices
 
 

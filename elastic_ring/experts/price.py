@@ -6,7 +6,7 @@ from typing import Literal
 
 Placement = Literal["auto", "gather", "send"]
 REDUCED_BYTES = 4
-"""Of a gradient that is summed over the ring, in fp32."""
+"""Bytes of a gradient that the ring sums in fp32."""
 GATHERS, TRIPS = 2, 6
 """Weights are gathered in forward and in backward; rows go there and back in forward, recomputation and backward."""
 

@@ -23,7 +23,8 @@ MOST_LOSSES = 400
 GRID = 1500
 """Points between which the mean share of rings is interpolated, evenly spaced in the log of hosts away."""
 SHARES: Mapping[str, float] = {"process": 0.13, "gpu": 0.61, "host": 0.18, "switch": 0.08}
-"""Of all losses, by scope: Llama-3 405B's causes (software; GPU, HBM, SRAM, system processor; the rest; network)."""
+"""Each scope's share of all losses: Llama-3 405B's causes (software; GPU, HBM, SRAM, system processor; the rest;
+network)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class RunShape:
     copies_hold: bool = False
     copy_steps: int = 10
     process_detect_s: Number = 0.01
-    """Of the death of a process, which its node's agent sees at once."""
+    """The time to detect a process's death, which its node's agent sees at once."""
 
     @property
     def num_gpus(self) -> int:
@@ -158,7 +159,7 @@ def mean_goodput(shape: RunShape, failures: Failures, gpu_hours: Number | None =
 
 
 def goodput_with(shape: RunShape, kept_s: float, losses: Mapping[str, int]) -> float:
-    """Of a run whose steps took `kept_s` and that had so many losses, by scope, with a spare for each."""
+    """The goodput of a run whose steps took `kept_s`, with these losses by scope and a spare for each."""
     lost = sum(number * _cost_s(shape, scope) for scope, number in losses.items())
     return float(kept_s / (kept_s + lost + kept_s / shape.interval_s * shape.wait_s))
 

@@ -28,7 +28,8 @@ NUM_DRAWS = 10_000
 WALKED_DRAWS = 400
 """Draws that the renewal simulation walks; what they differ by from the closed form is dealt out to the others."""
 DETECT_S = {"process": 0.01, "host": 5.0}
-"""Of a process's death 0.002 to 0.011 s (benchmarks/results/recovery), of a host's or a frozen one's up to 5.4."""
+"""Time to detect a death: of a process 0.002 to 0.011 s (benchmarks/results/recovery), of a host or a frozen process up
+to 5.4."""
 CHECKPOINT_WAIT_S = 0.05
 """What training waits for a checkpoint of 12 GB a rank: 0.04 s (benchmarks/results/checkpoint)."""
 REBUILD_S: Mapping[str, tuple[float, float]] = {"cuda": (0.32, 0.235), "cpu": (0.65, 0.0)}
@@ -40,9 +41,9 @@ FIRST_STEP_S: Mapping[str, float] = {"cuda": 0.22, "cpu": 0.0}
 BOTH_PASSES = 0.81
 """The rate of both passes as a share of a dense kernel's forward rate: H200, flash-attn-4, 612 of 755 TFLOP/s."""
 HEAL_SHARE = 0.6
-"""Of a link's rate that a heal gets: 0.57 to 0.68 of a plain copy were measured."""
+"""A heal's share of a link's rate: 0.57 to 0.68 of a plain copy were measured."""
 COPY_SHARE = 0.003
-"""Of a step that copies in peers cost: at most 0.30 % measured, k = 1."""
+"""The cost of copies in peers as a share of a step: at most 0.30 % measured, k = 1."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Scenario:
 
     @cached_property
     def extrapolated(self) -> dict[str, float]:
-        """By how many times the configuration exceeds the largest case that the class was fitted on."""
+        """How many times larger the configuration is than the largest case that the class was fitted on."""
         gpus, parameters = self.eff.seen
         ratios = {"GPUs": self.scaling.mesh.size / gpus, "parameters": self.plan.num_parameters / parameters}
         return {name: ratio for name, ratio in ratios.items() if ratio > 1.0}
@@ -121,7 +122,7 @@ class Scenario:
         return step_time(self.job, self.fleet.spec, eff, self.fleet.gpus_per_host)
 
     def step_s(self, draws: Draws) -> Number:
-        """Of a step, with what copies cost."""
+        """Seconds of a step, copies included."""
         scale = draws["step"] * (1.0 + COPY_SHARE * (self.num_copies > 0))
         if self.measured_step_s is not None:
             return self.measured_step_s * scale
@@ -225,7 +226,7 @@ class Forecast:
 
 
 def forecast(scenario: Scenario, seed: int = 0, num_draws: int = NUM_DRAWS) -> Forecast:
-    """Of a scenario: `num_draws` draws of its inputs, and of chance within a run."""
+    """The forecast of a scenario: `num_draws` draws of its inputs, and of chance within a run."""
     rng = np.random.default_rng(seed)
     inputs = scenario.inputs()
     drawn = {name: one.draw(num_draws, rng) for name, one in inputs.items()}

@@ -150,7 +150,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Of these, the parameters that one token is multiplied with, or that are read for it."""
+    """The parameters that one token is multiplied with, or that are read for it."""
     unused = (config.num_experts - config.experts_per_token) * 3 * config.width * config.expert_width
     return num_parameters(config) - unused * (config.num_layers - config.num_dense_layers if config.num_experts else 0)
 

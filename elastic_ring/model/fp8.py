@@ -19,7 +19,7 @@ from elastic_ring.errors import RunFailed
 
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 LEAST_CAPABILITY = (9, 0)
-"""Of a GPU: an H100's."""
+"""The least compute capability of a GPU: an H100's."""
 ALIGNED = 16
 """Both widths of a product are multiples of this."""
 _LEAST_SCALE = 2.0**-100

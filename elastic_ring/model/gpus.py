@@ -28,9 +28,9 @@ PEAK_TFLOPS = (
     (r"\bL4\b", 121.0),
     (r"\bA10\b", 125.0),
 )
-"""By the GPU's name as CUDA tells it; the first that is found counts."""
+"""By a part of the GPU's name in CUDA; the first match counts."""
 
 
 def peak_tflops(gpu: str) -> float | None:
-    """Of one GPU by its name; None where it is not known."""
+    """Peak of one GPU by its name; None if unknown."""
     return next((peak for pattern, peak in PEAK_TFLOPS if re.search(pattern, gpu)), None)

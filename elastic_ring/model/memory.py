@@ -18,14 +18,14 @@ from elastic_ring.model.config import ModelConfig, block_parameters, expert_para
 FP32 = 4
 LSE_BYTES = 4
 MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
-"""Of a rank's shard, for each parameter: the fp32 master, Adam's two moments, the gradient; with `cpu_offload` "all"
-there is one in host memory, too."""
+"""Bytes for each parameter of a rank's shard: the fp32 master, Adam's two moments, the gradient; with `cpu_offload`
+"all" there is one in host memory, too."""
 IN_HOST_BYTES: Mapping[CpuOffload, int] = {
     "none": 0,
     "optimizer": MOMENTS_BYTES,
     "all": MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES,
 }
-"""Of these, by `cpu_offload`."""
+"""How many of these are in host memory, by `cpu_offload`."""
 VISITING_BYTES: Mapping[CpuOffload, int] = {
     "none": 0,
     "optimizer": MOMENTS_BYTES,
@@ -33,11 +33,11 @@ VISITING_BYTES: Mapping[CpuOffload, int] = {
 }
 """What the update of a parameter brings to the GPU, two buckets at a time (`state.host_optimizer`)."""
 LOGITS_BYTES = 12
-"""Of a logit in the loss's backward pass: probabilities, their gradient in the type that is computed in, and the next
-chunk's logits in both types; in fp32, or in one piece as other libraries compute them, it is the same sum."""
+"""Bytes of a logit in the loss's backward pass: probabilities, their gradient in the type that is computed in, and the
+next chunk's logits in both types; in fp32, or in one piece as other libraries compute them, it is the same sum."""
 BUCKET_ELEMENTS = 32 << 20
 GATHER_LIMIT_BYTES = 3 << 29
-"""Of keys that hops share a round of kernels for (`attention.ring`)."""
+"""The most bytes of keys for which hops share a round of kernels (`attention.ring`)."""
 WORKSPACE_BYTES = 32 << 20
 """What cuBLAS allocates for itself on an H100 or H200."""
 CUDA_PROCESS_BYTES, CPU_PROCESS_BYTES = int(2.3 * 2**30), int(0.45 * 2**30)
@@ -124,7 +124,7 @@ class StepMemory:
 
     @property
     def _own_experts(self) -> int:
-        """Of a block's experts that a rank keeps: their values in the type that is computed in, and their gradients in
+        """Bytes of the experts of a block that a rank keeps: their values in the computing type, and their gradients in
         that and in fp32."""
         return -(-self.sent // self.cp) * (2 * self.element_bytes + FP32)
 
@@ -162,7 +162,8 @@ class StepMemory:
 
     @property
     def _norms_bytes(self) -> int:
-        """Of a layer's two norms, written out in Python: the input and the result once more, one of them in fp32."""
+        """Bytes of a layer's two norms, written out in Python: the input and the result once more, one of them in
+        fp32."""
         return 0 if self.fused_norms else 2 * self.tokens * self.config.width * (FP32 + self.element_bytes)
 
     # ------------------------------------------------------------ activations

@@ -198,7 +198,7 @@ class RunEvents:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """Of a validation's line the metrics; JSON has null for what is not finite."""
+    """The metrics of a validation's line; JSON has null for values that are not finite."""
     return {
         name: math.nan if value is None else float(value)
         for name, value in line.items()

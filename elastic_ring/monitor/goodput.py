@@ -105,9 +105,9 @@ NEVER_FORECAST = ("startup", "waiting", "validation", "other")
 
 
 def seen_of(steps_s: Sequence[float], summary: Mapping[str, Any]) -> dict[str, float]:
-    """Of a run that has ended what a forecast has, too. `step_s`: the median of the steps after the first; `gpu_bytes`:
-    the peak of a rank's tensors; `goodput`: steps' share of the time from the first one to the last, held-out sequences
-    aside. What is not on record is left out."""
+    """The figures of an ended run that a forecast has, too. `step_s`: the median of the steps after the first;
+    `gpu_bytes`: the peak of a rank's tensors; `goodput`: steps' share of the time from the first one to the last,
+    held-out sequences aside. What is not on record is left out."""
     found: dict[str, float] = {}
     if steps_s:
         found["step_s"] = statistics.median(steps_s[WARM_STEPS:] or steps_s)

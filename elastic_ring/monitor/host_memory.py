@@ -38,8 +38,8 @@ class Pressure:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Of one process: resident now, resident at most so far, and the part of what is resident that is shared memory
-    (`/dev/shm`, mapped anonymously)."""
+    """One process's memory: resident now, its peak, and the resident part that is shared memory (`/dev/shm`, mapped
+    anonymously)."""
 
     rss_bytes: int
     peak_rss_bytes: int
@@ -75,7 +75,7 @@ class HostMemory:
         return ProcessMemory(fields["VmRSS:"], fields["VmHWM:"], fields.get("RssShmem:", 0))
 
     def pressure(self) -> Pressure | None:
-        """Of the node or of a cgroup around this process, whichever waits more; None where the kernel does not tell."""
+        """Pressure on the node or a cgroup around this process, whichever is more; None without kernel support."""
         files = [self._root / "proc/pressure/memory"]
         files += [folder / "memory.pressure" for folder in self._with_parents("self")]
         found = [pressure for path in files if (pressure := _pressure(path)) is not None]

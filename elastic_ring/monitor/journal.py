@@ -26,7 +26,7 @@ from elastic_ring.state.storage.retries import ONCE
 MAX_LINE_BYTES = 1 << 26
 """A writer makes no longer line; a stranger's file may be one."""
 MAX_BYTES = 1 << 32
-"""Of a journal or of metrics: millions of steps, and what a reader may hold in memory."""
+"""The most bytes of a journal or of metrics: millions of steps, and small enough for a reader's memory."""
 LOOK_S, QUIET_S = 0.01, 0.2
 """Seconds between looks at an incomplete line, and without change until its writer counts as dead."""
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -38,7 +38,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "commands": (list,),
     "loss_hex": (str,),
 }
-"""Of what decides which lines count: whoever reads them back need not ask. A line of other types is damaged."""
+"""Types of the fields that decide which lines count, so that readers need not check. A line of other types is
+damaged."""
 _CRC = re.compile(rb',"crc":"([0-9a-f]{8})"}\n$')
 Retried = Callable[[Callable[[], None], Callable[[Exception], bool]], None]
 """Carries out a write, again while it fails and its error is not final."""

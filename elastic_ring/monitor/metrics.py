@@ -316,7 +316,7 @@ def committed_lines(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lines_before(lines: Sequence[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
-    """Of the lines of a metrics.jsonl those of the committed steps before `step`."""
+    """The lines of a metrics.jsonl for committed steps before `step`."""
     standing, _ = _standing(lines)
     steps = [dict(standing[known]) for known in sorted(standing) if known < step]
     return [*steps, *(dict(line) for line in lines if _is_validation(line) and line["step"] < step)]

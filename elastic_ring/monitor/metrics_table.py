@@ -42,7 +42,7 @@ did not agree; `coordinator` when only that was replaced."""
 LOSSES = CAUSES[:10]
 """Why a worker was lost."""
 CLOCK_PARTS = ("idle", "forward", "backward", "reduce", "vote", "apply", "other", "data")
-"""Of a step on one rank; `other` has what is not in every step: validating, saving, compiling, rebuilding. Waits for
+"""Parts of a step on one rank; `other` has the rare ones: validating, saving, compiling, rebuilding. Waits for
 data lie within the other parts."""
 TIME_PARTS = (
     "steps",
@@ -67,7 +67,7 @@ GPU_METRICS = {
     "xid_errors": "elastic_ring_gpu_xid_errors",
     "slowed": "elastic_ring_gpu_slowed",
 }
-"""By the keys of `runtime.agent.gpu_health`."""
+"""Metrics by the keys of `runtime.agent.gpu_health`."""
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 300.0)
 
 

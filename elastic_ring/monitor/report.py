@@ -33,7 +33,7 @@ _FORECAST_IS_RIGHT = 0.1
 """Where measured and planned memory differ by more than this share of the plan, the line says so."""
 _STALE_S = 10.0
 NUM_TOLD = 3
-"""Of the damaged lines of a file so many are named."""
+"""How many damaged lines of a file are named."""
 
 
 def recovery_line(recovery: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 NO_DIGEST = 64 * "0"
-"""Of a shard whose bytes are proved by another digest (`state.sealed`)."""
+"""The digest of a shard whose bytes another digest proves (`state.sealed`)."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 

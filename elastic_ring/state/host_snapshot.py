@@ -21,7 +21,7 @@ PIECE_BYTES = 32 << 20
 
 
 class HostSnapshot:
-    """Of rank `cp_rank` of a ring; `fill` begins it."""
+    """A snapshot of rank `cp_rank` of a ring; `fill` begins it."""
 
     def __init__(self, cp_rank: int) -> None:
         self.cp_rank = cp_rank

@@ -38,7 +38,7 @@ class MemoryGauge:
                 self._share = max(self._share, data_bytes / limit)
 
     def share(self, device: torch.device) -> float:
-        """Of this step so far, from 0 to about 1; 0 where nothing limits the device."""
+        """The share used in this step so far, from 0 to about 1; 0 where nothing limits the device."""
         if device.type != "cuda":
             return self._share
         found = torch.cuda.memory_stats(device)

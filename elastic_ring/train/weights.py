@@ -127,7 +127,7 @@ class _Gather:
 
     @property
     def sha256(self) -> str:
-        """Of what has been gathered so far."""
+        """The digest of the tensors gathered so far."""
         return self._total.hexdigest()
 
     def keep(self, names: Sequence[str]) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ class ModuleMaker:
         self.params_in_host = False
         """Parameters and their gradients are in host memory; each unit's are on the device while it is gathered."""
         self.sent: list[Any] = []
-        """Of the module that was wrapped last: layers with experts of their own, which need an exchange."""
+        """Layers of the last wrapped module that have their own experts and need an exchange."""
         self._buffers: dict[str, Tensor] | None = None
 
     def wrap(self, device_mesh: DeviceMesh, dp: int = 1) -> nn.Module:

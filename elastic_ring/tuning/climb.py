@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NUM_LAYERS = 2
-"""Of the models that a search trains."""
+"""Layers of the models that a search trains."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class WireError:
 
 
 def measured(x: torch.Tensor, wire: torch.Tensor) -> WireError:
-    """Of all vectors x (..., D) encoded in `wire`. Waits for a GPU."""
+    """The error of all vectors x (..., D) as `wire` encodes them. Waits for a GPU."""
     crossed = torch.empty_like(x, dtype=torch.float32)
     decode_(crossed, wire)
     difference, own = crossed.double() - x.double(), x.double()

@@ -53,7 +53,7 @@ class HopLedger:
 
     @property
     def all_sent_bytes(self) -> int:
-        """Of hops and of routing."""
+        """Bytes sent for hops and for routing."""
         return sum(self.sent_bytes.values())
 
     @property
@@ -91,8 +91,8 @@ class HopEvents:
 
 @dataclass(frozen=True)
 class HopTimes:
-    """Of the exchanges that one rank took in one step: how long they were under way, on average and at the 99th
-    percentile (the nearest rank), and how long kernels stood still for all of them together."""
+    """Times of one rank's exchanges in one step: how long they were under way, on average and at the 99th percentile
+    (the nearest rank), and how long kernels waited for all of them together."""
 
     latency_mean_s: float
     latency_p99_s: float

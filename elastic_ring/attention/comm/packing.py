@@ -47,7 +47,7 @@ def gather_ranges_(both: Iterable[torch.Tensor], k: torch.Tensor, v: torch.Tenso
 
 
 def parts_of_hops(packed: torch.Tensor, parts: tuple[tuple[int, int], ...], frame: Frame) -> dict[int, torch.Tensor]:
-    """By hop the parts of a contiguous buffer in which hops of (hop, rows) lie one after another, shaped by `frame`."""
+    """Each hop's part of a contiguous buffer in which hops of (hop, rows) lie one after another, shaped by `frame`."""
     if len(parts) == 1:
         return {parts[0][0]: packed}
     found: dict[int, torch.Tensor] = {}

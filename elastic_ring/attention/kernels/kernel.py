@@ -25,8 +25,8 @@ class Documents:
 
 
 Cover = Literal["full", "causal"] | Documents | torch.Tensor | BlockTables
-"""Which pairs of a call's rows and keys are seen: all, the lower triangle, that of each document, a mask (rows, keys),
-or tables of blocks."""
+"""Which pairs of a call's rows and keys are seen: all, the lower triangle, each document's triangle, a mask (rows,
+keys), or tables of blocks."""
 
 CoverKind = Literal["full", "causal", "documents", "mask", "tables", "masked_tables"]
 DENSE: tuple[CoverKind, ...] = ("full", "causal")

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 SPARSE_HALF_TOLERANCE = 2e-2
-"""Of half-precision kernels over tables: gradients pass through buffers of 16 bits."""
+"""For half-precision kernels over tables: gradients pass through buffers of 16 bits."""
 
 
 @lru_cache(maxsize=256)

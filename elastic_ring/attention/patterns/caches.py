@@ -1,6 +1,6 @@
 """LRU caches: bounded by count, and bounded by bytes.
 
-The second is for large results that may never be asked for again, such as a mask per length of a document.
+The second is for large results that may never be needed again, such as a mask per length of a document.
 """
 
 from __future__ import annotations

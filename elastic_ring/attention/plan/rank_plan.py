@@ -44,7 +44,7 @@ class RankPlan:
 
     @cached_property
     def sums(self) -> tuple[tuple[Sum, ...], ...]:
-        """By stage, how what its readers return is added to own keys: each key once, all its parts in hop order."""
+        """For each stage, how returned partials are added to own keys: each key once, all its parts in hop order."""
         return tuple(self._sums(stage) for stage in self.stages)
 
     def _sums(self, stage: Stage) -> tuple[Sum, ...]:
@@ -73,7 +73,7 @@ def rank_plan(schedule: Schedule, cp_rank: int, hops_per_stage: int) -> RankPlan
 
 
 def traffic(plan: RankPlan, batch: int, row: int, packed: bool) -> tuple[Traffic, ...]:
-    """By stage after the own keys, the messages for `batch` sequences with `row` elements to a token's K.
+    """For each stage after the own keys, the messages for `batch` sequences with `row` elements to a token's K.
 
     `packed`: a sender copies the keys of a stage into one buffer before, leg after leg; else they leave from where they
     lie in K and V (B, S_local, Hkv, D). A piece is one run of memory at both ends: at least a range of one sequence's K

@@ -61,7 +61,7 @@ class PeerTransfer:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one stage of one rank: the keys it fetches and serves, the partials it returns and gets back.
+    """One stage's traffic on one rank: the keys it fetches and serves, the partials it returns and gets back.
 
     `num_fetched` are the rows of its buffer of keys, or of partials, `num_served` those of its inbox. `inbox`: the hops
     that fill the inbox with their number of rows, as they lie in it, where that is one part for each hop."""

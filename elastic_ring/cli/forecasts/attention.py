@@ -23,7 +23,7 @@ from elastic_ring.forecast.sizing.step_time import Attention
 from elastic_ring.model.config import ModelConfig
 
 BALANCED = 1.05
-"""Of max over mean of the ranks' pairs: up to this `--layout auto` goes by bytes."""
+"""Up to this ratio of the ranks' largest to mean pairs, `--layout auto` goes by bytes."""
 
 
 def work_of(asked: TrainSettings) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _counted(patterns: LayerPatterns, model: ModelConfig, layout: Layout) -> Att
 
 
 def _of_rules(rules: tuple[Rule, ...], block: int, model: ModelConfig, layout: Layout) -> Attention:
-    """Of a layer. Where content chooses, all keys may be fetched."""
+    """The attention of a layer. Where content chooses, all keys may be fetched."""
     cp, length = layout.cp, layout.seq_len
     if set(rules) == {Dense()}:
         return Attention(hops=cp - 1)

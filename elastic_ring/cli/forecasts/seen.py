@@ -23,14 +23,14 @@ from elastic_ring.monitor.json_files import as_written, read_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, read_metrics
 
 CORE_FLOPS = 34e9
-"""Of a step on CPUs, in fp32, a core: the laptop preset's 1.37 s on two (benchmarks/results/checkpoint)."""
+"""The rate of a step on a CPU core, in fp32: the laptop preset's 1.37 s on two (benchmarks/results/checkpoint)."""
 COORDINATOR_DIED, NODE_GONE = "the coordinator died", "node lost|unreachable"
 UNITS = {"step_s": ("step", 1.0, "s"), "gpu_bytes": ("memory", 2.0**30, "GiB"), "goodput": ("goodput", 0.01, "%")}
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Of a run that has ended. `forecast`, `figures`: as `ElasticRingTrainer.planned` and `seen_of`; `losses`: members
+    """A run that has ended. `forecast`, `figures`: as `ElasticRingTrainer.planned` and `seen_of`; `losses`: members
     that were lost, by scope; `gpu_hours`: of all its ranks."""
 
     forecast: Mapping[str, float]
@@ -66,8 +66,8 @@ def scenario_of_run(asked: TrainSettings, fleet: Fleet) -> Scenario:
 
 
 def on_cores(asked: TrainSettings, num_cores: int, load: float = 0.0) -> Scenario:
-    """Of ranks on the cores of one host, which `load` other threads want, too: the step is their FLOP, links are its
-    memory. The GPU is of no account."""
+    """The scenario of ranks on one host's cores, which `load` other threads want, too: the step is their FLOP, links
+    are its memory. The GPU does not matter."""
     ranks = asked.scaling.mesh.size
     links = Links(nvlink_gb_s=2.0, nic_gb_s=2.0)
     fleet = Fleet(gpu="A100-40", links=links, name="CPU", gpus_per_host=ranks + asked.scaling.spares)

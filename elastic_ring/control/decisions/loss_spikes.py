@@ -23,14 +23,14 @@ MIN_LOSSES = 32
 """Fewer say too little of their spread."""
 DEVIATIONS = 8.0
 LEAST_DEVIATION = 0.01
-"""Of the median: losses that hardly differ are not noise to be measured by."""
+"""The least deviation, as a share of the median: losses that hardly differ give no measure of noise."""
 UPPER, UPPER_FACTOR = 0.85, 3.0
 """The limit is also this often the distance from the median to this quantile above it: batches of two kinds have two
 levels, and the deviations from one say nothing of the other."""
 CLIP_STEPS = 10
 """For how many steps, from the spike on, gradients are clipped harder."""
 CLIP_SHARE = 0.1
-"""Of the usual bound on the gradient's norm."""
+"""A clipped step's share of the usual bound on the gradient's norm."""
 OF_NORMAL_NOISE = 1.4826
 """The standard deviation of normal noise by its median absolute deviation."""
 

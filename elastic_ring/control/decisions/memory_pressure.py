@@ -37,7 +37,7 @@ class PressureWatch:
         self._num_tight = 0
         self._armed = True
         self.device_share = self.host_share = 0.0
-        """Of the fullest device and host at the newest step; 0 where nobody knows."""
+        """The shares of the fullest device and host at the newest step; 0 if unknown."""
 
     def saw(self, membership_id: tuple[int, int], shares: Sequence[float], host_share: float) -> Tight | None:
         """A committed step: the shares of each rank and of the fullest node. A finding comes once until there is room

@@ -21,7 +21,7 @@ class Overdue:
     """Steps between checkpoints; None where `interval_s` says when one is due."""
     interval_s: float
     step: int = 0
-    """Of the newest checkpoint: how many steps it contains."""
+    """How many steps the newest checkpoint contains."""
     trained_s: float = 0.0
     _applied: int = 0
     _at_s: float | None = None

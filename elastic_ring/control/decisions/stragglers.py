@@ -22,7 +22,7 @@ MIN_STEPS = 16
 WARM_STEPS = 2
 """The first steps of a generation: caches are cold, and something may compile."""
 NUM_SAMPLES, JUDGED_EVERY = 128, 4
-"""Of very short steps so many in a window are looked at, and the window is judged at every fourth."""
+"""A window of very short steps keeps so many of them, and is judged at every fourth."""
 QUARTILE = 0.25
 """A rank counts as slow if it was in all but this share of the steps: a busy CPU comes and goes."""
 

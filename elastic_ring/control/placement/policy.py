@@ -286,7 +286,7 @@ class _Placement:
                     break
 
     def _gain(self, rank: int, other: int) -> int:
-        """By how many a swap reduces the pairs of holders of one shard on one node."""
+        """How many pairs of holders of one shard on one node a swap removes."""
         (one, here), (two, there) = self._shard_and_node(rank), self._shard_and_node(other)
         if here == there or one == two:
             return 0

@@ -126,7 +126,7 @@ class ValidationSource:
 
 
 def open_sets(sets: Mapping[str, ValidationSet]) -> dict[str, tuple[Source, str]]:
-    """Of the sets with data of their own: the source and its fingerprint. Raises as `fingerprinted`."""
+    """The source and fingerprint of each set with data of its own. Raises as `fingerprinted`."""
     return {name: fingerprinted(one.data) for name, one in sets.items() if one.data is not None}
 
 

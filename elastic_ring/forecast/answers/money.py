@@ -52,13 +52,13 @@ class Owned:
     staff: float = 8.0
     usd_per_staff_year: Positive = 300_000.0
     upkeep_share: Share = 0.04
-    """Of the price, a year: repairs, space."""
+    """Repairs and space in a year, as a share of the price."""
 
     def usd_up_front(self, num_gpus: int) -> float:
         return num_gpus * (self.usd_per_gpu * (1 + self.network_share) + self.storage_usd_per_gpu)
 
     def usd_hour(self, fleet: Fleet, num_gpus: int) -> float:
-        """Of all GPUs together: wear, upkeep, energy and staff."""
+        """The cost of all GPUs together: wear, upkeep, energy and staff."""
         bought = self.usd_up_front(num_gpus)
         a_year = bought * (1 - self.residual) / self.years + bought * self.upkeep_share
         a_year += self.staff * self.usd_per_staff_year

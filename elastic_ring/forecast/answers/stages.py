@@ -19,7 +19,7 @@ from elastic_ring.forecast.sizing.uncertain import Z
 from elastic_ring.validation import Must, from_plain, settings
 
 MEASURED_SPREAD = 0.02
-"""Of log of a step on the machine that a run was on; steps of one host varied by 0.2 to 3.3 %."""
+"""The spread of a step's logarithm on the machine that measured it; steps of one host varied by 0.2 to 3.3 %."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ GPUS: Mapping[str, Gpu] = {
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Of a class of software on a kind of GPU: shares of the spec sheet that its kernels reach.
+    """The efficiency of a class of software on a kind of GPU: shares of the spec sheet that its kernels reach.
 
     `matmul`: of wide layers; one of `half_width` reaches half of it. `attention`: of heads of 128, counted as 2 for the
     forward and 5 for the backward pass; `narrow_heads`: of it, for heads of 64. `elementwise`: bytes that pass memory
@@ -131,7 +131,7 @@ of elastic-ring, whose fitted half is 13 cases for 11 figures, of the other half
 
 @settings
 class Links:
-    """Of one GPU and one way, in GB/s."""
+    """Rates of one GPU in one direction, in GB/s."""
 
     nvlink_gb_s: Positive
     nic_gb_s: Positive

@@ -32,8 +32,8 @@ SNAPSHOT_BYTES = MASTER_BYTES + MOMENTS_BYTES
 KEPT = 2
 """Snapshots that are held at a time, each with its copies: the last complete one, and the one that follows it."""
 RESERVED = (1.29, 1.36, 1.42)
-"""Of what torch's allocator reserves over the peak of its tensors where nothing makes it give back, P10, P50 and P90:
-the 1st, 3rd, 5th, ... of ten measured (benchmarks/forecast/score.py). A fit needs less, as it gives back: `RESERVE`."""
+"""The allocator's reserved memory over the peak of its tensors if nothing makes it give back, P10, P50 and P90: the
+1st, 3rd, 5th, ... of ten measured (benchmarks/forecast/score.py). A fit needs less, as it gives back: `RESERVE`."""
 EXPANDABLE = "expandable_segments:True"
 RESERVED_EXPANDABLE = (1.0, 1.09, 1.16)
 """The same where `run.env` sets PYTORCH_CUDA_ALLOC_CONF to these: of every second of nine peaks. Of the other four, one
@@ -74,13 +74,13 @@ class ModelPlan:
 
     @property
     def gpu_bytes(self) -> int:
-        """Of one rank's GPU at the peak of a step, contexts and what the allocator cannot use aside; within 10 % of
-        what was measured (`tests/unit/model/test_memory_forecast.py`)."""
+        """Memory of one rank's GPU at the peak of a step, without contexts and the allocator's waste; within 10 % of
+        measurements (`tests/unit/model/test_memory_forecast.py`)."""
         return self.memory.device_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """Of one rank's GPU with the allocator's reserve, contexts and communicators."""
+        """Memory that one rank's GPU needs, with the allocator's reserve, contexts and communicators."""
         return self._needed(self.memory, self.num_ranks)
 
     def _needed(self, memory: StepMemory, num_ranks: int) -> int:
@@ -88,8 +88,8 @@ class ModelPlan:
         return int(memory.device_bytes * (1 + RESERVE)) + beside
 
     def smallest_ring(self, gib: float) -> int | None:
-        """Of the rings of whole hosts, and of those that share a host, the smallest whose ranks fit a GPU of `gib`; of
-        those that divide the experts where there are some. None: no ring fits."""
+        """The smallest ring, of whole hosts or within one, whose ranks fit a GPU of `gib`, and that divides the experts
+        if there are any. None: no ring fits."""
         config, tokens = self.memory.config, self.memory.tokens * self.memory.cp
         sizes = [1, 2, 4, *range(PER_HOST, min(MOST_RANKS, tokens) + 1, PER_HOST)]
         if config.num_experts:
@@ -115,7 +115,7 @@ class ModelPlan:
         return max(moment.num_bytes - moment.terms.get("hop buffers", 0) for moment in alone.moments)
 
     def margin_gib(self, gib: float) -> float:
-        """Of a GPU of `gib`, what is left; below 0 where it does not fit."""
+        """Memory left on a GPU of `gib`; below 0 if the rank does not fit."""
         return gib - self.needed_bytes / 2**30
 
     @property

@@ -15,21 +15,21 @@ import numpy as np
 from elastic_ring.forecast.sizing.machines import Efficiency, Gpu, Number, slowest_of
 
 MESSAGE_S = 20e-6
-"""Of a collective, for each rank that its ring passes; of a hop."""
+"""Latency of a collective for each rank that its ring passes, and of a hop."""
 ADAM_BYTES = 32
-"""Of memory traffic, for each parameter of a shard: master and moments read and written, gradient read, norm."""
+"""Memory traffic for each parameter of a shard: master and moments read and written, gradient read, norm."""
 LOSS_BYTES = 14
-"""Of memory traffic, for each logit of both passes."""
+"""Memory traffic for each logit of both passes."""
 RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0, "all but attention": 1.0}
 """Shares of a layer's forward pass that the backward pass repeats; half: every second layer."""
 ROW_PASSES = 35.0
-"""Of the rows that experts take, how often each forward pass moves them through memory: sorted, gathered, summed. This
+"""How often each forward pass moves the rows that experts take through memory: sorted, gathered, summed. This
 and the times of `Efficiency` are fitted to the same half of the cases."""
 COMPILED, LIGER = 0.55, 0.28
-"""Of elementwise traffic, what torch.compile leaves in loops that use it; what Liger's kernels do."""
+"""Shares of elementwise traffic that torch.compile and Liger's kernels leave."""
 SPARSE_COST, SPARSE_KEYS = 1.02, 384
-"""Of a kernel over block tables: seconds for each pair over a dense kernel's, and what each query costs beside its
-pairs, as so many keys more. From 32 K tokens on an H200 (79 % of the ideal at a density of 9.5 %, 53 % at 2.7 %); at
+"""Costs of a kernel over block tables: seconds for each pair over a dense kernel's, and each query's fixed cost, as so
+many keys more. From 32 K tokens on an H200 (79 % of the ideal at a density of 9.5 %, 53 % at 2.7 %); at
 64 K and 2.9 % they say 70 %, measured were 72.8 % (benchmarks/results/gpu_runs, second and third run)."""
 
 
@@ -97,13 +97,13 @@ class Job:
 
     @property
     def flops(self) -> float:
-        """Of the model in a step on one GPU, recomputation not counted."""
+        """FLOP of the model in a step on one GPU, recomputation not counted."""
         dense = 6.0 * (self.block * self.layers + self.head) * self.tokens
         return self.passes * (dense + 3.0 * self.attention_flops * self.layers)
 
     @property
     def attention_flops(self) -> float:
-        """Of a layer's forward pass on one GPU: the causal half."""
+        """FLOP of attention in a layer's forward pass on one GPU: the causal half."""
         return 2.0 * self.attention.density * self.tokens * self.seq * self.heads * self.head_dim
 
     @property
@@ -131,13 +131,13 @@ class StepTime:
 
 
 def together(kernels_s: Number, messages_s: Number, overlap: Number) -> Number:
-    """Of two that run beside each other."""
+    """Seconds of kernels and messages that run beside each other."""
     return np.maximum(kernels_s, messages_s) + (1.0 - overlap) * np.minimum(kernels_s, messages_s)
 
 
 def collective_s(num_bytes: float, ranks: int, gpu: Gpu, eff: Efficiency, per_host: int) -> Number:
-    """Of an all-gather or a reduce-scatter of `num_bytes` in all: each rank sends and receives nearly all of it, and
-    each host by all of its cards."""
+    """Seconds of an all-gather or a reduce-scatter of `num_bytes` in all: each rank sends and receives nearly all of
+    it, and each host by all of its cards."""
     if ranks < 2:
         return 0.0
     moved = num_bytes * (ranks - 1) / ranks

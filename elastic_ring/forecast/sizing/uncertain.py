@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from elastic_ring.forecast.sizing.machines import Origin
 
 Z = 1.2815515655446004
-"""Of a normal distribution, where a tenth lies above."""
+"""The point of a normal distribution above which a tenth lies."""
 
 
 @dataclass(frozen=True)

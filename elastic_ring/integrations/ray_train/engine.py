@@ -91,8 +91,8 @@ class Zero3Engine:
         return self._skips
 
     def gradient_norm(self) -> float:
-        """Of the whole batch's gradient, before clipping; not a number where it is not finite. Before the last `step`
-        of a batch. Collective."""
+        """The norm of the whole batch's gradient, before clipping; not a number where it is not finite. Before the last
+        `step` of a batch. Collective."""
         norms = [float(norm) for norm in self._engine.optimizer._get_norm_groups()]
         # DeepSpeed says -1 for a norm that is not finite.
         return math.hypot(*norms) if all(norm >= 0 for norm in norms) else math.nan

@@ -48,7 +48,7 @@ class Lora:
 
     @classmethod
     def parse(cls, text: str) -> Lora:
-        """Of the form `r=16,alpha=32,target=q_proj+v_proj`. `alpha` is 2 r and `target` all-linear if left out."""
+        """Read the form `r=16,alpha=32,target=q_proj+v_proj`. `alpha` is 2 r and `target` all-linear if left out."""
         found: dict[str, str] = {}
         for part in text.split(","):
             key, equals, value = (word.strip() for word in part.partition("="))
@@ -71,7 +71,7 @@ class Lora:
         return f"r={self.r},alpha={self.alpha:g},target={'+'.join(self.target)}"
 
     def config(self) -> Any:
-        """Of peft."""
+        """The same as peft's config."""
         from peft import LoraConfig
 
         alpha: Any = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha  # peft's own type is int

@@ -72,7 +72,7 @@ class RingModel:
     buffers: Buffers = ()
     lora: Lora | None = None
     num_parameters: int = 0
-    """Of the module; of these none is an adapter's."""
+    """The module's parameters, without adapters."""
     num_adapter_parameters: int = 0
 
     def __call__(self) -> nn.Module:
@@ -151,7 +151,7 @@ class RingModel:
         )
 
     def flops(self, context_tokens: int, density: float = 1.0) -> float:
-        """Of one sequence, forward and backward. Values narrower than keys cost what they are wide."""
+        """FLOP of one sequence, forward and backward. Values narrower than keys cost by their own width."""
         sizes, width = self.sizes(), getattr(self.config, "v_head_dim", None)
         if width:
             density *= (sizes.head_dim + int(width)) / (2 * sizes.head_dim)
@@ -272,6 +272,6 @@ def _count(model: nn.Module) -> int:
 
 
 def _head_dim(config: Any) -> int:
-    """Of queries and keys: where values are narrower, they are padded."""
+    """Width of queries and keys; narrower values are padded."""
     found = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     return int(found or config.hidden_size // config.num_attention_heads)

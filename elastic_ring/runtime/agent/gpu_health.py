@@ -25,9 +25,9 @@ GPU_KEYS = (
     "xid_errors",
     "slowed",
 )
-"""Of one GPU: shares of 1, watts, degrees; uncorrected memory errors since the driver's start; rows of memory that were
-remapped (pages retired, on older GPUs), 1 if one waits for a reset or could not be remapped; Xid errors that the agent
-saw; 1 while it is slowed down for heat, or by its hardware."""
+"""Readings of one GPU: shares of 1, watts, degrees; uncorrected memory errors since the driver's start; rows of memory
+that were remapped (pages retired, on older GPUs), 1 if one waits for a reset or could not be remapped; Xid errors that
+the agent saw; 1 while it is slowed down for heat, or by its hardware."""
 RISING = {
     "ecc_errors": "uncorrected memory error(s)",
     "remapped_rows": "remapped memory row(s)",
@@ -92,11 +92,11 @@ class Nvml:
         return True
 
     def read(self) -> dict[str, Reading]:
-        """By the GPU's index; what a GPU does not tell is missing."""
+        """By the GPU's index; readings that a GPU lacks are missing."""
         return {str(index): self._read(index, handle) for index, handle in enumerate(self._handles)}
 
     def describe(self) -> list[dict[str, Any]]:
-        """Of each GPU also its name, memory and highest clock (0 if unknown): for a look before a start."""
+        """The same with each GPU's name, memory and highest clock (0 if unknown): for a look before a start."""
         found = []
         for (index, reading), handle in zip(self.read().items(), self._handles, strict=True):
             try:

@@ -20,7 +20,7 @@ PERIOD_S = 0.2
 WINDOW_S = 60.0
 """Growth counts from the least that a worker held within this time."""
 NOTABLE_GROWTH = 0.02
-"""Of all memory. Where nobody grew by more, the largest worker goes."""
+"""Growth as a share of all memory. If no worker grew by more, the largest one goes."""
 REST_S = 3.0
 """For a killed worker's memory to be free."""
 KERNEL_S = 3.0

@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 Message = dict[str, Any]
 
 MAX_LINE_BYTES = 64 << 20
-"""Of an authenticated peer. The longest messages carry a few lines of a worker's log."""
+"""The longest line of an authenticated peer. The longest messages carry a few lines of a worker's log."""
 MAX_HELLO_BYTES = 4096
 HELLO_S = 5.0
 MAX_UNAUTHENTICATED = 64
 ACCEPT_PAUSE_S = 1.0
 """How long nobody new is accepted once descriptors or memory for sockets have run out: those that wait stay ready."""
 REJECTIONS_S = 10.0
-"""Of more than one rejection within this time the number is logged, not each."""
+"""Of several rejections within this time only the number is logged."""
 MAX_OPEN_FILES = 1 << 20
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _READ_BYTES = 1 << 16

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "elastic_ring-"
 KEPT = (f"{PREFIX}{os.geteuid()}", "elastic_ring-gpus")
-"""Of all runs of this user (`files.user_folder`), and of all users; never removed."""
+"""Folders of all runs of this user (`files.user_folder`), and of all users; never removed."""
 LOCK_NAME, VARIABLES = ".held", "variables.json"
 RETRY_S = 0.01
 GONE = f"{PREFIX}.gone-"

@@ -131,7 +131,7 @@ class NodeMonitor:
         return max(told, key=lambda one: (one["full"], one["some"]), default={})
 
     def health(self) -> dict[str, dict[str, Any]]:
-        """By the node's address what its agent read last (`agent.health`), unless that is old: a driver may hang."""
+        """The last reading of each node's agent by address (`agent.health`), unless it is old: a driver may hang."""
         fresh = time.monotonic() - HEALTH_KEPT_S
         with self._lock:
             known = [(self.nodes[node].address, *told) for node, told in self._health.items() if node in self.nodes]

@@ -112,7 +112,7 @@ class RunRecorder:
         self.host_share: Callable[[], float] = float
         """How full the fullest node is."""
         self.health: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
-        """By the node's address its network's counters and its GPUs, as `agent.health` reads them."""
+        """Each node's network counters and GPUs by its address, as `agent.health` reads them."""
         self.folder: Path = run.folder
         self.metrics = MetricsLog(self.folder, retries)
         self.totals = RunTotals()
@@ -143,7 +143,7 @@ class RunRecorder:
         self.copied: Mapping[str, Any] | None = None  # the newest copies in peers' memory that are complete
         self.started_s, self.first_step = 0.0, 0
         self.identity = ""
-        """Of the run: what its checkpoints and submissions share."""
+        """The run's identity, which its checkpoints and submissions share."""
         self.planned: Mapping[str, float] = {}
         """What was forecast of it; the journal's end has it beside what was seen."""
 
@@ -606,7 +606,7 @@ def lost_to(state: State) -> str:
 
 
 def over(end: Mapping[str, Any]) -> dict[str, Any]:
-    """Of status.json, what a run's end makes of it. Nobody is a member then, whatever phase it came in: everyone is
+    """The fields of status.json that a run's end changes. Nobody is a member then, in whatever phase it came: all are
     being killed."""
     told = {key: end[key] for key in ("error", "message", "facts", "attempt")}
     return {

@@ -61,7 +61,7 @@ class RunSpec:
     planned: Mapping[str, float] = field(default_factory=dict)
     """What was forecast of it, as `ElasticRingTrainer.planned`."""
     stages: tuple[Stage, ...] = ()
-    """Of the driver, up to this submission."""
+    """The driver's stages, up to this submission."""
 
 
 class Clock:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.05
 LONG_S = 2.0
 NAMES = {"save": "still write the last checkpoint", "validate": "compute the held-out sequences"}
-"""By the phase of a worker's stamps."""
+"""What a worker still does, by the phase of its stamps."""
 
 End = dict[str, Any]
 """How a run ended: `error` (a class name of `elastic_ring.errors`, or empty), `message`, `facts`, the `attempt`

@@ -39,7 +39,7 @@ def report(device: str, ray_folder: str = "", ray_gpus: int = 0, *, look_at_gpus
 
 
 def gpus() -> list[dict[str, Any]] | None:
-    """By index what NVML says of each; None where it says nothing."""
+    """NVML's facts on each GPU by index; None without NVML."""
     nvml = Nvml()
     return nvml.describe() if nvml.open() else None
 

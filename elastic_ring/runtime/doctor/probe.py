@@ -67,7 +67,7 @@ class Probe:
                     continue
 
     def reach(self, places: Mapping[str, Place]) -> dict[str, float | str]:
-        """By host the seconds to connect and hear an answer, or why there was none."""
+        """For each host the seconds to connect and hear an answer, or why there was none."""
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             return dict(zip(places, pool.map(self._reach, places.values()), strict=True))
 

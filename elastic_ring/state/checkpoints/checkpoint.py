@@ -53,7 +53,7 @@ from elastic_ring.state.storage.folder import Storage, StoredFile
 KEPT_NAME, MAX_KEPT_BYTES = "kept.json", 4096
 """In the run's folder: the step whose checkpoint retention leaves."""
 OWN_TO_A_DEVICE = ("params", "fused", "foreach", "capturable")
-"""Of an optimizer's groups what a checkpoint does not bring: another device may compute otherwise."""
+"""Settings of an optimizer's groups that a checkpoint does not restore: another device may compute otherwise."""
 # ---------------------------------------------------------------- what one rank writes
 
 

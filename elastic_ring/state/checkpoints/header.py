@@ -34,7 +34,7 @@ class Place:
 
 
 def read_places(read: Callable[[int, int], bytes | bytearray], size: int) -> dict[str, Place]:
-    """By tensor, from a file of `size` bytes. `read` gets (start, number of bytes). Raises ValueError."""
+    """The place of each tensor in a file of `size` bytes. `read` gets (start, number of bytes). Raises ValueError."""
     length = int.from_bytes(read(0, 8), "little")
     if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
         raise ValueError(f"{size} bytes, and a header of {length}")

@@ -29,7 +29,7 @@ FOLDER = "checkpoints"
 COMMIT = "COMMIT.json"
 REJECTED = "REJECTED.json"
 MAX_BYTES = 1 << 28
-"""Of a manifest: a kilobyte a tensor. A record of rejection holds one."""
+"""The most bytes of a manifest: a kilobyte a tensor. A record of rejection holds one."""
 NO_DIGEST = 64 * "0"
 PARAMS, OPTIMIZER = "params", "optimizer"
 DTYPES = {

@@ -22,7 +22,7 @@ WEIGHTS = "weights.safetensors"
 WEIGHTS_INDEX = "weights.safetensors.index.json"
 WEIGHTS_FOLDER = "weights"
 MAX_FILE_BYTES = 4 << 30
-"""Of tensors in one file. A larger tensor has a file of its own."""
+"""The most bytes of tensors in one file. A larger tensor has a file of its own."""
 
 
 def grouped(sizes: Mapping[str, int], limit_bytes: int) -> Iterator[list[str]]:

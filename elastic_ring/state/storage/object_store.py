@@ -53,7 +53,7 @@ class ObjectStore:
     """`silence_s`: a request without a byte for so long has failed."""
 
     piece_bytes = PIECE_BYTES
-    """Of a part of an upload, and of a request to read; what is sent again after a failure."""
+    """Bytes of a part of an upload, and of a read; a failure repeats so much."""
 
     def __init__(self, root: str, retries: Retries, silence_s: float) -> None:
         self._root, self._retries, self._silence_s = root, retries, silence_s

@@ -201,6 +201,6 @@ def _describe(entry: Any) -> str:
 
 
 def _num_graphs() -> int:
-    """Of torch's compiler, if anything has loaded it: where nothing has, nothing was compiled."""
+    """Graphs that torch's compiler made; 0 if nothing has loaded it."""
     dynamo = sys.modules.get("torch._dynamo")
     return 0 if dynamo is None else int(dynamo.utils.counters["stats"]["unique_graphs"])
