@@ -291,7 +291,7 @@ class ElasticRingTrainer:
         try:
             config = _recorded(folder / CONFIG_NAME)
         except errors.RecordDamaged as error:
-            log.warning("%s: whether these are the run's settings is asked of its checkpoints", error)
+            log.warning("%s: compares the settings with the run's checkpoints", error)
             config = None
         # Of a finished run the data may be gone: its record says whose summary this is.
         of_record = self._identity.digest if config is None else Identity(config.get("identity", {})).digest

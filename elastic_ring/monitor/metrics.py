@@ -452,7 +452,7 @@ def read_status(folder: Path) -> dict[str, Any] | None:
             raise RecordDamaged(f"{folder / STATUS_NAME} is no status of a run")
         return found
     except RecordDamaged as error:
-        log.warning("%s; it is taken for missing", error)
+        log.warning("%s; it counts as missing", error)
         return None
 
 

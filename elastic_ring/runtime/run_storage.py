@@ -97,7 +97,7 @@ def _current_term(storage: Storage) -> int:
     try:
         return int(parse_json(storage.read_record(CURRENT), storage.at(CURRENT))["term"])
     except (RecordDamaged, LookupError, TypeError, ValueError) as error:
-        log.warning("%s is damaged (%s): the newest records are taken", storage.at(CURRENT), error)
+        log.warning("%s is damaged (%s): takes the newest records", storage.at(CURRENT), error)
         numbers = (re.fullmatch(rf"{FOLDER}/.+-(\d+)-\d+", piece) for piece, _ in storage.names(FOLDER))
         return max((int(number[1]) for number in numbers if number), default=0)
 

@@ -138,11 +138,11 @@ class TermWatch:
             except StorageFailed as error:
                 if time.monotonic() - self._told_s > TELL_AGAIN_S:
                     self._told_s = time.monotonic()
-                    log.warning("nobody can tell whether another coordinator has claimed the run: %s", error)
+                    log.warning("could not find out whether another coordinator has claimed the run: %s", error)
             except ElasticRingError:
                 return  # the deciding thread looks by itself, and gets the error
             except Exception:
-                log.exception("could not look whether another coordinator has claimed the run; looks again")
+                log.exception("could not find out whether another coordinator has claimed the run; tries again")
 
 
 class TermGuard:
@@ -186,7 +186,7 @@ class TermGuard:
             log.info("a new coordinator of this submission begins")
         except StorageFailed as error:
             is_heard = False
-            log.warning("the coordinator is away, and nobody can tell whether it was replaced: %s", error)
+            log.warning("the coordinator is away; could not find out whether it was replaced: %s", error)
         if self._silence.tick(time.monotonic(), is_heard=is_heard) > limit_s:
             self._end(
                 f"run {self._run.name}: no coordinator, and {self._run.storage_uri} has not answered for {limit_s:g} s "

@@ -193,7 +193,7 @@ class NodeAgent:
                 self._look()
             except Exception:
                 # Without this thread no death and no hang of this node is noticed.
-                log.exception("a look at the workers failed; it is repeated")
+                log.exception("could not look at the workers; tries again")
                 time.sleep(PERIOD_S)
 
     def _look(self) -> None:

@@ -55,7 +55,7 @@ class Nvml:
             self._nvml = importlib.import_module("pynvml")
             self._nvml.nvmlInit()
         except ImportError:
-            log.info("nvidia-ml-py is not installed: nothing is known of GPUs' health")
+            log.info("nvidia-ml-py is not installed: the health of GPUs is unknown")
             return False
         except self._nvml.NVMLError as error:
             log.info("no NVML on this node: %s", error)

@@ -41,7 +41,7 @@ class HealthThread:
         try:
             has_gpus = nvml.open()
         except Exception:
-            log.exception("GPUs are not looked at")
+            log.exception("could not begin to read the GPUs")
             has_gpus = False
         while True:
             try:
@@ -49,7 +49,7 @@ class HealthThread:
                 if not (has_gpus and nvml.wait(HEALTH_S)):
                     time.sleep(HEALTH_S)
             except Exception:
-                log.exception("a look at the node's health failed; it is repeated")
+                log.exception("could not read the node's health; tries again")
                 time.sleep(HEALTH_S)
 
     def look(self, gpus: dict[str, Reading]) -> None:

@@ -369,7 +369,7 @@ class Coordinator:
                     raise RunFailed(
                         f"no term could be claimed for {silence.silent_s:.0f} s ({limit}): {error}"
                     ) from error
-                log.warning("no term can be claimed yet, tried again: %s", error)
+                log.warning("could not claim a term yet; tries again: %s", error)
                 time.sleep(RESTART_PAUSE_S)
 
     def _clear(self) -> list[str]:
@@ -698,7 +698,7 @@ class Coordinator:
         try:
             self.term_watch.look()  # this process may have been frozen for long
         except StorageFailed as error:
-            log.warning("the storage did not answer whether a newer coordinator exists: %s", error)
+            log.warning("could not find out whether a newer coordinator exists: %s", error)
         self.term_watch.close()
         doing, where = self._end_report.doing, self.run_spec.run.storage_uri
         doing(f"the last checkpoint's manifest, and clearing up, in {where}")
@@ -721,7 +721,7 @@ class Coordinator:
                 self.dispatch.close()  # nothing that was queued may start after the clearing
             return self._clear()
         except Exception as error:
-            log.exception("the run could not be cleared")
+            log.exception("could not clear the run")
             return [f"perhaps all of it: clearing failed with {type(error).__name__}: {error}"]
         finally:
             # Last, because a starting worker would recreate it. On other hosts the next run's agents remove it.

@@ -59,7 +59,7 @@ class CorpusWatcher:
                 self._refuse(str(error))
             except Exception as error:
                 if self._is_new(type(error).__name__):
-                    log.exception("could not look for a longer manifest; it is looked for again")
+                    log.exception("could not look for a longer manifest; tries again")
             self._over.wait(self._look_s)
 
     def _look(self) -> None:

@@ -87,7 +87,7 @@ class DemandKeeper:
         self._over.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("the request to the autoscaler is not withdrawn yet; it expires by itself")
+            log.warning("could not withdraw the request to the autoscaler yet; it expires by itself")
 
     def _keep(self) -> None:
         while not self._over.wait(LOOK_S):
@@ -100,7 +100,7 @@ class DemandKeeper:
             call()
         except Exception:
             # Ray's control plane may be away for a while, or have no head resource: training does not need it.
-            log.exception("could not ask the autoscaler; it is asked again")
+            log.exception("could not ask the autoscaler; tries again")
             self._over.wait(FAILED_S)
 
     def _step(self) -> None:

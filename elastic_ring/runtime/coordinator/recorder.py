@@ -644,7 +644,7 @@ def _replace_status(folder: Path, status: Mapping[str, Any]) -> None:
     try:
         overwrite_json(folder / STATUS_NAME, {**bare, "recoveries": [], "story": []})
     except OSError as error:
-        log.error("the end could not be recorded in %s: %s", folder / STATUS_NAME, error)
+        log.error("could not record the end in %s: %s", folder / STATUS_NAME, error)
 
 
 def samples_digest(folder: Path) -> str:

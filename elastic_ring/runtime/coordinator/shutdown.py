@@ -34,7 +34,7 @@ def conclude(end: End, recorder: RunRecorder, state: State, weights_sha256: str)
     try:
         return _last_records(end, recorder, state, weights_sha256)
     except Exception as error:
-        log.exception("the last records could not be written")
+        log.exception("could not write the last records")
         message = f"{end['message']}; then {type(error).__name__}: {error}"
         end = {**end, "error": "RunFailed", "message": message, "facts": {}}
         recorder.write_bare_end(end)

@@ -115,7 +115,7 @@ class Absence:
         except StaleMessage:
             pass  # this submission's own newest
         except StorageFailed as failed:
-            log.warning("nobody can tell whether another submission has taken the run: %s", failed)
+            log.warning("could not find out whether another submission has taken the run: %s", failed)
         instead = "resumes from the newest checkpoint" if self._run.checkpoint_config.is_on else "begins anew"
         told = (
             f"{what}. Submit the same command again: it attaches to the run if that is still alive, else it {instead}"

@@ -346,7 +346,7 @@ class _Asker:
         try:
             self._step(num_here)
         except Exception as error:
-            log.warning("the autoscaler could not be asked, it is asked again: %s", error)
+            log.warning("could not ask the autoscaler; tries again: %s", error)
             self._ask, self._sent_at = Ask(), 0.0
 
     def _step(self, num_here: int) -> None:
@@ -364,7 +364,7 @@ class _Asker:
         try:
             self._autoscaler.ask(0)
         except Exception as error:
-            log.warning("the request to the autoscaler could not be withdrawn, it expires: %s", error)
+            log.warning("could not withdraw the request to the autoscaler; it expires: %s", error)
 
 
 def autoscaler_of(run: str, scaling: ScalingConfig) -> Autoscaler:

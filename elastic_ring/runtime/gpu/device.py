@@ -54,7 +54,7 @@ def kernel_cache() -> Path | None:
     try:
         return private_folder(user_folder(SHARED_MEMORY) / "kernels")
     except (ValueError, OSError) as error:
-        log.warning("each process tests its kernels for itself: %s", error)
+        log.warning("cannot share what kernels have proved; each process tests its own: %s", error)
         return None
 
 
@@ -68,7 +68,7 @@ def keep_caches_private() -> None:
         parent = user_folder()
     except (ValueError, OSError) as error:
         parent = Path(tempfile.mkdtemp(prefix="elastic_ring-"))
-        log.warning("what this process compiles is kept in %s, for it alone: %s", parent, error)
+        log.warning("this process keeps its compiled kernels in %s, for itself: %s", parent, error)
     for name, folder in unset.items():
         environment()[name] = str(parent / folder)
 

@@ -384,7 +384,7 @@ def record_failure(folder: Path, gpu: Gpu, why: str, is_proven: bool = False) ->
     try:
         _append(failure_record_path(shared_folder(folder), gpu.name), f"{json.dumps(entry)}\n".encode())
     except OSError as error:  # somebody else has taken the name: this process is replaced all the same
-        log.error("that GPU %d (%s) failed is not recorded: %s", gpu.index, gpu.name, error)
+        log.error("could not record that GPU %d (%s) failed: %s", gpu.index, gpu.name, error)
     found = verdicts_of(folder, [gpu.name])[gpu.name]
     log.error("GPU %d (%s) is %s now: %s", gpu.index, gpu.name, found, why)
     return found

@@ -96,4 +96,4 @@ def keep_out(sock: socket.socket, hosts: Collection[str] | None) -> None:
     try:
         sock.setsockopt(socket.SOL_SOCKET, *how)
     except OSError as error:  # a sandbox without socket filters, or too many addresses
-        log.warning("strangers are not kept from port %d: no filter on its socket: %s", sock.getsockname()[1], error)
+        log.warning("port %d is open to strangers: no filter on its socket: %s", sock.getsockname()[1], error)

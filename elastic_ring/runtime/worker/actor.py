@@ -255,7 +255,7 @@ class Worker:
         assert self._member is not None
         self._attempt = ""
         if self._member.released:
-            log.info("this process has released all GPUs but one: it exits, and a new spare is started")
+            log.info("this process has released all GPUs but one: it exits, and a new spare starts")
             os._exit(0)  # at once: until then it counts as a spare
         if self._release_training():
             self._member.become_spare()
@@ -273,7 +273,7 @@ class Worker:
         member = self._member
         outcome = self._training.release(member.abort, lambda: not member.writing, self.spec.run.timeouts.park_s)
         if outcome == "stuck":
-            log.error("the training thread waits for a message of a dead peer: it is abandoned")
+            log.error("abandons the training thread, which waits for a message of a dead peer")
             self._training.leave()
             self._member.abandon_groups()
             self._num_abandoned += 1

@@ -79,7 +79,7 @@ class CompileEvents:
         # Both hooks see each new specialisation of a kernel on each GPU, found on disk or not.
         runtime = knobs.runtime
         if runtime.jit_cache_hook is not None or runtime.jit_post_compile_hook is not None:
-            log.warning("Triton's compile hooks are taken: its compilations are neither counted nor announced")
+            log.warning("others use Triton's compile hooks: its compilations are neither counted nor announced")
             return
 
         def before(**about: Any) -> bool:
