@@ -165,7 +165,7 @@ class ScalingConfig:
     """What Ray reserves for each worker."""
     num_threads: PositiveInt = 1
     """Threads of a worker's computations on a CPU."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Annotated[Literal["cpu", "cuda"], Flag("device")] = "cpu"
     """Where workers compute."""
     cpu_offload: Annotated[CpuOffload, Flag("cpu_offload")] = "none"
     """What of a rank's state waits in host memory and visits its GPU when it is needed, with equal bits: nothing, the

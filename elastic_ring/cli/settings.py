@@ -89,7 +89,7 @@ NESTED = {"timeouts", "checkpoint_config"}
 NONE = "none"
 """What stands for None in a TOML file, which has no such value."""
 
-TOP = ("pattern", "machine", "model_folder", "windows", "lora", "validate", "stop_early", "keep_best")
+TOP = ("pattern", "machine", "model_folder", "from_run", "windows", "lora", "validate", "stop_early", "keep_best")
 """Keys of the file beside `preset` that belong to no section; flags of the same name win over them."""
 FREE_OF_FOLDER = frozenset({"checkpoint_activations", "loss_chunk_tokens"})
 """Settings of [model] that a model folder does not decide."""
@@ -143,6 +143,8 @@ class ShortFlags:
     """Which keys attention keeps: a JSON file, or sinks:64+window:512;dense@3, or topk:8; all if left out."""
     model_folder: str | None = None
     """A Hugging Face decoder in place of the preset's: a folder with its config, and its weights if they are there."""
+    from_run: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    """Begin with the weights of this run, or of one of its checkpoints: a new optimizer, from step 0."""
     windows: Literal["exact", "blocks", "dense"] | None = None
     """Its sliding windows: exact; in blocks of 128 tokens, faster on GPUs; dense: ignored."""
     lora: str | None = None
@@ -167,6 +169,7 @@ class TrainSettings:
     pattern: str | None = None
     machine: str | None = None
     model_folder: str | None = None
+    from_run: str | None = None
     windows: str | None = None
     lora: str | None = None
     validate: str | None = None
@@ -267,6 +270,11 @@ def parse(argv: Sequence[str]) -> TrainSettings:
 
 def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file: Mapping[str, Any]) -> None:
     """Raises ValueError for settings of a model that a folder decides, and for settings of a folder without one."""
+    if top["from_run"] is not None and top["lora"] is not None:
+        raise ValueError(
+            f"from={top['from_run']!r} beside lora: adapters begin on the weights of a folder; write one with "
+            "elastic-ring export and name it with --model-folder"
+        )
     if top["model_folder"] is None:
         if top["lora"] is not None:
             raise ValueError(

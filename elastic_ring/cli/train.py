@@ -55,6 +55,8 @@ def build(asked: TrainSettings) -> ElasticRingTrainer:
     factory, model, initial = _model(asked)
     if not asked.plan:  # which prints them itself
         _tell_size(asked, model)
+    if asked.from_run is not None:
+        initial = _weights_of(asked.from_run, factory)
     trainer = ElasticRingTrainer(
         factory,
         data_source(asked.data, model, step.context_tokens),
@@ -212,6 +214,19 @@ def _model(asked: TrainSettings) -> tuple[Callable[[], nn.Module], ModelConfig, 
     from elastic_ring.model.transformer import Transformer
 
     return partial(Transformer, asked.model), asked.model, Initialiser(asked.step.seed, asked.model.num_layers)
+
+
+def _weights_of(run: str, factory: Callable[[], nn.Module]) -> Initial:
+    import torch
+
+    from elastic_ring.state.checkpoints.stored_weights import RunWeights
+
+    with torch.device("meta"):
+        shapes = {name: tuple(param.shape) for name, param in factory().named_parameters()}
+    weights = RunWeights.open(os.path.expanduser(run).removeprefix("file://"))
+    weights.check(shapes)
+    logging.info("begins with the weights of %s%s", shown_url(weights.uri), weights.folder and f", {weights.folder}")
+    return weights
 
 
 def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:

@@ -1,17 +1,22 @@
-"""Reads final weights tensor by tensor, from one safetensors file or from several with an index, wherever they are."""
+"""Reads final weights tensor by tensor, from one safetensors file or from several with an index, wherever they are; and
+a run's weights, final or of its newest checkpoint, as the first values of another run."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from elastic_ring.errors import StorageFailed
+from elastic_ring.errors import CheckpointDamaged, StorageFailed
+from elastic_ring.state.checkpoints.checkpoint import PARAMS, Reader, committed
 from elastic_ring.state.checkpoints.header import Place, read_places
-from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_INDEX, read_index
+from elastic_ring.state.checkpoints.manifest import located, read_manifest
+from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_INDEX, are_there, read_index
 from elastic_ring.state.storage.folder import Storage
 
 
@@ -47,9 +52,13 @@ class StoredWeights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: place.shape for name, (_, place) in self.places.items()}
 
-    def tensor(self, name: str) -> Tensor:
-        """Raises ValueError for a file that can no longer be read."""
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or its rows [start, stop). Raises ValueError for a file that can no longer be read."""
         file, place = self.places[name]
+        if rows is not None and place.shape:
+            row_bytes = place.num_bytes // max(1, place.shape[0])
+            shape = (rows[1] - rows[0], *place.shape[1:])
+            place = Place(place.start + rows[0] * row_bytes, place.dtype, shape)
         if not place.num_bytes:
             return torch.empty(place.shape, dtype=place.dtype)
         try:
@@ -59,6 +68,77 @@ class StoredWeights:
         if len(data) != place.num_bytes:
             raise ValueError(f"{self.storage.at(file)}: is cut off in {name}")
         return torch.frombuffer(data, dtype=place.dtype).reshape(place.shape)
+
+
+@dataclass(frozen=True)
+class RunWeights:
+    """First values: the weights that a run has ended with or, where it has not ended, those of its newest checkpoint.
+    `digest`: of what describes their contents, the same wherever the run lies."""
+
+    uri: str
+    folder: str
+    """Of the checkpoint; empty for final weights."""
+    digest: str
+
+    def __repr__(self) -> str:
+        """Goes into the run's identity, which knows no places."""
+        return f"RunWeights({self.digest})"
+
+    @classmethod
+    def open(cls, where: str) -> RunWeights:
+        """`where`: a run's folder, or one of its checkpoints. Raises ValueError where there are no weights."""
+        uri, folder = located("", where.rstrip("/"))
+        storage = Storage(uri or where.rstrip("/"))
+        try:
+            if not uri and are_there(storage):
+                return cls(storage.uri, "", _digest(storage))
+            folder = folder if uri else next(iter(committed(storage)), "")
+            if not folder:
+                raise ValueError(f"from={where!r}: has neither final weights nor a checkpoint: give a run's folder")
+            files = sorted(f"{file.name} {file.sha256}" for file in read_manifest(storage, folder).files)
+        except (StorageFailed, CheckpointDamaged) as error:
+            raise ValueError(f"from={where!r}: {error.message}") from error
+        return cls(storage.uri, folder, hashlib.sha256("\n".join(files).encode()).hexdigest()[:16])
+
+    @cached_property
+    def _stored(self) -> StoredWeights | Reader:
+        storage = Storage(self.uri)
+        if not self.folder:
+            return StoredWeights.open(self.uri)
+        return Reader(storage, read_manifest(storage, self.folder), whole_files=False)
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        if isinstance(self._stored, StoredWeights):
+            return self._stored.shapes
+        found, prefix = self._stored.manifest.tensors, f"{PARAMS}/"
+        return {name.removeprefix(prefix): tuple(one.shape) for name, one in found.items() if name.startswith(prefix)}
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises ValueError where the run has other parameters than these."""
+        own = self._shapes
+        for name in [*shapes, *own]:
+            if own.get(name) != shapes.get(name):
+                there, here = (f"has {name} of shape {found.get(name)}" for found in (own, shapes))
+                raise ValueError(
+                    f"from={self.uri!r} is of another model: it {there}, this one {here}; give the run's own sizes or "
+                    "--model-folder"
+                )
+
+    def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
+        """As `train.task.Initial` says."""
+        if isinstance(self._stored, StoredWeights):
+            return self._stored.tensor(name, rows).to(torch.float32)
+        whole = self._stored.tensor(f"{PARAMS}/{name}", 0, 1).to(torch.float32)
+        return whole if rows is None or not whole.dim() else whole[rows[0] : rows[1]]
+
+
+def _digest(storage: Storage) -> str:
+    """Of the index, or of the one file's header: both have the digest of the weights."""
+    if storage.exists(WEIGHTS_INDEX):
+        return hashlib.sha256(storage.read_record(WEIGHTS_INDEX)).hexdigest()[:16]
+    length = int.from_bytes(storage.read(WEIGHTS, 0, 8), "little")
+    return hashlib.sha256(storage.read(WEIGHTS, 8, length)).hexdigest()[:16]
 
 
 def _located(where: str) -> tuple[Storage, str]:
