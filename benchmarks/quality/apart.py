@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.quality.clock import ClockSettings, train_for
-from elastic_ring.tuning.quality.families import Family
-from elastic_ring.tuning.quality.text import Corpus
+from benchmarks.quality.small.families import Family
+from benchmarks.quality.small.text import Corpus
 
 END_S = 60.0
 """Limit for a process to exit after its last message."""

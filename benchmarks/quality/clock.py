@@ -24,14 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.quality.small.families import Family
+from benchmarks.quality.small.model import AS_WRITTEN, FusedOps, SmallConfig, SmallModel
+from benchmarks.quality.small.text import Corpus, Tokens, batch
 from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.layers import AttentionFn, PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.plan.sparse_blocks import check_layer_blocks
-from elastic_ring.tuning.quality.families import Family
-from elastic_ring.tuning.quality.model import AS_WRITTEN, FusedOps, SmallConfig, SmallModel
-from elastic_ring.tuning.quality.text import Corpus, Tokens, batch
 
 Clock = Callable[[], float]
 """Seconds since some moment, with all work before it complete."""

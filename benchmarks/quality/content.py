@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from benchmarks.quality.small.cost import NUM_HEADS
+from benchmarks.quality.small.families import Family
+from benchmarks.quality.small.model import Masks, SmallConfig
 from elastic_ring.attention.layers import AttentionFn, PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.patterns.content import TopK
 from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
-from elastic_ring.tuning.quality.cost import NUM_HEADS
-from elastic_ring.tuning.quality.families import Family
-from elastic_ring.tuning.quality.model import Masks, SmallConfig
 from experiments.block_means import choose_blocks
 from experiments.gated import GatedSparseAttention
 from experiments.gated_ring import GatedRing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.quality.content import ContentFamily
-from elastic_ring.tuning.quality.families import Family
+from benchmarks.quality.small.families import Family
 
 
 def families(seq_len: int, block: int, num_layers: int = 2) -> dict[str, Family]:

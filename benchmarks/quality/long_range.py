@@ -6,7 +6,7 @@ import lzma
 
 import numpy as np
 
-from elastic_ring.tuning.quality.text import Tokens
+from benchmarks.quality.small.text import Tokens
 
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 20}]
 

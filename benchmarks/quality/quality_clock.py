@@ -42,9 +42,9 @@ from benchmarks.quality.clock import ClockSettings
 from benchmarks.quality.families import block_families
 from benchmarks.quality.long_range import long_range_bits
 from benchmarks.quality.records import Records, append, finished, locked, write
+from benchmarks.quality.small.families import Family
+from benchmarks.quality.small.text import Corpus, corpus
 from elastic_ring.data.source import TextFiles
-from elastic_ring.tuning.quality.families import Family
-from elastic_ring.tuning.quality.text import Corpus, corpus
 
 PARTS = ("clock", "tokens")
 NUM_HELD = 32

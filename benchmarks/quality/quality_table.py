@@ -31,14 +31,14 @@ from benchmarks.quality.content import ContentFamily
 from benchmarks.quality.families import families
 from benchmarks.quality.long_range import long_range_bits
 from benchmarks.quality.records import Records, append, finished
+from benchmarks.quality.small.attention_error import fidelity
+from benchmarks.quality.small.cost import BF16_BYTES, NUM_HEADS, dense_bytes, timer
+from benchmarks.quality.small.families import Family
+from benchmarks.quality.small.text import Corpus, corpus
+from benchmarks.quality.small.train import Settings, train_text
 from benchmarks.quality.tasks import CHANCE, TASKS, train_tasks
 from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.tuning.quality.attention_error import fidelity
-from elastic_ring.tuning.quality.cost import BF16_BYTES, NUM_HEADS, dense_bytes, timer
-from elastic_ring.tuning.quality.families import Family
-from elastic_ring.tuning.quality.text import Corpus, corpus
-from elastic_ring.tuning.quality.train import Settings, train_text
 from experiments.pattern_choice import choose
 
 CP = 8

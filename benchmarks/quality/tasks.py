@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from elastic_ring.tuning.quality.families import Family
-from elastic_ring.tuning.quality.model import Masks, SmallModel
-from elastic_ring.tuning.quality.train import Settings, trained
+from benchmarks.quality.small.families import Family
+from benchmarks.quality.small.model import Masks, SmallModel
+from benchmarks.quality.small.train import Settings, trained
 
 Tokens = NDArray[np.int64]
 

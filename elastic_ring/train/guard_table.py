@@ -48,9 +48,7 @@ class Cell:
     why_not: str = ""
 
 
-_IN_MEMORY = (
-    "its small model trains on one process, from text in memory and a seed; the run with the pattern is guarded"
-)
+_ONE_DEVICE = "a trial trains briefly on one device and rank; the run with the pattern is guarded"
 
 _OTHERS = {
     (ZERO3, SPIKES): Cell("yes, without `back`"),
@@ -70,15 +68,14 @@ _OTHERS = {
     (RESUME, MAX_SKIPPED): Cell("yes, the count goes on"),
     (RESUME, SPIKES): Cell("yes, after 32 new losses"),
     (RESUME, ATTENDS): Cell("at step 0; another model is another run"),
-    (TUNER, NON_FINITE): Cell("rejects the pattern"),
-    (TUNER, MAX_SKIPPED): Cell(why_not="the first step that is not finite rejects the pattern"),
-    (TUNER, SPIKES): Cell(why_not=_IN_MEMORY),
-    (TUNER, STRAGGLERS): Cell(why_not=_IN_MEMORY),
-    (TUNER, CORRUPTION): Cell(why_not=_IN_MEMORY),
-    (TUNER, SAMPLES): Cell(why_not=_IN_MEMORY),
-    (TUNER, TOKENS): Cell(why_not="it trains on bytes, for which its model has the rows"),
-    (TUNER, ATTENDS): Cell(why_not="its model is its own and attends through masks of the whole sequence"),
-    (TUNER, MEMORY): Cell(why_not=_IN_MEMORY),
+    (TUNER, NON_FINITE): Cell("yes; what diverges is rejected"),
+    (TUNER, MAX_SKIPPED): Cell("rejects the pattern"),
+    (TUNER, SPIKES): Cell(why_not=_ONE_DEVICE),
+    (TUNER, STRAGGLERS): Cell(why_not=_ONE_DEVICE),
+    (TUNER, CORRUPTION): Cell(why_not=_ONE_DEVICE),
+    (TUNER, SAMPLES): Cell(why_not=_ONE_DEVICE),
+    (TUNER, ATTENDS): Cell(why_not=_ONE_DEVICE),
+    (TUNER, MEMORY): Cell(why_not="a pattern that does not fit the device's memory is rejected"),
 }
 
 

@@ -6,7 +6,7 @@ Pure functions of numbers. No trials and no optimisation library in here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 Point = Sequence[float]
 
@@ -37,6 +37,11 @@ def ranks(points: Sequence[Point]) -> list[int]:
 def front(points: Sequence[Point]) -> list[int]:
     """The indices of the non-dominated points."""
     return [i for i, rank in enumerate(ranks(points)) if rank == 0]
+
+
+def is_behind(name: str, seen: Mapping[str, Point], keep: int = 2, least: int = 6) -> bool:
+    """Whether the point of `name` lies behind `keep` fronts of `seen`, which has it; false below `least` points."""
+    return len(seen) >= least and dict(zip(seen, ranks(list(seen.values())), strict=True))[name] >= keep
 
 
 def hypervolume(points: Sequence[Point], reference: Point) -> float:

@@ -1,101 +1,155 @@
-"""The output of a search: the table of its front, the plot, the patterns as files. No Ray and no training in here."""
+"""What a search has found: means and spread over seeds, the front as a table, a picture and JSON, what to run next."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import logging
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.tuning.fidelity import places
-from elastic_ring.tuning.pareto import front, rank_correlation
-from elastic_ring.tuning.space import candidates
+from elastic_ring.tuning.pareto import front
+from elastic_ring.tuning.space import DENSE
 
-Trial = dict[str, Any]
+log = logging.getLogger(__name__)
 
-
-def placed(trials: Sequence[Trial], base: dict[str, Any]) -> list[Trial]:
-    """Each trained pattern once per layout, with the objectives in that layout."""
-    by_name = {candidate.name: candidate for candidate in candidates()}
-    found = []
-    for name, trial in {trial["name"]: trial for trial in trials}.items():
-        for layout, (step, num_bytes) in places(base, by_name[name]).items():
-            found.append({**trial, "layout": layout, "step_s": step, "bytes": num_bytes})
-    return found
+Trial = Mapping[str, Any]
 
 
-def report(trials: Sequence[Trial], base: dict[str, Any], out: Path, pattern_len: int, pattern_layers: int) -> str:
-    """Write front.md, front.png and pattern-N.json into `out`; returns the table."""
-    trained = [t for t in trials if t.get("long_gap") is not None]
-    shown = placed(trained, base)
-    chosen = sorted((shown[i] for i in front([objectives(t) for t in shown])), key=lambda t: (t["gap"], t["layout"]))
+@dataclass(frozen=True)
+class Found:
+    """A pattern over its seeds. `gap`: to dense under the same seeds, on average; `loss`: dense's mean and that gap."""
+
+    pattern: str
+    loss: float
+    gap: float
+    step_s: float
+    bytes: int
+    density: float
+    num_seeds: int
+
+
+def whole(trials: Iterable[Trial]) -> list[Trial]:
+    """Those that trained to the end, as results with `losses` of as many reports as any."""
+    every = [trial for trial in trials if trial.get("losses") and not trial.get("rejected")]
+    most = max((len(trial["losses"]) for trial in every), default=0)
+    return [trial for trial in every if len(trial["losses"]) == most]
+
+
+def found(trials: Iterable[Trial]) -> list[Found]:
+    """By pattern. Raises ValueError where dense itself is not among the trials."""
+    by_pattern = _by_pattern(trials)
+    dense = by_pattern.get(DENSE)
+    if not dense:
+        raise ValueError("dense itself was not trained to the end, so no gap to it can be told: its trials say why")
+    base = statistics.fmean(trial["loss"] for trial in dense.values())
+    made = []
+    for pattern, seeds in by_pattern.items():
+        gaps = [trial["loss"] - dense[seed]["loss"] for seed, trial in seeds.items() if seed in dense]
+        if gaps:
+            gap, one = statistics.fmean(gaps), next(iter(seeds.values()))
+            step_s = statistics.median(trial["step_s"] for trial in seeds.values())
+            made.append(Found(pattern, base + gap, gap, step_s, one["bytes"], one["density"], len(gaps)))
+    return made
+
+
+def _by_pattern(trials: Iterable[Trial]) -> dict[str, dict[int, Trial]]:
+    by_pattern = defaultdict[str, dict[int, Trial]](dict)
+    for trial in whole(trials):
+        by_pattern[trial["pattern"]][trial["seed"]] = trial
+    return by_pattern
+
+
+def spread(trials: Iterable[Trial]) -> tuple[float, int]:
+    """(largest distance between the losses of two seeds of one pattern, number of patterns with two)."""
+    losses = [[trial["loss"] for trial in seeds.values()] for seeds in _by_pattern(trials).values() if len(seeds) > 1]
+    return max((max(each) - min(each) for each in losses), default=0.0), len(losses)
+
+
+def on_front(every: Sequence[Found]) -> list[Found]:
+    """Those that none beats in loss, time and bytes, the slowest first."""
+    best = front([(one.gap, one.step_s, one.bytes) for one in every])
+    return sorted((every[i] for i in best), key=lambda one: (-one.step_s, one.loss))
+
+
+def in_doubt(every: Sequence[Found], spread_nats: float) -> list[str]:
+    """The patterns on the front with one seed whose neighbour's loss is within the spread."""
+    close = [pair for pair in pairwise(on_front(every)) if abs(pair[0].loss - pair[1].loss) <= spread_nats]
+    return list(dict.fromkeys(one.pattern for pair in close for one in pair if one.num_seeds < 2))
+
+
+def advised(every: Sequence[Found], spread_nats: float) -> Found:
+    """The fastest of the front whose loss is within the spread of the least one's; where that is dense, the one with
+    the least loss after it, if there is any."""
+    best = on_front(every)
+    close = [one for one in best if one.loss <= min(each.loss for each in best) + spread_nats]
+    sparse = [one for one in close if one.pattern != DENSE] or sorted(
+        (one for one in best if one.pattern != DENSE), key=lambda one: one.loss
+    )[:1]
+    return min(sparse or best, key=lambda one: one.step_s)
+
+
+def report(trials: Sequence[Trial], out: Path, title: str) -> str:
+    """Write front.md, front.json and front.png into `out`; returns the table. `trials`: what trials reported last, as
+    `[result.metrics for result in results]` of a `ResultGrid`."""
+    every, (nats, num) = found(trials), spread(trials)
+    best, dense = on_front(every), next(one for one in every if one.pattern == DENSE)
     lines = [
-        f"{len(trials)} trials, {len(trained)} reached the last fidelity, {len(chosen)} places on the front; gaps"
-        f" in nats on the trailing tokens after {base['climb']['long_steps']} steps,"
-        " step and bytes as shares of dense's",
+        title,
+        f"{len(every)} of {len({trial.get('pattern') for trial in trials})} patterns trained to the end, {len(best)} on"
+        f" the front. Spread of seeds {nats:.4f} nats (the largest, over {num} pattern(s) with two).",
         "",
-        "| file | pattern | layout | density | gap | step | bytes |",
-        "|---|---|---|---|---|---|---|",
+        "| `--pattern` | loss | gap to dense | seeds | step, s | of dense | bytes | density |",
+        "|---|---|---|---|---|---|---|---|",
+        *(
+            f"| `{one.pattern}` | {one.loss:.4f} | {one.gap:+.4f} | {one.num_seeds} | {one.step_s:.4f} |"
+            f" {one.step_s / dense.step_s:.2f} | {one.bytes:,} | {one.density:.3f} |"
+            for one in best
+        ),
     ]
-    by_name = {candidate.name: candidate for candidate in candidates()}
-    for number, trial in enumerate(chosen, 1):
-        candidate, layout = by_name[trial["name"]], trial["layout"]
-        path = out / f"pattern-{number}.json"
-        measured = {key: float(trial[key]) for key in ("density", "gap", "step_s", "bytes")}
-        text = candidate.file(pattern_len, pattern_layers, layout, measured)
-        path.write_text(text + "\n", encoding="utf-8")
-        lines.append(
-            f"| {path.name} | `{candidate.text(pattern_len, pattern_layers)}` | {layout} | {trial['density']:.3f} |"
-            f" {trial['gap']:+.4f} | {trial['step_s']:.3f} | {trial['bytes']:.3f} |"
-        )
-    lines += ["", "Rank correlation of what a fidelity says with the gap of the last:", ""]
-    lines += [f"- {what}: {value:.2f} over {num}" for what, value, num in correlations(trained)]
     text = "\n".join(lines) + "\n"
     (out / "front.md").write_text(text, encoding="utf-8")
-    draw(shown, chosen, out / "front.png")
+    plain = {"spread": nats, "front": [asdict(one) for one in best], "all": [asdict(one) for one in every]}
+    (out / "front.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    try:
+        draw(every, best, nats, out / "front.png")
+    except ModuleNotFoundError as error:
+        log.warning("no front.png: %s is not installed; pip install 'elastic-ring[tune]'", error.name)
     return text
 
 
-def objectives(trial: Trial) -> tuple[float, ...]:
-    return tuple(float(trial[key]) for key in ("gap", "step_s", "bytes"))
-
-
-def correlations(trained: Sequence[Trial]) -> list[tuple[str, float, int]]:
-    """Rank correlation of each fidelity with the final gap, over trials that reached the last fidelity.
-
-    Biased: trials that an early fidelity judged bad were stopped and are missing.
-    """
-    last = [float(t["long_gap"]) for t in trained]
-    rows = {
-        "plan, density (more is better)": [-float(t["density"]) for t in trained],
-        "plan, attention mass of a dense model": [-float(t["mass"]) for t in trained],
-        "kernel, step time (slower is better)": [-float(t["step_s"]) for t in trained],
-        "short training, gap": [float(t["short_gap"]) for t in trained],
-    }
-    return [(what, rank_correlation(values, last), len(trained)) for what, values in rows.items()]
-
-
-def draw(shown: Sequence[Trial], chosen: Sequence[Trial], path: Path) -> None:
-    """Plot gap over step time; larger points are on the front, colour shows bytes."""
+def draw(every: Sequence[Found], best: Sequence[Found], spread_nats: float, path: Path) -> Any:
+    """Loss over the time of a step. The names of the front stand beside the plot, one below another in the order of
+    their losses, so that none covers another. Returns the figure."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    best = {(t["name"], t["layout"]) for t in chosen}
-    dots = axes.scatter(
-        [t["step_s"] for t in shown],
-        [t["gap"] for t in shown],
-        c=[t["bytes"] for t in shown],
-        s=[90 if (t["name"], t["layout"]) in best else 25 for t in shown],
-        cmap="viridis",
-        edgecolors="black",
-        linewidths=0.5,
+    figure = Figure(figsize=(10, max(4.5, 0.3 * len(best) + 1.5)))
+    axes = figure.add_axes((0.09, 0.12, 0.45, 0.8))
+    axes.scatter([one.step_s for one in every], [one.loss for one in every], s=16, color="#9aa5b1")
+    axes.errorbar(
+        [one.step_s for one in best],
+        [one.loss for one in best],
+        yerr=spread_nats / 2,
+        fmt="o",
+        capsize=3,
+        color="#1f4e79",
     )
-    for trial in chosen:
-        place = (trial["step_s"], trial["gap"])
-        name = f"{trial['name']}, {trial['layout']}"
-        axes.annotate(name, place, fontsize=6, xytext=(4, 4), textcoords="offset points")
-    axes.axhline(0, color="grey", linewidth=0.5)
-    axes.set_xlabel("CPU time of an attention call on the busiest rank, share of dense")
-    axes.set_ylabel("gap to dense on trailing tokens, nats")
-    figure.colorbar(dots, label="bytes, share of the dense ring")
-    figure.savefig(path, dpi=120)
+    ordered = sorted(best, key=lambda one: -one.loss)
+    for number, one in enumerate(ordered):
+        axes.annotate(
+            one.pattern,
+            (one.step_s, one.loss),
+            xytext=(1.08, 1 - (number + 0.5) / len(ordered)),
+            textcoords="axes fraction",
+            fontsize=8,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": "#c3cad2", "linewidth": 0.7},
+        )
+    axes.set_xlabel("time of a step, s")
+    axes.set_ylabel("loss on held-out sequences, nats (bars: spread of seeds)")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    return figure

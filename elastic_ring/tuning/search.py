@@ -1,75 +1,203 @@
-"""The search over sparse patterns with Ray Tune and Optuna: stored settings, trials, the results."""
+"""`elastic-ring tune`: the search, dense first; a second seed of dense and of what is in doubt; the results.
+
+Each is a `ray.tune.Tuner` of its own in the folder of the search, which the same command restores.
+"""
 
 from __future__ import annotations
 
-import argparse
+import hashlib
 import json
 import logging
 import os
+import shlex
 import stat
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
+from optuna.distributions import CategoricalDistribution
 from ray import tune as ray_tune
 from ray.tune.search import ConcurrencyLimiter
+from ray.tune.search.optuna import OptunaSearch
 
 from elastic_ring.files import plain_json, read_small
 from elastic_ring.runtime.driver import access
-from elastic_ring.tuning.climb import Climb
-from elastic_ring.tuning.fidelity import baseline
-from elastic_ring.tuning.report import report
-from elastic_ring.tuning.sampler import ProxySampler, cheap_of
-from elastic_ring.tuning.space import Candidate, candidates
-from elastic_ring.tuning.trial import OBJECTIVES, GapSearch, NonDominatedRank, PatternTrial, distributions
+from elastic_ring.trainer import ElasticRingTrainer
+from elastic_ring.tuning.cost import Costs
+from elastic_ring.tuning.report import Trial, advised, found, in_doubt, report, spread
+from elastic_ring.tuning.sampler import LOSSES, PATTERN, Cheap, ProxySampler
+from elastic_ring.tuning.space import DENSE, patterns, read_space
+from elastic_ring.tuning.trial import METRICS, NUM_REPORTS, NonDominatedRank, pattern_trainable
+
+log = logging.getLogger(__name__)
 
 NAME = "search"
 
 
-def asked_for(options: argparse.Namespace, climb: Climb) -> list[Candidate]:
-    """The points that may be proposed. Raises: ValueError where GPUs can run none, with the last reason."""
-    every = list(candidates())
-    if not options.for_gpus:
-        return every
-    why = {c: c.refused_by_gpus(options.pattern_len, options.pattern_layers, climb.cp) for c in every}
-    kept = [candidate for candidate in every if not why[candidate]]
-    if not kept:
-        last = f"--pattern-len {options.pattern_len}: {why[every[-1]]}"
-        raise ValueError(f"--for-gpus: GPUs refuse every pattern at {last}")
-    return kept
+@dataclass
+class Progress(ray_tune.Callback):
+    """A line for each report: trials, tokens, time left. Tokens of trials that are stopped early count as left out."""
+
+    what: str
+    num_trials: int
+    tokens_of_trial: int
+    begun: float = field(default_factory=time.monotonic)
+    _tokens: dict[str, int] = field(default_factory=dict)
+    _first: int | None = None
+
+    def on_trial_result(self, *, trials: list[Any], trial: Any, result: Trial, **info: Any) -> None:
+        if self._first is None:  # a restored search has trained before
+            self._first = sum(int((each.last_result or {}).get("tokens", 0)) for each in trials if each is not trial)
+        self._tokens |= {each.trial_id: int((each.last_result or {}).get("tokens", 0)) for each in trials}
+        self._tokens[trial.trial_id] = int(result["tokens"])
+        ended = [each for each in trials if each.is_finished() or (each is trial and result["done"])]
+        tokens, spent_s = sum(self._tokens.values()), time.monotonic() - self.begun
+        stopped = sum(self.tokens_of_trial - self._tokens.get(each.trial_id, 0) for each in ended)
+        left = self.num_trials * self.tokens_of_trial - stopped - tokens
+        left_s = spent_s * left / max(1, tokens - self._first)
+        told = result["rejected"] or f"loss {result['loss']:.4f}, step {result['step_s']:.4f} s"
+        log.info(
+            "%s: %d of %d trials ended, %.3g M tokens of at most %.3g M, about %.1f min left; %s, %d of %d: %s",
+            self.what,
+            len(ended),
+            self.num_trials,
+            tokens / 1e6,
+            self.num_trials * self.tokens_of_trial / 1e6,
+            left_s / 60,
+            result["pattern"],
+            len(result["losses"]),
+            NUM_REPORTS,
+            told,
+        )
 
 
-def store_settings(options: argparse.Namespace) -> None:
+class CurveSearch(OptunaSearch):
+    """Optuna's search; also stores a finished trial's losses at each report."""
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        trial = self._ot_trials.get(trial_id)
+        if trial is not None and result and trial_id not in self._completed_trials:
+            trial.set_user_attr(LOSSES, result.get("losses"))
+        super().on_trial_complete(trial_id, result, error)
+
+
+@dataclass
+class Search:
+    """The search of `trainer`'s patterns in the folder `out`, in trials of `num_cpus` and a GPU where it has one."""
+
+    trainer: ElasticRingTrainer
+    out: Path
+    points: Sequence[str]
+    num_trials: int = 24
+    concurrent: int = 1
+    num_cpus: float = 1.0
+    trials: list[Trial] = field(default_factory=list)
+
+    def run(self) -> str:
+        """The table of the front. Raises ValueError where dense cannot be trained, or nothing else."""
+        seed = self.trainer.task.step.seed
+        self._search(seed)
+        found(self.trials)  # or it raises
+        doubt, asked = [DENSE], list[str]()
+        while doubt:
+            self._phase(f"seeds-{len(asked)}", {"pattern": ray_tune.grid_search(doubt), "seed": seed + 1})
+            asked += doubt
+            doubt = [one for one in in_doubt(found(self.trials), spread(self.trials)[0]) if one not in asked]
+        step = self.trainer.task.step
+        title = (
+            f"{step.steps} steps of {step.global_batch} x {step.context_tokens} tokens; bytes: K and V that a ring of"
+        )
+        return report(self.trials, self.out, f"{title} {self.trainer.scaling_config.cp} receives in a forward pass.")
+
+    @property
+    def advice(self) -> str:
+        return advised(found(self.trials), spread(self.trials)[0]).pattern
+
+    def _search(self, seed: int) -> None:
+        costs = Costs(self.trainer.task, self.trainer.scaling_config.cp, self.trainer.scaling_config.device)
+        about: dict[str, dict[str, Any]] = {}
+        for text in self.points:
+            try:
+                about[text] = costs.of(text)
+            except ValueError as error:
+                log.info("left out: %s: %s", text, error)
+        about.pop(DENSE, None)
+        if not about:
+            raise ValueError("the space has no pattern that fits the model beside dense; give others")
+        cheap = Cheap(
+            {text: one["features"] for text, one in about.items()},
+            {text: (one["density"], one["bytes"]) for text, one in about.items()},
+        )
+        searcher = CurveSearch(
+            {PATTERN: CategoricalDistribution([DENSE, *about])},
+            metric=list(METRICS),
+            mode=["min"] * len(METRICS),
+            points_to_evaluate=[{PATTERN: DENSE}],
+            sampler=ProxySampler(cheap, seed),
+        )
+        how = {"search_alg": ConcurrencyLimiter(searcher, self.concurrent), "scheduler": NonDominatedRank()}
+        self._phase("patterns", {}, 1 + min(self.num_trials, len(about)), **how)
+
+    def _phase(self, name: str, param_space: dict[str, Any], num_samples: int = 1, **how: Any) -> None:
+        """Run or restore one Tuner, and keep what its trials reported last."""
+        stored, trainable = self.out / NAME / name, pattern_trainable(self.trainer, self.num_cpus)
+        step = self.trainer.task.step
+        num = num_samples
+        for axis in param_space.values():
+            num *= len(axis["grid_search"]) if isinstance(axis, dict) else 1
+        if ray_tune.Tuner.can_restore(str(stored)):
+            tuner = ray_tune.Tuner.restore(str(stored), trainable, resume_unfinished=True, restart_errored=True)
+        else:
+            tuner = ray_tune.Tuner(
+                trainable,
+                param_space=param_space,
+                tune_config=ray_tune.TuneConfig(
+                    num_samples=num_samples,
+                    max_concurrent_trials=None if how else self.concurrent,
+                    reuse_actors=True,
+                    **how,
+                ),
+                run_config=ray_tune.RunConfig(
+                    name=name,
+                    storage_path=str(stored.parent),
+                    verbose=0,
+                    failure_config=ray_tune.FailureConfig(max_failures=3),
+                    checkpoint_config=ray_tune.CheckpointConfig(num_to_keep=1, checkpoint_at_end=False),
+                    callbacks=[Progress(name, num, step.steps * step.global_batch * step.context_tokens)],
+                ),
+            )
+        with redirect_stdout(sys.stderr):  # ours has the table alone
+            results = tuner.fit()
+        for error in results.errors:
+            log.error("a trial failed: %s", error)
+        self.trials += [dict(result.metrics) for result in results if result.metrics and PATTERN in result.metrics]
+
+
+def store_settings(out: Path, given: Mapping[str, Any]) -> None:
     """Store the settings that define the search next to its results.
 
     Raises: ValueError where a search is continued with other settings.
     """
-    _be_own(options.out)
-    path = options.out / "options.json"
-    names = ("trials", "concurrent", "seed", "for_gpus")
-    given = {name: getattr(options, name) for name in names}
-    if options.for_gpus:
-        given |= {"pattern_len": options.pattern_len, "pattern_layers": options.pattern_layers}
+    _be_own(out)
+    path = out / "options.json"
     if not path.exists():
         path.write_text(json.dumps(given) + "\n", encoding="utf-8")
         return
-    begun = _begun(path)
-    other = [name for name in {**begun, **given} if begun.get(name) != given.get(name)]
-    if other:
-        said = ", ".join(f"--{name.replace('_', '-')} {begun.get(name)}, not {given.get(name)}" for name in other)
-        raise ValueError(f"the search in {options.out} was begun with {said}; give the same, or another --out")
-
-
-def _begun(path: Path) -> dict[str, Any]:
     try:
-        found = plain_json(read_small(path))
+        begun = plain_json(read_small(path))
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; give another --out") from error
-    if not isinstance(found, dict):
+    if not isinstance(begun, dict):
         raise ValueError(f"{path} does not say with what the search was begun; give another --out")
-    return found
+    other = [name for name in {**begun, **given} if begun.get(name) != given.get(name)]
+    if other:
+        said = "; ".join(f"{name} {begun.get(name)}, not {given.get(name)}" for name in other)
+        raise ValueError(f"the search in {out} was begun with {said}; give the same, or another --out")
 
 
 def _be_own(out: Path) -> None:
@@ -78,9 +206,9 @@ def _be_own(out: Path) -> None:
     out.mkdir(mode=0o755, parents=True, exist_ok=True)
     (out / NAME).mkdir(mode=0o700, exist_ok=True)
     for folder, others in ((out, 0o022), (out / NAME, 0o077)):
-        found = folder.lstat()
-        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0)
-        if not is_own or (found.st_mode & others and not _closed(folder, found, others)):
+        about = folder.lstat()
+        is_own = stat.S_ISDIR(about.st_mode) and about.st_uid in (os.geteuid(), 0)
+        if not is_own or (about.st_mode & others and not _closed(folder, about, others)):
             raise ValueError(
                 f"--out {out}: {folder} is a link, another user's, or open to others, who could leave code there that "
                 f"the search runs (it unpickles its state): give a folder of your own or, if you trust what is in it, "
@@ -96,73 +224,32 @@ def _closed(folder: Path, about: os.stat_result, others: int) -> bool:
     folder.chmod(stat.S_IMODE(about.st_mode) & ~others)  # first, so that nobody adds one meanwhile
     is_state = others == 0o077
     entries, writable = (folder.rglob("*"), 0o022) if is_state else (folder.iterdir(), 0)
-    for found in map(Path.lstat, entries):
-        if found.st_uid not in (about.st_uid, 0) or (found.st_mode & writable and not stat.S_ISLNK(found.st_mode)):
+    for entry in map(Path.lstat, entries):
+        if entry.st_uid not in (about.st_uid, 0) or (entry.st_mode & writable and not stat.S_ISLNK(entry.st_mode)):
             folder.chmod(stat.S_IMODE(about.st_mode))
             return False
     logging.warning("%s was open to others (%s), who left nothing there: closed", folder, stat.filemode(about.st_mode))
     return True
 
 
-def search(options: argparse.Namespace, base: dict[str, Any], asked: list[Candidate]) -> list[dict[str, Any]]:
-    """The last result of every trial, in the order of trials. Continues an earlier search in `--out`."""
-    log = options.out / "trials.jsonl"
-    trainable: Any = ray_tune.with_resources(
-        ray_tune.with_parameters(PatternTrial, shared={"base": base, "log": str(log)}), {"cpu": options.cpus_per_trial}
-    )
-    stored = options.out / NAME
-    if ray_tune.Tuner.can_restore(str(stored)):
-        logging.info("going on with the search in %s", stored)
-        tuner = ray_tune.Tuner.restore(str(stored), trainable, resume_unfinished=True, restart_errored=True)
-    else:
-        sampler = ProxySampler(cheap_of(base, asked), options.seed)
-        searcher = GapSearch(distributions(), metric=list(OBJECTIVES), mode=["min"] * len(OBJECTIVES), sampler=sampler)
-        tuner = ray_tune.Tuner(
-            trainable,
-            tune_config=ray_tune.TuneConfig(
-                search_alg=ConcurrencyLimiter(searcher, options.concurrent),
-                scheduler=NonDominatedRank(log),
-                num_samples=options.trials,
-                reuse_actors=True,
-            ),
-            run_config=ray_tune.RunConfig(
-                name=NAME,
-                storage_path=str(options.out),
-                verbose=1,
-                checkpoint_config=ray_tune.CheckpointConfig(checkpoint_at_end=False),
-            ),
-        )
-    results = tuner.fit()
-    for error in results.errors:
-        logging.error("a trial failed: %s", error)
-    return [dict(result.metrics) for result in results if result.metrics and "name" in result.metrics]
-
-
-def run(options: argparse.Namespace) -> int:
-    """One search; returns the command's exit status: 2 for settings that do not fit, 1 where there is no front."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(1)
-    climb = Climb(options.short_steps, options.long_steps, options.seq_len, options.cost_len)
-    try:
-        asked = asked_for(options, climb)
-        asked[0].text(options.pattern_len, options.pattern_layers)
-        store_settings(options)
-        base = baseline(options.out / "baseline.json", climb)
-    except ValueError as error:
-        print(f"elastic-ring tune: {error}", file=sys.stderr)
-        return 2
+def run(options: Any, train_arguments: Sequence[str], trainer: ElasticRingTrainer) -> int:
+    """One search of the command; returns its exit status: 2 for settings that do not fit."""
+    step = trainer.task.step
+    costs = Costs(trainer.task, 1, trainer.scaling_config.device)
+    space = {} if options.space is None else read_space(options.space)
+    whole = trainer.scaling_config.device == "cuda"
+    points = patterns(space, step.context_tokens, costs.num_layers, whole_blocks=whole)
+    digest = hashlib.sha256("\n".join(points).encode()).hexdigest()[:16]
+    given = {"--trials": options.trials, "patterns": digest, "arguments": shlex.join(train_arguments)}
+    store_settings(options.out, given)
     if options.address == "local":
-        access.start(logging_level="ERROR")
+        access.start(logging_level="ERROR", include_dashboard=False)
     else:
         access.connect(options.address, logging_level="ERROR")
     access.warn_if_open(ray.get_runtime_context().gcs_address)
-    trials = search(options, base, asked)
-    if not any(trial.get("long_gap") is not None for trial in trials):
-        print(
-            f"elastic-ring tune: none of {options.trials} trials reached the last fidelity, so there is no front; why"
-            " is logged above",
-            file=sys.stderr,
-        )
-        return 1
-    print(report(trials, base, options.out, options.pattern_len, options.pattern_layers))
+    search = Search(trainer, options.out, points, options.trials, options.concurrent, options.cpus_per_trial)
+    print(search.run())
+    validates = [] if step.validates else ["--val-every", str(step.steps)]
+    command = ["elastic-ring", "train", *train_arguments, *validates, "--pattern", search.advice, "--run-name", "found"]
+    print(f"{options.out}: front.md, front.png, front.json. Next:\n{shlex.join(command)}")
     return 0

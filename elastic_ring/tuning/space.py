@@ -1,43 +1,35 @@
-"""The search space of patterns: family, density, block size and mix of layers, as named points.
+"""What a search tries: patterns as the texts that `--pattern` takes, from a mapping of axes to their values.
 
-A point becomes a text for `attention.patterns.parse`, scaled to a length and a number of layers. A ring's layout is
-chosen separately from `LAYOUTS` and needs no training. Nothing is measured in here.
+`pattern` lists texts of the user's; names in braces are axes of their own: {"pattern": "sinks:64+window:{w}", "w":
+[512, 1024]}. `family`, `density` and `block` (tokens) make rules of a family; `layers` says which layers follow a rule:
+"{rule};dense@{last}". One value in place of a list is one point, as a trial of Ray Tune gets it. Nothing is measured.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
+from string import Formatter
 from typing import Any
 
-from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.attention.plan.sparse_blocks import check_layer_blocks
-from elastic_ring.tuning.quality.families import Family
+from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small
 
-AXES: dict[str, tuple[Any, ...]] = {
+DENSE = "dense"
+DEFAULTS: dict[str, tuple[Any, ...]] = {
     "family": ("window", "near", "strided", "bigbird", "hierarchical", "longnet"),
-    "keep": (0.12, 0.2, 0.35),
-    "num_blocks": (64, 32),
-    "mix": ("all", "last dense", "near first"),
+    "density": (0.12, 0.2, 0.35),
+    "layers": ("{rule}", "{rule};dense@{last}", "{rule};dense@{half}"),
 }
-"""`keep`: density of a sparse layer; `num_blocks`: blocks per sequence; `mix`: which layers differ: the last is dense,
-or the first half keeps only near keys.
-"""
-
-LAYOUTS = ("zigzag", "contiguous")
-"""Sequence layouts that training supports; all layers share one."""
-
+"""`density`: of a layer that follows the rule; blocks follow from the context."""
+OWN = {"pattern", "family", "density", "block", "layers", "seed"}
 OFF = 0.2
-"""Largest relative distance of a family's density from `keep`; beyond it the point does not exist."""
-
-_COUNTED_TOKENS = 512
-_GRAINS = 64
-"""Window sizes are multiples of 1 / _GRAINS of the sequence; the sinks are one such unit."""
+"""Largest relative distance of a family's density from the one asked for; beyond it the point does not exist."""
+GRAINS, MOST_STEPS, COUNTED_BLOCK = 64, 64, 8
+"""Windows are multiples of 1 / GRAINS of the context. A family is tried at so many sizes, in blocks of 8 tokens."""
 
 
 def _strided(step: int, num_blocks: int, unit: int) -> str:
@@ -49,14 +41,14 @@ def _longnet(step: int, num_blocks: int, unit: int) -> str:
 
 
 def _window(step: int, num_blocks: int, unit: int) -> str:
-    grain = num_blocks * unit // _GRAINS
+    grain = max(1, num_blocks * unit // GRAINS)
     return f"sinks:{grain}+window:{step * grain}"
 
 
-# Family -> (its rule for a step, blocks of a sequence and tokens of a block; the steps). No step of a family keeps a
-# query's own block alone.
+# Family -> (its rule for a size, blocks of a sequence and tokens of a block; the sizes). None keeps a query's own block
+# alone.
 _LADDERS: dict[str, tuple[Callable[[int, int, int], str], Callable[[int], range]]] = {
-    "window": (_window, lambda num_blocks: range(2, _GRAINS // 2)),
+    "window": (_window, lambda num_blocks: range(2, GRAINS // 2)),
     "near": (lambda step, _, unit: f"bigbird:{step},1,0,unit={unit}", lambda num_blocks: range(2, num_blocks // 2)),
     "strided": (_strided, lambda num_blocks: range(2, num_blocks)),
     "bigbird": (lambda s, _, unit: f"bigbird:{s + 1},1,{s},unit={unit}", lambda num_blocks: range(1, num_blocks // 3)),
@@ -65,107 +57,100 @@ _LADDERS: dict[str, tuple[Callable[[int, int, int], str], Callable[[int], range]
 }
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One point of the search space."""
+def read_space(path: Path) -> dict[str, Any]:
+    """The axes of a TOML file. Raises ValueError."""
+    try:
+        return plain_toml(read_small(path, MAX_TOML_BYTES, is_asked=True))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--space {path}: cannot be read as TOML ({error})") from error
 
-    family: str
-    keep: float
-    num_blocks: int
-    mix: str
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Candidate:
-        """From a config by axis. Raises: ValueError for a value outside the space."""
-        for axis, values in AXES.items():
-            if config[axis] not in values:
-                raise ValueError(f"{axis}={config[axis]!r}: the space has {', '.join(map(str, values))}")
-        return cls(**{axis: config[axis] for axis in AXES})
+def patterns(space: Mapping[str, Any], context_tokens: int, num_layers: int, *, whole_blocks: bool) -> list[str]:
+    """Every pattern of the space once, in a fixed order. `whole_blocks`: default blocks are multiples of 128 tokens.
 
-    @property
-    def name(self) -> str:
-        return f"{self.family}/{self.keep}/{self.num_blocks}/{self.mix}"
+    Raises ValueError for an axis that nothing uses, for what is no pattern of a model of so many layers, and for a
+    space without a point.
+    """
+    asked = {name: tuple(value) if isinstance(value, list | tuple) else (value,) for name, value in space.items()}
+    of_family = {"family", "density", "block"} & asked.keys()
+    rules = [
+        *_own(asked),
+        *(() if "pattern" in asked and not of_family else _of_families(asked, context_tokens, whole_blocks)),
+    ]
+    found = dict[str, None]()
+    for rule in rules:
+        is_whole = ";" in rule or "@" in rule
+        for template in ("{rule}",) if is_whole else asked.get("layers", DEFAULTS["layers"]):
+            text = _filled(template, {"rule": rule, "last": num_layers - 1, "half": num_layers // 2})
+            parse_pattern(text)
+            found[text] = None
+    if not found:
+        raise ValueError(
+            f"the space {dict(space)} has no pattern at {context_tokens} tokens: give other densities or blocks"
+        )
+    return list(found)
 
-    def rule(self, seq_len: int, family: str | None = None) -> str:
-        """The rule of the sparse layers for `seq_len` tokens: the family's rule with the density nearest to `keep`."""
-        chosen = family or self.family
-        return _LADDERS[chosen][0](_nearest(chosen, self.keep, self.num_blocks)[0], self.num_blocks, self.unit(seq_len))
 
-    def unit(self, seq_len: int) -> int:
-        """Block size in tokens. Raises: ValueError for a length that does not divide into such blocks."""
-        if seq_len % _GRAINS:
-            raise ValueError(f"{seq_len} tokens: take a multiple of {_GRAINS}, so that patterns scale to it exactly")
-        return seq_len // self.num_blocks
+def pattern_of(config: Mapping[str, Any], context_tokens: int, num_layers: int) -> str:
+    """The text of one trial's config. Raises ValueError."""
+    given = {"layers": "{rule}", **config}
+    return patterns(given, context_tokens, num_layers, whole_blocks=False)[0]
 
-    def groups(self, seq_len: int, num_layers: int = 2) -> list[tuple[str, tuple[int, ...] | None]]:
-        """(rule, its layers; None: all layers not in another group)."""
-        own, near = self.rule(seq_len), self.rule(seq_len, "near")
-        found: list[tuple[str, tuple[int, ...] | None]] = [(own, None)]
-        if self.mix == "last dense":
-            found.append(("dense", (num_layers - 1,)))
-        elif self.mix == "near first" and near != own and num_layers > 1:
-            found.append((near, tuple(range(num_layers // 2))))
-        return found
 
-    def layers(self, seq_len: int, num_layers: int = 2) -> list[str]:
-        """The rule of every layer."""
-        groups = self.groups(seq_len, num_layers)
-        named = {layer: rule for rule, layers in groups for layer in layers or ()}
-        return [named.get(layer, groups[0][0]) for layer in range(num_layers)]
+def _own(asked: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """The user's texts, with the values of the axes that they name."""
+    used = set[str]()
+    for text in asked.get("pattern", ()):
+        names = [name for _, name, _, _ in Formatter().parse(text) if name is not None]
+        used |= set(names)
+        axes = [asked.get(name, ()) for name in names]
+        for values in itertools.product(*axes):
+            yield _filled(text, dict(zip(names, values, strict=True)))
+        if missing := [name for name in names if name not in asked]:
+            raise ValueError(f"pattern {text!r} names {missing[0]}, which is no axis of the space; give its values")
+    if unused := sorted(asked.keys() - OWN - used):
+        raise ValueError(
+            f"{unused[0]}={list(asked[unused[0]])}: no pattern of the space names {{{unused[0]}}}; leave it out"
+        )
 
-    def text(self, seq_len: int, num_layers: int = 2) -> str:
-        """The whole pattern in its short form."""
-        parts = self.groups(seq_len, num_layers)
-        return ";".join(rule + ("" if at is None else "@" + ",".join(map(str, at))) for rule, at in parts)
 
-    def scaled(self, seq_len: int) -> Family:
-        return Family(self.name, self.text(seq_len), self.unit(seq_len))
+def _filled(text: str, values: Mapping[str, Any]) -> str:
+    try:
+        return text.format_map(values)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(f"{text!r}: names {error}; known are {', '.join(values)}") from error
 
-    def file(self, seq_len: int, num_layers: int, layout: str, measured: Mapping[str, float]) -> str:
-        """The content of a `--pattern` file, with the measurements included."""
-        groups = [
-            {"rule": rule} if at is None else {"layers": list(at), "rule": rule}
-            for rule, at in self.groups(seq_len, num_layers)
-        ]
-        about = f"{self.name} at {seq_len} tokens, {num_layers} layers; layout {layout}; measured with 2 layers"
-        found = {"block": self.unit(seq_len), "groups": groups, "about": about}
-        return json.dumps({**found, "measured": dict(measured)}, indent=1)
 
-    def refused_by_gpus(self, seq_len: int, num_layers: int, cp: int) -> str:
-        """Why a ring of `cp` GPUs cannot run it at `seq_len` tokens; empty if it can."""
-        pattern = LayerPatterns(parse_pattern(self.text(seq_len, num_layers)).groups, self.unit(seq_len))
-        try:
-            for layout in LAYOUTS:
-                check_layer_blocks(pattern, make_layout(layout, seq_len, cp))
-        except ValueError as error:
-            return str(error)
-        return ""
+def _of_families(asked: Mapping[str, Sequence[Any]], context_tokens: int, whole_blocks: bool) -> Iterator[str]:
+    least = 128 if whole_blocks else 1
+    usual = sorted({max(least, context_tokens // num // least * least) for num in (64, 32)})
+    axes = (
+        asked.get("family", DEFAULTS["family"]),
+        asked.get("density", DEFAULTS["density"]),
+        asked.get("block", usual),
+    )
+    for family, density, block in itertools.product(*axes):
+        if family not in _LADDERS:
+            raise ValueError(
+                f"family={family!r}: must be one of {', '.join(_LADDERS)}; others are written as a pattern"
+            )
+        num_blocks = context_tokens // int(block)
+        step, kept = _nearest(family, float(density), num_blocks)
+        if step and abs(kept - density) <= OFF * density:
+            yield _LADDERS[family][0](step, num_blocks, int(block))
 
 
 @lru_cache(maxsize=256)
-def _nearest(family: str, keep: float, num_blocks: int) -> tuple[int, float]:
-    """The family's step whose density is nearest to `keep`, and that density."""
-    make, steps = _LADDERS[family]
-    unit = _COUNTED_TOKENS // num_blocks
-    return min(
-        ((step, _density(make(step, num_blocks, unit), unit)) for step in steps(num_blocks)),
-        key=lambda found: (abs(found[1] - keep), found[0]),
-    )
+def _nearest(family: str, density: float, num_blocks: int) -> tuple[int, float]:
+    """The family's size whose density is nearest, and that density; 0 where the context has too few blocks."""
+    make, sizes = _LADDERS[family]
+    every = sizes(num_blocks)
+    tried = every[:: -(-len(every) // MOST_STEPS) or 1]
+    kept = ((step, _density(make(step, num_blocks, COUNTED_BLOCK), num_blocks)) for step in tried)
+    return min(kept, key=lambda found: (abs(found[1] - density), found[0]), default=(0, 1.0))
 
 
-@lru_cache(maxsize=1024)
-def _density(rule: str, unit: int) -> float:
-    return Family(rule, rule, unit).density(_COUNTED_TOKENS, 1, 4)
-
-
-def candidates() -> Iterator[Candidate]:
-    """Every point, in a fixed order. Points that keep the same keys at any length are listed once."""
-    seen: set[str] = set()
-    for values in itertools.product(*AXES.values()):
-        candidate = Candidate(**dict(zip(AXES, values, strict=True)))
-        parts = (candidate.family, "near") if candidate.mix == "near first" else (candidate.family,)
-        found = [_nearest(part, candidate.keep, candidate.num_blocks)[1] for part in parts]
-        text = candidate.text(_COUNTED_TOKENS)
-        if all(abs(density - candidate.keep) <= OFF * candidate.keep for density in found) and text not in seen:
-            seen.add(text)
-            yield candidate
+@lru_cache(maxsize=4096)
+def _density(rule: str, num_blocks: int) -> float:
+    pattern = LayerPatterns(parse_pattern(rule).groups, COUNTED_BLOCK)
+    return pattern.density(num_blocks * COUNTED_BLOCK, 1, 4, 4)

@@ -1,162 +1,262 @@
-"""A trial of the search under Ray Tune, its early stopping, and what the sampler gets. The fidelities are in
-`tuning.fidelity`.
+"""A trial: the user's own run under one pattern, in one process, as a `Trainable` of Ray Tune.
+
+    trainable = pattern_trainable(ElasticRingTrainer(...))
+    ray.tune.Tuner(trainable, param_space={"pattern": "sinks:64+window:{w}", "w": tune.choice([512, 1024])}, ...).fit()
+
+It takes the steps of `train` on one rank: same model, data, order of samples, held-out sequences and optimizer. A
+result has `loss`, `step_s`, `bytes`, `density`, `tokens`, `losses` at each report so far, `pattern` as `--pattern`
+takes it, and `rejected`: why a pattern cannot be trained. Which patterns are tried is decided elsewhere.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
+import statistics
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from ray import tune as ray_tune
+from ray.tune.result import SHOULD_CHECKPOINT
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
-from ray.tune.search.optuna import OptunaSearch
 
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.config import ScalingConfig, environment
+from elastic_ring.control.placement.copies import SnapshotId
+from elastic_ring.data.loader import Loader
+from elastic_ring.data.sampling.validation import ValidationSource, open_sets
+from elastic_ring.data.source import hold_out, open_source, order_of
+from elastic_ring.errors import ElasticRingError
 from elastic_ring.files import plain_json, read_small
-from elastic_ring.tuning.climb import Climb
-from elastic_ring.tuning.fidelity import REJECTED_GAP, handiest, places, tail_loss
-from elastic_ring.tuning.sampler import LONG, SHORT
-from elastic_ring.tuning.space import AXES, Candidate
-from elastic_ring.tuning.stopping import is_behind, objectives_in_layouts
+from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.driver.cluster import worker_environment
+from elastic_ring.runtime.gpu.device import DeviceLease, be_deterministic, kernel_cache, newcomer_bytes
+from elastic_ring.runtime.groups.groups import Connector, Rendezvous
+from elastic_ring.runtime.groups.registry import forget_groups
+from elastic_ring.runtime.groups.sockets import LOOPBACK
+from elastic_ring.runtime.groups.store import RendezvousStore
+from elastic_ring.state import snapshot
+from elastic_ring.train.startup.check_pattern import check_pattern
+from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.transaction import Transaction
+from elastic_ring.train.wrap import num_parameters
+from elastic_ring.tuning.cost import Costs
+from elastic_ring.tuning.pareto import is_behind
+from elastic_ring.tuning.space import DENSE, pattern_of
 
-OBJECTIVES = ("gap", "step_s", "bytes")
-NUM_FIDELITIES = 4
-SHORT_FIDELITY = 2
+if TYPE_CHECKING:
+    from elastic_ring.trainer import ElasticRingTrainer
+
+METRICS = ("loss", "step_s", "bytes")
+NUM_REPORTS = 4
+NUM_COLD_STEPS = 2
+"""Of a pattern in a process: kernels are compiled there, and no time counts."""
+REJECTED_LOSS = 1e9
+"""Optuna refuses what is not finite."""
+MEMBERSHIP, WAIT_S = (1, 1), 60.0
+SHARD, FOUND = "shard", "found.json"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What all trials of a search share."""
+
+    task: TrainingTask
+    scaling: ScalingConfig
+    folder: str
+    """Where the search was begun: relative paths of data count from there, and Tune gives each trial a folder."""
+
+    def of(self, config: Mapping[str, Any], num_layers: int) -> tuple[str, TrainingTask]:
+        """A trial's pattern and its task: under a seed of its own also other first values and another order."""
+        task, text = self.task, pattern_of(config, self.task.step.context_tokens, num_layers)
+        seed, initial = int(config.get("seed", task.step.seed)), task.initial
+        if any(field.name == "seed" for field in _fields(initial)):
+            initial = replace(initial, seed=seed)  # type: ignore[type-var]
+        step = replace(task.step, seed=seed)
+        return text, replace(task, pattern=parse_pattern(text), step=step, initial=initial)
+
+
+def _fields(part: Any) -> tuple[Any, ...]:
+    return dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
+
+
+def pattern_trainable(trainer: ElasticRingTrainer, num_cpus: float = 1.0) -> Any:
+    """A `Trainable` for `ray.tune.Tuner` whose trials train as `trainer` would on one device: a GPU, or `num_cpus`.
+
+    Its config has `pattern`, with other axes that the text names in braces, or `family`, `density`, `block` and
+    `layers`; `seed` is optional. Bytes are those of a ring of the trainer's `cp`. Where the trainer does not validate,
+    trials hold out sequences all the same.
+    """
+    task = trainer.task
+    if not task.step.validates:
+        task = replace(task, step=replace(task.step, val_every_steps=task.step.steps))
+    need = {"cpu": num_cpus, "gpu": 1.0 if trainer.scaling_config.device == "cuda" else 0.0}
+    return ray_tune.with_resources(
+        ray_tune.with_parameters(PatternTrial, asked=Asked(task, trainer.scaling_config, os.getcwd())), need
+    )
 
 
 class PatternTrial(ray_tune.Trainable):
-    """One pattern; every `step` is one fidelity. Actors are reused, so that imports and corpus are loaded once.
+    """One pattern; a `step` trains to the next of `NUM_REPORTS` reports. Actors are reused: what is imported, connected
+    and compiled serves the next trial."""
 
-    Every measurement is appended to a log at once, because Tune saves its state only now and then and a SIGKILL may
-    lose the last trials; logged measurements are not repeated.
-    """
-
-    def setup(self, config: dict[str, Any], shared: dict[str, Any] | None = None) -> None:
-        if shared is not None:
-            self._shared = shared
-        torch.set_num_threads(1)
-        self._climb = Climb(**self._shared["base"]["climb"])
-        self._candidate = Candidate.of(config)
-        self._fidelity, self._found = 0, dict[str, Any]()
-        log = read_log(Path(self._shared["log"]))
-        self._measured = {line["fidelity"]: line["found"] for line in log if line["name"] == self._candidate.name}
-
-    def step(self) -> dict[str, Any]:
-        start = time.process_time()
-        if self._fidelity in self._measured:
-            self._found = self._measured[self._fidelity]
-        else:
-            self._measure()
-            self._note()
-        done = bool(self._found["rejected"]) or self._fidelity == NUM_FIDELITIES - 1
-        result = {
-            "name": self._candidate.name,
-            "fidelity": self._fidelity,
-            "fidelity_cpu_s": time.process_time() - start,
-        }
-        self._fidelity += 1
-        return {**self._found, **result, "done": done}
-
-    def _measure(self) -> None:
-        """Run the current fidelity and add its results."""
-        name, base = self._candidate.name, self._shared["base"]
-        if self._fidelity == 0:
-            plan = base["plans"][name]
-            self._found = {key: plan[key] for key in ("density", "reach", "rejected")}
-            # Defaults until measured: dense's cost, so that a rejected pattern never looks good.
-            self._found.update(gap=REJECTED_GAP, step_s=1.0, bytes=1.0, short_gap=None, long_gap=None)
-            self._found["mass"] = base["proxies"][name]["mass"]
-        elif self._fidelity == 1:
-            found = places(base, self._candidate)
-            layout = handiest(found)
-            self._found.update(places=found, layout=layout, step_s=found[layout][0], bytes=found[layout][1])
-        else:
-            kind, key = ("short", SHORT) if self._fidelity == SHORT_FIDELITY else ("long", LONG)
-            steps = self._climb.short_steps if self._fidelity == SHORT_FIDELITY else self._climb.long_steps
-            loss, _ = tail_loss(self._candidate.scaled(self._climb.seq_len), self._climb, steps)
-            self._found.update(judged(loss - base[kind], key))
-
-    def _note(self) -> None:
-        line = {"name": self._candidate.name, "fidelity": self._fidelity, "pid": os.getpid(), "found": self._found}
-        with Path(self._shared["log"]).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        state = {"fidelity": self._fidelity, "found": self._found}
-        Path(checkpoint_dir, "state.json").write_text(json.dumps(state), encoding="utf-8")
-
-    def load_checkpoint(self, checkpoint: Any) -> None:
-        state = plain_json(read_small(Path(checkpoint, "state.json")))
-        self._fidelity, self._found = state["fidelity"], state["found"]
+    def setup(self, config: dict[str, Any], asked: Asked | None = None) -> None:
+        assert asked is not None
+        self._asked = asked
+        cuda = asked.scaling.device == "cuda"
+        environment().update(worker_environment(asked.scaling.device, {}, environment(), {}))  # before CUDA begins
+        torch.set_num_threads(asked.scaling.num_threads)
+        self._lease = DeviceLease(asked.scaling.device, "tune", state_bytes=newcomer_bytes(asked.scaling.cpu_offload))
+        self._device = self._lease.take(0, num_parameters(asked.task), WAIT_S, lambda: None)  # no run computes on it
+        self._stream = torch.cuda.Stream(self._device) if cuda else None
+        self._store = RendezvousStore(LOOPBACK)
+        where = Rendezvous(LOOPBACK, self._store.port, "tune", LOOPBACK, WAIT_S, 10 * WAIT_S, self._store.secret)
+        self._groups = Connector(where, self._device).connect(Mesh(1, 1), 0)
+        self._costs = Costs(asked.task, asked.scaling.cp, asked.scaling.device)
+        self._state: Transaction | None = None
+        self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        self.setup(new_config)
+        self._begin(new_config)
         return True
 
-
-def judged(gap: float, key: str) -> dict[str, Any]:
-    """What a training run adds to a trial's result.
-
-    Optuna refuses a gap that is not finite, so a diverged training counts as rejected: the trial ends, off the front.
-    """
-    if math.isfinite(gap):
-        return {"gap": gap, key: gap}
-    return {"gap": REJECTED_GAP, "short_gap": None, "long_gap": None, "rejected": f"diverged: {key} {gap}"}
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """All measurements so far, of all processes; skips an incomplete line."""
-    found = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    def _begin(self, config: dict[str, Any]) -> None:
+        self._leave()
+        if os.path.isdir(self._asked.folder):
+            os.chdir(self._asked.folder)
+        self._losses, self._times, self._earlier_times = list[float](), list[float](), list[float]()
+        self._rejected = ""
+        self._text, self._task = self._asked.of(config, self._costs.num_layers)
         try:
-            line = plain_json(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and {"name", "fidelity", "found"} <= line.keys():
-            found.append(line)
-    return found
+            self._about = self._costs.of(self._text)
+            if self._device.type == "cuda":
+                check_pattern(self._task, 1)
+            self._state = self._built()
+        except (ValueError, ElasticRingError, torch.OutOfMemoryError) as error:
+            self._reject(error)
+
+    def _built(self) -> Transaction:
+        task = self._task
+        be_deterministic(task)
+        training, held = hold_out(open_source(task.data), num_sequences=task.num_held_out)
+        opened = open_sets(task.validation)
+        self._validation = ValidationSource(task.validation, held, {name: one for name, (one, _) in opened.items()})
+        order = order_of(training, task.step.seed, task.step.global_batch)
+        cache = kernel_cache() if self._device.type == "cuda" else None
+        loader = Loader(training, num_ahead=task.step.sequences_per_pass)
+        self._val_loader = Loader(self._validation, num_ahead=1)
+        state = Transaction(task, loader, order, lambda *_: None, cache)
+        state.offload(self._asked.scaling.cpu_offload)
+        state.use(self._device)
+        state.enter(self._groups, MEMBERSHIP, keep=False)
+        state.initialise()
+        return state
+
+    def _reject(self, error: Exception) -> None:
+        self._rejected, self._losses = f"{type(error).__name__}: {error}", []
+        self._leave()
+
+    def step(self) -> dict[str, Any]:
+        steps = self._task.step.steps
+        try:
+            if self._state is not None:
+                self._train(steps * (len(self._losses) + 1) // NUM_REPORTS)
+        except (ElasticRingError, torch.OutOfMemoryError) as error:
+            self._reject(error)
+        done = bool(self._rejected) or len(self._losses) == NUM_REPORTS
+        about = getattr(self, "_about", {"density": 1.0, "bytes": 0})
+        return {
+            "pattern": self._text,
+            "seed": self._task.step.seed,
+            "loss": self._losses[-1] if self._losses else REJECTED_LOSS,
+            "losses": list(self._losses),
+            "step_s": statistics.median(self._times or self._earlier_times or [REJECTED_LOSS]),
+            **{name: about[name] for name in ("density", "bytes")},
+            "tokens": self._task.step.global_batch * self._task.step.context_tokens * self._applied,
+            "rejected": self._rejected,
+            SHOULD_CHECKPOINT: not done,
+            "done": done,
+        }
+
+    @property
+    def _applied(self) -> int:
+        return self._state.applied if self._state is not None else 0
+
+    def _train(self, until: int) -> None:
+        state, times = self._state, []
+        assert state is not None
+        while state.applied < until:
+            begun = time.monotonic()
+            state.run(state.applied, boundary=False)
+            times.append(time.monotonic() - begun)
+        self._times += times if self._times else times[NUM_COLD_STEPS:] or times
+        loss = state.validate(self._val_loader, self._validation)["val_loss"]
+        if not math.isfinite(loss):
+            raise ElasticRingError(f"diverged: val_loss is {loss} after {until} steps")
+        self._losses.append(loss)
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        assert self._state is not None
+        assert self._state.shard is not None
+        taken = snapshot.take(self._state.shard, MEMBERSHIP, snapshot.Buffers(), self._stream)
+        taken.finish()
+        taken.data.numpy().tofile(Path(checkpoint_dir, SHARD))
+        found = {"applied": self._applied, "losses": self._losses, "times": [*self._earlier_times, *self._times]}
+        Path(checkpoint_dir, FOUND).write_text(json.dumps(found), encoding="utf-8")
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        assert self._state is not None
+        assert self._state.shard is not None
+        found = plain_json(read_small(Path(checkpoint, FOUND)))
+        data = torch.from_numpy(np.fromfile(Path(checkpoint, SHARD), dtype=np.uint8))
+        with self._state.filling():
+            wanted = SnapshotId(found["applied"], MEMBERSHIP)
+            snapshot.load(data, wanted, 0, self._state.shard, f"the checkpoint of {self._text}")
+        self._losses, self._times, self._earlier_times = found["losses"], [], found["times"]
+
+    def cleanup(self) -> None:
+        self._leave()
+        self._groups.connector.abort()
+        self._groups.connector.close()
+        forget_groups()
+
+    def _leave(self) -> None:
+        if self._state is not None:
+            self._state.drop()
+            self._state.loader.close()
+            self._val_loader.close()
+        self._state = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 class NonDominatedRank(FIFOScheduler):
-    """Stops a trial that lies behind `keep` fronts of those seen at the same fidelity, once `least` were seen.
+    """Stops a trial that lies behind `keep` fronts of those that have come as far, once `least` have.
 
-    Ray Tune's own schedulers take one metric. Fidelities before the first training are not compared: without the gap
-    the sparsest pattern would always win. Reads the log, so a continued search compares with all earlier results.
+    Ray Tune's own schedulers take one metric. Compares with the results that Tune itself keeps of all trials, so that a
+    restored search compares with earlier ones, too.
     """
 
-    def __init__(self, log: Path, keep: int = 2, least: int = 6) -> None:
+    def __init__(self, keep: int = 2, least: int = 6) -> None:
         super().__init__()
-        self._log, self._keep, self._least = log, keep, least
+        self._keep, self._least = keep, least
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        if int(result["fidelity"]) != SHORT_FIDELITY or result["rejected"]:
-            return TrialScheduler.CONTINUE
+        part = len(result["losses"])
+        if result["rejected"] or result["done"] or result["pattern"] == DENSE:
+            return str(TrialScheduler.CONTINUE)
+        found = {each.trial_id: each.last_result for each in tune_controller.get_trials()} | {trial.trial_id: result}
         seen = {
-            line["name"]: objectives_in_layouts(line["found"])
-            for line in read_log(self._log)
-            if line["fidelity"] == SHORT_FIDELITY and not line["found"]["rejected"]
+            name: (one["losses"][part - 1], one["step_s"], one["bytes"])
+            for name, one in found.items()
+            if one and len(one.get("losses", ())) >= part
         }
-        stopped = result["name"] in seen and is_behind(result["name"], seen, self._keep, self._least)
-        return TrialScheduler.STOP if stopped else TrialScheduler.CONTINUE
-
-
-class GapSearch(OptunaSearch):
-    """Optuna's search; also stores a finished trial's gaps after short and long training."""
-
-    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        trial = self._ot_trials.get(trial_id)
-        if trial is not None and result and trial_id not in self._completed_trials:
-            for key in (SHORT, LONG):
-                trial.set_user_attr(key, result.get(key))
-        super().on_trial_complete(trial_id, result, error)
-
-
-def distributions() -> dict[str, Any]:
-    """The axes as Optuna distributions."""
-    from optuna.distributions import CategoricalDistribution
-
-    return {axis: CategoricalDistribution(values) for axis, values in AXES.items()}
+        stops = is_behind(trial.trial_id, seen, self._keep, self._least)
+        return str(TrialScheduler.STOP if stops else TrialScheduler.CONTINUE)

@@ -85,16 +85,31 @@ def choose_layout(
     reason = _nothing_to_weigh(patterns, calls, cp)
     if reason is not None or patterns is None:
         return LayoutChoice(zigzag(seq_len, cp), f"zigzag: {reason}")
-    layers = Counter(
-        _Layer(patterns.of_layer(layer).heads(num_heads, num_kv_heads), Sizes(num_heads, num_kv_heads, dim, itemsize))
-        for layer, num_heads, num_kv_heads, dim in calls
-    )
+    layers = _counted(patterns, calls, itemsize)
     found = _candidates(layers, patterns.block, seq_len, cp)
     fitting = [layout for layout in found if not whole_blocks or in_whole_blocks(layout)]
     if not fitting:
         return LayoutChoice(zigzag(seq_len, cp), "zigzag: no layout cuts between blocks of 128 tokens only")
     ranked, rest = rank([_price(layers, patterns.block, layout, cost_model) for layout in fitting], BALANCE_LIMIT)
     return LayoutChoice(ranked[0].layout, _reason(ranked, rest, len(calls)), (*ranked, *rest))
+
+
+def forward_bytes(patterns: LayerPatterns, calls: tuple[Call, ...], layout: Layout, *, itemsize: int = 2) -> int:
+    """K and V that all ranks of a ring receive in a forward pass of all `calls`; where content chooses, as if all keys
+    were fetched."""
+    every = Counter[_Layer]()
+    for layer, number in _counted(patterns, calls, itemsize).items():
+        chosen = any(rule.awaits_content for rule in parts_of(layer.rules))
+        every[_Layer((Dense(),), layer.sizes) if chosen else layer] += number
+    return _price(every, patterns.block, layout, CostModel()).all_bytes
+
+
+def _counted(patterns: LayerPatterns, calls: tuple[Call, ...], itemsize: int) -> Counter[_Layer]:
+    """How many calls are alike."""
+    return Counter(
+        _Layer(patterns.of_layer(layer).heads(num_heads, num_kv_heads), Sizes(num_heads, num_kv_heads, dim, itemsize))
+        for layer, num_heads, num_kv_heads, dim in calls
+    )
 
 
 def _nothing_to_weigh(patterns: LayerPatterns | None, calls: tuple[Call, ...], cp: int) -> str | None:

@@ -89,6 +89,8 @@ class RunWeights:
         """`where`: a run's folder, or one of its checkpoints. Raises ValueError where there are no weights."""
         uri, folder = located("", where.rstrip("/"))
         storage = Storage(uri or where.rstrip("/"))
+        if storage.is_local:  # workers have folders of their own
+            storage = Storage(os.path.abspath(storage.uri))
         try:
             if not uri and are_there(storage):
                 return cls(storage.uri, "", _digest(storage))

@@ -1,115 +1,121 @@
-"""The search for patterns survives its driver: what was finished before a SIGKILL does not run again."""
+"""From a dense run to a sparse one: `train`, `tune --from`, `train --pattern FOUND --from`, through two kills.
+
+A killed trial goes on from its checkpoint, a killed search with the same command, and what is trained with the pattern
+that was found has the loss that was predicted.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray import tune
 
-from elastic_ring.attention.patterns.parse import read_pattern
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.cli.settings import parse
+from elastic_ring.cli.train import build
+from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.tuning.trial import NUM_REPORTS, pattern_trainable
 
 ROOT = Path(__file__).parents[3]
-NUM_TRIALS = 7
-SMALL = ["--short-steps=1", "--long-steps=2", "--seq-len=128", "--cost-len=512", "--cpus-per-trial=0.5"]
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": str(ROOT),
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "OMP_NUM_THREADS": "1",
-}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
+MODEL = "--device cpu --dp 1 --cp 1 --spares 0 --model.num-layers 2 --model.width 32 --model.ffn-width 64"
+STEPS = "--context 512 --global-batch 2 --steps 48 --optim.warmup-steps 4"
+SPACE = 'pattern = ["window:{w}", "window:{w};dense@1"]\nw = [64, 128]\nlayers = ["{rule}"]\n'
+TUNE = f"tune --out search --space space.toml --trials 4 {MODEL} {STEPS} --from runs/dense"
 
 
-def command(*more: str) -> list[str]:
-    """Run in a folder of the test's own: `--out` is relative, as in the docs, and trials have yet other folders."""
-    return [
-        sys.executable,
-        str(ROOT / "tune" / "search_patterns.py"),
-        "--out",
-        "runs/search",
-        f"--trials={NUM_TRIALS}",
-        *SMALL,
-        *more,
-    ]
+def command(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "elastic_ring", *shlex.split(text)]
+    return subprocess.run(words, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "trials.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """By trial what it has reported, as Ray Tune writes it."""
+    found = {}
+    for path in (folder / "search" / "search" / "patterns").glob("*/result.json"):
+        lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+        found[path.parent.name] = [json.loads(line) for line in lines]
+    return found
 
 
-def trained(folder: Path) -> list[str]:
-    """Patterns that reached the last fidelity."""
-    return [line["name"] for line in lines(folder) if line["fidelity"] == 3]
+def wait_for(what: Callable[[], Any], driver: subprocess.Popen[bytes]) -> Any:
+    deadline = time.monotonic() + 200
+    while not (found := what()):
+        assert driver.poll() is None, "the search ended before it could be killed"
+        assert time.monotonic() < deadline, "the search is stuck"
+        time.sleep(0.02)
+    return found
 
 
-@pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What both searches start from, measured once and without Ray."""
-    path = tmp_path_factory.mktemp("baseline") / "baseline.json"
-    code = (
-        "import sys; from pathlib import Path; from elastic_ring.tuning.climb import Climb;"
-        "from elastic_ring.tuning.fidelity import baseline;"
-        "baseline(Path(sys.argv[1]), Climb(1, 2, 128, 512))"
-    )
-    subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, env=ENVIRONMENT, check=True, timeout=280)
-    return path
+@pytest.mark.slow
+def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "space.toml").write_text(SPACE)
+    dense = command(f"train {MODEL} {STEPS} --run-name dense", tmp_path)
+    assert dense.returncode == 0, dense.stderr[-3000:]
+    words = [sys.executable, "-m", "elastic_ring", *TUNE.split()]
+    streams: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(words, cwd=tmp_path, env=ENVIRONMENT, **streams) as driver:
 
+        def half_way() -> list[tuple[str, int]]:
+            ended = {name for name, lines in results(tmp_path).items() if lines and lines[-1]["done"]}
+            running = {name: lines for name, lines in results(tmp_path).items() if name not in ended}
+            return [(name, lines[-1]["pid"]) for name, lines in running.items() if len(lines) == 2 and ended]
 
-def folder_with(baseline: Path, tmp_path: Path) -> Path:
-    folder = tmp_path / "runs" / "search"
-    folder.mkdir(parents=True)
-    (folder / "baseline.json").write_bytes(baseline.read_bytes())
-    return folder
-
-
-@pytest.mark.soak
-def test_a_killed_search_goes_on_without_repeating_what_was_measured(baseline: Path, tmp_path: Path) -> None:
-    folder = folder_with(baseline, tmp_path)
-    options: Any = {"cwd": tmp_path, "env": ENVIRONMENT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command(), **options) as driver:
-        deadline = time.monotonic() + 200
-        while len(trained(folder)) < 3:
-            assert driver.poll() is None, "the search ended before it could be killed"
-            assert time.monotonic() < deadline, "the search is stuck"
-            time.sleep(0.1)
+        killed, pid = wait_for(half_way, driver)[0]
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: results(tmp_path)[killed][-1]["done"], driver)
+        wait_for(lambda: any(lines and not lines[-1]["done"] for lines in results(tmp_path).values()), driver)
         os.kill(driver.pid, signal.SIGKILL)
         driver.wait()
-    assert not (folder / "front.md").exists()
-    pids = {line["pid"] for line in lines(folder)}
-    other: Any = {"cwd": tmp_path, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 250}
-    refused = subprocess.run(command("--seed=5"), **other)
+    before = {name: lines for name, lines in results(tmp_path).items() if lines and lines[-1]["done"]}
+    curves = [line["losses"] for line in results(tmp_path)[killed]]
+    assert all(after[: len(one)] == one for one, after in pairwise(curves)), "it did not go on from its checkpoint"
+    assert len({line["pid"] for line in results(tmp_path)[killed]}) == 2
+    assert [line["training_iteration"] for line in results(tmp_path)[killed]][-1] == NUM_REPORTS
+
+    refused = command(f"{TUNE} --seed 5", tmp_path)
     assert refused.returncode == 2
-    assert "was begun with --seed 0, not 5" in refused.stderr
-    again = subprocess.run(command(), **other)
+    assert "was begun with arguments" in refused.stderr
+    again = command(TUNE, tmp_path)
     assert again.returncode == 0, again.stderr[-3000:]
-    assert {line["pid"] for line in lines(folder)} > pids, "the second run measured nothing: the first was killed late"
-    measured = Counter((line["name"], line["fidelity"]) for line in lines(folder))
-    assert set(measured.values()) == {1}, measured
-    front = (folder / "front.md").read_text()
-    assert f"{NUM_TRIALS} trials" in front
-    assert "Rank correlation" in front
-    assert (folder / "front.png").stat().st_size > 1000
-    pattern = read_pattern(str(folder / "pattern-1.json"))
-    pattern.check(2, 4, 2)
-    assert set(json.loads((folder / "pattern-1.json").read_text())["measured"]) == {"density", "gap", "step_s", "bytes"}
+    assert {name: lines for name, lines in results(tmp_path).items() if name in before} == before
+    assert "5 of 5 trials ended" in again.stderr
+    assert "min left" in again.stderr
+    front = json.loads((tmp_path / "search" / "front.json").read_text())
+    assert all(parse_pattern(one["pattern"]) for one in front["front"])
+    assert (tmp_path / "search" / "front.png").stat().st_size > 1000
+    assert "| `--pattern` |" in again.stdout
 
-
-@pytest.mark.soak
-def test_a_search_whose_trials_all_fail_says_so(baseline: Path, tmp_path: Path) -> None:
-    folder = folder_with(baseline, tmp_path)
-    (folder / "trials.jsonl").mkdir()  # where no line can be written
-    done = subprocess.run(
-        command("--trials=2"), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=250
+    following = shlex.split(again.stdout.splitlines()[-1])
+    assert following[:2] == ["elastic-ring", "train"]
+    found = following[following.index("--pattern") + 1]
+    sparse = command(shlex.join(following[1:]), tmp_path)
+    assert sparse.returncode == 0, sparse.stderr[-3000:]
+    predicted = next(lines[-1]["loss"] for lines in results(tmp_path).values() if lines[-1]["pattern"] == found)
+    told = [line for line in read_metrics(tmp_path / "runs" / "found") if "val_loss" in line]
+    assert told[-1]["val_loss"] == predicted, "the same steps from the same weights"
+    assert abs(told[-1]["val_loss"] - next(one["loss"] for one in front["all"] if one["pattern"] == found)) <= max(
+        front["spread"], 1e-6
     )
-    assert done.returncode == 1, done.stderr[-3000:]
-    assert "none of 2 trials reached the last fidelity" in done.stderr
-    assert "a trial failed" in done.stderr
-    assert not (folder / "front.md").exists()
+    monkeypatch.chdir(tmp_path)
+    trainer = build(parse(f"{MODEL} {STEPS} --from runs/dense".split()))
+    grid = tune.Tuner.restore(
+        str(tmp_path / "search" / "search" / "patterns"), pattern_trainable(trainer)
+    ).get_results()
+    assert grid.num_errors == 0
+    assert grid.get_best_result("loss", "min").metrics["loss"] == min(
+        one[-1]["loss"] for one in results(tmp_path).values()
+    )

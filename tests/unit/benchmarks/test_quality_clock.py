@@ -43,11 +43,11 @@ from benchmarks.quality.content import ContentFamily
 from benchmarks.quality.families import MOST_KEPT, block_families
 from benchmarks.quality.quality_clock import main, table
 from benchmarks.quality.records import finished
+from benchmarks.quality.small.families import Family
+from benchmarks.quality.small.model import Masks, SmallConfig, SmallModel
+from benchmarks.quality.small.text import Corpus, corpus
 from elastic_ring.attention import layers
 from elastic_ring.data.source import TextFiles
-from elastic_ring.tuning.quality.families import Family
-from elastic_ring.tuning.quality.model import Masks, SmallConfig, SmallModel
-from elastic_ring.tuning.quality.text import Corpus, corpus
 from tests.unit.attention.attention_rings import one_thread
 
 ROOT = Path(__file__).resolve().parents[3]

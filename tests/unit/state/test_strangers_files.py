@@ -49,7 +49,6 @@ from elastic_ring.state.checkpoints.manifest import NO_DIGEST
 from elastic_ring.state.checkpoints.stored_weights import StoredWeights
 from elastic_ring.state.header import Header
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.tuning.trial import read_log
 from tests.unit.data.corpora import prepared, texts, write_jsonl, write_table
 from tests.unit.state.test_checkpoint import save, shard_of
 
@@ -430,9 +429,6 @@ def test_settings_and_the_files_that_settings_name(folder: Path, data: st.DataOb
     (at / "machine.json").write_bytes(data.draw(wrong(machine).map(lambda value: json.dumps(value).encode())))
     with fenced(at):
         CostModel.read(at / "machine.json")
-    (at / "trials.jsonl").write_bytes(data.draw(wrong_bytes(b'{"name": "n", "fidelity": 1, "found": {}}\n')))
-    with fenced(at):
-        read_log(at / "trials.jsonl")
 
 
 # ---------------------------------------------------------------- data

@@ -1,10 +1,9 @@
-"""The search: its space makes patterns, its sampler asks well and repeats itself, bad trials are stopped."""
+"""The search: its space makes patterns, its sampler asks well, bad trials stop, the front is told."""
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
-import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,321 +12,230 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
-import torch
+from matplotlib.text import Text
 
-from benchmarks.quality.replay import SHARE, Grid, best_alone, replay, searched
-from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.sparse_blocks import check_layer_blocks
-from elastic_ring.tuning.climb import Climb
-from elastic_ring.tuning.fidelity import REJECTED_GAP, handiest, planned, rule_costs
-from elastic_ring.tuning.quality.cost import placed
-from elastic_ring.tuning.quality.families import Family
-from elastic_ring.tuning.sampler import LONG, SHORT, ProxySampler, cheap_of, corrected, told
-from elastic_ring.tuning.search import asked_for, store_settings
-from elastic_ring.tuning.space import AXES, LAYOUTS, OFF, Candidate, candidates
-from elastic_ring.tuning.stopping import is_behind
-from elastic_ring.tuning.trial import NonDominatedRank, judged, read_log
-
-TABLE = Path(__file__).parents[3] / "benchmarks" / "quality" / "grid.json"
-
-
-def layer(rule: str, seq_len: int, block: int) -> SparsePattern:
-    group = LayerPatterns(parse_pattern(rule).groups, block).of_layer(0)
-    return SparsePattern(group.heads(4, 4), block)
-
+from elastic_ring.tuning.report import advised, draw, found, in_doubt, on_front, report, spread
+from elastic_ring.tuning.sampler import LOSSES, Cheap, ProxySampler, completed, told
+from elastic_ring.tuning.search import store_settings
+from elastic_ring.tuning.space import DEFAULTS, DENSE, OFF, pattern_of, patterns, read_space
+from elastic_ring.tuning.trial import NonDominatedRank
 
 # ------------------------------------------------------------ the space
 
 
-def test_no_two_points_of_the_space_keep_the_same() -> None:
-    kept = {}
-    for candidate in candidates():
-        masks = candidate.scaled(128).masks(128, 4)
-        layers = [masks.of_layer(number, torch.device("cpu")) for number in (0, 1)]
-        shown = tuple("dense" if mask is None else mask.expand(4, -1, -1).numpy().tobytes() for mask in layers)
-        assert shown not in kept, (candidate.name, kept.get(shown))
-        kept[shown] = candidate.name
-    assert len(set(kept.values())) == len(kept) > 64
+@pytest.mark.parametrize(("context", "whole_blocks"), [(512, False), (32_768, True)])
+def test_every_point_is_a_pattern_of_the_density_that_it_names(context: int, whole_blocks: bool) -> None:
+    for family, density in itertools.product(DEFAULTS["family"], DEFAULTS["density"]):
+        space = {"family": family, "density": density, "layers": "{rule}"}
+        try:
+            every = patterns(space, context, 4, whole_blocks=whole_blocks)
+        except ValueError:
+            continue
+        for text in every:
+            kept = LayerPatterns(parse_pattern(text).groups, context // 64).density(context, 4, 4, 4)
+            assert kept == pytest.approx(density, rel=OFF + 0.01), text
+            assert not whole_blocks or "unit=" not in text or int(text.rpartition("=")[2]) % 128 == 0
+    assert len(patterns({}, context, 4, whole_blocks=whole_blocks)) > 60
 
 
-@pytest.mark.parametrize("seq_len", [512, 8192])
-def test_every_point_is_a_pattern_of_the_density_that_it_names(seq_len: int) -> None:
-    for candidate in candidates():
-        pattern = candidate.scaled(seq_len).pattern()
-        assert pattern is not None
-        pattern.check(2, 4, 2)
-        for rule in set(candidate.layers(seq_len)) - {"dense"}:
-            density = layer(rule, seq_len, candidate.unit(seq_len)).density(seq_len)
-            assert density == pytest.approx(candidate.keep, rel=OFF + 0.01), (candidate.name, rule)
-
-
-def test_no_point_keeps_a_query_s_own_block_alone() -> None:
-    for candidate in candidates():
-        for rule in set(candidate.layers(512)) - {"dense"}:
-            kinds = layer(rule, 512, candidate.unit(512)).kinds(512)
-            assert (np.tril(kinds, -1) != 0).any(1)[1:].all(), (candidate.name, rule)
-
-
-@pytest.mark.parametrize("num_layers", [2, 6])
-def test_a_file_says_what_the_point_keeps_for_any_depth(num_layers: int) -> None:
-    for candidate in candidates():
-        pattern = parse_pattern(candidate.file(8192, num_layers, "zigzag", {"gap": 0.1}))
-        pattern.check(num_layers, 8, 4)
-        assert pattern.block == candidate.unit(8192)
-        for number, rule in enumerate(candidate.layers(8192, num_layers)):
-            assert pattern.of_layer(number).rules == parse_pattern(rule).groups[0].rules
-        dense = [rule == "dense" for rule in candidate.layers(8192, num_layers)]
-        assert dense == [False] * (num_layers - 1) + [candidate.mix == "last dense"]
-
-
-def test_a_value_that_the_space_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"keep=0\.3: the space has 0\.12, 0\.2, 0\.35"):
-        Candidate.of({"family": "near", "keep": 0.3, "num_blocks": 32, "mix": "all"})
-    with pytest.raises(ValueError, match="1000 tokens: take a multiple of 64"):
-        next(candidates()).text(1000)
-
-
-def test_for_gpus_only_patterns_of_whole_blocks_are_proposed() -> None:
-    options = argparse.Namespace(for_gpus=True, pattern_len=8192, pattern_layers=4)
-    kept = asked_for(options, Climb())
-    assert {candidate.family for candidate in kept} == set(AXES["family"]) - {"window"}
-    assert {candidate.num_blocks for candidate in kept} == set(AXES["num_blocks"])
-    for candidate in kept:
-        pattern = parse_pattern(candidate.file(8192, 4, "zigzag", {}))
-        for name in LAYOUTS:
-            check_layer_blocks(pattern, make_layout(name, 8192, 8))
-    options.pattern_len = 2048
-    with pytest.raises(ValueError, match=r"--for-gpus: GPUs refuse every pattern at --pattern-len 2048"):
-        asked_for(options, Climb())
-    options.for_gpus = False
-    assert asked_for(options, Climb()) == list(candidates())
-
-
-def test_bytes_and_work_of_a_layout_are_counted_against_the_dense_ring() -> None:
-    zigzag, contiguous = (make_layout(name, 512, 4) for name in ("zigzag", "contiguous"))
-    assert placed(Family("dense", "dense", 16), zigzag) == pytest.approx((1, 1))
-    # Contiguous, the last of four ranks has 7 of 16 parts of the triangle.
-    assert placed(Family("dense", "dense", 16), contiguous)[1] == pytest.approx(7 / 4, abs=0.01)
-    window = Family("near", "bigbird:2,0,0,unit=16", 16)
-    assert placed(window, contiguous)[0] < placed(window, zigzag)[0] < 0.2
-
-
-def test_a_plan_rejects_what_cannot_flow_through_the_depth() -> None:
-    climb, found = Climb(cost_len=512), {}
-    for name in ("near/0.2/64/all", "near/0.2/64/last dense"):
-        candidate = next(c for c in candidates() if c.name == name)
-        rules = {rule: rule_costs(rule, candidate.unit(512), climb) for rule in candidate.layers(512)}
-        found[name] = planned(candidate, climb, rules)["rejected"]
-    assert found["near/0.2/64/all"].startswith("reach 0.3")
-    assert found["near/0.2/64/last dense"] == ""
-
-
-# ------------------------------------------------------------ the sampler and the replay
-
-
-def made_up() -> dict[str, Any]:
-    """A table in which more density costs more and helps, and the proxy nearly knows; a third is rejected."""
-    base: dict[str, Any] = {"climb": {"cost_len": 512}, "short": 2.0, "long": 1.0, "plans": {}, "proxies": {}}
-    base["rules"] = {"dense": {"ratio": 1.0, "work": {"zigzag": 1.0, "contiguous": 1.9}}}
-    losses = {}
-    for number, candidate in enumerate(candidates()):
-        helps = 0.04 * list(AXES["family"]).index(candidate.family)
-        for rule in candidate.layers(512):
-            ratio = candidate.keep * (1.2 - helps)
-            base["rules"].setdefault(rule, {"ratio": ratio, "work": {"zigzag": 1.2, "contiguous": 1.1}})
-        density = candidate.keep + 0.3 * (candidate.mix == "last dense")
-        gap = 0.3 - 0.3 * density - helps * 0.2 + 0.05 * (number * 7 % 5)
-        base["plans"][candidate.name] = {
-            "density": density,
-            "reach": min(1.0, 2 * density),
-            "rejected": "reach" if number % 3 == 0 else "",
-            "bytes": {"zigzag": density, "contiguous": density * (0.5 + helps)},
-        }
-        base["proxies"][candidate.name] = {"mass": 0.4 + density / 2 + helps, "error": 0.5 - helps}
-        losses[candidate.name] = [2.0 + gap + 0.1, 1.0 + gap]
-    return {"about": "made up", "base": base, "losses": losses}
-
-
-def test_the_sampler_repeats_itself_and_never_asks_twice_or_for_what_the_plan_rejects() -> None:
-    grid = Grid(made_up())
-    asked, ended = searched(ProxySampler(cheap_of(grid.base), 3), grid, 10)
-    assert (asked, ended) == searched(ProxySampler(cheap_of(grid.base), 3), grid, 10)
-    assert len(set(asked)) == 10
-    assert not any(grid.base["plans"][name]["rejected"] for name in asked)
-    assert grid.share(grid.names) == pytest.approx(1)
-
-
-def test_the_samplers_beside_it_are_charged_for_admitted_points_only_and_differ() -> None:
-    grid = Grid(made_up())
-    found = [
-        searched(sampler, grid, 20)
-        for sampler in (optuna.samplers.RandomSampler(seed=0), optuna.samplers.TPESampler(seed=0, n_startup_trials=3))
-    ]
-    for asked, ended in found:
-        assert len(set(asked)) == 20
-        assert set(asked) <= set(grid.names)
-        assert set(ended) < set(asked), "nobody was stopped early"
-    assert found[0][0] != found[1][0]
-
-
-def test_points_that_are_not_to_be_proposed_are_not() -> None:
-    table = made_up()
-    chosen = [candidate for candidate in candidates() if candidate.family == "longnet"]
-    asked = searched(ProxySampler(cheap_of(table["base"], chosen), 0), Grid(table), 8)[0]
-    assert {name.split("/")[0] for name in asked} == {"longnet"}
-
-
-def test_a_short_gap_counts_with_what_longer_training_changed_elsewhere() -> None:
-    assert corrected({"a": 0.3, "b": 0.5, "c": 0.1}, {"a": 0.1, "b": 0.2}) == pytest.approx(
-        {"a": 0.1, "b": 0.2, "c": 0.1 - 0.25}
+def test_the_users_axes_fill_the_users_patterns_and_layers_follow_them(tmp_path: Path) -> None:
+    (tmp_path / "space.toml").write_text(
+        'pattern = ["sinks:64+window:{w}", "topk:8;dense@0"]\nw = [512, 1024]\n'
+        'layers = ["{rule}", "{rule};dense@{last}"]\n'
     )
-    assert corrected({"a": 0.3}, {}) == {}
+    assert patterns(read_space(tmp_path / "space.toml"), 8192, 6, whole_blocks=True) == [
+        "sinks:64+window:512",
+        "sinks:64+window:512;dense@5",
+        "sinks:64+window:1024",
+        "sinks:64+window:1024;dense@5",
+        "topk:8;dense@0",
+    ]
+    assert pattern_of({"pattern": "window:{w}", "w": 256, "seed": 3}, 8192, 6) == "window:256"
+    assert pattern_of({"family": "near", "density": 0.2, "block": 128}, 8192, 6).startswith("bigbird:")
 
 
-def test_the_sampler_hears_how_long_a_gap_was_trained_for() -> None:
+@pytest.mark.parametrize(
+    ("space", "why"),
+    [
+        ({"pattern": "window:{w}"}, "names w, which is no axis"),
+        ({"pattern": "window:64", "w": [1]}, "no pattern of the space names {w}"),
+        ({"pattern": "windw:64"}, "is no family"),
+        ({"family": "windw"}, "must be one of window, near"),
+        ({"pattern": "window:64", "layers": "{rule};dense@{end}"}, "known are rule, last, half"),
+        ({"family": "near", "density": 0.001}, "has no pattern at 512 tokens"),
+    ],
+)
+def test_a_space_that_cannot_be_meant_is_refused(space: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        patterns(space, 512, 4, whole_blocks=False)
+
+
+# ------------------------------------------------------------ the sampler
+
+
+def cheap(num: int = 30) -> Cheap:
+    """Patterns of rising density; more density has more bytes."""
+    density = np.linspace(0.1, 1.0, num)
+    rows = {f"p{i}": (float(d), float(i % 3)) for i, d in enumerate(density)}
+    return Cheap(rows, {name: (row[0], row[0] ** 2) for name, row in rows.items()})
+
+
+def study_of(curves: dict[str, list[float]]) -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(directions=["minimize"] * 3)
-    axes: dict[str, Any] = {axis: optuna.distributions.CategoricalDistribution(of) for axis, of in AXES.items()}
-    chosen = list(candidates())[:3]
-    gaps = ({SHORT: 0.4, LONG: 0.1}, {SHORT: 0.5, LONG: None}, {SHORT: None, LONG: None})
-    for candidate, gap in zip(chosen, gaps, strict=True):
-        params = {axis: getattr(candidate, axis) for axis in AXES}
-        value = next((gap[key] for key in (LONG, SHORT) if gap[key] is not None), REJECTED_GAP)
+    space = {"pattern": optuna.distributions.CategoricalDistribution(list(curves))}
+    for name, losses in curves.items():
         study.add_trial(
-            optuna.trial.create_trial(params=params, distributions=axes, values=[value, 1, 1], user_attrs=dict(gap))
+            optuna.trial.create_trial(
+                params={"pattern": name}, distributions=space, values=[9.0] * 3, user_attrs={LOSSES: losses}
+            )
         )
-    asked, found = told(study, -1)
-    assert asked == [candidate.name for candidate in chosen]
-    assert found == pytest.approx(dict(zip(asked, (0.1, 0.5 - 0.3, REJECTED_GAP), strict=True)))
+    return study
 
 
-def test_a_diverged_point_does_not_spoil_what_is_predicted_for_others() -> None:
-    cheap = cheap_of(made_up()["base"])
-    gaps = {name: 0.1 + 0.01 * number for number, name in enumerate(cheap.names[:5])}
-    with_it = ProxySampler(cheap, 1).choose([*gaps, cheap.names[9]], {**gaps, cheap.names[9]: REJECTED_GAP})
-    assert with_it in cheap.names
-    assert with_it not in {*gaps, cheap.names[9]}
+def test_the_sampler_repeats_itself_and_never_asks_twice() -> None:
+    def asked() -> list[str]:
+        sampler, seen, losses = ProxySampler(cheap(), seed=3), list[str](), dict[str, float]()
+        for _ in range(12):
+            seen.append(sampler.choose(seen, losses))
+            losses[seen[-1]] = 3.0 - float(seen[-1][1:]) / 30
+        return seen
+
+    first = asked()
+    assert first == asked()
+    assert len(set(first)) == 12
+    places = sorted(int(name[1:]) for name in first)
+    assert places[0] < 5, "it looks at one end of the front only"
+    assert places[-1] > 24, "it looks at one end of the front only"
 
 
-# ------------------------------------------------------------ trials
+def test_a_curve_that_was_cut_counts_with_what_the_others_gained_later() -> None:
+    curves = {"whole": [5.0, 4.0, 3.0], "another": [6.0, 5.0, 5.0], "cut": [7.0], "rejected": []}
+    asked, losses = told(study_of(curves), number=99)
+    assert asked == list(curves)
+    assert losses == {"whole": 3.0, "another": 5.0, "cut": 7.0 - (2.0 + 1.0) / 2}
+    assert completed({}) == {}
 
 
-def test_a_training_that_diverged_is_a_rejection() -> None:
-    assert judged(0.25, LONG) == {"gap": 0.25, LONG: 0.25}
-    for gap in (math.nan, math.inf):
-        found = judged(gap, LONG)
-        assert (found["gap"], found[LONG]) == (REJECTED_GAP, None)
-        assert found["rejected"].startswith("diverged")
+# ------------------------------------------------------------ stopping
 
 
-def test_the_handiest_layout_has_the_fewest_bytes_of_those_that_are_fast() -> None:
-    assert handiest({"zigzag": (1.0, 0.5), "contiguous": (1.04, 0.1)}) == "contiguous"
-    assert handiest({"zigzag": (1.0, 0.5), "contiguous": (1.2, 0.1)}) == "zigzag"
+def told_at(results: dict[str, dict[str, Any]], name: str, losses: list[float], **more: Any) -> str:
+    results[name] = {
+        "pattern": name,
+        "losses": losses,
+        "step_s": 1.0,
+        "bytes": 1,
+        "rejected": "",
+        "done": False,
+        **more,
+    }
+    trials = [SimpleNamespace(trial_id=each, last_result=found) for each, found in results.items()]
+    controller = SimpleNamespace(get_trials=lambda: trials)
+    trial = SimpleNamespace(trial_id=name)
+    return NonDominatedRank(keep=2, least=3).on_trial_result(controller, trial, results[name])
 
 
-def told_at(log: Path, scheduler: NonDominatedRank, name: str, fidelity: int, gap: float) -> str:
-    found = {"gap": gap, "places": {"zigzag": [gap, gap], "contiguous": [gap + 0.1, gap]}, "rejected": ""}
-    with log.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"name": name, "fidelity": fidelity, "found": found}) + "\n")
-    result = {"gap": gap, "rejected": "", "name": name, "fidelity": fidelity}  # Tune flattens what lies deeper
-    answer: str = scheduler.on_trial_result(None, SimpleNamespace(trial_id=name), result)
-    return answer
+def test_a_trial_behind_two_fronts_of_those_as_far_is_stopped_and_dense_never() -> None:
+    results: dict[str, dict[str, Any]] = {}
+    assert [told_at(results, name, [loss]) for loss, name in enumerate("abc")] == ["CONTINUE", "CONTINUE", "STOP"]
+    assert told_at(results, "d", [0.5]) == "CONTINUE"
+    assert told_at(results, "e", [9.0], step_s=0.1) == "CONTINUE", "it is the fastest"
+    assert told_at(results, "f", [0.0, 9.0]) == "CONTINUE", "nobody else has come so far"
+    assert told_at(results, DENSE, [9.0]) == "CONTINUE"
+    assert told_at(results, "g", [], rejected="it does not fit") == "CONTINUE"
 
 
-def test_a_trial_behind_two_fronts_is_stopped_and_only_after_a_training_fidelity(tmp_path: Path) -> None:
-    log = tmp_path / "trials.jsonl"
-    scheduler = NonDominatedRank(log, keep=2, least=3)
-    assert [told_at(log, scheduler, name, 1, gap) for gap, name in enumerate("abcd")] == ["CONTINUE"] * 4
-    assert [told_at(log, scheduler, name, 2, gap) for gap, name in enumerate("abc")] == ["CONTINUE", "CONTINUE", "STOP"]
-    assert told_at(log, scheduler, "d", 2, 0.5) == "CONTINUE"
-    assert told_at(log, scheduler, "e", 3, 9.0) == "CONTINUE"
+# ------------------------------------------------------------ the report
 
 
-def test_a_search_that_goes_on_compares_with_what_was_measured_before(tmp_path: Path) -> None:
-    log = tmp_path / "trials.jsonl"
-    for gap, name in enumerate("ab"):
-        told_at(log, NonDominatedRank(log, keep=2, least=3), name, 2, gap)
-    with log.open("a", encoding="utf-8") as file:
-        file.write('{"name": "cut sho')
-    assert len(read_log(log)) == 2
-    log.write_text("".join(json.dumps(line) + "\n" for line in read_log(log)), encoding="utf-8")
-    assert told_at(log, NonDominatedRank(log, keep=2, least=3), "c", 2, 2) == "STOP"
+def result(pattern: str, loss: float, step_s: float, seed: int = 0, **more: Any) -> dict[str, Any]:
+    plain = {"bytes": round(1e6 * step_s), "density": step_s, "losses": [9.0, loss], "rejected": ""}
+    return {"pattern": pattern, "loss": loss, "step_s": step_s, "seed": seed, **plain, **more}
 
 
-def test_a_pattern_is_behind_only_if_it_is_in_every_layout() -> None:
-    seen = {"a": [(0.0, 0.0)], "b": [(1.0, 1.0)], "c": [(2.0, 2.0), (3.0, -1.0)], "d": [(2.0, 2.0), (3.0, 3.0)]}
-    assert not is_behind("c", seen, keep=2, least=4)
-    assert is_behind("d", seen, keep=2, least=4)
-    assert not is_behind("d", seen, keep=2, least=5)
+TRIALS = [
+    result(DENSE, 3.0, 1.0),
+    result(DENSE, 3.1, 1.02, seed=1),
+    result("window:512", 3.05, 0.5),
+    result("window:256", 3.3, 0.3),
+    result("window:128", 3.0, 0.2, losses=[9.0]),
+    result("topk:4", 1e9, 1e9, losses=[], rejected="it does not fit"),
+    result("strided:4", 3.4, 0.4),
+]
+
+
+def test_neighbours_within_the_spread_of_seeds_are_in_doubt_and_a_second_seed_counts_against_its_own_dense() -> None:
+    assert spread(TRIALS) == (pytest.approx(0.1), 1)
+    every = found(TRIALS)
+    assert [one.pattern for one in on_front(every)] == [DENSE, "window:512", "window:256"]
+    assert in_doubt(every, 0.1) == ["window:512"], "dense has two seeds already, and window:256 is worse for sure"
+    assert advised(every, 0.1).pattern == "window:512"
+    assert advised(every, 0.01).pattern == "window:512", "dense alone is no advice"
+    second = found([*TRIALS, result("window:512", 3.12, 0.5, seed=1)])
+    assert next(one for one in second if one.pattern == "window:512").gap == pytest.approx((0.05 + 0.02) / 2)
+    assert in_doubt(second, 0.1) == []
+    with pytest.raises(ValueError, match="dense itself was not trained"):
+        found(TRIALS[2:])
+
+
+def test_the_table_names_what_pattern_takes_and_no_label_of_the_picture_covers_another(tmp_path: Path) -> None:
+    text = report(TRIALS, tmp_path, "Some steps.")
+    names = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `") and "--pattern" not in line]
+    assert names == [one["pattern"] for one in json.loads((tmp_path / "front.json").read_text())["front"]]
+    assert all(parse_pattern(name) for name in names)
+    assert "5 of 6 patterns" not in text
+    assert "4 of 6 patterns trained to the end, 3 on the front. Spread of seeds 0.1000 nats" in text
+    close = [result(f"sinks:64+window:{512 + i};dense@0-3", 3.01 + i * 1e-6, 0.5 - i * 1e-6) for i in range(20)]
+    best = on_front(found([*TRIALS[:2], *close]))
+    assert len(best) == 21
+    figure = draw(best, best, 0.1, tmp_path / "front.png")
+    boxes = [Text.get_window_extent(label) for label in figure.axes[0].texts]  # without the lines to the points
+    assert len(boxes) == 21
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+# ------------------------------------------------------------ the folder
 
 
 def test_a_search_that_goes_on_refuses_options_that_it_would_ignore(tmp_path: Path) -> None:
-    options = argparse.Namespace(out=tmp_path / "s", trials=7, concurrent=2, seed=0, for_gpus=False, pattern_len=8192)
-    store_settings(options)
-    store_settings(options)
-    options.pattern_len = 4096  # only where files are for, unless GPUs decide what is asked
-    store_settings(options)
-    options.trials, options.seed = 9, 1
-    with pytest.raises(ValueError, match=r"was begun with --trials 7, not 9, --seed 0, not 1; give the same"):
-        store_settings(options)
+    store_settings(tmp_path / "s", {"--trials": 7, "arguments": "--steps 3"})
+    store_settings(tmp_path / "s", {"--trials": 7, "arguments": "--steps 3"})
+    with pytest.raises(
+        ValueError, match=r"was begun with --trials 7, not 9; arguments --steps 3, not .*; give the same"
+    ):
+        store_settings(tmp_path / "s", {"--trials": 9, "arguments": "--steps 4"})
 
 
 def test_a_folder_where_others_could_leave_code_is_not_searched_in(tmp_path: Path) -> None:
     """Ray Tune unpickles what lies in it."""
-    options = argparse.Namespace(out=tmp_path / "s", trials=7, concurrent=2, seed=0, for_gpus=False, pattern_len=8192)
-    store_settings(options)
-    assert [(tmp_path / "s" / name).stat().st_mode & 0o777 for name in (".", "search")] == [0o755, 0o700]
-    state = tmp_path / "s" / "search" / "state.pkl"
+    out, given = tmp_path / "s", {"--trials": 7}
+    store_settings(out, given)
+    assert [(out / name).stat().st_mode & 0o777 for name in (".", "search")] == [0o755, 0o700]
+    state = out / "search" / "state.pkl"
     state.touch(mode=0o600)
     for folder, mode in (("s", 0o777), ("s", 0o775), ("s/search", 0o755), ("s/search", 0o775)):
         (tmp_path / folder).chmod(mode)
-        store_settings(options)  # an earlier version made them so, or a umask of 002
-        assert [(tmp_path / "s" / name).stat().st_mode & 0o777 for name in (".", "search")] == [0o755, 0o700]
+        store_settings(out, given)  # an earlier version made them so, or a umask of 002
+        assert [(out / name).stat().st_mode & 0o777 for name in (".", "search")] == [0o755, 0o700]
         state.chmod(0o664)
         (tmp_path / folder).chmod(mode)
         if folder != "s":
             for _ in range(2):
                 with pytest.raises(ValueError, match=r"another user's, or open to others.*chmod 700"):
-                    store_settings(options)
+                    store_settings(out, given)
             (tmp_path / folder).chmod(0o700)
-        store_settings(options)
+        store_settings(out, given)
         state.chmod(0o600)
     if os.geteuid() == 0:
-        (tmp_path / "s").chmod(0o775)
-        os.chown(tmp_path / "s" / "options.json", 65534, 65534)
+        out.chmod(0o775)
+        os.chown(out / "options.json", 65534, 65534)
         with pytest.raises(ValueError, match=r"another user's, or open to others.*chmod 755"):
-            store_settings(options)
-        (tmp_path / "s").chmod(0o755)
-    (tmp_path / "s" / "search").rename(tmp_path / "theirs")
-    (tmp_path / "s" / "search").symlink_to(tmp_path / "theirs")
+            store_settings(out, given)
+        out.chmod(0o755)
+    (out / "search").rename(tmp_path / "theirs")
+    (out / "search").symlink_to(tmp_path / "theirs")
     with pytest.raises(ValueError, match="is a link"):
-        store_settings(options)
-
-
-# ------------------------------------------------------------ the measured grid
-
-
-@pytest.fixture(scope="module")
-def grid() -> Grid:
-    return Grid(json.loads(TABLE.read_text(encoding="utf-8")))
-
-
-def test_the_measured_grid_is_the_space_that_is_searched(grid: Grid) -> None:
-    assert 60 <= len(grid.names) <= 68
-    assert set(grid.base["plans"]) == {candidate.name for candidate in candidates()}
-    for candidate in candidates():
-        assert set(candidate.layers(grid.base["climb"]["cost_len"])) <= set(grid.base["rules"])
-    assert Climb(**grid.base["climb"]) == Climb()
-
-
-@pytest.mark.slow
-def test_an_eighth_of_the_measured_grid_gives_its_front(grid: Grid) -> None:
-    """Five seeds; no single point is nearly the front, and random choice shows how hard that is."""
-    shares = replay(grid, range(5))
-    assert min(shares["this search"]) >= 0.95
-    assert grid.num_on_front >= SHARE
-    assert best_alone(grid)[1] < 0.8
-    assert sum(shares["random"]) / 5 < 0.9
-    assert shares["random"] != shares["TPE"]
+        store_settings(out, given)

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elastic_ring.tuning.quality.families import Family
-from elastic_ring.tuning.quality.model import Masks, SmallConfig, SmallModel
-from elastic_ring.tuning.quality.text import Corpus, batch
+from benchmarks.quality.small.families import Family
+from benchmarks.quality.small.model import Masks, SmallConfig, SmallModel
+from benchmarks.quality.small.text import Corpus, batch
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.quality.small.model import Masks
 from elastic_ring.attention.layers import AttentionFn, PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.tuning.quality.model import Masks
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from elastic_ring.tuning.quality.families import Family
-from elastic_ring.tuning.quality.model import Masks, SmallModel, attend
-from elastic_ring.tuning.quality.train import Settings
+from benchmarks.quality.small.families import Family
+from benchmarks.quality.small.model import Masks, SmallModel, attend
+from benchmarks.quality.small.train import Settings
 
 
 @torch.no_grad()

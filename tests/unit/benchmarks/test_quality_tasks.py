@@ -11,6 +11,9 @@ import torch
 from benchmarks.quality.content import ContentFamily
 from benchmarks.quality.families import families
 from benchmarks.quality.long_range import long_range_bits
+from benchmarks.quality.small.model import Masks, SmallConfig, SmallModel, attend
+from benchmarks.quality.small.text import batch, corpus
+from benchmarks.quality.small.train import Settings
 from benchmarks.quality.tasks import (
     ASSIGN,
     COPY,
@@ -24,9 +27,6 @@ from benchmarks.quality.tasks import (
     train_tasks,
 )
 from elastic_ring.data.source import TextFiles
-from elastic_ring.tuning.quality.model import Masks, SmallConfig, SmallModel, attend
-from elastic_ring.tuning.quality.text import batch, corpus
-from elastic_ring.tuning.quality.train import Settings
 from tests.unit.attention.attention_rings import one_thread
 
 LENGTH, BLOCK = 128, 8
