@@ -26,23 +26,24 @@ shapes, each block-sparse plan a few."""
 
 @lru_cache(maxsize=1)
 def _by_token() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     def flex_attention_by_token(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, scale: float, enable_gqa: bool
     ) -> Pair:
+        # Not `return_lse`: torch warns of it once, which changes what it guards, and compiles the first length again.
         # Transpose inside the compiled function: for an output that is not contiguous, the gradient may be copied to
         # contiguous order before backward.
-        out, lse = flex_attention(
+        out, found = flex_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             block_mask=block_mask,
             scale=scale,
             enable_gqa=enable_gqa,
-            return_lse=True,
+            return_aux=AuxRequest(lse=True),
         )
-        return out.transpose(1, 2), lse
+        return out.transpose(1, 2), found.lse
 
     return flex_attention_by_token
 
