@@ -170,6 +170,9 @@ class ScalingConfig:
     cpu_offload: Annotated[CpuOffload, Flag("cpu_offload")] = "none"
     """What of a rank's state waits in host memory and visits its GPU when it is needed, with equal bits: nothing, the
     optimizer's moments (8 bytes a parameter), or all but the gradients that are summed over the rings (16)."""
+    keep_activations: bool = False
+    """Keep on the device what layers of the built-in decoder would compute again in backward: faster, with equal bits.
+    `elastic-ring train` turns it on where the plan needs at most 36 GiB with it."""
     release_contexts: bool = True
     """Members on GPUs destroy their unused CUDA contexts after step 2; such a worker exits instead of becoming a
     spare again."""

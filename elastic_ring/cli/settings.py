@@ -84,6 +84,8 @@ FITS: dict[str, str] = {
     **{"1t": "H100-80", "30b-a3b": "H100-80", "1t-moe": "H100-80"},
 }
 """The smallest GPU of `model.gpus` that a rank of a preset fits. The laptops need none."""
+KEEP_GIB = 36
+"""Activations are kept where the plan needs no more of a GPU with them: an A100 of 40 GB has that."""
 NESTED = {"timeouts", "checkpoint_config"}
 """Settings of RunConfig that have settings of their own."""
 NONE = "none"
@@ -249,6 +251,9 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         sets = flags.validate or file.get("validate")
         steps = steps_of(flags, made, sets, has_steps=has_flag(argv, "step.steps"))
         made["step"] = dataclasses.replace(made["step"], steps=steps)
+    named = ("scaling.keep_activations", "scaling.no_keep_activations")
+    if not (any(has_flag(argv, name) for name in named) or "keep_activations" in file.get("scaling", {})):
+        made["scaling"] = _keeping(made, flags.model_folder or file.get("model_folder"))
     optim, steps = given["optim"], made["step"].steps
     asked = {*file.get("optim", {}), *(setting for setting in optim if has_flag(argv, f"optim.{setting}"))}
     if flags.extend:
@@ -266,6 +271,18 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     if top["validate"] is not None:
         top["validate"] = "; ".join(map(str, validation_sets(top["validate"])))
     return TrainSettings(name, **made, **top, plan=flags.plan)
+
+
+def _keeping(made: Mapping[str, Any], folder: str | None) -> ScalingConfig:
+    """Activations are kept where there is room for them on any GPU that a preset is for."""
+    scaling: ScalingConfig = made["scaling"]
+    if scaling.device == "cpu" or folder is not None or made["model"].offload_activations:
+        return scaling
+    from elastic_ring.forecast.sizing.memory import plan_of
+
+    kept = dataclasses.replace(scaling, keep_activations=True)
+    plan = plan_of(made["model"], kept, made["step"], made["run"].copies, saves=made["run"].checkpoint_config.is_on)
+    return kept if plan.gpu_bytes <= KEEP_GIB * 2**30 else scaling
 
 
 def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file: Mapping[str, Any]) -> None:

@@ -60,6 +60,12 @@ class MemoryRelief:
         return torch.autograd.graph.save_on_cpu(pin_memory=True)
 
 
+def keep(unit: nn.Module) -> None:
+    """Undo the choice to recompute of a layer of the built-in decoder, unless it moves activations to host memory."""
+    if hasattr(unit, "checkpoint_activations") and not getattr(unit, "offload_activations", False):
+        unit.checkpoint_activations = False  # type: ignore[assignment]
+
+
 def recompute(unit: nn.Module) -> None:
     """Make a module keep its input only and compute the rest again in backward. Uses the module's own switch if it has
     one. A module that does so already, or whose `forward` its maker has replaced, stays as it is.

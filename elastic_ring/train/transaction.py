@@ -142,6 +142,7 @@ class Transaction:
         """Called before the shard changes: a copy of it may be under way on its device."""
         self.relief = MemoryRelief()
         """The reliefs of the memory ladder; a new one counts from the next `enter` on."""
+        self.keeps_activations = False  # whatever the model's layers choose
         self.gauge: MemoryGauge | None = None
         """Measures how near each step came to the end of memory; None: nobody does."""
         self.model: nn.Module | None = None
@@ -217,7 +218,10 @@ class Transaction:
         coordinate = self._coordinate
         self._hosts = tuple(nodes[rank] for rank in self._mesh.ring(coordinate.dp_rank)) if nodes else None
         model = self._maker.wrap(groups.device_mesh, self._mesh.dp)
-        self.relief.change(model, (self.task.units or largest_list)(model))
+        units = (self.task.units or largest_list)(model)
+        for unit in units if self.keeps_activations else ():
+            keep(unit)
+        self.relief.change(model, units)
         make_abortable(model, groups.launching, self._waits)
         self._experts = self._exchange_of(self._maker.sent)
         if self.task.frozen is not None:

@@ -234,6 +234,8 @@ def plan_of(
     density: float = 1.0,
 ) -> ModelPlan:
     """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms` and `built_in` as in `StepMemory`."""
+    if scaling.keep_activations and not config.offload_activations:
+        config = dataclasses.replace(config, checkpoint_activations=False)
     number = num_parameters(config)
     of_ring = -(-step.global_batch // scaling.dp)
     together = min(step.sequences_per_pass, of_ring)

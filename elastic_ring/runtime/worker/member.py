@@ -148,6 +148,7 @@ class Member:
             self._transaction.gauge = MemoryGauge()
         self._transaction.corruption, self._transaction.check_every_steps = run.corruption, run.corruption_every_steps
         self._transaction.offload(self._spec.scaling.cpu_offload)
+        self._transaction.keeps_activations = self._spec.scaling.keep_activations
         self._injector.flip = self._transaction.plan_flip
         self._injector.poison = lambda: poison(self.device)
         self.start_work.begin("runs a small model once")

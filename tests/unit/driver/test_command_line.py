@@ -210,6 +210,24 @@ def test_a_wrong_file_is_refused_in_one_line(
     assert named in capsys.readouterr().err
 
 
+def test_activations_are_kept_where_the_plan_has_room_for_them_and_nothing_else_was_asked_for(tmp_path: Path) -> None:
+    small, file = ["--preset", "1b", "--cp", "1", "--context", "8192"], tmp_path / "no.toml"
+    file.write_text("[scaling]\nkeep_activations = false\n")
+    kept = {
+        True: (small, [*small, "--preset", "100m"]),
+        False: (
+            ["--preset", "1b"],
+            ["--preset", "laptop"],
+            [*small, "--offload-activations"],
+            [*small, "--scaling.no-keep-activations"],
+            [*small, "--config", str(file)],
+        ),
+    }
+    for wanted, asked in kept.items():
+        assert [parse(each).scaling.keep_activations for each in asked] == [wanted] * len(asked)
+    assert train.plan(parse(small)).gpu_bytes <= settings.KEEP_GIB * 2**30
+
+
 def test_no_preset_kills_its_own_worker() -> None:
     assert all(parse(["--preset", name]).run.faults == () for name in settings.PRESETS)
 

@@ -16,7 +16,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.transformer import Block, Transformer
 from elastic_ring.train.memory_gauge import MemoryGauge
-from elastic_ring.train.memory_relief import MemoryRelief
+from elastic_ring.train.memory_relief import MemoryRelief, keep
 from elastic_ring.train.task import TrainingTask
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train.tiny_task import MODEL, STEP, begin, facts, make_task, rebuild, run_steps
@@ -128,6 +128,29 @@ def test_smaller_chunks_of_the_loss_give_the_same_sums_and_other_bits() -> None:
     torch.testing.assert_close(other_loss, loss)
     torch.testing.assert_close(other_grad, grad)
     assert not torch.equal(other_grad, grad), "it would belong to the reliefs that keep the bits"
+
+
+def test_layers_that_keep_their_activations_have_the_bits_of_those_that_recompute_and_a_relief_wins() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 257, (1, 64))
+    found, seen = [], []
+    for keeps, reliefs in ((False, ()), (True, ()), (True, ("recompute",))):
+        torch.manual_seed(1)
+        model = Transformer(ModelConfig(257, 2, 64, 2, 1, 32, 64))
+        for param in model.parameters():
+            torch.nn.init.normal_(param, std=0.1) if param.dim() > 1 else torch.nn.init.ones_(param)
+        for block in model.blocks if keeps else ():
+            keep(block)
+        MemoryRelief(reliefs).change(model, model.blocks)
+        seen.append([block.checkpoint_activations for block in model.blocks])
+        loss, _ = model(tokens, positions=tokens, document_ids=tokens, attention=lambda q, k, v: q, targets=tokens)
+        loss.backward()
+        found.append([loss.detach(), *(param.grad for param in model.parameters())])
+    assert seen == [[True] * 2, [False] * 2, [True] * 2]
+    assert all(torch.equal(a, b) for each in found[1:] for a, b in zip(each, found[0], strict=True))
+    offloading = Transformer(ModelConfig(257, 1, 64, 2, 1, 32, 64, offload_activations=True)).blocks[0]
+    keep(offloading)
+    assert offloading.checkpoint_activations
 
 
 def test_one_sequence_is_read_ahead_under_pressure_and_caches_are_freed_before_each_step() -> None:
