@@ -82,7 +82,7 @@ def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]
     for flag in ("stop_early", "keep_best", "extend"):
         if has_flag(rest, flag):
             raise ValueError(f"--{flag.replace('_', '-')}: is the elastic ring's; here {NONE_HERE}")
-    asked = parse(rest)
+    asked = parse([*rest, "--scaling.no-keep-activations"])  # this door recomputes as the model says
     refuse_ignored(asked)
     return found, asked
 

@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -115,6 +116,8 @@ class _Gather:
     def __init__(self, state: Any, groups: Any) -> None:
         shapes = state.shapes
         self._params, self._groups, self._total = state.shard.params, groups, hashlib.sha256()
+        self._beside, self._digested = ThreadPoolExecutor(1), Future[None]()  # a digest takes longer than a gather
+        self._digested.set_result(None)
         self._device = state.device
         self._shapes = {name: shapes[name] for name in sorted(shapes)}
         self._all_gather = AbortableAllGather(groups.launching)
@@ -128,6 +131,7 @@ class _Gather:
     @property
     def sha256(self) -> str:
         """The digest of the tensors gathered so far."""
+        self._digested.result()
         return self._total.hexdigest()
 
     def keep(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -153,9 +157,13 @@ class _Gather:
             local = torch.cat([local, local.new_zeros((per_rank - local.shape[0], *shape[1:]))])
         tensor = self._gathered(local.detach().contiguous())[: shape[0]]
         if self._groups.global_rank == 0:
-            for chunk in raw_bytes([tensor]):
-                self._total.update(chunk)
+            self._digested.result()  # one tensor at a time waits for it
+            self._digested = self._beside.submit(self._digest, tensor)
         return tensor
+
+    def _digest(self, tensor: Tensor) -> None:
+        for chunk in raw_bytes([tensor]):
+            self._total.update(chunk)
 
     def _gathered(self, own: Tensor) -> Tensor:
         """`own` of every rank, one after another, in host memory."""

@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,7 +270,7 @@ def open_or_refuse(
 
 
 class _Digest:
-    """Counts and digests bytes on their way: while they are in the processor's cache, where pieces are small."""
+    """Counts bytes on their way, and digests each piece while it is being written."""
 
     def __init__(self) -> None:
         self._sha256, self.num_bytes = hashlib.sha256(), 0
@@ -280,10 +281,14 @@ class _Digest:
 
     def of(self, given: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
         """Hands the pieces on."""
-        for piece in given:
-            self._sha256.update(piece)
-            self.num_bytes += len(piece)
-            yield piece
+        digested: Future[None] | None = None
+        with ThreadPoolExecutor(1) as beside:
+            for piece in given:
+                if digested is not None:
+                    digested.result()
+                digested = beside.submit(self._sha256.update, piece)
+                self.num_bytes += len(piece)
+                yield piece
 
 
 def _path(entry: Entry) -> str:
