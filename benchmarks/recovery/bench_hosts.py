@@ -43,12 +43,16 @@ DOCTOR = "doctor"
 STEPS, FAULT_STEP = 24, 12
 RUN_S, LEFT_S, HOST_UP_S = 240.0, 10.0, 4.0
 SPARE_BAR_S, SHRINK_BAR_S = 3.0, 2.5
+HEALING = f"step={FAULT_STEP},phase=heal,role=spare"
+OTHER_HOLDER = f"step={FAULT_STEP},phase=backward,rank=1"
+"""Of the shard of rank 3: with both hosts gone the copies alone have it."""
 FROZEN_BAR_S = Timeouts().node_silent_s + 3.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `fault` fires on the last rank; `bar_s`: from the fault to the next committed step."""
+    """One run. `fault` fires on the last rank, in `phase`; `then`: further faults, as text. `bar_s`: from the first
+    fault to the next committed step."""
 
     name: str
     dp: int
@@ -59,15 +63,16 @@ class Case:
     phase: str = "backward"
     bar_s: float = 0.0
     shrinks: bool = False
+    then: str = ""
 
     @property
     def mesh(self) -> tuple[int, int]:
         return self.dp, self.cp
 
     def faults(self) -> str:
-        return (
-            f"{self.fault}@step={FAULT_STEP},phase={self.phase},rank={self.dp * self.cp - 1}" if self.fault else "none"
-        )
+        if not self.fault:
+            return "none"
+        return f"{self.fault}@step={FAULT_STEP},phase={self.phase},rank={self.dp * self.cp - 1}{self.then}"
 
 
 CASES = (
@@ -83,6 +88,8 @@ CASES = (
     Case("cp2-freeze-host", 1, 2, spares=1, copies=1, fault="freeze-node", bar_s=FROZEN_BAR_S),
     Case("2x2", 2, 2),
     Case("2x2-kill-host-shrink", 2, 2, fault="kill-node", bar_s=SHRINK_BAR_S, shrinks=True),
+    Case("dp2-kill-healing-host", 2, 1, spares=2, fault="kill-node", then=f"; kill-node@{HEALING}"),
+    Case("2x2-kill-two-hosts", 2, 2, copies=1, fault="kill-node", then=f"; kill-node@{OTHER_HOLDER}", shrinks=True),
 )
 
 

@@ -322,6 +322,8 @@ def _wait(ctx: Transition, incident: Incident, short: policy.NotEnoughWorkers) -
     reason = f"{short.num_missing} more worker(s) for {ctx.options.scaling.min_dp} ring(s) of {ctx.options.scaling.cp}"
     if short.num_crowded:
         reason += f", each with a GPU of its own: {short.num_crowded} are there whose nodes have none left"
+    if ctx.options.cp > 1 and ctx.options.min_dp == 1:  # else fewer rings would do
+        reason += "; a ring keeps its cp: to go on without them, stop the run and submit it with a smaller --cp"
     if phase.waiting != reason:
         ctx.edit_phase(waiting=reason, incident=incident)
         ctx.explain(f"every shard is held; waiting for {reason}")

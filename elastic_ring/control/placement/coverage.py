@@ -21,11 +21,13 @@ OUTCOMES = (
     "fewer rings",
     "a wait for workers",
     "back to copies",
+    "a wait for workers, then back to copies",
     "back to the newest checkpoint",
+    "a wait for workers, then back to the newest checkpoint",
     "the end of the run",
 )
 """From the best to the worst."""
-SPARE, FEWER, WAIT, COPIES, CHECKPOINT, END = range(len(OUTCOMES))
+SPARE, FEWER, WAIT, COPIES, _, CHECKPOINT, _, END = range(len(OUTCOMES))
 PROCESS = "any process"
 HOSTS, DOMAINS = ("any host", "any two hosts"), ("any failure domain", "any two failure domains")
 
@@ -135,9 +137,6 @@ class _Counted:
 
     def places(self, number: int) -> int:
         """The worst outcome of the loss of so many places with members at once."""
-        if min(len(places) for places in self.shard_on.values()) <= number:
-            mode = self.mode if self._copies_cover(number) else CopyMode()
-            return without_holder(self.mesh, mode, self.has_checkpoints)
         able = dict(self.able)
         alike = Counter((num, able.get(where, 0)) for where, num in self.num_members.items())
         worst = SPARE
@@ -146,7 +145,11 @@ class _Counted:
                 continue
             num_lost, num_left = sum(kind[0] for kind in kinds), self.num_able - sum(kind[1] for kind in kinds)
             worst = max(worst, SPARE if num_lost <= num_left else self._without(num_lost, num_left))
-        return worst
+        if min(len(places) for places in self.shard_on.values()) > number:
+            return worst
+        mode = self.mode if self._copies_cover(number) else CopyMode()
+        back = without_holder(self.mesh, mode, self.has_checkpoints)
+        return back + 1 if worst == WAIT and back != END else back
 
     def _without(self, num_lost: int, num_able: int) -> int:
         rings = (self.mesh.size - num_lost + num_able) // self.mesh.cp

@@ -1,7 +1,7 @@
 """Watches the nodes through their agents' connections and beats and through Ray's node table.
 
 Reports what it finds as control events. A node counts as lost only when two sources agree: its agent's connection
-is closed or silent, and Ray has dropped the node or none of its workers answers.
+is closed or silent, and its raylet's port is shut, Ray has dropped the node, or none of its workers answers.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import logging
 import math
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 VACANT_S = 2.0
 """An agent goes from a node on which the run has had no worker, and wanted none, for this long."""
-CONFIRM_S = 1.0
+CONFIRM_S, CONFIRM_LOOK_S = 1.0, 0.1
 HEALTH_KEPT_S = 30.0
 NOTICE_AGAIN_S = 5.0
 """What an agent read of its node's health counts for so long."""
@@ -335,7 +337,7 @@ class NodeMonitor:
         agent = self._agents.get(node)
         handles = [entry["handle"] for entry in self._workers_on(node) if entry["handle"] is not None]
         asked = [handle.ping.remote() for handle in (*handles, agent) if handle is not None]
-        if not answers(asked) and handles and node != self._own_node:
+        if not answers(asked, partial(refuses, self.nodes.get(node))) and handles and node != self._own_node:
             if self._beats.get(node, 0.0) <= silent_at:
                 self._lose(node, why)
             return
@@ -374,13 +376,27 @@ def without(node: NodeInfo, bad_gpus: Collection[str]) -> NodeInfo:
     return replace(node, num_gpus=max(0, node.num_gpus - len(bad_gpus)))
 
 
-def answers(asked: list[Any]) -> bool:
-    """Whether any of these calls succeeds within CONFIRM_S."""
+def answers(asked: list[Any], given_up: Callable[[], bool] = lambda: False) -> bool:
+    """Whether any of these calls succeeds within CONFIRM_S, or before they are given up."""
     deadline, pending = time.monotonic() + CONFIRM_S, asked
-    while pending and (left_s := deadline - time.monotonic()) > 0:
-        done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+    while pending and (left_s := deadline - time.monotonic()) > 0 and not given_up():
+        done, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, CONFIRM_LOOK_S))
         if any(not failed(ref) for ref in done):
             return True
+    return False
+
+
+def refuses(node: NodeInfo | None) -> bool:
+    """Whether the host answers that nobody listens on its raylet's port any more: its workers end with the raylet. Ray
+    itself needs up to a second to say so."""
+    if node is None or not node.port:
+        return False
+    try:
+        socket.create_connection((node.address, node.port), timeout=CONFIRM_LOOK_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # no answer, or no descriptor here
+        return False
     return False
 
 

@@ -53,7 +53,7 @@ class NodeInfo:
     `num_slots`: how many workers fit its resources. `num_gpus`: how many of them may be members at once, one for each
     GPU; None for no limit. `leaves_at`: when a draining node is gone, in Unix seconds; 0 if nobody says.
     `domains` and `is_reserved`: as in `control.messages.NodeJoined`, from Ray's labels. `memory_bytes`: its host memory
-    as Ray counts it, 0 if Ray does not.
+    as Ray counts it, 0 if Ray does not. `port`: its raylet's, 0 where it is not known.
     """
 
     node: str
@@ -65,6 +65,7 @@ class NodeInfo:
     domains: tuple[str, ...] = ()
     is_reserved: bool = False
     memory_bytes: float = 0.0
+    port: int = 0
 
     @property
     def num_members(self) -> int:
@@ -90,6 +91,7 @@ def live_nodes(scaling: ScalingConfig) -> list[NodeInfo]:
             domains(node.get("Labels") or {}, scaling.domain_labels),
             (node.get("Labels") or {}).get(MARKET_LABEL, SPOT) != SPOT,
             node["Resources"].get("memory", 0.0),
+            node["NodeManagerPort"],
         )
         for node in sorted(ray.nodes(), key=lambda node: node["NodeID"])
         if node["Alive"]

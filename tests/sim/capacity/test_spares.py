@@ -155,6 +155,8 @@ def test_what_is_covered_is_told_for_a_process_a_host_and_two() -> None:
     saves = _fleet(hosts, **alone, takes_checkpoints=True)
     assert covered(saves.state)["any host"] == "back to the newest checkpoint"
     assert covered(_fleet(hosts, **alone, copies="1").state)["any host"] == "back to copies"
+    two = _fleet({"a": 1, "b": 1}, dp=1, cp=2, spares=0, copies="1")
+    assert covered(two.state)["any host"] == "a wait for workers, then back to copies"
 
 
 @pytest.mark.parametrize("num_domains", [0, 2, 3])

@@ -20,7 +20,7 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.control.placement.copies import HeldCopy, SnapshotId
 from elastic_ring.control.replay import replay
-from elastic_ring.control.state import spares
+from elastic_ring.control.state import spares, waiting_for
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench, build_in, end_in, only
 
@@ -233,6 +233,7 @@ def test_too_few_workers_wait_with_their_copies() -> None:
     run.lose(3)
     made.survivors_report(14, AT_10)
     assert run.phase == "waiting"
+    assert "1 ring(s) of 4; a ring keeps its cp: " in waiting_for(run.state, run.now)
     order = build_in(run.all_ready())
     assert (order.step_back, run.change.source) == (AT_10, "copy")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from elastic_ring.control.messages import NodeDraining, NodeJoined, NodeLost
 from elastic_ring.runtime.agent.rpc import AgentServer
 from elastic_ring.runtime.coordinator import node_monitor
 from elastic_ring.runtime.coordinator.driver_feed import KEPT_STEPS, DriverFeed
-from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
+from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor, answers, refuses
 from elastic_ring.runtime.driver.cluster import NodeInfo
 
 
@@ -225,3 +227,14 @@ def test_an_agent_goes_from_a_node_where_nobody_is_wanted_and_comes_back_with_th
     monitor._poll()
     assert started == ["me", "n", "n"]
     assert not any(isinstance(event, NodeLost) for event in events)
+
+
+def test_a_raylet_whose_port_is_shut_needs_no_second_to_be_missed() -> None:
+    """Calls to it that hang are given up at once; a host that answers nothing at all is asked for as long as before."""
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        node = NodeInfo("n", "127.0.0.1", 2, False, port=raylet.getsockname()[1])
+        assert not refuses(node)
+    assert refuses(node)
+    assert not refuses(replace(node, port=0)), "not known"
+    assert not refuses(None)
+    assert not answers(["a call that hangs: nobody may wait for it"], lambda: True)

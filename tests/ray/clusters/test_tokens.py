@@ -1,0 +1,108 @@
+"""The quickstart's commands on two hosts of one machine, each with a home of its own: an open cluster trains, is
+switched to a token, and the same submission goes on from the newest checkpoint.
+
+In namespaces of processes and mounts: `ray stop` ends every Ray that it sees, and Ray notes its cluster in /tmp.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ray._private.services import resolve_ip_for_localhost
+
+from elastic_ring.monitor.metrics import read_metrics
+
+ROOT = Path(__file__).parents[3]
+PORT, DASHBOARD = 7491, 9491
+NUM_STEPS = 600
+OWN = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-euc")
+SCRIPT = """
+mount -t tmpfs none /tmp/ray
+mkdir -p $HOMES/first $HOMES/second $HOMES/stranger
+at() {{ local home=$1; shift; HOME=$HOMES/$home bash -euc "$*"; }}
+asks() {{ at stranger 'timeout 60 python -c "$ASK" 2>/dev/null || echo refused'; }}
+trained() {{ cat $RUN/metrics.jsonl 2>/dev/null | wc -l; }}
+
+at first 'RAY_AUTH_MODE=disabled {start_first}'
+at second 'RAY_AUTH_MODE=disabled {start_second}'
+echo "open: $(asks)"
+at second 'RAY_AUTH_MODE=disabled {submit} --submission-id one --no-wait {command}'
+until [ $(trained) -gt 25 ]; do sleep 0.5; done
+at second 'RAY_AUTH_MODE=disabled ray job stop one'
+ray stop
+
+at first '{first_block}'
+at second 'RAY_AUTH_MODE=token {start_second}' >/dev/null 2>&1 && echo "joined without the token"
+at second '{second_block}'
+echo "switched: $(asks)"
+echo "steps before: $(trained)"
+at second '{third_block}'
+ls -l $HOMES/first/.ray/auth_token $HOMES/second/.ray/auth_token
+ray stop
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_an_open_cluster_of_two_hosts_is_switched_to_one_token_and_its_run_goes_on(tmp_path: Path) -> None:
+    if subprocess.run([*OWN[:-2], "true"], check=False).returncode:
+        pytest.skip("this user may not make namespaces")
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    (block,) = re.findall(r"```\n(\(umask 077; ray get-auth-token.*?)```", page, re.DOTALL)
+    first_block, second_block, third_block = block.split("\n\n")
+    first, homes, run = resolve_ip_for_localhost("127.0.0.1"), tmp_path / "homes", tmp_path / "demo"
+    start_first = f"ray start --head --num-cpus=1 --port={PORT} --dashboard-port={DASHBOARD} --temp-dir=/tmp/ray/a"
+    start_second = f"ray start --address={first}:{PORT} --num-cpus=1"
+    command = (
+        f"-- python jobs/train_1t.py --run-name demo --run-dir {run} --dp 1 --cp 2 --spares 0 --cpus-per-worker 1 "
+        f"--context 256 --checkpoint-every-steps 10 --faults none --steps {NUM_STEPS}"
+    )
+    submit = "ray job submit --working-dir ."
+    here = {
+        "ray start --head": start_first,
+        "ray start --address=FIRST:6379": start_second,
+        "ssh FIRST cat .ray/auth_token": f"cat {homes}/first/.ray/auth_token",
+        "-- python jobs/train_1t.py --run-name demo --run-dir /shared/runs/demo": command,
+    }
+    for written, tried in here.items():
+        assert block.count(written) == 1, f"the quickstart has another command than {written!r}"
+        first_block, second_block, third_block = (
+            part.replace(written, tried) for part in (first_block, second_block, third_block)
+        )
+    script = SCRIPT.format(
+        start_first=start_first,
+        start_second=start_second,
+        submit=submit,
+        command=command,
+        first_block=first_block,
+        second_block=second_block,
+        third_block=third_block,
+    )
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{DASHBOARD}",
+        "HOMES": str(homes),
+        "ASK": f"import ray; ray.init('{first}:{PORT}', log_to_driver=False); print('let in')",
+        "RUN": str(run),
+    }
+    Path("/tmp/ray").mkdir(exist_ok=True)
+    done = subprocess.run([*OWN, script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    said = done.stdout
+    assert done.returncode == 0, said[-3000:] + done.stderr[-3000:]
+    assert "open: let in" in said
+    assert "joined without the token" not in said
+    assert "switched: refused" in said
+    assert said.count("-rw-------") == 2
+    (before,) = re.findall(r"steps before: (\d+)", said)
+    steps = [line["step"] for line in read_metrics(run)]
+    assert steps[0] >= 20, f"{before} steps were trained before the switch: the newest checkpoint is taken"
+    assert steps[-1] == NUM_STEPS - 1
+    assert "bit-exact" in said
