@@ -1,7 +1,8 @@
 """The quickstart's commands on two hosts of one machine, each with a home of its own: an open cluster trains, is
 switched to a token, and the same submission goes on from the newest checkpoint.
 
-In namespaces of processes and mounts: `ray stop` ends every Ray that it sees, and Ray notes its cluster in /tmp.
+In namespaces: `ray stop` ends every Ray that it sees, and hosts have a /tmp/ray of their own, in which each deletes
+what its own jobs need no more.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ PORT, DASHBOARD = 7491, 9491
 NUM_STEPS = 600
 OWN = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-euc")
 SCRIPT = """
-mount -t tmpfs none /tmp/ray
 mkdir -p $HOMES/first $HOMES/second $HOMES/stranger
-at() {{ local home=$1; shift; HOME=$HOMES/$home bash -euc "$*"; }}
+at() {{ local home=$1; shift; HOME=$HOMES/$home unshare --mount bash -euc "mount -t tmpfs none /tmp/ray; $*"; }}
 asks() {{ at stranger 'timeout 60 python -c "$ASK" 2>/dev/null || echo refused'; }}
 trained() {{ cat $RUN/metrics.jsonl 2>/dev/null | wc -l; }}
 
@@ -32,7 +32,7 @@ at first 'RAY_AUTH_MODE=disabled {start_first}'
 at second 'RAY_AUTH_MODE=disabled {start_second}'
 echo "open: $(asks)"
 at second 'RAY_AUTH_MODE=disabled {submit} --submission-id one --no-wait {command}'
-until [ $(trained) -gt 25 ]; do sleep 0.5; done
+timeout 120 bash -c 'until [ $(cat $RUN/metrics.jsonl 2>/dev/null | wc -l) -gt 25 ]; do sleep 0.2; done'
 at second 'RAY_AUTH_MODE=disabled ray job stop one'
 ray stop
 
@@ -56,7 +56,7 @@ def test_an_open_cluster_of_two_hosts_is_switched_to_one_token_and_its_run_goes_
     (block,) = re.findall(r"```\n(\(umask 077; ray get-auth-token.*?)```", page, re.DOTALL)
     first_block, second_block, third_block = block.split("\n\n")
     first, homes, run = resolve_ip_for_localhost("127.0.0.1"), tmp_path / "homes", tmp_path / "demo"
-    start_first = f"ray start --head --num-cpus=1 --port={PORT} --dashboard-port={DASHBOARD} --temp-dir=/tmp/ray/a"
+    start_first = f"ray start --head --num-cpus=1 --port={PORT} --dashboard-port={DASHBOARD}"
     start_second = f"ray start --address={first}:{PORT} --num-cpus=1"
     command = (
         f"-- python jobs/train_1t.py --run-name demo --run-dir {run} --dp 1 --cp 2 --spares 0 --cpus-per-worker 1 "
