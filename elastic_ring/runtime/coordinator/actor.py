@@ -472,6 +472,8 @@ class Coordinator:
             self.recorder.recoveries.worker_started(event.worker, event.pid, extra.get("environment", {}))
             self.recorder.stages(event.worker, extra.get("stages", ()))
             self.node_monitor.watch_worker(event.worker, event.node, extra)
+            for line in self.node_monitor.failing_limits(event.worker, extra["limits"]):
+                self.recorder.recoveries.say(line)
         if isinstance(event, Report):
             self._publish(extra.get("records", []))
         if isinstance(event, WorkerLost):

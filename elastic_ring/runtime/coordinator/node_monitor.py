@@ -25,6 +25,7 @@ from elastic_ring.control.decisions.memory_pressure import host_share
 from elastic_ring.control.messages import NodeDraining, NodeJoined, NodeLost
 from elastic_ring.runtime.agent.resolver import warning
 from elastic_ring.runtime.agent.rpc import AgentServer, Message
+from elastic_ring.runtime.doctor.verdicts import AtStart
 from elastic_ring.runtime.driver.cluster import Cluster, NodeInfo, live_nodes, watch_ref
 from elastic_ring.runtime.driver.drain import give_notice
 
@@ -65,6 +66,7 @@ class NodeMonitor:
         self._guard_limits: dict[str, float] = {}  # an agent's is lower where Ray's own monitor would act first
         self._health: dict[str, tuple[float, dict[str, Any]]] = {}
         self._cause = CauseIds("monitor")
+        self._at_start = AtStart(run_spec.scaling.device if run_spec.scaling is not None else "cpu")
         # Guards the tables above. No call to Ray while it is held, and no use of it in a callback of Ray: callbacks run
         # in the thread that such a call waits for.
         self._lock = threading.RLock()
@@ -120,6 +122,11 @@ class NodeMonitor:
         is not known."""
         entry = self._workers.get(worker)
         return self._agent_server.came_from(entry["node"]) if entry is not None else ""
+
+    def failing_limits(self, worker: str, limits: Mapping[str, Any]) -> list[str]:
+        """Lines for what will fail on the worker's host by `doctor.host.limits`, each once."""
+        host = f"{self.address_of(worker)}/{self._workers[worker]['node'][:6]}"
+        return self._at_start.look(host, limits, time.time())
 
     def progress(self, worker: str) -> dict[str, Any]:
         """The worker's activity at its agent's last beat, as in `agent.progress`; {} if unknown."""

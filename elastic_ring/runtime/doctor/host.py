@@ -23,17 +23,24 @@ from elastic_ring.state.storage.folder import Storage
 CLAIM = "claim"
 
 
-def report(device: str, ray_folder: str = "", ray_gpus: int = 0, *, look_at_gpus: bool = True) -> dict[str, Any]:
+def report(device: str, ray_folder: str = "", ray_gpus: int = 0) -> dict[str, Any]:
     """Versions, limits, memory, disk, clock and GPUs; touches nothing. `ray_folder`: where Ray keeps its files."""
     found = versions(device)
     found["elastic_ring"] = f"{found.get('elastic_ring', '')} {_sources()}".strip()
     return {
+        **limits(ray_folder),
         "versions": found,
+        "ray_gpus": ray_gpus,
+        "gpus": gpus() if device == "cuda" else [],
+    }
+
+
+def limits(ray_folder: str) -> dict[str, Any]:
+    """The part that takes no time: each worker of a run tells it as it starts."""
+    return {
         "open_files": _unlimited(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         "shm_free_bytes": shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
         "disk_free_bytes": shutil.disk_usage(ray_folder if os.path.isdir(ray_folder) else "/tmp").free,
-        "ray_gpus": ray_gpus,
-        "gpus": gpus() if device == "cuda" and look_at_gpus else [],
         "unix_s": time.time(),
     }
 

@@ -23,6 +23,8 @@ LEAST_SHM_BYTES, GOOD_SHM_BYTES = GIB // 8, GIB
 LEAST_DISK_BYTES, GOOD_DISK_BYTES = GIB, 20 * GIB
 IDLE_GPU_BYTES = GIB
 CLOCK_WARNING_S, CLOCK_FAILURE_S = 2.0, 300.0
+ON_THE_WAY_S = 30.0
+"""The most that a starting worker's report may wait for its reader."""
 SLOW_SHARE = 0.5
 NUM_NAMED = 4
 
@@ -44,8 +46,31 @@ class Finding:
 
 def cheap_findings(reports: Mapping[str, Report], device: str) -> list[Finding]:
     """What the reports alone show; nothing was measured for it."""
-    found = [*versions(reports), *limits(reports), *shared_memory(reports, device), *disks(reports), *clocks(reports)]
+    found = [*versions(reports), *_of_hosts(reports, device)]
     return [*found, *gpus(reports)] if device == "cuda" else found
+
+
+def _of_hosts(reports: Mapping[str, Report], device: str) -> list[Finding]:
+    return [*limits(reports), *shared_memory(reports, device), *disks(reports), *clocks(reports)]
+
+
+class AtStart:
+    """What `host.limits` shows while a run's workers start: what will fail is told, once. What differs between workers
+    and the health of GPUs are told by others."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._reports: dict[str, Report] = {}
+        self._told: set[tuple[str, str]] = set()
+
+    def look(self, host: str, report: Report, now_unix_s: float) -> list[str]:
+        """Lines for what is new, after a worker on `host` has said what its host is like."""
+        clock = {"clock_offset_s": report["unix_s"] - now_unix_s, "clock_error_s": ON_THE_WAY_S}
+        self._reports[host] = {**report, **clock}
+        found = [finding for finding in _of_hosts(self._reports, self._device) if finding.verdict == "failure"]
+        new = [finding for finding in found if not self._told.issuperset({(finding.check, h) for h in finding.hosts})]
+        self._told.update((finding.check, host) for finding in new for host in finding.hosts)
+        return [finding.line() for finding in new]
 
 
 def will_fail(findings: Iterable[Finding]) -> bool:

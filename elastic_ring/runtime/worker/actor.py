@@ -40,6 +40,7 @@ from elastic_ring.errors import RunFailed
 from elastic_ring.monitor.stamps import StampWriter, phase_name
 from elastic_ring.runtime.agent.rpc import raise_open_files
 from elastic_ring.runtime.agent.stamp_dir import hold
+from elastic_ring.runtime.doctor import host
 from elastic_ring.runtime.gpu.device import keep_caches_private
 from elastic_ring.runtime.groups.nccl import has_failed
 from elastic_ring.runtime.groups.transport import is_transport_error
@@ -142,6 +143,7 @@ class Worker:
             "environment": environment_fingerprint(self.spec.scaling.num_threads, self._member.environment),
             "gpus": self._member.gpus,
             "stages": self._start_work.stages.ended,
+            "limits": host.limits(str(Path(_stderr_path()).parent)),
         }
 
     def ping(self) -> str:

@@ -68,6 +68,19 @@ def test_the_host_that_differs_is_named_with_a_way_out(check: str, verdict: str,
     assert verdicts.in_use(reports) == (["odd"] if verdict == "note" else [])
 
 
+def test_at_a_start_what_will_fail_is_told_once_for_each_host() -> None:
+    at_start, now = verdicts.AtStart("cuda"), time.time()
+    good = {"open_files": 1 << 20, "shm_free_bytes": 64 * GIB, "disk_free_bytes": 100 * GIB, "unix_s": now}
+    assert set(host.limits("")) == set(good)
+    assert at_start.look("a", good, now + 1) == []
+    few = {**good, "open_files": 1024}
+    (line,) = at_start.look("b", few, now + 1)
+    assert line.startswith("failure  ulimits    b: only 1,024 open files")
+    assert at_start.look("b", few, now + 1) == []
+    (line,) = at_start.look("c", {**good, "unix_s": now - 1000}, now)
+    assert "clocks" in line
+
+
 def test_a_storage_that_is_not_one_place_and_a_slow_link_are_named() -> None:
     answers = {name: {"won": True, "excludes": True} for name in "ab"}
     apart = verdicts.storage(answers, {"a": ["b"], "b": ["a"]}, "/data")
