@@ -319,10 +319,11 @@ def _no_checkpoint(ctx: Transition) -> str:
 def _wait(ctx: Transition, incident: Incident, short: policy.NotEnoughWorkers) -> None:
     phase = ctx.phase
     assert isinstance(phase, Closing), "a boundary keeps all its members, so it cannot be short of them"
-    reason = f"{short.num_missing} more worker(s) for {ctx.options.scaling.min_dp} ring(s) of {ctx.options.scaling.cp}"
+    asked = ctx.options.scaling
+    reason = f"{short.num_missing} more worker(s) for {asked.min_dp} ring(s) of {asked.cp}"
     if short.num_crowded:
         reason += f", each with a GPU of its own: {short.num_crowded} are there whose nodes have none left"
-    if ctx.options.cp > 1 and ctx.options.min_dp == 1:  # else fewer rings would do
+    if asked.cp > 1 and asked.min_dp == 1:  # else fewer rings would do
         reason += "; a ring keeps its cp: to go on without them, stop the run and submit it with a smaller --cp"
     if phase.waiting != reason:
         ctx.edit_phase(waiting=reason, incident=incident)
