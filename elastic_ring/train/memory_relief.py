@@ -60,7 +60,7 @@ class MemoryRelief:
         return torch.autograd.graph.save_on_cpu(pin_memory=True)
 
 
-def keep(unit: nn.Module) -> None:
+def keep_activations(unit: nn.Module) -> None:
     """Undo the choice to recompute of a layer of the built-in decoder, unless it moves activations to host memory."""
     if hasattr(unit, "checkpoint_activations") and not getattr(unit, "offload_activations", False):
         unit.checkpoint_activations = False  # type: ignore[assignment]

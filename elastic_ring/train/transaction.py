@@ -45,7 +45,7 @@ from elastic_ring.train.frozen import FrozenRows, trained_params, trained_shapes
 from elastic_ring.train.gradient import Gradient
 from elastic_ring.train.guards import raise_for_skips
 from elastic_ring.train.memory_gauge import MemoryGauge
-from elastic_ring.train.memory_relief import MemoryRelief
+from elastic_ring.train.memory_relief import MemoryRelief, keep_activations
 from elastic_ring.train.optim import learning_rate, make_optimizer, make_own_optimizer
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import Batch, TrainingTask
@@ -220,7 +220,7 @@ class Transaction:
         model = self._maker.wrap(groups.device_mesh, self._mesh.dp)
         units = (self.task.units or largest_list)(model)
         for unit in units if self.keeps_activations else ():
-            keep(unit)
+            keep_activations(unit)
         self.relief.change(model, units)
         make_abortable(model, groups.launching, self._waits)
         self._experts = self._exchange_of(self._maker.sent)

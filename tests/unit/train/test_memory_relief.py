@@ -16,7 +16,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.transformer import Block, Transformer
 from elastic_ring.train.memory_gauge import MemoryGauge
-from elastic_ring.train.memory_relief import MemoryRelief, keep
+from elastic_ring.train.memory_relief import MemoryRelief, keep_activations
 from elastic_ring.train.task import TrainingTask
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train.tiny_task import MODEL, STEP, begin, facts, make_task, rebuild, run_steps
@@ -99,6 +99,24 @@ def test_a_relief_that_is_taken_between_two_steps_saves_memory_and_changes_no_bi
     assert [known["digest"] for known in two.all(facts)] == reference
 
 
+def keep(me: Any) -> None:
+    me.state.keeps_activations = True
+
+
+def test_a_ring_that_keeps_what_its_layers_would_recompute_changes_no_bit(two: Membership) -> None:
+    two.all(begin, two.meeting(), RING, make_task())
+    undisturbed = two.all(run_steps, 2)
+    two.all(begin, two.meeting(), RING, make_task())
+    losses = two.all(run_steps, 1)
+    (before, _) = two.all(kept_bytes)
+    two.all(keep)
+    two.all(rebuild, two.meeting(), RING)
+    (after, _) = two.all(kept_bytes)
+    assert after > 1.5 * before
+    two.all(rebuild, two.meeting(), RING)
+    assert [first + later for first, later in zip(losses, two.all(run_steps, 1), strict=True)] == undisturbed
+
+
 @pytest.mark.slow
 def test_passes_of_one_sequence_are_those_of_a_run_that_never_had_more(two: Membership) -> None:
     together = make_task(step=replace(STEP, sequences_per_pass=3))
@@ -140,16 +158,16 @@ def test_layers_that_keep_their_activations_have_the_bits_of_those_that_recomput
         for param in model.parameters():
             torch.nn.init.normal_(param, std=0.1) if param.dim() > 1 else torch.nn.init.ones_(param)
         for block in model.blocks if keeps else ():
-            keep(block)
+            keep_activations(block)
         MemoryRelief(reliefs).change(model, model.blocks)
         seen.append([block.checkpoint_activations for block in model.blocks])
         loss, _ = model(tokens, positions=tokens, document_ids=tokens, attention=lambda q, k, v: q, targets=tokens)
         loss.backward()
-        found.append([loss.detach(), *(param.grad for param in model.parameters())])
+        found.append([loss.detach(), *(param.grad for param in model.parameters() if param.grad is not None)])
     assert seen == [[True] * 2, [False] * 2, [True] * 2]
     assert all(torch.equal(a, b) for each in found[1:] for a, b in zip(each, found[0], strict=True))
     offloading = Transformer(ModelConfig(257, 1, 64, 2, 1, 32, 64, offload_activations=True)).blocks[0]
-    keep(offloading)
+    keep_activations(offloading)
     assert offloading.checkpoint_activations
 
 

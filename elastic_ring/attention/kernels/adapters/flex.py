@@ -43,6 +43,7 @@ def _by_token() -> Any:
             enable_gqa=enable_gqa,
             return_aux=AuxRequest(lse=True),
         )
+        assert found.lse is not None
         return out.transpose(1, 2), found.lse
 
     return flex_attention_by_token
