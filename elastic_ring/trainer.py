@@ -347,8 +347,8 @@ class ElasticRingTrainer:
         replace(self._identity, places=self._places).tell_moved(self.run_config.name, before)
 
     def _resume(self) -> Resume:
-        """Where this submission begins. Raises ValueError for what cannot be resumed, and for a later manifest that is
-        not what it was; StorageFailed where the storage stays away."""
+        """Where this submission begins. Raises ValueError if the run cannot be resumed, or a later manifest has
+        changed; StorageFailed where the storage stays away."""
         try:
             found = find_resume(self.run_config, self._identity, grows=may_grow(self.task.data))
         except errors.CheckpointDamaged as error:

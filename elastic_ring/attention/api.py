@@ -106,7 +106,7 @@ def _layout_of(layout: str | Layout, seq_len: int | None, num_local: int, cp: in
 
 
 def _patterns_of(pattern: PatternLike) -> LayerPatterns:
-    """Raises `ValueError` for what is no pattern, and for one whose layers differ."""
+    """Raises `ValueError` for an invalid pattern, and for one whose layers differ."""
     if isinstance(pattern, str):
         found = read_pattern(pattern)
     elif isinstance(pattern, LayerPatterns):

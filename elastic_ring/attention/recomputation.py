@@ -72,7 +72,7 @@ class Start:
         self._kept, self._contexts = kept, contexts
 
     def recomputed(self, compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """compute(x), of which nothing is kept. Inside a unit's forward, so that FSDP2's hooks see one call."""
+        """compute(x), keeping nothing. Inside a unit's forward, so that FSDP2's hooks see one call."""
         given: list[torch.Tensor] = [x]  # taken by the first run
         # There is no dropout, so no state of random numbers.
         out: torch.Tensor = checkpoint(

@@ -121,7 +121,7 @@ def sources_of(given: Sequence[str]) -> list[str]:
 
 
 def report(manifest: Manifest, out: str) -> list[str]:
-    """What was prepared, what was left out, where the manifest is; its digest last."""
+    """Lines on the result, on what was left out, and where the manifest is; its digest last."""
     from elastic_ring.data.manifest import MANIFEST
     from elastic_ring.data.summary import Group, summary
 

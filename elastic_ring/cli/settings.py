@@ -218,7 +218,7 @@ def _type_of(cls: Any, name: str) -> Any:
 
 
 def parse(argv: Sequence[str]) -> TrainSettings:
-    """The settings that the arguments ask for. Raises ValueError for what cannot be meant; exits for --help."""
+    """The settings that the arguments ask for. Raises ValueError for contradictory settings; exits for --help."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset")
     first.add_argument("--config", type=Path)

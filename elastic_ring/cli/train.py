@@ -48,7 +48,7 @@ AUTO = "auto"
 
 
 def build(asked: TrainSettings) -> ElasticRingTrainer:
-    """The trainer that the settings describe. Raises ValueError for what cannot work."""
+    """The trainer that the settings describe. Raises ValueError for settings that cannot work."""
     from elastic_ring.trainer import ElasticRingTrainer
 
     step, scaling = asked.step, asked.scaling

@@ -53,7 +53,7 @@ OBEYED = {
 
 
 def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]:
-    """This door's own flags, and the settings that it shares. Raises ValueError for what cannot be meant."""
+    """This door's own flags, and the settings that it shares. Raises ValueError for contradictory settings."""
     own = argparse.ArgumentParser(
         prog="train_zero3",
         add_help=False,
@@ -128,7 +128,7 @@ def workers_of(text: str) -> tuple[int, int]:
 
 
 def build(own: argparse.Namespace, asked: TrainSettings) -> Zero3Trainer:
-    """The trainer that the settings describe. Raises ValueError for what cannot work."""
+    """The trainer that the settings describe. Raises ValueError for settings that cannot work."""
     from elastic_ring.cli.train import build as build_elastic
     from elastic_ring.integrations.ray_train import Zero3Config, Zero3Trainer
     from elastic_ring.integrations.ray_train.settings import read_deepspeed

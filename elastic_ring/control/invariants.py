@@ -37,11 +37,11 @@ class InvariantBroken(AssertionError):
 
     1: agreement on term, generation and build. 2: stale messages have no effect. 3: committed steps are never lost
     while each shard has a holder, but on purpose; else no more of them than the best source that is left undoes. 4:
-    each step and sequence counts once (checked by the simulator), but for the batches that going back on purpose leaves
-    out. 5: only verified shards are used. 6: holders of a shard are spread over nodes. 7: no node gets more members
-    than it has GPUs. 8: manifests of a growing corpus hold for good, each from a step on that was never committed
-    before (of earlier submissions the simulator knows). 9: of submissions of one run at most one commits, and each
-    other one stops within a bound (checked by `tests/sim/sim_terms.py`).
+    each step and sequence counts once (the simulator checks it), except batches left out by going back on purpose. 5:
+    only verified shards are used. 6: holders of a shard are spread over nodes. 7: no node gets more members than it has
+    GPUs. 8: manifests of a growing corpus hold for good, each from a step on that was never committed before (of
+    earlier submissions the simulator knows). 9: of submissions of one run at most one commits, and each other one stops
+    within a bound (checked by `tests/sim/sim_terms.py`).
     """
 
 
@@ -114,8 +114,8 @@ def _committed(before: State, event: Event, after: State, builds: list[Build]) -
 
 
 def _stepped_back(before: State, after: State, build: Build, chosen: SnapshotId, reports: Mapping[str, Report]) -> None:
-    """Only who holds nothing goes back, no further than to the newest snapshot of which every shard is held, and not
-    past a newer checkpoint. Each member gets its shard from someone who holds it. An order sent again is none."""
+    """Only workers without state go back, at most to the newest snapshot with a holder of every shard, and never past a
+    newer checkpoint. Each member gets its shard from someone who holds it. An order sent again is none."""
     if isinstance(before.phase, Building) and before.phase.order.step_back == chosen:
         return
     require(not build.fresh and build.roll_forward is None, 3, "a step back that also begins otherwise")
@@ -191,7 +191,7 @@ def _only_before(state: State) -> int | None:
 
 
 def _newest_held(reports: Mapping[str, Report], state: State, cp: int, limit: int | None = None) -> SnapshotId | None:
-    """The newest snapshot, from before step `limit`, of which these workers hold every shard, by trying all of them."""
+    """The newest snapshot from before step `limit` whose shards these workers all hold, found by trying each."""
     found: list[SnapshotId] = []
     given_up = state.given_up
     for snapshot in {copy.snapshot for report in reports.values() for copy in report.copies}:

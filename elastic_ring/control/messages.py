@@ -163,8 +163,8 @@ class StragglerFound:
 
 @dataclass(frozen=True)
 class MemoryTight:
-    """Memory (`what`: device or host) has been nearly full for some steps up to `step`, as `text` says: a relief is to
-    be taken before it runs out."""
+    """Memory (`what`: device or host) has been nearly full for some steps up to `step`, as `text` says: the run takes a
+    relief before it runs out."""
 
     cause: str
     what: str

@@ -75,7 +75,7 @@ def learn_cause(ctx: Transition, event: WorkerLost) -> None:
     """What ended a worker whose death was reported before its cause was known.
 
     On GPU nodes the agent reports a death when the exit begins; the signal or exit code follows once the kernel has
-    freed the GPU's memory. The crash may have been counted by then.
+    freed the GPU's memory. The crash may already be counted.
     """
     if not event.signal and event.reason != "exited":
         return

@@ -31,7 +31,7 @@ from elastic_ring.mesh import Mesh
 PROCESS_START = "start of the process, imports"
 """What a worker does that has not reported yet."""
 NUM_NAMED = 4
-"""So many workers are named that do the same."""
+"""A message names so many workers that do the same."""
 
 
 @dataclass(frozen=True)

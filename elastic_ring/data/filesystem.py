@@ -82,7 +82,7 @@ def reading(name: str, action: Callable[[], T], *, what: str = "cannot be read")
 
 def raise_if_away(error: BaseException, name: str, what: str = "cannot be read") -> None:
     """Raises StorageFailed that says `name` where the storage has failed: its file is neither absent nor damaged, and
-    whoever would leave it out would lose data that are there."""
+    leaving it out would lose existing data."""
     if is_away(error):
         told = shown_url(f"{name} {what}: {shortened(error)}")
         raise StorageFailed(told, path=shown_url(name)) from error

@@ -44,7 +44,7 @@ def beside(data: Any, versions: Iterable[CorpusVersion]) -> tuple[CorpusVersion,
 def longer_manifest(uri: str, now: Manifest) -> tuple[str, Manifest] | None:
     """(URI, manifest) of the longest manifest in the folder of `uri`, if it is longer than `now`, which `uri` names.
 
-    None where there is none, and for a manifest that is complete. Raises ValueError that names a manifest which lacks
+    None if there is none, or if the manifest is complete. Raises ValueError that names a manifest which lacks
     shards of `now`, has others in their place, or cannot be read; and for a folder that cannot be listed; StorageFailed
     where the store is away. The first reads
     "FILE: what is wrong: details; expected ...", where the details may be others at each look.

@@ -1,6 +1,6 @@
 """The files under a source: each is used, or left out with a reason. Nothing is counted twice, and nothing vanishes.
 
-`walk` finds files, `kinds` decides what each is. Here: what becomes of what was found.
+`walk` finds files, `kinds` decides what each is. Here: and what happens to each.
 """
 
 from __future__ import annotations

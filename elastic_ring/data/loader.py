@@ -141,8 +141,8 @@ class Loader:
     """Reads samples on its own thread, `num_ahead` ahead of the step. Close it, or use it in a `with`.
 
     All reads run on that thread, in order; prefetched samples that are not requested next are dropped. While `load`
-    waits it calls `while_waiting` every LOOK_S seconds; an exception from it ends the wait. A read is tried again for
-    `patience_s` while its storage fails, of which `tell` gets lines for a person; what is read ahead hides short ones.
+    waits it calls `while_waiting` every LOOK_S seconds; an exception from it ends the wait. A read is retried for
+    `patience_s` while its storage fails; `tell` gets lines for a person; what is read ahead hides short ones.
     """
 
     def __init__(

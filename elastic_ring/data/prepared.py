@@ -235,7 +235,7 @@ def apportioned(num: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def pinned_manifest(uri: str, digest: str) -> Manifest:
-    """The manifest that a run uses. Raises ValueError where it is not what it was."""
+    """The manifest that a run uses. Raises ValueError if it has changed."""
     found = read_manifest(uri)
     if found.digest != digest:
         raise ValueError(

@@ -42,8 +42,8 @@ def walk(
 
 
 def _walk_local(root: str, enters: Callable[[str], bool], wanted: Callable[[str], bool]) -> Iterator[Found]:
-    """Real folders and files first, then what only links lead to, last what is hidden: so names do not depend on links,
-    and what is left out hides nothing that is read."""
+    """Real folders and files first, then those that only links lead to, last hidden ones: so names do not depend on
+    links, and what is left out hides nothing that is read."""
     seen: set[tuple[int, int]] = set()
     waiting = [(False, False, root)] if os.path.isdir(root) else []
     while waiting:

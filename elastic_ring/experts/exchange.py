@@ -111,7 +111,7 @@ class ExpertExchange:
 
 
 def computed(exchange: ExpertExchange | None, order: Order, rows: Tensor, products: Products) -> Tensor:
-    """The results of this rank's rows (N, width), sorted by expert, by the products of whoever has the expert."""
+    """The results of this rank's rows (N, width), sorted by expert; the rank that holds an expert computes its rows."""
     if exchange is None:
         return products(rows, order.ends)
     routes = exchange.routes(order.load)

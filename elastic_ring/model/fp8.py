@@ -36,7 +36,7 @@ class Fp8Linear(nn.Linear):
 
 
 def use_fp8(layers: Sequence[nn.Module]) -> int:
-    """Have the linear layers in `layers` compute in 8 bits, but for those of the first and the last; returns how many
+    """Have the linear layers in `layers` compute in 8 bits, except in the first and the last; returns how many
     do. Those whose widths no kernel takes stay as they are."""
     number = 0
     for layer in layers[1:-1]:

@@ -107,5 +107,5 @@ class _SliceScores(torch.autograd.Function):
 
 
 def _within(targets: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Whether each target is in a slice, and its place there (N, 1), any where it is not."""
+    """Whether each target is in a slice, and its place there (N, 1); arbitrary where it is not."""
     return (targets >= 0) & (targets < num_tokens), targets.clamp(0, num_tokens - 1).unsqueeze(1)

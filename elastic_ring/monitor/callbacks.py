@@ -122,7 +122,8 @@ class Callback:
         return type(self).__qualname__
 
     def check_metrics(self, metrics: Collection[str]) -> None:
-        """Before the start, with the names of the validations' metrics. Raises ValueError for what cannot work."""
+        """Before the start, with the names of the validations' metrics. Raises ValueError for settings that cannot
+        work."""
 
     def on_start(self, run: RunInfo) -> None:
         """The driver has found the run: open what you write to. Called by every driver."""
@@ -459,8 +460,8 @@ def kept_places(record: Mapping[str, Any], *, was_finished: bool = False) -> dic
 def check_callbacks(
     callbacks: Sequence[Callback], validates: bool = True, metrics: Collection[str] = ("val_loss",)
 ) -> None:
-    """Raises ValueError for what is no callback, for two of one name, for control without validations, and for what a
-    callback refuses. `metrics`: what a validation finds."""
+    """Raises ValueError for objects that are no callbacks, two of one name, control without validations, and settings
+    that a callback refuses. `metrics`: what a validation finds."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ValueError(

@@ -141,8 +141,8 @@ def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def opened(path: str | os.PathLike[str]) -> BinaryIO:
-    """The file for reading. Raises RecordDamaged for what is no file, which would be waited for, and for a longer one
-    than a run writes; FileNotFoundError."""
+    """The file for reading. Raises RecordDamaged for something else than a file, which would block, and for a file
+    longer than a run writes; FileNotFoundError."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     about = os.fstat(fd)
     wrong = "is no regular file" if not stat.S_ISREG(about.st_mode) else ""

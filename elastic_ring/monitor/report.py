@@ -124,7 +124,7 @@ def _shown(part: Callable[[], Iterable[str]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Records:
-    """What of a run's records can be read, and of each file that is damaged what is wrong with it."""
+    """The readable part of a run's records, and what is wrong with each damaged file."""
 
     status: Mapping[str, Any]
     summary: Mapping[str, Any]

@@ -26,7 +26,7 @@ def reconnect_s(environment: Mapping[str, str]) -> float:
 
 
 def is_kept(environment: Mapping[str, str]) -> bool:
-    """Whether the head of which this is the environment keeps the cluster's state outside its memory."""
+    """Whether a head with this environment keeps the cluster's state outside its memory."""
     return environment.get("RAY_gcs_storage", "memory") == "rocksdb" or bool(environment.get("RAY_REDIS_ADDRESS"))
 
 

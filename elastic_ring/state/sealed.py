@@ -123,7 +123,7 @@ def receive_over(
 
 
 def _discard(group: Any, sender: int, num_bytes: int) -> None:
-    """Take what a sender sends, so that it is done, and what comes after is not taken for it."""
+    """Receive and drop a sender's bytes, so that it can go on and the next bytes are not mistaken for them."""
     chunk = torch.empty(min(CHUNK_BYTES, num_bytes), dtype=torch.uint8)
     for start in range(0, num_bytes, CHUNK_BYTES):
         group.recv([chunk[: min(CHUNK_BYTES, num_bytes - start)]], sender, 0).wait()

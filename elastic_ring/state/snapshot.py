@@ -55,7 +55,7 @@ class Buffers:
         return pinned.empty(whole_bytes) if self._is_pinned else torch.empty(whole_bytes, dtype=torch.uint8)
 
     def reserve(self, num_bytes: int, num: int) -> None:
-        """Have `num` buffers of at least so many bytes ready. Raises as `take`."""
+        """Prepare `num` buffers of at least so many bytes. Raises as `take`."""
         taken = [self.take(num_bytes) for _ in range(num)]
         for one in taken:
             self.give_back(one)

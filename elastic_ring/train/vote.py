@@ -218,8 +218,8 @@ def count(
 ) -> Outcome:
     """Reduce the table in rank order; `membership_id` is the (term, generation) of the voters.
 
-    Raises ReplicasDiverged when replicas of a shard disagree, and with corruption "act" ComputedWrongly for what a
-    replacement or a second try may mend.
+    Raises ReplicasDiverged when replicas of a shard disagree, and with corruption "act" ComputedWrongly if a
+    replacement or a second try may mend it.
     """
     ballots = [Ballot.of(row.tolist()) for row in rows]
     finding = _look_for_wrong(step, ballots, mesh, corruption)

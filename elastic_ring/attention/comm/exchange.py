@@ -265,7 +265,7 @@ class HopExchange:
         return self._buffer("partials", turn, self._plan.partial_slots[turn], num_rows, self.partial_dtype)
 
     def swap_partials(self, index: int, partials: torch.Tensor) -> None:
-        """Post the sends of dK and dV of the fetched keys to their owners, and the receives of those of own keys."""
+        """Post the sends of dK and dV of fetched keys to their owners, and the receives for own keys."""
         stage = self._traffic[index]
         inbox, sources = self._inbox_of(index), (partials.view(-1),)
         self._post(_PARTIALS, index, inbox, stage.partials_in, sources, stage.partials_out)
@@ -347,7 +347,7 @@ class HopExchange:
         return self._posted[_KEYS, index - 1].buffer.view(-1)
 
     def _fill(self, index: int, served: torch.Tensor) -> None:
-        """Gather what others want in stage `index`, encoded where it is to be."""
+        """Gather the keys that others want in stage `index`, encoded if the wire is."""
         assert self._pack is not None
         if not self._encodes:
             self._pack(index, served, *self._source)

@@ -23,7 +23,7 @@ class LRUCache:
         self._values: OrderedDict[Hashable, Any] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], _R]) -> _R:
-        """The value of `key`, made where there is none."""
+        """The value of `key`; makes it if it is missing."""
         if key not in self._values:
             self._values[key] = make()
             if len(self._values) > self._limit:

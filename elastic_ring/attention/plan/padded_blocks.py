@@ -19,8 +19,8 @@ from elastic_ring.attention.plan.schedule import Hop, Schedule
 
 
 def padded(schedule: Schedule) -> Schedule:
-    """The schedule in which each rank holds a whole block for each of its chunks, in the same order, and fetches every
-    block of which it fetches a token in `schedule`."""
+    """The schedule in whole blocks: each rank holds a block for each of its chunks, in the same order, and fetches
+    every block from which `schedule` fetches a token."""
     cp = schedule.cp
     chunks = [_chunks(schedule, cp_rank) for cp_rank in range(cp)]
     ordered = sorted((c.document, c.positions, cp_rank) for cp_rank in range(cp) for c in chunks[cp_rank])

@@ -61,7 +61,7 @@ def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, prices: PriceList) -> Scenario:
-    """The settings of train on the fleet. Raises ValueError for what cannot be meant."""
+    """The settings of train on the fleet. Raises ValueError for contradictory settings."""
     failures, tokens = asked.failures_of(given.failures), asked.amount(given.tokens, "--tokens")
     train = settings.parse(list(rest))
     work = work_of(train)

@@ -27,7 +27,7 @@ BALANCED = 1.05
 
 
 def work_of(asked: TrainSettings) -> dict[str, Any]:
-    """Fields of a `Scenario`: the model and its pattern. Raises ValueError for what no forecast knows."""
+    """Fields of a `Scenario`: the model and its pattern. Raises ValueError for patterns without a forecast."""
     if asked.lora is not None:
         raise ValueError(f"--lora {asked.lora}: what adapters need is not forecast; leave it out for an upper bound")
     model, patterns = asked.model, None

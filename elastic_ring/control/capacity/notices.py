@@ -54,7 +54,7 @@ def save_if_alone(ctx: Transition) -> None:
 def save_by(state: State, now: float) -> float | None:
     """When a step that still runs is given up for a checkpoint of the state before it; None without a deadline.
 
-    At once where a step and the writing together take longer than what is left, by what they took so far. Else as long
+    At once if a step and the writing, by their times so far, would take longer than the time left. Else as long
     before the end as the writing and `handover_s`, and not before half of what is left.
     """
     leaves_at = _first_to_leave(state)

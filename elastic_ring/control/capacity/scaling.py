@@ -48,7 +48,7 @@ def settle(ctx: Transition) -> None:
 
 
 def nodes_to_leave(state: State, surplus: int) -> list[str]:
-    """Nodes of which every worker may go without going below what is wanted: those with fewest members first, then the
+    """Nodes whose workers may all go without undercutting the wanted number: those with fewest members first, then the
     largest, so that as few members as possible hand over and as few nodes as possible stay."""
     phase = state.phase
     assert isinstance(phase, Running)

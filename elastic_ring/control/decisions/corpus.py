@@ -1,4 +1,4 @@
-"""The corpus of a run that grows while it trains: from which step on a longer manifest holds. Pure, no I/O.
+"""The corpus of a run that grows while it trains: the first step of a longer manifest. Pure, no I/O.
 
 All members are between two steps when a mesh is built, so a build is where a manifest begins to hold: nobody has
 computed that step with fewer shards, and what was read ahead is only a cache. The versions so far travel with each

@@ -87,7 +87,7 @@ class SpikeWatch:
 
     def saw(self, step: int, loss: float, verdict: str) -> None:
         """The result of `step`, once it is applied. A loss above the limit is one of the window, too: a level that
-        lasts is no spike. One that is not finite is none."""
+        lasts is no spike. A loss that is not finite is no spike."""
         self._expect(step)
         self._num_seen, self._next = self._num_seen + 1, step + 1
         if math.isfinite(loss):

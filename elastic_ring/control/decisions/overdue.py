@@ -28,7 +28,7 @@ class Overdue:
     _told: int = 0
 
     def committed(self, applied: int, now: float) -> None:
-        """So many steps are applied."""
+        """The shard has `applied` steps."""
         # A pause is one interval at most: the first step after it brings the checkpoint.
         passed_s = 0.0 if self._at_s is None else min(now - self._at_s, self.interval_s)
         self._applied, self._at_s = applied, now

@@ -17,7 +17,7 @@ from elastic_ring.control.state import Closing, Counted, Forming, GoBack, Reconn
 from elastic_ring.control.transition import Transition
 
 NEAR_STEPS = 64
-"""So many steps after the last place, another one counts as the same."""
+"""A place within so many steps after the last one counts as the same."""
 
 
 def batch_of(step: int, skips: Iterable[BatchSkip]) -> int:
@@ -47,7 +47,7 @@ def end(ctx: Transition, step: int, why: str, but: str) -> None:
 
 
 def pending(state: State) -> GoBack | None:
-    """The steps that are to be undone on purpose, as long as no build has been ordered that does so."""
+    """The steps to undo on purpose, until a build has been ordered that does so."""
     if isinstance(state.phase, Reconnecting) and state.phase.back is not None:
         return state.phase.back
     phase = state.phase.before if isinstance(state.phase, Reconnecting) else state.phase

@@ -16,7 +16,7 @@ from elastic_ring.control.placement.policy import Source
 
 @dataclass(frozen=True)
 class Restorable:
-    """A snapshot of which every shard is held. `holders`: worker with its own snapshot → its `cp_rank`. `sources`:
+    """A snapshot with a holder of every shard. `holders`: worker with its own snapshot → its `cp_rank`. `sources`:
     `cp_rank` → who else can supply it, copies before parities."""
 
     snapshot: SnapshotId
@@ -39,7 +39,7 @@ def newest(reports: Mapping[str, Report], cp: int, given_up: SnapshotId | None) 
 def safest(
     reports: Mapping[str, Report], cp: int, given_up: SnapshotId | None, up_to: SnapshotId | None = None
 ) -> SnapshotId | None:
-    """The snapshot to keep until the next one is complete: the newest of those that are held most often.
+    """The snapshot to keep until the next one is complete: the newest of the snapshots with most holders.
 
     Not simply the newest: of a round that is under way every owner may hold its own snapshot, and nobody any copy.
     """

@@ -56,7 +56,7 @@ def replaced(ctx: Transition, incident: Incident, mesh: Mesh, members: tuple[str
 
 
 def settle(ctx: Transition) -> None:
-    """Whoever is out was wrong, if the step is committed by the members without it."""
+    """The suspect was wrong if the members commit the step without it."""
     phase, known = ctx.phase, ctx.state.suspects
     assert isinstance(phase, Running)
     if known is None or ctx.state.committed <= known.step:
@@ -74,7 +74,7 @@ def settle(ctx: Transition) -> None:
 
 
 def _let_go(ctx: Transition) -> None:
-    """Whoever is out was not wrong, or nobody can tell any more: it becomes a spare."""
+    """The suspect was not wrong, or nothing can show it any more: it becomes a spare."""
     known = ctx.state.suspects
     if known is not None and known.out not in members_of(ctx.state) and ctx.ready_among([known.out]):
         ctx.send(Standby(ctx.cause, known.out, ctx.state.term, ctx.state.generation))

@@ -1,4 +1,4 @@
-"""Copies of shards in peers' memory: what identifies a snapshot, who holds what, and where copies go.
+"""Copies of shards in peers' memory: snapshots' ids, their holders, and where copies go.
 
 Pure: no transfer, no buffers, no recovery decisions. A *snapshot* is a rank's whole state after a step, in the rank's
 own host memory; a *copy* is a snapshot of another rank; a *parity* is the XOR of several ranks' snapshots.
@@ -38,7 +38,7 @@ class HeldCopy:
     """A verified snapshot, copy or parity in a worker's memory.
 
     `cp_ranks`: whose state it is. `own`: the worker's own snapshot. `parity_of`: the workers whose snapshots were
-    XORed, in the order of `cp_ranks`; empty for what is no parity, which has one entry in `cp_ranks`.
+    XORed, in the order of `cp_ranks`; empty for others, which have one entry in `cp_ranks`.
     """
 
     snapshot: SnapshotId

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def heals_of(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> tuple[Heal, ...]:
     """The heals of the next mesh: newcomers of a shard are divided among its donors.
 
-    Donors are verified holders in the new mesh, or leaving ones if there are none, or whoever can supply the shard of a
+    Donors are verified holders in the new mesh, else leaving ones, else workers that can supply the shard of a
     snapshot. A member that has a copy of its shard itself needs no heal.
     """
     in_new_mesh = set(members)

@@ -60,7 +60,7 @@ class Situation:
     def able(self, workers: Iterable[str]) -> list[str]:
         """The `workers` that can be members at the same time; `workers` come in the order holders, empty, spares.
 
-        A holder has its GPU. A live member without a shard may have none, so it counts as a newcomer, before spares.
+        A holder has its GPU. A live member may have no shard; it counts as a newcomer then, before spares.
         """
         leaving = (worker for worker in self.empty if worker in self.draining)
         return placeable(workers, (*self.holders, *leaving), self.node_of, self.gpus_on)

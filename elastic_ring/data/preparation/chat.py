@@ -1,4 +1,4 @@
-"""Conversations: records become messages, and messages become tokens with a mask of those that count in the loss.
+"""Conversations: records become messages, and messages become tokens with a mask of the ones that count in the loss.
 
 A conversation goes through the tokenizer's own chat template. Its assistant turns count, as the template's marks
 `{% generation %}` say. A template without marks is rendered up to each assistant turn and with it: what was added is
@@ -23,7 +23,7 @@ from elastic_ring.files import plain_json
 
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 SHAREGPT = {**ROLES, "human": "user", "gpt": "assistant"}
-"""What `role` and what ShareGPT's `from` may be, and which role that is."""
+"""The role for each value of `role` or of ShareGPT's `from`."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -121,8 +121,8 @@ class ChatTokenizer:
 
     def encode(self, conversations: Sequence[bytes]) -> list[tuple[Tokens, Counted]]:
         """The tokens of each without the end of a document, and which of them and of that end count. The end counts
-        where the template has written it itself. Raises ValueError for a conversation of which nothing counts, and
-        whatever the template raises."""
+        where the template has written it itself. Raises ValueError for a conversation without counted tokens, and what
+        the template raises."""
         return [self._encode(**plain_json(conversation, len(conversation))) for conversation in conversations]
 
     def _encode(self, messages: list[dict[str, Any]], first: int, tools: list[Any] | None) -> tuple[Tokens, Counted]:

@@ -76,7 +76,7 @@ class Content(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Keys of records and columns of tables, of which one is needed."""
+        """Keys of records and columns of tables; each record needs one."""
 
     @property
     def is_text(self) -> bool:

@@ -72,7 +72,7 @@ class DatasetTokens:
 
 
 def as_source(data: Any, context_tokens: int) -> Any:
-    """`data`, or a dataset as `DatasetTokens`. Raises ValueError for what can be read only once."""
+    """`data`, or a dataset as `DatasetTokens`. Raises ValueError for a dataset that can be read only once."""
     if kind_of(data) is not None:
         return DatasetTokens(data, context_tokens)
     names = _names(data)

@@ -65,7 +65,7 @@ Session = Callable[[int], AbstractContextManager[None]]
 
 @settings
 class PrepareConfig:
-    """What to prepare, and how. `workers` and what is allowed do not change what comes out."""
+    """What to prepare, and how. `workers` and allowances do not change the result."""
 
     _prefix: ClassVar[str] = ""
 
@@ -181,7 +181,7 @@ def prepare(config: PrepareConfig, session: Session | None = None) -> Manifest:
 
 
 def plan_of(config: PrepareConfig, tokenizer: Tokenizer, chat: ChatTokenizer | None = None) -> Plan:
-    """What is to be done. Raises ValueError for sources without files."""
+    """The work to do. Raises ValueError for sources without files."""
     for uri in config.sources:
         check_apart(uri, config.out)
     columns = Conversations().columns if chat is not None else (config.text_column,)

@@ -18,7 +18,7 @@ from elastic_ring.data.sampling.mixture import Mixture
 
 @dataclass(frozen=True)
 class Version:
-    """From `first_step` on, the sources have so many sequences."""
+    """The sources' numbers of sequences from `first_step` on."""
 
     first_step: int
     num_sequences: tuple[int, ...]

@@ -55,7 +55,7 @@ def measured(sets: Collection[str], metrics: Collection[str]) -> list[str]:
 
 
 def check_sets(sets: Mapping[str, ValidationSet], validates: bool, context_tokens: int) -> None:
-    """Raises ValueError for sets of which nothing would come."""
+    """Raises ValueError for sets without a result."""
     for name, one in sets.items():
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or not isinstance(one, ValidationSet):
             raise ValueError(

@@ -92,8 +92,8 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def check_experts(model: nn.Module, config: Any, *, adds_loss: bool = True) -> None:
-    """Raises ValueError for experts that this function does not compute, and for what depends on how a batch is cut.
-    `adds_loss`: the model's loss can have a balancing loss beside it."""
+    """Raises ValueError for experts that this function does not compute, and for results that depend on how a batch is
+    cut. `adds_loss`: the model's loss can have a balancing loss beside it."""
     kind = f"model_type={config.model_type!r}"
     for name in NOISE:
         if getattr(config, name, 0.0):

@@ -45,7 +45,7 @@ class TrainedAdapters:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> TrainedAdapters | None:
-        """None for a run without adapters. Raises KeyError, TypeError or ValueError for what no run writes."""
+        """None for a run without adapters. Raises KeyError, TypeError or ValueError for a file that no run writes."""
         if "lora" not in record:
             return None
         asked = record["lora"]

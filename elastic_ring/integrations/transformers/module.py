@@ -72,7 +72,7 @@ def attend(
     """Attention of transformers' interface through a ring: q (B, H, S, D), k and v (B, H_kv, S, D) to (B, S, H, D).
 
     Windows are in the ring's pattern. Rings scale by 1 / sqrt(D); another `scaling` goes into q. Values narrower than
-    keys are padded with zeros. Raises ValueError for what rings do not have.
+    keys are padded with zeros. Raises ValueError for arguments that rings lack.
     """
     kind, layer = type(module).__name__, int(module.layer_idx)
     if softcap is not None:

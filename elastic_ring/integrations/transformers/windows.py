@@ -21,7 +21,7 @@ rotary embedding (gemma3, olmo3), or whether there is one (cohere2, exaone4)."""
 IN_ALL = frozenset({"mistral", "phi3"})
 """Model types whose `sliding_window` holds for all layers; None for no window."""
 SAME_MODEL = {"llama": ("mistral", "ministral"), "mistral": ("ministral",)}
-"""Model types that compute the same with the same parameters, but for windows."""
+"""Model types that differ only in windows."""
 NOTE = "elastic_ring"
 """The config's key that says what is lost."""
 

@@ -171,8 +171,8 @@ def is_slowed(reasons: int) -> bool:
 
 
 def worse(before: Mapping[str, Reading], now: Mapping[str, Reading]) -> list[str]:
-    """A sentence for each GPU whose counters have risen between two readings, and for what one already has at the
-    first (`before` has nothing of it then)."""
+    """A sentence for each GPU whose counters have risen between two readings, and for counts already there at its first
+    reading (`before` lacks it then)."""
     told = []
     for index, reading in now.items():
         known = before.get(index, {})

@@ -49,7 +49,7 @@ RETRY_S = 96.0
 ASK_AGAIN_S = 60.0
 """From a checkpoint that was not written to the next try, where the next one is due later."""
 READ_BACK_BYTES = 2 << 30
-"""A checkpoint of at most so many bytes is read back before an older one goes."""
+"""The coordinator reads a checkpoint of at most so many bytes back before it removes an older one."""
 
 Post = Callable[[str, Any], None]
 
@@ -122,7 +122,7 @@ class CheckpointKeeper:
         self._jobs.put(self._tell)
 
     def close(self, timeout_s: float) -> bool:
-        """End what is under way, remove what will never count, and stop. Whether all of it is done in time."""
+        """End the work under way, remove files that will never count, and stop. Whether all of it is done in time."""
         if not self._thread.is_alive():
             return True
         self._closing.set()
@@ -149,7 +149,7 @@ class CheckpointKeeper:
         return 0.0 if since is None else time.monotonic() - since
 
     def take_retry(self) -> bool:
-        """Whether a checkpoint is to be taken now because the last one was not written: once in ASK_AGAIN_S."""
+        """Whether to take a checkpoint now because the last one was not written: once in ASK_AGAIN_S."""
         if self._failing_since is None or time.monotonic() - self._tried_s < ASK_AGAIN_S:
             return False
         self._tried_s = time.monotonic()
@@ -431,8 +431,8 @@ class CheckpointKeeper:
                     self._storage.remove_folder(f"{FOLDER}/{name}")
 
     def _abort_old_uploads(self) -> None:
-        """Uploads that earlier submissions left, of which no object may tell: of checkpoints, whose writers are gone,
-        and of weights that nobody has gone on with for an hour."""
+        """Abort uploads that earlier submissions left, which no listing of objects shows: of checkpoints, whose writers
+        are gone, and of weights that nobody has gone on with for an hour."""
         own, stale_unix_s = f"/attempt-{self._attempt[:8]}-", time.time() - UNFINISHED_AFTER_S
 
         def is_old(upload: Upload) -> bool:

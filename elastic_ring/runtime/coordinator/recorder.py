@@ -106,7 +106,7 @@ class RunRecorder:
     def __init__(self, run: RunConfig, note: Note, clock: Callable[[], float], retries: Retried = ONCE) -> None:
         self._run, self._note, self._clock = run, note, clock
         self.progress: Callable[[str], Mapping[str, Any]] = lambda worker: {}
-        """What a worker does right now, and what memory its process takes."""
+        """A worker's present activity, and its process's memory."""
         self.pressure: Callable[[], Mapping[str, float]] = dict
         """How much the node that waits most waits for memory."""
         self.host_share: Callable[[], float] = float
@@ -449,7 +449,7 @@ class RunRecorder:
             self.recoveries.not_repeatable(change.step, f"reliefs of the memory ladder: {', '.join(other)}")
 
     def _look_at_corpus(self, state: State) -> None:
-        """Record from which step a longer manifest holds."""
+        """Record a longer manifest with its first step."""
         for version in state.corpus[self.totals.num_versions :]:
             self._tell(CorpusLengthened(version.first_step, version.uri, version.digest))
             self.recoveries.say(f"from step {version.first_step} on the corpus is {version.uri}")
@@ -622,8 +622,8 @@ def over(end: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_end(run: RunConfig, end: Mapping[str, Any]) -> None:
-    """The end of a run whose coordinator could not open it, a damaged journal for example: what an earlier one left in
-    status.json stays, but for its members. An end of the same attempt that is there already stays as it is."""
+    """The end of a run whose coordinator could not open it, a damaged journal for example: fields that an earlier one
+    left in status.json stay, except its members. An end of the same attempt that is there already stays as it is."""
     known: dict[str, Any] = {}
     with suppress(OSError):  # the end is then all that is known
         known = read_status(run.folder) or {}

@@ -26,7 +26,7 @@ from elastic_ring.wording import cut, few
 
 LINEAGES = "lineages"
 NUM_TOLD, LONGEST_TOLD = 3, 200
-"""A report of damage has so many findings, of so many characters each."""
+"""The most findings of a report of damage, and characters of each."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""`elastic-ring doctor`: what a cluster's hosts report, and what follows from it before a run starts."""
+"""`elastic-ring doctor`: reports of a cluster's hosts before a run starts, and the verdicts on them."""

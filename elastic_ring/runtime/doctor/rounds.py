@@ -5,7 +5,7 @@ from __future__ import annotations
 Pair = tuple[int, int]
 
 ALL_PAIRS_HOSTS = 16
-"""Up to so many hosts, each pair is measured."""
+"""The most hosts for which each pair is measured."""
 
 
 def rounds(num_hosts: int, most: int) -> list[list[Pair]]:

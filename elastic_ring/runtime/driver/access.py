@@ -38,7 +38,7 @@ MAX_ADDRESS_CHARS = 512
 
 
 def new_access() -> dict[str, str]:
-    """Variables of a Ray for one purpose, and of whoever may connect to it: a token that the user has set counts."""
+    """Variables of a Ray for one purpose, and of its clients: a token that the user has set counts."""
     return {MODE: "token", TOKEN: environment().get(TOKEN) or secrets.token_hex(32)}
 
 
@@ -203,7 +203,7 @@ def _close_to_others(path: Path) -> None:
 
 @cache
 def warn_if_open(head: str) -> None:
-    """Say once which Ray runs the code of whoever reaches it. `head`: HOST:PORT of its control store."""
+    """Warn once of a Ray that runs anybody's code. `head`: HOST:PORT of its control store."""
     if environment().get(TLS, "0").lower() in ("1", "true"):
         return
     host, _, port = head.rpartition(":")

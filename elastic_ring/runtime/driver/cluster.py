@@ -340,7 +340,7 @@ class _Asker:
         self._ask, self._sent_at = Ask(), 0.0
 
     def refused(self, num_workers: int) -> bool:
-        """Whether so many are known to be too many."""
+        """Whether the autoscaler is known to refuse so many."""
         return self._ask.refused is not None and self._ask.refused <= num_workers
 
     def step(self, num_here: int) -> None:

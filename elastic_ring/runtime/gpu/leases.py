@@ -169,7 +169,7 @@ def open_shared(path: Path, flags: int = 0) -> int:
     """A file that every user may lock and write, made if need be. Returns its descriptor.
 
     Not opened with O_CREAT where it is there: in a folder such as /tmp the kernel refuses that for the file of another
-    user (fs.protected_regular). Raises PermissionError where whoever made it kept it for himself.
+    user (fs.protected_regular). Raises PermissionError if its owner has closed it to others.
     """
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:

@@ -231,7 +231,7 @@ class Copies:
         return self._verified(own, self._named(own))
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Host memory for what a newcomer receives."""
+        """Host memory for a newcomer's shard."""
         return self._buffers.take(num_bytes)
 
     def healed(self, wanted: SnapshotId, cp_rank: int, data: Tensor, shard: Shard) -> None:

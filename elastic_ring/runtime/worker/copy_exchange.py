@@ -79,7 +79,7 @@ class Held:
 @dataclass(eq=False)
 class Exchange:
     """`keep_own` is called once the snapshot is sealed, `hold` with each copy or parity that is complete; both check
-    `is_over`, which whoever ends the generation sets."""
+    `is_over`, which the end of the generation sets."""
 
     snapshot: Snapshot
     placement: Placement

@@ -79,7 +79,7 @@ class SaveSchedule:
         self._is_asked = True
 
     def is_due(self, applied: int, total_steps: int) -> bool:
-        """Whether the state after the step that makes `applied` is to be saved."""
+        """Whether to save the state after `applied` steps."""
         config = self._config
         if not config.is_on:
             return False
@@ -91,7 +91,7 @@ class SaveSchedule:
 
     @property
     def is_first(self) -> bool:
-        """Whether the next one is due at once, since there is none."""
+        """Whether the next one is due at once, as none exists."""
         return self.wants_first and self._config.every_steps is None and self._config.every_s is None
 
     @property

@@ -98,7 +98,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:
-        """Raises CheckpointDamaged for what is none, has a wrong byte or contradicts itself, ValueError for a newer
+        """Raises CheckpointDamaged if it is no manifest, has a wrong byte or contradicts itself; ValueError for a newer
         format."""
         try:
             values = plain_json(data, MAX_BYTES)

@@ -55,7 +55,7 @@ def index_text(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> by
 
 
 def read_index(data: bytes, where: str) -> dict[str, str]:
-    """The file of each tensor. Raises ValueError for what is no index."""
+    """The file of each tensor. Raises ValueError for an invalid index."""
     try:
         weight_map = plain_json(data)["weight_map"]
         return {str(name): name_below(file) for name, file in weight_map.items()}

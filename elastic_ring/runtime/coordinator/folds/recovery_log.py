@@ -278,7 +278,7 @@ class RecoveryLog:
         log.warning("%s", recovery_line(record))
 
     def say(self, line: str) -> None:
-        """To the log and to whoever follows."""
+        """To the log and to followers."""
         log.warning("%s", line)
         self.lines.append(line)
 
@@ -306,7 +306,7 @@ class RecoveryLog:
 
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """One recovery of two, the second of which began before a step had committed after the first."""
+    """Merge two recoveries; the second began before a step had committed after the first."""
     return {
         **second,
         "faults": first["faults"] + second["faults"],
