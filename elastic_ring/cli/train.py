@@ -122,6 +122,7 @@ def plan(asked: TrainSettings, trainer: ElasticRingTrainer | None = None) -> Mod
         saves=asked.run.checkpoint_config.is_on,
         fused_norms=asked.model_folder is None or asked.scaling.device == "cuda",
         built_in=asked.model_folder is None,
+        num_own=None if trainer is None else getattr(trainer.task.model, "num_parameters", None),
         density=density,
     )
 
@@ -176,15 +177,11 @@ def _check(asked: TrainSettings) -> None:
 
 
 def _tell_size(asked: TrainSettings, model: ModelConfig) -> None:
-    about = "about " if asked.model_folder else ""  # its norms and biases are counted as our decoder's
-    logging.info(
-        "%s%s parameters%s, mesh %s, %d spare(s)",
-        about,
-        f"{num_parameters(model):,}",
-        f", {active_parameters(model):,} of them for a token" if model.num_experts else "",
-        asked.scaling.mesh,
-        asked.scaling.spares,
-    )
+    told = f"{num_parameters(model):,} parameters"
+    if model.num_experts:
+        told += f", {active_parameters(model):,} of them for a token"
+    told = told if asked.model_folder is None else str(asked.model_folder)  # which has told its own
+    logging.info("%s, mesh %s, %d spare(s)", told, asked.scaling.mesh, asked.scaling.spares)
 
 
 def sizes_of(trainer: ElasticRingTrainer, asked: TrainSettings) -> ModelConfig:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from elastic_ring.config import CpuOffload
 from elastic_ring.experts.price import Placement, sends_tokens
-from elastic_ring.model.config import ModelConfig, block_parameters, expert_parameters
+from elastic_ring.model.config import ModelConfig, block_parameters, expert_parameters, num_parameters
 
 FP32 = 4
 LSE_BYTES = 4
@@ -85,8 +85,10 @@ class StepMemory:
 
     @cached_property
     def block(self) -> int:
-        """Parameters of the largest block, which is the last where layers differ."""
-        return max(block_parameters(self.config, layer) for layer in (0, self.config.num_layers - 1))
+        """Parameters of the largest block, which is the last where layers differ. Another library's may have less or
+        more than ours of the same sizes, as latent attention has."""
+        others = (self.num_parameters - num_parameters(self.config)) // self.config.num_layers
+        return others + max(block_parameters(self.config, layer) for layer in (0, self.config.num_layers - 1))
 
     @cached_property
     def sent(self) -> int:
@@ -131,9 +133,7 @@ class StepMemory:
     @cached_property
     def root(self) -> int:
         """Parameters outside the blocks, which FSDP2 gathers as one unit for the whole of a pass."""
-        config = self.config
-        blocks = sum(block_parameters(config, layer) for layer in range(config.num_layers))
-        return max(0, self.num_parameters - blocks)  # another library's layers may be smaller than ours
+        return self.table * (1 if self.config.tie_embeddings else 2) + self.config.width
 
     @property
     def table(self) -> int:

@@ -153,9 +153,10 @@ class ModelPlan:
         if not config.num_experts:
             return []
         layers = config.num_layers - config.num_dense_layers
+        active = self.num_parameters - num_parameters(config) + active_parameters(config)
         meet = "tokens are sent to the rank that holds their experts" if self.memory.sent else "experts are gathered"
         return [
-            f"{active_parameters(config):,} of them for a token; {layers * expert_parameters(config):,} in "
+            f"{active:,} of them for a token; {layers * expert_parameters(config):,} in "
             f"{layers} x {config.num_experts} experts, {config.experts_per_token} for a token; {meet}; loads are "
             "counted as even",
             *self._of_uneven_experts(),
@@ -232,11 +233,14 @@ def plan_of(
     fused_norms: bool = True,
     built_in: bool = True,
     density: float = 1.0,
+    num_own: int | None = None,
 ) -> ModelPlan:
-    """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms` and `built_in` as in `StepMemory`."""
+    """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms` and `built_in` as in `StepMemory`;
+    `num_own`: parameters of the model, where the config does not say all of them."""
     if scaling.keep_activations and not config.offload_activations:
         config = dataclasses.replace(config, checkpoint_activations=False)
-    number = num_parameters(config)
+    number = num_own or num_parameters(config)
+    num_active = number - num_parameters(config) + active_parameters(config)
     of_ring = -(-step.global_batch // scaling.dp)
     together = min(step.sequences_per_pass, of_ring)
     memory = StepMemory(
@@ -260,7 +264,7 @@ def plan_of(
         memory.tokens,
         (STATE_BYTES - in_host) * memory.shard,
         (max(memory.parts) or memory.unit) * memory.element_bytes,
-        model_flops(config, step.context_tokens, density),
+        model_flops(config, step.context_tokens, density, num_active),
         memory,
         scaling.device == "cuda",
         copies,

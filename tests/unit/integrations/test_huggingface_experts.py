@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, StepConfig
+from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.data.loader import slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.source import StdlibText
+from elastic_ring.forecast.sizing.memory import plan_of
 from elastic_ring.integrations.transformers import export, ring_model
 from elastic_ring.integrations.transformers.first_values import FirstValues
 from elastic_ring.integrations.transformers.weights import SINGLE
@@ -23,6 +24,7 @@ from elastic_ring.model.loss import language_model_loss
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS
 from elastic_ring.train import attention_context
 from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.wrap import largest_list
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
 from tests.unit.integrations.test_transformers import CONTEXT, SMALL, filled
 
@@ -166,6 +168,10 @@ def test_parameters_are_counted_in_all_and_for_a_token(family: str) -> None:
     assert f"{built:,} parameters" in model.description()
     layers = sizes.num_layers - sizes.num_dense_layers
     assert num_parameters(sizes) - active_parameters(sizes) == 4 * 3 * 32 * sizes.expert_width * layers
+    memory = plan_of(sizes, ScalingConfig(), StepConfig(), built_in=False, num_own=built).memory
+    assert (memory.num_parameters, memory.table) == (built, sizes.vocab_size * sizes.width)
+    blocks = [sum(param.numel() for param in block.parameters()) for block in largest_list(model())]
+    assert memory.block == pytest.approx(max(blocks), rel=0.02), "also where attention has latents"
 
 
 def test_the_plan_of_a_released_shape_counts_what_its_name_says() -> None:
