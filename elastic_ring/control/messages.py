@@ -154,7 +154,7 @@ class DrainRequested:
 
 @dataclass(frozen=True)
 class StragglerFound:
-    """A member worked `ratio` times as long as its peers for a whole window: a spare is to take its place."""
+    """A member worked `ratio` times as long as its peers for a whole window: straggler=act replaces it by a spare."""
 
     cause: str
     worker: str
@@ -163,8 +163,8 @@ class StragglerFound:
 
 @dataclass(frozen=True)
 class MemoryTight:
-    """Memory (`what`: device or host) has been nearly full for some steps up to `step`, as `text` says: the run takes a
-    relief before it runs out."""
+    """Memory (`what`: device or host) has been nearly full for some steps up to `step`, as `text` says: with
+    memory_pressure=act a relief is taken before it runs out."""
 
     cause: str
     what: str

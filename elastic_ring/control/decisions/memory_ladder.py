@@ -97,6 +97,8 @@ def tight(ctx: Transition, event: MemoryTight) -> None:
     ladder, reliefs = ctx.state.memory, ctx.options.memory_reliefs
     if not isinstance(ctx.phase, Running):
         ctx.explain("no step runs: memory is judged anew")
+    elif ctx.options.run.memory_pressure != "act":
+        ctx.explain(f"{event.text}; memory_pressure=log")
     elif ladder.wanted:
         ctx.explain("a relief is wanted already")
     elif ladder.num_reliefs >= len(reliefs):

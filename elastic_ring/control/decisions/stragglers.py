@@ -123,6 +123,9 @@ def found(ctx: Transition, event: StragglerFound) -> None:
     if ctx.state.workers[event.worker].draining or not can_replace(ctx.state, event.worker):
         ctx.explain(f"{event.worker} is {event.ratio:.1f} times as slow as its peers, and there is no spare for it")
         return
+    if ctx.options.run.straggler != "act":
+        ctx.explain(f"{event.worker} is {event.ratio:.1f} times as slow as its peers; straggler=log")
+        return
     avoid(ctx, event.worker)
     worker_pool.drain(ctx, [event.worker])
     ctx.explain(f"{event.worker} is {event.ratio:.1f} times as slow as its peers: a spare takes its place")

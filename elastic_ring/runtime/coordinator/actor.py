@@ -42,7 +42,6 @@ from elastic_ring.control.messages import (
     Event,
     Finalized,
     MemberFailed,
-    MemoryTight,
     NodeJoined,
     NodeLost,
     Published,
@@ -50,7 +49,6 @@ from elastic_ring.control.messages import (
     Report,
     Resumed,
     ScaleRequested,
-    StragglerFound,
     Tick,
     WorkerLost,
     WorkerReady,
@@ -59,7 +57,7 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.control.phases import awaits_newest
 from elastic_ring.control.replay import journal_line, replay, term_note
-from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, membership_of, waiting_for
+from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, waiting_for
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, StorageFailed, TermLost
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_error
@@ -581,30 +579,9 @@ class Coordinator:
                 self._decide(Published(self._cause(), newest))
             if self.checkpoints.has_parts:
                 self._commit_checkpoints()
-            self._look_at_straggler()
-            self._look_at_memory()
+            for found in self.recorder.take_found(self.state, self._cause):
+                self._decide(found)
             self._refresh()
-
-    def _look_at_straggler(self) -> None:
-        """Tell of a rank that is slower than its peers, and with straggler=act have it replaced."""
-        found, membership = self.recorder.take_straggler(), membership_of(self.state)
-        if found is None or membership is None or found[1] != membership.id:
-            return
-        straggler, worker = found[0], membership.members[found[0].global_rank]
-        known = self.state.workers.get(worker)
-        self.recorder.straggles(straggler, worker, known.node if known else "")
-        if self.run_spec.run.straggler == "act":
-            self._decide(StragglerFound(self._cause(), worker, straggler.ratio))
-
-    def _look_at_memory(self) -> None:
-        """Tell of memory that is nearly full, and with memory_pressure=act have the next relief taken."""
-        found, membership = self.recorder.take_tight(), membership_of(self.state)
-        if found is None or membership is None or found[1] != membership.id:
-            return
-        worker = membership.members[found[0].global_rank] if found[0].what == "device" else ""
-        text = self.recorder.tight(found[0], worker)
-        if self.run_spec.run.memory_pressure == "act":
-            self._decide(MemoryTight(self._cause(), found[0].what, self.recorder.metrics.last_step, text))
 
     def _decide(self, event: Event) -> None:
         """Apply an event, after the newest published vote if a quorum may follow."""

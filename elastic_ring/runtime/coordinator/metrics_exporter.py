@@ -167,9 +167,9 @@ def _standing(state: State, recorder: RunRecorder, started_unix_s: float) -> Ite
     yield "elastic_ring_memory_shortages", "", state.memory.num_shortages
     yield "elastic_ring_memory_reliefs", "", state.memory.num_reliefs
     yield "elastic_ring_memory_tight", "", recorder.totals.num_tight
-    if recorder.memory_pressure is not None:
-        yield "elastic_ring_memory_share_ratio", "device", recorder.memory_pressure.device_share
-        yield "elastic_ring_memory_share_ratio", "host", recorder.memory_pressure.host_share
+    if (memory := recorder.detectors.memory) is not None:
+        yield "elastic_ring_memory_share_ratio", "device", memory.device_share
+        yield "elastic_ring_memory_share_ratio", "host", memory.host_share
     yield "elastic_ring_bit_exact", "", float(kept and state.promise == "bit-exact")
 
 
@@ -217,7 +217,8 @@ def _of_steps(recorder: RunRecorder, work: Work) -> Iterator[Sample]:
         yield "elastic_ring_mfu_ratio", "", work.utilisation(step.step_s, step.mesh.size, recorder.recoveries.gpu())
         yield "elastic_ring_data_wait_seconds", "", step.data_wait_s
         yield "elastic_ring_hop_sent_bytes", "", step.hop_bytes
-        yield "elastic_ring_slowest_rank_ratio", "", recorder.stragglers.slowest if recorder.stragglers else None
+        stragglers = recorder.detectors.stragglers
+        yield "elastic_ring_slowest_rank_ratio", "", stragglers.slowest if stragglers else None
     if (timed := newest.timed) is not None:
         yield "elastic_ring_hop_exposed_wait_seconds", "", timed.exposed_hop_wait_s
         yield "elastic_ring_hop_latency_seconds", "mean", timed.hop_latency_mean_s

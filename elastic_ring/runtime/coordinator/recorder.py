@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.decisions.detectors import Detectors, Found
 from elastic_ring.control.decisions.memory_ladder import CHANGING_BITS
-from elastic_ring.control.decisions.memory_pressure import NUM_STEPS, PressureWatch, Tight
+from elastic_ring.control.decisions.memory_pressure import NUM_STEPS, Tight
 from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S, Overdue
-from elastic_ring.control.decisions.stragglers import Straggler, StragglerWatch
+from elastic_ring.control.decisions.stragglers import Straggler
 from elastic_ring.control.facts import (
     BatchesLeftOut,
     CheckpointMissed,
@@ -39,7 +40,7 @@ from elastic_ring.control.facts import (
     fact_of,
     line_of,
 )
-from elastic_ring.control.messages import Checkpoint, Vote
+from elastic_ring.control.messages import Checkpoint, MemoryTight, StragglerFound, Vote
 from elastic_ring.control.placement.coverage import covered, said
 from elastic_ring.control.state import (
     Building,
@@ -50,6 +51,7 @@ from elastic_ring.control.state import (
     describe,
     end_step,
     members,
+    membership_of,
     mesh_of,
     phase_name,
     spares,
@@ -125,13 +127,9 @@ class RunRecorder:
         self._status_at = 0.0
         self._end_told = False
         self._wait_told_s = -WAIT_TOLD_S
-        self.stragglers = (
-            StragglerWatch(run.straggler_window_s, run.straggler_factor) if run.straggler != "off" else None
-        )
-        self.memory_pressure = PressureWatch(run.memory_pressure_share) if run.memory_pressure != "off" else None
-        self._tight: tuple[Tight, tuple[int, int]] | None = None
+        self.detectors = Detectors(run)
+        self._found: list[tuple[Found, tuple[int, int]]] = []  # of which (term, generation)
         self._wrong_in: tuple[int, int] = (0, 0)  # (term, generation) of the newest reported attempt
-        self._straggler: tuple[Straggler, tuple[int, int]] | None = None
         config = run.checkpoint_config
         self.overdue = Overdue(config.every_steps, config.every_s or FIRST_INTERVAL_S)
         self._back_in = (0, 0)  # (term, generation) of the members that last wanted to go back
@@ -288,8 +286,7 @@ class RunRecorder:
             )
         )
         self._tell_of(record)
-        self._look_at_work(record, mesh)
-        self._look_at_pressure(record)
+        self._look_at(record, mesh)
         if record.get("gpu_memory"):
             self.gpu_memory = record["gpu_memory"]
             self.peak_gpu_bytes = max(self.peak_gpu_bytes, self.gpu_memory["peak"])
@@ -344,24 +341,28 @@ class RunRecorder:
         self._tell(BatchesLeftOut(record["step"], record["num_batches"], ids, told))
         self.recoveries.say(told)
 
-    def _look_at_work(self, record: Mapping[str, Any], mesh: Mesh) -> None:
-        """How long each rank worked in this step."""
-        work_s = record.get("work_s", ())
+    def _look_at(self, record: Mapping[str, Any], mesh: Mesh) -> None:
+        """How long each rank worked in this step, and how near ranks and nodes came to the end of their memory."""
+        work_s, shares = record.get("work_s", ()), record.get("memory_shares", ())
         self.work_s = work_s if any(work_s) else self.work_s
-        if self.stragglers is None:
-            return
         membership_id = (record["membership_id"][0], record["membership_id"][1])
-        found = self.stragglers.saw(membership_id, mesh, record["step_s"], record.get("work_s", ()))
-        if found is not None:
-            self._straggler = found, membership_id
+        found = self.detectors.saw(membership_id, mesh, record["step_s"], work_s, shares, self.host_share())
+        self._found += [(one, membership_id) for one in found]
 
-    def take_straggler(self) -> tuple[Straggler, tuple[int, int]] | None:
-        """A slow rank of the steps published last, and (term, generation) of its members; None if there is none."""
-        found, self._straggler = self._straggler, None
-        return found
+    def take_found(self, state: State, cause: Callable[[], str]) -> list[StragglerFound | MemoryTight]:
+        """What the steps published last show of the present members, for the core; tells of it."""
+        found, self._found = self._found, []
+        membership = membership_of(state)
+        mine = [one for one, membership_id in found if membership is not None and membership_id == membership.id]
+        return [
+            self._straggles(one, state, cause()) if isinstance(one, Straggler) else self._tight(one, state, cause())
+            for one in mine
+        ]
 
-    def straggles(self, found: Straggler, worker: str, node: str) -> None:
+    def _straggles(self, found: Straggler, state: State, cause: str) -> StragglerFound:
         """A rank that is slower than its peers for a whole window."""
+        worker = members(state)[found.global_rank]
+        node = state.workers[worker].node if worker in state.workers else ""
         did = "a spare is to take its place" if self._run.straggler == "act" else "nothing is done (straggler=log)"
         told = (
             f"straggler: {worker}, rank {found.global_rank} on node {node}, works {found.ratio:.1f} times as long "
@@ -370,24 +371,12 @@ class RunRecorder:
         ratio = round(found.ratio, 3)
         self._tell(RankStraggled(worker, node, found.global_rank, ratio, self.metrics.last_step, told))
         self.recoveries.say(told)
+        return StragglerFound(cause, worker, found.ratio)
 
-    def _look_at_pressure(self, record: Mapping[str, Any]) -> None:
-        """How near each rank and node came to the end of its memory in this step."""
-        if self.memory_pressure is None:
-            return
-        membership_id = (record["membership_id"][0], record["membership_id"][1])
-        found = self.memory_pressure.saw(membership_id, record.get("memory_shares", ()), self.host_share())
-        if found is not None:
-            self._tight = found, membership_id
-
-    def take_tight(self) -> tuple[Tight, tuple[int, int]] | None:
-        """Memory that is nearly full since the steps published last, and (term, generation) of the members."""
-        found, self._tight = self._tight, None
-        return found
-
-    def tight(self, found: Tight, worker: str) -> str:
-        """Memory has been nearly full for some steps; returns that in words."""
-        if found.what == "device":
+    def _tight(self, found: Tight, state: State, cause: str) -> MemoryTight:
+        """Memory has been nearly full for some steps."""
+        worker = members(state)[found.global_rank] if found.what == "device" else ""
+        if worker:
             who = f"{worker}, rank {found.global_rank}, had {100 * found.share:.0f} % of its device's memory in use"
         else:
             who = f"a node had {100 * found.share:.0f} % of what its guard allows in use"
@@ -396,7 +385,7 @@ class RunRecorder:
         share = round(found.share, 4)
         self._tell(MemoryNearlyFull(found.what, share, worker, self.metrics.last_step, text + did))
         self.recoveries.say(text + did)
-        return text
+        return MemoryTight(cause, found.what, self.metrics.last_step, text)
 
     def broke_off_wrong(self, told: str, membership_id: tuple[int, int], workers: Sequence[str]) -> None:
         """As `found_wrong`, of a step that is not applied: every member of `membership_id` says so; it counts once."""

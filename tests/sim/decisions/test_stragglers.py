@@ -7,8 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_ring.control.decisions.stragglers import JUDGED_EVERY, MIN_STEPS, WARM_STEPS, StragglerWatch, judge, ratios
-from elastic_ring.control.messages import Build, Release, StartWorker, Stop, StragglerFound, WorkerLost
+from elastic_ring.control.decisions.detectors import Detectors
+from elastic_ring.control.decisions.stragglers import (
+    JUDGED_EVERY,
+    MIN_STEPS,
+    WARM_STEPS,
+    Straggler,
+    StragglerWatch,
+    judge,
+    ratios,
+)
+from elastic_ring.control.messages import Build, MemoryTight, Release, StartWorker, Stop, StragglerFound, WorkerLost
 from elastic_ring.control.state import members, mesh_of, node_of, spares
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench
@@ -151,3 +160,17 @@ def test_a_spare_is_no_straggler_and_a_straggler_is_replaced_once() -> None:
     assert run.handle(StragglerFound("s", spares(run.state)[0], 2.5)) == ()
     assert run.handle(StragglerFound("s", members(run.state)[1], 2.5))
     assert run.handle(StragglerFound("s", members(run.state)[1], 2.5)) == ()
+
+
+@pytest.mark.parametrize("setting", ["log", "act"])
+def test_what_detectors_find_the_core_acts_upon_where_settings_say_so(setting: str) -> None:
+    run = Bench({"a": 3, "b": 3}, spares=2, straggler=setting, memory_pressure=setting).form()
+    detectors, mesh, slow = Detectors(run.options.run), Mesh(2, 2), members(run.state)[2]
+    for step in range(400):
+        for found in detectors.saw((1, 1), mesh, STEP_S, [0.1, 0.1, 0.4, 0.1], [0.99, 0.1, 0.1, 0.1], 0.0):
+            if isinstance(found, Straggler):
+                run.handle(StragglerFound("s", members(run.state)[found.global_rank], found.ratio))
+            else:
+                run.handle(MemoryTight("m", found.what, step, "a device is full"))
+    assert (run.state.workers[slow].draining, bool(run.state.memory.wanted)) == (setting == "act",) * 2
+    assert bool(run.state.phase.boundary) == (setting == "act")  # type: ignore[union-attr]

@@ -14,7 +14,15 @@ UNSEEN = {
     **{"park_s": 0.005, "beat_s": 0.001, "collective_s": 1e9},
 }
 TIMEOUTS = Timeouts(**{**UNSEEN, "report_s": 2.0, "hello_s": 5.0, "boundary_s": 61.0})
-RUN = RunConfig(timeouts=TIMEOUTS, copies="0", grow_delay_s=3.0, grow_cost_s=0.0, checkpoint_config=CheckpointConfig(0))
+RUN = RunConfig(
+    timeouts=TIMEOUTS,
+    copies="0",
+    grow_delay_s=3.0,
+    grow_cost_s=0.0,
+    checkpoint_config=CheckpointConfig(0),
+    straggler="act",
+    memory_pressure="act",
+)
 
 
 def simulated(name: str, dp: int, cp: int, total_steps: int, **settings: Any) -> ControlOptions:
