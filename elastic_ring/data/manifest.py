@@ -22,6 +22,9 @@ from elastic_ring.validation import NonNegativeInt, PositiveInt, from_plain, set
 
 MANIFEST, PREPARATION = "manifest.json", "preparation.json"
 """What a preparation writes last, and first."""
+COLUMN, OFFSET, COUNTED = "tokens", "offset", "counted"
+TOKENS_KEY = b"elastic_ring.tokens_sha256"
+"""Columns of a shard, and the key of its digest in a file."""
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_COUNT, MAX_ROW_GROUPS = 1 << 53, 1 << 27
 """Bounds of a corpus: an index of its row groups is kept in memory."""

@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 
 from elastic_ring.data.chunks import Loaded
 from elastic_ring.data.filesystem import NUM_READS, located, reading
-from elastic_ring.data.manifest import Manifest, PreparedSource, Shard
-from elastic_ring.data.preparation.shard_writer import COLUMN, COUNTED, OFFSET, TOKENS_KEY
+from elastic_ring.data.manifest import COLUMN, COUNTED, OFFSET, TOKENS_KEY, Manifest, PreparedSource, Shard
 
 OPEN_SHARDS = 64
 UNREADABLE = "cannot be read as token shard"

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from elastic_ring.data.chunks import Loaded, Starts, Tokens
 from elastic_ring.data.filesystem import reading
+from elastic_ring.data.manifest import COUNTED
 from elastic_ring.data.packing import (
     BYTE_VOCAB_SIZE,
     END_OF_DOCUMENT,
@@ -32,7 +33,6 @@ from elastic_ring.data.packing import (
     aligned,
     check_context,
 )
-from elastic_ring.data.preparation.shard_writer import COUNTED
 from elastic_ring.files import absolute, shown_url
 from elastic_ring.validation import settings
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from elastic_ring.data.listing import shown
-from elastic_ring.data.manifest import Dropped, Manifest, PreparedSource, Shard
+from elastic_ring.data.manifest import COLUMN, Dropped, Manifest, PreparedSource, Shard
 from elastic_ring.data.preparation.piece import PieceRecord
-from elastic_ring.data.preparation.shard_writer import COLUMN
 from elastic_ring.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -18,12 +18,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from elastic_ring.data.chunks import Counted, Starts, Tokens
-from elastic_ring.data.manifest import Shard
+from elastic_ring.data.manifest import COLUMN, COUNTED, OFFSET, TOKENS_KEY, Shard
 from elastic_ring.state.storage.folder import Storage
 
-COLUMN, OFFSET, COUNTED = "tokens", "offset", "counted"
 SHARD_ROW_GROUPS = 256
-TOKENS_KEY = b"elastic_ring.tokens_sha256"
 
 
 @dataclass
