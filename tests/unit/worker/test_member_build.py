@@ -50,7 +50,7 @@ class Parts:
         self.member._transaction = self.state  # type: ignore[assignment]
         self.member._num_parameters = 1
         self.member._kernels = SimpleNamespace(settle=self.settle)  # type: ignore[assignment]
-        monkeypatch.setattr(member_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(member_module, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now))
         monkeypatch.setattr(member_module, "forget_groups", lambda: None)
         monkeypatch.setattr(member_module, "heal_over_link", lambda *args: self.take("heal", 1000) or 5)
 
