@@ -400,9 +400,10 @@ def _bare_short() -> Any:
 
 def _argument(kind: Any, says: str, short: str | None = None) -> Any:
     """A type with its help. For `int | None` tyro would import typeguard, for `Union` it does not."""
-    plain = Union[get_args(kind)] if isinstance(kind, UnionType) else kind  # noqa: UP007
+    inner, *marks = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    plain = Union[get_args(inner)] if isinstance(inner, UnionType) else inner  # noqa: UP007
     aliases = [f"--{short.replace('_', '-')}"] if short else None
-    return Annotated[plain, tyro.conf.arg(help=says, aliases=aliases)]
+    return Annotated[(plain, *marks, tyro.conf.arg(help=says, aliases=aliases))]
 
 
 def _flags_of(cls: Any, plain: Mapping[str, Any], prefix: str = "", argv: Sequence[str] | None = None) -> Any:
