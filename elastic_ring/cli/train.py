@@ -361,9 +361,8 @@ def _train_beside_ray(asked: TrainSettings) -> int:
 
 
 def _import_torch() -> None:
-    """Those of its modules that take longest; none that imports Ray."""
-    for name in ("torch", "torch.distributed.tensor", "torch.distributed.fsdp"):
-        importlib.import_module(name)
+    """No module that imports Ray."""
+    importlib.import_module("torch")
 
 
 def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from elastic_ring.attention.comm.all_to_all import AllToAll
 from elastic_ring.attention.comm.exchange import Group
@@ -171,6 +170,8 @@ def sends(asked: Placement, layer: Any, cp: int, tokens: int, element_bytes: int
 def spread(layers: Sequence[Any], ring: Any) -> set[nn.Parameter]:
     """Give each rank of the ring's mesh the rows of its experts, where FSDP2 would put them; the new parameters, which
     FSDP2 is to leave alone. Parameters must have no values yet."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     made = set()
     for layer in layers:
         for name, param in list(layer.named_parameters(recurse=False)):
@@ -185,6 +186,8 @@ def spread(layers: Sequence[Any], ring: Any) -> set[nn.Parameter]:
 
 def own_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The experts of a weight that this rank computes with, in the type that it computes in."""
-    if isinstance(weight, DTensor):
+    if hasattr(weight, "to_local"):  # rows that `spread` has given
+        from torch.distributed.tensor import Shard
+
         weight = weight.to_local(grad_placements=[Shard(0)])
     return weight.to(dtype)

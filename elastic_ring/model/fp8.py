@@ -111,14 +111,15 @@ def columns(weight: Tensor) -> Scaled:
 
 def eager_rows(x: Tensor) -> Scaled:
     """As `rows`, by torch's operators: the fused kernel's reference."""
-    scale = scale_of(x.abs().amax(dim=1, keepdim=True).float())
+    finite = x.abs().nan_to_num(nan=0.0, posinf=torch.inf)  # a NaN is left to the number itself
+    scale = scale_of(finite.amax(dim=1, keepdim=True).float())
     return (x.float() / scale).to(E4M3), scale
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """The least power of two by which numbers of up to `largest` (fp32) are divided to fit. A NaN is left to the number
-    itself, and infinity becomes one, so that a step with either is skipped."""
-    needed = largest.nan_to_num(nan=0.0, posinf=torch.inf).div(LARGEST).clamp_min(_LEAST_SCALE)
+    """The least power of two by which numbers of up to `largest` (fp32) are divided to fit. For infinity it is that:
+    such a row is no number, and the step is skipped."""
+    needed = largest.div(LARGEST).clamp_min(_LEAST_SCALE)
     return ((needed.view(torch.int32) + 0x7FFFFF) >> 23 << 23).view(torch.float32)
 
 

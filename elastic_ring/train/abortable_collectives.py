@@ -2,14 +2,14 @@
 
 An abort frees NCCL's communicators. If a thread is launching an operation on one of them at that moment, its later
 operations, of any group, may never be launched. So no launch starts once the abort has begun, and the abort waits for
-the launches under way.
+the launches under way. Imported where a module is wrapped: FSDP2 takes seconds to import, which drivers and
+coordinators need not wait for.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,23 +18,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from elastic_ring.train.work_clock import ExchangeWaits
+
 Launching = Callable[[], AbstractContextManager[None]]
 """A context for each launch; raises GroupAborted once the groups have been aborted."""
-
-
-class ExchangeWaits:
-    """How long the host has waited for FSDP2's exchanges, in seconds. On a GPU it does not wait."""
-
-    def __init__(self) -> None:
-        self.waited_s = 0.0
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited_s += time.perf_counter() - begun
 
 
 class TimedWork(dist.Work):

@@ -39,7 +39,6 @@ from elastic_ring.mesh import Coordinate, Mesh
 from elastic_ring.state.checkpoints.checkpoint import Reader
 from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Counters, Shard, digest_of
-from elastic_ring.train.abortable_collectives import ExchangeWaits, make_abortable
 from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.frozen import FrozenRows, trained_params, trained_shapes
 from elastic_ring.train.gradient import Gradient
@@ -60,7 +59,7 @@ from elastic_ring.train.vote import (
     count,
     start_vote,
 )
-from elastic_ring.train.work_clock import WorkClock
+from elastic_ring.train.work_clock import ExchangeWaits, WorkClock
 from elastic_ring.train.wrap import ModuleMaker, copy_masters, full_shapes, largest_list
 
 DIGITS = 12  # hexadecimal, of a digest in the vote
@@ -222,6 +221,8 @@ class Transaction:
         for unit in units if self.keeps_activations else ():
             keep_activations(unit)
         self.relief.change(model, units)
+        from elastic_ring.train.abortable_collectives import make_abortable
+
         make_abortable(model, groups.launching, self._waits)
         self._experts = self._exchange_of(self._maker.sent)
         if self.task.frozen is not None:

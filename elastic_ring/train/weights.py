@@ -34,7 +34,6 @@ from elastic_ring.state.checkpoints.weight_files import (
 from elastic_ring.state.shard import raw_bytes
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.state.storage.stored import StoredFile, pieces
-from elastic_ring.train.abortable_collectives import AbortableAllGather
 from elastic_ring.wording import few
 
 POLL_S = 0.05
@@ -114,6 +113,8 @@ class _Gather:
     """The tensors of a ring in name order, whole, digested on global rank 0."""
 
     def __init__(self, state: Any, groups: Any) -> None:
+        from elastic_ring.train.abortable_collectives import AbortableAllGather
+
         shapes = state.shapes
         self._params, self._groups, self._total = state.shard.params, groups, hashlib.sha256()
         self._beside, self._digested = ThreadPoolExecutor(1), Future[None]()  # a digest takes longer than a gather

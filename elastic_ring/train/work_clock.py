@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from elastic_ring.attention.comm.ledger import HopTally
 from elastic_ring.data.loader import Loader
-from elastic_ring.train.abortable_collectives import ExchangeWaits
+
+
+class ExchangeWaits:
+    """How long the host has waited for FSDP2's exchanges, in seconds. On a GPU it does not wait."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_s += time.perf_counter() - begun
 
 
 class WorkClock:

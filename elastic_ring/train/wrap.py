@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from elastic_ring.experts.exchange import expert_layers, sends, spread
@@ -60,6 +59,14 @@ class ModuleMaker:
         return model
 
     def _shard(self, model: nn.Module, device_mesh: DeviceMesh, dtype: torch.dtype, dp: int) -> None:
+        from torch.distributed.fsdp import (  # takes seconds to import, which drivers and coordinators do not need
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
+
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from elastic_ring.attention.comm.exchange import Group
 from elastic_ring.attention.kernels.kernel import Kernel
@@ -213,6 +212,8 @@ def attention_shapes(task: TrainingTask) -> tuple[tuple[int, int, int], ...]:
 
 
 def _one_step(mesh: DeviceMesh, device: torch.device) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     with torch.device(device):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     on_gpu = device.type == "cuda"
