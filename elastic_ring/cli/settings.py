@@ -145,7 +145,7 @@ class ShortFlags:
     """Which keys attention keeps: a JSON file, or sinks:64+window:512;dense@3, or topk:8; all if left out."""
     model_folder: str | None = None
     """A Hugging Face decoder in place of the preset's: a folder with its config, and its weights if they are there."""
-    from_run: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    from_run: Annotated[Union[str, None], tyro.conf.arg(name="from")] = None  # noqa: UP007 (as `_argument`)
     """Begin with the weights of this run, or of one of its checkpoints: a new optimizer, from step 0."""
     windows: Literal["exact", "blocks", "dense"] | None = None
     """Its sliding windows: exact; in blocks of 128 tokens, faster on GPUs; dense: ignored."""

@@ -20,6 +20,8 @@ Array = NDArray[np.float64]
 HOUR, DAY = 3600.0, 86400.0
 MOST_LOSSES = 400
 """Losses that one draw goes through; a longer run is as good as its first part."""
+SWITCHES_AWAY = 5
+"""Switches that are away at a time, in closed form."""
 GRID = 1500
 """Points between which the mean share of rings is interpolated, evenly spaced in the log of hosts away."""
 SHARES: Mapping[str, float] = {"process": 0.13, "gpu": 0.61, "host": 0.18, "switch": 0.08}
@@ -145,16 +147,15 @@ def mean_goodput(shape: RunShape, failures: Failures, gpu_hours: Number | None =
     gpu_hours = failures.gpu_hours[1] if gpu_hours is None else gpu_hours
     rate = rate_per_s(shape, gpu_hours)
     median_h, deviation = failures.repair_hours
-    away = sum(share * rate * shape.hosts_of(scope) for scope, share in failures.shares.items())
-    mean_away = away * median_h * repair * HOUR * np.exp(deviation**2 / 2)
-    one_ring = _over_away(shape, mean_away, lambda rings: rings == 1) if shape.dp > 1 else 0.0
+    away = rate * median_h * repair * HOUR * np.exp(deviation**2 / 2)
+    one_ring = _over_away(shape, failures, away, lambda rings: rings == 1) if shape.dp > 1 else 0.0
     lost = sum(
         share * rate * (_cost_s(shape, scope) * (1.0 - one_ring) + _cost_s(shape, scope, 1) * one_ring)
         for scope, share in failures.shares.items()
     )
     lost = lost + failures.planned_per_day / DAY * (shape.rebuild_s + 0.5 * shape.step_s)
     stop = shape.wait_s / shape.interval_s
-    share_of_rings = _over_away(shape, mean_away, lambda rings: rings / shape.dp)
+    share_of_rings = _over_away(shape, failures, away, lambda rings: rings / shape.dp)
     return (1.0 - np.minimum(0.95, lost)) / (1.0 + stop) * share_of_rings
 
 
@@ -164,19 +165,33 @@ def goodput_with(shape: RunShape, kept_s: float, losses: Mapping[str, int]) -> f
     return float(kept_s / (kept_s + lost + kept_s / shape.interval_s * shape.wait_s))
 
 
-def _over_away(shape: RunShape, mean_away: Number, value: Callable[[Number], Number]) -> Number:
-    """The mean of what `value` gives for the rings that are left, where the number of hosts away is Poisson. Of many
-    draws it is interpolated, within 1e-4."""
-    mean_away = np.asarray(mean_away, dtype=float)
-    if mean_away.size > 2 * GRID:
-        grid = np.geomspace(max(mean_away.min(), 1e-12), max(mean_away.max(), 2e-12), GRID)
-        return np.interp(mean_away, grid, _over_away(shape, grid, value))
-    most = int(np.max(mean_away) + 8 * np.sqrt(np.max(mean_away) + 1) + 8)
-    k = np.arange(most + 1)
-    log_factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, most + 1)))))
-    logs = k * np.log(np.maximum(mean_away[..., None], 1e-300)) - mean_away[..., None] - log_factorial
-    chance = np.exp(logs)
-    return (chance * value(rings_left(shape, k))).sum(-1) / chance.sum(-1)
+def _over_away(shape: RunShape, failures: Failures, away: Number, value: Callable[[Number], Number]) -> Number:
+    """The mean of what `value` gives for the rings that are left, where losses that are not repaired yet, `away` in the
+    mean, are Poisson: those of one host, and those of a switch with all of its hosts. Of many draws it is interpolated,
+    within 1e-4."""
+    away = np.asarray(away, dtype=float)
+    if away.size > 2 * GRID:
+        grid = np.geomspace(max(away.min(), 1e-12), max(away.max(), 2e-12), GRID)
+        return np.interp(away, grid, _over_away(shape, failures, grid, value))
+    hosts = {scope: shape.hosts_of(scope) for scope in failures.shares}
+    single = sum(failures.shares[scope] for scope, number in hosts.items() if number == 1)
+    many, of_switch = sum(failures.shares[scope] for scope in hosts if hosts[scope] > 1), max(hosts.values())
+    total = 0.0
+    whole = 0.0
+    for switches in range(SWITCHES_AWAY if many else 1):
+        chance = _poisson(single * away) * _poisson(many * away, SWITCHES_AWAY)[..., switches, None]
+        rings = rings_left(shape, np.arange(chance.shape[-1]) + switches * of_switch)
+        total = total + (chance * value(rings)).sum(-1)
+        whole = whole + chance.sum(-1)
+    return total / whole
+
+
+def _poisson(mean: Array, number: int = 0) -> Array:
+    """The chances of 0, 1, ... for each mean, as many as matter."""
+    k = np.arange(number or int(np.max(mean) + 8 * np.sqrt(np.max(mean) + 1) + 9))
+    log_factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, len(k))))))
+    chance: Array = np.exp(k * np.log(np.maximum(mean[..., None], 1e-300)) - mean[..., None] - log_factorial)
+    return chance
 
 
 def simulate_goodput(

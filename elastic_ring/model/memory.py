@@ -180,7 +180,8 @@ class StepMemory:
         if any(self.parts):  # of all slices, each with its own result of the norm
             ffn = self.tokens * config.ffn_width * self.element_bytes
             attended += (len(config.ffn_slices) - 1) * self._width_bytes
-        return 4 * self._width_bytes + attended + qkv + 4 * ffn + 2 * self._rows_bytes
+        # gate, up and their product; and silu(gate) where no kernel computes both at once
+        return 4 * self._width_bytes + attended + qkv + (3 if self.on_gpu else 4) * ffn + 2 * self._rows_bytes
 
     @cached_property
     def activation_bytes(self) -> int:

@@ -15,6 +15,7 @@ from elastic_ring.forecast.scenario import Scenario, default_efficiency, forecas
 from elastic_ring.forecast.sizing.machines import Fleet, named_fleet
 
 OFFLOADS = ("none", "optimizer", "all")
+RECOMPUTED = {"checkpoint_activations": True, "keep_activations": False}
 FRONT_DRAWS = 1_000
 
 
@@ -58,8 +59,8 @@ def changed(base: Scenario, **fields: Any) -> Scenario:
 def fitting_changes(base: Scenario) -> list[tuple[str, float]]:
     """(change, GPU-seconds a token over those of `base`) of single and paired changes that fit, the cheapest first."""
     moves: list[tuple[str, dict[str, Any]]] = [
-        ("checkpointed activations", {"checkpoint_activations": True}),
-        ("--offload-activations", {"checkpoint_activations": True, "offload_activations": True}),
+        ("checkpointed activations", RECOMPUTED),
+        ("--offload-activations", {**RECOMPUTED, "offload_activations": True}),
         ("--cpu-offload optimizer", {"cpu_offload": "optimizer"}),
         ("--cpu-offload all", {"cpu_offload": "all"}),
         *((f"--cp {base.scaling.cp * k}", {"cp": base.scaling.cp * k}) for k in (2, 4, 8)),
@@ -109,8 +110,8 @@ def candidates(base: Scenario, prices: PriceList, kind: str, gpus: Sequence[str]
                     max_dp=None,
                     cpu_offload=offload,
                     sequences_per_pass=together,
-                    checkpoint_activations=True,
                     offload_activations=acts,
+                    **RECOMPUTED,
                     **here,
                 )
                 yield made

@@ -14,6 +14,7 @@ def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, attent
     together = min(step.sequences_per_pass, of_ring)
     ffn_width = config.experts_per_token * config.expert_width + config.shared_width or config.ffn_width
     qkvo = 2.0 * config.width * config.head_dim * (config.num_heads + config.num_kv_heads)
+    recomputes = config.checkpoint_activations and not (scaling.keep_activations and not config.offload_activations)
     tokens, gathered, sent = together * -(-step.context_tokens // scaling.cp), None, 0
     if config.num_experts:
         number = expert_parameters(config)
@@ -45,7 +46,7 @@ def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, attent
         shard_ranks=scaling.cp,
         cp=scaling.cp,
         replicas=scaling.dp,
-        recompute="all but attention" if config.checkpoint_activations else "none",
+        recompute="all but attention" if recomputes else "none",
         fused=LIGER,
         attention=attention,
         offload=scaling.cpu_offload,

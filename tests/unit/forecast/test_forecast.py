@@ -227,8 +227,9 @@ def test_the_two_ways_to_goodput_agree_on_twenty_scenarios() -> None:
 def test_the_share_of_rings_of_many_draws_is_that_of_each() -> None:
     away = np.random.default_rng(0).lognormal(0.0, 2.0, 2 * GRID + 1)
     for one in (shape(), shape(dp=1, spares=0), shape(dp=64, spares=64)):
-        each = [float(_over_away(one, np.asarray(value), lambda rings: rings / 64)) for value in away[:200]]
-        assert _over_away(one, away, lambda rings: rings / 64)[:200] == pytest.approx(each, abs=1e-4)
+        prior = PRIORS["published"]
+        each = [float(_over_away(one, prior, np.asarray(value), lambda rings: rings / 64)) for value in away[:200]]
+        assert _over_away(one, prior, away, lambda rings: rings / 64)[:200] == pytest.approx(each, abs=1e-4)
 
 
 def test_spares_help_while_hosts_are_away_and_cost_rent() -> None:

@@ -15,7 +15,8 @@ from elastic_ring.cli.forecasts import command
 from elastic_ring.cli.forecasts.attention import attention_of, read
 from elastic_ring.cli.forecasts.folders import KNOWN, sizes_of
 from elastic_ring.cli.settings import parse
-from elastic_ring.config import StepConfig
+from elastic_ring.config import ScalingConfig, StepConfig
+from elastic_ring.forecast.sizing.jobs import job_of
 from elastic_ring.model.config import preset
 
 CONTEXT = 64
@@ -84,3 +85,10 @@ def test_a_pattern_makes_a_step_shorter_and_content_is_told_as_a_bound(capsys: p
         assert ("at most" in out) == text.startswith("topk")
     dense, mixed, window, _ = steps.values()
     assert window < mixed < dense
+
+
+@pytest.mark.parametrize(("keeps", "recompute"), [(True, "none"), (False, "all but attention")])
+def test_a_step_that_keeps_activations_recomputes_nothing(keeps: bool, recompute: str) -> None:
+    scaling = ScalingConfig(dp=2, cp=1, device="cuda", keep_activations=keeps)
+    step = StepConfig(steps=1, global_batch=2, context_tokens=8192, param_dtype="bfloat16")
+    assert job_of(preset("1b"), scaling, step).recompute == recompute
