@@ -43,6 +43,8 @@ def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
     warnings = (
         prices.warnings(scenario.price, {scenario.price.date: -days_to(scenario.price.date)}) if scenario.price else []
     )
+    if scenario.step.linears == "fp8":
+        warnings = [*warnings, "--linears fp8 is forecast at bfloat16's rate: its steps are shorter"]
     if given.search:
         return _search(scenario, prices, given, deadline_s, budget)
     found = forecast(scenario)

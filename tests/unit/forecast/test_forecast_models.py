@@ -83,6 +83,8 @@ def test_a_pattern_makes_a_step_shorter_and_content_is_told_as_a_bound(capsys: p
         out = capsys.readouterr().out
         steps[text] = float(out.split("step ")[1].split()[0])
         assert ("at most" in out) == text.startswith("topk")
+    assert command.main([*run, "--linears", "fp8"]) == 0
+    assert "warning: --linears fp8" in capsys.readouterr().out
     dense, mixed, window, _ = steps.values()
     assert window < mixed < dense
 
