@@ -24,8 +24,13 @@ MARGIN = 1.1
 NUM_DRAWS = 8
 """Draws of the regression's coefficients over which a point's gain is averaged."""
 
-PATTERN, LOSSES = "pattern", "losses"
-"""The axis of a study, and the attribute of a trial with its losses at each report."""
+PATTERN, SEED, LOSSES = "pattern", "seed", "losses"
+"""The axes of a study, and the attribute of a trial with its losses at each report."""
+
+
+def axes(names: Sequence[str], seed: int) -> dict[str, Any]:
+    """Dense and the patterns `names`, under a seed and the next one."""
+    return {PATTERN: CategoricalDistribution([DENSE, *names]), SEED: CategoricalDistribution([seed, seed + 1])}
 
 
 class Cheap:
@@ -57,14 +62,14 @@ class ProxySampler(BaseSampler):
     """
 
     def __init__(self, cheap: Cheap, seed: int, *, num_first: int = 3, num_draws: int = NUM_DRAWS) -> None:
-        self._cheap, self._num_first, self._num_draws = cheap, num_first, num_draws
+        self._cheap, self._seed, self._num_first, self._num_draws = cheap, seed, num_first, num_draws
         self._rng = np.random.Generator(np.random.PCG64(seed))
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, Any]:
-        return {PATTERN: CategoricalDistribution([DENSE, *self._cheap.names])}
+        return axes(self._cheap.names, self._seed)
 
     def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, Any]) -> dict[str, Any]:
-        return {PATTERN: self.choose(*told(study, trial.number))}
+        return {PATTERN: self.choose(*told(study, trial.number)), SEED: self._seed}
 
     def sample_independent(self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: Any) -> Any:
         raise ValueError(f"axis {param_name!r}: the space has {PATTERN}")

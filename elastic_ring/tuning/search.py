@@ -1,4 +1,4 @@
-"""`elastic-ring tune`: the search, dense first; a second seed of dense and of what is in doubt; the results.
+"""`elastic-ring tune`: the search, dense under two seeds first; a second seed of what is in doubt; results.
 
 Each is a `ray.tune.Tuner` of its own in the folder of the search, which the same command restores.
 """
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from optuna.distributions import CategoricalDistribution
 from ray import tune as ray_tune
 from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.optuna import OptunaSearch
@@ -30,7 +29,7 @@ from elastic_ring.runtime.driver import access
 from elastic_ring.trainer import ElasticRingTrainer
 from elastic_ring.tuning.cost import Costs
 from elastic_ring.tuning.report import Trial, advised, found, in_doubt, report, spread
-from elastic_ring.tuning.sampler import LOSSES, PATTERN, Cheap, ProxySampler
+from elastic_ring.tuning.sampler import LOSSES, PATTERN, SEED, Cheap, ProxySampler, axes
 from elastic_ring.tuning.space import DENSE, patterns, read_space
 from elastic_ring.tuning.trial import METRICS, NUM_REPORTS, NonDominatedRank, pattern_trainable
 
@@ -46,9 +45,12 @@ class Progress(ray_tune.Callback):
     what: str
     num_trials: int
     tokens_of_trial: int
-    begun: float = field(default_factory=time.monotonic)
+    begun: float = 0.0
     _tokens: dict[str, int] = field(default_factory=dict)
     _first: int | None = None
+
+    def setup(self, **info: Any) -> None:
+        self.begun = time.monotonic()  # of this process, also in a search that was restored
 
     def on_trial_result(self, *, trials: list[Any], trial: Any, result: Trial, **info: Any) -> None:
         if self._first is None:  # a restored search has trained before
@@ -103,11 +105,10 @@ class Search:
         seed = self.trainer.task.step.seed
         self._search(seed)
         found(self.trials)  # or it raises
-        doubt, asked = [DENSE], list[str]()
-        while doubt:
-            self._phase(f"seeds-{len(asked)}", {"pattern": ray_tune.grid_search(doubt), "seed": seed + 1})
-            asked += doubt
-            doubt = [one for one in in_doubt(found(self.trials), spread(self.trials)[0]) if one not in asked]
+        asked = set[str]()
+        while doubt := [one for one in in_doubt(found(self.trials), spread(self.trials)[0]) if one not in asked]:
+            asked |= set(doubt)
+            self._phase(f"seeds-{len(asked)}", {PATTERN: ray_tune.grid_search(doubt), SEED: seed + 1})
         step = self.trainer.task.step
         title = (
             f"{step.steps} steps of {step.global_batch} x {step.context_tokens} tokens; bytes: K and V that a ring of"
@@ -134,14 +135,14 @@ class Search:
             {text: (one["density"], one["bytes"]) for text, one in about.items()},
         )
         searcher = CurveSearch(
-            {PATTERN: CategoricalDistribution([DENSE, *about])},
+            axes(list(about), seed),
             metric=list(METRICS),
             mode=["min"] * len(METRICS),
-            points_to_evaluate=[{PATTERN: DENSE}],
+            points_to_evaluate=[{PATTERN: DENSE, SEED: seed}, {PATTERN: DENSE, SEED: seed + 1}],
             sampler=ProxySampler(cheap, seed),
         )
         how = {"search_alg": ConcurrencyLimiter(searcher, self.concurrent), "scheduler": NonDominatedRank()}
-        self._phase("patterns", {}, 1 + min(self.num_trials, len(about)), **how)
+        self._phase("patterns", {}, 2 + min(self.num_trials, len(about)), **how)
 
     def _phase(self, name: str, param_space: dict[str, Any], num_samples: int = 1, **how: Any) -> None:
         """Run or restore one Tuner, and keep what its trials reported last."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -29,10 +30,11 @@ from elastic_ring.tuning.trial import NUM_REPORTS, pattern_trainable
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
-MODEL = "--device cpu --dp 1 --cp 1 --spares 0 --model.num-layers 2 --model.width 32 --model.ffn-width 64"
-STEPS = "--context 512 --global-batch 2 --steps 48 --optim.warmup-steps 4"
+PAGE = (ROOT / "docs" / "patterns.md").read_text(encoding="utf-8")
+TRAIN, SEARCH = re.findall("^elastic-ring (.*)$", PAGE.split("## Find one for your model")[1], re.MULTILINE)
+SMALL = "--model.num-layers 2 --model.width 32 --model.ffn-width 64 --global-batch 2"
 SPACE = 'pattern = ["window:{w}", "window:{w};dense@1"]\nw = [64, 128]\nlayers = ["{rule}"]\n'
-TUNE = f"tune --out search --space space.toml --trials 4 {MODEL} {STEPS} --from runs/dense"
+TUNE = f"{SEARCH} --space space.toml --trials 4 --concurrent 2 {SMALL}"
 
 
 def command(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -63,7 +65,7 @@ def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_se
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "space.toml").write_text(SPACE)
-    dense = command(f"train {MODEL} {STEPS} --run-name dense", tmp_path)
+    dense = command(f"{TRAIN} {SMALL}", tmp_path)
     assert dense.returncode == 0, dense.stderr[-3000:]
     words = [sys.executable, "-m", "elastic_ring", *TUNE.split()]
     streams: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -92,7 +94,7 @@ def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_se
     again = command(TUNE, tmp_path)
     assert again.returncode == 0, again.stderr[-3000:]
     assert {name: lines for name, lines in results(tmp_path).items() if name in before} == before
-    assert "5 of 5 trials ended" in again.stderr
+    assert "6 of 6 trials ended" in again.stderr
     assert "min left" in again.stderr
     front = json.loads((tmp_path / "search" / "front.json").read_text())
     assert all(parse_pattern(one["pattern"]) for one in front["front"])
@@ -105,13 +107,13 @@ def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_se
     sparse = command(shlex.join(following[1:]), tmp_path)
     assert sparse.returncode == 0, sparse.stderr[-3000:]
     predicted = next(lines[-1]["loss"] for lines in results(tmp_path).values() if lines[-1]["pattern"] == found)
-    told = [line for line in read_metrics(tmp_path / "runs" / "found") if "val_loss" in line]
-    assert told[-1]["val_loss"] == predicted, "the same steps from the same weights"
+    told = [line for line in read_metrics(tmp_path / "runs" / "found") if line.get("val_loss") is not None]
+    assert told[-1]["val_loss"] == pytest.approx(predicted, abs=1e-4), "the same steps, on a ring of two"
     assert abs(told[-1]["val_loss"] - next(one["loss"] for one in front["all"] if one["pattern"] == found)) <= max(
-        front["spread"], 1e-6
+        front["spread"], 1e-4
     )
     monkeypatch.chdir(tmp_path)
-    trainer = build(parse(f"{MODEL} {STEPS} --from runs/dense".split()))
+    trainer = build(parse(f"{SMALL} {SEARCH.partition('--out search')[2]}".split()))
     grid = tune.Tuner.restore(
         str(tmp_path / "search" / "search" / "patterns"), pattern_trainable(trainer)
     ).get_results()
