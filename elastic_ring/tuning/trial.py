@@ -58,6 +58,8 @@ METRICS = ("loss", "step_s", "bytes")
 NUM_REPORTS = 4
 NUM_COLD_STEPS = 2
 """Of a pattern in a process: kernels are compiled there, and no time counts."""
+SAVE_SHARE, SAVE_BYTES_PER_S = 10.0, 5e8
+"""A checkpoint is taken where it costs a tenth of the training since the last one, to a disk of that speed."""
 REJECTED_LOSS = 1e9
 """Optuna refuses what is not finite."""
 MEMBERSHIP, WAIT_S = (1, 1), 60.0
@@ -115,6 +117,8 @@ class PatternTrial(ray_tune.Trainable):
         torch.set_num_threads(asked.scaling.num_threads)
         self._lease = DeviceLease(asked.scaling.device, "tune", state_bytes=newcomer_bytes(asked.scaling.cpu_offload))
         self._device = self._lease.take(0, num_parameters(asked.task), WAIT_S, lambda: None)  # no run computes on it
+        if cuda:
+            torch.cuda.set_device(self._device)
         self._stream = torch.cuda.Stream(self._device) if cuda else None
         self._store = RendezvousStore(LOOPBACK)
         where = Rendezvous(LOOPBACK, self._store.port, "tune", LOOPBACK, WAIT_S, 10 * WAIT_S, self._store.secret)
@@ -132,7 +136,7 @@ class PatternTrial(ray_tune.Trainable):
         if os.path.isdir(self._asked.folder):
             os.chdir(self._asked.folder)
         self._losses, self._times, self._earlier_times = list[float](), list[float](), list[float]()
-        self._rejected = ""
+        self._rejected, self._num_saved = "", 0
         self._text, self._task = self._asked.of(config, self._costs.num_layers)
         try:
             self._about = self._costs.of(self._text)
@@ -181,7 +185,7 @@ class PatternTrial(ray_tune.Trainable):
             **{name: about[name] for name in ("density", "bytes")},
             "tokens": self._task.step.global_batch * self._task.step.context_tokens * self._applied,
             "rejected": self._rejected,
-            SHOULD_CHECKPOINT: not done,
+            SHOULD_CHECKPOINT: not done and self._is_worth_saving(),
             "done": done,
         }
 
@@ -202,12 +206,20 @@ class PatternTrial(ray_tune.Trainable):
             raise ElasticRingError(f"diverged: val_loss is {loss} after {until} steps")
         self._losses.append(loss)
 
+    def _is_worth_saving(self) -> bool:
+        """Whether the training since the last checkpoint took `SAVE_SHARE` times what one takes."""
+        assert self._state is not None
+        assert self._state.shard is not None
+        trained_s = sum(self._times[self._num_saved :])
+        return trained_s > SAVE_SHARE * snapshot.size_of(self._state.shard) / SAVE_BYTES_PER_S
+
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         assert self._state is not None
         assert self._state.shard is not None
         taken = snapshot.take(self._state.shard, MEMBERSHIP, snapshot.Buffers(), self._stream)
         taken.finish()
         taken.data.numpy().tofile(Path(checkpoint_dir, SHARD))
+        self._num_saved = len(self._times)
         found = {"applied": self._applied, "losses": self._losses, "times": [*self._earlier_times, *self._times]}
         Path(checkpoint_dir, FOUND).write_text(json.dumps(found), encoding="utf-8")
 
