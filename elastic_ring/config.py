@@ -429,6 +429,8 @@ class RunConfig:
     ] = "auto"
     """Where to begin: auto (the newest checkpoint of this run that verifies, else step 0), never (step 0), a step
     that has a checkpoint, or the path of a run's checkpoint."""
+    code_changed: bool = False
+    """Go on with a run whose model, loss or other code is not what it began with."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     faults: Annotated[
         tuple[Fault, ...], BeforeValidator(_faults), Must("a schedule as text, or a tuple of Fault"), Flag("faults")

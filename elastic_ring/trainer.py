@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -70,6 +70,7 @@ from elastic_ring.monitor.result import Result
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.agent import notices
 from elastic_ring.runtime.autoscaler import ON_HEAD
+from elastic_ring.runtime.code_digest import code_digest
 from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.resume import Resume, find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, is_finished, summary_of
@@ -314,6 +315,7 @@ class ElasticRingTrainer:
                 f"; for more steps alone, submit it with extend=True (--extend); another name with "
                 f"resume={self.run_config.storage_uri!r} goes on from its newest checkpoint",
             )
+            attach.refuse_other_code(self.run_config, config, self._sources, is_whole=is_whole)
             if is_whole:
                 self._tell_moved()
         if not is_whole:
@@ -373,6 +375,10 @@ class ElasticRingTrainer:
 
     def _code(self) -> dict[str, str]:
         """The parts of the run that are code, each described by its qualified name and arguments."""
+        return {name: described(part) for name, part in self._parts.items()}
+
+    @property
+    def _parts(self) -> dict[str, Any]:
         task = self.task
         parts: dict[str, Any] = {
             "model": task.model,
@@ -384,7 +390,15 @@ class ElasticRingTrainer:
         }
         if task.lr_schedule is not None:
             parts["lr_schedule"] = task.lr_schedule
-        return {name: described(part) for name, part in parts.items()}
+        return parts
+
+    @cached_property
+    def _sources(self) -> dict[str, str]:
+        """Digests of the code that decides what is trained, as this submission found it; of parts with code of the
+        user's."""
+        watch = {name for name in self._parts if name == "units" or name.startswith("metric ")}
+        found = {name: code_digest(part) for name, part in self._parts.items() if name not in watch}
+        return {name: digest for name, digest in found.items() if digest}
 
     def _ended_meanwhile(self) -> Result:
         self._fetch()
@@ -417,7 +431,7 @@ class ElasticRingTrainer:
     def _settled(self, fingerprint: str, attempt: str) -> tuple[Any | None, bool]:
         """(coordinator as in `_coordinator`, whether this submission created it)."""
         found = attach.running_coordinator(
-            self.run_config, self._digest, self._identity, controls=self.task.asks_callbacks
+            self.run_config, self._digest, self._identity, self._sources, controls=self.task.asks_callbacks
         )
         if found is not None:
             return found, False
@@ -452,6 +466,7 @@ class ElasticRingTrainer:
             start_dp,
             self.planned,
             () if self._stages is None else tuple(self._stages.ended),
+            self._sources,
         )
         made = (
             ray.remote(Coordinator)
@@ -520,6 +535,7 @@ class ElasticRingTrainer:
             **shown,
             **description_of(self.task),
             "code": self._code(),
+            "sources": self._sources,
             **given,
             **{f"planned_{name}": value for name, value in self.planned.items()},
             "versions": found,

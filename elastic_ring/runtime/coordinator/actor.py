@@ -141,6 +141,7 @@ class Coordinator:
             "digest": run_spec.digest,
             "what": dict(run_spec.identity.what),
             "places": dict(run_spec.identity.places),
+            "sources": dict(run_spec.sources),
             "attempt": run_spec.attempt,
             "pid": os.getpid(),
             "folder": run_spec.run.storage_uri,

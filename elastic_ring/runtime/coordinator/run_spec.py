@@ -62,6 +62,8 @@ class RunSpec:
     """What was forecast of it, as `ElasticRingTrainer.planned`."""
     stages: tuple[Stage, ...] = ()
     """The driver's stages, up to this submission."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the user's code, by part."""
 
 
 class Clock:

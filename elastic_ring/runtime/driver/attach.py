@@ -20,6 +20,7 @@ from elastic_ring.monitor.journal import salvage_file
 from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, SUMMARY_NAME, read_status
 from elastic_ring.runtime import run_storage
+from elastic_ring.runtime.code_digest import changed_parts
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
 from elastic_ring.runtime.identity import NUM_TOLD, Identity, changed_files
 from elastic_ring.state.checkpoints.weight_files import are_there
@@ -34,11 +35,13 @@ ASK_AGAIN_S = 0.2
 UNRECORDED = "nothing that is recorded: the mesh, planned faults or the cost model"
 
 
-def running_coordinator(run: RunConfig, digest: str, own: Identity, *, controls: bool = False) -> Any | None:
+def running_coordinator(
+    run: RunConfig, digest: str, own: Identity, sources: Mapping[str, str], *, controls: bool = False
+) -> Any | None:
     """The coordinator of this run in this Ray cluster; None when there is none to follow.
 
-    `controls`: whether this submission has callbacks that control the run. Removes a coordinator whose run has failed
-    and that only waits for its lease to expire.
+    `sources`: digests of this submission's code. `controls`: whether it has callbacks that control the run. Removes a
+    coordinator whose run has failed and that only waits for its lease to expire.
 
     Raises: ValueError when the name is taken by a run with other settings or another folder; CoordinatorLost when the
     coordinator does not answer.
@@ -54,6 +57,11 @@ def running_coordinator(run: RunConfig, digest: str, own: Identity, *, controls:
         return None
     if known["digest"] != digest:
         refuse_other_settings(run, own.differences(known.get("what", {})) or [UNRECORDED], "it is running now")
+    if known["ended"] is None and (changed := changed_parts(known.get("sources", {}), sources)):
+        raise ValueError(
+            f"run name {run.name!r}: the run is running now with other code of {', '.join(changed)}: choose another "
+            "name, submit the code with which it began, or stop it first"
+        )
     if known["folder"] != run.storage_uri and not _holds(run, known["attempt"]):
         raise ValueError(
             f"run name {run.name!r} is running now with run_dir={known['folder']!r}, not {run.storage_uri!r}: "
@@ -124,6 +132,25 @@ def refuse_other_settings(run: RunConfig, told: Sequence[str], where: str, or_el
             f"run name {run.name!r} is taken by a run with other settings ({where}, in {few(told, NUM_TOLD, '; ')}): "
             f"choose another name and run_dir, or submit the same settings to attach to it{or_else}"
         )
+
+
+def refuse_other_code(run: RunConfig, recorded: Mapping[str, Any], here: Mapping[str, str], *, is_whole: bool) -> None:
+    """Raises ValueError where the run began with other code, unless the submission says so: then that is told. A
+    beginning may have any code."""
+    there = recorded.get("sources")
+    if not isinstance(there, dict) or run.resume == "never":  # a run that began before such digests were taken
+        return
+    if not (changed := changed_parts(there, here)):
+        return
+    if not run.code_changed:
+        then = "what it has trained is the result of that" if is_whole else "its steps so far are the result of that"
+        raise ValueError(
+            f"run name {run.name!r} began with other code of {', '.join(changed)}, and {then} ({run.storage_uri}): "
+            "choose another name; or go on with the new code, code_changed=True (--run.code-changed), with more steps "
+            "if all are done; or remove that folder to begin anew"
+        )
+    what = "its result is still that of the code before" if is_whole else "it goes on with the new code"
+    log.warning("run %s: the code of %s has changed; %s", run.name, ", ".join(changed), what)
 
 
 def differences(recorded: Mapping[str, Any], own: Identity, wanted: Mapping[str, Any]) -> list[str]:
