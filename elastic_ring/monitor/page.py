@@ -26,7 +26,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from elastic_ring.errors import ElasticRingError, RecordDamaged
-from elastic_ring.monitor.report import Records, human_rate, recovery_line
+from elastic_ring.monitor.plot import loss_names
+from elastic_ring.monitor.report import Records, duration, human_rate, left_s, recovery_line
 
 log = logging.getLogger(__name__)
 
@@ -198,6 +199,8 @@ def _page_data(folder: Path, now_unix_s: float | None) -> dict[str, Any]:
     records = Records.of(folder)
     status, summary, steps = records.status, records.summary, records.steps
     recoveries = list(summary.get("recoveries") or status.get("recoveries") or [])
+    num_left = status.get("total_steps", len(steps)) - status.get("step", len(steps))
+    left = None if status.get("ended") else left_s(steps, num_left)
     return {
         "run": status.get("run") or folder.resolve().name,
         "phase": _phase(status, summary),
@@ -209,17 +212,24 @@ def _page_data(folder: Path, now_unix_s: float | None) -> dict[str, Any]:
         "generation": status.get("generation"),
         "mesh": status.get("mesh"),
         "tokens_per_s": _rate(steps[-5:]),
+        "left": "" if left is None else duration(left),
         "goodput": summary.get("goodput"),
         "exact": summary.get("exact"),
-        "loss": thinned([(line["step"], line["loss"]) for line in steps if line["loss"] is not None]),
-        "validation": thinned([(line["step"], line["val_loss"]) for line in steps if line.get("val_loss") is not None]),
-        "step_s": thinned([(line["step"], line["step_s"]) for line in steps]),
+        "loss": _curve(steps, "loss"),
+        "validation": {name: _curve(steps, name) for name in loss_names(steps)},
+        **{name: _curve(steps, name) for name in ("step_s", "lr", "grad_norm", "rate")},
+        "resumes": sorted({one["step"] for one in summary.get("resumed_from") or status.get("resumed_from") or []}),
         "generations": _generations(steps),
         "recoveries": [{"step": one["step"], "line": recovery_line(one)} for one in recoveries],
         "ranks": sorted(status.get("members") or [], key=lambda member: int(member["global_rank"])),
         "spares": status.get("spares") or [],
         "story": status.get("story") or [],
     }
+
+
+def _curve(steps: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    key = {"rate": "tokens_per_s"}.get(name, name)
+    return thinned([(line["step"], line[key]) for line in steps if line.get(key) is not None])
 
 
 def _phase(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""The plot of a run: the loss over its steps, with recoveries and generations marked.
+"""The plot of a run: loss, gradient norm, learning rate and tokens a second over its steps, with recoveries, resumes
+and generations marked.
 
 Uses matplotlib's object API on Agg: no display, no pyplot, no global state.
 """
@@ -18,7 +19,9 @@ from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.monitor.report import seconds
 
 _LOSS_COLOUR = "#1f4e79"
-_RECOVERY_COLOUR = "#b3261e"
+_RECOVERY_COLOUR, _RESUME_COLOUR = "#b3261e", "#2e7d32"
+_BELOW = {"grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_s": "tokens/s"}
+"""What is drawn below the loss."""
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -28,11 +31,13 @@ _SHADES = ("#ffffff", "#eef3f8")
 _MAX_LABELS = 12
 
 
-def draw_run(run_folder: str | os.PathLike[str], recoveries: Sequence[Mapping[str, Any]]) -> Path:
+def draw_run(
+    run_folder: str | os.PathLike[str], recoveries: Sequence[Mapping[str, Any]], resumes: Sequence[int] = ()
+) -> Path:
     """Write RUN/loss.png from RUN/metrics.jsonl; warn where matplotlib is missing. Raises: JournalDamaged."""
     path = Path(run_folder) / "loss.png"
     try:
-        draw_loss(read_metrics(run_folder), recoveries, path)
+        draw_loss(read_metrics(run_folder), recoveries, path, resumes)
     except ModuleNotFoundError as error:
         log.warning("no loss.png: %s is not installed; pip install 'elastic-ring[plot]'", error.name)
     return path
@@ -42,33 +47,20 @@ def draw_loss(
     steps: Sequence[Mapping[str, Any]],
     recoveries: Sequence[Mapping[str, Any]],
     path: str | os.PathLike[str],
-    *,
-    title: str = "Loss of the committed steps",
+    resumes: Sequence[int] = (),
 ) -> None:
-    """Write a PNG. `steps`: lines of metrics.jsonl in order; `recoveries`: those of the summary."""
+    """Write a PNG. `steps`: lines of metrics.jsonl in order; `recoveries`: those of the summary; `resumes`: the steps
+    that ran first after one."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(9.0, 4.8), dpi=120, layout="constrained")
+    figure = Figure(figsize=(9.0, 7.6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes, *below = figure.subplots(1 + len(_BELOW), sharex=True, gridspec_kw={"height_ratios": [4, *[1] * len(_BELOW)]})
     _draw_generations(axes, steps)
-    # nan leaves a gap in the line.
-    losses = [math.nan if line["loss"] is None else line["loss"] for line in steps]
-    numbers = [line["step"] for line in steps]
-    axes.plot(numbers, losses, color=_LOSS_COLOUR, linewidth=1.6, zorder=3)
-    validated = [line for line in steps if line.get("val_loss") is not None]
-    if validated:
-        axes.plot(
-            [line["step"] for line in validated],
-            [line["val_loss"] for line in validated],
-            "o",
-            color="#c77700",
-            markersize=4,
-            label="validation",
-            zorder=4,
-        )
+    _draw_line(axes, steps, "loss", 1.6)
+    validated = _draw_validations(axes, steps)
     skipped = [line["step"] for line in steps if line.get("skipped")]
     if skipped:
         axes.plot(
@@ -83,20 +75,67 @@ def draw_loss(
             zorder=4,
         )
     if validated or skipped:
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=8)
-    axes.set_xlabel("step")
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, frameon=False, fontsize=8)
     axes.set_ylabel("loss (nats per token)")
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(axis="y", color="#d9d9d9", linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.set_title("Loss of the committed steps", loc="left", fontsize=11)
     axes.margins(y=0.14)  # room for the generations' labels
-    axes.spines[["top", "right"]].set_visible(False)
+    for name, panel in zip(_BELOW, below, strict=True):
+        _draw_line(panel, steps, name, 1.2)
+        panel.set_ylabel(_BELOW[name], fontsize=8)
+        panel.tick_params(labelsize=7)
+    below[-1].set_xlabel("step")
+    below[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    for panel in (axes, *below):
+        panel.grid(axis="y", color="#d9d9d9", linewidth=0.6)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        _draw_marks(panel, [recovery["step"] for recovery in recoveries], _RECOVERY_COLOUR)
+        _draw_marks(panel, resumes, _RESUME_COLOUR)
     if steps:
         last = max([steps[-1]["step"], *(recovery["step"] for recovery in recoveries)])
         axes.set_xlim(steps[0]["step"] - 0.5, last + 0.5)
-    _draw_recoveries(axes, recoveries)
+    figure.align_ylabels()
+    _label_recoveries(axes, recoveries)
+    for step in resumes:
+        axes.annotate(
+            "resumed",
+            (step - 0.5, 0.02),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(3, 0),
+            textcoords="offset points",
+            fontsize=7,
+            color=_RESUME_COLOUR,
+        )
     figure.savefig(os.fspath(path), format="png")
+
+
+def _draw_line(axes: Axes, steps: Sequence[Mapping[str, Any]], name: str, width: float) -> None:
+    """What is not finite leaves a gap."""
+    values = [math.nan if line.get(name) is None else line[name] for line in steps]
+    axes.plot([line["step"] for line in steps], values, color=_LOSS_COLOUR, linewidth=width, zorder=3)
+
+
+def _draw_validations(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> bool:
+    """The mean of all sets, and each; returns whether there is any."""
+    names = loss_names(steps)
+    for index, name in enumerate(names):
+        points = [(line["step"], line[name]) for line in steps if line.get(name) is not None]
+        label = "validation" if name == "val_loss" else name.removeprefix("val_").removesuffix("_loss")
+        style = {"color": "#c77700"} if name == "val_loss" else {"color": f"C{index + 3}", "alpha": 0.8}
+        axes.plot(*zip(*points, strict=True), "o-", linewidth=0.6, markersize=4, label=label, zorder=4, **style)
+    return bool(names)
+
+
+def loss_names(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of the losses that validations have found: that of all sets, then each set's."""
+    found = {name for line in steps for name, value in line.items() if value is not None}
+    return sorted((name for name in found if re.fullmatch("val_(.+_)?loss", name)), key=lambda name: (len(name), name))
+
+
+def _draw_marks(axes: Axes, steps: Sequence[int], colour: str) -> None:
+    """A line before each of these steps."""
+    for step in steps:
+        axes.axvline(step - 0.5, color=colour, linewidth=1.0, linestyle=(0, (4, 2)), zorder=2.5)
 
 
 def short_cause(cause: str) -> str:
@@ -131,12 +170,11 @@ def _draw_generations(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]]) -> None:
-    """A line before the step of each recovery; at most _MAX_LABELS labels, in staggered rows."""
+def _label_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]]) -> None:
+    """At most _MAX_LABELS labels, in staggered rows."""
     every = max(1, math.ceil(len(recoveries) / _MAX_LABELS))
     for index, recovery in enumerate(recoveries):
         at = recovery["step"] - 0.5
-        axes.axvline(at, color=_RECOVERY_COLOUR, linewidth=1.0, linestyle=(0, (4, 2)), zorder=2.5)
         if index % every:
             continue
         near_the_end = at > axes.get_xlim()[0] + 0.85 * (axes.get_xlim()[1] - axes.get_xlim()[0])

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from elastic_ring.files import printable
 from elastic_ring.monitor.metrics import StepMetrics
-from elastic_ring.monitor.report import human_rate, recovery_line
+from elastic_ring.monitor.report import duration, human_rate, recovery_line
 
 
 class _Bar(tqdm):
@@ -24,7 +24,8 @@ class _Bar(tqdm):
 
 
 class ProgressLine:
-    """Shows step, loss, tokens/s, generation and members of a run as steps are committed."""
+    """Shows step, loss, learning rate, gradient norm, tokens/s, time left, generation and members of a run as steps are
+    committed."""
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class ProgressLine:
         self._bar: _Bar | None = None
         self._written_at_s = -math.inf
         self._num_done = 0
+        self._first: tuple[float, int] | None = None  # when the first step was shown, and the number done by then
         self._latest: StepMetrics | None = None
         self._latest_written = True
 
@@ -65,6 +67,7 @@ class ProgressLine:
         num_new = max(0, metrics.step + 1 - self._num_done)
         self._num_done += num_new
         self._latest, self._latest_written = metrics, False
+        self._first = self._first or (self._clock(), self._num_done)
         if self._bar is not None:
             self._bar.set_postfix_str(_figures(metrics), refresh=False)
             self._bar.update(num_new)
@@ -104,7 +107,16 @@ class ProgressLine:
         self._written_at_s = self._clock()
         self._latest_written = True
         width = len(str(self._total_steps))
-        self.note(f"step {self._num_done:>{width}}/{self._total_steps}  {_figures(self._latest)}")
+        self.note(f"step {self._num_done:>{width}}/{self._total_steps}  {_figures(self._latest)}{self._left()}")
+
+    def _left(self) -> str:
+        """The time left at the pace so far, which has validations, checkpoints and recoveries in it."""
+        assert self._first is not None
+        since, done = self._first
+        num_timed, num_left = self._num_done - done, self._total_steps - self._num_done
+        if num_timed < 1 or num_left < 1:
+            return ""
+        return f"  {duration((self._clock() - since) / num_timed * num_left)} left"
 
 
 def _is_terminal(stream: TextIO) -> bool:
@@ -116,6 +128,7 @@ def _figures(metrics: StepMetrics) -> str:
     loss = f"{metrics.loss:.4f}" if math.isfinite(metrics.loss) else str(metrics.loss)
     skipped = " (skipped)" if metrics.skipped else ""
     return (
-        f"loss {loss}{skipped}  {human_rate(metrics.tokens_per_s)} tok/s  "
+        f"loss {loss}{skipped}  lr {metrics.lr:.3g}  grad {metrics.grad_norm:.3g}  "
+        f"{human_rate(metrics.tokens_per_s)} tok/s  "
         f"gen {metrics.generation}  {metrics.num_members} members ({metrics.mesh})"
     )

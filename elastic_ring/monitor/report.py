@@ -7,9 +7,11 @@ is in `plot`, the live progress line in `progress`.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ _NUM_RECOVERIES_SHOWN = 5
 _FORECAST_IS_RIGHT = 0.1
 """Where measured and planned memory differ by more than this share of the plan, the line says so."""
 _STALE_S = 10.0
+_NUM_PACED, _BREAK = 64, 20
+"""The pace is that of so many steps; what takes so many times as long as the median between two is a break."""
 NUM_TOLD = 3
 """How many damaged lines of a file are named."""
 
@@ -102,6 +106,7 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
         lambda: [_versions_line(folder / CONFIG_NAME)],
         lambda: [_mesh_line(status, summary)],
         lambda: [_step_line(status, summary, steps)],
+        lambda: [_rates_line(steps)],
         lambda: [_validation_line(steps)],
         lambda: [_checkpoint_line(status)],
         lambda: _membership_lines(status, now),
@@ -227,7 +232,37 @@ def _step_line(status: Mapping[str, Any], summary: Mapping[str, Any], steps: Seq
         recent = [line["tokens_per_s"] for line in steps[-5:] if line.get("tokens_per_s") is not None]
         if recent:
             text += f"   {human_rate(math.fsum(recent) / len(recent))} tokens/s"
+        left = None if total is None or status.get("ended") else left_s(steps, int(total) - int(step))
+        text += "" if left is None else f"   {duration(left)} left"
     return _row("step", text)
+
+
+def _rates_line(steps: Sequence[Mapping[str, Any]]) -> str:
+    if not steps or steps[-1].get("lr") is None:
+        return ""
+    norm = steps[-1].get("grad_norm")
+    told = "not finite" if norm is None else f"{norm:.3g}"
+    return _row("rates", f"learning rate {steps[-1]['lr']:.3g}   gradient norm {told}")
+
+
+def left_s(steps: Sequence[Mapping[str, Any]], num_left: int) -> float | None:
+    """Seconds for so many steps at the pace of the last ones, with what came between them; without breaks, as before a
+    resume. None where there is no pace yet, or nothing left."""
+    times = [line["unix_s"] for line in steps[-_NUM_PACED:] if line.get("unix_s") is not None]
+    between = [later - earlier for earlier, later in pairwise(times)]
+    if not between or num_left < 1:
+        return None
+    longest = _BREAK * statistics.median(between)
+    paced = [one for one in between if one <= longest]
+    return num_left * math.fsum(paced) / len(paced)
+
+
+def duration(value_s: float) -> str:
+    """For people: 40 s, 12 min, 3.5 h, 2.1 days."""
+    for limit, size, unit in ((90, 1, "s"), (5400, 60, "min"), (172_800, 3600, "h")):
+        if value_s < limit:
+            return f"{value_s / size:.{1 if unit == 'h' and value_s < 36_000 else 0}f} {unit}"
+    return f"{value_s / 86_400:.1f} days"
 
 
 def _validation_line(steps: Sequence[Mapping[str, Any]]) -> str:

@@ -497,6 +497,7 @@ class RunRecorder:
             "step": self.metrics.last_step + 1,
             "total_steps": end_step(state),
             "validation": self.metrics.newest.validation,
+            "resumed_from": [dict(one) for one in self.totals.resumed_from],
             "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
             "spares": [person(w) for w in spares(state)],
             "covered": covered(state),
@@ -551,7 +552,7 @@ class RunRecorder:
         retries(lambda: write_summary(self.folder, summary), lambda error: not isinstance(error, OSError))
         if self.planned:
             self._tell(ForecastSeen(dict(self.planned), seen_of(list(self.metrics.step_times_s().values()), summary)))
-        draw_run(self.folder, self.recoveries.records)
+        draw_run(self.folder, self.recoveries.records, [one["step"] for one in self.totals.resumed_from])
         return summary
 
     def take_lines(self, after: int) -> list[str]:

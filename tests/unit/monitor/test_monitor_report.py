@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import math
 import os
 import pty
+import re
 import shutil
 import struct
 import subprocess
@@ -29,7 +31,16 @@ from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, build_summary,
 from elastic_ring.monitor.metrics_table import TIME_PARTS
 from elastic_ring.monitor.plot import draw_run, short_cause
 from elastic_ring.monitor.progress import ProgressLine
-from elastic_ring.monitor.report import TIME_NAMES, goodput_line, human_rate, recovery_line, render_status, seconds
+from elastic_ring.monitor.report import (
+    TIME_NAMES,
+    duration,
+    goodput_line,
+    human_rate,
+    left_s,
+    recovery_line,
+    render_status,
+    seconds,
+)
 from elastic_ring.runtime import run_storage
 from tests.object_store.store import ObjectStore
 from tests.signals import heed_interrupts
@@ -171,10 +182,10 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then_and_the_last_one(
             now_s += 1.0
         progress.recovery(RECOVERY)
     assert stream.getvalue().splitlines() == [
-        "step  1/40  loss 5.0000  9.12k tok/s  gen 1  4 members (dp=2 x cp=2)",
-        "step  6/40  loss 4.5000  9.12k tok/s  gen 1  4 members (dp=2 x cp=2)",
+        "step  1/40  loss 5.0000  lr 0.001  grad 1  9.12k tok/s  gen 1  4 members (dp=2 x cp=2)",
+        "step  6/40  loss 4.5000  lr 0.001  grad 1  9.12k tok/s  gen 1  4 members (dp=2 x cp=2)  34 s left",
         SENTENCE,
-        "step  9/40  loss 4.2000  9.12k tok/s  gen 1  4 members (dp=2 x cp=2)",
+        "step  9/40  loss 4.2000  lr 0.001  grad 1  9.12k tok/s  gen 1  4 members (dp=2 x cp=2)  35 s left",
     ]
 
 
@@ -208,7 +219,7 @@ def test_on_a_terminal_a_bar_redraws_itself_and_recoveries_stay_above_it() -> No
     assert any(line.strip("\r").endswith(SENTENCE) for line in lines)
     last = lines[-2].split("\r")[-2]
     assert last.startswith("25/40 |")
-    assert "loss 2.6000  9.12k tok/s  gen 2  4 members (dp=2 x cp=2)" in last
+    assert "loss 2.6000  lr 0.001  grad 1  9.12k tok/s  gen 2  4 members (dp=2 x cp=2)" in last
     assert screen.count("\r") > len(lines)
 
 
@@ -220,16 +231,30 @@ def test_a_terminal_without_a_width_gets_plain_lines() -> None:
 
 
 def test_the_status_of_a_live_run(run: Path) -> None:
-    assert render_status(run, now_unix_s=5002.5).splitlines() == [
+    told = re.sub(r"\d+ s left", "soon", render_status(run, now_unix_s=5002.5))
+    assert told.splitlines() == [
         "run laptop: running, news of 2.5 s ago",
         "  mesh       dp=2 x cp=2   generation 3   term 2",
-        "  step       24 of 40   loss 2.7000 (step 23)   9.12k tokens/s",
+        "  step       24 of 40   loss 2.7000 (step 23)   9.12k tokens/s   soon",
+        "  rates      learning rate 0.001   gradient norm 1",
         "  members    rank 0   w-0   node node-a   pid 100",
         "             rank 2   w-2   node node-a   pid 102",
         "  spares     w-7",
         "  recoveries " + SENTENCE,
         "  decision   w-7 stands by",
     ]
+
+
+def test_the_time_left_follows_the_pace_without_breaks(run: Path) -> None:
+    lines = [{"unix_s": 10.0 * step + (5000.0 if step > 4 else 0.0)} for step in range(9)]
+    assert left_s(lines, 6) == 60.0
+    assert (left_s(lines, 0), left_s(lines[:1], 6)) == (None, None)
+    assert [duration(s) for s in (40, 720, 12_600, 43_200, 200_000)] == ["40 s", "12 min", "3.5 h", "12 h", "2.3 days"]
+    with MetricsLog(run) as log:
+        log.validated(20, {"val_loss": 2.0, "val_perplexity": 7.389, "val_code_loss": math.nan})
+    assert "validated  loss 2, perplexity 7.389, code_loss not finite (step 20)" in render_status(
+        run, now_unix_s=5000.0
+    )
 
 
 def test_a_run_that_fell_silent_says_for_how_long(run: Path) -> None:
@@ -437,7 +462,7 @@ def test_watching_shows_the_news_until_it_is_interrupted(run: Path) -> None:
 
 def test_the_picture_marks_recoveries_and_needs_no_display(run: Path) -> None:
     plain = matplotlib.image.imread(draw_run(run, []))
-    marked = matplotlib.image.imread(draw_run(run, [RECOVERY]))
+    marked = matplotlib.image.imread(draw_run(run, [RECOVERY], [12]))
     assert marked.shape == plain.shape
     height, width, _ = marked.shape
     assert min(height, width) > 400

@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Path:
         {"global_rank": rank, "worker": f"w-{rank}", "node": "node-a", "pid": 100 + rank, **does}
         for rank, does in enumerate([doing, doing, doing, stuck])
     ]
-    told = live_status(step=40, total_steps=60, updated_unix_s=time.time(), members=members)
+    told = live_status(step=40, total_steps=60, updated_unix_s=time.time(), members=members, resumed_from=[{"step": 8}])
     write_json(tmp_path / "status.json", told)
     return tmp_path
 
@@ -121,7 +121,7 @@ def test_a_browser_shows_curve_mesh_recovery_and_the_rank_that_stands_still(page
         "--no-sandbox",
         "--disable-gpu",
         f"--user-data-dir={tmp_path / 'profile'}",
-        "--window-size=1240,1100",
+        "--window-size=1240,1340",
         "--virtual-time-budget=4000",
     ]
     done = subprocess.run([*command, "--dump-dom", page.url], capture_output=True, text=True, timeout=120)
@@ -130,7 +130,8 @@ def test_a_browser_shows_curve_mesh_recovery_and_the_rank_that_stands_still(page
     assert 'data-step="40"' in dom, done.stderr
     assert re.search(r'aria-label="loss" data-points="40"', dom)
     assert len(re.search(r'<polyline[^>]* points="([^"]*)"', dom)[1].split()) == 40  # type: ignore[index]
-    assert (dom.count('class="generation"'), dom.count('class="recovery"'), dom.count("data-rank=")) == (2, 1, 4)
+    assert (dom.count('class="generation"'), dom.count('class="recovery"'), dom.count("data-rank=")) == (2, 5, 4)
+    assert dom.count('class="resume"') == 5
     assert SENTENCE in dom
     stuck = re.findall(r'data-rank="(\d)" data-phase="(\w+)" style="background: var\(--red\)', dom)
     assert stuck == [("3", "forward")]
