@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict
 
 from elastic_ring.errors import RecordDamaged
 from elastic_ring.files import plain_json
@@ -59,6 +59,35 @@ class RunInfo:
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
+
+
+class RecoveryEvent(TypedDict):
+    """A recovery as summary.json has it; seconds are None for what did not happen."""
+
+    step: int
+    faults: list[str]
+    cause: str
+    action: str
+    detect_s: float | None
+    close_s: float | None
+    heal_s: float | None
+    rerun_s: float | None
+    total_s: float | None
+    steps_undone: int
+    steps_rerun: int
+    source: str | None
+    survivor_pids_kept: bool
+    exact: bool
+
+
+class CheckpointEvent(TypedDict):
+    """A checkpoint that counts: steps, place, size, for how long training waited, and how long it took."""
+
+    step: int
+    path: str
+    bytes: int
+    blocked_s: float
+    total_s: float
 
 
 class Control:
@@ -135,11 +164,11 @@ class Callback:
         """After `step`: `val_loss`, `val_perplexity`, and `val_NAME` of each metric of the trainer's `metrics`; with
         several sets the means of all, and `val_SET_loss` and so on of each."""
 
-    def on_recovery(self, recovery: Mapping[str, Any]) -> None:
-        """A recovery is over; the keys are those of `recoveries` in summary.json."""
+    def on_recovery(self, recovery: RecoveryEvent) -> None:
+        """A recovery is over."""
 
-    def on_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """A checkpoint counts: its manifest is written. `step` is among the keys."""
+    def on_checkpoint(self, checkpoint: CheckpointEvent) -> None:
+        """A checkpoint counts: its manifest is written."""
 
     def on_end(self) -> None:
         """The driver leaves: close what `on_start` opened. Called once for every `on_start` that returned."""

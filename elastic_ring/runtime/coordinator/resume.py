@@ -25,6 +25,7 @@ from elastic_ring.state.storage.folder import Storage, open_or_refuse
 from elastic_ring.wording import cut, few
 
 LINEAGES = "lineages"
+LENGTHS = ("total_steps", "warmup_steps")
 NUM_TOLD, LONGEST_TOLD = 3, 200
 """The most findings of a report of damage, and characters of each."""
 
@@ -322,7 +323,7 @@ def _resume(
         raise ValueError(
             f"{uri_of(storage, folder)} is a checkpoint of other settings ({few(told, NUM_TOLD, '; ')}): "
             "submit the same, choose "
-            "another run name, or give resume='never' in a new storage_path"
+            f"another run name, or give resume='never' in a new storage_path{_lengths(manifest, told)}"
         )
     resumed_from = (*manifest.run.get("resumed_from", ()), {"step": newest.step, "path": uri_of(storage, folder)})
     by_then = tuple(CorpusVersion(**version) for version in manifest.run.get("corpus", ()))
@@ -331,6 +332,16 @@ def _resume(
         skips = tuple(BatchSkip(**skip) for skip in manifest.run["skips"])
     places = manifest.run.get("places", {})
     return Resume(lineage, tuple(usable), resumed_from, corpus, before.num_steps, skips, places=places)
+
+
+def _lengths(manifest: Manifest, told: Sequence[str]) -> str:
+    """The way out for a longer run, whose schedule follows its steps where nobody says otherwise: as flags."""
+    there = {name: str(manifest.run.get("settings", {}).get(f"optim.{name}")) for name in LENGTHS}
+    other = {one.partition(":")[0] for one in told}
+    if not other <= {f"optim.{name}" for name in LENGTHS}:
+        return ""
+    flags = " ".join(f"--optim.{name.replace('_', '-')} {value}" for name, value in there.items())
+    return f"; for more steps at the rate with which its schedule ended give {flags}"
 
 
 def _other_settings(manifest: Manifest, identity: Identity) -> list[str]:

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 30.0, 3600.0
 """Bounds of the interval that a run chooses itself."""
+LAST_S = 3.0
+"""The last step is saved too where the checkpoint before took no longer: the end of a run waits for it."""
 
 Told = Mapping[str, Any]
 
@@ -66,6 +68,7 @@ class SaveSchedule:
         self._config = config
         self._last_s = time.monotonic()
         self._cost_s = 0.0
+        self.wrote_s = math.inf  # how long the last one took until its part was written
         self.mean_time_between_failures_s = 86_400.0
         self._told_s = 0.0
         self._is_asked = False
@@ -87,7 +90,9 @@ class SaveSchedule:
             return True
         if config.every_steps:
             return applied % config.every_steps == 0
-        return applied < total_steps and (self.is_first or time.monotonic() - self._last_s >= self.interval_s)
+        if applied == total_steps:  # a longer run goes on from here; not where the end would have to wait for it
+            return self.wrote_s <= LAST_S
+        return self.is_first or time.monotonic() - self._last_s >= self.interval_s
 
     @property
     def is_first(self) -> bool:
@@ -310,7 +315,8 @@ class Saver:
         except Exception as error:  # training goes on without this checkpoint; the coordinator counts it
             self._failed(part, error)
             return
-        self._send({**part, "file": asdict(file), "total_s": time.monotonic() - begun})
+        self.schedule.wrote_s = time.monotonic() - begun
+        self._send({**part, "file": asdict(file), "total_s": self.schedule.wrote_s})
 
     def _failed(self, part: dict[str, Any], error: Exception) -> None:
         log.error("this rank's part of the checkpoint of step %d is missing", part["step"], exc_info=error)

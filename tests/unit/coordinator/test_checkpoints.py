@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import re
@@ -669,6 +670,9 @@ def test_the_interval_follows_cost_and_failures_within_bounds_where_nobody_sets_
     assert schedule.news() == "", "said once"
     assert SaveSchedule(CheckpointConfig(every_s=9.0)).news() == "", "it is set"
     assert not SaveSchedule(CheckpointConfig(every_steps=0)).is_due(100, 100)
+    for wrote_s, is_due in ((math.inf, False), (3.5, False), (2.5, True)):
+        schedule.wrote_s = wrote_s
+        assert schedule.is_due(10, 10) == is_due, "the last step is saved where that is quick"
 
 
 def test_the_first_checkpoint_comes_after_step_1_where_nobody_sets_the_interval(tmp_path: Path) -> None:

@@ -20,10 +20,26 @@ import pytest
 from elastic_ring.config import RunConfig
 from elastic_ring.integrations.early_stopping import EarlyStopping, KeepBest
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.callbacks import CALLBACKS_NAME, Callback, RunInfo, Telling, check_callbacks, kept_places
+from elastic_ring.monitor.callbacks import (
+    CALLBACKS_NAME,
+    Callback,
+    RecoveryEvent,
+    RunInfo,
+    Telling,
+    check_callbacks,
+    kept_places,
+)
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.json_files import read_json
-from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, MetricsLog, StepMetrics, write_json
+from elastic_ring.monitor.metrics import (
+    JOURNAL_NAME,
+    METRICS_NAME,
+    RECOVERY_KEYS,
+    STATUS_NAME,
+    MetricsLog,
+    StepMetrics,
+    write_json,
+)
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import set_aside
 from tests.object_store.store import ObjectStore
@@ -89,6 +105,10 @@ def records(tmp_path: Path) -> Records:
 
 def telling(folder: Path, *callbacks: Callback) -> Telling:
     return Telling(callbacks, RunInfo("first", folder))
+
+
+def test_events_have_the_keys_of_the_records() -> None:
+    assert tuple(RecoveryEvent.__annotations__) == RECOVERY_KEYS
 
 
 def test_each_event_is_told_once_over_drivers_and_new_records(tmp_path: Path, records: Records) -> None:

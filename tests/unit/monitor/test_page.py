@@ -74,7 +74,7 @@ def test_the_data_are_those_of_the_records(run: Path) -> None:
     assert found["ranks"][0]["clock"]["backward"] == 1.0
     assert (found["run"], found["phase"], found["step"], found["total_steps"]) == ("laptop", "running", 40, 60)
     assert found["loss"] == [(step, 5.0 - step / 10) for step in range(40)]
-    assert found["validation"] == [(20, 3.5)]
+    assert found["validation"] == {"val_loss": [(20, 3.5)]}
     assert found["generations"] == [
         {"generation": 1, "first": 0, "last": 20, "dp": 2, "cp": 2},
         {"generation": 2, "first": 21, "last": 39, "dp": 2, "cp": 2},
