@@ -74,19 +74,25 @@ class Worker:
         self._num_abandoned = 0
         self._seen = self._built = (0, 0)
         self._activity = "spare"
-        self._member: Member | None = None
+        self._warm: Member | None = None
         self._stamps = StampWriter(spec.stamp_path)
         self._held: int | None = None  # the folder of the stamps, until this process ends
         self._stall_watchdog = StallWatchdog(spec.run.timeouts.stall_s, self._moved)
         self._starting, self._start_work = threading.Lock(), StartWork()
         self._attempt = ""  # of the submission for whose members this process speaks, as global rank 0
 
+    @property
+    def _member(self) -> Member:
+        """Of a warm worker."""
+        assert self._warm is not None
+        return self._warm
+
     # ------------------------------------------------------------ what the coordinator calls
 
     def start(self, coordinator: Any) -> dict[str, Any]:
         """Become a warm spare, once. Returns `describe()`; a new coordinator calls it again."""
         with self._starting:
-            if self._member is None:
+            if self._warm is None:
                 # Dump every thread's stack into the log: a start that takes too long is killed.
                 faulthandler.dump_traceback_later(STACKS_SHARE * self.spec.run.timeouts.start_s)
                 try:
@@ -114,7 +120,7 @@ class Worker:
         member = Member(self.spec, self._stamps, client.injector(), client.publish, client.saved, client.ask_callbacks)
         member.start_work = work
         member.warm_up()
-        self._member = member
+        self._warm = member
         self._training.start()
         TermGuard(self.spec.run, self._own_claim, self._client.is_there).start()
         threads = [(self._beat, "heart"), (self._control, "control")]
@@ -132,7 +138,6 @@ class Worker:
 
     def describe(self) -> dict[str, Any]:
         """Identity, paths and environment of this worker."""
-        assert self._member is not None
         return {
             "worker": self.spec.worker,
             "pid": os.getpid(),
@@ -182,24 +187,20 @@ class Worker:
         match command:
             case Release() if command.wrong:
                 log.error("%s", command.wrong)
-                if self._member is not None:
-                    self._member.fail_device(ComputedWrongly(command.wrong))
+                if self._warm is not None:
+                    self._warm.fail_device(ComputedWrongly(command.wrong))
                 os._exit(0)
             case Release():
                 log.info("released")  # the coordinator has Ray end this process
             case Hello():
-                assert self._member is not None
                 # What the old coordinator had been sent but had not written down is sent again.
                 self._member.records.rewind(int(extra.get("published", -1)))
                 self._client.answer(Status(self._client.cause(), self.spec.worker, *self._seen, self._activity))
             case Stop(mode="boundary"):
-                assert self._member is not None
                 self._member.boundary_requested = True
             case Stop(mode="save"):
-                assert self._member is not None
                 self._member.save_soon()
             case Answer():
-                assert self._member is not None
                 self._member.callback_wait.answer(command)
             case Stop():
                 self._abort_and_report(extra)
@@ -211,7 +212,6 @@ class Worker:
                 self._order("finished", lambda: self._finalize(command))
 
     def _abort_and_report(self, extra: dict[str, Any]) -> None:
-        assert self._member is not None
         started = time.monotonic()
         if not self._release_training():
             log.error("training thread did not return within %.1f s of the abort", self.spec.run.timeouts.park_s)
@@ -222,7 +222,6 @@ class Worker:
 
     def _abort_stalled(self, told: StallDetected) -> None:
         """Abort a stalled step, as a failed exchange would."""
-        assert self._member is not None
         member = self._member
         if self._training.paused.is_set() or not self._stall_watchdog.holds(told):
             return
@@ -241,7 +240,6 @@ class Worker:
             self._client.answer(MemberFailed(self._client.cause(), *identity, "peer", member.applied, detail))
 
     def _build(self, command: Build, extra: dict[str, Any]) -> None:
-        assert self._member is not None
         # A boundary leaves the old groups up.
         if not self._release_training():
             log.error("training thread busy; cannot build %s", self._seen)
@@ -250,11 +248,10 @@ class Worker:
         speaks = command.members[0] == self.spec.worker
         self._attempt = str((extra.get("checkpoint") or {}).get("attempt", "")) if speaks else ""
         self._stall_watchdog.halt()
-        connector = self._member.prepare(command, extra)  # from here on an abort reaches this build
-        self._order("building", lambda: self._build_and_train(command, connector))
+        self._member.prepare(command, extra)  # from here on an abort reaches this build
+        self._order("building", lambda: self._build_and_train(command))
 
     def _become_spare(self) -> None:
-        assert self._member is not None
         self._attempt = ""
         if self._member.released:
             log.info("this process has released all GPUs but one: it exits, and a new spare starts")
@@ -271,7 +268,6 @@ class Worker:
 
     def _release_training(self) -> bool:
         """Make the training thread return; a stuck one is abandoned. False if it is busy."""
-        assert self._member is not None
         member = self._member
         outcome = self._training.release(member.abort, lambda: not member.writing, self.spec.run.timeouts.park_s)
         if outcome == "stuck":
@@ -283,11 +279,10 @@ class Worker:
             self._training.start()
         return outcome != "busy"
 
-    def _build_and_train(self, command: Build, connector: Any) -> None:
-        assert self._member is not None
+    def _build_and_train(self, command: Build) -> None:
         member, identity = self._member, (self.spec.worker, command.term, command.generation)
         try:
-            resumed, extra = member.build(command, connector, self._client.cause())
+            resumed, extra = member.build(self._client.cause())
         except BaseException as error:  # a sys.exit in the user's code is an answer too
             if not self._training.is_this:
                 return  # abandoned: another thread has taken over
@@ -308,7 +303,6 @@ class Worker:
             self._run(command)
 
     def _run(self, command: Build) -> None:
-        assert self._member is not None
         member, identity = self._member, (self.spec.worker, command.term, command.generation)
         self._stall_watchdog.begin(identity[1:])
         try:
@@ -330,7 +324,6 @@ class Worker:
         self._report(kind, identity[1:], -1)
 
     def _finalize(self, command: Finalize) -> None:
-        assert self._member is not None
         identity = (self.spec.worker, command.term, command.generation)
         try:
             finalized = self._member.finalize(self._client.cause(), *identity)
@@ -351,7 +344,6 @@ class Worker:
             self._client.answer(finalized)
 
     def _kind_of(self, error: BaseException, healing: bool = False) -> str:
-        assert self._member is not None
         member = self._member
         kind = error_kind(error, lambda: has_failed(member.device), healing=healing)
         if kind in ("device", "user", "check", "memory", "storage") and member.aborted:
@@ -366,7 +358,6 @@ class Worker:
         if kind == "memory":
             drop_frames(error)  # first: the text needs memory, too
         text = error_text(error, kind)
-        assert self._member is not None
         accused = self._member.names_of(error.ranks) if isinstance(error, ComputedWrongly) else ()
         suspects = self._member.names_of(error.differs) if isinstance(error, ComputedWrongly) else ()
         first_step = -1
@@ -384,13 +375,11 @@ class Worker:
 
     def _report(self, kind: str, identity: tuple[int, int], published: int) -> None:
         """Send this worker's state, and its records of steps that may not have been published yet."""
-        assert self._member is not None
         records = self._member.records.after(published) if kind == "aborted" else self._member.unsent()
         self._client.answer(self._member.report(self._client.cause(), *identity, kind), {"records": records})
 
     def _beat(self) -> None:
         """Heartbeat: shows that this process runs and that its GIL is free."""
-        assert self._member is not None
         self._stamps.bind_thread()
         while True:
             self._stamps.touch()
@@ -401,13 +390,11 @@ class Worker:
             time.sleep(HEART_PERIOD_S)
 
     def _moved(self) -> tuple[int, ...]:
-        assert self._member is not None
         if self._member.device.type != "cpu":
             return self._member.moved()  # waiting for a GPU is a busy wait: CPU time proves nothing
         return (*self._member.moved(), self._training.cpu_ticks)
 
     def _look_at_device(self) -> None:
-        assert self._member is not None
         look_at_device(self._member.marks, self._stall_watchdog, self._member.exchange_error, self._tell_control)
 
     def _tell_control(self, told: StallDetected) -> None:

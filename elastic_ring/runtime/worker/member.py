@@ -10,7 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -76,6 +77,32 @@ NAMED = 4096  # so many sequences that are left out are named one by one
 ABORTABLE = ("idle", "forward", "backward", "reduce", *EXCHANGES)
 
 
+@dataclass
+class Generation:
+    """What belongs to one membership in this process: made with its connector, dropped whole. `told`: by the
+    coordinator with the build; `timings`: of the build. A worker that only gives its state away joins no `groups`;
+    `place`: of this rank's checkpoints, where some are taken."""
+
+    command: Build
+    connector: Connector
+    told: Mapping[str, Any]
+    timings: dict[str, float] = field(default_factory=dict)
+    groups: Groups | None = None
+    place: Place | None = None
+    is_host_memory_prepared: bool = False
+
+    @property
+    def joined(self) -> Groups:
+        """Its groups, of which this worker is a member."""
+        assert self.groups is not None
+        return self.groups
+
+    @property
+    def global_rank(self) -> int:
+        """-1 outside of the groups."""
+        return -1 if self.groups is None else self.groups.global_rank
+
+
 class Member:
     """The training state of one worker process and what it does in the mesh."""
 
@@ -102,12 +129,8 @@ class Member:
             spec.run, saved, lambda step, rank: injector.check(phase="upload", step=step, rank=rank), self._tell_waiting
         )
         self._copies = Copies(spec.run, spec.worker, self._publish_copies)
-        self._place: Place | None = None
-        self._is_host_memory_prepared = False  # for the shard of this generation
-        self._told: dict[str, Any] = {}  # by the coordinator with the build under way
-        self._connector: Connector | None = None
-        self._groups: Groups | None = None
-        self._command: Build | None = None
+        self._generation: Generation | None = None
+        self._left: Generation | None = None  # freed by the training thread, as that may take a while
         self.records = StepRecords(publish)
         self.callback_wait, self._ask_callbacks = CallbackWait(), ask_callbacks
         self._abandoned: list[tuple[Any, ...]] = []
@@ -118,7 +141,6 @@ class Member:
         self.gpus: list[str] = []  # names of the GPUs that this process sees
         self.environment: dict[str, Any] = {}  # what its bits depend on, beside every worker's report
         self._nondeterminism = NondeterminismLog()
-        self._timings: dict[str, float] = {}  # of the build under way
         self._entering = False
         self._compiled = CompileWatch()
         self._trained = False  # a step of this process has been committed
@@ -209,23 +231,23 @@ class Member:
 
     def exchange_error(self) -> str:
         """The error of a broken link in the current groups; empty if there is none."""
-        connector = self._connector
-        return "" if connector is None else connector.exchange_error()
+        generation = self._generation
+        return "" if generation is None else generation.connector.exchange_error()
 
     @property
     def aborted(self) -> bool:
         """Whether the groups of the present generation have been aborted."""
-        return self._connector is not None and self._connector.aborted
+        generation = self._generation
+        return generation is not None and generation.connector.aborted
 
     @property
     def writing(self) -> bool:
         """Whether the shard is being written or moved; that thread must not be abandoned: it would write later."""
         return self._entering or self._transaction.applying
 
-    def prepare(self, command: Build, extra: dict[str, Any]) -> Connector:
-        """A connector for this build, known before the training thread starts so that it can be cancelled."""
+    def prepare(self, command: Build, extra: dict[str, Any]) -> None:
+        """Begin the generation of this build, before the training thread builds it, so that it can be cancelled."""
         timeouts, host = self._spec.run.timeouts, extra["store_host"]
-        self._told = extra
         self.callback_wait.forget()
         restore_s = timeouts.restore_s if command.restore is not None else 0.0  # the others wait for the slowest reader
         where = Rendezvous(
@@ -238,28 +260,28 @@ class Member:
             collective_s=timeouts.collective_s,
             hosts=tuple(extra.get("hosts", ())),
         )
-        self._close_connector()
-        self._connector = Connector(where, self._device_lease.device)
+        self._left = self._generation
+        if self._left is not None:  # by now every member of it is paused or gone
+            self._left.connector.close()
+        self._generation = Generation(command, Connector(where, self._device_lease.device), extra)
         self.records.mark_published(int(extra.get("published", -1)))
         if command.restore is not None or command.step_back is not None:
             self.records.go_back(command.step)
-        return self._connector
 
     def abort(self, paused: threading.Event, timeout_s: float) -> bool:
         """Abort what the training thread waits for. Returns whether it is `paused` within `timeout_s`."""
-        if self._connector is None:
+        if self._generation is None:
             return paused.wait(timeout_s)
-        return self._connector.abort_until(paused, timeout_s)
+        return self._generation.connector.abort_until(paused, timeout_s)
 
     def abandon_groups(self) -> None:
         """Keep the groups that an abandoned thread waits in: freeing them would block."""
-        self._abandoned.append((self._groups, self._connector, self._transaction.model))
+        self._abandoned.append((self._generation, self._transaction.model))
         self._transaction.leave()
 
     def names_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """The workers of these ranks."""
-        assert self._command is not None
-        return tuple(self._command.members[rank] for rank in ranks)
+        return tuple(self._now.command.members[rank] for rank in ranks)
 
     def fail_device(self, error: BaseException) -> None:
         """Record that this worker's GPU failed: for its reports, and for the next process that would take it."""
@@ -288,24 +310,34 @@ class Member:
 
     def unsent(self) -> list[dict[str, Any]]:
         """Records that global rank 0 has not published; empty on other ranks."""
-        if self._groups is None or self._groups.global_rank != 0:
-            return []
-        return self.records.unsent()
+        return self.records.unsent() if self._speaks else []
 
     # ------------------------------------------------------------ building a generation
 
     @property
-    def in_mesh(self) -> bool:
-        return self._command is not None and self._spec.worker in self._command.members
+    def _now(self) -> Generation:
+        """The present generation; spares have none."""
+        assert self._generation is not None
+        return self._generation
 
-    def build(self, command: Build, connector: Connector, cause: str) -> tuple[Resumed, dict[str, Any]]:
+    @property
+    def _speaks(self) -> bool:
+        """Whether this is global rank 0, which speaks for all."""
+        return self._generation is not None and self._generation.global_rank == 0
+
+    @property
+    def in_mesh(self) -> bool:
+        return self._generation is not None and self._spec.worker in self._generation.command.members
+
+    def build(self, cause: str) -> tuple[Resumed, dict[str, Any]]:
         """Connect, roll forward, heal; returns the answer and the durations. Raises what breaks on the way.
 
         `connect_s`, `roll_s` and `heal_s` add up to all of it: what is done while groups connect counts as `roll_s`.
         """
         begun, begun_unix_s = time.monotonic(), time.time()
         worker, state = self._spec.worker, self._transaction
-        self._timings, self._command, self.boundary_requested, self._groups = {}, command, False, None
+        generation, self._left, self.boundary_requested = self._now, None, False
+        command, connector, timings = generation.command, generation.connector, generation.timings
         self._stamps.generation = command.generation
         self._stamps.stamp(command.step, Phase.REBUILD)
         state.leave()
@@ -315,22 +347,23 @@ class Member:
         state.relief = MemoryRelief(command.memory_reliefs)
         if command.memory_reliefs:
             free_caches(self.device)
-        self._timings["free_s"] = time.monotonic() - begun
+        timings["free_s"] = time.monotonic() - begun
         if self.in_mesh:
             self._take_device(connector)
-            self._timings["device_s"] = time.monotonic() - begun - self._timings["free_s"]
+            timings["device_s"] = time.monotonic() - begun - timings["free_s"]
             ahead = links_ahead(command, worker) if command.step_back is None else []
-            self._groups = connector.open(command.mesh, command.members.index(worker), ahead)
+            generation.groups = connector.open(command.mesh, command.members.index(worker), ahead)
             self._read_corpus(command.corpus, command.skips)
         opened = time.monotonic()
         receives = [heal for heal in command.heals if worker in heal.newcomers]
-        if self._groups is not None:
-            self._enter(command, self._groups, connector, holds=not command.fresh and not receives)
+        groups = generation.groups
+        if groups is not None:
+            self._enter(generation, groups, holds=not command.fresh and not receives)
         entered = time.monotonic()
-        if self._groups is not None:
-            connector.join(self._groups)
+        if groups is not None:
+            connector.join(groups)
         joined = time.monotonic()
-        self._timings["join_s"] = joined - entered
+        timings["join_s"] = joined - entered
         if command.roll_forward is not None and not receives and state.valid:
             state.roll_forward(command.roll_forward)
         rolled = time.monotonic()
@@ -340,21 +373,19 @@ class Member:
         empty_cache(self._device_lease.device)
         assert not self.in_mesh or (state.valid and state.applied == command.step), (state.applied, command.step)
         starts = command.fresh and command.restore is None
-        if self._groups is not None and starts and self._spec.task.step.check_model:
+        if groups is not None and starts and self._spec.task.step.check_model:
             checking = time.monotonic()
             with translated(connector):
-                check_model(state.task, self._groups, state)
-            self._timings["check_s"] = time.monotonic() - checking
-        if self._groups is not None and (command.copy_holders or command.parity_groups):
+                check_model(state.task, groups, state)
+            timings["check_s"] = time.monotonic() - checking
+        if groups is not None and (command.copy_holders or command.parity_groups):
             group = connector.host_link("copies", command.members, worker)
-            self._copies.begin(command, self._groups.global_rank, group, self.device)
-        self._is_host_memory_prepared = False
+            self._copies.begin(command, groups.global_rank, group, self.device)
         self._stamps.stamp(command.step, Phase.IDLE)
-        if self._groups is not None and self._told.get("checkpoint"):
-            told = self._told["checkpoint"]
-            self._place = Place.of(command, self._groups.global_rank, told)
+        if groups is not None and (told := generation.told.get("checkpoint")):
+            generation.place = Place.of(command, groups.global_rank, told)
             self._saver.begin(told, pins=self.device.type == "cuda")
-        timings = {
+        measured = {
             "connect_s": opened - begun + joined - entered,
             "roll_s": entered - opened + rolled - joined,
             "heal_s": healed - rolled,
@@ -364,10 +395,10 @@ class Member:
             "pid": os.getpid(),
             "gpu": self._device_lease.gpu,
             **connector.timings,
-            **self._timings,
+            **timings,
         }
-        log.info("generation %d: step %d, %s", command.generation, command.step, timings)
-        return Resumed(cause, worker, command.term, command.generation, command.step), timings
+        log.info("generation %d: step %d, %s", command.generation, command.step, measured)
+        return Resumed(cause, worker, command.term, command.generation, command.step), measured
 
     def _read_corpus(self, versions: tuple[CorpusVersion, ...], skips: tuple[BatchSkip, ...]) -> None:
         """Read from a corpus that has grown, or in an order that leaves out more, since this process's last build. What
@@ -386,7 +417,7 @@ class Member:
         self._transaction.read_from(self._loader(self._training), order)
         new = [skip for skip in skips if skip not in self._skips]
         self._corpus, self._skips = versions, skips
-        if self._groups is not None and self._groups.global_rank == 0:
+        if self._speaks:
             for skip in new:
                 self._publish(
                     [
@@ -400,8 +431,8 @@ class Member:
 
     def _take_device(self, connector: Connector) -> None:
         """Take the GPU this worker owns, or a free one, and select it in this thread."""
-        assert self._command is not None
-        place, share = self._command.members.index(self._spec.worker), -(-self._num_parameters // self._command.mesh.cp)
+        command = self._now.command
+        place, share = command.members.index(self._spec.worker), -(-self._num_parameters // command.mesh.cp)
         device = self._device_lease.take(place, share, self._spec.run.timeouts.report_s, connector.raise_if_aborted)
         connector.device = device
         self.marks.move_to(device)
@@ -409,11 +440,12 @@ class Member:
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
-    def _enter(self, command: Build, groups: Groups, connector: Connector, *, holds: bool) -> None:
+    def _enter(self, generation: Generation, groups: Groups, *, holds: bool) -> None:
         """Wrap the module and load this worker's state while the groups connect; only `world` is used.
 
         An abort is noticed afterwards, and keeps the state.
         """
+        command, connector, timings = generation.command, generation.connector, generation.timings
         state = self._transaction
         with translated(connector):  # a mixed ring would add in other ways, or hang over messages of other sizes
             state.task = self._kernels.settle(state.task, groups.world, holds)
@@ -423,22 +455,22 @@ class Member:
             keep = holds and back is None
             wrapping = time.monotonic()
             state.enter(groups, (command.term, command.generation), keep=keep, nodes=command.nodes)
-            self._timings["wrap_s"] = (filling := time.monotonic()) - wrapping
+            timings["wrap_s"] = (filling := time.monotonic()) - wrapping
             if command.restore is not None:
                 begun = time.monotonic()
                 reader = open_checkpoint(self._spec.run, command.restore, self._tell_waiting)
                 reader.check = connector.raise_if_aborted
                 state.restore(reader)
-                self._timings["restore_s"] = time.monotonic() - begun
+                timings["restore_s"] = time.monotonic() - begun
             elif command.fresh:
                 state.initialise()
-                self._timings["values_s"] = time.monotonic() - filling
+                timings["values_s"] = time.monotonic() - filling
             elif back is not None and holds:
                 begun = time.monotonic()
                 assert state.shard is not None
                 with state.filling():
                     self._copies.load(back, groups.global_rank % command.mesh.cp, state.shard)
-                self._timings["restore_s"] = time.monotonic() - begun
+                timings["restore_s"] = time.monotonic() - begun
         finally:
             self._entering = False
 
@@ -453,17 +485,17 @@ class Member:
 
     def _heal(self, heal: Heal, connector: Connector) -> int:
         """This worker's part in a heal, with its planned faults."""
-        assert self._command is not None
-        step, rank = self._command.step, self._groups.global_rank if self._groups is not None else -1
+        generation = self._now
+        step, rank = generation.command.step, generation.global_rank
         self._stamps.stamp(step, Phase.HEAL)
 
         def inject(role: str) -> None:
             self._injector.check(phase="heal", step=step, rank=rank, role=role)
 
-        worker, state, back = self._spec.worker, self._transaction, self._command.step_back
+        worker, state, back = self._spec.worker, self._transaction, generation.command.step_back
         if back is not None:
-            return heal_from_copies(heal, back, worker, self._copies, state, connector, inject, self._timings)
-        return heal_over_link(heal, worker, state, connector, inject, self._timings)
+            return heal_from_copies(heal, back, worker, self._copies, state, connector, inject, generation.timings)
+        return heal_over_link(heal, worker, state, connector, inject, generation.timings)
 
     def save_soon(self) -> None:
         """The next checkpoint is due at once. Called by the control thread."""
@@ -471,39 +503,32 @@ class Member:
 
     def become_spare(self) -> None:
         """Drop all state and release the GPU and its memory."""
-        connector = self._connector
-        self._command, self._groups = None, None
+        connector = None if self._generation is None else self._generation.connector
+        self._generation = self._left = None  # with their groups, which the next lines free
         self._context_releaser.left_mesh()
         self._copies.clear()
         self._saver.clear()
         self._transaction.drop()
         forget_groups()
-        self._close_connector()
-        if connector is not None and not connector.wait_closed(BECOME_SPARE_S):
-            log.warning("groups of the old generation still hold memory after %.0f s", BECOME_SPARE_S)
+        if connector is not None:
+            connector.close()
+            if not connector.wait_closed(BECOME_SPARE_S):
+                log.warning("groups of the old generation still hold memory after %.0f s", BECOME_SPARE_S)
         del connector
         self._device_lease.give_back()
-
-    def _close_connector(self) -> None:
-        """Close the old generation's connections: by now every member of it is paused or gone."""
-        if self._connector is not None:
-            self._connector.close()
-        self._connector = None
 
     # ------------------------------------------------------------ stepping
 
     def train(self) -> str:
         """Step until a boundary or the end; returns `boundary` or `finished`. Raises what breaks a step off."""
-        assert self._command is not None
-        assert self._groups is not None
-        assert self._connector is not None
+        generation = self._now
         state, step_config = self._transaction, self._spec.task.step
         if not self._trained:
             self._compiled.news()  # the warm-up and the build
-        with translated(self._connector):
+        with translated(generation.connector):
             assert state.shard is not None
             self._copies.first(state.shard)
-            if self._command.saves and state.applied:
+            if generation.command.saves and state.applied:
                 self._save_state()
             while state.applied < step_config.steps:
                 step = state.applied
@@ -540,66 +565,63 @@ class Member:
 
     def _release_contexts(self, step: int) -> None:
         """Not while memory is pinned, which touches every context."""
-        assert self._command is not None
-        assert self._groups is not None
         if not (self._copies.pinning.is_running or self._saver.pinning.is_running):
-            self._context_releaser.committed(self.device, self._command.generation, step, self._groups.global_rank)
+            self._context_releaser.committed(self.device, self._now.command.generation, step, self._now.global_rank)
 
     def _before_apply(self) -> None:
         self._copies.before_apply()
         self._saver.before_apply()
 
     def _flags(self, step: int) -> Flag:
-        assert self._groups is not None
         copies = self._copies.flags(step + 1)
-        if self._place is None:
+        if self._now.place is None:
             return copies
-        return copies | self._saver.flags(step + 1, self._spec.task.step.steps, self._groups.global_rank)
+        return copies | self._saver.flags(step + 1, self._spec.task.step.steps, self._now.global_rank)
 
     def _save(self, outcome: Outcome) -> None:
         """Save after a step whose vote requested it; training waits for the copy only, and before the next apply."""
-        state = self._transaction
-        if outcome.checkpoint_missed and self._place is not None:
-            self._saver.missed(self._place, state.applied)
-        if outcome.checkpoint and self._place is not None:
+        state, place = self._transaction, self._now.place
+        if outcome.checkpoint_missed and place is not None:
+            self._saver.missed(place, state.applied)
+        if outcome.checkpoint and place is not None:
             assert state.shard is not None
             self._watch("save", state.applied)
-            self._saver.save(state.shard, state.shapes, self._place)
+            self._saver.save(state.shard, state.shapes, place)
 
     def _prepare_host_memory(self) -> None:
         """For copies and checkpoints of this generation; not before the first step: the optimizer's moments begin
         there."""
-        if self._is_host_memory_prepared:
+        generation = self._now
+        if generation.is_host_memory_prepared:
             return
-        self._is_host_memory_prepared = True
+        generation.is_host_memory_prepared = True
         state = self._transaction
         assert state.shard is not None
         self._copies.prepare(state.shard)
-        if self._place is not None:
-            self._saver.prepare(state.shard, state.shapes, self._place)
+        if generation.place is not None:
+            self._saver.prepare(state.shard, state.shapes, generation.place)
 
     def _save_state(self) -> None:
         """Save at the beginning of this generation: a node is about to leave, and the step that ran was given up."""
-        state = self._transaction
-        if self._place is None or not self._saver.wait(SAVED_S):
+        state, place = self._transaction, self._now.place
+        if place is None or not self._saver.wait(SAVED_S):
             log.warning("no checkpoint of step %d: none are taken, or the last is still being written", state.applied)
             return
         assert state.shard is not None
         self._prepare_host_memory()
         self._watch("save", state.applied)
-        self._saver.save(state.shard, state.shapes, self._place)
+        self._saver.save(state.shard, state.shapes, place)
 
     def finalize(self, cause: str, worker: str, term: int, generation: int) -> Finalized | None:
         """Ring 0 gathers and writes the weights; its first rank digests them."""
-        assert self._groups is not None
-        assert self._connector is not None
+        now = self._now
         self._stamps.stamp(self.applied, Phase.FINALIZE)
         run = self._spec.run
         # A storage that is away is waited for once, here: half of what the coordinator gives for all of it.
         wait_s = run.timeouts.finalize_s / 2
         storage = Storage(run.storage_uri, timeout_s=wait_s, tell=self._tell_waiting).open(write=False)
-        with translated(self._connector):
-            digest = gather_weights(self._transaction, self._groups, storage)
+        with translated(now.connector):
+            digest = gather_weights(self._transaction, now.joined, storage)
         self._stamps.stamp(self.applied, Phase.IDLE)
         return None if digest is None else Finalized(cause, worker, term, generation, digest)
 
@@ -608,8 +630,7 @@ class Member:
         the end."""
         if not self._spec.task.asks_callbacks:
             return False
-        assert self._command is not None
-        command = self._command
+        command = self._now.command
         self._send(through=step - 1)
         # Global rank 0 asks for all; the others only where its answer, sent to all, was lost on its way to them.
         after_s = 0.0 if command.members[0] == self._spec.worker else ASK_AGAIN_S
@@ -627,13 +648,13 @@ class Member:
         begun = time.monotonic()
         self._stamps.stamp(step, Phase.VALIDATE)
         found = self._transaction.validate(self._val_loader, self._validation)
-        if self._groups is not None and self._groups.global_rank == 0:
+        if self._speaks:
             self._publish([{"step": step - 1, **found, "took_s": time.monotonic() - begun}])
         return True
 
     def _publish_copies(self, figures: dict[str, Any]) -> None:
         """Called in the thread of an exchange; global rank 0 speaks for all."""
-        if self._groups is not None and self._groups.global_rank == 0:
+        if self._speaks:
             self._publish([{"step": figures["step"], "copied": figures}])
 
     def _publish_nondeterminism(self, step: int) -> None:
@@ -667,11 +688,10 @@ class Member:
         self._trained = True
 
     def _record(self, outcome: Outcome, local: Local, took_s: float, frozen_s: float) -> None:
-        assert self._groups is not None
-        assert self._command is not None
+        generation = self._now
         lr = learning_rate(outcome.vote.step, self._spec.task.optim, self._spec.task.lr_schedule)
         step_s = max(0.0, took_s - frozen_s)
-        record = record_of(outcome, local, self._groups.mesh, self._command.generation, lr, step_s)
+        record = record_of(outcome, local, generation.joined.mesh, generation.command.generation, lr, step_s)
         record["checkpoint_interval_s"] = self._saver.schedule.interval_s
         if frozen_s:
             record["frozen_s"] = frozen_s
@@ -680,7 +700,7 @@ class Member:
         self.records.add(record)
 
     def _send(self, through: int) -> None:
-        if self._groups is not None and self._groups.global_rank == 0:
+        if self._speaks:
             self.records.send(through)
 
     def _watch(self, phase: str, step: int, hop: int | None = None) -> None:
@@ -694,7 +714,7 @@ class Member:
             self._raise_if_aborted()
         if phase in ("forward", "backward") and hop is None:
             return
-        rank = self._groups.global_rank if self._groups is not None else -1
+        rank = -1 if self._generation is None else self._generation.global_rank
         self._injector.check(phase=phase, step=step, rank=rank, hop=hop)
 
     def _while_others_work(self) -> None:

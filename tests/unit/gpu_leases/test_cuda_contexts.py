@@ -22,7 +22,7 @@ from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser, Contexts, Cu
 from elastic_ring.runtime.worker import member
 from elastic_ring.runtime.worker.actor import Worker
 from elastic_ring.runtime.worker.copies import Copies
-from elastic_ring.runtime.worker.member import Member
+from elastic_ring.runtime.worker.member import Generation, Member
 from elastic_ring.runtime.worker.pauses import PauseWatch
 from elastic_ring.state.pinned import loaded_runtime
 
@@ -232,9 +232,11 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
 
     state.run = run
     training: Any = Member.__new__(Member)
-    training._command = Build("c", "a", 1, 5, Mesh(1, 2), ("a", "b"), 0, None, (), True)
-    training._groups, training._connector = SimpleNamespace(global_rank=1), SimpleNamespace(aborted=False)
-    training._transaction, training.boundary_requested, training._place = state, False, None
+    command = Build("c", "a", 1, 5, Mesh(1, 2), ("a", "b"), 0, None, (), True)
+    groups: Any = SimpleNamespace(global_rank=1)
+    connector: Any = SimpleNamespace(aborted=False)
+    training._generation = Generation(command, connector, {}, groups=groups)
+    training._transaction, training.boundary_requested = state, False
     training._copies, training._saver = Copies(RunConfig(name="run"), "a"), saver
     training._spec = SimpleNamespace(task=SimpleNamespace(step=SimpleNamespace(steps=9, val_every_steps=0)))
     training._device_lease, training._trained = SimpleNamespace(device=OWN), True
@@ -264,7 +266,7 @@ def _become_spare(released: bool) -> None:
     """In a process of its own: the code that it ends with says how far it came."""
     worker: Any = Worker.__new__(Worker)
     worker._release_training = lambda: True
-    worker._member = SimpleNamespace(become_spare=lambda: None, released=released)
+    worker._warm = SimpleNamespace(become_spare=lambda: None, released=released)
     worker._become_spare()
     sys.exit(7 if worker._activity == "spare" else 8)
 

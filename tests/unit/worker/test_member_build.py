@@ -12,7 +12,7 @@ from elastic_ring.control.messages import Build, Heal
 from elastic_ring.errors import GroupAborted
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.worker import member as member_module
-from elastic_ring.runtime.worker.member import Member
+from elastic_ring.runtime.worker.member import Generation, Member
 
 SURVIVOR, NEWCOMER = "w", "v"
 HEAL = Heal(0, SURVIVOR, (NEWCOMER,))
@@ -80,7 +80,8 @@ class Parts:
         heals = () if fresh else (HEAL,)
         vote: Any = None if fresh else SimpleNamespace(step=6)
         command = Build("c", "w", 1, 3, Mesh(2, 1), (SURVIVOR, NEWCOMER), 7, vote, heals, fresh)
-        return self.member.build(command, self, "c")[1]  # type: ignore[arg-type]
+        self.member._generation = Generation(command, self, {})  # type: ignore[arg-type]
+        return self.member.build("c")[1]
 
 
 def test_a_member_wraps_its_model_while_the_groups_connect_and_the_parts_add_up(
@@ -119,4 +120,4 @@ def test_a_build_that_breaks_off_raises_and_writes_no_more(monkeypatch: pytest.M
         parts.build()
     assert parts.notes[-1][0] == break_in
     assert not parts.member.writing
-    assert parts.member._groups is parts.groups, "a thread that is left behind in them must not free them"
+    assert parts.member._generation.groups is parts.groups, "a thread that is left behind in them must not free them"

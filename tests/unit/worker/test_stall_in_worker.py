@@ -99,7 +99,7 @@ def begin_step(me: Any, step: Any, folder: str) -> None:
     )
     me.worker = Worker(spec)
     me.worker._client.coordinator = me.notices = Notices()
-    me.worker._member = me.part = Part(me, step)
+    me.worker._warm = me.part = Part(me, step)
     me.worker._stamps.open()
     me.worker._stamps.stamp(7, Phase.REDUCE)
     me.worker._seen = me.worker._built = MEMBERSHIP

@@ -40,7 +40,7 @@ class Part:
         self.device = torch.device("cpu")
         self.applied, self.writing, self.device_failed, self.in_mesh = 0, False, False, True
 
-    def build(self, command: Build, connector: Any, cause: str) -> Any:
+    def build(self, cause: str) -> Any:
         return self._work("build")
 
     def train(self) -> str:
@@ -73,12 +73,12 @@ def told(
     notify = SimpleNamespace(remote=lambda data, extra: heard.put(from_json(data)))
     actor._client.coordinator = SimpleNamespace(notify=notify)
     part = Part(work, aborted)
-    actor._member = part  # type: ignore[assignment]
+    actor._warm = part  # type: ignore[assignment]
     actor._seen = actor._built = (1, 3)
     actor._training.start()
     command = order(build)
     run = {
-        "build": lambda: actor._build_and_train(command, None),
+        "build": lambda: actor._build_and_train(command),
         "train": lambda: actor._run(command),
         "finalize": lambda: actor._finalize(Finalize("c", "w", 1, 3)),
     }[at]
