@@ -39,7 +39,7 @@ at first '{first_block}'
 at second 'RAY_AUTH_MODE=token {start_second}' >/dev/null 2>&1 && echo "joined without the token"
 at second '{second_block}'
 echo "switched: $(asks)"
-at second 'for try in 1 2 3 4; do ({third_block}) && break; sleep 2; done'
+at second 'for try in $(seq 20); do ({third_block}) && break; sleep 3; done'
 ls -l $HOMES/first/.ray/auth_token $HOMES/second/.ray/auth_token
 ray stop
 """
@@ -100,7 +100,7 @@ def test_an_open_cluster_of_two_hosts_is_switched_to_one_token_and_its_run_goes_
     assert "joined without the token" not in said
     assert "switched: refused" in said
     assert said.count("-rw-------") == 2
-    (resumed,) = re.findall(r"resumes at step (\d+)", said)
+    (resumed,) = re.findall(r"resumes at step (\d+)", said) or [said[-3000:] + done.stderr[-3000:]]
     assert int(resumed) >= 20, "the newest checkpoint before the switch is taken"
     assert [line["step"] for line in read_metrics(run)] == list(range(NUM_STEPS))
     assert "bit-exact" in said
