@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import statistics
@@ -33,7 +34,7 @@ from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.sampling.validation import ValidationSource, open_sets
 from elastic_ring.data.source import hold_out, open_source, order_of
-from elastic_ring.errors import ElasticRingError
+from elastic_ring.errors import ElasticRingError, RunFailed
 from elastic_ring.files import plain_json, read_small
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.driver.cluster import worker_environment
@@ -44,6 +45,7 @@ from elastic_ring.runtime.groups.sockets import LOOPBACK
 from elastic_ring.runtime.groups.store import RendezvousStore
 from elastic_ring.state import snapshot
 from elastic_ring.train.startup.check_pattern import check_pattern
+from elastic_ring.train.startup.warm import attention_shapes, warm_up_device
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.transaction import Transaction
 from elastic_ring.train.wrap import num_parameters
@@ -54,6 +56,8 @@ from elastic_ring.tuning.space import DENSE, pattern_of
 if TYPE_CHECKING:
     from elastic_ring.trainer import ElasticRingTrainer
 
+log = logging.getLogger(__name__)
+
 METRICS = ("loss", "step_s", "bytes")
 NUM_REPORTS = 4
 NUM_COLD_STEPS = 2
@@ -62,7 +66,7 @@ SAVE_SHARE, SAVE_BYTES_PER_S = 10.0, 5e8
 """A checkpoint is taken where it costs a tenth of the training since the last one, to a disk of that speed."""
 REJECTED_LOSS = 1e9
 """Optuna refuses what is not finite."""
-MEMBERSHIP, WAIT_S = (1, 1), 60.0
+MEMBERSHIP, MESH, WAIT_S = (1, 1), Mesh(1, 1), 60.0
 SHARD, FOUND = "shard", "found.json"
 
 
@@ -122,7 +126,7 @@ class PatternTrial(ray_tune.Trainable):
         self._stream = torch.cuda.Stream(self._device) if cuda else None
         self._store = RendezvousStore(LOOPBACK)
         where = Rendezvous(LOOPBACK, self._store.port, "tune", LOOPBACK, WAIT_S, 10 * WAIT_S, self._store.secret)
-        self._groups = Connector(where, self._device).connect(Mesh(1, 1), 0)
+        self._groups = Connector(where, self._device).connect(MESH, 0)
         self._costs = Costs(asked.task, asked.scaling.cp, asked.scaling.device)
         self._state: Transaction | None = None
         self._begin(config)
@@ -141,7 +145,7 @@ class PatternTrial(ray_tune.Trainable):
         try:
             self._about = self._costs.of(self._text)
             if self._device.type == "cuda":
-                check_pattern(self._task, 1)
+                check_pattern(self._task, MESH.cp)
             self._state = self._built()
         except (ValueError, ElasticRingError, torch.OutOfMemoryError) as error:
             self._reject(error)
@@ -149,11 +153,12 @@ class PatternTrial(ray_tune.Trainable):
     def _built(self) -> Transaction:
         task = self._task
         be_deterministic(task)
+        cache = kernel_cache() if self._device.type == "cuda" else None
+        self._test_kernels(cache)
         training, held = hold_out(open_source(task.data), num_sequences=task.num_held_out)
         opened = open_sets(task.validation)
         self._validation = ValidationSource(task.validation, held, {name: one for name, (one, _) in opened.items()})
         order = order_of(training, task.step.seed, task.step.global_batch)
-        cache = kernel_cache() if self._device.type == "cuda" else None
         loader = Loader(training, num_ahead=task.step.sequences_per_pass)
         self._val_loader = Loader(self._validation, num_ahead=1)
         state = Transaction(task, loader, order, lambda *_: None, cache)
@@ -162,6 +167,14 @@ class PatternTrial(ray_tune.Trainable):
         state.enter(self._groups, MEMBERSHIP, keep=False)
         state.initialise()
         return state
+
+    def _test_kernels(self, cache: Path | None) -> None:
+        """A worker's warm-up, for the kernels of this trial's pattern. Raises RunFailed for one that is wrong here."""
+        task, kernels = self._task, dict[str, str]()
+        wrong = warm_up_device(task, self._device, attention_shapes(task), MESH.cp, cache, kernels, first_group=False)
+        log.info("%s: %s", self._text, "; ".join(f"{what}: {name}" for what, name in kernels.items()))
+        if wrong:
+            raise RunFailed(f"{self._device}: {wrong}")
 
     def _reject(self, error: Exception) -> None:
         self._rejected, self._losses = f"{type(error).__name__}: {error}", []

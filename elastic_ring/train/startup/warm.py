@@ -69,28 +69,29 @@ def warm_up_device(
     cp: int,
     cache_dir: Path | None,
     kernels: dict[str, str],
+    *,
+    first_group: bool = True,
 ) -> str:
     """The same on one GPU: its context, NCCL's first group, the kernels for attention of these `shapes` (query heads,
     K/V heads, head dim) in each length class. Kernels that are compiled by length run for each length of a ring of `cp`
-    ranks; with `cp` 0 nothing large is allocated.
+    ranks; with `cp` 0 nothing large is allocated. Without `first_group`, in a process that has groups, no other group
+    is made, and the device may be a CPU.
 
     The chosen kernels are added to `kernels` first; with a proof in `cache_dir` choosing allocates nothing. Returns
     what a chosen kernel computed wrongly on this GPU, empty if nothing. The calling thread's current device becomes
     `device`. Leaves no group and no cached memory behind, whatever is raised.
     """
-    torch.cuda.set_device(device)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
     try:
         if task.step.linears == "fp8":
             fp8.check_device(device)
             with compiling_for("linear layers in 8 bits"):
                 fp8.warm_up(device, getattr(torch, task.step.param_dtype))
         proofs, by_length, dense = _choose(task, device, shapes, cache_dir, kernels)
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            _one_step(DeviceMesh("cuda", [0]), device)
-            torch.cuda.synchronize(device)
-        finally:
-            dist.destroy_process_group()
+        if first_group:
+            _first_group(device)
         for name, proof in proofs.items():
             with compiling_for(name):
                 failure = proof()
@@ -102,7 +103,8 @@ def warm_up_device(
             with compiling_for(f"attention kernel {kernel.name}"):
                 num_tiles = warm_up_variants(kernel, str(device), dtype, shape[2], group, cp, task.step.context_tokens)
             warm_up_sums(device, dtype, shape)
-            torch.cuda.synchronize(device)
+            if on_gpu:
+                torch.cuda.synchronize(device)
             log.info(
                 "%s: %s ran %d tiles of all length classes in %.1f s",
                 device,
@@ -120,9 +122,20 @@ def warm_up_device(
                 device,
             )
     finally:
-        torch._C._cuda_clearCublasWorkspaces()  # else every GPU keeps one, whichever is taken
-        torch.cuda.empty_cache()
+        if on_gpu:
+            torch._C._cuda_clearCublasWorkspaces()  # else every GPU keeps one, whichever is taken
+            torch.cuda.empty_cache()
     return ""
+
+
+def _first_group(device: torch.device) -> None:
+    """NCCL's first group of this process, and a step in it."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _one_step(DeviceMesh("cuda", [0]), device)
+        torch.cuda.synchronize(device)
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

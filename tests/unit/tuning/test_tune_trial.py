@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from elastic_ring.attention.kernels import verify
+from elastic_ring.attention.kernels.kernel import Grads
+from elastic_ring.attention.kernels.registry import select
 from elastic_ring.config import OptimConfig, ScalingConfig
+from elastic_ring.train.startup import kernels, warm
 from elastic_ring.tuning.trial import NUM_REPORTS, REJECTED_LOSS, Asked, PatternTrial
 from tests.unit.train import tiny_task
-from tests.unit.train.tiny_task import POISON, STEP, make_task
+from tests.unit.train.tiny_task import MODEL, POISON, STEP, make_task
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +81,36 @@ def test_what_cannot_be_trained_is_rejected_and_the_next_one_trains(trial: Patte
     assert results[-1]["rejected"].startswith(("TooManySkipped", "ElasticRingError"))
     assert results[-1]["losses"] == []
     assert len(trained(trial, "window:4")) == NUM_REPORTS
+
+
+def test_a_kernel_is_tested_before_a_trial_trains_and_a_wrong_one_trains_nothing(
+    trial: PatternTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested: list[tuple[Any, ...]] = []
+
+    def recorded(kernel: Any, *case: Any) -> str | None:
+        failure = verify.warm_up_kernels(kernel, *case)
+        tested.append((kernel.name, *case, failure))
+        return failure
+
+    monkeypatch.setattr(warm, "warm_up_kernels", recorded)
+    trial.reset_config({"pattern": "dense"})
+    head_ratio = MODEL.num_heads // MODEL.num_kv_heads
+    assert tested == [("aten-cpu", "cpu", torch.float32, MODEL.head_dim, head_ratio, None)]
+
+    def with_wrong_backward(*call: Any, **options: Any) -> Any:
+        right = select(*call, **options)
+
+        def backward(*given: Any, **how: Any) -> Grads:
+            dq, dk, dv = right.backward(*given, **how)
+            return dq, dk, 1.5 * dv
+
+        return replace(right, backward=backward)
+
+    monkeypatch.setattr(kernels, "select", with_wrong_backward)
+    trial.reset_config({"pattern": "dense"})
+    found = trial.step()
+    assert found["done"]
+    assert found["loss"] == REJECTED_LOSS
+    assert "dv differs by" in found["rejected"]
+    assert found["rejected"].startswith("RunFailed: cpu: attention kernel aten-cpu")
