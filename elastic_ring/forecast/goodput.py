@@ -1,9 +1,9 @@
 """Tier 2: which share of time steps that stay committed get, by a renewal simulation over many draws at once.
 
 Losses come as a Poisson process by scope (process, host, switch, power). An `Outcome` says what one costs; tier 1
-(`tier1.py`) measures these under the control core. Hosts that broke are away until they are repaired (log-normal);
-meanwhile spares serve, and without spares the mesh has fewer rings, as `placement.policy` cuts it: whatever is left
-over of a broken ring serves too.
+(`tests/sim/simulator/tier1.py`) measures these under the control core. Hosts that broke are away until they are
+repaired (log-normal); meanwhile spares serve, and without spares the mesh has fewer rings, as `placement.policy` cuts
+it: whatever is left over of a broken ring serves too.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RunShape:
-    """What goodput depends on. `copies_hold`: a copy on another host holds each shard; `copy_steps` between them.
+    """What goodput depends on. `copies_hold`: a copy on another host holds each shard; `copies_of_one_ring`: where
+    one ring is left; `copy_steps` between them.
     `interval_s`: between checkpoints; `wait_s`: that training waits for one; `restore_s`: to read one."""
 
     dp: int
@@ -83,6 +84,7 @@ class RunShape:
     wait_s: Number
     restore_s: Number
     copies_hold: bool = False
+    copies_of_one_ring: bool = False
     copy_steps: int = 10
     process_detect_s: Number = 0.01
     """The time to detect a process's death, which its node's agent sees at once."""
@@ -108,9 +110,8 @@ class RunShape:
         hosts, so holders of one shard are cp ranks apart."""
         taken = 1 if scope in ("gpu", "process", "frozen") else self.hosts_of(scope) * self.gpus_per_host
         whole = taken >= self.cp * rings
-        if self.copies_hold:
-            return whole
-        return whole | (rings < 2) | (taken > self.cp * (rings - 1))
+        held = self.copies_hold | self.copies_of_one_ring & np.less(rings, 2)
+        return whole | ~held & (np.less(rings, 2) | (taken > self.cp * (np.asarray(rings) - 1)))
 
     def outcome(self, scope: str, rings: Number) -> Outcome:
         """From a replica, else from a copy, else from a checkpoint."""

@@ -50,7 +50,7 @@ COPY_SHARE = 0.003
 class Scenario:
     """One configuration on one fleet. `pattern`: what it leaves of attention in a ring of so many ranks;
     `measured_step_s`: in place of the model of step time; `correction`: by which an earlier run's step differed from
-    its forecast, with what is left of its spread; `built_in` as in `StepMemory`."""
+    its forecast, with what is left of its spread; `built_in` as in `StepMemory`, `num_own` as in `plan_of`."""
 
     model: ModelConfig
     scaling: ScalingConfig
@@ -65,6 +65,7 @@ class Scenario:
     measured_step_s: float | None = None
     correction: tuple[float, float] | None = None
     built_in: bool = True
+    num_own: int | None = None
 
     @cached_property
     def attention(self) -> Attention:
@@ -72,7 +73,7 @@ class Scenario:
 
     @cached_property
     def job(self) -> Job:
-        return job_of(self.model, self.scaling, self.step, self.attention)
+        return job_of(self.model, self.scaling, self.step, self.attention, self.num_own)
 
     @cached_property
     def plan(self) -> ModelPlan:
@@ -84,6 +85,7 @@ class Scenario:
             saves=self.run.checkpoint_config.is_on,
             built_in=self.built_in,
             density=self.attention.density,
+            num_own=self.num_own,
         )
 
     @property
@@ -172,6 +174,7 @@ class Scenario:
             wait_s=CHECKPOINT_WAIT_S,
             restore_s=written_s + 30.0,
             copies_hold=self.num_copies > 0 and self.num_gpus > self.fleet.gpus_per_host,
+            copies_of_one_ring=self.run.copies == AUTO and self.num_gpus > self.fleet.gpus_per_host,
             copy_steps=self.run.copy_every_steps,
         )
 

@@ -44,7 +44,7 @@ def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
         prices.warnings(scenario.price, {scenario.price.date: -days_to(scenario.price.date)}) if scenario.price else []
     )
     if scenario.step.linears == "fp8":
-        warnings = [*warnings, "--linears fp8 is forecast at bfloat16's rate: its steps are shorter"]
+        warnings = [*warnings, "--linears fp8 is forecast at bfloat16's rate"]
     if given.search:
         return _search(scenario, prices, given, deadline_s, budget)
     found = forecast(scenario)

@@ -30,15 +30,15 @@ def work_of(asked: TrainSettings) -> dict[str, Any]:
     """Fields of a `Scenario`: the model and its pattern. Raises ValueError for patterns without a forecast."""
     if asked.lora is not None:
         raise ValueError(f"--lora {asked.lora}: what adapters need is not forecast; leave it out for an upper bound")
-    model, patterns = asked.model, None
+    model, patterns, number = asked.model, None, None
     if asked.model_folder is not None:
         from elastic_ring.cli.forecasts.folders import sizes_of
 
-        model, patterns = sizes_of(asked)
+        model, patterns, number = sizes_of(asked)
     if asked.pattern is not None:
         patterns = read(asked.pattern, model)
     found = None if patterns is None or not patterns.any_sparse else attention_of(patterns, model, asked.step)
-    return {"model": model, "pattern": found, "built_in": asked.model_folder is None}
+    return {"model": model, "pattern": found, "built_in": asked.model_folder is None, "num_own": number}
 
 
 def read(text: str, model: ModelConfig) -> LayerPatterns:

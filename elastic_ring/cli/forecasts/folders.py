@@ -12,7 +12,7 @@ from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.rules import Dense, Rule, Window
 from elastic_ring.cli.settings import TrainSettings
 from elastic_ring.files import plain_json, read_small
-from elastic_ring.model.config import ModelConfig
+from elastic_ring.model.config import ModelConfig, num_parameters
 
 KNOWN = frozenset(
     {
@@ -29,8 +29,8 @@ ALL_WINDOWS, NO_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"})
 BLOCK_TOKENS = 128
 
 
-def sizes_of(asked: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None]:
-    """(sizes, the windows that a sequence notices). Raises ValueError for a folder that does not say them."""
+def sizes_of(asked: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None, int]:
+    """(sizes, windows that a sequence notices, parameters). Raises ValueError for a folder that does not say them."""
     folder = Path(str(asked.model_folder)).expanduser()
     try:
         plain = plain_json(read_small(folder / "config.json"))
@@ -44,7 +44,7 @@ def sizes_of(asked: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None]:
         )
     try:
         model = _model(plain, asked.model)
-        return model, _windows(plain, asked, model.num_layers)
+        return model, _windows(plain, asked, model.num_layers), num_parameters(model) + _latent(plain, model)
     except KeyError as error:
         raise ValueError(f"--model-folder {folder}: config.json has no {error.args[0]}") from error
     except (TypeError, ValueError) as error:
@@ -95,13 +95,35 @@ def _has_experts(plain: Mapping[str, Any], layer: int) -> bool:
     return first <= layer <= (layer if last == -1 else last) and not is_dense and (layer + 1) % every == 0
 
 
+def _latent(plain: Mapping[str, Any], model: ModelConfig) -> int:
+    """By how many parameters latent attention (DeepSeek-V3, arXiv:2412.19437) differs from projections as wide as its
+    queries."""
+    rank = plain.get("kv_lora_rank")
+    if not rank:
+        return 0
+    heads, rope = model.num_heads, int(plain["qk_rope_head_dim"])
+    value, of_q = int(plain["v_head_dim"]), plain.get("q_lora_rank")
+    queries = of_q * (model.width + 1 + heads * model.head_dim) if of_q else model.width * heads * model.head_dim
+    keys = model.width * (rank + rope) + rank + rank * heads * (model.head_dim - rope + value)
+    wide = 2 * model.width * model.head_dim * (heads + model.num_kv_heads)
+    return model.num_layers * (queries + keys + heads * value * model.width - wide)
+
+
+def _layer_types(plain: Mapping[str, Any], num_layers: int) -> list[str]:
+    """The config's, else those that Gemma's types begin with: published configs do not have them."""
+    every = {"gemma2": 2, "gemma3_text": plain.get("sliding_window_pattern") or 6}.get(plain["model_type"])
+    if plain.get("layer_types") or every is None:
+        return plain.get("layer_types") or []
+    return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
+
+
 def _windows(plain: Mapping[str, Any], asked: TrainSettings, num_layers: int) -> LayerPatterns | None:
     """As `RingModel.pattern`: windows that are as long as the sequence are none."""
     window = plain.get("sliding_window")
     if not window or window >= asked.step.context_tokens or asked.windows == "dense":
         return None
     kind = plain["model_type"]
-    kinds = ["sliding_attention"] * num_layers if kind in ALL_WINDOWS else plain.get("layer_types") or []
+    kinds = ["sliding_attention"] * num_layers if kind in ALL_WINDOWS else _layer_types(plain, num_layers)
     rule: Rule = Window(int(window))
     if asked.windows == "blocks":
         rule = BigBird(window=Window(int(window)).num_blocks(BLOCK_TOKENS), globals=0, randoms=0)

@@ -8,8 +8,14 @@ from elastic_ring.forecast.sizing.step_time import DENSE, LIGER, Attention, Job
 from elastic_ring.model.config import ModelConfig, expert_parameters, num_parameters
 
 
-def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, attention: Attention = DENSE) -> Job:
-    """What one rank computes and sends in a step of `elastic-ring train`."""
+def job_of(
+    config: ModelConfig,
+    scaling: ScalingConfig,
+    step: StepConfig,
+    attention: Attention = DENSE,
+    num_own: int | None = None,
+) -> Job:
+    """What one rank computes and sends in a step of `elastic-ring train`; `num_own` as in `plan_of`."""
     of_ring = -(-step.global_batch // scaling.dp)
     together = min(step.sequences_per_pass, of_ring)
     ffn_width = config.experts_per_token * config.expert_width + config.shared_width or config.ffn_width
@@ -39,7 +45,7 @@ def job_of(config: ModelConfig, scaling: ScalingConfig, step: StepConfig, attent
         head=float(config.vocab_size * config.width),
         vocab=config.vocab_size,
         ffn=3.0 * ffn_width,
-        num_parameters=float(num_parameters(config)),
+        num_parameters=float(num_own or num_parameters(config)),
         tokens=tokens,
         seq=step.context_tokens,
         passes=-(-of_ring // together),

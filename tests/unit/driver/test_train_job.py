@@ -191,7 +191,7 @@ class Found:
         monkeypatch.setattr(trainer, "room", lambda scaling, run: scaling.dp)
         monkeypatch.setattr(trainer, "live_nodes", lambda scaling: [])
         monkeypatch.setattr(trainer.ray, "remote", lambda cls: actor)
-        monkeypatch.setattr(trainer.attach, "running_coordinator", lambda run, digest, own, controls: next(looks))
+        monkeypatch.setattr(trainer.attach, "running_coordinator", lambda *_, controls: next(looks))
         monkeypatch.setattr(trainer.attach, "attempt_of", lambda made, run, starts: attempt)
         monkeypatch.setattr(trainer.ElasticRingTrainer, "_run_with_environment", lambda self: self.run_config)
 

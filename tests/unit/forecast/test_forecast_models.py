@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,17 @@ def test_a_folder_has_the_sizes_and_windows_of_its_module(kind: str, windows: An
     sizes = {key: value for key, value in SMALL.items() if hasattr(known, key)}
     type(known)(**sizes | OWN.get(kind, {})).save_pretrained(tmp_path)
     asked = parse(["--model-folder", str(tmp_path), "--context", str(CONTEXT), "--windows", windows])
-    model, patterns = sizes_of(asked)
+    model, patterns, number = sizes_of(asked)
     made = ring_model(tmp_path, checkpoint_activations=asked.model.checkpoint_activations, windows=windows)
     assert model == made.sizes()
     assert same(patterns, made.pattern(CONTEXT), model.num_layers)
+    if kind == "deepseek_v3":
+        assert number == pytest.approx(made.num_parameters, rel=1e-3), "but for the router's biases"
+    if kind.startswith("gemma"):  # as published
+        plain = json.loads((tmp_path / "config.json").read_text())
+        plain.pop("layer_types", None)
+        (tmp_path / "config.json").write_text(json.dumps(plain))
+        assert same(sizes_of(asked)[1], made.pattern(CONTEXT), model.num_layers)
 
 
 @pytest.mark.parametrize("text", ["window:512", "bigbird:5,0,5", "sinks:64+window:300", "longnet:512/1,2048/4,unit=64"])

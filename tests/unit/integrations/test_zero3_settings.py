@@ -217,7 +217,7 @@ def test_what_the_trainer_would_not_tell_or_obey_is_refused() -> None:
     def trainer(**given: Any) -> Zero3Trainer:
         return Zero3Trainer(Rows(60), dataset=object(), vocab_size=60, end_of_document=0, step_config=STEP, **given)
 
-    with pytest.raises(ValueError, match="callbacks: ZeRO-3 in Ray Train tells none"):
+    with pytest.raises(ValueError, match="callbacks: ZeRO-3 in Ray Train calls none"):
         trainer(callbacks=[Callback()])
     with pytest.raises(ValueError, match=r"run_config is the elastic ring's: give a ray\.train\.RunConfig"):
         trainer(run_config=RunConfig(straggler="act"))
