@@ -92,6 +92,7 @@ from elastic_ring.runtime.identity import Identity, contents_of, described, iden
 from elastic_ring.runtime.stages import Stages
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.manifest import FOLDER, located
+from elastic_ring.state.checkpoints.stored_weights import RunWeights
 from elastic_ring.state.storage.folder import open_or_refuse
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule, check_cpu_offload, check_schedule
 from elastic_ring.train.startup.check_pattern import check_pattern
@@ -191,6 +192,7 @@ class ElasticRingTrainer:
         self._fetched_s = 0.0
         self._stages: Stages | None = None
         self._contents: tuple[SourceConfig, str, Files] | None = None
+        self._validation_contents: dict[str, tuple[Any, str]] = {}
         self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
         self.planned: dict[str, float] = {}  # what somebody has forecast: step_s, gpu_bytes of a rank, goodput
         check_parts(self.task)
@@ -237,6 +239,7 @@ class ElasticRingTrainer:
         what is left).
         """
         self._stages = stages = Stages("process, imports, settings")
+        _ = self._sources  # before anybody edits a file
         stages.begin("checks the data and the model")
         check_lasting(self.run_config.driver_folder)
         self._materialise()
@@ -310,7 +313,7 @@ class ElasticRingTrainer:
                 self._contents = self.task.data, of_data, ()
             attach.refuse_other_settings(
                 self.run_config,
-                attach.differences(config, self._identity, self._config()),
+                attach.differences(config, self._identity, {"files": self._contents[2] if self._contents else ()}),
                 f"its folder {self.run_config.driver_folder}",
                 f"; for more steps alone, submit it with extend=True (--extend); another name with "
                 f"resume={self.run_config.storage_uri!r} goes on from its newest checkpoint",
@@ -368,10 +371,21 @@ class ElasticRingTrainer:
         # Left out where unset, so that the digests of runs without a pattern or cost model stay the same.
         own = [] if task.pattern is None else [task.pattern.identity]
         own += [] if task.cost_model is None else [repr(task.cost_model)]
-        own += [str(sorted(task.validation.items()))] if task.validation else []
+        own += [str(self._validated)] if task.validation else []
         usual = {("kv_wire", "native"), ("experts", "auto"), ("linears", "native"), ("val_every_tokens", 0)}
         step = {name: value for name, value in vars(task.step).items() if (name, value) not in usual}
         return digest(self.scaling_config, step, task.optim, self._identity.what["data"], faults, code, *own)
+
+    @property
+    def _validated(self) -> list[tuple[str, float, int | None, str]]:
+        """Name, weight, number and contents of each validation set, wherever these lie."""
+        found = []
+        for name, one in sorted(self.task.validation.items()):
+            if one.data is not None and self._validation_contents.get(name, (None,))[0] is not one.data:
+                self._validation_contents[name] = one.data, contents_of(one.data)[0]
+            contents = "" if one.data is None else self._validation_contents[name][1]
+            found.append((name, one.weight, one.num_sequences, contents))
+        return found
 
     def _code(self) -> dict[str, str]:
         """The parts of the run that are code, each described by its qualified name and arguments."""
@@ -394,8 +408,8 @@ class ElasticRingTrainer:
 
     @cached_property
     def _sources(self) -> dict[str, str]:
-        """Digests of the code that decides what is trained, as this submission found it; of parts with code of the
-        user's."""
+        """Digests of the code that decides what is trained, as its files are when `fit` begins; of parts with code of
+        the user's. An edit between a module's import and that is taken for what runs."""
         watch = {name for name in self._parts if name == "units" or name.startswith("metric ")}
         found = {name: code_digest(part) for name, part in self._parts.items() if name not in watch}
         return {name: digest for name, digest in found.items() if digest}
@@ -536,6 +550,7 @@ class ElasticRingTrainer:
             **description_of(self.task),
             "code": self._code(),
             "sources": self._sources,
+            **({"from": self.task.initial.record} if isinstance(self.task.initial, RunWeights) else {}),
             **given,
             **{f"planned_{name}": value for name, value in self.planned.items()},
             "versions": found,

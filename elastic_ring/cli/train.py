@@ -26,7 +26,8 @@ from elastic_ring.errors import ElasticRingError, TermLost
 from elastic_ring.files import shown_url
 from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
 from elastic_ring.monitor.goodput import seen_of
-from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, read_metrics
+from elastic_ring.monitor.json_files import readable_json
+from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, read_metrics
 from elastic_ring.monitor.report import forecast_line, goodput_line
 from elastic_ring.validation import from_plain
 
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from elastic_ring.attention.patterns.layers import LayerPatterns
-    from elastic_ring.config import StepConfig
+    from elastic_ring.config import RunConfig, StepConfig
     from elastic_ring.data.sampling.validation import ValidationSet
     from elastic_ring.data.source import SourceConfig
     from elastic_ring.forecast.sizing.memory import ModelPlan
     from elastic_ring.monitor.callbacks import Callback
+    from elastic_ring.state.checkpoints.stored_weights import RunWeights
     from elastic_ring.train.task import Initial
     from elastic_ring.trainer import ElasticRingTrainer
 
@@ -56,7 +58,7 @@ def build(asked: TrainSettings) -> ElasticRingTrainer:
     if not asked.plan:  # which prints them itself
         _tell_size(asked, model)
     if asked.from_run is not None:
-        initial = _weights_of(asked.from_run, factory)
+        initial = _weights_of(asked.from_run, asked.run, factory)
     trainer = ElasticRingTrainer(
         factory,
         data_source(asked.data, model, step.context_tokens),
@@ -213,17 +215,39 @@ def _model(asked: TrainSettings) -> tuple[Callable[[], nn.Module], ModelConfig, 
     return partial(Transformer, asked.model), asked.model, Initialiser(asked.step.seed, asked.model.num_layers)
 
 
-def _weights_of(run: str, factory: Callable[[], nn.Module]) -> Initial:
+def _weights_of(source: str, run: RunConfig, factory: Callable[[], nn.Module]) -> Initial:
+    """Those that `run` began with, where its record names the same source: that may have saved again, or be gone."""
     import torch
 
     from elastic_ring.state.checkpoints.stored_weights import RunWeights
 
+    where = os.path.expanduser(source).removeprefix("file://")
+    if (known := _weights_on_record(where, run)) is not None:
+        return known
     with torch.device("meta"):
         shapes = {name: tuple(param.shape) for name, param in factory().named_parameters()}
-    weights = RunWeights.open(os.path.expanduser(run).removeprefix("file://"))
+    weights = RunWeights.open(where)
     weights.check(shapes)
     logging.info("begins with the weights of %s%s", shown_url(weights.uri), weights.folder and f", {weights.folder}")
     return weights
+
+
+def _weights_on_record(where: str, run: RunConfig) -> RunWeights | None:
+    """Raises ValueError where the run still needs them and they are no longer there."""
+    from elastic_ring.runtime import run_storage
+    from elastic_ring.state.checkpoints.checkpoint import committed
+    from elastic_ring.state.checkpoints.stored_weights import RunWeights
+    from elastic_ring.state.checkpoints.weight_files import are_there
+    from elastic_ring.state.storage.folder import Storage
+
+    if run.resume == "never":
+        return None
+    run_storage.fetch(run, run.driver_folder)
+    known = RunWeights.of_record(where, (readable_json(run.driver_folder / CONFIG_NAME) or {}).get("from"))
+    own = Storage(run.storage_uri, timeout_s=run.timeouts.storage_s)
+    if known is not None and not (committed(own) or are_there(own)):
+        known.check_unchanged()
+    return known
 
 
 def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:

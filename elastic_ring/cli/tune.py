@@ -15,14 +15,27 @@ of seeds, they get a second one. The same command continues a killed search, eac
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from elastic_ring.cli.settings import TrainSettings, parse
+from elastic_ring.cli.settings import PRESETS, TrainSettings, has_flag, parse
+from elastic_ring.config import RunConfig
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.train.guard_table import TUNER, reason
+
+LEFT_OUT = {
+    "checkpoint_config": "trials take checkpoints of their own; give it to train, with the pattern that is found",
+    "faults": "a search has no planned faults; leave them out",
+    "stop_early": "a search stops patterns that are behind two fronts; leave it out",
+    "keep_best": "a search keeps no best checkpoint; give it to train, with the pattern that is found",
+    "plan": "a search is not planned; ask elastic-ring train --plan",
+    "extend": "a search has no finished run to go on with; the same command continues a search",
+}
+"""Settings of `train` that a search has not, and what to do."""
 
 
 def parse_search(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str], TrainSettings]:
@@ -42,15 +55,32 @@ def parse_search(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--cpus-per-trial", type=float, default=1.0, help="(1)")
     parser.add_argument("--address", default="local", help="of Ray: local starts one, auto attaches (local)")
     options, rest = parser.parse_known_args(arguments)
-    for word in rest:
-        setting = word.partition("=")[0].rpartition(".")[2].removeprefix("--").replace("-", "_")
-        if why := reason(TUNER, setting):
-            raise ValueError(f"{word}: a search has no such guard: {why}")
     asked = parse(rest)
+    _refuse_left_out(asked, rest)
     if asked.pattern is not None:
         raise ValueError(f"pattern={asked.pattern!r}: a search tries patterns; give them by --space")
     options.out = options.out.absolute()  # trials run in their own folders
     return options, rest, asked
+
+
+def _refuse_left_out(asked: TrainSettings, arguments: Sequence[str]) -> None:
+    """Raises ValueError for settings of `train` that a search would leave out without a word."""
+    usual = {"run": RunConfig(asked.run.name), **PRESETS[asked.preset]()}
+    for section in ("run", "step"):
+        for field in dataclasses.fields(usual[section]):
+            value = getattr(getattr(asked, section), field.name)
+            if value == getattr(usual[section], field.name):
+                continue
+            if why := reason(TUNER, field.name):
+                flag = f"--{section}.{field.name.replace('_', '-')}"
+                raise ValueError(f"{flag}={value}: a search has no such guard: {why}")
+            if field.name in LEFT_OUT:
+                raise ValueError(f"{section}.{field.name}={value}: {LEFT_OUT[field.name]}")
+    for name in ("stop_early", "keep_best", "plan"):
+        if value := getattr(asked, name):
+            raise ValueError(f"{name}={value!r}: {LEFT_OUT[name]}")
+    if has_flag(arguments, "extend"):
+        raise ValueError(f"--extend: {LEFT_OUT['extend']}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from elastic_ring.cli.train import build
         from elastic_ring.tuning.search import run
 
-        return run(options, rest, build(asked))
+        is_named = asked.run.name != f"train-1t-{asked.preset}"
+        anew = replace(asked, run=replace(asked.run, resume="never"))  # no run's record says where a search begins
+        return run(options, rest, build(anew), is_named=is_named)
     except ValueError as error:
         print(f"elastic-ring tune: {error}", file=sys.stderr)
         return 2

@@ -253,8 +253,8 @@ def left_s(steps: Sequence[Mapping[str, Any]], num_left: int) -> float | None:
     if not between or num_left < 1:
         return None
     longest = _BREAK * statistics.median(between)
-    paced = [one for one in between if one <= longest]
-    return num_left * math.fsum(paced) / len(paced)
+    paced = [one for one in between if 0 <= one <= longest]  # a clock may go back
+    return num_left * math.fsum(paced) / len(paced) if paced else None
 
 
 def duration(value_s: float) -> str:

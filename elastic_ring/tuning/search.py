@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shlex
 import stat
 import sys
@@ -24,8 +25,9 @@ from ray import tune as ray_tune
 from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.optuna import OptunaSearch
 
-from elastic_ring.files import plain_json, read_small
+from elastic_ring.files import plain_json, read_small, replace_file
 from elastic_ring.runtime.driver import access
+from elastic_ring.state.checkpoints.stored_weights import RunWeights
 from elastic_ring.trainer import ElasticRingTrainer
 from elastic_ring.tuning.cost import Costs
 from elastic_ring.tuning.report import Trial, advised, found, in_doubt, report, spread
@@ -187,7 +189,7 @@ def store_settings(out: Path, given: Mapping[str, Any]) -> None:
     _be_own(out)
     path = out / "options.json"
     if not path.exists():
-        path.write_text(json.dumps(given) + "\n", encoding="utf-8")
+        replace_file(path, (json.dumps(given) + "\n").encode(), durable=True)
         return
     try:
         begun = plain_json(read_small(path))
@@ -233,8 +235,14 @@ def _closed(folder: Path, about: os.stat_result, others: int) -> bool:
     return True
 
 
-def run(options: Any, train_arguments: Sequence[str], trainer: ElasticRingTrainer) -> int:
-    """One search of the command; returns its exit status: 2 for settings that do not fit."""
+def run_name_of(out: Path) -> str:
+    """For the run of what the search has found, where the user names none."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", out.name).strip("-._")[:80] or "found"
+
+
+def run(options: Any, train_arguments: Sequence[str], trainer: ElasticRingTrainer, *, is_named: bool = False) -> int:
+    """One search of the command; returns its exit status: 2 for settings that do not fit. `is_named`: the arguments
+    name the run."""
     step = trainer.task.step
     costs = Costs(trainer.task, 1, trainer.scaling_config.device)
     space = {} if options.space is None else read_space(options.space)
@@ -242,6 +250,10 @@ def run(options: Any, train_arguments: Sequence[str], trainer: ElasticRingTraine
     points = patterns(space, step.context_tokens, costs.num_layers, whole_blocks=whole)
     digest = hashlib.sha256("\n".join(points).encode()).hexdigest()[:16]
     given = {"--trials": options.trials, "patterns": digest, "arguments": shlex.join(train_arguments)}
+    if isinstance(trainer.task.initial, RunWeights):  # --from names a place, which may have other weights by now
+        given["--from"] = repr(trainer.task.initial)
+    if options.concurrent != 1:  # the Tuner that is restored keeps its own
+        given["--concurrent"] = options.concurrent
     store_settings(options.out, given)
     if options.address == "local":
         access.start(logging_level="ERROR", include_dashboard=False)
@@ -251,6 +263,7 @@ def run(options: Any, train_arguments: Sequence[str], trainer: ElasticRingTraine
     search = Search(trainer, options.out, points, options.trials, options.concurrent, options.cpus_per_trial)
     print(search.run())
     validates = [] if step.validates else ["--val-every", str(step.steps)]
-    command = ["elastic-ring", "train", *train_arguments, *validates, "--pattern", search.advice, "--run-name", "found"]
+    name = [] if is_named else ["--run-name", run_name_of(options.out)]
+    command = ["elastic-ring", "train", *train_arguments, *validates, "--pattern", search.advice, *name]
     print(f"{options.out}: front.md, front.png, front.json. Next:\n{shlex.join(command)}")
     return 0

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 4.0  # several times the period of a live coordinator's status updates
 STALE_S = 60.0  # no live coordinator has a status this old, even where clocks differ
 ASK_AGAIN_S = 0.2
-UNRECORDED = "nothing that is recorded: the mesh, planned faults or the cost model"
+UNRECORDED = "nothing that is recorded: the mesh, planned faults, validation sets or the cost model"
 
 
 def running_coordinator(
@@ -57,11 +57,8 @@ def running_coordinator(
         return None
     if known["digest"] != digest:
         refuse_other_settings(run, own.differences(known.get("what", {})) or [UNRECORDED], "it is running now")
-    if known["ended"] is None and (changed := changed_parts(known.get("sources", {}), sources)):
-        raise ValueError(
-            f"run name {run.name!r}: the run is running now with other code of {', '.join(changed)}: choose another "
-            "name, submit the code with which it began, or stop it first"
-        )
+    if known["ended"] is None:
+        refuse_running_code(run, known.get("sources"), sources)
     if known["folder"] != run.storage_uri and not _holds(run, known["attempt"]):
         raise ValueError(
             f"run name {run.name!r} is running now with run_dir={known['folder']!r}, not {run.storage_uri!r}: "
@@ -72,6 +69,15 @@ def running_coordinator(
     log.info("attached to run %s", run.name)
     own.tell_moved(run.name, known.get("places", {}))
     return found
+
+
+def refuse_running_code(run: RunConfig, there: object, here: Mapping[str, str]) -> None:
+    """Raises ValueError where the running run has other code. An older coordinator does not say which it has."""
+    if isinstance(there, dict) and (changed := changed_parts(there, here)):
+        raise ValueError(
+            f"run name {run.name!r}: the run is running now with other code of {', '.join(changed)}: choose another "
+            "name, submit the code with which it began, or stop it first"
+        )
 
 
 def refuse_other_control(run: RunConfig, *, controls: bool) -> None:

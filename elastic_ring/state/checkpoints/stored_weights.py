@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
-from elastic_ring.state.checkpoints.checkpoint import PARAMS, Reader, committed
+from elastic_ring.files import shown_url
+from elastic_ring.state.checkpoints.checkpoint import PARAMS, Reader, committed, wrong_files
 from elastic_ring.state.checkpoints.header import Place, read_places
-from elastic_ring.state.checkpoints.manifest import located, read_manifest
+from elastic_ring.state.checkpoints.manifest import age_key, located, read_manifest
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_INDEX, are_there, read_index
 from elastic_ring.state.storage.folder import Storage
 
@@ -86,21 +87,48 @@ class RunWeights:
 
     @classmethod
     def open(cls, where: str) -> RunWeights:
-        """`where`: a run's folder, or one of its checkpoints. Raises ValueError where there are no weights."""
-        uri, folder = located("", where.rstrip("/"))
-        storage = Storage(uri or where.rstrip("/"))
-        if storage.is_local:  # workers have folders of their own
-            storage = Storage(os.path.abspath(storage.uri))
+        """`where`: a run's folder, or one of its checkpoints, whose bytes are verified. Raises ValueError where there
+        are no weights."""
+        storage, folder = _run_of(where)
         try:
-            if not uri and are_there(storage):
+            if not folder and are_there(storage):
                 return cls(storage.uri, "", _digest(storage))
-            folder = folder if uri else next(iter(committed(storage)), "")
+            folder = folder or next(iter(committed(storage)), "")
             if not folder:
                 raise ValueError(f"from={where!r}: has neither final weights nor a checkpoint: give a run's folder")
-            files = sorted(f"{file.name} {file.sha256}" for file in read_manifest(storage, folder).files)
+            manifest = read_manifest(storage, folder)
+            if wrong := list(wrong_files(storage, manifest)):
+                raise ValueError(f"from={where!r}: {folder} is damaged ({wrong[0]}): give another checkpoint")
+            files = sorted(f"{file.name} {file.sha256}" for file in manifest.files)
         except (StorageFailed, CheckpointDamaged) as error:
             raise ValueError(f"from={where!r}: {error.message}") from error
         return cls(storage.uri, folder, hashlib.sha256("\n".join(files).encode()).hexdigest()[:16])
+
+    @property
+    def record(self) -> dict[str, str]:
+        """For the run's config.json, by which a later submission begins with the same."""
+        return {"uri": shown_url(self.uri), "folder": self.folder, "digest": self.digest}
+
+    @classmethod
+    def of_record(cls, where: str, record: object) -> RunWeights | None:
+        """What `record` says that a run began with, where that is `where`; nothing is read."""
+        storage, folder = _run_of(where)
+        if not isinstance(record, dict) or record.get("uri") != shown_url(storage.uri):
+            return None
+        there, digest = str(record.get("folder", "")), str(record.get("digest", ""))
+        is_checkpoint = age_key(there) != (-1, -1) and ".." not in there
+        if (folder and folder != there) or (there and not is_checkpoint):
+            return None
+        return cls(storage.uri, there, digest)
+
+    def check_unchanged(self) -> None:
+        """Raises ValueError where they are no longer there, or others."""
+        now = RunWeights.open(f"{self.uri}/{self.folder}".rstrip("/"))
+        if now != self:
+            raise ValueError(
+                f"from={self.uri!r}: has other weights than those with which this run began, and the run has no "
+                "checkpoint yet: give it another name, or resume=never to begin anew"
+            )
 
     @cached_property
     def _stored(self) -> StoredWeights | Reader:
@@ -133,6 +161,15 @@ class RunWeights:
             return self._stored.tensor(name, rows).to(torch.float32)
         whole = self._stored.tensor(f"{PARAMS}/{name}", 0, 1).to(torch.float32)
         return whole if rows is None or not whole.dim() else whole[rows[0] : rows[1]]
+
+
+def _run_of(where: str) -> tuple[Storage, str]:
+    """(a run's storage, folder of the checkpoint that is meant, if one is)."""
+    uri, folder = located("", where.rstrip("/"))
+    storage = Storage(uri or where.rstrip("/"))
+    if storage.is_local:  # workers have folders of their own
+        storage = Storage(os.path.abspath(storage.uri))
+    return storage, folder if uri else ""
 
 
 def _digest(storage: Storage) -> str:

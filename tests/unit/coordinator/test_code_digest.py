@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,6 +116,158 @@ def test_code_without_a_file_has_a_digest_as_a_lambda_on_a_shared_line_has() -> 
     one, two = (lambda x: x + 1), (lambda x: x + 2)
     assert code_digest(one) != code_digest(two)
     assert code_digest(one) == code_digest(lambda x: x + 1)
+
+
+RICH = """
+import contextlib, functools, logging, os, socket, sys
+from dataclasses import dataclass
+import torch
+import helper
+
+@dataclass
+class Cfg:
+    width: int = 8
+
+class Net:
+    made = 0
+    def __init__(self):
+        Net.made += 1
+        self.text = "net one"
+
+CFG = Cfg(64)
+SIZES = {"depth": 3, "at": "/here"}
+STEPS = [4]
+STEPS += [5]
+NETS = {"net": Net}
+LIMIT: float = 2.5
+HOST = socket.gethostname()
+PLACES = ("/one", "~/two")
+log = logging.getLogger(__name__)
+doubled = lambda x: x in {"a", "b", "c"} or x * 7
+
+@contextlib.contextmanager
+def managed():
+    yield 11
+
+@functools.lru_cache
+def cached(x):
+    return x + 12
+
+@torch.no_grad()
+def still(x):
+    return x + 13
+
+def loss(model, batch):
+    from helper import scaled
+    global count
+    count = 1
+    log.info("%s %s %s", HOST, PLACES, __name__)
+    with managed() as one:
+        return scaled(cached(still(doubled(one)))) + CFG.width + SIZES["depth"] + STEPS[0] + LIMIT + count, NETS["net"]
+count = 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("yield 11", "yield 21"),
+        ("x + 12", "x + 22"),
+        ("x + 13", "x + 23"),
+        ("Cfg(64)", "Cfg(65)"),
+        ("width: int = 8", "width: int = 9"),
+        ('"depth": 3', '"depth": 4'),
+        ("STEPS += [5]", "STEPS += [6]"),
+        ("= 2.5", "= 2.25"),
+        ('"net one"', '"net two"'),
+        ("x * 7", "x * 8"),
+        ("value * by", "value / by"),
+    ],
+)
+def test_code_behind_decorators_settings_and_local_imports_counts(
+    digests: Callable[..., tuple[str, str]], old: str, new: str
+) -> None:
+    rich = RICH + "\nModel = Net\n"
+    before = digests(rich)[0]
+    assert digests(rich.replace(old, new), HELPER.replace(old, new), "b")[0] != before
+
+
+ASKED = """
+import sys
+from functools import partial
+import users
+users.HOST, users.count, users.Net.made = sys.argv[1:4]
+from elastic_ring.runtime.code_digest import code_digest
+print(code_digest(users.loss), code_digest(users.Net))
+"""
+
+
+def test_another_process_host_place_and_count_change_no_digest(tmp_path: Path) -> None:
+    found = set()
+    for seed, folder in (("1", "a"), ("2", "site")):
+        at = tmp_path / folder
+        at.mkdir()
+        rich = RICH.replace("/here", f"/{folder}").replace("/one", f"/{folder}")
+        (at / "users.py").write_text(rich.replace("import torch\n", "").replace("@torch.no_grad()\n", ""))
+        (at / "helper.py").write_text(HELPER)
+        path = os.pathsep.join([str(at), *sys.path])
+        asked = [sys.executable, "-c", ASKED, folder, seed, seed]
+        env = {"PYTHONPATH": path, "PYTHONHASHSEED": seed}
+        found.add(subprocess.run(asked, env=env, capture_output=True, text=True, check=True).stdout)
+    assert len(found) == 1
+
+
+def test_a_notebook_counts_settings_and_no_process_facts() -> None:
+    def of(**values: Any) -> str:
+        made: dict[str, Any] = {"__name__": "a_notebook", **values}
+        exec("def f(x):\n    global COUNT\n    COUNT = 2\n    return WIDTH, D, COUNT, AT, __name__, x.step", made)
+        return code_digest(made["f"])
+
+    @dataclass
+    class Cfg:
+        layers: int
+
+    usual = {"WIDTH": Cfg(3), "D": {"a": [1, 2]}, "COUNT": 0, "AT": "/here", "step": 1}
+    assert of(**usual) == of(**{**usual, "COUNT": 5, "AT": "/there", "step": 2})
+    assert len({of(**usual), of(**{**usual, "WIDTH": Cfg(4)}), of(**{**usual, "D": {"a": [1, 3]}})}) == 3
+
+
+def test_libraries_wherever_they_lie_are_no_users_and_long_chains_are_followed(tmp_path: Path) -> None:
+    code = compile("def f(x):\n    return x", str(tmp_path / "env/lib/dist-packages/one.py"), "exec")
+    made: dict[str, Any] = {"__name__": "one"}
+    exec(code, made)
+    assert code_digest(made["f"]) == ""
+    chain: Any = digests
+    for _ in range(3000):
+        chain = [chain]
+    assert code_digest(chain) == code_digest(digests) != ""
+
+
+def test_submodules_are_followed_and_other_modules_names_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def of(name: str, depth: str, other: str = "1") -> str:
+        pack = tmp_path / name / "deep"
+        pack.mkdir(parents=True)
+        (tmp_path / name / "__init__.py").write_text("from .deep.last import DEPTH")
+        (pack / "__init__.py").write_text("")
+        (pack / "last.py").write_text(f"DEPTH = {depth}\nOTHER = {other}\ndef f(x):\n    return x * DEPTH\n")
+        (tmp_path / name / "users.py").write_text(f"import {name}.deep.last\ndef g(x): return {name}.deep.last.f(x)\n")
+        (tmp_path / name / "users2.py").write_text("from . import DEPTH as D\ndef g(x): return x * D\n")
+        found = [code_digest(importlib.import_module(f"{name}.{one}").g) for one in ("users", "users2")]
+        return " ".join(found)
+
+    usual = of("packa", "3")
+    assert "" not in usual.split(" ")
+    assert of("packb", "3", "2").split()[1] == usual.split()[1]
+    assert not set(of("packc", "4").split()) & set(usual.split())
+
+
+def test_bytecode_of_two_pythons_is_not_compared() -> None:
+    assert changed_parts({"loss": "py3.11:a"}, {"loss": "py3.12:b"}) == []
+    assert changed_parts({"loss": "py3.12:a"}, {"loss": "py3.12:b"}) == ["loss"]
 
 
 def trainer(folder: Path, factor: float, **run: Any) -> ElasticRingTrainer:

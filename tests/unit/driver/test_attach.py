@@ -40,6 +40,14 @@ def test_only_some_of_many_are_told() -> None:
     assert few(told, NUM_TOLD, "; ") == "a: None there, 1 here; b: None there, 1 here; c: None there, 1 here and 2 more"
 
 
+def test_other_code_of_a_running_run_is_refused_where_it_says_which_it_has() -> None:
+    run = RunConfig("x")
+    attach.refuse_running_code(run, None, {"loss": "a"})  # an older coordinator
+    attach.refuse_running_code(run, {"loss": "a"}, {"loss": "a"})
+    with pytest.raises(ValueError, match="running now with other code of loss"):
+        attach.refuse_running_code(run, {"loss": "b"}, {"loss": "a"})
+
+
 def test_other_settings_are_refused_by_name() -> None:
     refuse_other_settings(RunConfig("x", run_dir="r"), [], "here")
     with pytest.raises(ValueError, match=r"'x' is taken by a run with other settings \(here, in step\.steps\)"):

@@ -19,6 +19,7 @@ from elastic_ring import ElasticRingTrainer, RunConfig, StepConfig
 from elastic_ring.cli.settings import read_toml
 from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.data.growth import beside
+from elastic_ring.data.sampling.validation import ValidationSet
 from elastic_ring.data.source import PreparedTokens, SourceConfig, TextFiles, TokenShards
 from elastic_ring.integrations.transformers.presets import shape_of_run
 from elastic_ring.model.config import preset
@@ -99,6 +100,22 @@ def test_a_copy_elsewhere_is_the_same_run_and_is_told_and_other_contents_are_ref
     named = {text_files: r"one\.txt", token_shards: r"one\.parquet", prepared_tokens: r"000-"}[source]
     with pytest.raises(ValueError, match=rf"with other settings .*, in files of the data: .*{named}.*; data: \w+ \w+"):
         trainer(changed[source], run)._finished()
+
+
+def test_validation_sets_count_by_their_contents_wherever_they_lie(tmp_path: Path) -> None:
+    data = text_files(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+
+    def of(folder: str, weight: float = 1.0) -> str:
+        sets = {"own": ValidationSet(TextFiles(CONTEXT, (str(tmp_path / folder),)), weight)}
+        step = StepConfig(steps=2, context_tokens=CONTEXT, val_every_steps=1)
+        run = RunConfig("sets", run_dir=str(tmp_path / "run"))
+        model = partial(Transformer, preset("laptop"))
+        return ElasticRingTrainer(model, data, step_config=step, run_config=run, validation=sets)._digest
+
+    assert of("a") == of("b") != of("a", 2.0)
+    (tmp_path / "b" / "one.txt").write_text("other words " * 50)
+    assert of("a") != of("b")
 
 
 def test_a_working_directory_is_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,34 @@ SHOWN = {
 }
 
 
+OTHER = {
+    **{name: "off" for name in ("loss_spike", "straggler", "corruption", "memory_pressure")},
+    **{name: "7" for name in ("straggler_factor", "straggler_window_s", "corruption_every_steps")},
+    **{name: "0.5" for name in ("memory_limit", "memory_pressure_share")},
+    **{"loss_spike_actions": "clip", "memory_relax_steps": "7"},
+}
+"""Values that are not the usual ones."""
+
+
+def test_a_search_refuses_what_it_would_leave_out_also_from_a_file(tmp_path: Path) -> None:
+    for flags, told in (
+        (["--stop-early", "3"], "stop_early='3'"),
+        (["--keep-best", "val_loss"], "keep_best="),
+        (["--plan"], "plan=True"),
+        (["--checkpoint-every-steps", "5"], "run.checkpoint_config="),
+        (["--run.faults", "kill@step=2"], "run.faults="),
+    ):
+        with pytest.raises(ValueError, match=told):
+            parse_search(["--out=x", *flags])
+    (tmp_path / "some.toml").write_text('keep_best = "val_loss"\n')
+    with pytest.raises(ValueError, match="keep_best="):
+        parse_search(["--out=x", "--config", str(tmp_path / "some.toml")])
+    (tmp_path / "some.toml").write_text('[run]\ncorruption = "off"\n')
+    with pytest.raises(ValueError, match=r"--run\.corruption=off: a search has no such guard"):
+        parse_search(["--out=x", "--config", str(tmp_path / "some.toml")])
+    assert parse_search(["--out=x", "--run-name", "corruption"])[2].run.name == "corruption"
+
+
 def test_the_page_has_the_table_of_the_code() -> None:
     assert table() in (ROOT / "docs" / "zero3.md").read_text(encoding="utf-8")
 
@@ -91,7 +119,9 @@ def test_each_cell_has_a_test_that_shows_it_or_is_refused_with_its_reason(door: 
             told = str(refused.value)
         else:
             assert door == TUNER, "the other doors are the elastic ring's"
-            with pytest.raises(ValueError, match=f"{flag}=1: a search has no such guard: ") as refused:
-                parse_search(["--out=x", f"{flag}=1"])
+            if setting not in OTHER:  # no setting of a ring
+                continue
+            with pytest.raises(ValueError, match=f"{flag}=.*: a search has no such guard: ") as refused:
+                parse_search(["--out=x", f"{flag}={OTHER[setting]}"])
             told = str(refused.value)
         assert found.why_not in told

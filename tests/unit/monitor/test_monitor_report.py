@@ -249,6 +249,9 @@ def test_the_time_left_follows_the_pace_without_breaks(run: Path) -> None:
     lines = [{"unix_s": 10.0 * step + (5000.0 if step > 4 else 0.0)} for step in range(9)]
     assert left_s(lines, 6) == 60.0
     assert (left_s(lines, 0), left_s(lines[:1], 6)) == (None, None)
+    back = [{"unix_s": at} for at in (50.0, 40.0, 30.0)]  # a clock that was set back
+    assert left_s(back, 6) is None
+    assert left_s([*back, {"unix_s": 32.0}, {"unix_s": 34.0}, {"unix_s": 36.0}], 6) == 12.0
     assert [duration(s) for s in (40, 720, 12_600, 43_200, 200_000)] == ["40 s", "12 min", "3.5 h", "12 h", "2.3 days"]
     with MetricsLog(run) as log:
         log.validated(20, {"val_loss": 2.0, "val_perplexity": 7.389, "val_code_loss": math.nan})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from secrets import token_hex
@@ -13,10 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from elastic_ring.cli.train import _weights_on_record
+from elastic_ring.config import RunConfig
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
+from elastic_ring.monitor.metrics import write_json
 from elastic_ring.state.checkpoints import checkpoint
 from elastic_ring.state.checkpoints.checkpoint import Reader
 from elastic_ring.state.checkpoints.manifest import FORMAT, Manifest, attempt_folder, file_name
+from elastic_ring.state.checkpoints.stored_weights import RunWeights
 from elastic_ring.state.shard import Counters, Shard
 from elastic_ring.state.storage.folder import Storage
 from tests.object_store.store import ObjectStore
@@ -368,3 +373,29 @@ def test_the_interval_follows_young_and_daly() -> None:
 def test_retention_keeps_the_newest_and_every_nth() -> None:
     assert checkpoint.superfluous([10, 20, 30, 40, 50], keep_last=2, keep_every=0) == [10, 20, 30]
     assert checkpoint.superfluous([10, 20, 30, 40, 50], keep_last=1, keep_every=20) == [10, 30]
+
+
+def test_first_values_of_another_run_stay_those_on_record_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    source, own = (Storage(str(tmp_path / name)).open() for name in ("source", "own"))
+    manifest = save(source, 2, 1)
+    first = RunWeights.open(source.uri)
+    write_json(tmp_path / "own" / "config.json", {"from": first.record})
+    save(source, 2, 1, step=STEP + 1)
+    assert RunWeights.open(source.uri) != first, "the run has saved again"
+    run = RunConfig("own", storage_path=str(tmp_path))
+    assert _weights_on_record(source.uri, run) == first
+    assert _weights_on_record(str(tmp_path / "another"), run) is None
+    assert _weights_on_record(source.uri, dataclasses.replace(run, resume="never")) is None
+    assert RunWeights.of_record(source.uri, {**first.record, "folder": "checkpoints/../../x"}) is None
+
+    path = Path(source.at(manifest.files[0].name))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"is damaged .*has sha256.*give another checkpoint"):
+        RunWeights.open(f"{source.uri}/{first.folder}")
+    shutil.rmtree(source.uri)
+    with pytest.raises(ValueError, match="from="):
+        _weights_on_record(source.uri, run)
+    save(own, 2, 1)
+    assert _weights_on_record(source.uri, run) == first, "a run with checkpoints of its own needs no other's"

@@ -18,7 +18,7 @@ from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.tuning.report import advised, draw, found, in_doubt, on_front, report, spread
 from elastic_ring.tuning.sampler import LOSSES, Cheap, ProxySampler, completed, told
-from elastic_ring.tuning.search import store_settings
+from elastic_ring.tuning.search import run_name_of, store_settings
 from elastic_ring.tuning.space import DEFAULTS, DENSE, OFF, pattern_of, patterns, read_space
 from elastic_ring.tuning.trial import NonDominatedRank
 
@@ -207,6 +207,7 @@ def test_a_search_that_goes_on_refuses_options_that_it_would_ignore(tmp_path: Pa
         ValueError, match=r"was begun with --trials 7, not 9; arguments --steps 3, not .*; give the same"
     ):
         store_settings(tmp_path / "s", {"--trials": 9, "arguments": "--steps 4"})
+    assert [run_name_of(Path(name)) for name in ("runs/my search", "...", "a" * 99)] == ["my-search", "found", "a" * 80]
 
 
 def test_a_folder_where_others_could_leave_code_is_not_searched_in(tmp_path: Path) -> None:
