@@ -130,7 +130,8 @@ class _Found:
                 if not is_users:  # a library's decorator
                     self._left += [value] if callable(value) else []
                     continue
-                if not isinstance(value, ModuleType) and free not in uses.rebinds:
+                is_setting = is_dataclass(value) or not hasattr(value, "__dict__")  # other objects may count calls
+                if is_setting and free not in uses.rebinds:
                     self._plain(f"{function.__qualname__} {free}", value)
                 self._left.append(value)
         if not is_users:
