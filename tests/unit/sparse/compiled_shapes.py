@@ -10,6 +10,5 @@ def compiled_shape(tables: BlockTables, num_heads: int, num_kv_heads: int) -> tu
     """The sizes of such a call for which FlexAttention's kernels are compiled."""
     num_q, num_k = padded_blocks(tables)
     num_masks = 0 if tables.masks is None else _power_of_four(len(tables.masks.masks))
-    widths = (_width(x, num_k) for x in (tables.own, tables.full))
-    widths_by_key = (_width(x, num_q) for x in (tables.own_by_key, tables.full_by_key))
-    return (num_heads, num_kv_heads, tables.own.counts.size(1), num_q, num_k, *widths, *widths_by_key, num_masks)
+    widths = _width((tables.own, tables.full), num_k), _width((tables.own_by_key, tables.full_by_key), num_q)
+    return (num_heads, num_kv_heads, tables.own.counts.size(1), num_q, num_k, *widths, num_masks)

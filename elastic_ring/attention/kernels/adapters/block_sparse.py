@@ -160,9 +160,8 @@ _LISTS = (
 
 def _make_flex_mask(tables: BlockTables) -> Any:
     num_q, num_k = padded_blocks(tables)
-    own, full = (_padded_lists(lists, num_q, num_k) for lists in (tables.own, tables.full))
-    by_key = own if tables.own_by_key is tables.own else _padded_lists(tables.own_by_key, num_k, num_q)
-    full_by_key = _padded_lists(tables.full_by_key, num_k, num_q)
+    own, full = _padded_lists((tables.own, tables.full), num_q, num_k)
+    by_key, full_by_key = _padded_lists((tables.own_by_key, tables.full_by_key), num_k, num_q)
     lists = [x for each in (own, full, by_key, full_by_key) for x in (each.counts, each.indices)]
     return _block_mask((num_q * BLOCK_TOKENS, num_k * BLOCK_TOKENS), _by_masks(tables), zip(_LISTS, lists, strict=True))
 
@@ -193,20 +192,26 @@ def _rounded(num_blocks: int) -> int:
     return power * 3 // 4 if power > 16 and power * 3 // 4 >= num_blocks else power
 
 
-def _width(lists: BlockLists, num_columns: int) -> int:
-    return min(num_columns, _power_of_four(lists.indices.size(-1)))
+def _width(both: tuple[BlockLists, BlockLists], num_columns: int) -> int:
+    return min(num_columns, _power_of_four(max(lists.indices.size(-1) for lists in both)))
 
 
 def _power_of_four(number: int) -> int:
     return 1 << 2 * -(-(max(number, 16) - 1).bit_length() // 2)
 
 
-def _padded_lists(lists: BlockLists, num_rows: int, num_columns: int) -> BlockLists:
-    """Pad the lists with zeros; returns them unchanged if they have the padded size."""
-    rows, columns = num_rows - lists.counts.size(-1), _width(lists, num_columns) - lists.indices.size(-1)
-    if not rows and not columns:
-        return lists
-    return BlockLists(functional.pad(lists.counts, (0, rows)), functional.pad(lists.indices, (0, columns, 0, rows)))
+def _padded_lists(both: tuple[BlockLists, BlockLists], num_rows: int, num_columns: int) -> tuple[BlockLists, ...]:
+    """Pad the lists of blocks kept in part and of those kept whole with zeros, to one width: FlexAttention's kernels
+    (torch 2.11) find the rows of both by the first's strides. Returns lists unchanged that have the padded size."""
+    width = _width(both, num_columns)
+
+    def padded(lists: BlockLists) -> BlockLists:
+        rows, columns = num_rows - lists.counts.size(-1), width - lists.indices.size(-1)
+        if not rows and not columns:
+            return lists
+        return BlockLists(functional.pad(lists.counts, (0, rows)), functional.pad(lists.indices, (0, columns, 0, rows)))
+
+    return tuple(map(padded, both))
 
 
 def _padded(x: torch.Tensor, num_blocks: int) -> torch.Tensor:
