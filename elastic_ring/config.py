@@ -172,7 +172,7 @@ class ScalingConfig:
     optimizer's moments (8 bytes a parameter), or all but the gradients that are summed over the rings (16)."""
     keep_activations: bool = False
     """Keep on the device what layers of the built-in decoder would compute again in backward: faster, with equal bits.
-    `elastic-ring train` turns it on where the plan needs at most 36 GiB with it."""
+    `elastic-ring train` turns it on where a rank fits 40 GB with it, unless a setting says otherwise."""
     release_contexts: bool = True
     """Members on GPUs destroy their unused CUDA contexts after step 2; such a worker exits instead of becoming a
     spare again."""

@@ -126,6 +126,12 @@ class ModelConfig:
         """Tokens of the vocabulary that each slice of the head scores."""
         return _slices(self.vocab_size, self.width) if self.has_own_tables else (self.vocab_size,)
 
+    @property
+    def sliced(self) -> dict[str, tuple[int, ...]]:
+        """By module, the slices in which it is built; those built whole are left out. Names of parameters follow."""
+        found = {"ffn": self.ffn_slices} if any(map(self.is_parted, range(self.num_layers))) else {}
+        return found | ({"head": self.head_slices} if len(self.head_slices) > 1 else {})
+
 
 def _slices(rows: int, row_parameters: int) -> tuple[int, ...]:
     """Rows of each slice: whole tiles in all but the last."""

@@ -23,7 +23,6 @@ LEAST_CAPABILITY = (9, 0)
 ALIGNED = 16
 """Both widths of a product are multiples of this."""
 _LEAST_SCALE = 2.0**-100
-_WARM_WIDTH = 128
 
 
 class Fp8Linear(nn.Linear):
@@ -57,11 +56,20 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile and load what a layer needs."""
+def widths_of(layers: Sequence[nn.Module]) -> set[int]:
+    """The widths of rows that the layers in 8 bits meet, forward and backward."""
+    found = [module for layer in layers for module in layer.modules() if isinstance(module, Fp8Linear)]
+    return {width for module in found for width in (module.in_features, module.out_features)}
+
+
+def warm_up(device: torch.device, dtype: torch.dtype, widths: set[int]) -> None:
+    """Compile and load what layers of these widths need, by a row of each and one small layer."""
+    least = min(widths)
     with torch.device(device):
-        layer = Fp8Linear(_WARM_WIDTH, _WARM_WIDTH, bias=False, dtype=dtype)
-        layer(torch.ones(1, _WARM_WIDTH, _WARM_WIDTH, dtype=dtype, requires_grad=True)).sum().backward()
+        for width in sorted(widths):
+            rows(torch.ones(1, width, dtype=dtype))
+        layer = Fp8Linear(least, least, bias=False, dtype=dtype)
+        layer(torch.ones(1, ALIGNED, least, dtype=dtype, requires_grad=True)).sum().backward()
 
 
 class _Product(torch.autograd.Function):

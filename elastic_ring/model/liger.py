@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_OF_FOLDERS = "elastic_ring.integrations.transformers"
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -140,8 +141,9 @@ def _kernels() -> _Kernels | None:
 @contextmanager
 def _without_peft() -> Iterator[None]:
     """Importing Liger looks for peft, for whose models it has patches, and so imports transformers: seconds that no
-    kernel needs. Whoever has imported peft already keeps it."""
-    if "peft" in sys.modules:
+    kernel needs. Whoever has imported peft already keeps it, and a task of a model folder imports transformers in any
+    case, which would go on taking peft for missing if it looked for it now."""
+    if "peft" in sys.modules or _OF_FOLDERS in sys.modules:
         yield
         return
     sys.modules["peft"] = None  # type: ignore[assignment]

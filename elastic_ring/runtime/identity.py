@@ -21,7 +21,7 @@ from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, fingerprinted
 from elastic_ring.files import shown_url
-from elastic_ring.model.config import GONE, NO_EXPERTS, ModelConfig
+from elastic_ring.model.config import GONE, NO_EXPERTS, ModelConfig, built_in
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.wording import cut, few
 
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 VERSION, CONTENTS = "identity", "contents 1"
 """The entry that says how an identity is written."""
+SLICES = "slices of the model"
+"""The entry of a built-in decoder whose larger matrices are built in slices; earlier versions built them whole."""
 NUM_TOLD, SHORT = 3, 60
 MAX_FILES, DIGITS = 1000, 16
 
@@ -98,6 +100,8 @@ def identity_of(task: TrainingTask, settings: Mapping[str, Any], parts: Mapping[
         found["step.kv_wire"] = task.step.kv_wire
     if task.step.linears != "native":
         found["step.linears"] = task.step.linears
+    if (shape := built_in(task.model)) is not None and shape.sliced:
+        found[SLICES] = shape.sliced
     pattern = "" if task.pattern is None else task.pattern.identity
     found |= {**parts, "data": contents, "pattern": pattern, VERSION: CONTENTS}
     what = {name: str(value) for name, value in found.items()}
@@ -138,6 +142,17 @@ def _apart(there: str, here: str) -> tuple[str, str]:
     if at > 2 and max(len(there), len(here)) > SHORT:
         there, here = f"... {there[at:]}", f"... {here[at:]}"
     return short(there), short(here)
+
+
+def cut_otherwise(told: Sequence[str]) -> str:
+    """The way out, where the differences `told` say that the model's large matrices are stored whole, or in other
+    slices, under other names."""
+    if not any(one.startswith(f"{SLICES}:") for one in told):
+        return ""
+    return (
+        "; its large matrices are stored under another version's names: go on with that version, or write its weights "
+        "with elastic-ring export and begin with --model-folder"
+    )
 
 
 def short(value: Any) -> str:

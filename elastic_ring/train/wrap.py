@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from elastic_ring.experts.exchange import expert_layers, sends, spread
-from elastic_ring.model.fp8 import ALIGNED, use_fp8
+from elastic_ring.model.fp8 import ALIGNED, use_fp8, widths_of
 from elastic_ring.train.optim import check_optimizer
 from elastic_ring.train.task import Initial, TrainingTask
 
@@ -295,6 +295,15 @@ def check_linears(task: TrainingTask) -> None:
             f"linears='fp8': none of the model's {len(layers)} layers would compute in 8 bits: the first and the last "
             f"do not, nor do others than torch's nn.Linear with widths that are multiples of {ALIGNED}; leave it out"
         )
+
+
+def fp8_widths(task: TrainingTask) -> set[int]:
+    """The widths of the layers that compute in 8 bits, where a task passed `check_linears`."""
+    with torch.device("meta"):
+        model = task.model()
+    layers = (task.units or largest_list)(model)
+    use_fp8(layers)
+    return widths_of(layers)
 
 
 def check_own_optimizer(task: TrainingTask) -> None:

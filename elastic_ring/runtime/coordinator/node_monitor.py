@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 VACANT_S = 2.0
 """An agent goes from a node on which the run has had no worker, and wanted none, for this long."""
-CONFIRM_S, CONFIRM_LOOK_S = 1.0, 0.1
+CONFIRM_S, CONFIRM_LOOK_S, CONFIRM_TIMES = 1.0, 0.1, 3
 HEALTH_KEPT_S = 30.0
 NOTICE_AGAIN_S = 5.0
 """What an agent read of its node's health counts for so long."""
@@ -384,12 +384,15 @@ def without(node: NodeInfo, bad_gpus: Collection[str]) -> NodeInfo:
 
 
 def answers(asked: list[Any], given_up: Callable[[], bool] = lambda: False) -> bool:
-    """Whether any of these calls succeeds within CONFIRM_S, or before they are given up."""
-    deadline, pending = time.monotonic() + CONFIRM_S, asked
-    while pending and (left_s := deadline - time.monotonic()) > 0 and not given_up():
+    """Whether any of these calls succeeds within CONFIRM_S, or before they are given up CONFIRM_TIMES in a
+    row, each time after none was answered for CONFIRM_LOOK_S."""
+    deadline, pending, num_given_up = time.monotonic() + CONFIRM_S, asked, 0
+    while pending and (left_s := deadline - time.monotonic()) > 0 and num_given_up < CONFIRM_TIMES:
         done, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, CONFIRM_LOOK_S))
         if any(not failed(ref) for ref in done):
             return True
+        if not done:
+            num_given_up = num_given_up + 1 if given_up() else 0
     return False
 
 

@@ -86,8 +86,9 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
     if run_spec.start_dp is not None:
         scaling = replace(scaling, dp=run_spec.start_dp, max_dp=scaling.most_rings)
     reliefs = reliefs_on(scaling.device, step.sequences_per_pass)
-    # Planned faults are planned for a mesh with its spares.
-    waits_for_spares = bool(run_spec.run.faults)
+    # Planned faults are planned for a mesh with its spares. A spare's warm-up on a member's GPU would run beside its
+    # first steps.
+    waits_for_spares = bool(run_spec.run.faults) or scaling.device == "cuda"
     return ControlOptions(run_spec.run, scaling, step.steps, reliefs, waits_for_spares=waits_for_spares)
 
 

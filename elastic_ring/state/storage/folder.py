@@ -282,11 +282,17 @@ class _Digest:
     def of(self, given: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
         """Hands the pieces on."""
         digested: Future[None] | None = None
+        has_thread = True
         with ThreadPoolExecutor(1) as beside:
             for piece in given:
                 if digested is not None:
                     digested.result()
-                digested = beside.submit(self._sha256.update, piece)
+                try:
+                    digested = beside.submit(self._sha256.update, piece) if has_thread else None
+                except RuntimeError:  # the interpreter ends, and starts no threads
+                    digested, has_thread = None, False
+                if digested is None:
+                    self._sha256.update(piece)
                 self.num_bytes += len(piece)
                 yield piece
 

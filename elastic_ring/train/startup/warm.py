@@ -43,7 +43,7 @@ from elastic_ring.train.startup.compilations import EVENTS
 from elastic_ring.train.startup.kernels import chosen_kernels
 from elastic_ring.train.startup.layouts import Layouts, attention_calls
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.wrap import local_params
+from elastic_ring.train.wrap import fp8_widths, local_params
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def warm_up_device(
         if task.step.linears == "fp8":
             fp8.check_device(device)
             with compiling_for("linear layers in 8 bits"):
-                fp8.warm_up(device, getattr(torch, task.step.param_dtype))
+                fp8.warm_up(device, getattr(torch, task.step.param_dtype), fp8_widths(task))
         proofs, by_length, dense = _choose(task, device, shapes, cache_dir, kernels)
         if first_group:
             _first_group(device)

@@ -15,7 +15,7 @@ from elastic_ring.control.messages import Checkpoint
 from elastic_ring.errors import CoordinatorLost, RunFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.coordinator.resume import Resume
-from elastic_ring.runtime.coordinator.run_spec import RunSpec
+from elastic_ring.runtime.coordinator.run_spec import RunSpec, control_options
 from elastic_ring.runtime.coordinator.startup import Startup, open_run
 from elastic_ring.runtime.terms import Terms
 
@@ -23,6 +23,12 @@ from elastic_ring.runtime.terms import Terms
 def run_spec(folder: Path, attempt: str, submitted_unix_s: float = 50.0) -> RunSpec:
     task: Any = SimpleNamespace(step=StepConfig(steps=1))
     return RunSpec(RunConfig("opened", run_dir=str(folder)), ScalingConfig(), task, attempt, "", submitted_unix_s, "")
+
+
+def test_a_start_on_gpus_waits_for_its_spares_whose_warm_up_would_run_beside_its_first_steps(tmp_path: Path) -> None:
+    on_cpus = run_spec(tmp_path, "a")
+    on_gpus = replace(on_cpus, scaling=ScalingConfig(device="cuda"))
+    assert [control_options(made).waits_for_spares for made in (on_cpus, on_gpus)] == [False, True]
 
 
 def opened(made: RunSpec, *, is_restart: bool = False, others: list[str] | None = None) -> Startup:

@@ -229,12 +229,19 @@ def test_an_agent_goes_from_a_node_where_nobody_is_wanted_and_comes_back_with_th
     assert not any(isinstance(event, NodeLost) for event in events)
 
 
-def test_a_raylet_whose_port_is_shut_needs_no_second_to_be_missed() -> None:
-    """Calls to it that hang are given up at once; a host that answers nothing at all is asked for as long as before."""
+def test_a_raylet_whose_port_is_shut_needs_no_second_to_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls to it that hang are given up after three refusals in a row; a host that answers nothing at all is asked for
+    as long as before."""
     with socket.create_server(("127.0.0.1", 0)) as raylet:
         node = NodeInfo("n", "127.0.0.1", 2, False, port=raylet.getsockname()[1])
         assert not refuses(node)
     assert refuses(node)
     assert not refuses(replace(node, port=0)), "not known"
     assert not refuses(None)
-    assert not answers(["a call that hangs: nobody may wait for it"], lambda: True)
+    looks, refusals = itertools.count(1), iter((True, True, False, True, True, True))
+    monkeypatch.setattr(node_monitor.ray, "wait", lambda refs, **_: (next(looks) and [], refs))
+    assert not answers(["a call that hangs: nobody may wait for it"], lambda: next(refusals))
+    assert (next(looks), next(refusals, None)) == (7, None), "a look before each; one that is not refused begins anew"
+    monkeypatch.setattr(node_monitor.ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(node_monitor, "failed", lambda ref: False)
+    assert answers(["a worker that answers behind a full queue of connections"], lambda: True)

@@ -213,19 +213,29 @@ def test_a_wrong_file_is_refused_in_one_line(
 def test_activations_are_kept_where_the_plan_has_room_for_them_and_nothing_else_was_asked_for(tmp_path: Path) -> None:
     small, file = ["--preset", "1b", "--cp", "1", "--context", "8192"], tmp_path / "no.toml"
     file.write_text("[scaling]\nkeep_activations = false\n")
+    rings = ["--cp", "1", "--context", "4096", "--dp", "4", "--global-batch", "4", "--step.sequences-per-pass", "4"]
     kept = {
-        True: (small, [*small, "--preset", "100m"]),
+        True: (small, [*small, "--preset", "100m"], ["--preset", "1b", *rings, "--min-dp", "4"]),
         False: (
             ["--preset", "1b"],
             ["--preset", "laptop"],
             [*small, "--offload-activations"],
             [*small, "--scaling.no-keep-activations"],
             [*small, "--config", str(file)],
+            ["--preset", "1b", *rings, "--min-dp", "1"],
+            ["--preset", "1b", "--cp", "1", "--context", "12288"],
+            [*small, "--model.checkpoint-activations"],
         ),
     }
     for wanted, asked in kept.items():
         assert [parse(each).scaling.keep_activations for each in asked] == [wanted] * len(asked)
-    assert train.plan(parse(small)).gpu_bytes <= settings.KEEP_GIB * 2**30
+    assert train.plan(parse(small)).verdicts[settings.KEEPS_ON]
+    file.write_text(parse(small).toml())
+    again = ["--config", str(file)]
+    assert parse(again) == parse(small)
+    assert not parse([*again, "--context", "131072"]).scaling.keep_activations, "what was chosen is no setting"
+    file.write_text(parse([*small, "--scaling.keep-activations"]).toml())
+    assert parse([*again, "--context", "131072"]).scaling.keep_activations, "what was asked for is one"
 
 
 def test_no_preset_kills_its_own_worker() -> None:

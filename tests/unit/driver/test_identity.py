@@ -14,13 +14,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from elastic_ring import ElasticRingTrainer, RunConfig, StepConfig
 from elastic_ring.cli.settings import read_toml
 from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.data.growth import beside
 from elastic_ring.data.sampling.validation import ValidationSet
-from elastic_ring.data.source import PreparedTokens, SourceConfig, TextFiles, TokenShards
+from elastic_ring.data.source import PreparedTokens, SourceConfig, StdlibText, TextFiles, TokenShards
 from elastic_ring.integrations.transformers.presets import shape_of_run
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
@@ -28,7 +29,17 @@ from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, write_json
 from elastic_ring.runtime.driver.attach import _holds
-from elastic_ring.runtime.identity import VERSION, changed_files, contents_of
+from elastic_ring.runtime.identity import (
+    SLICES,
+    VERSION,
+    Identity,
+    changed_files,
+    contents_of,
+    cut_otherwise,
+    identity_of,
+)
+from elastic_ring.train.optim import OptimConfig
+from elastic_ring.train.task import TrainingTask
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
 CONTEXT = 64
@@ -149,6 +160,22 @@ def test_what_differs_is_named_and_another_version_of_identities_is_no_match(tmp
     assert own.differences({**own.what, VERSION: "contents 9"}) == [
         "it has an identity of another version (contents 9), and this one writes contents 1"
     ]
+
+
+def test_slices_that_a_model_is_built_in_are_part_of_it_and_a_whole_one_is_what_it_was() -> None:
+    def identity(name: str) -> Identity:
+        task = TrainingTask(partial(Transformer, preset(name)), StdlibText(CONTEXT), StepConfig(), OptimConfig())
+        return identity_of(task, {}, {}, "")
+
+    sliced, whole = identity("1t"), identity("70b")
+    assert (SLICES in sliced.what, SLICES in whole.what) == (True, False)
+    earlier = {name: value for name, value in sliced.what.items() if name != SLICES}
+    assert "--model-folder" in cut_otherwise(sliced.differences(earlier))
+    assert cut_otherwise(sliced.differences({**sliced.what, "pattern": "w"})) == ""
+    with torch.device("meta"):
+        for config in (replace(preset(name), num_layers=2) for name in ("1t", "70b", "1t-moe")):
+            names = [name for name, _ in Transformer(config).named_parameters()]
+            assert {part for part in ("ffn", "head") if any(f"{part}.1." in name for name in names)} == {*config.sliced}
 
 
 EARLIER = (

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from elastic_ring.config import ScalingConfig, StepConfig, check_together
 from elastic_ring.data.source import StdlibText
+from elastic_ring.model import fp8
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.fp8 import E4M3, LARGEST, Fp8Linear, columns, rows, scale_of, use_fp8
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.optim import OptimConfig
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.wrap import check_linears, largest_list
+from elastic_ring.train.wrap import check_linears, fp8_widths, largest_list
 
 STEP = StepConfig(linears="fp8", param_dtype="bfloat16")
 SIZES = ModelConfig(97, 4, 64, 4, 2, 16, 96)
@@ -94,6 +95,13 @@ def test_layers_but_the_first_and_the_last_compute_in_8_bits_and_keep_names_valu
     assert kinds == [{nn.Linear}, {Fp8Linear}, {Fp8Linear}, {nn.Linear}]
     assert not isinstance(model.head, Fp8Linear)
     assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_a_warm_up_meets_the_widths_of_the_models_own_layers_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    met, own = set(), fp8.rows
+    monkeypatch.setattr(fp8, "rows", lambda x: met.add(x.size(1)) or own(x))  # type: ignore[func-returns-value]
+    fp8.warm_up(torch.device("cpu"), torch.bfloat16, fp8_widths(task(partial(Transformer, SIZES))))
+    assert met == {32, 64, 96}
 
 
 def test_models_that_cannot_compute_in_8_bits_are_refused_by_name() -> None:

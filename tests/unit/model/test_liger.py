@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from elastic_ring.model import liger, loss
+
+
+@pytest.mark.parametrize("of_a_folder", [False, True])
+def test_peft_is_hidden_from_ligers_import_unless_the_task_imports_transformers(
+    of_a_folder: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "elastic_ring.integrations.transformers"
+    for name in ("peft", module):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if of_a_folder:
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    with liger._without_peft():
+        assert ("peft" in sys.modules) != of_a_folder
+    assert "peft" not in sys.modules
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -6,6 +6,8 @@ import logging
 import os
 import pickle
 import resource
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +55,16 @@ def proxy(object_store: ObjectStore, bucket: str, monkeypatch: pytest.MonkeyPatc
 
 
 # ---------------------------------------------------------------- what is written and read
+
+
+def test_a_file_is_written_and_digested_while_the_interpreter_ends_and_starts_no_threads(tmp_path: Path) -> None:
+    program = (
+        "import atexit, sys\nfrom elastic_ring.state.storage.folder import Storage\n"
+        "atexit.register(lambda: print(Storage(sys.argv[1]).write('a', [b'one', b'two']).sha256))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [sha256(b"onetwo").hexdigest()], done.stderr
+    assert (tmp_path / "a").read_bytes() == b"onetwo"
 
 
 def test_what_is_written_is_read_whole_and_in_parts(storage: Storage) -> None:
