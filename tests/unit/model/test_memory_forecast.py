@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.forecast.cases import HF_SIZES
 from elastic_ring.attention.recomputation import RecomputableRing, Result
 from elastic_ring.model.config import ModelConfig, num_parameters, preset
 from elastic_ring.model.memory import StepMemory
@@ -28,20 +29,12 @@ from elastic_ring.train.wrap import _own_units, largest_list
 
 GIB = 2**30
 TOLERANCE = 0.10
-"""What the project promises; the recorded figures are met within 2 %."""
+"""Of the figures below; a later one of `1b` at 8 K tokens was 15 % above its plan, and is not among them."""
 
-HF_LLAMA = {
-    "vocab_size": 32_000,
-    "num_layers": 22,
-    "num_heads": 16,
-    "head_dim": 128,
-    "ffn_width": 5_632,
-    "tie_embeddings": False,
-}
 RECORDED: list[tuple[str, int, int, str, dict[str, Any], float]] = [
     # preset, tokens of a rank, cp, cpu_offload, other settings, GiB at the peak
-    ("1b", 8_192, 1, "none", HF_LLAMA, 21.6),  # 2026-11-27-ordinary-step-H100.md
-    ("1b", 8_192, 1, "none", {**HF_LLAMA, "checkpoint_activations": False}, 30.8),  # 2026-11-28-ordinary-step-2xH100.md
+    ("1b", 8_192, 1, "none", HF_SIZES, 21.6),  # 2026-11-27-ordinary-step-H100.md
+    ("1b", 8_192, 1, "none", {**HF_SIZES, "checkpoint_activations": False}, 30.8),  # 2026-11-28-ordinary-step-2xH100.md
     # Of code whose gradients took 4 bytes a parameter more from a block's backward pass on, and a ring of one 2 less:
     # at these peaks few gradients were there.
     ("1b", 65_536, 1, "none", {}, 29.8),  # 2026-11-24-state-in-host-memory-H200.md
