@@ -14,7 +14,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.device import kernel_cache
 from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
 from elastic_ring.state.device.digest import device_digests
-from elastic_ring.train.transaction import Transaction
+from elastic_ring.train.transaction import Transaction, Watch
 
 
 def connected(run: GpuRun, rank: int, port: int, prefix: str, device: torch.device) -> Groups:
@@ -22,14 +22,18 @@ def connected(run: GpuRun, rank: int, port: int, prefix: str, device: torch.devi
     return Connector(where, device).connect(Mesh(run.dp, run.cp), rank)
 
 
-def build(run: GpuRun, groups: Groups, device: torch.device) -> Transaction:
+def ignored(phase: str, step: int, hop: int | None = None) -> None:
+    """Watches nothing."""
+
+
+def build(run: GpuRun, groups: Groups, device: torch.device, watch: Watch = ignored) -> Transaction:
     task = run.trainer(Path("/tmp"), "probe", 1000).task
     source = task.data.open()
     state = Transaction(
         task,
         Loader(source),
         Order(task.step.seed, task.step.global_batch, source.num_sequences),
-        lambda phase, step, hop=None: None,
+        watch,
         kernel_cache(),
     )
     state.offload(run.cpu_offload)

@@ -138,12 +138,15 @@ def main(arguments: list[str] | None = None) -> int:
         results.show(json.dumps(row))
     names = ("row", "step_s", "tokens_a_s", "mfu", "peak_gib", "first_s", "warm_s", "spread", "loss", "host_ms")
     text = results.table(names, [[row.get(name) for name in names] for row in rows])
-    kinds = sorted({kind for row in rows for kind in row.get("profile", {}) if kind != "longest"})
+    kinds = sorted({kind for row in rows for kind in row.get("profile", {}) if kind not in ("longest", "gaps")})
     if kinds:
         text += "\n\n" + results.table(
             ("ms a step", *kinds),
             [[row["row"], *(row["profile"].get(k) for k in kinds)] for row in rows if "profile" in row],
         )
+    for row in rows:
+        for before, after, spent_ms, number in row.get("profile", {}).get("gaps", ()):
+            text += f"\n{row['row']}: idle {spent_ms} ms in {number} gaps after {before} before {after}"
     results.show(text)
     results.write_json(options.out, {"rows": rows})
     if options.save:
