@@ -26,6 +26,7 @@ from elastic_ring.control.messages import (
     DrainRequested,
     Event,
     Finalized,
+    MemberEvent,
     MemberFailed,
     MemoryTight,
     NodeDraining,
@@ -63,7 +64,6 @@ from elastic_ring.errors import IllegalTransition
 _STORY_LENGTH = 20
 Handler = Callable[[Transition, Any], None]
 # Unions take longer to make than to check, and these are checked in every event.
-_FROM_MEMBERS = MemberFailed | Report | Resumed | BuildFailed | Finalized | Status | CallbacksAwaited
 _UNSETTLED = Reconnecting | Ended
 _WITHOUT_RUN = Idle | Ended
 _WITHOUT_STARTS = Ended | Building
@@ -120,7 +120,7 @@ def stale_because(state: State, event: Event) -> str:
     """Why the event is ignored: another term or generation, or a lost sender. Empty if it counts."""
     if isinstance(event, CoordinatorStarted):
         return "" if event.term > state.term else f"term {event.term} began before"
-    if not isinstance(event, _FROM_MEMBERS):
+    if not isinstance(event, MemberEvent):
         return ""
     if event.term != state.term:
         return f"term {event.term}, not {state.term}"

@@ -8,36 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from elastic_ring.errors import JournalDamaged
 
 
 @dataclass(frozen=True)
-class FaultFired:
+class Fact:
+    note: ClassVar[str]
+    """What its lines in the journal are called."""
+
+    def __init_subclass__(cls, note: str) -> None:
+        cls.note = note
+
+
+@dataclass(frozen=True)
+class FaultFired(Fact, note="fault"):
     """A planned fault hit `worker`, which may be the coordinator."""
 
-    note: ClassVar = "fault"
     index: int
     worker: str
     now: float
 
 
 @dataclass(frozen=True)
-class WorkerStarted:
+class WorkerStarted(Fact, note="worker"):
     """`environment`: what the bits of a result depend on besides its inputs (`runtime.worker.env_fingerprint`)."""
 
-    note: ClassVar = "worker"
     worker: str
     pid: int
     environment: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class StartStage:
+class StartStage(Fact, note="stage"):
     """`who` (driver, coordinator, a worker, run) did `what` on the way to the first step, from `unix_s` on."""
 
-    note: ClassVar = "stage"
     who: str
     what: str
     unix_s: float
@@ -45,86 +51,76 @@ class StartStage:
 
 
 @dataclass(frozen=True)
-class FirstEnvironment:
+class FirstEnvironment(Fact, note="environment"):
     """The environment of the first member, which later ones are compared with."""
 
-    note: ClassVar = "environment"
     environment: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class PlacesKnown:
+class PlacesKnown(Fact, note="places"):
     """The GPU of each rank of a generation."""
 
-    note: ClassVar = "places"
     places: list[str]
 
 
 @dataclass(frozen=True)
-class BitsUnequal:
+class BitsUnequal(Fact, note="unequal"):
     """From here on the run promises the same samples, not the same bits."""
 
-    note: ClassVar = "unequal"
     why: str
 
 
 @dataclass(frozen=True)
-class RingClosed:
+class RingClosed(Fact, note="resumed"):
     """The ring has closed again; the recovery ends with the first step that commits."""
 
-    note: ClassVar = "resumed"
     recovery: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class RecoveryEnded:
+class RecoveryEnded(Fact, note="recovery"):
     """`closes`: this is the end of the recovery that was open."""
 
-    note: ClassVar = "recovery"
     recovery: Mapping[str, Any]
     closes: bool
 
 
 @dataclass(frozen=True)
-class CheckpointWritten:
-    note: ClassVar = "checkpoint"
+class CheckpointWritten(Fact, note="checkpoint"):
     checkpoint: Mapping[str, Any]
     unix_s: float
 
 
 @dataclass(frozen=True)
-class CheckpointMissed:
+class CheckpointMissed(Fact, note="no checkpoint"):
     """A checkpoint of `step` was due, and does not count."""
 
-    note: ClassVar = "no checkpoint"
     step: int
     why: str
 
 
 @dataclass(frozen=True)
-class LossSpiked:
+class LossSpiked(Fact, note="spike"):
     """`verdict`: skip, log or back."""
 
-    note: ClassVar = "spike"
     step: int
     verdict: str
     told: str
 
 
 @dataclass(frozen=True)
-class StepSkipped:
+class StepSkipped(Fact, note="skipped"):
     """A step whose gradient or loss is not finite changed nothing."""
 
-    note: ClassVar = "skipped"
     step: int
     told: str
 
 
 @dataclass(frozen=True)
-class BatchesLeftOut:
+class BatchesLeftOut(Fact, note="left out"):
     """The order leaves out batches from `step` on."""
 
-    note: ClassVar = "left out"
     step: int
     num_batches: int
     sequences: list[int]
@@ -132,10 +128,9 @@ class BatchesLeftOut:
 
 
 @dataclass(frozen=True)
-class RankStraggled:
+class RankStraggled(Fact, note="straggler"):
     """`ratio`: how much longer than its peers the rank works for a sequence."""
 
-    note: ClassVar = "straggler"
     worker: str
     node: str
     rank: int
@@ -145,10 +140,9 @@ class RankStraggled:
 
 
 @dataclass(frozen=True)
-class MemoryNearlyFull:
+class MemoryNearlyFull(Fact, note="tight"):
     """`what`: "device" or "host"; `worker` is empty for a host."""
 
-    note: ClassVar = "tight"
     what: str
     share: float
     worker: str
@@ -157,19 +151,17 @@ class MemoryNearlyFull:
 
 
 @dataclass(frozen=True)
-class WrongResult:
+class WrongResult(Fact, note="wrong"):
     """Ranks that must agree do not. `workers`: who computed wrongly and is replaced."""
 
-    note: ClassVar = "wrong"
     told: str
     workers: list[str]
 
 
 @dataclass(frozen=True)
-class CompiledLate:
+class CompiledLate(Fact, note="compiled"):
     """A worker compiled `compiled` in a step, and `before` kernels before it."""
 
-    note: ClassVar = "compiled"
     step: int
     worker: str
     compiled: list[str]
@@ -177,8 +169,7 @@ class CompiledLate:
 
 
 @dataclass(frozen=True)
-class GenerationBegan:
-    note: ClassVar = "generation"
+class GenerationBegan(Fact, note="generation"):
     term: int
     generation: int
     mesh: Mapping[str, int]
@@ -186,10 +177,9 @@ class GenerationBegan:
 
 
 @dataclass(frozen=True)
-class ReliefsChanged:
+class ReliefsChanged(Fact, note="memory"):
     """The reliefs of the memory ladder that are in force from `step` on."""
 
-    note: ClassVar = "memory"
     step: int
     generation: int
     shortages: int
@@ -198,58 +188,30 @@ class ReliefsChanged:
 
 
 @dataclass(frozen=True)
-class CorpusLengthened:
+class CorpusLengthened(Fact, note="corpus"):
     """From `first_step` on the run uses the corpus of the manifest `uri`."""
 
-    note: ClassVar = "corpus"
     first_step: int
     uri: str
     digest: str
 
 
 @dataclass(frozen=True)
-class ResumedFrom:
+class ResumedFrom(Fact, note="resumed from"):
     """The checkpoints at which this lineage's attempts began, oldest first, each with its step and path."""
 
-    note: ClassVar = "resumed from"
     checkpoints: list[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class ForecastSeen:
+class ForecastSeen(Fact, note="forecast"):
     """At the end of a run: what was forecast (`ElasticRingTrainer.planned`) and what was seen (`monitor.seen`)."""
 
-    note: ClassVar = "forecast"
     forecast: Mapping[str, float]
     seen: Mapping[str, float]
 
 
-Fact = (
-    FaultFired
-    | WorkerStarted
-    | StartStage
-    | FirstEnvironment
-    | PlacesKnown
-    | BitsUnequal
-    | RingClosed
-    | RecoveryEnded
-    | CheckpointWritten
-    | CheckpointMissed
-    | LossSpiked
-    | StepSkipped
-    | BatchesLeftOut
-    | RankStraggled
-    | MemoryNearlyFull
-    | WrongResult
-    | CompiledLate
-    | GenerationBegan
-    | ReliefsChanged
-    | CorpusLengthened
-    | ResumedFrom
-    | ForecastSeen
-)
-
-_KINDS: dict[str, type] = {kind.note: kind for kind in get_args(Fact)}
+_KINDS = {kind.note: kind for kind in Fact.__subclasses__()}
 
 
 def line_of(fact: Fact) -> dict[str, Any]:

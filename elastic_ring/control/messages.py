@@ -61,15 +61,34 @@ class BatchSkip:
 
 
 @dataclass(frozen=True)
-class CoordinatorStarted:
-    """A coordinator started. First event of every term; `term` is larger than all before."""
+class Event:
+    """What has happened. The commands and log lines that it leads to repeat `cause`."""
 
     cause: str
+
+
+@dataclass(frozen=True)
+class WorkerEvent(Event):
+    worker: str
+
+
+@dataclass(frozen=True)
+class MemberEvent(WorkerEvent):
+    """It counts only in its own term, and once the members of a generation have met, in its own generation."""
+
+    term: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class CoordinatorStarted(Event):
+    """A coordinator started. First event of every term; `term` is larger than all before."""
+
     term: int
 
 
 @dataclass(frozen=True)
-class NodeJoined:
+class NodeJoined(Event):
     """A node joined the cluster, or its capacity changed.
 
     `num_slots`: workers that fit on it. `num_gpus`: how many of them may be members at the same time, one for each
@@ -77,7 +96,6 @@ class NodeJoined:
     says. `is_reserved`: the cluster does not take it away as it does a spot machine.
     """
 
-    cause: str
     node: str
     num_slots: int
     num_gpus: int | None = None
@@ -86,57 +104,49 @@ class NodeJoined:
 
 
 @dataclass(frozen=True)
-class NodeLost:
+class NodeLost(Event):
     """A node and all its workers are gone, confirmed by a second source."""
 
-    cause: str
     node: str
 
 
 @dataclass(frozen=True)
-class NodeDraining:
+class NodeDraining(Event):
     """A node will leave (preemption, autoscaler): its workers hand over their state at the next boundary.
 
     `leaves_at`: when it is gone, in seconds on the coordinator's clock; 0 if nobody says.
     """
 
-    cause: str
     node: str
     leaves_at: float = 0.0
 
 
 @dataclass(frozen=True)
-class WorkerStarting:
+class WorkerStarting(WorkerEvent):
     """A worker's process runs and warms up. `cpu_s`: CPU seconds that it and its compilers have used so far. `doing`:
     its present work, in words. `compiles`: a compiler runs, here or in another process for which this one waits.
     """
 
-    cause: str
-    worker: str
     cpu_s: float
     doing: str = ""
     compiles: bool = False
 
 
 @dataclass(frozen=True)
-class WorkerReady:
+class WorkerReady(WorkerEvent):
     """A started worker is warm: imports done, device initialised. It can become a member."""
 
-    cause: str
-    worker: str
     node: str
     pid: int
 
 
 @dataclass(frozen=True)
-class WorkerLost:
+class WorkerLost(WorkerEvent):
     """A worker's process is gone or written off. `reason`: died, hung, exited, start-failed, unreachable.
 
     `step` and `phase`: what it did last. `signal`: what ended it ("SIGKILL"). -1 and empty: unknown.
     """
 
-    cause: str
-    worker: str
     reason: str
     detail: str = ""
     step: int = -1
@@ -145,44 +155,37 @@ class WorkerLost:
 
 
 @dataclass(frozen=True)
-class DrainRequested:
+class DrainRequested(WorkerEvent):
     """One worker is to leave at the next boundary."""
-
-    cause: str
-    worker: str
 
 
 @dataclass(frozen=True)
-class StragglerFound:
+class StragglerFound(WorkerEvent):
     """A member worked `ratio` times as long as its peers for a whole window: straggler=act replaces it by a spare."""
 
-    cause: str
-    worker: str
     ratio: float
 
 
 @dataclass(frozen=True)
-class MemoryTight:
+class MemoryTight(Event):
     """Memory (`what`: device or host) has been nearly full for some steps up to `step`, as `text` says: with
     memory_pressure=act a relief is taken before it runs out."""
 
-    cause: str
     what: str
     step: int
     text: str
 
 
 @dataclass(frozen=True)
-class ScaleRequested:
+class ScaleRequested(Event):
     """From now on at most `max_dp` rings, at least `min_dp`, and `spares` spares; None leaves a number as it is."""
 
-    cause: str
     max_dp: int | None = None
     spares: int | None = None
 
 
 @dataclass(frozen=True)
-class MemberFailed:
+class MemberFailed(MemberEvent):
     """A member's step loop stopped with an error.
 
     `kind`: `peer` (an exchange failed: all abort, but it does not show which peer died), `user` (the model, loss or
@@ -198,10 +201,6 @@ class MemberFailed:
     `step` is the step that ran or that the ring was built for, not the worker's own count: a newcomer has applied none.
     """
 
-    cause: str
-    worker: str
-    term: int
-    generation: int
     kind: str
     step: int
     detail: str = ""
@@ -211,7 +210,7 @@ class MemberFailed:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(MemberEvent):
     """State of a paused member: the answer to `Stop`, or unasked at a boundary or after the last step.
 
     `kind`: aborted, boundary, finished. `applied`: number of steps in the shard, so also the next step to run. `vote`:
@@ -224,10 +223,6 @@ class Report:
     (0, 0): unknown.
     """
 
-    cause: str
-    worker: str
-    term: int
-    generation: int
     kind: str
     applied: int
     vote: Vote | None
@@ -241,97 +236,72 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Published:
+class Published(Event):
     """The newest vote that the coordinator received.
 
     It counts only if `vote.membership_id` names the last `Build`: an older vote may belong to a step that runs
     again.
     """
 
-    cause: str
     vote: Vote
 
 
 @dataclass(frozen=True)
-class Resumed:
+class Resumed(MemberEvent):
     """A member finished its `Build`: groups built, state rolled forward, healed and verified. It trains on."""
 
-    cause: str
-    worker: str
-    term: int
-    generation: int
     step: int
 
 
 @dataclass(frozen=True)
-class BuildFailed:
+class BuildFailed(MemberEvent):
     """A member could not finish its `Build` (a peer was lost, a digest differed). It is paused again."""
 
-    cause: str
-    worker: str
-    term: int
-    generation: int
     detail: str
 
 
 @dataclass(frozen=True)
-class Finalized:
+class Finalized(MemberEvent):
     """The unsharded weights are written and digested."""
 
-    cause: str
-    worker: str
-    term: int
-    generation: int
     weights_sha256: str
 
 
 @dataclass(frozen=True)
-class Status:
+class Status(MemberEvent):
     """The answer to `Hello`. `activity`: spare, running, paused, building, finished."""
 
-    cause: str
-    worker: str
-    term: int
-    generation: int
     activity: str
 
 
 @dataclass(frozen=True)
-class CheckpointsKnown:
+class CheckpointsKnown(Event):
     """The checkpoints that count, by step. Sent when a coordinator starts, and whenever one is added or removed.
 
     `write_s`: what the last one took to write; 0 if none was written yet."""
 
-    cause: str
     checkpoints: tuple[Checkpoint, ...]
     write_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class CheckpointDue:
+class CheckpointDue(Event):
     """The last checkpoint was not written: the members take the next one at once."""
-
-    cause: str
 
 
 @dataclass(frozen=True)
-class CallbacksAwaited:
+class CallbacksAwaited(MemberEvent):
     """From global rank 0: the validation after `step` steps is over, and all members wait for an `Answer`."""
 
-    cause: str
-    worker: str
-    term: int
-    generation: int
     step: int
 
 
 @dataclass(frozen=True)
-class CallbacksAnswered:
+class CallbacksAnswered(Event):
     """From the driver: its callbacks have received all events up to the validation after `step` steps. `stop`: why they
     end the run there, empty if it goes on. `saves`: they want a checkpoint of these steps. `keeps`: that checkpoint
     stays until they want to keep another."""
 
-    cause: str
     step: int
     stop: str = ""
     saves: bool = False
@@ -339,104 +309,81 @@ class CallbacksAnswered:
 
 
 @dataclass(frozen=True)
-class CorpusRecalled:
+class CorpusRecalled(Event):
     """What earlier submissions of this lineage decided: the versions of the corpus after the first, also those that
     hold from a step after the checkpoint on, and which batches are left out. They ran `num_steps` steps in all, from
     step 0 on."""
 
-    cause: str
     versions: tuple[CorpusVersion, ...]
     num_steps: int = 0
     skips: tuple[BatchSkip, ...] = ()
 
 
 @dataclass(frozen=True)
-class CorpusGrew:
+class CorpusGrew(Event):
     """The preparation of the corpus has written a longer manifest, which begins with the shards in use."""
 
-    cause: str
     uri: str
     digest: str
 
 
 @dataclass(frozen=True)
-class Tick:
+class Tick(Event):
     """Time has passed: check the deadlines."""
 
-    cause: str
-
-
-Event = (
-    CoordinatorStarted
-    | NodeJoined
-    | NodeLost
-    | NodeDraining
-    | WorkerStarting
-    | WorkerReady
-    | WorkerLost
-    | DrainRequested
-    | StragglerFound
-    | MemoryTight
-    | ScaleRequested
-    | MemberFailed
-    | Report
-    | Published
-    | Resumed
-    | BuildFailed
-    | Finalized
-    | Status
-    | CheckpointsKnown
-    | CheckpointDue
-    | CallbacksAwaited
-    | CallbacksAnswered
-    | CorpusRecalled
-    | CorpusGrew
-    | Tick
-)
 
 # ---------------------------------------------------------------- commands
 
 
 @dataclass(frozen=True)
-class StartWorker:
+class Command:
+    cause: str
+
+
+@dataclass(frozen=True)
+class WorkerCommand(Command):
+    worker: str
+
+
+@dataclass(frozen=True)
+class MemberCommand(WorkerCommand):
+    term: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class StartWorker(WorkerCommand):
     """Start a worker with this id on this node. Agents ignore commands of an older term."""
 
-    cause: str
-    worker: str
     node: str
     term: int = 0
 
 
 @dataclass(frozen=True)
-class DrainNode:
+class DrainNode(Command):
     """The run leaves this node for good, and its cluster may remove it. Nobody of the run is started there again."""
 
-    cause: str
     node: str
     term: int = 0
 
 
 @dataclass(frozen=True)
-class KillWorker:
+class KillWorker(WorkerCommand):
     """SIGKILL by the node's agent; `WorkerLost` follows. Agents ignore commands of an older term."""
 
-    cause: str
-    worker: str
     reason: str
     term: int = 0
 
 
 @dataclass(frozen=True)
-class Hello:
+class Hello(WorkerCommand):
     """Sent by a new coordinator; the worker adopts the term and answers `Status`."""
 
-    cause: str
-    worker: str
     term: int
 
 
 @dataclass(frozen=True)
-class Stop:
+class Stop(MemberCommand):
     """Stop training.
 
     `mode` `abort`: abort every group, pause, probe the device, answer `Report`; a repeated `Stop` gets a repeated
@@ -445,21 +392,13 @@ class Stop:
     `mode` `save`: take a checkpoint after this step, where checkpoints are taken at all, and train on.
     """
 
-    cause: str
-    worker: str
-    term: int
-    generation: int
     mode: str
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(MemberCommand):
     """To all members that wait after `step` steps: whether the run ends there, and whether they first save."""
 
-    cause: str
-    worker: str
-    term: int
-    generation: int
     step: int
     stops: bool
     saves: bool
@@ -485,7 +424,7 @@ class Heal:
 
 
 @dataclass(frozen=True)
-class Build:
+class Build(MemberCommand):
     """Rendezvous under (term, generation), build the groups, roll forward, heal, train on.
 
     `members[global_rank]` is the worker of that rank; `step` runs next. Members still at `step - 1` first apply the
@@ -502,10 +441,6 @@ class Build:
     `nodes[global_rank]`: the node of that rank.
     """
 
-    cause: str
-    worker: str
-    term: int
-    generation: int
     mesh: Mesh
     members: tuple[str, ...]
     step: int
@@ -530,52 +465,40 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Standby:
+class Standby(MemberCommand):
     """Become a spare: drop the groups and the state of older generations."""
-
-    cause: str
-    worker: str
-    term: int
-    generation: int
 
 
 @dataclass(frozen=True)
-class Release:
+class Release(WorkerCommand):
     """Exit cleanly. Sent at the end of a drain and of the run. `wrong`: what this worker computed wrongly, so that it
     first marks its GPU as bad; empty if nothing."""
 
-    cause: str
-    worker: str
     term: int = 0
     wrong: str = ""
 
 
 @dataclass(frozen=True)
-class Finalize:
+class Finalize(MemberCommand):
     """All members have finished the last step: gather, digest and write the weights."""
-
-    cause: str
-    worker: str
-    term: int
-    generation: int
 
 
 @dataclass(frozen=True)
-class EndRun:
+class EndRun(Command):
     """The run is over. `error` names a class of `elastic_ring.errors`, or is empty on success."""
 
-    cause: str
     error: str
     message: str
     facts: tuple[tuple[str, str], ...] = ()
     term: int = 0
 
 
-Command = StartWorker | DrainNode | KillWorker | Hello | Stop | Answer | Build | Standby | Release | Finalize | EndRun
-
 # ---------------------------------------------------------------- JSON for the journal
 
-_KINDS: dict[str, type] = {kind.__name__: kind for kind in (*typing.get_args(Event), *typing.get_args(Command))}
+_BASES = (Event, WorkerEvent, MemberEvent, Command, WorkerCommand, MemberCommand)
+_KINDS: dict[str, type] = {
+    kind.__name__: kind for base in _BASES for kind in base.__subclasses__() if kind not in _BASES
+}
 
 
 def to_json(message: Event | Command) -> dict[str, Any]:
