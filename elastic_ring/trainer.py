@@ -48,8 +48,7 @@ from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.growth import beside, grown, may_grow
 from elastic_ring.data.packing import Files
 from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
-from elastic_ring.data.sampling.order import SampleOrder
-from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
+from elastic_ring.data.sampling.order import SampleOrder, SkippingOrder, by_batch
 from elastic_ring.data.sampling.validation import ValidationSet, ValidationSource, measured, open_sets, with_sets
 from elastic_ring.data.source import SourceConfig, fingerprinted, hold_out, open_source, order_of
 from elastic_ring.files import plain_json, shown_plain, shown_url

@@ -31,10 +31,10 @@ from elastic_ring.files import plain_json
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.monitor.metrics import SUMMARY_NAME
 from elastic_ring.runtime.driver import access
+from elastic_ring.runtime.driver.attach import scale
 from elastic_ring.runtime.driver.cluster import left_behind
 from elastic_ring.runtime.driver.drain import give_notice
 from elastic_ring.runtime.driver.ray_session import cluster
-from elastic_ring.runtime.driver.scale import scale
 from elastic_ring.trainer import ElasticRingTrainer, training_order
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.max_dp is None and options.spares is None:
         print("elastic-ring scale: give --max-dp or --spares", file=sys.stderr)
         return 2
-    from elastic_ring.runtime.driver.scale import scale
+    from elastic_ring.runtime.driver.attach import scale
 
     try:
         scale(options.run, options.max_dp, options.spares)

@@ -8,6 +8,8 @@ they have seen.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 import types
 import typing
 from dataclasses import dataclass
@@ -537,3 +539,14 @@ def _decode(kind: Any, value: Any) -> Any:
         hints = typing.get_type_hints(kind)
         return kind(**{name: _decode(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
     return value
+
+
+class CauseIds:
+    """Issues `PREFIX.PID.1`, `PREFIX.PID.2`, ... without repetition. Thread-safe."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = f"{prefix}.{os.getpid()}"
+        self._numbers = itertools.count(1)  # `next` is atomic; `+= 1` on an attribute is not
+
+    def __call__(self) -> str:
+        return f"{self._prefix}.{next(self._numbers)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_ring.control import recovery
-from elastic_ring.control.capacity import growth, notices
+from elastic_ring.control.capacity import notices, scaling
 from elastic_ring.control.decisions import callbacks, corpus, memory_ladder, rollback, stragglers, third_opinion
 from elastic_ring.control.messages import (
     CheckpointDue,
@@ -253,8 +253,8 @@ def boundary_reasons(state: State) -> tuple[tuple[str, ...], float | None]:
     if corpus.may_switch(state, state.committed):
         reasons.append(GREW)
     dp = possible_dp(state) if phase.membership.mesh.dp < options.scaling.most_rings else 0
-    if dp > phase.membership.mesh.dp and growth.is_worth_it(state, dp):
-        return tuple(reasons), growth.earliest(state)
+    if dp > phase.membership.mesh.dp and scaling.is_worth_it(state, dp):
+        return tuple(reasons), scaling.earliest(state)
     return tuple(reasons), None
 
 

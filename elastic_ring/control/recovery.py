@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from elastic_ring.control import forming
-from elastic_ring.control.decisions import corpus, crash_loop, memory_ladder, quorum, rollback, step_back
+from elastic_ring.control.decisions import corpus, crash_loop, memory_ladder, quorum, rollback
 from elastic_ring.control.messages import Report, Vote, WorkerLost
 from elastic_ring.control.ordering import Beginning, order_build
 from elastic_ring.control.placement import policy
@@ -146,7 +146,7 @@ def rebuild(
 ) -> None:
     """All members have reported and none trains: decide the step, place the workers, order the next build."""
     state = ctx.state
-    living = step_back.living(reports, state.given_up)
+    living = quorum.living(reports, state.given_up)
     decided = quorum.decide(living, state.newest_vote, state.committed, membership.step, membership.id)
     if decided.step > state.committed:
         ctx.set(newest_vote=decided.newest_vote)
@@ -185,7 +185,7 @@ def rebuild(
     elif isinstance(planned, policy.NotEnoughWorkers):
         _wait(ctx, incident, planned)
     else:
-        keep = step_back.safest(reports, base.mesh.cp, state.given_up)
+        keep = quorum.safest(reports, base.mesh.cp, state.given_up)
         order_build(ctx, planned, incident, Beginning(decided.step, decided.roll_forward, keep=keep), situation)
 
 
@@ -240,7 +240,7 @@ def _nobody_holds(
         return
     ranks = ", ".join(str(rank) for rank in no_holder.cp_ranks)
     newest = ctx.state.checkpoints[-1] if ctx.state.checkpoints else None
-    found = step_back.newest(reports, membership.mesh.cp, ctx.state.given_up)
+    found = quorum.newest(reports, membership.mesh.cp, ctx.state.given_up)
     if found is not None and (newest is None or found.snapshot.step >= newest.step):
         _step_back(ctx, incident, found, situation, reports)
         return
@@ -271,7 +271,7 @@ def _go_back(
     """On purpose, although every shard may be held: to the newest copies or checkpoint from before the place."""
     stored = rollback.from_before(back, ctx.state.checkpoints)
     older = rollback.with_copies_from_before(back, reports)
-    found = step_back.newest(older, membership.mesh.cp, ctx.state.given_up)
+    found = quorum.newest(older, membership.mesh.cp, ctx.state.given_up)
     if found is not None and (not stored or found.snapshot.step >= stored[-1].step):
         _step_back(ctx, incident, found, situation, older)
     elif stored:
@@ -285,7 +285,7 @@ def _go_back(
 def _step_back(
     ctx: Transition,
     incident: Incident,
-    found: step_back.Restorable,
+    found: quorum.Restorable,
     situation: policy.Situation,
     reports: Mapping[str, Report],
 ) -> None:
@@ -302,7 +302,7 @@ def _step_back(
         _wait(ctx, incident, planned)
     else:
         at = found.snapshot
-        keep = step_back.safest(reports, situation.mesh.cp, ctx.state.given_up, up_to=at)
+        keep = quorum.safest(reports, situation.mesh.cp, ctx.state.given_up, up_to=at)
         order_build(ctx, planned, incident, Beginning(at.step, step_back=at, keep=keep), situation)
 
 

@@ -17,7 +17,6 @@ import ray
 from safetensors.torch import load_file
 
 from elastic_ring import Callback, ElasticRingTrainer, OptimConfig, Result, RunConfig, ScalingConfig, StepConfig
-from elastic_ring.control import invariants
 from elastic_ring.control.coordination import advance, initial
 from elastic_ring.control.facts import Fact, fact_of
 from elastic_ring.control.messages import from_json
@@ -37,6 +36,7 @@ from elastic_ring.runtime.coordinator.run_spec import RunSpec, control_options
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from tests.ray.fork_server import ForkServer
+from tests.sim import invariants
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve workers beside the other tests

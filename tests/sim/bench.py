@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, TypeVar
 
-from elastic_ring.control import coordination, invariants, replay
+from elastic_ring.control import coordination, replay
 from elastic_ring.control.capacity.worker_pool import STANDBY_AFTER_S
 from elastic_ring.control.messages import (
     Build,
@@ -23,6 +23,7 @@ from elastic_ring.control.messages import (
     WorkerReady,
 )
 from elastic_ring.control.state import Change, members, membership_of, phase_name
+from tests.sim import invariants
 from tests.sim.simulator.options import simulated
 
 C = TypeVar("C")

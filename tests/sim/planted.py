@@ -10,7 +10,7 @@ import pytest
 
 from elastic_ring.control import coordination, recovery
 from elastic_ring.control.capacity import worker_pool
-from elastic_ring.control.decisions import corpus, quorum, rollback, step_back
+from elastic_ring.control.decisions import corpus, quorum, rollback
 from elastic_ring.control.messages import Report
 from elastic_ring.control.placement import copies, policy
 from elastic_ring.control.placement.gpu_capacity import placeable
@@ -125,7 +125,7 @@ def _apply_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _oldest_copies(patch: pytest.MonkeyPatch) -> None:
-    honest = step_back.newest
+    honest = quorum.newest
 
     def oldest(reports: Any, cp: int, given_up: Any) -> Any:
         found = honest(reports, cp, given_up)
@@ -141,11 +141,11 @@ def _oldest_copies(patch: pytest.MonkeyPatch) -> None:
                 return before
         return None
 
-    patch.setattr(step_back, "newest", oldest)
+    patch.setattr(quorum, "newest", oldest)
 
 
 def _mix_generations(patch: pytest.MonkeyPatch) -> None:
-    honest = step_back.newest
+    honest = quorum.newest
 
     def mixed(reports: Any, cp: int, given_up: Any) -> Any:
         ids = {copy.snapshot.step: copy.snapshot for report in reports.values() for copy in report.copies}
@@ -157,26 +157,26 @@ def _mix_generations(patch: pytest.MonkeyPatch) -> None:
         }
         return honest(same, cp, given_up)
 
-    patch.setattr(step_back, "newest", mixed)
+    patch.setattr(quorum, "newest", mixed)
 
 
 def _never_step_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step_back, "newest", lambda reports, cp, given_up: None)
+    patch.setattr(quorum, "newest", lambda reports, cp, given_up: None)
 
 
 def _parity_without_its_members(patch: pytest.MonkeyPatch) -> None:
-    honest = step_back._restorable
+    honest = quorum._restorable
 
     def trusting(snapshot: Any, held: Any) -> Any:
         named = {name for _, copy in held for name in copy.parity_of}
         claimed = [(name, copies.HeldCopy(snapshot, (0,), own=True)) for name in named]
         return replace(honest(snapshot, [*held, *claimed]), holders=honest(snapshot, held).holders)
 
-    patch.setattr(step_back, "_restorable", trusting)
+    patch.setattr(quorum, "_restorable", trusting)
 
 
 def _believe_given_up_state(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step_back, "living", lambda reports, given_up: dict(reports))
+    patch.setattr(quorum, "living", lambda reports, given_up: dict(reports))
 
 
 def _hold_ones_own_copy(patch: pytest.MonkeyPatch) -> None:

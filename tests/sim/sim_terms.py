@@ -13,8 +13,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from elastic_ring.control.decisions.terms import LOOK_S, TermClaim, begin, is_late, newest_claim, refuse_if_replaced
-from elastic_ring.control.invariants import require
 from elastic_ring.errors import ElasticRingError, RunFailed
+from tests.sim.invariants import require
 
 SLOWEST_S = 0.3
 """One request to the storage takes at most so long."""

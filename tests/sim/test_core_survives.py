@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from elastic_ring.control.coordination import Decision
-from elastic_ring.control.invariants import InvariantBroken
 from elastic_ring.control.messages import Build, Event, Finalize, MemberFailed, Standby, Stop, Vote
 from elastic_ring.control.state import phase_name
 from elastic_ring.errors import IllegalTransition
 from elastic_ring.runtime.gpu import cuda_contexts
+from tests.sim.invariants import InvariantBroken
 from tests.sim.planted import FIRST_SEEDS, PLANTED
 from tests.sim.simulator import worker
 from tests.sim.simulator.corpus import SimCorpus

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from elastic_ring.control.coordination import Decision
-from elastic_ring.control.decisions import step_back
-from elastic_ring.control.invariants import InvariantBroken
+from elastic_ring.control.decisions import quorum
 from elastic_ring.control.messages import Build, Event, Published, Resumed
 from elastic_ring.control.state import Building, Change
 from tests.sim.copies_truth import complete_steps
+from tests.sim.invariants import InvariantBroken
 from tests.sim.simulator.faults import HELD, Schedule, random_schedule
 from tests.sim.simulator.options import changed, simulated
 from tests.sim.simulator.simulate import Outcome
@@ -216,7 +216,7 @@ def test_members_that_missed_the_build_that_goes_back_do_not_bring_the_undone_st
         worker.thaw()
     assert all(max(worker.copies.own).step == 6 for worker in workers)
     if forgets:
-        monkeypatch.setattr(step_back, "_is_of_steps_given_up", lambda snapshot, given_up: False)
+        monkeypatch.setattr(quorum, "_is_of_steps_given_up", lambda snapshot, given_up: False)
     run.lose(1)
     if not forgets:
         finish_from(run, 3)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from elastic_ring.control.invariants import InvariantBroken
 from tests.sim import sim_terms
+from tests.sim.invariants import InvariantBroken
 from tests.sim.sim_terms import BOUND_S, TermWorld
 
 FROZEN_S = (0.2, 3.0, 30.0)

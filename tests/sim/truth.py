@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from elastic_ring.control.decisions.rollback import batch_of, pending
-from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import Build, Checkpoint, Command, EndRun
 from elastic_ring.control.state import Closing, Ended, Forming, State, membership_of
 from tests.sim.copies_truth import check_no_copy, check_step_back
+from tests.sim.invariants import require
 from tests.sim.simulator import simulate as simulator
 from tests.sim.simulator.faults import Schedule, random_schedule
 from tests.sim.simulator.simulate import Listener, Outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_ring.control import recovery
-from elastic_ring.control.capacity import growth
+from elastic_ring.control.capacity import scaling
 from elastic_ring.control.state import Running, State, num_able_to_form
 from elastic_ring.control.transition import Transition
 
@@ -60,7 +60,7 @@ def save_by(state: State, now: float) -> float | None:
     leaves_at = _first_to_leave(state)
     if leaves_at is None:
         return None
-    step_s, left_s = growth.step_s(state), leaves_at - now
+    step_s, left_s = scaling.step_s(state), leaves_at - now
     if step_s is not None and left_s < step_s + state.write_s:
         return now
     return max(now, leaves_at - min(state.options.handover_s + state.write_s, left_s / 2))

@@ -1,14 +1,60 @@
-"""Which workers a run gives up when it is scaled down: whole nodes first. Pure, no I/O."""
+"""How many workers a run has: when a ring more is worth it, who leaves when it is scaled down, and what it asks of the
+cluster's autoscaler (`runtime.autoscaler` sends that). Pure, no I/O.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from elastic_ring.control.capacity import worker_pool
 from elastic_ring.control.messages import DrainNode, ScaleRequested
-from elastic_ring.control.state import Running, State, spares
+from elastic_ring.control.state import Running, State, end_step, spares
 from elastic_ring.control.transition import Transition
+
+PACE_STEPS = 3
+"""Fewer steps say nothing about how long one takes."""
+
+
+def cost_s(state: State) -> float:
+    """What a growth costs: the setting, else what the last build took, the first one if there is no other, and what the
+    last new worker took from its start until it was warm."""
+    if state.options.run.grow_cost_s is not None:
+        return state.options.run.grow_cost_s
+    change = state.last_change
+    if change is None or change.resumed_at is None:
+        return 0.0
+    return change.resumed_at - change.noticed_at + state.warm_up_s
+
+
+def saved_s(state: State, dp: int) -> float | None:
+    """What `dp` rings save until the end of the run, if a ring more is worth as much as each before; None: not known.
+
+    By the pace since the last change: `committed` steps at `committed_at`.
+    """
+    pace_s, change = step_s(state), state.last_change
+    if pace_s is None or change is None:
+        return None
+    return (end_step(state) - state.committed) * pace_s * (1 - change.mesh.dp / dp)
+
+
+def step_s(state: State) -> float | None:
+    """How long a step takes, by the pace since the last change; None: not known."""
+    change = state.last_change
+    if change is None or change.resumed_at is None or state.committed < change.step + PACE_STEPS:
+        return None
+    return (state.committed_at - change.resumed_at) / (state.committed - change.step)
+
+
+def is_worth_it(state: State, dp: int) -> bool:
+    saved = saved_s(state, dp)
+    return saved is None or saved >= cost_s(state)
+
+
+def earliest(state: State) -> float:
+    """From when on the mesh may grow: new capacity has lasted, and the last change of its size is long enough ago."""
+    run, lasted_at = state.options.run, state.pool_changed_at + state.options.run.grow_delay_s
+    return lasted_at if state.resized_at is None else max(lasted_at, state.resized_at + run.grow_interval_s)
 
 
 def requested(ctx: Transition, event: ScaleRequested) -> None:
@@ -67,3 +113,66 @@ def nodes_to_leave(state: State, surplus: int) -> list[str]:
             surplus -= len(on_node[node])
             able -= ready
     return chosen
+
+
+TRY_AGAIN_S = 20.0
+"""After a refusal the run asks for a little more this often: limits may be raised, machines may come free."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request to the autoscaler: room for `num_workers` in the whole cluster, 0 for nothing.
+
+    `refused`: the smallest number that was refused lately; None if none was. `refused_at`: when, in seconds on the
+    clock of `now`. `is_trial`: this request tests whether the autoscaler grants a little more now.
+    """
+
+    num_workers: int = 0
+    refused: int | None = None
+    refused_at: float = 0.0
+    is_trial: bool = False
+
+
+def sizes(min_dp: int, max_dp: int, cp: int, spares: int) -> tuple[int, ...]:
+    """The numbers of workers that are of use, rising: whole rings, with and without the spares."""
+    rings = range(min_dp, max_dp + 1)
+    return tuple(sorted({dp * cp for dp in rings} | {dp * cp + spares for dp in rings}))
+
+
+def outstanding(ask: Ask, num_placed: int) -> int:
+    """What of `ask` to send to the autoscaler while `num_placed` workers have a process.
+
+    Nothing once they are as many: their nodes are busy, and Ray (v2) counts a request that stays against any node that
+    it fits, also against one that the run has left, which then never counts as idle.
+    """
+    return ask.num_workers if ask.is_trial or ask.num_workers > num_placed else 0
+
+
+def next_ask(ask: Ask, wanted: tuple[int, ...], num_here: int, is_refused: bool, now: float) -> Ask:
+    """The next request.
+
+    `wanted`: the useful numbers of workers, rising; none if nothing is wanted. `num_here`: for how many there is room.
+    `is_refused`: the autoscaler says that it cannot satisfy `ask`. The run first asks for the largest number. After a
+    refusal it bisects between `num_here` and the refused number. When none is left between, it asks for `num_here`, and
+    every TRY_AGAIN_S for the next larger one; once that is granted, for the largest again.
+    """
+    if not wanted:
+        return Ask()
+    if is_refused and ask.num_workers:
+        ask = Ask(ask.num_workers, ask.num_workers, now)
+    if ask.is_trial and num_here < ask.num_workers:
+        return ask  # granted: its nodes are on their way
+    if ask.refused is None:
+        return Ask(wanted[-1])
+    left = [number for number in wanted if num_here < number < ask.refused]
+    if ask.num_workers in left:
+        return ask
+    if left:
+        return Ask(left[len(left) // 2], ask.refused, ask.refused_at)
+    more = [number for number in wanted if number > num_here]
+    if not more:
+        return Ask(wanted[-1])
+    if now >= ask.refused_at + TRY_AGAIN_S:
+        return Ask(more[0], is_trial=True)
+    here = max((number for number in wanted if number <= num_here), default=0)
+    return Ask(here, ask.refused, ask.refused_at)

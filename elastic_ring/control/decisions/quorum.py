@@ -1,14 +1,16 @@
-"""Decides from the reports of paused members which step runs next, who holds its state, and which vote to apply.
-
-Pure; knows no mesh, nodes or spares.
+"""Decides from the reports of paused members which step runs next, who holds its state, and which vote to apply; and
+where the live state is lost, which snapshot they can go back to. Pure; knows no mesh, nodes or spares.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_ring.control.messages import Report, Vote
+from elastic_ring.control.placement.copies import MAX_COPIES, HeldCopy, SnapshotId
+from elastic_ring.control.placement.policy import Source
 
 
 @dataclass(frozen=True)
@@ -61,3 +63,90 @@ def decide(
 
 def _can_follow(report: Report, forward: Vote | None) -> bool:
     return forward is not None and report.has_gradient and report.gradient_membership_id == forward.membership_id
+
+
+@dataclass(frozen=True)
+class Restorable:
+    """A snapshot with a holder of every shard. `holders`: worker with its own snapshot → its `cp_rank`. `sources`:
+    `cp_rank` → who else can supply it, copies before parities."""
+
+    snapshot: SnapshotId
+    holders: Mapping[str, int]
+    sources: Mapping[int, tuple[Source, ...]]
+
+    @property
+    def num_held(self) -> int:
+        """How often its shards are held in all; more than the owner and `MAX_COPIES` others count no further."""
+        counts = Counter(self.holders.values())
+        counts.update({cp_rank: len(sources) for cp_rank, sources in self.sources.items()})
+        return sum(min(count, 1 + MAX_COPIES) for count in counts.values())
+
+
+def newest(reports: Mapping[str, Report], cp: int, given_up: SnapshotId | None) -> Restorable | None:
+    """The newest snapshot of which the reporting workers hold all `cp` shards; None if there is none."""
+    return max(_all(reports, cp, given_up), key=lambda found: found.snapshot, default=None)
+
+
+def safest(
+    reports: Mapping[str, Report], cp: int, given_up: SnapshotId | None, up_to: SnapshotId | None = None
+) -> SnapshotId | None:
+    """The snapshot to keep until the next one is complete: the newest of the snapshots with most holders.
+
+    Not simply the newest: of a round that is under way every owner may hold its own snapshot, and nobody any copy.
+    """
+    found = [known for known in _all(reports, cp, given_up) if up_to is None or known.snapshot <= up_to]
+    best = max(found, key=lambda known: (known.num_held, known.snapshot), default=None)
+    return best.snapshot if best is not None else None
+
+
+def _all(reports: Mapping[str, Report], cp: int, given_up: SnapshotId | None) -> list[Restorable]:
+    held: dict[SnapshotId, list[tuple[str, HeldCopy]]] = defaultdict(list)
+    for worker, report in reports.items():
+        for copy in report.copies:
+            if not _is_of_steps_given_up(copy.snapshot, given_up):
+                held[copy.snapshot].append((worker, copy))
+    found = (_restorable(snapshot, copies) for snapshot, copies in held.items())
+    return [known for known in found if len({*known.holders.values(), *known.sources}) == cp]
+
+
+def living(reports: Mapping[str, Report], given_up: SnapshotId | None) -> dict[str, Report]:
+    """The reports without the live state of steps that were given up.
+
+    A member that missed the `Build` that went back still has it, and must not bring these steps back.
+    """
+    if given_up is None:
+        return dict(reports)
+    return {
+        worker: _forgotten(report) if is_given_up(report, given_up) else report for worker, report in reports.items()
+    }
+
+
+def is_given_up(report: Report, given_up: SnapshotId | None) -> bool:
+    """Whether the live state in this report is older than the newest `Build` that went back."""
+    return given_up is not None and (0, 0) != report.state_id < given_up.membership_id
+
+
+def _forgotten(report: Report) -> Report:
+    return replace(report, applied=0, shard=None, vote=None, last_vote=None, has_gradient=False)
+
+
+def _is_of_steps_given_up(snapshot: SnapshotId, given_up: SnapshotId | None) -> bool:
+    if given_up is None:
+        return False
+    return snapshot.membership_id < given_up.membership_id and snapshot.step > given_up.step
+
+
+def _restorable(snapshot: SnapshotId, held: list[tuple[str, HeldCopy]]) -> Restorable:
+    own = {worker: copy.cp_ranks[0] for worker, copy in held if copy.own}
+    copies: dict[int, list[Source]] = defaultdict(list)
+    parities: dict[int, list[Source]] = defaultdict(list)
+    for worker, copy in held:
+        if copy.parity_of:
+            for member, cp_rank in zip(copy.parity_of, copy.cp_ranks, strict=True):
+                others = tuple(other for other in copy.parity_of if other != member)
+                if all(other in own for other in others):
+                    parities[cp_rank].append(Source(worker, others))
+        elif not copy.own:
+            copies[copy.cp_ranks[0]].append(Source(worker))
+    sources = {cp_rank: (*copies[cp_rank], *parities[cp_rank]) for cp_rank in sorted({*copies, *parities})}
+    return Restorable(snapshot, own, sources)

@@ -12,10 +12,110 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from elastic_ring.control.messages import Heal
-from elastic_ring.control.placement.domains import DomainCounts
 from elastic_ring.control.placement.gpu_capacity import placeable
-from elastic_ring.control.placement.heals import heals_of
 from elastic_ring.mesh import Mesh
+
+
+class DomainCounts:
+    """Who stands where, while a mesh is filled. `domains_of`: node → its domains, the widest first."""
+
+    def __init__(self, cp: int, domains_of: Mapping[str, tuple[str, ...]], reserved: frozenset[str]) -> None:
+        self._cp, self._domains_of, self._reserved = cp, domains_of, reserved
+        self._on_node: Counter[tuple[int, str]] = Counter()
+        self._on_reserved: Counter[int] = Counter()
+        self._holders: Counter[tuple[int, tuple[str, ...]]] = Counter()
+        self._ring: Counter[tuple[int, tuple[str, ...]]] = Counter()
+
+    @property
+    def matter(self) -> bool:
+        return bool(self._domains_of or self._reserved)
+
+    def count(self, rank: int, node: str, number: int) -> None:
+        """`number` more members (or fewer, below 0) of this rank stand on the node."""
+        if not self.matter:
+            return
+        ring, cp_rank = divmod(rank, self._cp)
+        self._on_node[cp_rank, node] += number
+        self._on_reserved[cp_rank] += number * (node in self._reserved)
+        for domain in self._domains(node):
+            self._holders[cp_rank, domain] += number
+            self._ring[ring, domain] += number
+
+    def narrowed(self, rank: int, shelf: Mapping[str, list[str]]) -> dict[str, list[str]]:
+        """The nodes of `shelf` (node → free workers) that suit this rank best, as far as domains are concerned.
+
+        Never one with more holders of the shard than another has: nodes come before domains.
+        """
+        ring, cp_rank = divmod(rank, self._cp)
+        fewest = min(self._on_node[cp_rank, node] for node in shelf)
+        nodes = [node for node in shelf if self._on_node[cp_rank, node] == fewest]
+        if self._reserved:
+            wants_reserved = not self._on_reserved[cp_rank]
+            nodes = [node for node in nodes if (node in self._reserved) == wants_reserved] or nodes
+        for level in range(max((len(self._domains_of.get(node, ())) for node in nodes), default=0)):
+            inside = {node: self._domains_of[node][: level + 1] for node in nodes}
+            room = Counter({domain: 0 for domain in inside.values()})
+            for node, domain in inside.items():
+                room[domain] += len(shelf[node])
+            best = min(
+                room, key=lambda domain: (self._holders[cp_rank, domain], -self._ring[ring, domain], -room[domain])
+            )
+            nodes = [node for node in nodes if inside[node] == best]
+        return {node: shelf[node] for node in nodes}
+
+    def _domains(self, node: str) -> list[tuple[str, ...]]:
+        names = self._domains_of.get(node, ())
+        return [names[: level + 1] for level in range(len(names))]
+
+
+def heals_of(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> tuple[Heal, ...]:
+    """The heals of the next mesh: newcomers of a shard are divided among its donors.
+
+    Donors are verified holders in the new mesh, else leaving ones, else workers that can supply the shard of a
+    snapshot. A member that has a copy of its shard itself needs no heal.
+    """
+    in_new_mesh = set(members)
+    copied = {cp_rank: _copiers(sources) for cp_rank, sources in situation.sources.items()}
+    ranked = [(worker, rank % mesh.cp) for rank, worker in enumerate(members)]
+    placed = {worker for worker, cp_rank in ranked if situation.holders.get(worker) == cp_rank}
+    served = placed | {worker for worker, cp_rank in ranked if worker in copied.get(cp_rank, ())}
+    healers: dict[int, list[str]] = defaultdict(list)
+    for worker, cp_rank in situation.holders.items():
+        healers[cp_rank].append(worker)
+    heals: list[Heal] = []
+    for cp_rank in range(mesh.cp):
+        needy = [members[rank] for rank in mesh.replicas(cp_rank) if members[rank] not in served]
+        if not needy:
+            continue
+        in_mesh = [worker for worker in healers[cp_rank] if worker in placed]
+        donors = in_mesh or [worker for worker in healers[cp_rank] if worker not in in_new_mesh]
+        donors = donors or _settled_first(copied.get(cp_rank, []), in_new_mesh - served)
+        for index, donor in enumerate(donors):
+            if needy[index :: len(donors)]:
+                heals.append(Heal(cp_rank, donor, tuple(needy[index :: len(donors)])))
+        if not donors:
+            heals += _from_parity(cp_rank, needy, situation.sources.get(cp_rank, ()))
+    return tuple(heals)
+
+
+def _copiers(sources: tuple[Source, ...]) -> list[str]:
+    return [source.donor for source in sources if not source.parity_from]
+
+
+def _settled_first(copiers: list[str], newcomers: set[str]) -> list[str]:
+    """Those that hold a copy and need no heal themselves, if there are any: others would send before they receive."""
+    return [worker for worker in copiers if worker not in newcomers] or copiers
+
+
+def _from_parity(cp_rank: int, needy: list[str], sources: tuple[Source, ...]) -> list[Heal]:
+    """One heal for each newcomer, spread over the parities that have this shard."""
+    parities = [source for source in sources if source.parity_from]
+    assert parities, f"cp_rank {cp_rank} has a holder, but it was given a rank of another shard"
+    chosen = [parities[index % len(parities)] for index in range(len(needy))]
+    return [
+        Heal(cp_rank, source.donor, (newcomer,), source.parity_from)
+        for newcomer, source in zip(needy, chosen, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from elastic_ring.forecast.scenario import Forecast, curve
 from elastic_ring.forecast.sizing.machines import Origin
 from elastic_ring.forecast.sizing.memory import EXPANDABLE, ModelPlan
 from elastic_ring.forecast.sizing.step_time import Attention
-from elastic_ring.model.gpus import GPU_GIB
+from elastic_ring.model.flops import GPU_GIB
 
 NAMES: Mapping[str, str] = {
     "step": "step time",

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small
-from elastic_ring.model.gpus import GPU_GIB
+from elastic_ring.model.flops import GPU_GIB
 from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, from_plain, settings
 
 Number = Any

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.control.placement.copies import AUTO, parse_copies
 from elastic_ring.model.config import ModelConfig, active_parameters, expert_parameters, num_parameters
-from elastic_ring.model.flops import model_flops
-from elastic_ring.model.gpus import CONTEXT_BYTES, GPU_GIB, RESERVE
+from elastic_ring.model.flops import CONTEXT_BYTES, GPU_GIB, RESERVE, model_flops
 from elastic_ring.model.memory import (
     GRADIENT_BYTES,
     IN_HOST_BYTES,

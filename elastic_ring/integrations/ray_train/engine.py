@@ -7,6 +7,7 @@ checkpoint in DeepSpeed's universal format and a new engine. No ring, no data an
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import math
 import secrets
@@ -25,6 +26,18 @@ from elastic_ring.config import environment
 from elastic_ring.errors import CheckpointDamaged
 from elastic_ring.files import name_below, user_folder
 from elastic_ring.integrations.ray_train.untrusted import check_names, data_only, gathered
+from elastic_ring.state.checkpoints.checkpoint import safetensors_chunks
+from elastic_ring.state.checkpoints.weight_files import (
+    MAX_FILE_BYTES,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    file_names,
+    grouped,
+    index_text,
+    remove_others,
+)
+from elastic_ring.state.shard import raw_bytes
+from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.optim import make_optimizer, make_own_optimizer
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.wrap import largest_list
@@ -328,3 +341,35 @@ def _universal(folder: Path, device: torch.device) -> Iterator[Path]:
     finally:
         if converts:
             shutil.rmtree(converted, ignore_errors=True)
+
+
+FP32_BYTES = 4
+
+
+def write_weights(engine: Zero3Engine, storage: Storage | None, max_file_bytes: int = MAX_FILE_BYTES) -> str:
+    """Write them from the rank that is given the `storage`, and return `weights_sha256`. Collective.
+
+    That rank holds the tensors of one file at a time. Raises StorageFailed.
+    """
+    sizes = {name: math.prod(shape) * FP32_BYTES for name, shape in engine.shapes.items()}
+    groups = list(grouped(sizes, max_file_bytes))
+    files = dict(zip(file_names(secrets.token_hex(8), len(groups)), groups, strict=True))
+    total, tensors = hashlib.sha256(), engine.whole_weights()
+    for file, names in files.items():
+        kept: dict[str, Tensor] = {}
+        for _ in names:
+            name, tensor = next(tensors)
+            if storage is not None:
+                kept[name] = tensor
+                for chunk in raw_bytes([tensor]):
+                    total.update(chunk)
+        if storage is not None:
+            told = {"sha256": total.hexdigest()} if file == WEIGHTS else {}
+            storage.replace_bulk(file, safetensors_chunks(kept, {"format": "pt", **told}))
+    if storage is not None:
+        if WEIGHTS not in files:
+            placed = {name: file for file, names in files.items() for name in names}
+            metadata = {"total_size": sum(sizes.values()), "sha256": total.hexdigest()}
+            storage.replace(WEIGHTS_INDEX, index_text(placed, metadata))
+        remove_others(storage, [WEIGHTS] if WEIGHTS in files else [WEIGHTS_INDEX, *files])
+    return total.hexdigest()

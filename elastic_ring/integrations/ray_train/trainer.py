@@ -25,7 +25,7 @@ from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfi
 from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, open_source
 from elastic_ring.errors import RecordDamaged, RunFailed
-from elastic_ring.integrations.ray_train import checks, ops
+from elastic_ring.integrations.ray_train import ops
 from elastic_ring.integrations.ray_train.feed import DatasetRows
 from elastic_ring.integrations.ray_train.run_records import Records
 from elastic_ring.integrations.ray_train.settings import Zero3Config, check_mesh
@@ -124,7 +124,7 @@ class Zero3Trainer:
             **settings,
         )
         self.task = base.task
-        checks.check_no_experts(self.task.model)
+        ops.check_no_experts(self.task.model)
         if self.task.frozen is not None:
             raise ValueError("lora: ZeRO-3 in Ray Train trains whole models; leave it out, or use ElasticRingTrainer")
         check_loss_spikes(
@@ -164,9 +164,9 @@ class Zero3Trainer:
             training_order(self.task)
         if "optimizer" in self.zero.deepspeed:  # which may be one that DeepSpeed compiles
             ops.check_locks(ops.extensions_folder())
-        checks.check_zero_settings(self.zero)
+        ops.check_zero_settings(self.zero)
         if self.zero.uses_nvme:
-            checks.check_swap_folder(self.zero.swap_folder)
+            ops.check_swap_folder(self.zero.swap_folder)
             ops.load_async_io(ops.extensions_folder())
 
     def _check_dataset(self, data: SourceConfig | None) -> None:

@@ -33,13 +33,12 @@ from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.errors import CheckpointDamaged, LossSpike, RunFailed, TooManySkipped
 from elastic_ring.files import plain_json, private_folder, read_small
 from elastic_ring.integrations.ray_train import ops
-from elastic_ring.integrations.ray_train.engine import Zero3Engine, largest_parameter
+from elastic_ring.integrations.ray_train.engine import Zero3Engine, largest_parameter, write_weights
 from elastic_ring.integrations.ray_train.feed import DatasetFeed, Feed, OrderedFeed
 from elastic_ring.integrations.ray_train.rings import Rings
 from elastic_ring.integrations.ray_train.run_records import TERM
 from elastic_ring.integrations.ray_train.settings import Zero3Config, deepspeed_config, mesh_of
 from elastic_ring.integrations.ray_train.untrusted import gathered
-from elastic_ring.integrations.ray_train.weights import write_weights
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.runtime.gpu.device import be_deterministic, keep_caches_private

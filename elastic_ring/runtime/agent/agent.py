@@ -26,9 +26,8 @@ from elastic_ring.monitor.metrics_table import CLOCK_PARTS
 from elastic_ring.monitor.stamps import Clock, Phase, Stamp, StampReader, phase_name
 from elastic_ring.runtime.agent import launch
 from elastic_ring.runtime.agent.health import HealthThread
-from elastic_ring.runtime.agent.memory_guard import MemoryGuard, guard_limit, ray_threshold, warning
+from elastic_ring.runtime.agent.memory_guard import MemoryGuard, guard_limit, ray_killed, ray_threshold, warning
 from elastic_ring.runtime.agent.notices import Notices
-from elastic_ring.runtime.agent.raylet_log import ray_killed
 from elastic_ring.runtime.agent.resolver import lookup_s
 from elastic_ring.runtime.agent.rpc import JsonConnection, dial, raise_open_files
 from elastic_ring.runtime.agent.stamp_dir import hold, keep_variables, remove_stale

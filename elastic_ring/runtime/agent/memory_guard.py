@@ -1,4 +1,4 @@
-"""Which worker a node agent kills before the node runs out of memory, and which one the kernel has killed.
+"""Which worker a node agent kills before the node runs out of memory, and which one the kernel, or Ray, has killed.
 
 Ray's memory monitor takes first whom Ray can start again: the coordinator, not the worker that grew. The guard acts
 before it. Pure but for its readings; the agent kills.
@@ -7,6 +7,7 @@ before it. Pure but for its readings; the agent kills.
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -152,3 +153,29 @@ def warning(node: str, wanted: float, threshold: float | None) -> str:
         f"{first}; {acts} (memory_limit={wanted}). Start Ray there with {RAY_THRESHOLD_VARIABLE}=0.98 or "
         f"{RAY_REFRESH_VARIABLE}=0"
     )
+
+
+NAME = "raylet.out"
+TAIL_BYTES = 256 << 10
+_CHOSEN = re.compile(r"\bto kill\b|\bkill details\b|\bkilled due to the node running low on memory\b")
+_VICTIM = re.compile(r"\bpid=(\d+), actual memory used=([0-9.]+)GB")
+
+
+def ray_killed(log_path: str, pid: int) -> str:
+    """What the raylet says of a worker that has just died by a signal; empty if nothing. `log_path`: the worker's own
+    log, which lies beside the raylet's."""
+    if not log_path:
+        return ""
+    try:
+        with (Path(log_path).parent / NAME).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        if _CHOSEN.search(line):
+            held = dict(_VICTIM.findall(line))
+            if str(pid) in held:
+                return f"Ray's memory monitor killed it ({NAME}: pid={pid}, {held[str(pid)]} GB)"
+    return ""

@@ -25,7 +25,6 @@ import ray
 
 from elastic_ring.config import environment
 from elastic_ring.control.capacity.worker_pool import vacant_nodes
-from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
 from elastic_ring.control.decisions import callbacks, rollback
 from elastic_ring.control.decisions.terms import Unanswered
@@ -33,6 +32,7 @@ from elastic_ring.control.facts import ResumedFrom
 from elastic_ring.control.messages import (
     Build,
     CallbacksAnswered,
+    CauseIds,
     CheckpointDue,
     CheckpointsKnown,
     Command,

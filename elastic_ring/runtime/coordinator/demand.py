@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_ring.config import ScalingConfig
-from elastic_ring.control.capacity.demand import Ask, next_ask, outstanding, sizes
+from elastic_ring.control.capacity.scaling import Ask, next_ask, outstanding, sizes
 from elastic_ring.control.state import Ended, Finishing, Idle, State
 from elastic_ring.runtime.autoscaler import RENEW_S
 from elastic_ring.runtime.driver.cluster import NodeInfo, autoscaler_of, num_room

@@ -14,10 +14,10 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from elastic_ring.control.cause_ids import CauseIds
 from elastic_ring.control.messages import (
     Answer,
     Build,
+    CauseIds,
     Command,
     DrainNode,
     EndRun,

@@ -18,7 +18,7 @@ from ray.util.metrics import Gauge, Histogram
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.state import State, members, mesh_of, phase_name, spares
-from elastic_ring.model.gpus import peak_tflops
+from elastic_ring.model.flops import peak_tflops
 from elastic_ring.monitor.metrics_table import (
     BUCKETS_S,
     CAUSES,

@@ -20,9 +20,8 @@ from typing import Any
 
 import ray
 
-from elastic_ring.control.cause_ids import CauseIds
-from elastic_ring.control.decisions.memory_pressure import host_share
-from elastic_ring.control.messages import NodeDraining, NodeJoined, NodeLost
+from elastic_ring.control.decisions.detectors import host_share
+from elastic_ring.control.messages import CauseIds, NodeDraining, NodeJoined, NodeLost
 from elastic_ring.runtime.agent.resolver import warning
 from elastic_ring.runtime.agent.rpc import AgentServer, Message
 from elastic_ring.runtime.doctor.verdicts import AtStart

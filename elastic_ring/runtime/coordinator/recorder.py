@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.decisions.detectors import Detectors, Found
+from elastic_ring.control.decisions.detectors import NUM_STEPS, Detectors, Found, Tight
 from elastic_ring.control.decisions.memory_ladder import CHANGING_BITS
-from elastic_ring.control.decisions.memory_pressure import NUM_STEPS, Tight
 from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S, Overdue
 from elastic_ring.control.decisions.stragglers import Straggler
 from elastic_ring.control.facts import (

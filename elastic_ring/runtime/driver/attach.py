@@ -15,12 +15,13 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 from elastic_ring.config import RunConfig
-from elastic_ring.errors import CoordinatorLost
+from elastic_ring.errors import CoordinatorLost, RunFailed
 from elastic_ring.monitor.journal import salvage_file
 from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, SUMMARY_NAME, read_status
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.code_digest import changed_parts
+from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
 from elastic_ring.runtime.identity import NUM_TOLD, Identity, changed_files, cut_otherwise
 from elastic_ring.state.checkpoints.weight_files import are_there
@@ -248,3 +249,21 @@ def remove(coordinator: Any, run: RunConfig) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+ANSWER_S = 30.0
+
+
+def scale(run: str, max_dp: int | None, spares: int | None) -> None:
+    """None leaves a number as it is. Raises: RunFailed without such a run; ValueError for what cannot be;
+    ConnectionError without a cluster that lets this process in."""
+    if not ray.is_initialized():
+        access.connect(namespace=NAMESPACE, logging_level="ERROR")
+    try:
+        coordinator = ray.get_actor(actor_name(run, "coordinator"), namespace=NAMESPACE)
+    except ValueError as error:
+        raise RunFailed(f"no run {run!r} trains on this cluster", run=run) from error
+    try:
+        ray.get(coordinator.scale.remote(max_dp, spares), timeout=ANSWER_S)
+    except ray.exceptions.RayTaskError as error:
+        raise error.as_instanceof_cause() from None

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, get_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from elastic_ring.config import RunConfig, ScalingConfig
-from elastic_ring.control.capacity.demand import Ask, next_ask, sizes
+from elastic_ring.control.capacity.scaling import Ask, next_ask, sizes
 from elastic_ring.errors import PeerFailed
 from elastic_ring.runtime.agent.agent import NodeAgent
 from elastic_ring.runtime.autoscaler import RENEW_S, Autoscaler

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from elastic_ring.control.cause_ids import CauseIds
-from elastic_ring.control.messages import Answer, CallbacksAwaited, DrainRequested, to_json
+from elastic_ring.control.messages import Answer, CallbacksAwaited, CauseIds, DrainRequested, to_json
 from elastic_ring.runtime.worker.faults import Injector
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
 

@@ -21,7 +21,7 @@ from elastic_ring.control.messages import BatchSkip, Build, CorpusVersion, Final
 from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.growth import grown
 from elastic_ring.data.loader import Loader
-from elastic_ring.data.sampling.skips import SkippingOrder, by_batch
+from elastic_ring.data.sampling.order import SkippingOrder, by_batch
 from elastic_ring.data.sampling.validation import ValidationSource, open_sets, with_sets
 from elastic_ring.data.source import Source, fingerprinted, hold_out, open_source, order_of
 from elastic_ring.errors import GroupAborted
@@ -39,15 +39,14 @@ from elastic_ring.runtime.gpu.device import (
     warm_devices,
 )
 from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
-from elastic_ring.runtime.groups.heal import heal_over_link, links_ahead
 from elastic_ring.runtime.groups.registry import forget_groups
 from elastic_ring.runtime.groups.sockets import LOOPBACK
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.coordinator_client import ASK_AGAIN_S, CallbackWait
 from elastic_ring.runtime.worker.copies import Copies
-from elastic_ring.runtime.worker.copy_heal import heal_from_copies, takes_part
 from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog, gpu_environment
 from elastic_ring.runtime.worker.faults import Injector
+from elastic_ring.runtime.worker.heals import heal_from_copies, heal_over_link, links_ahead, takes_part
 from elastic_ring.runtime.worker.pauses import PauseWatch
 from elastic_ring.runtime.worker.saver import Place, Saver, open_checkpoint
 from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks

@@ -46,8 +46,8 @@ from elastic_ring.state.checkpoints.manifest import (
     rows_of,
     step_folder,
 )
-from elastic_ring.state.host_snapshot import HostSnapshot
 from elastic_ring.state.shard import Counters, Shard, raw_bytes
+from elastic_ring.state.snapshot import HostSnapshot
 from elastic_ring.state.storage.folder import Storage, StoredFile
 
 KEPT_NAME, MAX_KEPT_BYTES = "kept.json", 4096

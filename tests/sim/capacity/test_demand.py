@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from elastic_ring.control.capacity.demand import TRY_AGAIN_S, Ask, next_ask, outstanding, sizes
+from elastic_ring.control.capacity.scaling import TRY_AGAIN_S, Ask, next_ask, outstanding, sizes
 
 
 def test_only_whole_rings_with_and_without_spares_are_of_use() -> None:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from elastic_ring.control.decisions.detectors import NUM_STEPS, PressureWatch, Tight, host_share
 from elastic_ring.control.decisions.memory_ladder import reliefs_on
-from elastic_ring.control.decisions.memory_pressure import NUM_STEPS, PressureWatch, Tight, host_share
 from elastic_ring.control.messages import (
     Build,
     CoordinatorStarted,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.control import coordination, invariants
+from elastic_ring.control import coordination
 from elastic_ring.control.decisions import rollback
 from elastic_ring.control.decisions.rollback import NEAR_STEPS, batch_of, journalled
 from elastic_ring.control.messages import (
@@ -26,9 +26,9 @@ from elastic_ring.control.messages import (
 from elastic_ring.control.placement.copies import HeldCopy, SnapshotId
 from elastic_ring.control.replay import replay
 from elastic_ring.control.state import Building
-from elastic_ring.data.sampling.order import Order
-from elastic_ring.data.sampling.skips import SkippingOrder
+from elastic_ring.data.sampling.order import Order, SkippingOrder
 from elastic_ring.mesh import Mesh
+from tests.sim import invariants
 from tests.sim.bench import Bench, build_in, end_in, only
 
 MESH = Mesh(2, 1)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ring.control.decisions import rollback
 from elastic_ring.control.decisions.corpus import journalled, version_at
-from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import CorpusGrew, CorpusRecalled, CorpusVersion, Vote
 from elastic_ring.control.state import State
+from tests.sim.invariants import require
 from tests.sim.simulator.worker import Group
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elastic_ring.control import coordination, invariants, replay
+from elastic_ring.control import coordination, replay
 from elastic_ring.control.decisions.rollback import batch_of, pending
-from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import (
     Build,
     CheckpointsKnown,
@@ -41,6 +40,8 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.control.state import State
+from tests.sim import invariants
+from tests.sim.invariants import require
 from tests.sim.simulator.corpus import SimCorpus
 from tests.sim.simulator.faults import Schedule
 from tests.sim.simulator.storage import SimStorage

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from elastic_ring.control.decisions.corpus import version_at
 from elastic_ring.control.decisions.rollback import batch_of
-from elastic_ring.control.invariants import require
 from elastic_ring.control.messages import (
     Build,
     BuildFailed,
@@ -34,6 +33,7 @@ from elastic_ring.control.messages import (
     Vote,
     WorkerReady,
 )
+from tests.sim.invariants import require
 from tests.sim.simulator.copies import SimCopies
 from tests.sim.simulator.shard import Shard
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ring.runtime.agent.gpu_health import Nvml, is_of_the_device, is_slowed, worse
-from elastic_ring.runtime.agent.health import HealthThread
-from elastic_ring.runtime.agent.network_counters import INFINIBAND_KEYS, infiniband_counters, network_counters
+from elastic_ring.runtime.agent.health import INFINIBAND_KEYS, HealthThread, infiniband_counters, network_counters
 
 WELL = {"temperature_celsius": 60.0, "ecc_errors": 2.0, "remapped_rows": 1.0, "needs_reset": 0.0, "xid_errors": 0.0}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from elastic_ring.runtime.agent.raylet_log import NAME, TAIL_BYTES, ray_killed
+from elastic_ring.runtime.agent.memory_guard import NAME, TAIL_BYTES, ray_killed
 
 CHOSEN = (
     "[2026-11-24 23:40:12,345 I 811 811] (raylet) node_manager.cc:3011: Currently used memory: 22548578304 bytes, "

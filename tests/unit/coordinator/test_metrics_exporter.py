@@ -40,7 +40,7 @@ from elastic_ring.monitor.metrics_table import (
     by_name,
 )
 from elastic_ring.runtime.agent.gpu_health import GPU_KEYS
-from elastic_ring.runtime.agent.network_counters import INFINIBAND_KEYS, NETWORK_KEYS
+from elastic_ring.runtime.agent.health import INFINIBAND_KEYS, NETWORK_KEYS
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, Work, of_end, samples
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
 from elastic_ring.train.task import TrainingTask

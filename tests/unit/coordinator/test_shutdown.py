@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.cause_ids import CauseIds
+from elastic_ring.control.messages import CauseIds
 from elastic_ring.control.replay import standing, term_note
 from elastic_ring.control.state import Finishing, Membership, Running, State, Worker
 from elastic_ring.errors import JournalDamaged, RunFailed

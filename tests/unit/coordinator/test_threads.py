@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.control.cause_ids import CauseIds
-from elastic_ring.control.messages import NodeDraining, NodeJoined, NodeLost
+from elastic_ring.control.messages import CauseIds, NodeDraining, NodeJoined, NodeLost
 from elastic_ring.runtime.agent.rpc import AgentServer
 from elastic_ring.runtime.coordinator import node_monitor
 from elastic_ring.runtime.coordinator.driver_feed import KEPT_STEPS, DriverFeed

@@ -10,7 +10,7 @@ import torch
 
 from elastic_ring.attention.comm.exchange import one_operation
 from elastic_ring.errors import GroupAborted
-from elastic_ring.runtime.groups.batched_p2p import BatchedGroup, LaunchGate
+from elastic_ring.runtime.groups.nccl import BatchedGroup, LaunchGate
 
 
 class Backend:

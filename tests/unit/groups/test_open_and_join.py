@@ -21,8 +21,8 @@ from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups import groups as groups_module
 from elastic_ring.runtime.groups.groups import Connector, Rendezvous, nccl
-from elastic_ring.runtime.groups.heal import link_call, links_ahead
 from elastic_ring.runtime.groups.transport import translated
+from elastic_ring.runtime.worker.heals import link_call, links_ahead
 from tests.unit.groups.processes import HOST, Membership, abort, connect, leave, membership
 from tests.unit.train.tiny_task import begin, facts, make_task, rebuild, run_steps
 

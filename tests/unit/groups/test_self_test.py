@@ -11,8 +11,8 @@ import torch
 
 from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.groups.batched_p2p import BatchedGroup, LaunchGate
-from elastic_ring.runtime.groups.self_test import self_test, shift
+from elastic_ring.runtime.groups.groups import self_test, shift
+from elastic_ring.runtime.groups.nccl import BatchedGroup, LaunchGate
 from tests.unit.groups.processes import Membership, connect, membership
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from elastic_ring.data.packing import Sample
 from elastic_ring.data.source import StdlibText
 from elastic_ring.forecast.sizing.memory import plan_of
 from elastic_ring.integrations.transformers import export, ring_model
-from elastic_ring.integrations.transformers.first_values import FirstValues
+from elastic_ring.integrations.transformers.model import FirstValues
 from elastic_ring.integrations.transformers.weights import SINGLE
 from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
 from elastic_ring.model.loss import language_model_loss

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from elastic_ring import StepConfig
 from elastic_ring.integrations.transformers import ring_model
-from elastic_ring.integrations.transformers.first_values import FirstValues
+from elastic_ring.integrations.transformers.model import FirstValues
 from elastic_ring.integrations.transformers.weights import INDEX, SINGLE, FolderWeights
 
 T = pytest.importorskip("transformers")

@@ -19,7 +19,7 @@ from elastic_ring.cli.zero3 import build as build_zero3
 from elastic_ring.cli.zero3 import parse_zero3, workers_of
 from elastic_ring.config import OptimConfig, RunConfig, StepConfig
 from elastic_ring.data.source import TextFiles, open_source
-from elastic_ring.integrations.ray_train import checks, ops
+from elastic_ring.integrations.ray_train import ops
 from elastic_ring.integrations.ray_train.feed import packed
 from elastic_ring.integrations.ray_train.settings import (
     Zero3Config,
@@ -237,11 +237,11 @@ def test_the_doors_flags_stand_beside_those_of_train() -> None:
 
 
 def test_a_folder_without_room_for_swap_files_is_refused(tmp_path: Path) -> None:
-    checks.check_swap_folder(tmp_path / "new")
+    ops.check_swap_folder(tmp_path / "new")
     assert os.listdir(tmp_path / "new") == []
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"nvme_path='.*file/swap' cannot be used .*\(Not a directory\)"):
-        checks.check_swap_folder(tmp_path / "file" / "swap")
+        ops.check_swap_folder(tmp_path / "file" / "swap")
 
 
 def test_a_lock_that_nobody_holds_is_told_and_one_that_is_held_is_not(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from elastic_ring.cli import train
 from elastic_ring.cli.settings import FITS, PRESETS
 from elastic_ring.forecast.sizing.memory import COMMUNICATOR_BYTES, STATE_BYTES, plan_of
 from elastic_ring.model.config import num_parameters
-from elastic_ring.model.flops import model_flops
-from elastic_ring.model.gpus import CONTEXT_BYTES, GPU_GIB
+from elastic_ring.model.flops import CONTEXT_BYTES, GPU_GIB, model_flops
 from elastic_ring.model.transformer import Transformer
 
 

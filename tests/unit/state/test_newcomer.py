@@ -16,7 +16,7 @@ from elastic_ring.control.decisions.quorum import decide
 from elastic_ring.control.messages import Heal, Report
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.groups.heal import heal_over_link
+from elastic_ring.runtime.worker.heals import heal_over_link
 from elastic_ring.runtime.worker.member import Member
 from tests.unit.groups.processes import Membership, abort, membership
 from tests.unit.train.tiny_task import begin, facts, make_task, rebuild, run_steps

@@ -39,8 +39,7 @@ from elastic_ring.monitor.json_files import json_bytes, read_json
 from elastic_ring.monitor.metrics import build_summary, committed_lines
 from elastic_ring.monitor.page import page_data
 from elastic_ring.monitor.report import render_status
-from elastic_ring.runtime.coordinator.lineage import earlier
-from elastic_ring.runtime.coordinator.resume import listed
+from elastic_ring.runtime.coordinator.resume import earlier, listed
 from elastic_ring.runtime.coordinator.run_spec import summary_of
 from elastic_ring.state import sealed, snapshot
 from elastic_ring.state.checkpoints import checkpoint, retention

@@ -23,7 +23,7 @@ from elastic_ring.errors import ElasticRingError, GroupAborted, StorageFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.result import Result
-from elastic_ring.runtime.groups.batched_p2p import LaunchGate
+from elastic_ring.runtime.groups.nccl import LaunchGate
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.state.checkpoints.stored_weights import StoredWeights
 from elastic_ring.state.checkpoints.weight_files import MAX_FILE_BYTES, WEIGHTS, WEIGHTS_FOLDER, WEIGHTS_INDEX

@@ -19,7 +19,7 @@ from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.copies import Copies
-from elastic_ring.runtime.worker.copy_heal import heal_from_copies, takes_part
+from elastic_ring.runtime.worker.heals import heal_from_copies, takes_part
 from tests.unit.groups.processes import Membership, abort, connect, membership
 from tests.unit.train.tiny_task import begin, facts, make_task
 
