@@ -114,23 +114,26 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in zip("qkv", (q, k, v), strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}: give a tensor (B, S_local, heads, D)")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"{shapes}: each must be (B, S_local, heads, D)")
+        raise ValueError(f"{_shapes(q, k, v)}: each must be (B, S_local, heads, D)")
     if k.shape != v.shape:
-        raise ValueError(f"{shapes}: k and v must have the same shape")
+        raise ValueError(f"{_shapes(q, k, v)}: k and v must have the same shape")
     if (q.size(0), q.size(1), q.size(3)) != (k.size(0), k.size(1), k.size(3)):
-        raise ValueError(f"{shapes}: q and k must agree in B, S_local and D")
+        raise ValueError(f"{_shapes(q, k, v)}: q and k must agree in B, S_local and D")
     if min(q.size(0), q.size(2), q.size(3), k.size(2)) < 1:
-        raise ValueError(f"{shapes}: B, heads and D must be at least 1")
+        raise ValueError(f"{_shapes(q, k, v)}: B, heads and D must be at least 1")
     if q.size(2) % k.size(2) != 0:
-        raise ValueError(f"{shapes}: {q.size(2)} query heads do not divide among {k.size(2)} K/V heads")
+        raise ValueError(f"{_shapes(q, k, v)}: {q.size(2)} query heads do not divide among {k.size(2)} K/V heads")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"dtypes q {q.dtype}, k {k.dtype}, v {v.dtype}: cast them to one type")
     if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype {q.dtype}: use float64, float32, bfloat16 or float16")
     if not q.device == k.device == v.device:
         raise ValueError(f"devices q {q.device}, k {k.device}, v {v.device}: move them to one device")
+
+
+def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
 def check_options(causal: object, seq_len: object, scale: object) -> None:

@@ -127,6 +127,8 @@ class RingAttention(RecomputableRing):
         plan = self._plans.of_call(self.call_plan(q, k))
         call_index = self._next_call_index
         self._next_call_index += 1
+        if plan.alone is not None:
+            return self._run_alone(plan, plan.alone, q, k, v, scale, call_index)
         q, k, v = _inner(plan, q, k, v)
         attend, sums, kept = plan.kernel.attend, plan.sums, None
         total = Accumulator(q, sums.out, by_rows=sums.by_rows, at_once=sums.at_once)
@@ -146,6 +148,22 @@ class RingAttention(RecomputableRing):
         out, lse = _outer(plan, total.out.to(q.dtype), lse)
         return Result(out, lse, call_index, kept)
 
+    def _run_alone(
+        self,
+        plan: CallPlan,
+        call: Call,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        call_index: int,
+    ) -> Result:
+        """As the loop below computes it where one call is all there is: its objects would keep the host longer."""
+        self._observe("forward", call_index, plan.stages[0].hops)
+        out, lse = plan.kernel.attend(q, k, v, call.cover, scale)
+        lse = lse.to(accumulate_dtype(q.dtype))
+        return Result(_alike(out, q), lse if plan.every_row_sees else lse_for_backward(lse), call_index)
+
     def run_backward(
         self,
         dout: torch.Tensor,
@@ -157,6 +175,11 @@ class RingAttention(RecomputableRing):
         """dq, dk, dv with the shapes of q, k, v, where `saved` is (q, k, v, out, lse). `fetched` are the keys that
         forward kept; the bits are the same without."""
         plan = self._plans.of_call(self.call_plan(*saved[:2]))
+        if plan.alone is not None:
+            self._observe("backward", call_index, plan.stages[0].hops)
+            q, k, v, out, lse = saved
+            grads = plan.kernel.gradients(dout, q, k, v, out, lse, plan.alone.cover, scale)
+            return _alike(grads[0], q), _alike(grads[1], k), _alike(grads[2], v)
         program = plan.backward if fetched is None else plan.backward_kept
         assert program is not None
         q, k, v, out, lse, dout = _inner(plan, *saved, dout)
@@ -411,6 +434,12 @@ class _RingFunction(torch.autograd.Function):
         grads = ctx.ring.run_backward(dout, saved, ctx.scale, ctx.call_index, fetched)
         dsinks = None if sinks is None else sinks_gradient(dout, saved[3], saved[4], sinks.detach())
         return (*grads, dsinks, None, None)
+
+
+def _alike(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """In the type of `like`, and on a GPU contiguous, as kernels there want it."""
+    x = x.to(like.dtype)
+    return x.contiguous() if x.is_cuda else x
 
 
 def _taken_apart(plan: CallPlan, buffer: torch.Tensor) -> Source:

@@ -25,13 +25,16 @@ _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class _Kernels:
-    """Autograd functions of `liger_kernel.ops`."""
+    """Of `liger_kernel.ops`: autograd functions, if nothing else is said."""
 
     rms_norm: Any
     silu_mul: Any
     gelu_mul: Any
     rope: Any
-    linear_cross_entropy: Any
+    cross_entropy: Any
+    """The Triton kernel: logits in, their gradient in place of them out."""
+    most_columns: int
+    """Of a block of it."""
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -90,7 +93,7 @@ def rope_of_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 
 def rows_of_logits(num_tokens: int, vocab_size: int, width: int) -> int:
     """How many tokens' logits `cross_entropy_sum` holds at a time, in the hidden type: about as much as the hidden
-    states of all `num_tokens` (`fused_linear_cross_entropy_forward` of liger-kernel 0.8.5)."""
+    states of all `num_tokens`."""
     rows = -(-num_tokens // -(-vocab_size // width))
     return min(num_tokens, 1 << (rows - 1).bit_length())
 
@@ -102,13 +105,86 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: 
     place, so it may run once. Logits exist for as many tokens at a time as make them about as large as `hidden`. The
     weight's gradient is summed in fp32.
     """
-    kernel = _found().linear_cross_entropy
-    fp32 = torch.float32
-    # input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-    # return_z_loss, accum_dtype
-    found = kernel.apply(hidden, weight, targets, None, None, -100, 0.0, 0.0, "sum", softcap, False, fp32)
-    loss_sum: Tensor = found[0]
+    loss_sum: Tensor = _CrossEntropySum.apply(hidden, weight, targets, softcap)
     return loss_sum
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """Liger's fused linear cross-entropy, with its kernel and its products, but for two reads of the device: it counts
+    the targets before the first product, and asks in backward whether the loss was scaled. After either the GPU waits
+    until the host, which was ahead by many launches, has launched the next."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+        (num_tokens, width), vocab_size = hidden.shape, weight.size(0)
+        num_rows = rows_of_logits(num_tokens, vocab_size, width)
+        with_gradients, of_weight = ctx.needs_input_grad[:2]
+        losses = torch.zeros(num_tokens, dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if with_gradients else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients and of_weight else None
+        room = torch.empty(num_rows, vocab_size, dtype=hidden.dtype, device=hidden.device)
+        for start in range(0, num_tokens, num_rows):
+            rows = slice(start, start + num_rows)
+            part = hidden[rows]
+            logits = torch.mm(part, weight.t(), out=room[: len(part)])
+            _score(logits, targets[rows], losses[rows], softcap, with_gradients)
+            if grad_hidden is not None:
+                torch.mm(logits, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                _add_product(grad_weight, logits.t(), part)
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scaled = (None if found is None else found.mul_(grads[0]) for found in (grad_hidden, grad_weight))
+        return *scaled, None, None
+
+
+def _score(logits: Tensor, targets: Tensor, losses: Tensor, softcap: float | None, with_gradients: bool) -> None:
+    """Fills `losses`, and with `with_gradients` replaces `logits` (N, vocab_size) by their gradients."""
+    kernels, vocab_size = _found(), logits.size(1)
+    kernels.cross_entropy[(len(logits),)](
+        X_ptr=logits,
+        X_stride=logits.stride(0),
+        Y_ptr=targets,
+        Y_stride=targets.stride(0),
+        weight_ptr=None,
+        loss_ptr=losses,
+        z_loss_ptr=None,
+        loss_stride=losses.stride(0),
+        token_accuracy_ptr=None,
+        token_accuracy_stride=0,
+        predicted_tokens_ptr=None,
+        predicted_tokens_stride=0,
+        n_cols=vocab_size,
+        n_non_ignore=1,  # this and the next are read for a mean only, and a number that varies is compiled for anew
+        sum_non_ignore_weight=1,
+        weight_sum=0.0,
+        ignore_index=-100,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="sum",
+        softcap=softcap,
+        RETURN_Z_LOSS=False,
+        RETURN_TOKEN_ACCURACY=False,
+        RETURN_PREDICTED_TOKENS=False,
+        HAS_WEIGHT=False,
+        HAS_SOFTCAPPING=softcap is not None,
+        HAS_GRADIENTS=with_gradients,
+        BLOCK_SIZE=min(kernels.most_columns, 1 << (vocab_size - 1).bit_length()),
+        num_warps=32,
+    )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """In place, in fp32: `total` grows by left @ right, without a rounded product where the GPU can."""
+    in_one = left.dtype != torch.float32 and torch.cuda.get_device_capability(total.device) >= (8, 0)
+    if in_one:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += (left @ right).float()
 
 
 def _found() -> _Kernels:
@@ -123,7 +199,8 @@ def _kernels() -> _Kernels | None:
         return None
     # From the files of the operators: the package's own names may be replaced through its environment variable.
     with _without_peft():
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+        from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel
+        from liger_kernel.ops.fused_linear_cross_entropy import MAX_FUSED_SIZE
         from liger_kernel.ops.geglu import LigerGELUMulFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
         from liger_kernel.ops.rope import LigerRopeFunction
@@ -134,7 +211,8 @@ def _kernels() -> _Kernels | None:
         LigerSiLUMulFunction,
         LigerGELUMulFunction,
         LigerRopeFunction,
-        LigerFusedLinearCrossEntropyFunction,
+        liger_cross_entropy_kernel,
+        MAX_FUSED_SIZE,
     )
 
 

@@ -1,9 +1,9 @@
 """The gradient of a step: where each parameter's share is added up, and its sum over the rings.
 
 A share is there when autograd has computed it, or when FSDP2 has summed it over the ring. It is added to one flat
-buffer at once, so that nothing is held twice. In the last pass of a step each bucket of the buffer may be summed over
-the rings while the backward pass goes on (Li et al. 2020, arXiv:2006.15704). All ranks sum the buckets in the same
-order, from the end of the model to its beginning.
+buffer at once, or with a few others, so that little is held twice. In the last pass of a step each bucket of the buffer
+may be summed over the rings while the backward pass goes on (Li et al. 2020, arXiv:2006.15704). All ranks sum the
+buckets in the same order, from the end of the model to its beginning.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 BUCKET_ELEMENTS = 16 << 20
 BUCKET_ELEMENTS_ON_DEVICE = 64 << 20
+TOGETHER_BYTES = 64 << 20
+"""Shares of whole parameters that are moved to the buffer together, in one launch: a launch for each parameter keeps
+the host longer than the copies take."""
 
 Sum = Callable[[Tensor], Any]
 """Starts the sum over the rings of a tensor, in place; returns what has `wait`."""
@@ -55,6 +58,10 @@ class Gradient:
     _each_once: bool = False
     _sum: Sum | None = None
     _works: list[Any] = field(default_factory=list)
+    _moving: tuple[list[Tensor], list[Tensor]] = field(
+        default_factory=lambda: ([], [])
+    )  # views, and their first shares
+    _moving_bytes: int = 0
 
     @classmethod
     def like(cls, params: Mapping[str, Tensor], device: torch.device) -> Gradient:
@@ -91,6 +98,7 @@ class Gradient:
         """Let go of the module; the buffer stays. Sums that were under way have been aborted: gloo's threads may write
         to the buffer until they have ended. Waits for them as long as the group's timeout at most."""
         self._params, self._collects, self._sum = {}, False, None
+        self._forget_moves()
         for work in self._works if not self.flat.is_cuda else ():
             try:
                 work.wait()
@@ -105,6 +113,7 @@ class Gradient:
         self.step, self._collects, self._sum = None, True, None
         self._written.clear()
         self._works.clear()
+        self._forget_moves()
         for param in self._params.values():
             param.grad = None
 
@@ -127,6 +136,7 @@ class Gradient:
         """The shards found so far, in the order of the parameters."""
         if self._in_host:
             return [local_of(param.grad) for param in self._params.values() if param.grad is not None]
+        self._move()
         return [view for name, view in self.views.items() if name in self._written]
 
     def end(self) -> None:
@@ -139,6 +149,7 @@ class Gradient:
                 param.grad = None
             elif name not in self._written:
                 self.views[name].zero_()
+        self._move()
 
     def finish(self, start: Sum) -> None:
         """Wait until all buckets are summed over the rings."""
@@ -169,14 +180,37 @@ class Gradient:
 
     def _add(self, name: str, grad: Any) -> None:
         view, share = self.views[name], local_of(grad)
-        view.add_(share) if name in self._written else view.copy_(share)
+        if share is not grad:  # FSDP2's, in a stream of its own
+            view.add_(share) if name in self._written else view.copy_(share)
+            self._written.add(name)
+            return
+        if name in self._written:
+            self._move()
+            view.add_(share)
+            return
         self._written.add(name)
+        for row, tensor in zip(self._moving, (view, share), strict=True):
+            row.append(tensor)
+        self._moving_bytes += share.nbytes
+        if self._moving_bytes >= TOGETHER_BYTES:
+            self._move()
+
+    def _move(self) -> None:
+        """Copy what waits to its place."""
+        if self._moving_bytes:
+            with torch.no_grad():
+                torch._foreach_copy_(*self._moving)
+        self._forget_moves()
+
+    def _forget_moves(self) -> None:
+        self._moving, self._moving_bytes = ([], []), 0
 
     @property
     def _next(self) -> tuple[slice, frozenset[str]]:
         return self.buckets[len(self.buckets) - 1 - len(self._works)]
 
     def _start(self, start: Sum) -> None:
+        self._move()
         self._works.append(start(self.flat[self._next[0]]))
 
     def _is_started(self, name: str) -> bool:

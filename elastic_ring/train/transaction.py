@@ -329,7 +329,7 @@ class Transaction:
             pieces = [self._load(mine[i:], following) for i in group]
             slices += pieces
             piece = joined(pieces, self.task.step.context_tokens)
-            torch.manual_seed(sequence_seed(self.task.step.seed, step, piece.sample_id, self._coordinate.cp_rank))
+            self._seed(piece, step)
             attention = self._attention(piece, step)
             hops.watch(attention.ledger)
             batch = self._batch(piece, attention)
@@ -352,6 +352,14 @@ class Transaction:
         clock.stop(hops)
         work_s = partial(clock.per_sequence_s, len(mine))
         return Local(loss_sum, num_tokens, samples, hops, arrived, waited_s, work_s, own, again)
+
+    def _seed(self, piece: Slice, step: int) -> None:
+        """Of the generators that a pass may draw from. `torch.manual_seed` gives the same seed to every kind of device,
+        and for each that is not in use formats the stack, which reads the files' states."""
+        seed = sequence_seed(self.task.step.seed, step, piece.sample_id, self._coordinate.cp_rank)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed_all(seed)
 
     def _load(self, mine: Pairs, following: Pairs) -> Slice:
         """This rank's slice of the first sequence of `mine`. Starts to read the others, and the next step's, ahead."""
@@ -378,7 +386,7 @@ class Transaction:
         first = first[: self.relief.together(self.task.step.sequences_per_pass)]
         pieces = [self.loader.load(id_, index, self.layout, self._coordinate.cp_rank) for index, id_ in first]
         piece = joined(pieces, self.task.step.context_tokens)
-        torch.manual_seed(sequence_seed(self.task.step.seed, step, piece.sample_id, self._coordinate.cp_rank))
+        self._seed(piece, step)
         with self.relief.offloading(self.device):
             loss, _ = self.task.loss(self.model, self._batch(piece, self._attention(piece, step)))
         self._watch("backward", step)

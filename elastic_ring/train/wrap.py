@@ -170,6 +170,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 MASTERS = "_elastic_ring_masters"
+CASTS = "_elastic_ring_casts"
 
 
 def keep_whole(model: nn.Module, device: torch.device, dtype: torch.dtype, *, keeps_frozen: bool = True) -> None:
@@ -180,6 +181,7 @@ def keep_whole(model: nn.Module, device: torch.device, dtype: torch.dtype, *, ke
     model.to_empty(device=device)
     masters = {name: param.detach() for name, param in model.named_parameters()}
     setattr(model, MASTERS, masters)
+    setattr(model, CASTS, ([], []))
     if dtype == torch.float32:
         return
     computed = {
@@ -191,18 +193,19 @@ def keep_whole(model: nn.Module, device: torch.device, dtype: torch.dtype, *, ke
             module.register_parameter(name, computed[param])
     if not keeps_frozen:
         masters |= {name: param.detach() for name, param in model.named_parameters() if not param.requires_grad}
+    pairs = [(param, masters[name]) for name, param in model.named_parameters()]
+    changed = [(param, master) for param, master in pairs if param.dtype != master.dtype]
+    setattr(model, CASTS, ([param for param, _ in changed], [master for _, master in changed]))
 
 
 def copy_masters(model: nn.Module) -> None:
     """Bring the masters' values to the parameters of a whole module; others are FSDP2's business. Before each pass that
     may follow a change: no hook of the module, which a loss that calls `model.forward` or a part would pass by.
     """
-    masters: dict[str, Tensor] = getattr(model, MASTERS, {})
-    pairs = [(param, masters[name]) for name, param in model.named_parameters() if name in masters]
-    changed = [(param, master) for param, master in pairs if param.dtype != master.dtype]
-    if changed:
+    casts: tuple[list[Tensor], list[Tensor]] = getattr(model, CASTS, ([], []))
+    if casts[0]:
         with torch.no_grad():
-            torch._foreach_copy_([param for param, _ in changed], [master for _, master in changed])
+            torch._foreach_copy_(*casts)
 
 
 def local_params(model: nn.Module) -> dict[str, Tensor]:

@@ -103,6 +103,19 @@ def test_the_decoder_computes_what_it_does_without(dtype: torch.dtype, monkeypat
         assert all(torch.equal(a, b) for a, b in zip(decoder(dtype, checkpoint), found, strict=True))
 
 
+def test_a_pass_does_not_wait_for_the_device() -> None:
+    model = Transformer(ModelConfig(500, 2, 256, 4, 2, 64, 768, checkpoint_activations=False))
+    initialise_module(model, Initialiser(0, 2))
+    model.to(GPU, torch.bfloat16)
+    pass_of(model)  # compiles
+    model.zero_grad()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pass_of(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Phi3", "Olmo2", "Gemma"])
 def test_transformers_models_compute_what_they_do_without(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -100,7 +100,7 @@ class CallPlan:
     `stages[0]` are the own keys. `backward` is the program where keys are fetched again, `backward_kept` where
     forward kept them, which it does with `keeps`. `every_row_sees`: each query sees a key. `pairs`: buffers hold K,
     then V (2, B, n, Hkv, D), and calls take both apart. `places`: of tokens in padded
-    blocks.
+    blocks. `alone`: the one call on all own tokens and heads, where nothing else is computed or sent.
     """
 
     kernel: Kernel
@@ -118,6 +118,7 @@ class CallPlan:
     every_row_sees: bool = False
     pairs: bool = False
     places: Places | None = None
+    alone: Call | None = None
 
 
 def one_late(num_stages: int, num_own: int) -> tuple[Op, ...]:

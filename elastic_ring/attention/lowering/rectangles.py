@@ -98,7 +98,14 @@ def lower_rectangles(
         RangeSums(plan.sums[1:], tuple(stage.inbox for stage in exchange.stages), frame),
         every_row_sees=plan.every_row_sees,
         pairs=True,
+        alone=_alone(own_calls, k) if not fetched and len(own) == 1 else None,
     )
+
+
+def _alone(calls: tuple[Call, ...], k: torch.Tensor) -> Call | None:
+    whole = Span(0, k.size(1))
+    (call, *others) = calls or (None,)
+    return call if call is not None and not others and (call.rows, call.keys) == (whole, TokenSpan(whole)) else None
 
 
 def _stage_calls(stage: Stage) -> StageCalls:

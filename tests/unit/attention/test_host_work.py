@@ -157,6 +157,23 @@ def test_no_tensor_is_cut_where_a_tile_is_all_of_it(monkeypatch: pytest.MonkeyPa
     assert seen[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_one_call_that_is_all_there_is_has_the_bits_of_the_loop(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for case in (Case(1, 24), Case(1, 24, causal=False, batch=2), Case(1, 24, document_starts=(0, 9)), Case(2, 24)):
+        ring, _, tensors = ring_and_tensors(case, 0, 1)
+        q, k, v, dout = (x.to(dtype) for x in tensors)
+        plan, found = ring.call_plan(q, k), []
+        assert (plan.alone is not None) == (case.cp == 1 and case.document_starts == (0,)), case
+        for each in (plan, replace(plan, alone=None)):
+            monkeypatch.setattr(ring, "call_plan", lambda *_, each=each: each)
+            with torch.no_grad():
+                out, lse, call, _ = ring.run_forward(q, k, v, 1.0)
+                found.append((out, lse, *ring.run_backward(dout, (q, k, v, out, lse), 1.0, call)))
+        assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(*found, strict=True)), case
+
+
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_own_heads_in_two_halves_give_the_gradients_of_one_run(
     num_stages: int, monkeypatch: pytest.MonkeyPatch
@@ -172,7 +189,8 @@ def test_own_heads_in_two_halves_give_the_gradients_of_one_run(
             whole_plan.stages[0].forward, plan.stages[0].keys_once, k.size(2), q.size(2) // k.size(2)
         )
         sums = whole_plan.sums._replace(zeroed=num_stages > 2)
-        halved = replace(whole_plan, backward=Program(one_late(0, 2), halves, fetches=True), sums=sums)
+        program = Program(one_late(0, 2), halves, fetches=True)
+        halved = replace(whole_plan, backward=program, sums=sums, alone=None)
         for each in (whole_plan, halved):
             monkeypatch.setattr(ring, "call_plan", lambda *_, each=each: each)
             found.append(ring.run_backward(dout, (q, k, v, out, lse), 1.0, 0))

@@ -1,4 +1,4 @@
-"""Where FSDP2's gradients go: added up at once, and summed over the rings beside the last pass."""
+"""Where gradients go: added up at once, and summed over the rings beside the last pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from elastic_ring.errors import UserCodeFailed
 from elastic_ring.train import gradient as module
 from elastic_ring.train.gradient import Gradient
-from elastic_ring.train.wrap import local_params
+from elastic_ring.train.wrap import keep_whole, local_params
 
 WIDTH = 8
 
@@ -48,29 +48,39 @@ class Sums:
 
     def __init__(self) -> None:
         self.started: list[int] = []
+        self.given: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, bucket: Tensor) -> Any:
         self.started.append(bucket.storage_offset() // (WIDTH * WIDTH))
+        self.given.append((bucket, bucket.clone()))
         return SimpleNamespace(wait=lambda: None)
 
 
-def built(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> tuple[Layers, Layers, Gradient]:
-    """The same module plain and wrapped, and a gradient of one bucket a layer."""
+def built(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, together: int | None = None
+) -> tuple[Layers, Layers, Gradient]:
+    """The same module plain and wrapped, and a gradient of one bucket a layer. With `together` the wrapped one is
+    whole, and shares of so many layers are moved together."""
     monkeypatch.setattr(module, "BUCKET_ELEMENTS", WIDTH * WIDTH)
     plain, wrapped = Layers(), Layers()
+    if together:
+        monkeypatch.setattr(module, "TOGETHER_BYTES", together * WIDTH * WIDTH * 4)
+        keep_whole(wrapped, torch.device("cpu"), torch.float32)
     wrapped.load_state_dict(plain.state_dict())
-    for layer in wrapped.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(wrapped, mesh=mesh)
+    if not together:
+        for layer in wrapped.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(wrapped, mesh=mesh)
     gradient = Gradient.like(local_params(wrapped), torch.device("cpu"))
     gradient.attach(wrapped, in_host=False)
     return plain, wrapped, gradient
 
 
+@pytest.mark.parametrize("together", [None, 1, 3, 9])
 def test_buckets_are_summed_from_the_end_and_beside_the_last_pass_once_all_is_known(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, together: int | None
 ) -> None:
-    plain, wrapped, gradient = built(mesh, monkeypatch)
+    plain, wrapped, gradient = built(mesh, monkeypatch, together)
     inputs = torch.randn(3, 2, WIDTH)
     for x in inputs:
         plain(x).sum().backward()
@@ -85,6 +95,7 @@ def test_buckets_are_summed_from_the_end_and_beside_the_last_pass_once_all_is_kn
         gradient.end()
         gradient.finish(sums)
         assert sums.started == [4, 3, 2, 1, 0]
+        assert all(torch.equal(bucket, then) for bucket, then in sums.given), "a sum began before its shares were there"
         for name, param in plain.named_parameters():
             want = torch.zeros(WIDTH, WIDTH) if param.grad is None else param.grad
             assert torch.allclose(gradient.views[name], want, rtol=1e-6, atol=1e-6)
