@@ -91,7 +91,10 @@ NESTED = {"timeouts", "checkpoint_config"}
 NONE = "none"
 """What stands for None in a TOML file, which has no such value."""
 
-TOP = ("pattern", "machine", "model_folder", "from_run", "windows", "lora", "validate", "stop_early", "keep_best")
+TOP = (
+    *("pattern", "search", "machine", "model_folder", "from_run", "windows"),
+    *("lora", "validate", "stop_early", "keep_best"),
+)
 """Keys of the file beside `preset` that belong to no section; flags of the same name win over them."""
 FREE_OF_FOLDER = frozenset({"checkpoint_activations", "loss_chunk_tokens"})
 """Settings of [model] that a model folder does not decide."""
@@ -143,6 +146,8 @@ class ShortFlags:
     """Measured costs for --layout auto: a file of elastic-ring calibrate."""
     pattern: str | None = None
     """Which keys attention keeps: a JSON file, or sinks:64+window:512;dense@3, or topk:8; all if left out."""
+    search: str | None = None
+    """The --out of the search that found the pattern: the end says its step and loss beside those seen."""
     model_folder: str | None = None
     """A Hugging Face decoder in place of the preset's: a folder with its config, and its weights if they are there."""
     from_run: Annotated[Union[str, None], tyro.conf.arg(name="from")] = None  # noqa: UP007 (as `_argument`)
@@ -169,6 +174,7 @@ class TrainSettings:
     data: DataConfig
     run: RunConfig
     pattern: str | None = None
+    search: str | None = None
     machine: str | None = None
     model_folder: str | None = None
     from_run: str | None = None

@@ -132,7 +132,10 @@ def plan(asked: TrainSettings, trainer: ElasticRingTrainer | None = None) -> Mod
 def planned_alone(asked: TrainSettings) -> bool:
     """Whether the sizes say all of a plan. Kernels, patterns, layouts by price and model folders need torch to be
     checked, which takes seconds to import."""
-    return not (asked.model_folder or asked.pattern or asked.machine or asked.step.kernel) and asked.step.layout != AUTO
+    return (
+        not (asked.model_folder or asked.pattern or asked.search or asked.machine or asked.step.kernel)
+        and asked.step.layout != AUTO
+    )
 
 
 def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, float]:
@@ -150,10 +153,6 @@ def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, flo
         return found | planned(asked, gpu, os.cpu_count() or 1, os.getloadavg()[0])
     except ValueError:  # a model that is not forecast trains all the same
         return found
-
-
-def _steps_s(folder: Path) -> list[float]:
-    return [line["step_s"] for line in read_metrics(folder)] if (folder / METRICS_NAME).exists() else []
 
 
 def _print_beside(forecast: Mapping[str, float], seen: Mapping[str, float]) -> None:
@@ -390,7 +389,10 @@ def _import_torch() -> None:
 
 
 def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
+    from elastic_ring.tuning.report import Predicted, as_trained
+
     trainer.planned = _planned(asked, trainer)
+    found = None if asked.search is None else Predicted.read(Path(asked.search), trainer.task.pattern)
     result = trainer.fit()
     summary = result.summary
     first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
@@ -404,7 +406,12 @@ def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
         f"weights {summary['weights_sha256'][:16]}, samples {summary['samples_sha256'][:16]}; all of it in "
         f"{asked.run.storage_uri}"
     )
-    _print_beside(trainer.planned, seen_of(_steps_s(result.path), summary))
+    lines = read_metrics(result.path) if (result.path / METRICS_NAME).exists() else []
+    seen = seen_of([line["step_s"] for line in lines], summary)
+    _print_beside(trainer.planned, seen)
+    if found is not None and "step_s" in seen:
+        now = as_trained(asked.step, asked.scaling.mesh, asked.scaling.device)
+        print(found.beside(now, seen["step_s"], lines[-1].get("val_loss")))
     if summary["skipped_steps"] == summary["steps"]:
         print("every step was skipped, because no gradient was finite: the weights are the initial ones")
     return 0

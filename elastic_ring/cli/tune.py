@@ -32,6 +32,7 @@ LEFT_OUT = {
     "faults": "a search has no planned faults; leave them out",
     "stop_early": "a search stops patterns that are behind two fronts; leave it out",
     "keep_best": "a search keeps no best checkpoint; give it to train, with the pattern that is found",
+    "search": "a search compares itself with none; give it to train, with the pattern that is found",
     "plan": "a search is not planned; ask elastic-ring train --plan",
     "extend": "a search has no finished run to go on with; the same command continues a search",
 }
@@ -76,7 +77,7 @@ def _refuse_left_out(asked: TrainSettings, arguments: Sequence[str]) -> None:
                 raise ValueError(f"{flag}={value}: a search has no such guard: {why}")
             if field.name in LEFT_OUT:
                 raise ValueError(f"{section}.{field.name}={value}: {LEFT_OUT[field.name]}")
-    for name in ("stop_early", "keep_best", "plan"):
+    for name in ("stop_early", "keep_best", "search", "plan"):
         if value := getattr(asked, name):
             raise ValueError(f"{name}={value!r}: {LEFT_OUT[name]}")
     if has_flag(arguments, "extend"):

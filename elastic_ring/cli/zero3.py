@@ -79,7 +79,7 @@ def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]
                 word.replace("_", "-").startswith(f"--{flag}.".replace("_", "-")) for word in rest
             ):
                 raise ValueError(f"--{flag.replace('_', '-')}: is the elastic ring's; here {_instead(setting)}")
-    for flag in ("validate", "stop_early", "keep_best", "extend"):
+    for flag in ("validate", "stop_early", "keep_best", "search", "extend"):
         if has_flag(rest, flag):
             raise ValueError(f"--{flag.replace('_', '-')}: is the elastic ring's; here {NONE_HERE}")
     asked = parse([*rest, "--scaling.no-keep-activations"])  # this door recomputes as the model says
@@ -108,7 +108,7 @@ def _instead(setting: str) -> str:
 
 def refuse_ignored(asked: TrainSettings) -> None:
     """Raises ValueError for a setting that this door would not obey."""
-    for name in ("validate", "stop_early", "keep_best"):
+    for name in ("validate", "stop_early", "keep_best", "search"):
         if (value := getattr(asked, name)) is not None:
             raise ValueError(f"{name}={value!r}: is the elastic ring's; here {NONE_HERE}")
     usual = {"run": RunConfig(), "step": StepConfig(), "scaling": PRESETS[asked.preset]()["scaling"]}

@@ -12,6 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from elastic_ring.attention.patterns.layers import LayerPatterns
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.config import StepConfig
+from elastic_ring.files import plain_json, read_small
+from elastic_ring.mesh import Mesh
 from elastic_ring.tuning.pareto import front
 from elastic_ring.tuning.space import DENSE
 
@@ -93,9 +98,9 @@ def advised(every: Sequence[Found], spread_nats: float) -> Found:
     return min(sparse or best, key=lambda one: one.step_s)
 
 
-def report(trials: Sequence[Trial], out: Path, title: str) -> str:
+def report(trials: Sequence[Trial], out: Path, title: str, trained: Mapping[str, Any] | None = None) -> str:
     """Write front.md, front.json and front.png into `out`; returns the table. `trials`: what trials reported last, as
-    `[result.metrics for result in results]` of a `ResultGrid`."""
+    `[result.metrics for result in results]` of a `ResultGrid`; `trained`: on what they ran, as `as_trained` has it."""
     every, (nats, num) = found(trials), spread(trials)
     best, dense = on_front(every), next(one for one in every if one.pattern == DENSE)
     lines = [
@@ -113,13 +118,68 @@ def report(trials: Sequence[Trial], out: Path, title: str) -> str:
     ]
     text = "\n".join(lines) + "\n"
     (out / "front.md").write_text(text, encoding="utf-8")
-    plain = {"spread": nats, "front": [asdict(one) for one in best], "all": [asdict(one) for one in every]}
+    plain = {
+        "trained": trained,
+        "spread": nats,
+        "front": [asdict(one) for one in best],
+        "all": [asdict(one) for one in every],
+    }
     (out / "front.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     try:
         draw(every, best, nats, out / "front.png")
     except ModuleNotFoundError as error:
         log.warning("no front.png: %s is not installed; pip install 'elastic-ring[tune]'", error.name)
     return text
+
+
+def as_trained(step: StepConfig, mesh: Mesh, device: str) -> dict[str, Any]:
+    """What a time and a loss hold for."""
+    same = {name: getattr(step, name) for name in ("steps", "global_batch", "context_tokens")}
+    return {**same, "mesh": str(mesh), "device": device}
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a search has found of one pattern. `trained`: as `as_trained`; `spread`: of seeds, in nats."""
+
+    loss: float
+    step_s: float
+    spread: float
+    trained: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path, pattern: LayerPatterns | None) -> Predicted:
+        """Of `pattern` (None: dense) as the search of `folder` has it. Raises ValueError where it has not."""
+        path = folder / "front.json"
+        try:
+            told = plain_json(read_small(path))
+            spread_nats, trained, every = float(told["spread"]), dict(told["trained"]), told["all"]
+            known = {str(one["pattern"]): (float(one["loss"]), float(one["step_s"])) for one in every}
+            same = [found for text, found in known.items() if parse_pattern(text) == (pattern or parse_pattern(DENSE))]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"search={str(folder)!r}: {path} cannot be read ({error}): name the --out of a search"
+            ) from error
+        if not same:
+            raise ValueError(
+                f"search={str(folder)!r}: has not trained this pattern to the end, but {', '.join(known)}: give one of "
+                "these as --pattern, or leave --search out"
+            )
+        return cls(*same[0], spread_nats, trained)
+
+    def beside(self, now: Mapping[str, Any], step_s: float, loss: float | None) -> str:
+        """A line of what was predicted and what a run has seen, `now` as `as_trained`: its step where mesh and device
+        are the search's, its loss after the same tokens; else with the difference."""
+        other = {name for name in now if now[name] != self.trained.get(name)}
+        told = f"search: step predicted {self.step_s:.4g} s, seen {step_s:.4g} s"
+        told += f" ({100 * (self.step_s / step_s - 1):+.1f} %)" if other <= {"steps"} else ""
+        if loss is not None:
+            told += f"; loss predicted {self.loss:.4f}, seen {loss:.4f}"
+            within = "within" if abs(loss - self.loss) <= self.spread else "outside"
+            if other <= {"mesh", "device"}:
+                told += f" ({loss - self.loss:+.4f}, {within} the spread of seeds, {self.spread:.4f})"
+        where = ", ".join(f"{name} {self.trained.get(name)}, not {now[name]}" for name in sorted(other))
+        return told + (f"; the search had {where}" if where else "")
 
 
 def draw(every: Sequence[Found], best: Sequence[Found], spread_nats: float, path: Path) -> Any:

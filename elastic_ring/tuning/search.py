@@ -30,10 +30,10 @@ from elastic_ring.runtime.driver import access
 from elastic_ring.state.checkpoints.stored_weights import RunWeights
 from elastic_ring.trainer import ElasticRingTrainer
 from elastic_ring.tuning.cost import Costs
-from elastic_ring.tuning.report import Trial, advised, found, in_doubt, report, spread
+from elastic_ring.tuning.report import Trial, advised, as_trained, found, in_doubt, report, spread
 from elastic_ring.tuning.sampler import LOSSES, PATTERN, SEED, Cheap, ProxySampler, axes
 from elastic_ring.tuning.space import DENSE, patterns, read_space
-from elastic_ring.tuning.trial import METRICS, NUM_REPORTS, NonDominatedRank, pattern_trainable
+from elastic_ring.tuning.trial import MESH, METRICS, NUM_REPORTS, NonDominatedRank, pattern_trainable
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,8 @@ class Search:
         title = (
             f"{step.steps} steps of {step.global_batch} x {step.context_tokens} tokens; bytes: K and V that a ring of"
         )
-        return report(self.trials, self.out, f"{title} {self.trainer.scaling_config.cp} receives in a forward pass.")
+        title = f"{title} {self.trainer.scaling_config.cp} receives in a forward pass."
+        return report(self.trials, self.out, title, as_trained(step, MESH, self.trainer.scaling_config.device))
 
     @property
     def advice(self) -> str:
@@ -264,6 +265,7 @@ def run(options: Any, train_arguments: Sequence[str], trainer: ElasticRingTraine
     print(search.run())
     validates = [] if step.validates else ["--val-every", str(step.steps)]
     name = [] if is_named else ["--run-name", run_name_of(options.out)]
-    command = ["elastic-ring", "train", *train_arguments, *validates, "--pattern", search.advice, *name]
+    found = ["--pattern", search.advice, "--search", os.path.relpath(options.out)]
+    command = ["elastic-ring", "train", *train_arguments, *validates, *found, *name]
     print(f"{options.out}: front.md, front.png, front.json. Next:\n{shlex.join(command)}")
     return 0

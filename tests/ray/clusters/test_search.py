@@ -106,6 +106,9 @@ def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_se
     found = following[following.index("--pattern") + 1]
     sparse = command(shlex.join(following[1:]), tmp_path)
     assert sparse.returncode == 0, sparse.stderr[-3000:]
+    assert re.search(
+        r"search: step .* seen .* loss predicted .* within the spread .* dp=1 x cp=1, not dp=1 x cp=2", sparse.stdout
+    )
     predicted = next(lines[-1]["loss"] for lines in results(tmp_path).values() if lines[-1]["pattern"] == found)
     told = [line for line in read_metrics(tmp_path / "runs" / "search") if line.get("val_loss") is not None]
     assert told[-1]["val_loss"] == pytest.approx(predicted, abs=1e-4), "the same steps, on a ring of two"

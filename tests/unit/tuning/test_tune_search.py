@@ -16,7 +16,9 @@ from matplotlib.text import Text
 
 from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.tuning.report import advised, draw, found, in_doubt, on_front, report, spread
+from elastic_ring.config import StepConfig
+from elastic_ring.mesh import Mesh
+from elastic_ring.tuning.report import Predicted, advised, as_trained, draw, found, in_doubt, on_front, report, spread
 from elastic_ring.tuning.sampler import LOSSES, Cheap, ProxySampler, completed, told
 from elastic_ring.tuning.search import run_name_of, store_settings
 from elastic_ring.tuning.space import DEFAULTS, DENSE, OFF, pattern_of, patterns, read_space
@@ -182,7 +184,8 @@ def test_neighbours_within_the_spread_of_seeds_are_in_doubt_and_a_second_seed_co
 
 
 def test_the_table_names_what_pattern_takes_and_no_label_of_the_picture_covers_another(tmp_path: Path) -> None:
-    text = report(TRIALS, tmp_path, "Some steps.")
+    trained = as_trained(StepConfig(steps=8), Mesh(1, 1), "cpu")
+    text = report(TRIALS, tmp_path, "Some steps.", trained)
     names = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `") and "--pattern" not in line]
     assert names == [one["pattern"] for one in json.loads((tmp_path / "front.json").read_text())["front"]]
     assert all(parse_pattern(name) for name in names)
@@ -195,6 +198,26 @@ def test_the_table_names_what_pattern_takes_and_no_label_of_the_picture_covers_a
     boxes = [Text.get_window_extent(label) for label in figure.axes[0].texts]  # without the lines to the points
     assert len(boxes) == 21
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+def test_a_run_with_what_was_found_is_told_beside_the_search_and_where_the_two_differ(tmp_path: Path) -> None:
+    same = as_trained(StepConfig(steps=8), Mesh(1, 1), "cpu")
+    report(TRIALS, tmp_path, "Some steps.", same)
+    found = Predicted.read(tmp_path, parse_pattern("window:512"))
+    told = found.beside(same, 0.51, 3.17)
+    assert told.startswith("search: step predicted 0.5 s, seen 0.51 s (-2.0 %); loss predicted 3.1000, seen 3.1700 (")
+    assert told.endswith("(+0.0700, within the spread of seeds, 0.1000)")
+    assert "outside the spread" in found.beside(same, 0.5, 3.3)
+    longer = found.beside({**same, "steps": 9}, 0.5, 3.3)
+    assert "seen 0.5 s (+0.0 %)" in longer
+    assert longer.endswith("loss predicted 3.1000, seen 3.3000; the search had steps 8, not 9")
+    ring = found.beside({**same, "mesh": str(Mesh(1, 2))}, 0.4, None)
+    assert ring == "search: step predicted 0.5 s, seen 0.4 s; the search had mesh dp=1 x cp=1, not dp=1 x cp=2"
+    assert Predicted.read(tmp_path, None).loss == pytest.approx(3.05), "dense"
+    with pytest.raises(ValueError, match="has not trained this pattern to the end, but dense, window:512"):
+        Predicted.read(tmp_path, parse_pattern("window:64"))
+    with pytest.raises(ValueError, match="name the --out of a search"):
+        Predicted.read(tmp_path / "none", None)
 
 
 # ------------------------------------------------------------ the folder
