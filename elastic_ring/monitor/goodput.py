@@ -12,8 +12,14 @@ from typing import Any
 class Goodput:
     """Time of steps that stayed committed ÷ total time. The caller passes all times, on one clock."""
 
-    def __init__(self, start_s: float, step_times_s: Mapping[int, float] | None = None) -> None:
-        self._start_s = start_s
+    def __init__(
+        self,
+        start_s: float,
+        step_times_s: Mapping[int, float] | None = None,
+        lost_s: Mapping[str, float] | None = None,
+    ) -> None:
+        """`lost_s`: what an earlier coordinator counted."""
+        self._start_s, self.lost = start_s, LossLedger(lost_s)
         self._kept_s: dict[int, float] = dict(step_times_s or {})
         self.kept_s = math.fsum(self._kept_s.values())
         """Time of the steps that stayed committed."""

@@ -79,6 +79,7 @@ class Detectors:
         is_on = run.straggler != "off"
         self.stragglers = StragglerWatch(run.straggler_window_s, run.straggler_factor) if is_on else None
         self.memory = PressureWatch(run.memory_pressure_share) if run.memory_pressure != "off" else None
+        self._found: list[tuple[Found, tuple[int, int]]] = []  # by which members
 
     def saw(
         self,
@@ -88,8 +89,13 @@ class Detectors:
         work_s: Sequence[float],
         memory_shares: Sequence[float],
         host_share: float,
-    ) -> list[Found]:
+    ) -> None:
         """A committed step: how long it took, each rank's work and share of its device, the fullest node's share."""
         slow = None if self.stragglers is None else self.stragglers.saw(membership_id, mesh, step_s, work_s)
         tight = None if self.memory is None else self.memory.saw(membership_id, memory_shares, host_share)
-        return [found for found in (slow, tight) if found is not None]
+        self._found += [(found, membership_id) for found in (slow, tight) if found is not None]
+
+    def take(self, membership_id: tuple[int, int] | None) -> list[Found]:
+        """What was found since the last call, of these members; what others did counts no more."""
+        found, self._found = self._found, []
+        return [one for one, of in found if of == membership_id]

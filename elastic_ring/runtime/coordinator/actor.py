@@ -70,10 +70,11 @@ from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, Work
 from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
-from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
+from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, checkpoint_facts, control_options
 from elastic_ring.runtime.coordinator.shutdown import EndReport, aside, conclude, unfinished
 from elastic_ring.runtime.coordinator.startup import Startup, open_run
+from elastic_ring.runtime.coordinator.status_file import write_end
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
 from elastic_ring.runtime.head import is_kept, warn_if_shorter
@@ -273,8 +274,7 @@ class Coordinator:
         self.storage_wait.tell = self.recorder.recoveries.say
         begin = opened.begin or self._begun()
         self.mirror.open()  # not before: this journal replaces the one of an earlier submission in the store
-        self.recorder.identity, self.recorder.planned = begin.get("identity", ""), run_spec.planned
-        self.recorder.open(begin["now"], run_spec.resume.step)
+        self.recorder.open(Begin(begin["now"], run_spec.resume.step, begin.get("identity", ""), run_spec.planned))
         self._end_report = EndReport(self.recorder.recoveries.say)
         self.recorder.totals.saw(ResumedFrom([*run_spec.resume.resumed_from]))
         for told in opened.told:
@@ -287,10 +287,7 @@ class Coordinator:
         self.cluster = Cluster(run_spec.run, run_spec.scaling, run_spec.task)
         self.node_monitor = NodeMonitor(run_spec, self.address, self._put, secrets.token_hex(16))
         self.node_monitor.open()
-        self.recorder.progress = self.node_monitor.progress
-        self.recorder.pressure = self.node_monitor.pressure
-        self.recorder.host_share = self.node_monitor.host_share
-        self.recorder.health = self.node_monitor.health
+        self.recorder.nodes = self.node_monitor
         self.dispatch = Dispatcher(run_spec, self.address, self.cluster, self.node_monitor, self.me, self._put)
         self.dispatch.open()
         self.dispatch.recall(self.state)
@@ -405,7 +402,7 @@ class Coordinator:
             self.recorder.recoveries.say(told)
         self._told_waiting = told
         num_committed, where = self.recorder.metrics.last_step + 1, self.run_spec.run.storage_uri
-        self._end_report.doing(unfinished(self.state, num_committed, where, self.recorder.progress))
+        self._end_report.doing(unfinished(self.state, num_committed, where, self.node_monitor.progress))
         self._end_report.look()
         if self.driver_feed.silent_s > self.run_spec.run.timeouts.lease_s:
             self._handle("abandon", f"no driver for {self.run_spec.run.timeouts.lease_s:.0f} s", {})
@@ -575,7 +572,7 @@ class Coordinator:
         known = self.recorder.metrics.last_step
         self.driver_feed.publish(self.recorder.publish(records))
         if self.recorder.metrics.last_step > known:
-            newest = self.recorder.last_vote
+            newest = self.recorder.latest.vote
             if newest is not None and not isinstance(self.state.phase, Running):
                 self._decide(Published(self._cause(), newest))
             if self.checkpoints.has_parts:
@@ -588,7 +585,7 @@ class Coordinator:
         """Apply an event, after the newest published vote if a quorum may follow."""
         if self._ended is not None:
             return
-        newest = self.recorder.last_vote
+        newest = self.recorder.latest.vote
         if (
             newest is not None
             and newest != self.state.newest_vote
@@ -609,7 +606,7 @@ class Coordinator:
         if decision.commands:
             self.term_watch.check()
         for order in [command for command in decision.commands if isinstance(command, Build)][:1]:
-            is_new = self.recorder.begun(order.step, (order.term, order.generation))
+            is_new = self.recorder.steps.begun(order.step, (order.term, order.generation))
             if is_new:
                 self.recorder.metrics.begin_at(order.step)
             if order.goes_back and is_new:
@@ -634,7 +631,7 @@ class Coordinator:
     def _told_of_checkpoints(self) -> dict[str, Any]:
         """What members need to know to save: see `runtime.worker.saver`."""
         num_losses = sum(self.recorder.recoveries.num_lost().values())
-        seen_s = self.clock() - self.recorder.started_s
+        seen_s = self.clock() - self.recorder.begin.started_s
         return {
             "attempt": self.run_spec.attempt,
             "lineage": self.run_spec.resume.lineage,

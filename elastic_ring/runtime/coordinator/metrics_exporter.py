@@ -140,7 +140,7 @@ def samples(state: State, recorder: RunRecorder, now: float, started_unix_s: flo
     yield from _of_recoveries(recorder.recoveries.records, recorder.recoveries.num_lost())
     yield from _of_checkpoints(recorder.totals.checkpoints)
     yield "elastic_ring_checkpoint_intervals_missed", "", recorder.overdue.num_intervals
-    yield from _of_copies(recorder.copied)
+    yield from _of_copies(recorder.latest.copied)
     yield from _of_memory(state, recorder)
     yield from _of_time(recorder, now)
     yield from _of_clocks(state, recorder)
@@ -255,30 +255,32 @@ def _of_copies(newest: Mapping[str, Any] | None) -> Iterator[Sample]:
 
 
 def _of_memory(state: State, recorder: RunRecorder) -> Iterator[Sample]:
-    told = [recorder.progress(worker) for worker in state.workers]
+    told = [recorder.nodes.progress(worker) for worker in state.workers]
     for part, key in (("rss", "rss_bytes"), ("peak", "peak_rss_bytes"), ("shared", "shared_bytes")):
         yield "elastic_ring_worker_memory_bytes", part, max((one[key] for one in told if key in one), default=None)
-    yield from (("elastic_ring_gpu_memory_bytes", kind, size) for kind, size in recorder.gpu_memory.items())
-    yield from (("elastic_ring_memory_pressure_ratio", part, share) for part, share in recorder.pressure().items())
+    yield from (("elastic_ring_gpu_memory_bytes", kind, size) for kind, size in recorder.latest.gpu_memory.items())
+    yield from (
+        ("elastic_ring_memory_pressure_ratio", part, share) for part, share in recorder.nodes.pressure().items()
+    )
 
 
 def _of_clocks(state: State, recorder: RunRecorder) -> Iterator[Sample]:
-    told = [recorder.progress(worker) for worker in members(state)]
+    told = [recorder.nodes.progress(worker) for worker in members(state)]
     clocks = [one["clock"] for one in told if "clock" in one]
     for part in CLOCK_PARTS if clocks else ():
         seconds = [clock[part] for clock in clocks]
         yield "elastic_ring_step_part_mean_seconds", part, math.fsum(seconds) / len(seconds)
         yield "elastic_ring_step_part_longest_seconds", part, max(seconds)
-    ranks = recorder.work_s[:MOST_RANKS] if len(recorder.work_s) == len(members(state)) else ()
+    ranks = recorder.latest.work_s[:MOST_RANKS] if len(recorder.latest.work_s) == len(members(state)) else ()
     yield from (("elastic_ring_rank_work_seconds", str(rank), work_s) for rank, work_s in enumerate(ranks))
 
 
 def _of_nodes(recorder: RunRecorder) -> Iterator[Sample]:
-    for address, read in sorted(recorder.health().items())[:MOST_RANKS]:
+    for address, read in sorted(recorder.nodes.health().items())[:MOST_RANKS]:
         yield from ((f"elastic_ring_network_{key}", address, number) for key, number in read["network"].items())
     gpus = [
         (f"{address}/{index}", gpu)
-        for address, read in sorted(recorder.health().items())
+        for address, read in sorted(recorder.nodes.health().items())
         for index, gpu in sorted(read["gpus"].items())
     ]
     for name, gpu in gpus[:MOST_RANKS]:

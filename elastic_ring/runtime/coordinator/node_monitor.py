@@ -24,6 +24,7 @@ from elastic_ring.control.decisions.detectors import host_share
 from elastic_ring.control.messages import CauseIds, NodeDraining, NodeJoined, NodeLost
 from elastic_ring.runtime.agent.resolver import warning
 from elastic_ring.runtime.agent.rpc import AgentServer, Message
+from elastic_ring.runtime.coordinator.recorder import NodeFigures
 from elastic_ring.runtime.doctor.verdicts import AtStart
 from elastic_ring.runtime.driver.cluster import Cluster, NodeInfo, live_nodes, watch_ref
 from elastic_ring.runtime.driver.drain import give_notice
@@ -41,7 +42,7 @@ NOTICE_AGAIN_S = 5.0
 Put = Callable[..., None]
 
 
-class NodeMonitor:
+class NodeMonitor(NodeFigures):
     """Watches nodes and agents for one coordinator. `put(kind, body, extra)` is the coordinator's queue."""
 
     def __init__(self, run_spec: Any, address: str, put: Put, key: str) -> None:

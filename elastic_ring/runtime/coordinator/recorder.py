@@ -10,12 +10,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.decisions.detectors import NUM_STEPS, Detectors, Found, Tight
+from elastic_ring.control.decisions.detectors import NUM_STEPS, Detectors, Tight
 from elastic_ring.control.decisions.memory_ladder import CHANGING_BITS
 from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S, Overdue
 from elastic_ring.control.decisions.stragglers import Straggler
@@ -57,25 +58,22 @@ from elastic_ring.control.state import (
 )
 from elastic_ring.data.loader import samples_text
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.goodput import Goodput, LossLedger, seen_of, time_by_part
+from elastic_ring.monitor.goodput import Goodput, seen_of, time_by_part
 from elastic_ring.monitor.journal import Retried
 from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import (
-    STATUS_NAME,
     SUMMARY_NAME,
     MetricsLog,
     StepMetrics,
     build_summary,
-    overwrite_json,
     read_metrics,
-    read_status,
-    storage_error,
-    write_json,
     write_summary,
 )
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.runtime.coordinator.folds.recovery_log import Note, RecoveryLog
 from elastic_ring.runtime.coordinator.folds.run_totals import RunTotals
+from elastic_ring.runtime.coordinator.published import PublishedSteps
+from elastic_ring.runtime.coordinator.status_file import StatusFile
 from elastic_ring.runtime.stages import Stage, in_order
 from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.storage.retries import ONCE, Retries
@@ -83,7 +81,6 @@ from elastic_ring.train.guards import listed, told_of
 
 log = logging.getLogger(__name__)
 
-STATUS_PERIOD_S = 1.0
 BUILT = (
     ("free_s", "frees what an earlier place took"),
     ("device_s", "takes its device"),
@@ -100,82 +97,94 @@ BUILT = (
 WAIT_TOLD_S = 30.0
 
 
+class NodeFigures:
+    """What the nodes' agents last said; nothing where nobody listens to them (`node_monitor` does)."""
+
+    def progress(self, worker: str) -> Mapping[str, Any]:
+        """A worker's present activity, and its process's memory."""
+        return {}
+
+    def pressure(self) -> Mapping[str, float]:
+        """How much the node that waits most waits for memory."""
+        return {}
+
+    def host_share(self) -> float:
+        """How full the fullest node is."""
+        return 0.0
+
+    def health(self) -> Mapping[str, Mapping[str, Any]]:
+        """Each node's network counters and GPUs by its address, as `agent.health` reads them."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Begin:
+    """`first_step`: where this attempt began; its goodput says nothing of the steps before. `identity`: the run's,
+    which its checkpoints and submissions share. `planned`: what was forecast of it; the journal's end has it beside
+    what was seen."""
+
+    started_s: float = 0.0
+    first_step: int = 0
+    identity: str = ""
+    planned: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Latest:
+    """What the newest steps said beside their metrics; the next ones say it again to a new coordinator.
+
+    `work_s`: of each rank for one sequence, in the newest step that measured it. `gpu_memory`: of global rank 0, by
+    kind. `copied`: the newest copies in peers' memory that are complete. `attempt_began_at`: the step that runs now.
+    """
+
+    vote: Vote | None = None
+    gpu_memory: Mapping[str, int] = field(default_factory=dict)
+    peak_gpu_bytes: int = 0
+    work_s: Sequence[float] = ()
+    copied: Mapping[str, Any] | None = None
+    attempt_began_at: float = 0.0
+
+
 class RunRecorder:
     """The records of one run. `note` appends to the journal; `clock` is the coordinator's; `retries` writes steps again
     that the folder refuses."""
 
     def __init__(self, run: RunConfig, note: Note, clock: Callable[[], float], retries: Retried = ONCE) -> None:
         self._run, self._note, self._clock = run, note, clock
-        self.progress: Callable[[str], Mapping[str, Any]] = lambda worker: {}
-        """A worker's present activity, and its process's memory."""
-        self.pressure: Callable[[], Mapping[str, float]] = dict
-        """How much the node that waits most waits for memory."""
-        self.host_share: Callable[[], float] = float
-        """How full the fullest node is."""
-        self.health: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
-        """Each node's network counters and GPUs by its address, as `agent.health` reads them."""
-        self.folder: Path = run.folder
-        self.metrics = MetricsLog(self.folder, retries)
-        self.totals = RunTotals()
-        self.recoveries = RecoveryLog(run, note)
-        self.last_vote: Vote | None = None
-        self._waiting: dict[int, Mapping[str, Any]] = {}
-        self._builds: list[tuple[int, tuple[int, int]]] = []
-        self._seen_change: tuple[int, int, bool] | None = None
-        self._alive_at_s: float | None = None
-        self._status_at = 0.0
-        self._end_told = False
-        self._wait_told_s = -WAIT_TOLD_S
-        self.detectors = Detectors(run)
-        self._found: list[tuple[Found, tuple[int, int]]] = []  # of which (term, generation)
-        self._wrong_in: tuple[int, int] = (0, 0)  # (term, generation) of the newest reported attempt
-        config = run.checkpoint_config
+        self.nodes = NodeFigures()
+        self.begin, self.latest, self.steps = Begin(), Latest(), PublishedSteps()
+        self.metrics, self.status = MetricsLog(run.folder, retries), StatusFile(run)
+        self.totals, self.recoveries = RunTotals(), RecoveryLog(run, note)
+        self.detectors, config = Detectors(run), run.checkpoint_config
         self.overdue = Overdue(config.every_steps, config.every_s or FIRST_INTERVAL_S)
-        self._back_in = (0, 0)  # (term, generation) of the members that last wanted to go back
-        self.gpu_memory: Mapping[str, int] = {}  # of global rank 0 after the newest step, by kind
-        self.peak_gpu_bytes = 0
-        self.lost = LossLedger()
-        self._attempt_began_at = 0.0  # the step that runs now
-        self.work_s: Sequence[float] = ()  # of each rank for one sequence, in the newest step that measured it
-        self.copied: Mapping[str, Any] | None = None  # the newest copies in peers' memory that are complete
-        self.started_s, self.first_step = 0.0, 0
-        self.identity = ""
-        """The run's identity, which its checkpoints and submissions share."""
-        self.planned: Mapping[str, float] = {}
-        """What was forecast of it; the journal's end has it beside what was seen."""
+        self.goodput = Goodput(0.0)
+        self._said_at: dict[str, Any] = {}  # what many say at once, and when, or of which members, it was said last
 
-    def open(self, started_s: float, first_step: int = 0) -> None:
-        """`first_step`: where this attempt began; its goodput says nothing of the steps before."""
-        self.started_s, self.first_step = started_s, first_step
-        self.overdue.counted(first_step)
-        status = read_status(self.folder)
-        if status is not None:
-            self._alive_at_s = status.get("updated_unix_s")
-            self.lost = LossLedger(status.get("lost_s"))
-        self.metrics.open(self.identity)
-        self.goodput = Goodput(
-            started_s, {step: s for step, s in self.metrics.step_times_s().items() if step >= first_step}
-        )
+    def open(self, begin: Begin) -> None:
+        self.begin = begin
+        self.overdue.counted(begin.first_step)
+        lost_s = self.status.open().get("lost_s")
+        self.metrics.open(begin.identity)
+        kept_s = {step: s for step, s in self.metrics.step_times_s().items() if step >= begin.first_step}
+        self.goodput = Goodput(begin.started_s, kept_s, lost_s)
+
+    def _is_first(self, what: str, of: Any) -> bool:
+        """Whether nobody has said `what` of the same before."""
+        before, self._said_at[what] = self._said_at.get(what), of
+        return bool(before != of)
 
     # ------------------------------------------------------------ what happens
-
-    def begun(self, step: int, membership_id: tuple[int, int]) -> bool:
-        """The members `membership_id`, (term, generation), were ordered to begin at `step`; whether that is new."""
-        if self._builds and self._builds[-1] == (step, membership_id):
-            return False
-        self._builds.append((step, membership_id))
-        return True
 
     def went_back(self, step: int, membership_id: tuple[int, int]) -> None:
         """These members begin at a checkpoint or copies of `step` steps: what was recorded of later ones runs again."""
         undone = self.metrics.go_back(step, membership_id)
         if not undone:
             return
-        self.lost.add("undone", self.goodput.undone_s(step))
+        self.goodput.lost.add("undone", self.goodput.undone_s(step))
         self.goodput.undone(step)
-        self._waiting.clear()
-        if self.last_vote is not None and self.last_vote.step >= step:
-            self.last_vote = None
+        self.steps.went_back()
+        if self.latest.vote is not None and self.latest.vote.step >= step:
+            self.latest.vote = None
         self.recoveries.say(f"back to step {step}: {undone} recorded step(s) run again")
 
     def checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
@@ -195,26 +204,14 @@ class RunRecorder:
         self._tell(CheckpointMissed(failed["step"], failed["why"]))
         self.recoveries.say(f"no checkpoint of step {failed['step']}: {failed['why']}; training goes on")
 
-    def counts(self, record: Mapping[str, Any]) -> bool:
-        """Whether a step's record is of the members that committed it: the last that began at it or before.
-
-        Others gave the step up, and it ran, or will run, once more; their record may come late.
-        """
-        ids = [known for first_step, known in self._builds if first_step <= record["step"]]
-        return bool(ids) and tuple(record["membership_id"]) == ids[-1]
-
     def publish(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Committed steps, in order; those that are known already change nothing. Returns what was new."""
         for record in records:
             self._take_finding(record)
-        # Calls of one worker may overtake each other on their way.
-        steps = [record for record in records if "loss" in record]
-        self._waiting.update({record["step"]: record for record in steps if self.counts(record)})
-        self._waiting = {step: r for step, r in self._waiting.items() if step > self.metrics.last_step}
         new: list[Mapping[str, Any]] = []
-        while (found := self._waiting.pop(self.metrics.last_step + 1, None)) is not None and self.counts(found):
-            new.append(found)
-            self._committed(found)
+        for record in self.steps.take([one for one in records if "loss" in one], self.metrics.last_step):
+            new.append(record)
+            self._committed(record)
         if num_intervals := self.overdue.news():
             self.recoveries.say(
                 f"no checkpoint for {num_intervals} intervals, since step {self.overdue.step}; a loss "
@@ -233,13 +230,13 @@ class RunRecorder:
         elif "val_loss" in record:
             measured = {name: value for name, value in record.items() if name.startswith("val_")}
             self.metrics.validated(record["step"], measured)
-            self.lost.add("validation", record.get("took_s", 0.0))
+            self.goodput.lost.add("validation", record.get("took_s", 0.0))
         elif "not_repeatable" in record:
             self.recoveries.not_repeatable(record["step"], record["not_repeatable"])
         elif "left_out" in record:
             self._left_out(record)
         elif "copied" in record:
-            self.copied = record["copied"]
+            self.latest.copied = record["copied"]
         elif "compiled" in record:
             self._tell(CompiledLate(record["step"], record["worker"], record["compiled"], record["before"]))
 
@@ -250,55 +247,42 @@ class RunRecorder:
 
     def built(self, worker: str, timings: Mapping[str, Any]) -> None:
         """A member is in its place; noted where no step has been committed with it yet."""
-        if self.metrics.last_step < self.first_step and "begun_unix_s" in timings:
+        if self.metrics.last_step < self.begin.first_step and "begun_unix_s" in timings:
             took_s = [(what, float(timings.get(key, 0.0))) for key, what in BUILT]
             self.stages(worker, in_order(timings["begun_unix_s"], took_s))
 
     def _committed(self, record: Mapping[str, Any]) -> None:
-        began, now = self._attempt_began_at, self._clock()
-        self._attempt_began_at = now
-        if record["step"] == self.first_step and began:
+        began, now = self.latest.attempt_began_at, self._clock()
+        self.latest.attempt_began_at = now
+        if record["step"] == self.begin.first_step and began:
             self.stages("run", [("first step", began, now - began)])
         mesh = Mesh(record["dp"], record["cp"])
         step_s = max(record["step_s"], 1e-9)
-        self.metrics.record(
-            StepMetrics(
-                step=record["step"],
-                loss=record["loss"],
-                grad_norm=record["grad_norm"],
-                lr=record["lr"],
-                num_tokens=record["num_tokens"],
-                tokens_per_s=record["num_tokens"] / step_s,
-                step_s=step_s,
-                skipped=record["skipped"],
-                generation=record["generation"],
-                mesh=mesh,
-                num_members=mesh.size,
-                hop_bytes=record["hop_bytes"],
-                far_hop_bytes=record["far_hop_bytes"],
-                exposed_hop_wait_s=record["hop_wait_s"],
-                hop_latency_mean_s=record["hop_latency_mean_s"],
-                hop_latency_p99_s=record["hop_latency_p99_s"],
-                samples=samples_text(record["samples"]),
-                committed_monotonic_s=record["committed_monotonic_s"],
-                data_wait_s=record["data_wait_s"],
-            )
-        )
+        same = {part.name: record[part.name] for part in fields(StepMetrics) if part.name in record}
+        told = {
+            "step_s": step_s,
+            "tokens_per_s": record["num_tokens"] / step_s,
+            "mesh": mesh,
+            "num_members": mesh.size,
+            "exposed_hop_wait_s": record["hop_wait_s"],
+            "samples": samples_text(record["samples"]),
+        }
+        self.metrics.record(StepMetrics(**{**same, **told}))
         self._tell_of(record)
         self._look_at(record, mesh)
         if record.get("gpu_memory"):
-            self.gpu_memory = record["gpu_memory"]
-            self.peak_gpu_bytes = max(self.peak_gpu_bytes, self.gpu_memory["peak"])
+            self.latest.gpu_memory = record["gpu_memory"]
+            self.latest.peak_gpu_bytes = max(self.latest.peak_gpu_bytes, self.latest.gpu_memory["peak"])
         if record.get("wrong"):
             self.found_wrong(record["wrong"])
         if record.get("frozen_s"):
-            self.lost.add("frozen", record["frozen_s"])
+            self.goodput.lost.add("frozen", record["frozen_s"])
             self.recoveries.say(
                 f"step {record['step']}: for {record['frozen_s']:.0f} s nothing ran on the host of "
                 "rank 0 (paused, suspended or stopped); that is no time of the step"
             )
         self.goodput.committed(record["step"], record["step_s"])
-        self.last_vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
+        self.latest.vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
         self.recoveries.committed(record["step"], now)
         self.overdue.interval_s = record.get("checkpoint_interval_s", self.overdue.interval_s)
         self.overdue.committed(record["step"] + 1, now)
@@ -306,8 +290,8 @@ class RunRecorder:
     def waits(self, told: str) -> None:
         """Somebody waits for storage. Many do at once, so one speaks for all."""
         now = time.monotonic()
-        if now - self._wait_told_s >= WAIT_TOLD_S:
-            self._wait_told_s = now
+        if now - self._said_at.get("waits", -WAIT_TOLD_S) >= WAIT_TOLD_S:
+            self._said_at["waits"] = now
             self.recoveries.say(told)
 
     def _tell_of(self, record: Mapping[str, Any]) -> None:
@@ -318,17 +302,12 @@ class RunRecorder:
         )
         if not told:
             return
-        self._tell(LossSpiked(step, spike, told) if spike else StepSkipped(step, told))
-        self.recoveries.say(told)
+        self._report(LossSpiked(step, spike, told) if spike else StepSkipped(step, told))
 
     def goes_back(self, step: int, why: str, membership_id: tuple[int, int]) -> None:
         """A spike, or a streak of skipped steps, for which everyone is to go back; every member says so."""
-        if self._back_in == membership_id:
-            return
-        self._back_in = membership_id
-        told = f"loss spike in step {step}: {why}; the run goes back to before it"
-        self._tell(LossSpiked(step, "back", told))
-        self.recoveries.say(told)
+        if self._is_first("back", membership_id):
+            self._report(LossSpiked(step, "back", f"loss spike in step {step}: {why}; the run goes back to before it"))
 
     def _left_out(self, record: Mapping[str, Any]) -> None:
         """Batches that the order leaves out from a step on."""
@@ -337,22 +316,19 @@ class RunRecorder:
             f"from step {record['step']} on the order leaves out {record['num_batches']} batch(es): "
             f"sequences {listed(ids)}"
         )
-        self._tell(BatchesLeftOut(record["step"], record["num_batches"], ids, told))
-        self.recoveries.say(told)
+        self._report(BatchesLeftOut(record["step"], record["num_batches"], ids, told))
 
     def _look_at(self, record: Mapping[str, Any], mesh: Mesh) -> None:
         """How long each rank worked in this step, and how near ranks and nodes came to the end of their memory."""
         work_s, shares = record.get("work_s", ()), record.get("memory_shares", ())
-        self.work_s = work_s if any(work_s) else self.work_s
+        self.latest.work_s = work_s if any(work_s) else self.latest.work_s
         membership_id = (record["membership_id"][0], record["membership_id"][1])
-        found = self.detectors.saw(membership_id, mesh, record["step_s"], work_s, shares, self.host_share())
-        self._found += [(one, membership_id) for one in found]
+        self.detectors.saw(membership_id, mesh, record["step_s"], work_s, shares, self.nodes.host_share())
 
     def take_found(self, state: State, cause: Callable[[], str]) -> list[StragglerFound | MemoryTight]:
         """What the steps published last show of the present members, for the core; tells of it."""
-        found, self._found = self._found, []
         membership = membership_of(state)
-        mine = [one for one, membership_id in found if membership is not None and membership_id == membership.id]
+        mine = self.detectors.take(None if membership is None else membership.id)
         return [
             self._straggles(one, state, cause()) if isinstance(one, Straggler) else self._tight(one, state, cause())
             for one in mine
@@ -368,8 +344,7 @@ class RunRecorder:
             f"for a sequence as its peers, for {self._run.straggler_window_s:g} s; {did}"
         )
         ratio = round(found.ratio, 3)
-        self._tell(RankStraggled(worker, node, found.global_rank, ratio, self.metrics.last_step, told))
-        self.recoveries.say(told)
+        self._report(RankStraggled(worker, node, found.global_rank, ratio, self.metrics.last_step, told))
         return StragglerFound(cause, worker, found.ratio)
 
     def _tight(self, found: Tight, state: State, cause: str) -> MemoryTight:
@@ -382,14 +357,12 @@ class RunRecorder:
         text = f"memory pressure: {who} in {NUM_STEPS} steps in a row"
         did = "" if self._run.memory_pressure == "act" else "; nothing is done (memory_pressure=log)"
         share = round(found.share, 4)
-        self._tell(MemoryNearlyFull(found.what, share, worker, self.metrics.last_step, text + did))
-        self.recoveries.say(text + did)
+        self._report(MemoryNearlyFull(found.what, share, worker, self.metrics.last_step, text + did))
         return MemoryTight(cause, found.what, self.metrics.last_step, text)
 
     def broke_off_wrong(self, told: str, membership_id: tuple[int, int], workers: Sequence[str]) -> None:
         """As `found_wrong`, of a step that is not applied: every member of `membership_id` says so; it counts once."""
-        if self._wrong_in != membership_id:
-            self._wrong_in = membership_id
+        if self._is_first("wrong", membership_id):
             self.found_wrong(told, workers)
 
     def found_wrong(self, told: str, workers: Sequence[str] = ()) -> None:
@@ -399,12 +372,11 @@ class RunRecorder:
 
     def look(self, state: State) -> None:
         """Record a new generation, and a recovery if it was one."""
-        self.lost.look(lost_to(state), self._clock())
-        change = state.last_change
-        if change is None or (change.term, change.generation, change.resumed_at is not None) == self._seen_change:
+        self.goodput.lost.look(lost_to(state), self._clock())
+        change, known = state.last_change, self.totals.generations[-1:]
+        if change is None or change.resumed_at is None:
             return
-        self._seen_change = (change.term, change.generation, change.resumed_at is not None)
-        if change.resumed_at is None:
+        if [(one["term"], one["generation"]) for one in known] == [(change.term, change.generation)]:
             return
         mesh = {"dp": change.mesh.dp, "cp": change.mesh.cp}
         self._tell(GenerationBegan(change.term, change.generation, mesh, change.reason))
@@ -418,10 +390,10 @@ class RunRecorder:
         self.recoveries.compare_environments(change.members)
         self.recoveries.compare_places(change.mesh, change.members)
         if change.previous_mesh is not None and (not change.planned or change.drained):
-            self.recoveries.begin(change, self.metrics.last_step + 1, self._attempt_began_at)
+            self.recoveries.begin(change, self.metrics.last_step + 1, self.latest.attempt_began_at)
         elif change.previous_mesh is not None:
-            self.lost.add("resize", change.resumed_at - change.noticed_at)
-        self._attempt_began_at = max(self._attempt_began_at, change.resumed_at)
+            self.goodput.lost.add("resize", change.resumed_at - change.noticed_at)
+        self.latest.attempt_began_at = max(self.latest.attempt_began_at, change.resumed_at)
 
     def _look_at_memory(self, state: State, change: Change) -> None:
         """Record a relief of the memory ladder more or less than in the last generation."""
@@ -455,29 +427,19 @@ class RunRecorder:
 
     def coordinator_back(self, now: float) -> None:
         """Record a coordinator restart that training did not notice."""
-        self.recoveries.coordinator_back(now, self.metrics.last_step + 1, self._alive_at_s)
+        self.recoveries.coordinator_back(now, self.metrics.last_step + 1, self.status.alive_at_s)
 
     def time_s(self, now: float) -> dict[str, float]:
         """The time of this attempt by part."""
         blocked_s = math.fsum(checkpoint["blocked_s"] for checkpoint in self.totals.checkpoints)
         kept_s, total_s = self.goodput.kept_s, self.goodput.total_s(now)
-        return time_by_part(kept_s, total_s, self.lost.lost_s, blocked_s, self.recoveries.records)
+        return time_by_part(kept_s, total_s, self.goodput.lost.lost_s, blocked_s, self.recoveries.records)
 
     # ------------------------------------------------------------ files
 
     def write_status(self, state: State, *, force: bool = False, end: Mapping[str, Any] | None = None) -> None:
-        """`end`: how the run ended, once it has. Nothing that comes later, as workers publish on until they are killed,
-        takes that back."""
-        now = time.monotonic()
-        if end is None and (self._end_told or (not force and now - self._status_at < STATUS_PERIOD_S)):
-            return
-        self._status_at, self._end_told = now, end is not None
-        _replace_status(self.folder, {**self._status(state), **(over(end) if end is not None else {})})
-
-    def write_bare_end(self, end: Mapping[str, Any]) -> None:
-        """The end alone, where the rest of status.json could not be made."""
-        self._end_told = True
-        write_end(self._run, end)
+        """As `StatusFile.write`."""
+        self.status.write(partial(self._status, state), force, end)
 
     def _status(self, state: State) -> dict[str, Any]:
         nodes = {w.worker: w.node for w in state.workers.values()}
@@ -485,7 +447,7 @@ class RunRecorder:
 
         def person(worker: str) -> dict[str, Any]:
             known = {"worker": worker, "node": nodes.get(worker, ""), "pid": self.recoveries.pids.get(worker, 0)}
-            return {**known, **self.progress(worker)}
+            return {**known, **self.nodes.progress(worker)}
 
         return {
             "run": self._run.name,
@@ -505,10 +467,10 @@ class RunRecorder:
             "ended": False,
             "checkpoint_intervals_missed": self.overdue.num_intervals,
             "checkpoint_step": self.overdue.step,
-            "lost_s": {cause: round(s, 3) for cause, s in self.lost.lost_s.items()},
+            "lost_s": {cause: round(s, 3) for cause, s in self.goodput.lost.lost_s.items()},
             "error": "",
             "end": {},
-            "peak_gpu_bytes": self.peak_gpu_bytes,
+            "peak_gpu_bytes": self.latest.peak_gpu_bytes,
             "story": describe(state)["story"],
         }
 
@@ -520,38 +482,40 @@ class RunRecorder:
 
         One that is there was written by an earlier coordinator of this attempt, and stands.
         """
-        known = readable_json(self.folder / SUMMARY_NAME)
+        known = readable_json(self._run.folder / SUMMARY_NAME)
         if known:
             return known
         self.recoveries.finish(self._clock())
         summary = build_summary(
             losses_hex=self.metrics.losses_hex(),
             weights_sha256=weights_sha256,
-            samples_sha256=samples_digest(self.folder),
+            samples_sha256=samples_digest(self._run.folder),
             goodput=self.goodput.ratio(self._clock()),
             exact=exact and self.recoveries.same_environment and all(r["exact"] for r in self.recoveries.records),
             generations=self.totals.generations,
             recoveries=self.recoveries.records,
             compilations_after_step_0=self.totals.num_compiled_late,
-            skipped_steps=sum(bool(line["skipped"]) for line in read_metrics(self.folder)),
+            skipped_steps=sum(bool(line["skipped"]) for line in read_metrics(self._run.folder)),
             lost_workers=self.recoveries.num_lost(),
             resumed_from=self.totals.resumed_from,
             checkpoints=self.totals.checkpoints,
             memory=self.totals.reliefs,
-            peak_gpu_bytes=self.peak_gpu_bytes,
+            peak_gpu_bytes=self.latest.peak_gpu_bytes,
             time_s=self.time_s(self._clock()),
             num_steps=self.metrics.last_step + 1,
-            identity=self.identity,
+            identity=self.begin.identity,
             stopped=stopped,
             planned_steps=planned_steps,
             validation=self.metrics.newest.validation,
         )
         # Beside the deciding thread, and no longer than a checkpoint's files are waited for.
         retries = Retries(self._run.timeouts.storage_s, lambda text: self.recoveries.say(f"the summary {text}"))
-        retries(lambda: write_summary(self.folder, summary), lambda error: not isinstance(error, OSError))
-        if self.planned:
-            self._tell(ForecastSeen(dict(self.planned), seen_of(list(self.metrics.step_times_s().values()), summary)))
-        draw_run(self.folder, self.recoveries.records, [one["step"] for one in self.totals.resumed_from])
+        retries(lambda: write_summary(self._run.folder, summary), lambda error: not isinstance(error, OSError))
+        if self.begin.planned:
+            self._tell(
+                ForecastSeen(dict(self.begin.planned), seen_of(list(self.metrics.step_times_s().values()), summary))
+            )
+        draw_run(self._run.folder, self.recoveries.records, [one["step"] for one in self.totals.resumed_from])
         return summary
 
     def take_lines(self, after: int) -> list[str]:
@@ -563,12 +527,17 @@ class RunRecorder:
     def recall(self, line: Mapping[str, Any]) -> None:
         """Restore from a journal line of an earlier coordinator."""
         for order in [c for c in line.get("commands", ()) if c["type"] == "Build"][:1]:
-            self.begun(order["step"], (order["term"], order["generation"]))
+            self.steps.begun(order["step"], (order["term"], order["generation"]))
             if order["restore"] is not None or order.get("step_back") is not None:  # died before it noted that, maybe
                 self.went_back(order["step"], (order["term"], order["generation"]))
         if (fact := fact_of(line)) is not None:
             self._saw(fact)
             self.recoveries.saw(fact)
+
+    def _report(self, fact: LossSpiked | StepSkipped | BatchesLeftOut | RankStraggled | MemoryNearlyFull) -> None:
+        """A fact, whose text the driver shows, too."""
+        self._tell(fact)
+        self.recoveries.say(fact.told)
 
     def _tell(self, fact: Fact) -> None:
         self._note(line_of(fact))
@@ -578,8 +547,6 @@ class RunRecorder:
         self.totals.saw(fact)
         if isinstance(fact, CheckpointWritten):
             self.overdue.counted(fact.checkpoint["step"])
-        if isinstance(fact, GenerationBegan):
-            self._seen_change = (fact.term, fact.generation, True)
 
 
 def lost_to(state: State) -> str:
@@ -592,48 +559,6 @@ def lost_to(state: State) -> str:
         fits = room >= state.options.scaling.mesh.size
         return "waiting" if not fits else "startup" if phase.incident is None else ""
     return "startup" if isinstance(phase, Building) and phase.incident.base is None else ""
-
-
-def over(end: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of status.json that a run's end changes. Nobody is a member then, in whatever phase it came: all are
-    being killed."""
-    told = {key: end[key] for key in ("error", "message", "facts", "attempt")}
-    return {
-        "phase": "ended",
-        "mesh": {"dp": 0, "cp": 0},
-        "members": [],
-        "spares": [],
-        "updated_unix_s": time.time(),
-        "ended": True,
-        "error": told["message"] if told["error"] else "",
-        "end": told,
-    }
-
-
-def write_end(run: RunConfig, end: Mapping[str, Any]) -> None:
-    """The end of a run whose coordinator could not open it, a damaged journal for example: fields that an earlier one
-    left in status.json stay, except its members. An end of the same attempt that is there already stays as it is."""
-    known: dict[str, Any] = {}
-    with suppress(OSError):  # the end is then all that is known
-        known = read_status(run.folder) or {}
-    if (known.get("end") or {}).get("attempt") != end["attempt"]:
-        _replace_status(run.folder, {**known, "run": run.name, **over(end)})
-
-
-def _replace_status(folder: Path, status: Mapping[str, Any]) -> None:
-    """Training does not need it. Where a disk is full, an end still goes into the space of the last status."""
-    try:
-        write_json(folder / STATUS_NAME, status)
-        return
-    except OSError as error:
-        log.warning("%s", storage_error(folder, error))
-    if not status["ended"]:
-        return
-    bare = {key: value for key, value in status.items() if key not in ("recoveries", "story")}
-    try:
-        overwrite_json(folder / STATUS_NAME, {**bare, "recoveries": [], "story": []})
-    except OSError as error:
-        log.error("could not record the end in %s: %s", folder / STATUS_NAME, error)
 
 
 def samples_digest(folder: Path) -> str:

@@ -37,13 +37,13 @@ def conclude(end: End, recorder: RunRecorder, state: State, weights_sha256: str)
         log.exception("could not write the last records")
         message = f"{end['message']}; then {type(error).__name__}: {error}"
         end = {**end, "error": "RunFailed", "message": message, "facts": {}}
-        recorder.write_bare_end(end)
+        recorder.status.write_bare_end(end)
         return end
 
 
 def _last_records(end: End, recorder: RunRecorder, state: State, weights_sha256: str) -> End:
     if not end["error"] and recorder.metrics.last_step + 1 == end_step(state):
-        unfired = recorder.recoveries.unfired(recorder.first_step)
+        unfired = recorder.recoveries.unfired(recorder.begin.first_step)
         if unfired:
             text = "; ".join(str(fault) for fault in unfired)
             message = f"planned faults that never fired: {text}"

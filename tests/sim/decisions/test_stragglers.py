@@ -167,7 +167,8 @@ def test_what_detectors_find_the_core_acts_upon_where_settings_say_so(setting: s
     run = Bench({"a": 3, "b": 3}, spares=2, straggler=setting, memory_pressure=setting).form()
     detectors, mesh, slow = Detectors(run.options.run), Mesh(2, 2), members(run.state)[2]
     for step in range(400):
-        for found in detectors.saw((1, 1), mesh, STEP_S, [0.1, 0.1, 0.4, 0.1], [0.99, 0.1, 0.1, 0.1], 0.0):
+        detectors.saw((1, 1), mesh, STEP_S, [0.1, 0.1, 0.4, 0.1], [0.99, 0.1, 0.1, 0.1], 0.0)
+        for found in detectors.take((1, 1)):
             if isinstance(found, Straggler):
                 run.handle(StragglerFound("s", members(run.state)[found.global_rank], found.ratio))
             else:

@@ -20,8 +20,9 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import write_json
-from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
+from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.run_spec import Clock
+from elastic_ring.runtime.coordinator.status_file import write_end
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.state.storage import retries
 from elastic_ring.state.storage.folder import Storage
@@ -98,7 +99,7 @@ def test_the_end_is_in_the_status_although_the_disk_is_full(disk: Path, opened: 
     run = RunConfig("full", str(disk))
     recorder = RunRecorder(run, lambda note: None, lambda: 100.0)
     run.folder.mkdir(exist_ok=True)
-    recorder.open(0.0)
+    recorder.open(Begin())
     recorder.write_status(training(), force=True)
     journal = Journal(run.folder / "journal.jsonl").open()
     fill(disk)

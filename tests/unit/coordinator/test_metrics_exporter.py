@@ -42,7 +42,7 @@ from elastic_ring.monitor.metrics_table import (
 from elastic_ring.runtime.agent.gpu_health import GPU_KEYS
 from elastic_ring.runtime.agent.health import INFINIBAND_KEYS, NETWORK_KEYS
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, Work, of_end, samples
-from elastic_ring.runtime.coordinator.recorder import RunRecorder
+from elastic_ring.runtime.coordinator.recorder import Begin, NodeFigures, RunRecorder
 from elastic_ring.train.task import TrainingTask
 from tests.sim.simulator.options import simulated
 
@@ -123,11 +123,25 @@ def record(step: int, **more: Any) -> dict[str, Any]:
     }
 
 
+class Told(NodeFigures):
+    def __init__(self, sizes: dict[str, dict[str, Any]]) -> None:
+        self._sizes = sizes
+
+    def progress(self, worker: str) -> dict[str, Any]:
+        return self._sizes.get(worker, {})
+
+    def health(self) -> dict[str, Any]:
+        return HEALTH
+
+    def pressure(self) -> dict[str, float]:
+        return {"some": 0.25, "full": 0.125}
+
+
 @pytest.fixture
 def recorder(tmp_path: Path) -> RunRecorder:
     made = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
-    made.open(0.0)
-    made.begun(0, (1, 1))
+    made.open(Begin())
+    made.steps.begun(0, (1, 1))
     made.publish(
         [
             record(0),
@@ -143,8 +157,8 @@ def recorder(tmp_path: Path) -> RunRecorder:
             {"step": 1, "val_loss": 2.0, "val_code_loss": 1.5, "took_s": 0.125},
         ]
     )
-    made.lost.add("startup", 0.5)
-    made.lost.add("stalled", 0.25)
+    made.goodput.lost.add("startup", 0.5)
+    made.goodput.lost.add("stalled", 0.25)
     made.recoveries.begin(change(2), 2, 9.25)
     made.recoveries.committed(2, 12.5)
     made.checkpoint({"step": 2, "path": "somewhere", "bytes": 1024, "blocked_s": 0.25, "total_s": 3.5})
@@ -156,9 +170,7 @@ def recorder(tmp_path: Path) -> RunRecorder:
         "c": {"clock": {**clock, "forward": 9.0}},
     }  # a spare
     made.recoveries.worker_started("a", 1, {"gpu": "NVIDIA H100 80GB HBM3"})
-    made.progress = lambda worker: sizes.get(worker, {})
-    made.health = lambda: HEALTH
-    made.pressure = lambda: {"some": 0.25, "full": 0.125}
+    made.nodes = Told(sizes)
     return made
 
 
@@ -271,13 +283,13 @@ def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
 def test_a_coordinator_that_starts_anew_exports_the_same(recorder: RunRecorder, tmp_path: Path) -> None:
     recorder.write_status(STATE, force=True)
     again = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
-    again.open(0.0)
+    again.open(Begin())
     again.recall({"note": "recovery", "recovery": recorder.recoveries.records[0], "closes": True})
     again.publish([COPIED])
     again.recoveries.worker_started("a", 1, {"gpu": "NVIDIA H100 80GB HBM3"})
-    again.health = recorder.health
-    again.work_s = recorder.work_s  # told again with the next step
-    again.progress, again.pressure, again.gpu_memory = recorder.progress, recorder.pressure, MEMORY  # told again soon
+    again.nodes = recorder.nodes
+    again.latest.work_s = recorder.latest.work_s  # told again with the next step
+    again.latest.gpu_memory = MEMORY  # told again soon
     again.recall(
         {
             "note": "checkpoint",
@@ -294,7 +306,7 @@ def test_a_coordinator_that_starts_anew_exports_the_same(recorder: RunRecorder, 
 
 def test_before_the_first_step_the_clock_of_progress_begins_at_the_start(tmp_path: Path) -> None:
     fresh = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 0.0)
-    fresh.open(0.0)
+    fresh.open(Begin())
     found = exported(fresh, replace(STATE, phase=Forming(0.0), workers={}))
     assert found["elastic_ring_last_commit_timestamp_seconds", ""] == 1000.0
     assert found["elastic_ring_mesh", "dp"] == 0
@@ -312,7 +324,7 @@ def test_before_the_first_step_the_clock_of_progress_begins_at_the_start(tmp_pat
 )
 def test_a_recovery_has_one_cause(tmp_path: Path, failures: tuple[str, ...], more: dict[str, Any], kind: str) -> None:
     recorder = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
-    recorder.open(0.0)
+    recorder.open(Begin())
     for failure in failures:
         recorder.recoveries.member_failed("a", failure, 2, "text")
     recorder.recoveries.begin(change(2, **more), 2, 0.0)
@@ -364,7 +376,7 @@ def test_workers_with_different_gpus_have_no_peak(recorder: RunRecorder) -> None
 def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path: Path) -> None:
     clock = [0.0]
     recorder = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: clock[0])
-    recorder.open(0.0)
+    recorder.open(Begin())
     incident = Incident("c", 0.0, None)
     membership = Membership(1, 2, Mesh(2, 1), ("a", "b"), 0)
     order: Any = None
@@ -380,7 +392,7 @@ def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path: Path) -> None:
         (31.0, replace(STATE, last_change=change(2, planned=True, noticed_at=30.5, resumed_at=31.0, lost=()))),
     ):
         recorder.look(state)
-    assert recorder.lost.lost_s == {
+    assert recorder.goodput.lost.lost_s == {
         "startup": 3.0,
         "waiting": 4.0,
         "stalled": 3.0,
@@ -389,10 +401,10 @@ def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path: Path) -> None:
         "undone": 0.0,
         "resize": 0.5,
     }
-    recorder.begun(0, (1, 1))
+    recorder.steps.begun(0, (1, 1))
     recorder.publish([record(0), record(1)])
     recorder.went_back(1, (1, 3))
-    assert recorder.lost.lost_s["undone"] == 4.0
+    assert recorder.goodput.lost.lost_s["undone"] == 4.0
 
 
 def test_every_key_of_a_gpus_reading_has_its_metric() -> None:

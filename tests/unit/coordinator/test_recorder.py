@@ -13,7 +13,8 @@ from elastic_ring.control.state import Membership, Running, State, Worker
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.report import render_status
-from elastic_ring.runtime.coordinator.recorder import RunRecorder, write_end
+from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
+from elastic_ring.runtime.coordinator.status_file import write_end
 from elastic_ring.runtime.driver.attach import end_on_record, refuse_if_written_to
 from tests.sim.simulator.options import simulated
 
@@ -21,7 +22,7 @@ from tests.sim.simulator.options import simulated
 @pytest.fixture
 def recorder(tmp_path: Path) -> RunRecorder:
     made = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), lambda note: None, lambda: 100.0)
-    made.open(0.0)
+    made.open(Begin())
     return made
 
 
@@ -51,33 +52,33 @@ def record(step: int, membership_id: tuple[int, int], loss: float = 1.0) -> dict
 
 
 def test_a_late_record_of_a_step_that_is_to_run_again_is_not_published(recorder: RunRecorder) -> None:
-    recorder.begun(0, (1, 1))
+    recorder.steps.begun(0, (1, 1))
     assert [r["step"] for r in recorder.publish([record(0, (1, 1)), record(1, (1, 1))])] == [0, 1]
-    recorder.begun(2, (1, 3))  # nobody held the result of step 2
+    recorder.steps.begun(2, (1, 3))  # nobody held the result of step 2
     assert recorder.publish([record(2, (1, 1), loss=9.0)]) == []
     assert [r["loss"] for r in recorder.publish([record(2, (1, 3), loss=2.0)])] == [2.0]
     assert recorder.metrics.last_step == 2
 
 
 def test_a_record_that_came_too_early_and_was_given_up_meanwhile_is_not_published(recorder: RunRecorder) -> None:
-    recorder.begun(0, (1, 1))
+    recorder.steps.begun(0, (1, 1))
     assert recorder.publish([record(1, (1, 1), loss=9.0)]) == [], "step 0 is on its way still"
-    recorder.begun(1, (1, 3))
+    recorder.steps.begun(1, (1, 3))
     assert [r["step"] for r in recorder.publish([record(0, (1, 1))])] == [0]
     assert [r["loss"] for r in recorder.publish([record(1, (1, 3), loss=2.0)])] == [2.0]
 
 
 def test_a_step_that_was_rolled_forward_keeps_the_record_of_those_that_voted(recorder: RunRecorder) -> None:
-    recorder.begun(0, (1, 1))
+    recorder.steps.begun(0, (1, 1))
     recorder.publish([record(0, (1, 1))])
-    recorder.begun(2, (1, 3))  # step 1's vote travelled
+    recorder.steps.begun(2, (1, 3))  # step 1's vote travelled
     assert [r["step"] for r in recorder.publish([record(1, (1, 1)), record(2, (1, 3))])] == [1, 2]
 
 
 def test_time_in_which_the_host_stood_still_is_no_training(recorder: RunRecorder) -> None:
-    recorder.begun(0, (1, 1))
+    recorder.steps.begun(0, (1, 1))
     recorder.publish([{**record(0, (1, 1)), "frozen_s": 60.0}, record(1, (1, 1))])
-    assert recorder.lost.lost_s["frozen"] == 60.0
+    assert recorder.goodput.lost.lost_s["frozen"] == 60.0
     assert recorder.take_lines(0) == [
         "step 0: for 60 s nothing ran on the host of rank 0 (paused, suspended or stopped); that is no time of the step"
     ]
@@ -87,14 +88,14 @@ def test_time_in_which_the_host_stood_still_is_no_training(recorder: RunRecorder
 
 def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) -> None:
     again = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), lambda note: None, lambda: 100.0)
-    again.open(0.0)
+    again.open(Begin())
     again.recall({"event": {}, "commands": [{"type": "Build", "step": 0, "term": 1, "generation": 1, "restore": None}]})
-    assert not again.counts(record(0, (1, 0)))
-    assert again.counts(record(0, (1, 1)))
+    assert not again.steps.counts(record(0, (1, 0)))
+    assert again.steps.counts(record(0, (1, 1)))
 
 
 def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_exact(recorder: RunRecorder) -> None:
-    recorder.begun(0, (1, 1))
+    recorder.steps.begun(0, (1, 1))
     odd = {"step": 0, "not_repeatable": "put_ does not have a deterministic implementation"}
     assert [r["step"] for r in recorder.publish([odd, record(0, (1, 1))])] == [0]
     assert recorder.write_summary("", exact=True)["exact"] is None
@@ -104,8 +105,8 @@ def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_
 def test_a_step_that_is_not_finite_is_told_on_console_and_journal(tmp_path: Path, loss: float, what: str) -> None:
     notes: list[dict[str, Any]] = []
     made = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), notes.append, lambda: 100.0)
-    made.open(0.0)
-    made.begun(0, (1, 1))
+    made.open(Begin())
+    made.steps.begun(0, (1, 1))
     made.publish([record(0, (1, 1), loss) | {"skipped": True, "sample_ids": [7, 9]}])
     told = f"step 0 is skipped and changes nothing: {what}; its sequences are 7, 9"
     assert notes == [{"note": "skipped", "step": 0, "told": told}]
@@ -116,11 +117,11 @@ def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coor
     notes: list[dict[str, Any]] = []
     run = RunConfig("records", run_dir=str(tmp_path))
     made = RunRecorder(run, notes.append, lambda: 100.0)
-    made.open(0.0)
+    made.open(Begin())
     made.publish([{"step": 0, "worker": "a", "compiled": [], "before": 12}])
     made.publish([{"step": 3, "worker": "a", "compiled": ["x", "y"], "before": 0}])
     again = RunRecorder(run, lambda note: None, lambda: 100.0)
-    again.open(0.0)
+    again.open(Begin())
     for note in notes:
         again.recall(note)
     again.publish([{"step": 5, "worker": "b", "compiled": ["x"], "before": 7}])
@@ -130,7 +131,7 @@ def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coor
 
 
 def test_the_summary_counts_the_steps_that_were_skipped(recorder: RunRecorder) -> None:
-    recorder.begun(0, (1, 1))
+    recorder.steps.begun(0, (1, 1))
     recorder.publish([{**record(step, (1, 1), loss=float("nan")), "skipped": True} for step in range(2)])
     summary = recorder.write_summary("", exact=True)
     assert (summary["steps"], summary["skipped_steps"], summary["lost_workers"]) == (2, 2, {})
@@ -141,7 +142,7 @@ def test_after_the_end_nobody_is_a_member_whatever_phase_it_came_in(recorder: Ru
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
     state = State(simulated("records", 2, 1, 4), Running(membership), 1, 1, workers)
-    status = recorder.folder / "status.json"
+    status = recorder.metrics.path.parent / "status.json"
     recorder.write_status(state, force=True)
     live = json.loads(status.read_text())
     assert [[person["worker"] for person in live[who]] for who in ("members", "spares")] == [["w-0", "w-1"], ["w-2"]]
@@ -158,7 +159,10 @@ def test_after_the_end_nobody_is_a_member_whatever_phase_it_came_in(recorder: Ru
 def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of_it_stays(
     recorder: RunRecorder,
 ) -> None:
-    run, status = RunConfig("records", run_dir=str(recorder.folder)), recorder.folder / "status.json"
+    run, status = (
+        RunConfig("records", run_dir=str(recorder.metrics.path.parent)),
+        recorder.metrics.path.parent / "status.json",
+    )
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
     recorder.write_status(State(simulated("records", 2, 1, 4), Running(membership), 1, 1, workers), force=True)
@@ -193,7 +197,7 @@ def test_a_status_that_a_power_cut_left_unreadable_is_none_and_the_run_goes_on(t
     refuse_if_written_to(run)
     (tmp_path / "journal.jsonl").touch()
     assert "state unknown, its status.json is missing or cannot be read" in render_status(tmp_path)
-    RunRecorder(run, lambda note: None, lambda: 100.0).open(0.0)
+    RunRecorder(run, lambda note: None, lambda: 100.0).open(Begin())
 
 
 @pytest.mark.parametrize("found", [None, "", "[]", "\x00"])
@@ -210,7 +214,7 @@ def test_intervals_without_a_checkpoint_are_told_to_the_driver_and_are_in_the_st
     recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step each minute, no checkpoint, and nobody who says why."""
-    recorder.begun(0, (1, 1))
+    recorder.steps.begun(0, (1, 1))
     for step in range(5):
         monkeypatch.setattr(recorder, "_clock", lambda now=60.0 * step: now)
         recorder.publish([record(step, (1, 1))])
@@ -224,7 +228,7 @@ def test_nothing_is_overdue_in_a_coordinator_that_was_started_again_between_chec
     recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step says how far apart they are: nobody else knows that until the next checkpoint."""
-    recorder.begun(0, (1, 1))
+    recorder.steps.begun(0, (1, 1))
     for step in range(60):
         monkeypatch.setattr(recorder, "_clock", lambda now=60.0 * step: now)
         recorder.publish([{**record(step, (1, 1)), "checkpoint_interval_s": 3600.0}])
@@ -234,9 +238,8 @@ def test_nothing_is_overdue_in_a_coordinator_that_was_started_again_between_chec
 def test_the_journal_ends_with_the_forecast_beside_what_was_seen(tmp_path: Path) -> None:
     notes: list[dict[str, Any]] = []
     made = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), notes.append, lambda: 100.0)
-    made.planned = {"step_s": 1.5, "goodput": 0.99}
-    made.open(0.0)
-    made.begun(0, (1, 1))
+    made.open(Begin(planned={"step_s": 1.5, "goodput": 0.99}))
+    made.steps.begun(0, (1, 1))
     made.publish([record(0, (1, 1))])
     made.write_summary("", exact=True)
     seen = {"step_s": record(0, (1, 1))["step_s"], "goodput": pytest.approx(1.0)}

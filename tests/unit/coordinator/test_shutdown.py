@@ -28,7 +28,7 @@ from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter
-from elastic_ring.runtime.coordinator.recorder import RunRecorder
+from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.resume import Resume
 from elastic_ring.runtime.coordinator.run_spec import Clock
 from elastic_ring.runtime.coordinator.shutdown import LONG_S, EndReport, aside, conclude, unfinished
@@ -129,7 +129,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.journal = Journal(run.folder / "journal.jsonl", durable=True).open()
     made.recorder = RunRecorder(run, made._note, made.clock)
     made.storage_wait = StorageWait(run, Clock())
-    made.recorder.open(0.0)
+    made.recorder.open(Begin())
     made._end_report = EndReport(made.recorder.recoveries.say)
     made.node_monitor, made.dispatch, made.demand, made.corpus = Nobody(), Nobody(), Nobody(), Nobody()
     made.checkpoints = CheckpointKeeper(run, Resume(), 1, {}, made._put)
