@@ -98,7 +98,7 @@ class TermWatch:
     """Looks for a newer term every LOOK_S, in a thread of its own, so that nothing that decides waits for storage."""
 
     def __init__(self, run: RunConfig, own: TermClaim, terms: Terms) -> None:
-        self._run, self._own, self._terms = run, own, terms
+        self._run, self.own, self._terms = run, own, terms
         self._newest = own
         self._silence = Unanswered()
         self._is_heard = True
@@ -124,7 +124,7 @@ class TermWatch:
         """What is known without waiting for the storage. Raises as `refuse_if_replaced`."""
         if self._terms.follows(self._newest.term):  # a folder answers at once
             self._newest = max(self._newest, self._terms.newest(), key=lambda claim: claim.term)
-        refuse_if_replaced(self._run.name, self._run.storage_uri, self._own, self._newest)
+        refuse_if_replaced(self._run.name, self._run.storage_uri, self.own, self._newest)
 
     def silent_s(self) -> float:
         """For how long the storage has not answered; to be asked a few times a second."""

@@ -35,7 +35,6 @@ from elastic_ring.control.messages import (
     CauseIds,
     CheckpointDue,
     CheckpointsKnown,
-    Command,
     CoordinatorStarted,
     CorpusGrew,
     CorpusRecalled,
@@ -99,16 +98,11 @@ class Coordinator:
         self.run_spec = run_spec
         self.clock = Clock()
         self.storage_wait = StorageWait(run_spec.run, self.clock)
-        self.address = ray.util.get_node_ip_address()
         self._queue: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
         self.driver_feed = DriverFeed()
         self._ended: dict[str, Any] | None = None
         self._cause = CauseIds("coordinator")
         self._ticked_at = 0.0
-        self._told_waiting = ""
-        self._told_reconnect = False
-        self._last_checkpoint_failure = ""
-        self._stages = Stages("its process and imports", run_spec.submitted_unix_s)
         self._is_restart = ray.get_runtime_context().was_current_actor_reconstructed
         self._ready = threading.Event()
         threading.Thread(target=self._main, name="decide", daemon=True).start()
@@ -195,15 +189,16 @@ class Coordinator:
     # ------------------------------------------------------------ the deciding thread
 
     def _main(self) -> None:
+        stages = Stages("its process and imports", self.run_spec.submitted_unix_s)
         try:
-            self._stages.begin("claims a term, opens the run")
+            stages.begin("claims a term, opens the run")
             self._open()
-            self._stages.begin("")
+            stages.begin("")
             self._ready.set()
             if not self._is_restart:
                 self.recorder.stages("driver", self.run_spec.stages)
-                self.recorder.stages("coordinator", self._stages.ended)
-            self._decide(CoordinatorStarted(self._cause(), self._term))
+                self.recorder.stages("coordinator", stages.ended)
+            self._decide(CoordinatorStarted(self._cause(), self.term_watch.own.term))
             if self.run_spec.resume.checkpoints and not self._is_restart:
                 self._decide(CheckpointsKnown(self._cause(), self.run_spec.resume.checkpoints))
             resume = self.run_spec.resume
@@ -265,7 +260,6 @@ class Coordinator:
         terms = Terms(run_spec.run, excludes=run_spec.resume.excludes)
         opened = self._opened(terms)
         self.journal = Journal(run_spec.run.folder / JOURNAL_NAME, durable=True, retries=self.storage_wait).open()
-        self._term = opened.term
         self.term_watch = TermWatch(run_spec.run, opened.claim, terms)
         self.term_watch.open()
         self.mirror = Mirror(run_spec.run, opened.term, self.term_watch.look)
@@ -283,12 +277,12 @@ class Coordinator:
             self.recorder.recall(line)
         events = [line for line in opened.lines if "event" in line]
         self.state: State = replay(options, events) if opened.lines else initial(options)
-        self.me = ray.get_actor(self._own_name, namespace=NAMESPACE)
-        self.cluster = Cluster(run_spec.run, run_spec.scaling, run_spec.task)
-        self.node_monitor = NodeMonitor(run_spec, self.address, self._put, secrets.token_hex(16))
+        address, me = ray.util.get_node_ip_address(), ray.get_actor(self._own_name, namespace=NAMESPACE)
+        self.node_monitor = NodeMonitor(run_spec, address, self._put, secrets.token_hex(16))
         self.node_monitor.open()
         self.recorder.nodes = self.node_monitor
-        self.dispatch = Dispatcher(run_spec, self.address, self.cluster, self.node_monitor, self.me, self._put)
+        cluster = Cluster(run_spec.run, run_spec.scaling, run_spec.task)
+        self.dispatch = Dispatcher(run_spec, address, cluster, self.node_monitor, me, self._put)
         self.dispatch.open()
         self.dispatch.recall(self.state)
         self.checkpoints = self._checkpoint_keeper()
@@ -330,7 +324,7 @@ class Coordinator:
         return CheckpointKeeper(
             run_spec.run,
             run_spec.resume,
-            self._term,
+            self.term_watch.own.term,
             {"identity": run_spec.identity.digest, "run": checkpoint_facts(run_spec)},
             self._put,
             lambda: self.recorder.totals.resumed_from,
@@ -398,9 +392,8 @@ class Coordinator:
             return
         self._decide(Tick(self._cause()))
         told = waiting_for(self.state, self.clock())
-        if told and told != self._told_waiting:
+        if self.recorder.is_first("waits for", told) and told:
             self.recorder.recoveries.say(told)
-        self._told_waiting = told
         num_committed, where = self.recorder.metrics.last_step + 1, self.run_spec.run.storage_uri
         self._end_report.doing(unfinished(self.state, num_committed, where, self.node_monitor.progress))
         self._end_report.look()
@@ -445,7 +438,7 @@ class Coordinator:
                 write_s = self.recorder.totals.checkpoints[-1]["total_s"] if self.recorder.totals.checkpoints else 0.0
                 self._decide(CheckpointsKnown(self._cause(), tuple(body), write_s))
             case "checkpoint-failed":
-                self._on_checkpoint_failed(body)
+                self.recorder.checkpoint_failed(body)
             case "told":
                 self.recorder.recoveries.say(body)
             case "grew":
@@ -522,20 +515,14 @@ class Coordinator:
     def _check_reconnect(self, node: str, reconnect_s: float) -> None:
         """Tell of the first node that Ray ends before the driver gives up, where the head can come back at all."""
         lease_s = self.run_spec.run.timeouts.lease_s
-        if is_kept(environment()) and not self._told_reconnect:
+        if reconnect_s < lease_s and is_kept(environment()) and self.recorder.is_first("ends early", True):
             told = warn_if_shorter(f"all processes of node {node}", reconnect_s, lease_s)
-            self._told_reconnect = bool(told)
-            if told:
-                self.recorder.recoveries.lines.append(told)
+            self.recorder.recoveries.lines.append(told)
 
     def _commit_checkpoints(self) -> None:
         """Commit a checkpoint whose parts are written and whose steps are on record, on disk."""
         self.recorder.metrics.sync()
         self.checkpoints.look(self.recorder.metrics.last_step)
-
-    def _on_checkpoint_failed(self, failed: Mapping[str, Any]) -> None:
-        self.recorder.checkpoint_failed(failed)
-        self._last_checkpoint_failure = failed["why"]
 
     def _retry_checkpoint(self) -> None:
         """After a checkpoint that was not written the next one is not left to an interval of an hour."""
@@ -563,7 +550,7 @@ class Coordinator:
         if self._checkpoints_failing_s > limit_s:
             told = (
                 f"no checkpoint could be written for {limit_s:g} s (checkpoint.fail_after_s={limit_s:g}); last: "
-                f"{self._last_checkpoint_failure or 'nobody has said why'}"
+                f"{self.recorder.totals.last_checkpoint_missed or 'nobody has said why'}"
             )
             self._finish({"error": "StorageFailed", "message": told, "facts": {}})
 
@@ -614,7 +601,7 @@ class Coordinator:
                 self.checkpoints.gone_back(order.step, (order.term, order.generation))
         for left in [one for one in decision.commands if isinstance(one, Release) and one.wrong]:
             self.recorder.found_wrong(left.wrong, [left.worker])
-        self._act(decision.commands)
+        self.dispatch.send(decision.commands, self.recorder.metrics.last_step, self._told_of_checkpoints())
         if not isinstance(self.state.phase, Building):
             self.dispatch.end_meeting()
         if isinstance(before.phase, Reconnecting) and isinstance(self.state.phase, Running):
@@ -624,9 +611,6 @@ class Coordinator:
         if isinstance(self.state.phase, Ended) and self._ended is None:
             end = self.state.phase.end
             self._finish({"error": end.error, "message": end.message, "facts": dict(end.facts)})
-
-    def _act(self, commands: tuple[Command, ...]) -> None:
-        self.dispatch.send(commands, self.recorder.metrics.last_step, self._told_of_checkpoints())
 
     def _told_of_checkpoints(self) -> dict[str, Any]:
         """What members need to know to save: see `runtime.worker.saver`."""
@@ -707,10 +691,8 @@ class Coordinator:
 
     def _vanish_later(self) -> None:
         """Keep the end for a driver that asks within the lease; then free the name and the process."""
-        threading.Timer(self.run_spec.run.timeouts.lease_s, self._vanish).start()
-
-    def _vanish(self) -> None:
-        ray.kill(ray.get_actor(self._own_name, namespace=NAMESPACE), no_restart=True)
+        me = partial(ray.get_actor, self._own_name, namespace=NAMESPACE)
+        threading.Timer(self.run_spec.run.timeouts.lease_s, lambda: ray.kill(me(), no_restart=True)).start()
 
     # ------------------------------------------------------------ small parts
 
@@ -721,7 +703,7 @@ class Coordinator:
         self._queue.put((kind, body, extra or {}))
 
     def _note(self, note: Mapping[str, Any]) -> None:
-        self.journal.append({"term": self._term, **note})  # one of a replaced coordinator does not count
+        self.journal.append({"term": self.term_watch.own.term, **note})  # one of a replaced coordinator does not count
 
     def _refresh(self) -> None:
         with self.storage_wait.declared():

@@ -168,7 +168,7 @@ class RunRecorder:
         kept_s = {step: s for step, s in self.metrics.step_times_s().items() if step >= begin.first_step}
         self.goodput = Goodput(begin.started_s, kept_s, lost_s)
 
-    def _is_first(self, what: str, of: Any) -> bool:
+    def is_first(self, what: str, of: Any) -> bool:
         """Whether nobody has said `what` of the same before."""
         before, self._said_at[what] = self._said_at.get(what), of
         return bool(before != of)
@@ -306,7 +306,7 @@ class RunRecorder:
 
     def goes_back(self, step: int, why: str, membership_id: tuple[int, int]) -> None:
         """A spike, or a streak of skipped steps, for which everyone is to go back; every member says so."""
-        if self._is_first("back", membership_id):
+        if self.is_first("back", membership_id):
             self._report(LossSpiked(step, "back", f"loss spike in step {step}: {why}; the run goes back to before it"))
 
     def _left_out(self, record: Mapping[str, Any]) -> None:
@@ -362,7 +362,7 @@ class RunRecorder:
 
     def broke_off_wrong(self, told: str, membership_id: tuple[int, int], workers: Sequence[str]) -> None:
         """As `found_wrong`, of a step that is not applied: every member of `membership_id` says so; it counts once."""
-        if self._is_first("wrong", membership_id):
+        if self.is_first("wrong", membership_id):
             self.found_wrong(told, workers)
 
     def found_wrong(self, told: str, workers: Sequence[str] = ()) -> None:

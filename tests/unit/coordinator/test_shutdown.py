@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.decisions.terms import TermClaim
 from elastic_ring.control.messages import CauseIds
 from elastic_ring.control.replay import standing, term_note
 from elastic_ring.control.state import Finishing, Membership, Running, State, Worker
@@ -34,7 +35,6 @@ from elastic_ring.runtime.coordinator.run_spec import Clock
 from elastic_ring.runtime.coordinator.shutdown import LONG_S, EndReport, aside, conclude, unfinished
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.run_storage import Mirror
-from elastic_ring.runtime.stages import Stages
 from elastic_ring.runtime.terms import Terms, TermWatch
 from tests.sim.simulator.options import simulated
 
@@ -120,11 +120,13 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     run = RunConfig("over", run_dir=str(tmp_path / "run"))
     run.folder.mkdir()
     made.timers = timers
-    made.run_spec = SimpleNamespace(run=run, attempt="0123456789", scaling=None, task=None, resume=Resume())
+    made.run_spec = SimpleNamespace(
+        run=run, attempt="0123456789", scaling=None, task=None, resume=Resume(), submitted_unix_s=0.0
+    )
     made._queue, made.driver_feed, made._ready = queue.Queue(), DriverFeed(), threading.Event()
     made._cause = CauseIds("coordinator")
-    made._ended, made._ticked_at, made._told_waiting, made._term = None, 0.0, "", 1
-    made._is_restart, made.clock, made._stages = True, lambda: 100.0, Stages("")
+    made._ended, made._ticked_at = None, 0.0
+    made._is_restart, made.clock = True, lambda: 100.0
     made._clear = lambda: []
     made.journal = Journal(run.folder / "journal.jsonl", durable=True).open()
     made.recorder = RunRecorder(run, made._note, made.clock)
@@ -183,7 +185,7 @@ def test_a_coordinator_that_cannot_open_its_run_ends_it_in_the_status_unless_the
     assert (found["ended"], found["members"] == [], found["error"] != "") == (told, told, told)
     assert found["end"] == ({name: deciding._ended[name] for name in found["end"]} if told else {})
     assert found["end"].get("attempt") == ("0123456789" if told else None)
-    assert deciding.timers == [(60.0, deciding._vanish)], "its name and its process are free after the lease"
+    assert [after_s for after_s, _ in deciding.timers] == [60.0], "its name and its process are free after the lease"
 
 
 def test_a_full_disk_at_the_start_is_told_with_the_folder_and_the_way_out(deciding: Any) -> None:
@@ -287,7 +289,7 @@ def test_a_note_of_a_replaced_coordinator_does_not_count(deciding: Any) -> None:
     deciding._note(term_note(1, 0))
     deciding.journal.append(term_note(2, 1))  # its successor has read one line
     deciding._note({"note": "checkpoint", "of": "the old one"})
-    deciding._term = 2
+    deciding.term_watch.own = TermClaim(2, "")
     deciding._note({"note": "checkpoint", "of": "the new one"})
     lines = standing(read(deciding.run_spec.run.folder / "journal.jsonl"))
     assert [line["of"] for line in lines if "of" in line] == ["the new one"]

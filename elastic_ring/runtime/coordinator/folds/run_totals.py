@@ -29,7 +29,7 @@ class RunTotals:
         self.num_compiled_late = 0  # after step 0, by all workers
         self.checkpoints: list[Mapping[str, Any]] = []
         self.checkpoint_unix_s: float | None = None
-        self.num_checkpoints_missed = 0
+        self.num_checkpoints_missed, self.last_checkpoint_missed = 0, ""  # how many, and why the last one
         self.generations: list[dict[str, Any]] = []
         self.reliefs: list[Mapping[str, Any]] = []  # each change of the memory ladder
         self.num_versions = 0  # later manifests of the corpus that are on record
@@ -52,6 +52,7 @@ class RunTotals:
                 self.checkpoint_unix_s = fact.unix_s
             case CheckpointMissed():
                 self.num_checkpoints_missed += 1
+                self.last_checkpoint_missed = fact.why
             case GenerationBegan():
                 self.generations.append(dict(vars(fact)))
             case ReliefsChanged():
