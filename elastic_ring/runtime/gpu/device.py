@@ -92,6 +92,7 @@ class DeviceLease:
         self.device = torch.device("cpu")
         self.avoided: frozenset[str] = frozenset()  # GPUs that failed in this process before it took one
         self.broken = False  # its GPU has failed: this process must be replaced
+        self.has_erred = False  # so a step or a build said: a probe may still pass
 
     @property
     def gpu(self) -> str:
@@ -128,12 +129,15 @@ class DeviceLease:
 
     def healthy(self) -> bool:
         """Whether the GPU owned still computes. If not, its failure is recorded and this process must be replaced."""
+        if self.has_erred:
+            return False
         if not self.broken and not probe(self.device):
             self.failed("it failed its probe after an abort")
         return not self.broken
 
     def erred(self, error: BaseException) -> None:
         """Record an error in a step or a build, unless it proves nothing: no memory, or a kernel that does not run."""
+        self.has_erred = True
         if self._kind != "cpu" and not isinstance(error, KernelMismatch) and not is_out_of_memory(error):
             lines = str(error).splitlines()
             why = f"{type(error).__name__} in a step or a build: {lines[0] if lines else ''}"

@@ -82,7 +82,9 @@ class CallbackWait:
     """The wait of a member, after a validation, for what the driver's callbacks want. `answer` is called by the control
     thread, `wait` by the training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, ask: Callable[[int, int], None]) -> None:
+        """`ask(generation, step)` sends the question."""
+        self._ask = ask
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
 
     def answer(self, answer: Answer) -> None:
@@ -93,15 +95,14 @@ class CallbackWait:
         while not self._answers.empty():
             self._answers.get_nowait()
 
-    def wait(self, step: int, ask: Callable[[], None], look: Callable[[], None], after_s: float = 0.0) -> Answer:
-        """The answer for the validation after `step` steps. `ask` sends the question, first `after_s` from now; `look`
-        is called again and again, and raises where the wait is over. The control core gives up waiting for callbacks,
-        not this."""
+    def wait(self, generation: int, step: int, look: Callable[[], None], after_s: float = 0.0) -> Answer:
+        """The answer for the validation after `step` steps; asks first `after_s` from now. `look` is called again and
+        again, and raises where the wait is over. The control core gives up waiting for callbacks, not this."""
         asked_at = time.monotonic() - ASK_AGAIN_S + after_s
         while True:
             if time.monotonic() - asked_at >= ASK_AGAIN_S:
                 asked_at = time.monotonic()
-                ask()
+                self._ask(generation, step)
             try:
                 answer = self._answers.get(timeout=LOOK_S)
             except queue.Empty:

@@ -13,17 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from elastic_ring.control.messages import BatchSkip, Build, CorpusVersion, Finalized, Heal, Report, Resumed
-from elastic_ring.data.filesystem import patiently
-from elastic_ring.data.growth import grown
-from elastic_ring.data.loader import Loader
-from elastic_ring.data.sampling.order import SkippingOrder, by_batch
-from elastic_ring.data.sampling.validation import ValidationSource, open_sets, with_sets
-from elastic_ring.data.source import Source, fingerprinted, hold_out, open_source, order_of
 from elastic_ring.errors import GroupAborted
 from elastic_ring.faults import EXCHANGES
 from elastic_ring.monitor.stamps import Phase, StampWriter
@@ -47,9 +41,9 @@ from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog, gpu_environment
 from elastic_ring.runtime.worker.faults import Injector
 from elastic_ring.runtime.worker.heals import heal_from_copies, heal_over_link, links_ahead, takes_part
-from elastic_ring.runtime.worker.pauses import PauseWatch
+from elastic_ring.runtime.worker.member_data import MemberData
 from elastic_ring.runtime.worker.saver import Place, Saver, open_checkpoint
-from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks
+from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks, PauseWatch
 from elastic_ring.runtime.worker.start_reports import StartWork
 from elastic_ring.runtime.worker.step_records import StepRecords, record_of
 from elastic_ring.runtime.worker.worker_spec import WorkerSpec
@@ -59,7 +53,7 @@ from elastic_ring.train.memory_gauge import MemoryGauge
 from elastic_ring.train.memory_relief import MemoryRelief, free_caches
 from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.startup.check import check_model
-from elastic_ring.train.startup.compilations import EVENTS, CompileWatch, report_compiled
+from elastic_ring.train.startup.compilations import EVENTS, CompileWatch
 from elastic_ring.train.startup.kernels import KernelAgreement
 from elastic_ring.train.startup.warm import attention_shapes, warm_up
 from elastic_ring.train.transaction import Local, Transaction
@@ -67,7 +61,6 @@ from elastic_ring.train.vote import Flag, Outcome
 from elastic_ring.train.weights import gather_weights
 from elastic_ring.train.wrap import num_frozen, num_parameters
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 BECOME_SPARE_S = 10.0  # for a node's GPU to be empty before the next process may take it
@@ -123,7 +116,6 @@ class Member:
         self.pauses = PauseWatch()
         self.start_work = StartWork()
         self._num_data_waits = 0
-        self.device_failed = False  # said so itself: a probe may still pass
         self._saver = Saver(
             spec.run, saved, lambda step, rank: injector.check(phase="upload", step=step, rank=rank), self._tell_waiting
         )
@@ -131,7 +123,7 @@ class Member:
         self._generation: Generation | None = None
         self._left: Generation | None = None  # freed by the training thread, as that may take a while
         self.records = StepRecords(publish)
-        self.callback_wait, self._ask_callbacks = CallbackWait(), ask_callbacks
+        self.callback_wait = CallbackWait(ask_callbacks)
         self._abandoned: list[tuple[Any, ...]] = []
         self._device_lease = DeviceLease(
             spec.scaling.device, spec.run.name, state_bytes=newcomer_bytes(spec.scaling.cpu_offload)
@@ -142,28 +134,18 @@ class Member:
         self._nondeterminism = NondeterminismLog()
         self._entering = False
         self._compiled = CompileWatch()
-        self._trained = False  # a step of this process has been committed
-        self._corpus: tuple[CorpusVersion, ...] = ()  # the later manifests that are open
-        self._skips: tuple[BatchSkip, ...] = ()  # what the order leaves out
 
     def warm_up(self) -> None:
         """Open the data, and run a tiny model once: first calls are slow."""
         EVENTS.listener = self._announce_compilation
-        task, step = self._spec.task, self._spec.task.step
+        task = self._spec.task
         self.start_work.begin("opens the data")
-        source, fingerprint = self._patiently(lambda: fingerprinted(task.data))
-        training, held = hold_out(source, num_sequences=task.num_held_out)
-        opened = self._patiently(lambda: open_sets(task.validation))
-        self.fingerprint = with_sets(fingerprint, opened)
-        self._validation = ValidationSource(task.validation, held, {name: one for name, (one, _) in opened.items()})
-        self._val_loader = self._loader(self._validation, num_ahead=1)
-        self._training = training
-        order = order_of(training, step.seed, step.global_batch)
+        run = self._spec.run
+        self._data = MemberData(task, run.timeouts.storage_s, self._while_others_work, self._tell_waiting)
         cache = kernel_cache() if self._spec.scaling.device == "cuda" else None
         self._kernels = KernelAgreement(task, self._spec.scaling.device, cache)
-        self._transaction = Transaction(task, self._loader(training), order, self._watch, cache)
+        self._transaction = Transaction(task, *self._data.begin(), self._watch, cache)
         self._transaction.before_apply = self._before_apply
-        run = self._spec.run
         self._transaction.spikes = watch_of(run.loss_spike, run.loss_spike_actions)
         if run.memory_pressure != "off":
             self._transaction.gauge = MemoryGauge()
@@ -192,19 +174,6 @@ class Member:
         gc.freeze()
         self.start_work.begin("")
 
-    def _loader(self, source: Source, num_ahead: int = 0) -> Loader:
-        return Loader(
-            source,
-            self._while_others_work,
-            num_ahead or self._spec.task.step.sequences_per_pass,
-            patience_s=self._spec.run.timeouts.storage_s,
-            tell=self._tell_waiting,
-        )
-
-    def _patiently(self, read: Callable[[], T]) -> T:
-        """A read of the data's storage outside of a step."""
-        return patiently(read, self._spec.run.timeouts.storage_s, self._tell_waiting)
-
     def _tell_waiting(self, text: str) -> None:
         """For the console; called in any thread."""
         self._publish([{"waiting": f"{self._spec.worker} {text}"}])
@@ -214,6 +183,11 @@ class Member:
     @property
     def applied(self) -> int:
         return self._transaction.applied
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the data."""
+        return self._data.fingerprint
 
     @property
     def released(self) -> bool:
@@ -284,7 +258,6 @@ class Member:
 
     def fail_device(self, error: BaseException) -> None:
         """Record that this worker's GPU failed: for its reports, and for the next process that would take it."""
-        self.device_failed = True
         self._device_lease.erred(error)
 
     def report(self, cause: str, term: int, generation: int, kind: str) -> Report:
@@ -300,7 +273,7 @@ class Member:
             vote=state.unapplied.vote if state.unapplied is not None else None,
             shard=state.shard.cp_rank if state.valid and state.shard is not None else None,
             has_gradient=state.has_gradient,
-            healthy=not self.device_failed and self._device_lease.healthy(),
+            healthy=self._device_lease.healthy(),
             last_vote=state.last,
             gradient_membership_id=state.gradient_membership_id,
             copies=self._copies.held(),
@@ -400,33 +373,13 @@ class Member:
         return Resumed(cause, worker, command.term, command.generation, command.step), measured
 
     def _read_corpus(self, versions: tuple[CorpusVersion, ...], skips: tuple[BatchSkip, ...]) -> None:
-        """Read from a corpus that has grown, or in an order that leaves out more, since this process's last build. What
-        is held out stays the same.
-
-        Raises ValueError for a manifest that is not what it was.
-        """
-        if (versions, skips) == (self._corpus, self._skips):
+        if (news := self._data.news(versions, skips)) is None:
             return
-        if versions:
-            data = grown(self._spec.task.data, by_batch(versions, skips))
-            source = self._patiently(lambda: open_source(data))
-            self._training, _ = hold_out(source, num_sequences=self._spec.task.num_held_out)
-        step = self._spec.task.step
-        order = SkippingOrder(order_of(self._training, step.seed, step.global_batch), skips)
-        self._transaction.read_from(self._loader(self._training), order)
-        new = [skip for skip in skips if skip not in self._skips]
-        self._corpus, self._skips = versions, skips
+        loader, order, new = news
+        self._transaction.read_from(loader, order)
         if self._speaks:
-            for skip in new:
-                self._publish(
-                    [
-                        {
-                            "step": skip.first_step,
-                            "num_batches": skip.num_batches,
-                            "left_out": order.left_out(skip)[: NAMED + 1],
-                        }
-                    ]
-                )
+            named = [(skip, order.left_out(skip)[: NAMED + 1]) for skip in new]
+            self._publish([{"step": s.first_step, "num_batches": s.num_batches, "left_out": ids} for s, ids in named])
 
     def _take_device(self, connector: Connector) -> None:
         """Take the GPU this worker owns, or a free one, and select it in this thread."""
@@ -522,8 +475,7 @@ class Member:
         """Step until a boundary or the end; returns `boundary` or `finished`. Raises what breaks a step off."""
         generation = self._now
         state, step_config = self._transaction, self._spec.task.step
-        if not self._trained:
-            self._compiled.news()  # the warm-up and the build
+        self._compiled.before_steps()  # the warm-up and the build
         with translated(generation.connector):
             assert state.shard is not None
             self._copies.first(state.shard)
@@ -633,8 +585,7 @@ class Member:
         self._send(through=step - 1)
         # Global rank 0 asks for all; the others only where its answer, sent to all, was lost on its way to them.
         after_s = 0.0 if command.members[0] == self._spec.worker else ASK_AGAIN_S
-        ask = partial(self._ask_callbacks, command.generation, step)
-        answer = self.callback_wait.wait(step, ask, self._while_others_work, after_s)
+        answer = self.callback_wait.wait(command.generation, step, self._while_others_work, after_s)
         is_saved = self._saver.newest == (step, command.term, command.generation)  # by the schedule
         if (answer.stops or answer.saves) and not is_saved:
             self._save_state()
@@ -646,7 +597,7 @@ class Member:
             return False
         begun = time.monotonic()
         self._stamps.stamp(step, Phase.VALIDATE)
-        found = self._transaction.validate(self._val_loader, self._validation)
+        found = self._transaction.validate(self._data.held_out_loader, self._data.held_out)
         if self._speaks:
             self._publish([{"step": step - 1, **found, "took_s": time.monotonic() - begun}])
         return True
@@ -675,16 +626,9 @@ class Member:
 
     def _report_compiled(self, step: int) -> None:
         """Publish how much was compiled before this process's first step or in step 0, and what in each later step."""
-        before = self._compiled.count
-        if step == 0:
-            before += len(self._compiled.news())
-            later: list[str] = []
-        else:
-            later = report_compiled(self._compiled, step)
-        if later or not self._trained:
-            num_before = 0 if self._trained else before
-            self._publish([{"step": step, "worker": self._spec.worker, "compiled": later, "before": num_before}])
-        self._trained = True
+        later, before = self._compiled.of_step(step)
+        if later or before is not None:
+            self._publish([{"step": step, "worker": self._spec.worker, "compiled": later, "before": before or 0}])
 
     def _record(self, outcome: Outcome, local: Local, took_s: float, frozen_s: float) -> None:
         generation = self._now

@@ -160,6 +160,7 @@ class CompileWatch:
     def __init__(self) -> None:
         EVENTS.attach()
         self.count = 0
+        self._has_trained = False
         self._num_events = len(EVENTS.names)
         self._num_graphs = _num_graphs()
         self._since_us = time.time_ns() // 1000
@@ -174,6 +175,25 @@ class CompileWatch:
         self.count += len(found)
         return found
 
+    def before_steps(self) -> None:
+        """Until this process has trained, what it has compiled counts as before its first step."""
+        if not self._has_trained:
+            self.news()
+
+    def of_step(self, step: int) -> tuple[list[str], int | None]:
+        """What was compiled in a step, none in step 0, with one warning: a step that compiles is slow, and every rank
+        waits. And how many before this process's first step, or in step 0; None where that was said already."""
+        later, before = self.news(), self.count
+        if step == 0:
+            later = []
+        else:
+            before -= len(later)
+        if later:
+            text = "; ".join(later)
+            log.warning("step %d compiled %d more: %s; the warm-up did not cover it", step, len(later), text)
+        is_first, self._has_trained = not self._has_trained, True
+        return later, before if is_first else None
+
     def _functions(self) -> list[str]:
         number, since_us = _num_graphs() - self._num_graphs, self._since_us
         if number <= 0:
@@ -185,14 +205,6 @@ class CompileWatch:
             if entry.is_forward is not False and not entry.is_runtime and (entry.start_time_us or 0) >= since_us
         ]
         return found if len(found) == number else [*found[:number], *["?"] * (number - len(found))]
-
-
-def report_compiled(watch: CompileWatch, step: int) -> list[str]:
-    """What was compiled since the last call, with one warning: a step that compiles is slow, and every rank waits."""
-    news = watch.news()
-    if news:
-        log.warning("step %d compiled %d more: %s; the warm-up did not cover it", step, len(news), "; ".join(news))
-    return news
 
 
 def _describe(entry: Any) -> str:

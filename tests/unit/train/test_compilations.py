@@ -33,7 +33,7 @@ from elastic_ring.attention.warmup import NullProcessGroup, length_classes, warm
 from elastic_ring.monitor.stamps import Phase, StampReader, StampWriter
 from elastic_ring.runtime.worker.member import Member
 from elastic_ring.runtime.worker.start_reports import StartWork
-from elastic_ring.train.startup.compilations import EVENTS, CompileEvents, CompileWatch, report_compiled
+from elastic_ring.train.startup.compilations import EVENTS, CompileEvents, CompileWatch
 
 CONTEXT = 1024
 HEAD_DIM = 8
@@ -241,7 +241,7 @@ def member(tmp_path: Path) -> Iterator[Any]:
     made._stamps = StampWriter(tmp_path / "w").open()
     made._spec, made.published = SimpleNamespace(worker="w"), []
     made._publish = made.published.extend
-    made._compiled, made._trained = CompileWatch(), False
+    made._compiled = CompileWatch()
     EVENTS.listener = made._announce_compilation
     yield made
     EVENTS.listener = None
@@ -336,11 +336,11 @@ def test_flex_attention_that_a_step_compiles_is_named_once_with_the_reason(
     watch = CompileWatch()
     attend(16)  # a warning of torch's in the first call of a process would change what it guards
     with caplog.at_level(logging.WARNING, "elastic_ring"):
-        report_compiled(watch, 11)
+        watch.of_step(11)
         attend(32)
-        assert len(report_compiled(watch, 12)) == 1
+        assert len(watch.of_step(12)[0]) == 1
         attend(16)
-        report_compiled(watch, 13)
+        watch.of_step(13)
     (told,) = [record.getMessage() for record in caplog.records if record.name.startswith("elastic_ring")]
     assert told.startswith("step 12 compiled 1 more: flex_attention_by_token (")
     assert "expected 16, actual 32" in told

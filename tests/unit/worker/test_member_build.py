@@ -49,6 +49,7 @@ class Parts:
         self.member = Member(spec, stamps, None, lambda records: None)  # type: ignore[arg-type]
         self.member._transaction = self.state  # type: ignore[assignment]
         self.member._num_parameters = 1
+        self.member._data = SimpleNamespace(news=lambda versions, skips: None)  # type: ignore[assignment]
         self.member._kernels = SimpleNamespace(settle=self.settle)  # type: ignore[assignment]
         monkeypatch.setattr(member_module, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now))
         monkeypatch.setattr(member_module, "forget_groups", lambda: None)

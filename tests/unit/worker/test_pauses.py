@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ring.runtime.worker.pauses import PauseWatch
+from elastic_ring.runtime.worker.stall_watchdog import PauseWatch
 
 
 class Host:

@@ -139,7 +139,7 @@ def test_a_worker_that_has_told_of_its_device_reports_itself_unhealthy(tmp_path:
     nothing.gradient_membership_id = nothing.state_id = (0, 0)
     member._transaction = nothing  # type: ignore[assignment]
     assert member.report("c", 1, 4, "aborted").healthy
-    member.device_failed = True
+    member._device_lease.has_erred = True
     assert not member.report("c", 1, 4, "aborted").healthy
 
 
