@@ -35,6 +35,7 @@ from elastic_ring.control.messages import (
     StartWorker,
     Tick,
     Vote,
+    WorkerCommand,
     WorkerLost,
     WorkerReady,
 )
@@ -286,7 +287,7 @@ class World:
             self._carry(lambda: self._start(command), reliable=False)
         elif isinstance(command, KillWorker):
             self._carry(lambda: self._kill(command.worker), reliable=False)
-        elif command.worker in self.workers:
+        elif isinstance(command, WorkerCommand) and command.worker in self.workers:
             self._carry(lambda: self.workers[command.worker].obey(command), reliable=False)
 
     def _start(self, command: StartWorker) -> None:
