@@ -46,6 +46,20 @@ TINY = ModelConfig(257, 2, 32, 4, 2, 8, 64)
 EXPERTS = replace(TINY, num_experts=5, experts_per_token=2, expert_width=16, shared_width=16)
 
 
+class InParts(ModelConfig):
+    """A shape that is built as a much larger one is: layers without experts, embedding and head in parts."""
+
+    has_own_tables = True
+    ffn_slices = (24, 24, 16)
+    head_slices = (128, 129)
+
+    def is_parted(self, layer: int) -> bool:
+        return not self.has_experts(layer)
+
+
+IN_PARTS = InParts(**{**vars(EXPERTS), "num_layers": 3, "num_dense_layers": 2})
+
+
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Forks the workers of the session's Ray; other Rays start theirs themselves."""

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from elastic_ring.faults import EXCHANGES
-from tests.ray.conftest import EXPERTS, Heard, fault_free
+from elastic_ring.model.transformer import Transformer
+from tests.ray.conftest import EXPERTS, IN_PARTS, Heard, fault_free
 
 Train = Callable[..., dict[str, Any]]
 Summary = dict[str, Any]
@@ -74,6 +75,21 @@ def test_a_kill_in_each_exchange_of_experts_changes_no_bit(train: Train, first: 
     summary = train(f"experts-{first}", spares=6, steps=8, faults=faults, model=EXPERTS, experts="send")
     assert_same_bits(summary, calm)
     assert faults_of(summary) == [1] * 6
+
+
+@pytest.mark.slow
+def test_kills_change_no_bit_of_a_model_whose_large_layers_are_gathered_in_parts(train: Train) -> None:
+    """Two layers in parts, one of experts that tokens are sent to; the head in slices."""
+    model = Transformer(IN_PARTS)
+    assert [len(whole.own_units()) for whole in (*model.blocks, model)] == [4, 4, 0, 3]
+    calm = train("parts-calm", spares=0, steps=8, model=IN_PARTS, experts="send")
+    faults = (
+        "kill@step=1,phase=forward,hop=1,rank=0; kill@step=3,phase=backward,rank=3;"
+        "kill@step=4,phase=combine,hop=2,rank=1; kill@step=6,phase=apply,rank=2"
+    )
+    summary = train("parts", spares=4, steps=8, faults=faults, model=IN_PARTS, experts="send")
+    assert_same_bits(summary, calm)
+    assert faults_of(summary) == [1] * 4
 
 
 @pytest.mark.slow

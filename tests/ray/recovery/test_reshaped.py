@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ring import CheckpointConfig
+from elastic_ring import CheckpointConfig, ElasticRingTrainer, Result
 from elastic_ring.data.source import PreparedTokens
 from elastic_ring.runtime.driver.cluster import left_behind
 from tests.ray.conftest import ALONE, EXPERTS, check_records, tiny_trainer, wait_for
@@ -32,6 +32,15 @@ def status(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "status.json").read_text())
 
 
+def shrunk_and_grown(trainer: ElasticRingTrainer, gate: Path, folder: Path) -> Result:
+    """The result of a run whose passes wait at the gate until its third generation trains."""
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for((folder / "status.json").exists, lambda: status(folder)["generation"] == 3)
+        gate.touch()
+        return run.result()
+
+
 @pytest.fixture(scope="module")
 def reference(local_ray: None, mixture: PreparedTokens, tmp_path_factory: pytest.TempPathFactory) -> Summary:
     """On one worker: samples come from the manifest, whatever the mesh."""
@@ -44,11 +53,7 @@ def test_a_loss_without_a_spare_shrinks_the_mesh_and_it_grows_back(
     gate, folder = tmp_path / "gate", tmp_path / "shrink"
     faults = "kill@step=1,phase=backward,rank=3"
     trainer = tiny_trainer(tmp_path, "shrink", spares=0, faults=faults, gate=gate, gate_s=1.0, data=mixture)
-    with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(trainer.fit)
-        wait_for((folder / "status.json").exists, lambda: status(folder)["generation"] == 3)
-        gate.touch()
-        result = run.result()
+    result = shrunk_and_grown(trainer, gate, folder)
     check_records(trainer, result)
     assert left_behind("shrink") == []
     assert_same_samples(result.summary, reference)
@@ -56,22 +61,31 @@ def test_a_loss_without_a_spare_shrinks_the_mesh_and_it_grows_back(
 
 
 @pytest.mark.slow
-def test_with_experts_a_mesh_shrinks_and_a_checkpoint_goes_on_in_a_longer_ring_that_gathers_them(
-    train: Train, mixture: PreparedTokens
+def test_with_experts_a_mesh_shrinks_and_grows_and_checkpoints_go_on_in_rings_that_gather_them_and_send_again(
+    train: Train, mixture: PreparedTokens, tmp_path: Path
 ) -> None:
     """Five experts: tokens are sent to them in rings of two, their weights gathered in one of four."""
     settings: dict[str, Any] = {"model": EXPERTS, "data": mixture, "spares": 0}
     alone = train("experts-alone", **{**settings, **ALONE})
-    kept = {"checkpoint_config": CheckpointConfig(every_steps=6)}
-    faults = "kill@step=8,phase=dispatch,hop=2,rank=3"
-    shrunk = train("experts-shrink", faults=faults, experts="send", run=kept, **settings)
+    kept: dict[str, Any] = {"checkpoint_config": CheckpointConfig(every_steps=4)}
+    gate, folder = tmp_path / "gate", tmp_path / "experts-shrink"
+    faults = "kill@step=2,phase=dispatch,hop=2,rank=3"
+    settings |= {"gate": gate, "gate_s": 1.0}  # a run that goes on has the same loss
+    trainer = tiny_trainer(tmp_path, "experts-shrink", faults=faults, experts="send", run=kept, **settings)
+    shrunk = shrunk_and_grown(trainer, gate, folder).summary
     assert_same_samples(shrunk, alone, rel=1e-3)
-    assert [generation["mesh"]["dp"] for generation in shrunk["generations"]][:2] == [2, 1]
-    path = next(one["path"] for one in shrunk["checkpoints"] if one["step"] == 6)
-    other = train("experts-other", dp=1, cp=4, experts="gather", run={"resume": path}, **settings)
-    assert other["resumed_from"] == [{"step": 6, "path": path}]
-    assert other["losses"][:6] == shrunk["losses"][:6]
-    assert_same_samples(other, alone, rel=1e-3)
+    assert [generation["mesh"]["dp"] for generation in shrunk["generations"]] == [2, 1, 2]
+    before = shrunk
+    for name, step, mesh in (
+        ("experts-other", 4, {"dp": 1, "cp": 4, "experts": "gather"}),
+        ("experts-back", 8, {"dp": 2, "cp": 2, "experts": "send"}),
+    ):
+        path = next(one["path"] for one in before["checkpoints"] if one["step"] == step)
+        other = train(name, run={"resume": path, **kept}, **settings, **mesh)
+        assert other["resumed_from"] == [{"step": step, "path": path}]
+        assert other["losses"][:step] == before["losses"][:step]
+        assert_same_samples(other, alone, rel=1e-3)
+        before = other
 
 
 @pytest.mark.slow
