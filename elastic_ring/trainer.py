@@ -766,6 +766,7 @@ def _shown(record: dict[str, Any]) -> StepMetrics:
         generation=record["generation"],
         mesh=mesh,
         num_members=mesh.size,
+        expert_load_max=record.get("expert_load_max"),
     )
 
 

@@ -30,6 +30,7 @@ ROWS = {
         "stragglers",
         "wrong_results",
         "slowest_rank_ratio",
+        "expert_load_ratio",
         "last_commit_timestamp_seconds",
     ),
     "Mesh": ("phase", "mesh", "wanted_rings", "workers", "wanted_spares", "nodes", "failed_starts", "generation"),

@@ -109,8 +109,11 @@ class ExpertExchange:
         return arrived
 
 
-def computed(exchange: ExpertExchange | None, order: Order, rows: Tensor, products: Products) -> Tensor:
+def computed(layer: Any, order: Order, rows: Tensor, products: Products) -> Tensor:
     """The results of this rank's rows (N, width), sorted by expert; the rank that holds an expert computes its rows."""
+    exchange: ExpertExchange | None = layer.exchange
+    if layer.meter is not None:
+        layer.meter.add(layer, order.load)
     if exchange is None:
         return products(rows, order.ends)
     routes = exchange.routes(order.load)
@@ -155,7 +158,7 @@ def ring_sum(values: Tensor, group: Group | None) -> Tensor:
 
 def expert_layers(model: nn.Module) -> Iterator[Any]:
     """The modules whose own parameters have an expert in each row. They have `experts_per_token`, the `width` of a row
-    that travels, and `exchange`, which is None while their weights are gathered."""
+    that travels, `exchange`, which is None while their weights are gathered, and `meter`, None where nobody counts."""
     return (
         module for module in model.modules() if hasattr(module, "experts_per_token") and hasattr(module, "exchange")
     )

@@ -84,6 +84,7 @@ def values_of(metrics: StepMetrics) -> Values:
         "train/grad_norm": metrics.grad_norm,
         "train/lr": metrics.lr,
         "train/skipped": float(metrics.skipped),
+        "train/expert_load_max": metrics.expert_load_max,
         "speed/tokens_per_s": metrics.tokens_per_s,
         "speed/step_s": metrics.step_s,
         "speed/exposed_hop_wait_s": metrics.exposed_hop_wait_s,

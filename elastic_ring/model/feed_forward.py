@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_ring.attention.recomputation import Start
-from elastic_ring.experts.balance import with_excess
+from elastic_ring.experts.balance import LoadMeter, with_excess
 from elastic_ring.experts.compute import grouped_linear
 from elastic_ring.experts.exchange import ExpertExchange, computed, own_rows
 from elastic_ring.experts.order import Order, taken
@@ -84,12 +84,13 @@ class Experts(nn.Module):
         number, inner = config.num_experts, config.expert_width
         self.experts_per_token, self.width = config.experts_per_token, config.width
         self.exchange: ExpertExchange | None = None
+        self.meter: LoadMeter | None = None
         self.gate_up = nn.Parameter(torch.empty(number, 2 * inner, config.width))
         self.down = nn.Parameter(torch.empty(number, config.width, inner))
 
     def forward(self, tokens: Tensor, order: Order, weights: Tensor) -> Tensor:
         """tokens (T, width), weights (T, k) -> (T, width)."""
-        return order.gather(computed(self.exchange, order, order.spread(tokens), self._products), weights)
+        return order.gather(computed(self, order, order.spread(tokens), self._products), weights)
 
     def _products(self, rows: Tensor, ends: Tensor) -> Tensor:
         gate_up, down = (own_rows(weight, rows.dtype) for weight in (self.gate_up, self.down))

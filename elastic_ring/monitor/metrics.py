@@ -90,7 +90,8 @@ class StepMetrics:
 
     A step with a non-finite gradient is `skipped`; its loss may be nan. `samples` is the digest of the consumed data,
     `val_loss` the loss of the held-out sequences where validated, `committed_monotonic_s` the commit time on the
-    monotonic clock of the publishing rank's host.
+    monotonic clock of the publishing rank's host. `expert_load_max`: how many times its fair share of a ring's tokens
+    the fullest expert of a layer got; None without experts.
     """
 
     step: int
@@ -113,6 +114,7 @@ class StepMetrics:
     val_loss: float | None = None
     committed_monotonic_s: float = 0.0
     data_wait_s: float = 0.0
+    expert_load_max: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON: a non-finite float becomes null; `loss_hex` keeps the exact loss."""

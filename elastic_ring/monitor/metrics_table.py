@@ -177,6 +177,12 @@ TABLE: tuple[Metric, ...] = (
         only=STEP_1,
     ),
     Metric(
+        "elastic_ring_expert_load_ratio",
+        "1",
+        "how many times its fair share of tokens the fullest expert of a layer got in the newest committed step",
+        only="with experts",
+    ),
+    Metric(
         "elastic_ring_wrong_results",
         "findings",
         "how often so far ranks that must agree did not (corruption), whatever was done about it",

@@ -242,7 +242,9 @@ def _rates_line(steps: Sequence[Mapping[str, Any]]) -> str:
         return ""
     norm = steps[-1].get("grad_norm")
     told = "not finite" if norm is None else f"{norm:.3g}"
-    return _row("rates", f"learning rate {steps[-1]['lr']:.3g}   gradient norm {told}")
+    load = steps[-1].get("expert_load_max")
+    fullest = "" if load is None else f"   fullest expert {load:.2f} times its fair share"
+    return _row("rates", f"learning rate {steps[-1]['lr']:.3g}   gradient norm {told}{fullest}")
 
 
 def left_s(steps: Sequence[Mapping[str, Any]], num_left: int) -> float | None:

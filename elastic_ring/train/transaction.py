@@ -34,7 +34,8 @@ from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import ArrivedCopies, Loader, Slice, consumed_digest, joined
 from elastic_ring.data.sampling.order import SampleOrder, passes, share
 from elastic_ring.data.sampling.validation import LOSS, ValidationSource
-from elastic_ring.experts.exchange import ExpertExchange
+from elastic_ring.experts.balance import LoadMeter
+from elastic_ring.experts.exchange import ExpertExchange, expert_layers
 from elastic_ring.mesh import Coordinate, Mesh
 from elastic_ring.state.checkpoints.checkpoint import Reader
 from elastic_ring.state.device.squares import squared_norm
@@ -147,6 +148,7 @@ class Transaction:
         self.model: nn.Module | None = None
         self._waits = ExchangeWaits()
         self._experts: ExpertExchange | None = None
+        self._loads: LoadMeter | None = None
         self.corruption: Literal["off", "log", "act"] = "off"
         """What follows when ranks that must agree do not."""
         self.check_every_steps = 0
@@ -225,6 +227,9 @@ class Transaction:
 
         make_abortable(model, groups.launching, self._waits)
         self._experts = self._exchange_of(self._maker.sent)
+        layers = list(expert_layers(model))
+        ring = groups.ring if self._mesh.cp > 1 else None
+        self._loads = LoadMeter(layers, ring, self.device) if layers else None
         if self.task.frozen is not None:
             self._frozen.fill(self._maker, model, self.task.frozen, (coordinate.cp_rank, self._mesh.cp))
         params = trained_params(model, self.task.frozen)
@@ -275,7 +280,7 @@ class Transaction:
         """Drop the groups and the module that was wrapped in them; keep values and gradient."""
         if self._gradient is not None:
             self._gradient.detach()
-        self.model, self._groups, self._plans, self._experts = None, None, PlanCache(), None
+        self.model, self._groups, self._plans, self._experts, self._loads = None, None, PlanCache(), None, None
         self._buffers = HopBuffers()  # an aborted exchange may still write to the old ones
 
     def drop(self) -> None:
@@ -315,6 +320,8 @@ class Transaction:
         if self.gauge is not None:
             self.gauge.begin(self.device)
         again = self._compute_again(step) if self._is_recomputed(step) else 0.0
+        if self._loads is not None:
+            self._loads.begin()
         mine, following = (
             share(self._order.sample_ids(of), self._coordinate.dp_rank, self._mesh.dp) for of in (step, step + 1)
         )
@@ -421,9 +428,11 @@ class Transaction:
         assert self._gradient is not None
         assert self._groups is not None
         gradient, flat = self._gradient, self._gradient.flat
-        counted = squared_norm(gradient.counts) if gradient.num_counts else torch.zeros_like(local.loss_sum)
-        sums = [squared_norm(gradient.slopes), local.loss_sum, local.num_tokens, counted]
-        norm_sq, loss_sum, num_tokens, of_counts = torch.stack(sums).tolist()
+        nothing = torch.zeros_like(local.loss_sum)
+        counted = squared_norm(gradient.counts) if gradient.num_counts else nothing
+        load = self._loads.largest() if self._loads is not None else nothing
+        sums = [squared_norm(gradient.slopes), local.loss_sum, local.num_tokens, counted, load]
+        norm_sq, loss_sum, num_tokens, of_counts, expert_load = torch.stack(sums).tolist()
         # Squares of finite fp32 numbers cannot overflow fp64: only a norm that is not finite is worth a count.
         num_nonfinite = 0 if math.isfinite(norm_sq) else int(flat.numel() - torch.isfinite(flat).sum())
         digests = self._digests(step, norm_sq + of_counts, local)
@@ -434,7 +443,7 @@ class Transaction:
         said = flags() | (Flag.BOUNDARY if boundary else NOTHING)
         tally = Tally(norm_sq, num_nonfinite, loss_sum, int(num_tokens), local.samples, said, spike)
         memory_share = self.gauge.share(self.device) if self.gauge is not None else 0.0
-        ballot = Ballot(tally, local.work_s(), memory_share, digests, *self._first_attempt(step))
+        ballot = Ballot(tally, local.work_s(), memory_share, digests, *self._first_attempt(step), expert_load)
         work, rows = start_vote(self._groups.world, ballot)
         self._watch("vote", step)
         work.wait()

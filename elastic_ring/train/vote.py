@@ -88,7 +88,8 @@ class Ballot:
 
     `work_s`: how long it worked itself for each of its sequences, without waits for others, in seconds; 0 if not
     measured. `memory_share`: how near it came to the end of its memory (`MemoryGauge`). `digests`: what it computed.
-    `first`: the same of its attempt at this step before, if ranks did not agree in it: in `what`.
+    `first`: the same of its attempt at this step before, if ranks did not agree in it: in `what`. `expert_load`: the
+    largest load of an expert by its fair share (`LoadMeter`); 0 without experts.
     """
 
     tally: Tally
@@ -97,16 +98,18 @@ class Ballot:
     digests: Digests = field(default_factory=Digests)
     what: str = ""
     first: Digests = field(default_factory=Digests)
+    expert_load: float = 0.0
 
     def row(self) -> torch.Tensor:
-        own = self.work_s, self.memory_share, *self.digests.numbers(), WHATS.index(self.what), *self.first.numbers()
+        digests = *self.digests.numbers(), WHATS.index(self.what), *self.first.numbers()
+        own = self.work_s, self.memory_share, *digests, self.expert_load
         return torch.tensor([*self.tally.numbers(), *own], dtype=torch.float64)
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Ballot:
-        work_s, memory_share, *told = row[_NUM_TALLIED:]
+        work_s, memory_share, *told, expert_load = row[_NUM_TALLIED:]
         first = WHATS[int(told[5])], Digests(*told[6:])
-        return cls(Tally.of(row[:_NUM_TALLIED]), work_s, memory_share, Digests(*told[:5]), *first)
+        return cls(Tally.of(row[:_NUM_TALLIED]), work_s, memory_share, Digests(*told[:5]), *first, expert_load)
 
 
 _NUM_TALLIED = len(Tally().numbers())
@@ -118,6 +121,7 @@ class Outcome:
     """The result of a vote. Gradients are of the summed loss; `grad_norm` is of the mean loss.
 
     `work_s` and `memory_shares`: each rank's, as in `Ballot`; empty where the result came later, from another rank.
+    `expert_load`: the largest of all rings; 0 then, too.
     `finding`: which rank computed wrongly, if the run only reports it.
     """
 
@@ -125,6 +129,7 @@ class Outcome:
     work_s: tuple[float, ...] = ()
     finding: Finding | None = None
     memory_shares: tuple[float, ...] = ()
+    expert_load: float = 0.0
 
     @cached_property
     def tally(self) -> Tally:
@@ -238,7 +243,8 @@ def count(
         max(shares, key=lambda one: one.spike.num_seen).spike,
     )
     work_s, memory = (tuple(getattr(one, name) for one in ballots) for name in ("work_s", "memory_share"))
-    return Outcome(Vote(step, total.numbers(), membership_id), work_s, finding, memory)
+    vote, load = Vote(step, total.numbers(), membership_id), max(one.expert_load for one in ballots)
+    return Outcome(vote, work_s, finding, memory, load)
 
 
 def _sum(values: Iterable[float]) -> float:

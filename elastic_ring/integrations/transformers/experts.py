@@ -37,7 +37,7 @@ NO_EXPERTS = ExpertSizes()
 def compute(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Experts of transformers' interface: hidden (T, width), chosen and weights (T, k) to (T, width)."""
     order = Order.of(chosen, module.num_experts)
-    return order.gather(computed(module.exchange, order, order.spread(hidden), partial(_products, module)), weights)
+    return order.gather(computed(module, order, order.spread(hidden), partial(_products, module)), weights)
 
 
 def _products(module: Any, rows: Tensor, ends: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def mark(model: nn.Module, config: Any) -> None:
     """Have a model's experts say what `experts.exchange` asks of a layer."""
     for _, module in expert_modules(model):
         module.experts_per_token = _top_k(config)
-        module.width, module.exchange = int(config.hidden_size), None
+        module.width, module.exchange, module.meter = int(config.hidden_size), None, None
 
 
 def has_balancing_loss(config: Any) -> bool:

@@ -38,6 +38,7 @@ def record_of(outcome: Outcome, local: Local, mesh: Mesh, generation: int, lr: f
         "wrong": outcome.finding.told(outcome.vote.step) if outcome.finding else "",
         "work_s": list(outcome.work_s),
         "memory_shares": list(outcome.memory_shares),
+        "expert_load_max": outcome.expert_load or None,
         "generation": generation,
         "dp": mesh.dp,
         "cp": mesh.cp,

@@ -81,6 +81,7 @@ def metrics(step: int, **changes: Any) -> StepMetrics:
         "generation": 1 + step // 21,
         "mesh": Mesh(2, 2),
         "num_members": 4,
+        "expert_load_max": 1.25,
     }
     return StepMetrics(**{**values, **changes})
 
@@ -236,7 +237,7 @@ def test_the_status_of_a_live_run(run: Path) -> None:
         "run laptop: running, news of 2.5 s ago",
         "  mesh       dp=2 x cp=2   generation 3   term 2",
         "  step       24 of 40   loss 2.7000 (step 23)   9.12k tokens/s   soon",
-        "  rates      learning rate 0.001   gradient norm 1",
+        "  rates      learning rate 0.001   gradient norm 1   fullest expert 1.25 times its fair share",
         "  members    rank 0   w-0   node node-a   pid 100",
         "             rank 2   w-2   node node-a   pid 102",
         "  spares     w-7",

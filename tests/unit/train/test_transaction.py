@@ -28,6 +28,7 @@ from elastic_ring.train.vote import MustGoBack
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train import tiny_task
 from tests.unit.train.tiny_task import (
+    CONTEXT,
     EXPERTS,
     MODEL,
     OPTIM,
@@ -43,6 +44,7 @@ from tests.unit.train.tiny_task import (
     facts,
     in_parts,
     last_vote,
+    loads_of_a_step,
     make_task,
     momentum,
     own_slices,
@@ -103,6 +105,19 @@ def test_steps_on_a_mesh_are_those_of_plain_training(four: Membership, mesh: Mes
     assert list(trained) == list(weights)
     for name, tensor in weights.items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("settings", [GATHERED, SENT], ids=["gathered", "sent"])
+@pytest.mark.parametrize("mesh", [ALONE, RING, Mesh(1, 4)], ids=str)
+def test_the_vote_has_the_largest_load_of_an_expert(four: Membership, mesh: Mesh, settings: dict[str, Any]) -> None:
+    """A ring of all sequences has what the gradient of the bias says, which recomputation does not count twice."""
+    task, ranks = replace(make_task(), **settings), range(mesh.size)
+    four.all(begin, four.meeting(), mesh, task, ranks=ranks)
+    found = four.all(loads_of_a_step, ranks=ranks)
+    fair = STEP.global_batch * CONTEXT * EXPERTS.experts_per_token / EXPERTS.num_experts
+    excess = max(excess for _, excess in found)
+    assert excess > 1
+    assert [load for load, _ in found] == pytest.approx([1 + excess / fair] * mesh.size, rel=1e-5)
 
 
 def test_the_mean_over_tokens_that_count_is_the_same_on_every_mesh(four: Membership) -> None:

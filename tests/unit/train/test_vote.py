@@ -75,6 +75,11 @@ def test_each_rank_tells_how_near_it_came_to_the_end_of_its_memory() -> None:
     assert counted([replace(ballot(), memory_share=share) for share in shares]).memory_shares == shares
 
 
+def test_the_largest_load_of_an_expert_is_that_of_the_worst_ring() -> None:
+    loads = (1.5, 1.5, 1.25, 1.25, 1.75, 1.75)
+    assert counted([replace(ballot(), expert_load=load) for load in loads]).expert_load == 1.75
+
+
 def test_the_gradient_norm_is_counted_in_one_ring_only() -> None:
     """All rings hold the same reduced gradient, each rank of a ring another part of it."""
     total = counted([ballot(grad_norm_sq=(9.0, 16.0)[rank % 2]) for rank in range(6)])
@@ -101,7 +106,8 @@ def test_a_rank_reads_of_each_row_what_was_said() -> None:
     flags = Flag.BOUNDARY | Flag.BUSY | Flag.COPY_FAILED
     spike = SpikeBallot(7, math.inf, VERDICTS.index("clip"), clips_harder=True)
     tally = Tally(1e-300, 3.0, -math.inf, 2.0**53, (1.0, 2.0**32, 0.0, 4.0), flags, spike)
-    whole = Ballot(tally, 0.25, 0.5, Digests(1.0, 2.0, 3.0, 4.0, 5.0), WHATS[2], Digests(2.0**48, 7.0, 8.0, 9.0, 1.0))
+    told = Digests(1.0, 2.0, 3.0, 4.0, 5.0), WHATS[2], Digests(2.0**48, 7.0, 8.0, 9.0, 1.0)
+    whole = Ballot(tally, 0.25, 0.5, *told, 1.5)
     for said in (whole, ballot(), Ballot(Tally())):
         assert Ballot.of(said.row().tolist()) == said
     assert Tally.of(tally.numbers()) == tally

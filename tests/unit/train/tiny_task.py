@@ -182,6 +182,18 @@ def run_steps(me: Any, num_steps: int) -> list[tuple[str, tuple[float, ...]]]:
     return results
 
 
+def loads_of_a_step(me: Any) -> tuple[float, float]:
+    """The largest load of an expert that one step's vote has, and the most tokens too many that a bias was told of."""
+    me.paused.clear()
+    try:
+        with translated(me.connector):
+            outcome, _ = me.state.run(me.state.applied, boundary=False)
+    finally:
+        me.paused.set()
+    excess = me.state._gradient.counts / outcome.scale(me.state.task.optim.clip_norm)
+    return outcome.expert_load, float(excess.max()) if excess.numel() else 0.0
+
+
 def applying_when_waiting(me: Any) -> list[bool]:
     """Whether an apply counts as begun while it waits for those who read the shard."""
     found: list[bool] = []
