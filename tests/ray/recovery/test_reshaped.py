@@ -67,7 +67,7 @@ def test_with_experts_a_mesh_shrinks_and_grows_and_checkpoints_go_on_in_rings_th
     """Five experts: tokens are sent to them in rings of two, their weights gathered in one of four."""
     settings: dict[str, Any] = {"model": EXPERTS, "data": mixture, "spares": 0}
     alone = train("experts-alone", **{**settings, **ALONE})
-    kept: dict[str, Any] = {"checkpoint_config": CheckpointConfig(every_steps=4)}
+    kept: dict[str, Any] = {"checkpoint_config": CheckpointConfig(every_steps=4, keep_last=3)}
     gate, folder = tmp_path / "gate", tmp_path / "experts-shrink"
     faults = "kill@step=2,phase=dispatch,hop=2,rank=3"
     settings |= {"gate": gate, "gate_s": 1.0}  # a run that goes on has the same loss
