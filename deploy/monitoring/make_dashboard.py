@@ -31,6 +31,7 @@ ROWS = {
         "wrong_results",
         "slowest_rank_ratio",
         "expert_load_ratio",
+        "expert_parts",
         "last_commit_timestamp_seconds",
     ),
     "Mesh": ("phase", "mesh", "wanted_rings", "workers", "wanted_spares", "nodes", "failed_starts", "generation"),

@@ -7,6 +7,8 @@ from typing import Literal
 Placement = Literal["auto", "gather", "send"]
 REDUCED_BYTES = 4
 """Bytes of a gradient that the ring sums in fp32."""
+MOST_SHARES = 2.0
+"""A rank gets at most so many times its fair share of rows at a time; plans have room for them."""
 GATHERS, TRIPS = 2, 6
 """Weights are gathered in forward and in backward; rows go there and back in forward, recomputation and backward."""
 

@@ -6,7 +6,7 @@ balances the load is added for the choice alone, and the chosen scores are divid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from elastic_ring.attention.recomputation import Start
 from elastic_ring.experts.balance import LoadMeter, with_excess
 from elastic_ring.experts.compute import grouped_linear
-from elastic_ring.experts.exchange import ExpertExchange, computed, own_rows
+from elastic_ring.experts.exchange import ExpertExchange, computed
 from elastic_ring.experts.order import Order, taken
 from elastic_ring.model import liger
 from elastic_ring.model.config import ModelConfig
@@ -92,10 +92,9 @@ class Experts(nn.Module):
         """tokens (T, width), weights (T, k) -> (T, width)."""
         return order.gather(computed(self, order, order.spread(tokens), self._products), weights)
 
-    def _products(self, rows: Tensor, ends: Tensor) -> Tensor:
-        gate_up, down = (own_rows(weight, rows.dtype) for weight in (self.gate_up, self.down))
-        gate, up = grouped_linear(rows, gate_up, ends).chunk(2, dim=-1)
-        return grouped_linear(F.silu(gate) * up, down, ends)
+    def _products(self, weights: Mapping[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:
+        gate, up = grouped_linear(rows, weights["gate_up"], ends).chunk(2, dim=-1)
+        return grouped_linear(F.silu(gate) * up, weights["down"], ends)
 
 
 class MoE(nn.Module):

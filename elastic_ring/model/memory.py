@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from elastic_ring.config import CpuOffload
-from elastic_ring.experts.price import Placement, sends_tokens
+from elastic_ring.experts.price import MOST_SHARES, Placement, sends_tokens
 from elastic_ring.model.config import ModelConfig, block_parameters, expert_parameters, num_parameters
 
 FP32 = 4
@@ -197,6 +197,15 @@ class StepMemory:
         # Of the feed-forward's width: gate, up and their gradients, silu(gate) and one more. Of experts' rows: what
         # goes in and what comes out, sorted and by token, and once more as it travels.
         return 4 * self._width_bytes + qkv + 6 * self._ffn_bytes + (6 if self.sent else 4) * self._rows_bytes
+
+    @cached_property
+    def uneven_bytes(self) -> int:
+        """Room for more than a rank's fair share of experts' rows, of which backward holds four of a row's width, and
+        six activations inside an expert. What is above that room comes in parts (`experts.parts`)."""
+        if not self.sent:
+            return 0
+        inner = self._rows_bytes // self.config.width * self.config.expert_width
+        return int((min(MOST_SHARES, self.cp) - 1) * (4 * self._rows_bytes + 6 * inner))
 
     @cached_property
     def rotation(self) -> int:

@@ -91,7 +91,8 @@ class StepMetrics:
     A step with a non-finite gradient is `skipped`; its loss may be nan. `samples` is the digest of the consumed data,
     `val_loss` the loss of the held-out sequences where validated, `committed_monotonic_s` the commit time on the
     monotonic clock of the publishing rank's host. `expert_load_max`: how many times its fair share of a ring's tokens
-    the fullest expert of a layer got; None without experts.
+    the fullest expert of a layer got; None without experts. `expert_parts`: passes of layers whose tokens came to
+    experts in parts, since one rank would have had too many; of the ring of global rank 0.
     """
 
     step: int
@@ -115,6 +116,7 @@ class StepMetrics:
     committed_monotonic_s: float = 0.0
     data_wait_s: float = 0.0
     expert_load_max: float | None = None
+    expert_parts: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Strict JSON: a non-finite float becomes null; `loss_hex` keeps the exact loss."""

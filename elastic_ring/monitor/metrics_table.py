@@ -183,6 +183,12 @@ TABLE: tuple[Metric, ...] = (
         only="with experts",
     ),
     Metric(
+        "elastic_ring_expert_parts",
+        "passes",
+        "passes of layers in the newest committed step whose tokens came to their experts in parts, to spare memory",
+        only=STEP_1,
+    ),
+    Metric(
         "elastic_ring_wrong_results",
         "findings",
         "how often so far ranks that must agree did not (corruption), whatever was done about it",

@@ -99,7 +99,8 @@ class Local:
     """Results of one rank's forward and backward passes of a step. `loss_sum` and `num_tokens`, scalars, stay on their
     device: a read synchronises, so the vote reads them together with the gradient's norm. `data_wait_s`: how long it
     waited for data. `work_s`: how long it worked itself for each of its sequences, once the device is synchronised; 0:
-    not measured. `own` and `again` as in `Digests`."""
+    not measured. `own` and `again` as in `Digests`. `expert_parts`: passes of layers whose rows for experts came in
+    parts, in this ring."""
 
     loss_sum: Tensor
     num_tokens: Tensor
@@ -110,6 +111,7 @@ class Local:
     work_s: Callable[[], float] = lambda: 0.0
     own: float = 0.0
     again: float = 0.0
+    expert_parts: int = 0
 
 
 class Transaction:
@@ -358,7 +360,8 @@ class Transaction:
         samples, waited_s = consumed_digest(step, slices), self.loader.waited_s - waited_s
         clock.stop(hops)
         work_s = partial(clock.per_sequence_s, len(mine))
-        return Local(loss_sum, num_tokens, samples, hops, arrived, waited_s, work_s, own, again)
+        parts = self._experts.num_parted if self._experts is not None else 0
+        return Local(loss_sum, num_tokens, samples, hops, arrived, waited_s, work_s, own, again, parts)
 
     def _seed(self, piece: Slice, step: int) -> None:
         """Of the generators that a pass may draw from. `torch.manual_seed` gives the same seed to every kind of device,
@@ -608,6 +611,7 @@ class Transaction:
             check=groups.check,
             observe=self._watch,
             waiting=self._waits.waiting,
+            most_rows=self._maker.most_rows,
         )
         for layer in layers:
             layer.exchange = made

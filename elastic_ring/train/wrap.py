@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from elastic_ring.experts import price
 from elastic_ring.experts.exchange import expert_layers, sends, spread
 from elastic_ring.model.fp8 import ALIGNED, use_fp8, widths_of
 from elastic_ring.train.optim import check_optimizer
@@ -36,6 +37,8 @@ class ModuleMaker:
         """Parameters and their gradients are in host memory; each unit's are on the device while it is gathered."""
         self.sent: list[Any] = []
         """Layers of the last wrapped module that have their own experts and need an exchange."""
+        self.most_rows = 0
+        """Most rows of these layers that a rank gets at a time."""
         self._buffers: dict[str, Tensor] | None = None
 
     def wrap(self, device_mesh: DeviceMesh, dp: int = 1) -> nn.Module:
@@ -90,6 +93,7 @@ class ModuleMaker:
         tokens = min(step.sequences_per_pass, -(-step.global_batch // dp)) * -(-step.context_tokens // cp)
         layers = list(expert_layers(model))
         sent = [layer for layer in layers if sends(step.experts, layer, cp, tokens, element_bytes)]
+        self.most_rows = max((int(price.MOST_SHARES * tokens * layer.experts_per_token) for layer in sent), default=0)
         if layers:
             log.info("experts=%s: %d of %d layers send tokens to their experts", step.experts, len(sent), len(layers))
         return sent

@@ -84,7 +84,7 @@ class ModelPlan:
 
     def _needed(self, memory: StepMemory, num_ranks: int) -> int:
         beside = self.num_contexts * CONTEXT_BYTES + (num_ranks > 1) * COMMUNICATOR_BYTES
-        return int(memory.device_bytes * (1 + RESERVE)) + beside
+        return int(memory.device_bytes * (1 + RESERVE)) + memory.uneven_bytes + beside
 
     def smallest_ring(self, gib: float) -> int | None:
         """The smallest ring, of whole hosts or within one, whose ranks fit a GPU of `gib`, and that divides the experts
@@ -156,8 +156,8 @@ class ModelPlan:
         meet = "tokens are sent to the rank that holds their experts" if self.memory.sent else "experts are gathered"
         return [
             f"{active:,} of them for a token; {layers * expert_parameters(config):,} in "
-            f"{layers} x {config.num_experts} experts, {config.experts_per_token} for a token; {meet}; loads are "
-            "counted as even",
+            f"{layers} x {config.num_experts} experts, {config.experts_per_token} for a token; {meet}"
+            + (f"; uneven loads take up to {size(self.memory.uneven_bytes)} more" if self.memory.sent else ""),
             *self._of_uneven_experts(),
         ]
 

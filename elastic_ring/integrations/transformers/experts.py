@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from elastic_ring.experts.balance import balancing_loss
 from elastic_ring.experts.compute import grouped_linear
-from elastic_ring.experts.exchange import computed, own_rows
+from elastic_ring.experts.exchange import computed
 from elastic_ring.experts.order import Order
 
 NOISE = ("router_jitter_noise", "input_jitter_noise")
@@ -40,20 +40,20 @@ def compute(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Ten
     return order.gather(computed(module, order, order.spread(hidden), partial(_products, module)), weights)
 
 
-def _products(module: Any, rows: Tensor, ends: Tensor) -> Tensor:
-    inner = module._apply_gate(_linear(module, "gate_up_proj", rows, ends))
-    return _linear(module, "down_proj", inner, ends)
+def _products(module: Any, weights: Mapping[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:
+    inner = module._apply_gate(_linear(module, weights, "gate_up_proj", rows, ends))
+    return _linear(module, weights, "down_proj", inner, ends)
 
 
-def _linear(module: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-    weight = own_rows(getattr(module, name), rows.dtype)
+def _linear(module: Any, weights: Mapping[str, Tensor], name: str, rows: Tensor, ends: Tensor) -> Tensor:
+    weight = weights[name]
     if module.is_transposed:
         weight = weight.mT
     if not module.has_bias:
         return grouped_linear(rows, weight, ends)
     # A bias is the weight of an input that is 1: its gradient is summed in a product, in an order that repeats. Seven
     # zeros beside it keep rows aligned.
-    bias = own_rows(getattr(module, f"{name}_bias"), rows.dtype)
+    bias = weights[f"{name}_bias"]
     ones = nn.functional.pad(rows.new_ones(rows.size(0), 1), (0, BESIDE_BIAS))
     return grouped_linear(
         torch.cat([rows, ones], dim=1),

@@ -218,6 +218,7 @@ def _of_steps(recorder: RunRecorder, work: Work) -> Iterator[Sample]:
         yield "elastic_ring_data_wait_seconds", "", step.data_wait_s
         yield "elastic_ring_hop_sent_bytes", "", step.hop_bytes
         yield "elastic_ring_expert_load_ratio", "", step.expert_load_max
+        yield "elastic_ring_expert_parts", "", step.expert_parts
         stragglers = recorder.detectors.stragglers
         yield "elastic_ring_slowest_rank_ratio", "", stragglers.slowest if stragglers else None
     if (timed := newest.timed) is not None:

@@ -57,6 +57,7 @@ from elastic_ring.control.state import (
     spares,
 )
 from elastic_ring.data.loader import samples_text
+from elastic_ring.experts.price import MOST_SHARES
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.goodput import Goodput, seen_of, time_by_part
 from elastic_ring.monitor.journal import Retried
@@ -295,7 +296,12 @@ class RunRecorder:
             self.recoveries.say(told)
 
     def _tell_of(self, record: Mapping[str, Any]) -> None:
-        """A loss far above those before, or a step that was skipped."""
+        """A loss far above those before, or a step that was skipped; the first rows for experts that came in parts."""
+        if record.get("expert_parts") and self.is_first("expert parts", True):
+            self.recoveries.say(
+                f"step {record['step']}: one rank would have had more than {MOST_SHARES:g} times its fair share of "
+                "tokens for its experts, so they come in parts there, which takes longer"
+            )
         spike, step = record.get("spike", ""), record["step"]
         told = told_of(
             step, record["loss"], record["skipped"], spike, record.get("spike_limit", 0.0), record.get("sample_ids", ())

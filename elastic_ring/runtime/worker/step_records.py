@@ -39,6 +39,7 @@ def record_of(outcome: Outcome, local: Local, mesh: Mesh, generation: int, lr: f
         "work_s": list(outcome.work_s),
         "memory_shares": list(outcome.memory_shares),
         "expert_load_max": outcome.expert_load or None,
+        "expert_parts": local.expert_parts,
         "generation": generation,
         "dp": mesh.dp,
         "cp": mesh.cp,

@@ -18,6 +18,7 @@ from elastic_ring.data.loader import Loader, samples_text
 from elastic_ring.data.sampling.validation import ValidationSet, ValidationSource, measured
 from elastic_ring.data.source import hold_out
 from elastic_ring.errors import LossSpike, TooManySkipped
+from elastic_ring.experts.price import MOST_SHARES
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.state.device import squares as device_squares
@@ -44,10 +45,12 @@ from tests.unit.train.tiny_task import (
     facts,
     in_parts,
     last_vote,
+    limit_rows,
     loads_of_a_step,
     make_task,
     momentum,
     own_slices,
+    parted,
     plain_training,
     plan_break,
     rebuild,
@@ -107,6 +110,7 @@ def test_steps_on_a_mesh_are_those_of_plain_training(four: Membership, mesh: Mes
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
+@pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("settings", [GATHERED, SENT], ids=["gathered", "sent"])
 @pytest.mark.parametrize("mesh", [ALONE, RING, Mesh(1, 4)], ids=str)
 def test_the_vote_has_the_largest_load_of_an_expert(four: Membership, mesh: Mesh, settings: dict[str, Any]) -> None:
@@ -257,6 +261,41 @@ def test_a_step_that_breaks_off_in_any_exchange_of_experts_and_runs_again_gives_
         four.all(rebuild, four.meeting(), SQUARE)
         four.all(run_steps, NUM_STEPS - 1)
         assert four.all(facts) == after_a_rebuild(calm), (phase, number)
+
+
+@pytest.mark.slow
+def test_rows_that_come_in_parts_give_the_bits_of_rows_that_come_at_once(four: Membership) -> None:
+    """At most a fair share at a time: one of the two ranks has two of the three experts. A step that breaks off in an
+    exchange of a part runs again. With less than an expert's rows, which are cut then, it is plain training's result.
+    """
+    task, ring, found = replace(make_task(), **SENT), range(2), []
+    try:
+        for shares in (2.0, 1.0):
+            four.all(limit_rows, shares)
+            four.all(begin, four.meeting(), RING, task, ranks=ring)
+            one, other = four.all(parted, NUM_STEPS, ranks=ring)
+            assert one == other
+            assert (sum(one) > 0, sum(one) % 2) == (shares == 1.0, 0)  # in forward and in recomputation
+            found.append(four.all(facts, ranks=ring))
+        assert found[0] == found[1]
+        four.all(begin, four.meeting(), RING, task, ranks=ring)
+        four.call(1, plan_break, "dispatch", 1, 2)
+        for rank in ring:
+            four.start(rank, break_off, 2)
+        assert four.result(1) == "Broken"
+        assert all(four.now(rank, abort_until_paused) for rank in ring)
+        assert four.result(0) == "GroupAborted"
+        four.all(rebuild, four.meeting(), RING, ranks=ring)
+        four.all(run_steps, NUM_STEPS - 1, ranks=ring)
+        assert four.all(facts, ranks=ring) == after_a_rebuild(found[0])
+        four.all(limit_rows, 0.3)
+        four.all(begin, four.meeting(), Mesh(1, 4), task)
+        assert four.all(parted, NUM_STEPS) == [[6] * NUM_STEPS] * 4
+        trained = whole(four.all(own_slices), 4)
+        for name, tensor in plain_training(task, NUM_STEPS)[1].items():
+            torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=name)
+    finally:
+        four.all(limit_rows, MOST_SHARES)
 
 
 def test_a_break_between_the_parts_of_a_layer_changes_no_bit_nor_do_copies_of_state_in_host_memory(

@@ -20,6 +20,7 @@ from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import Loader, slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.sampling.order import Order
+from elastic_ring.experts import price
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser, initialise_module
@@ -180,6 +181,16 @@ def run_steps(me: Any, num_steps: int) -> list[tuple[str, tuple[float, ...]]]:
     finally:
         me.paused.set()
     return results
+
+
+def limit_rows(me: Any, shares: float) -> None:
+    """How many times its fair share of experts' rows a rank gets at a time, from the next `begin` on."""
+    price.MOST_SHARES = shares
+
+
+def parted(me: Any, num_steps: int) -> list[int]:
+    """In each of some steps, the passes of layers whose rows came in parts."""
+    return [run_steps(me, 1) and me.state._experts.num_parted for _ in range(num_steps)]
 
 
 def loads_of_a_step(me: Any) -> tuple[float, float]:
