@@ -43,6 +43,27 @@ def test_a_grouped_product_and_its_gradients_repeat_a_hundred_times() -> None:
     assert not first[2][61:].any()
 
 
+@pytest.mark.parametrize("cut", [1, 20, 47])
+def test_products_of_some_experts_have_the_bits_that_they_have_among_all(cut: int) -> None:
+    """As rows come in parts (`experts.parts`)."""
+    torch.manual_seed(0)
+    order = Order.of(torch.rand(4096, 64, device="cuda").topk(8).indices % 61, 64)
+    rows = torch.randn(order.rows.numel(), 1024, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(64, 768, 1024, dtype=torch.bfloat16, device="cuda")
+    slope, end = torch.randn(rows.size(0), 768, dtype=torch.bfloat16, device="cuda"), int(order.ends[cut - 1])
+
+    def computed(some: slice, experts: slice, ends: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [rows[some].clone().requires_grad_(), weight[experts].clone().requires_grad_()]
+        out = grouped_linear(*leaves, ends)
+        return [out.detach(), *torch.autograd.grad(out, leaves, slope[some])]
+
+    first = computed(slice(0, end), slice(0, cut), order.ends[:cut])
+    last = computed(slice(end, None), slice(cut, None), order.ends[cut:] - end)
+    whole = computed(slice(None), slice(None), order.ends)
+    for parts, expected in zip(zip(first, last, strict=True), whole, strict=True):
+        assert torch.equal(torch.cat(parts), expected)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_ring_of_two_gpus_that_loses_a_rank_before_an_exchange_of_experts_changes_no_bit(tmp_path: Path) -> None:
     settings = {"model": EXPERTS, "experts": "send", "checkpoint_config": CheckpointConfig(every_steps=0)}
