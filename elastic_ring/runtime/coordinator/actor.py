@@ -635,13 +635,11 @@ class Coordinator:
             self._vanish_later()
             return
         weights_sha256 = self.dispatch.weights_sha256
-        concluded = aside(
-            lambda: self._conclude(end, weights_sha256),
-            self._queue,
-            self.node_monitor.echo,
-            self.recorder.checkpoint,
-            self._end_report.look,
-        )
+        beside = self._queue, self.node_monitor.echo, self.recorder.checkpoint, self._end_report.look
+        # The summary counts the last checkpoint.
+        concluded = aside(lambda: self._settle(end), *beside)
+        if concluded is not None:
+            concluded = aside(lambda: self._conclude(end, weights_sha256), *beside)
         if concluded is None:
             told = "stopped while its last records were being written: submit it again to have them"
             concluded = {**end, "error": end["error"] or "RunFailed", "message": end["message"] or told}
@@ -655,7 +653,7 @@ class Coordinator:
         log.info("ended: %s", end)
         self._vanish_later()
 
-    def _conclude(self, end: dict[str, Any], weights_sha256: str) -> dict[str, Any]:
+    def _settle(self, end: dict[str, Any]) -> dict[str, Any]:
         try:
             self.term_watch.look()  # this process may have been frozen for long
         except StorageFailed as error:
@@ -665,6 +663,10 @@ class Coordinator:
         doing(f"the last checkpoint's manifest, and clearing up, in {where}")
         if not self.checkpoints.close(self.run_spec.run.timeouts.clear_s):
             log.warning("the storage of the checkpoints does not answer at the end of the run")
+        return end
+
+    def _conclude(self, end: dict[str, Any], weights_sha256: str) -> dict[str, Any]:
+        doing, where = self._end_report.doing, self.run_spec.run.storage_uri
         doing("summary and plot")
         end = conclude(end, self.recorder, self.state, weights_sha256)
         doing(f"the last records go to {where}")

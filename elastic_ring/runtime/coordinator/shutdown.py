@@ -69,11 +69,12 @@ def aside(
     look: Callable[[], None] = lambda: None,
 ) -> End | None:
     """Do long work beside the deciding thread, whose silence would otherwise look like a hang to the agents. `look` is
-    called again and again. None when the user stops the run meanwhile: then nothing waits for the rest."""
+    called again and again. What the work has posted is done when this returns. None when the user stops the run
+    meanwhile: then nothing waits for the rest."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="conclude")
     try:
         done = executor.submit(work)
-        while not done.done():
+        while not done.done() or not events.empty():
             look()
             with suppress(queue.Empty):
                 kind, body, extra = events.get(timeout=LOOK_S)

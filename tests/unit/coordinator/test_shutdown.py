@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,25 @@ def test_beats_are_echoed_and_faults_refused_while_the_end_is_being_written() ->
     assert nodes == ["node"]
     assert saved == [{"step": 3}]
     assert answer.get(timeout=30.0) is False
+
+
+def test_a_checkpoint_that_is_posted_last_is_known_when_the_work_is_done() -> None:
+    """The summary that follows has it."""
+    events: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
+    posted, saved = threading.Event(), list[Any]()
+
+    def work() -> dict[str, Any]:
+        events.put(("beat", "node", {}))
+        events.put(("checkpoint", {"step": 3}, {}))
+        posted.set()
+        return {"error": ""}
+
+    def echo(node: str) -> None:
+        assert posted.wait(30.0)
+        time.sleep(0.2)  # the work returns meanwhile
+
+    assert aside(work, events, echo, saved.append) == {"error": ""}
+    assert saved == [{"step": 3}]
 
 
 def test_a_user_who_stops_the_end_waits_for_none_of_it() -> None:

@@ -242,12 +242,13 @@ def test_a_step_that_breaks_off_and_runs_again_gives_the_same_bits(
 
 
 def test_a_step_that_breaks_off_in_any_exchange_of_experts_and_runs_again_gives_the_same_bits(four: Membership) -> None:
-    """Of rows and of results, in forward, recomputation and backward, on each rank once."""
+    """Of rows and of results, in forward, recomputation and backward, on each rank once; and in the sum of loads, which
+    the other ranks of two rings wait in where one breaks off before it."""
     task = replace(make_task(), **SENT)
     four.all(begin, four.meeting(), SQUARE, task)
     four.all(run_steps, NUM_STEPS)
     calm = four.all(facts)
-    for number, phase in product(range(3), ("dispatch", "combine")):
+    for number, phase in [*product(range(3), ("dispatch", "combine")), (0, "reduce")]:
         breaking = (2 * number + (phase == "combine")) % 4
         four.all(begin, four.meeting(), SQUARE, task)
         four.call(breaking, plan_break, phase, 1, number)
