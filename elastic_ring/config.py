@@ -306,6 +306,9 @@ class OptimConfig:
     """Steps over which the rate rises linearly to peak_lr."""
     total_steps: PositiveInt = 1000
     """Steps of the schedule."""
+    replanned: Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_list_as_tuple), Must("pairs of steps")] = ()
+    """Earlier schedules of an extended run, one after another: the step at which one ended, and the one at which the
+    next began. --extend --replan sets it."""
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), Must("a number of 0 or more")] = 0.1
     """For parameters of two or more dimensions."""
     betas: Annotated[
@@ -321,7 +324,19 @@ class OptimConfig:
     max_skipped: NonNegativeInt = 10
     """Steps in a row that may be skipped for a non-finite gradient."""
 
+    @property
+    def plans(self) -> list[tuple[int, int]]:
+        """(first step, step at which the decay has ended) of each schedule."""
+        edges = (0, *self.replanned, self.total_steps)
+        return list(zip(edges[::2], edges[1::2], strict=False))
+
     def __post_init__(self) -> None:
+        begins = [first for first, _ in self.plans]
+        if len(self.replanned) % 2 or begins != sorted(set(begins)) or any(first >= last for first, last in self.plans):
+            raise ValueError(
+                f"OptimConfig replanned={self.replanned}: must be pairs of steps, each schedule's end after its "
+                f"beginning, up to total_steps={self.total_steps}; leave it to --extend --replan"
+            )
         if not 0.0 <= self.min_lr <= self.peak_lr:
             raise ValueError(f"OptimConfig min_lr={self.min_lr}: must be in [0, peak_lr={self.peak_lr}]")
         if not 0 <= self.warmup_steps <= self.total_steps:

@@ -312,7 +312,11 @@ class ElasticRingTrainer:
                 self._contents = self.task.data, of_data, ()
             attach.refuse_other_settings(
                 self.run_config,
-                attach.differences(config, self._identity, {"files": self._contents[2] if self._contents else ()}),
+                attach.differences(
+                    config,
+                    self._identity,
+                    {"files": self._contents[2] if self._contents else (), "plans": self.task.optim.plans},
+                ),
                 f"its folder {self.run_config.driver_folder}",
                 f"; for more steps alone, submit it with extend=True (--extend); another name with "
                 f"resume={self.run_config.storage_uri!r} goes on from its newest checkpoint",
@@ -373,7 +377,8 @@ class ElasticRingTrainer:
         own += [str(self._validated)] if task.validation else []
         usual = {("kv_wire", "native"), ("experts", "auto"), ("linears", "native"), ("val_every_tokens", 0)}
         step = {name: value for name, value in vars(task.step).items() if (name, value) not in usual}
-        return digest(self.scaling_config, step, task.optim, self._identity.what["data"], faults, code, *own)
+        optim = {name: value for name, value in vars(task.optim).items() if (name, value) != ("replanned", ())}
+        return digest(self.scaling_config, step, optim, self._identity.what["data"], faults, code, *own)
 
     @property
     def _validated(self) -> list[tuple[str, float, int | None, str]]:

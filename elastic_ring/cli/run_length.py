@@ -32,8 +32,9 @@ def steps_of(flags: Any, made: Mapping[str, Any], sets: str | None, *, has_steps
     return math.ceil(flags.epochs * training.num_sequences / step.global_batch)
 
 
-def schedule_before(run: RunConfig, steps: int) -> dict[str, int]:
-    """The lengths of the schedule with which the run has begun. Raises ValueError where there is none to extend."""
+def schedule_before(run: RunConfig, steps: int, *, replans: bool) -> dict[str, Any]:
+    """The settings of the schedule of a longer run: those with which it has begun or, if it `replans`, with a warm-up
+    and a decay of the further steps after them. Raises ValueError where there is none to extend."""
     from elastic_ring.monitor.metrics import CONFIG_NAME
     from elastic_ring.state.storage.folder import open_or_refuse
 
@@ -43,12 +44,20 @@ def schedule_before(run: RunConfig, steps: int) -> dict[str, int]:
     try:
         found = plain_json(storage.read_record(CONFIG_NAME))
         before, optim = int(found["step"]["steps"]), found["optim"]
-        lengths = {name: int(optim[name]) for name in ("total_steps", "warmup_steps")}
+        made = {name: int(optim[name]) for name in ("total_steps", "warmup_steps")}
+        replanned = [int(step) for step in optim.get("replanned", [])]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"extend=True: {CONFIG_NAME} in {run.storage_uri} cannot be read: {error}") from error
     if steps < before:
         raise ValueError(f"steps={steps}: run {run.name!r} has {before} already; give more, or leave extend out")
-    told = "run %s goes on from %d to %d steps; its schedule ended after %d, and later steps keep the last rate"
-    if steps > before:  # equal where the same command is given again
-        log.info(told, run.name, before, steps, lengths["total_steps"])
-    return lengths
+    told = f"run {run.name} goes on from {before} to {steps} steps; its schedule ends after {made['total_steps']}, and"
+    if steps == before:  # the same command, given again
+        if replans and not replanned:
+            raise ValueError(f"replan=True: run {run.name!r} has {before} steps already; give more")
+    elif replans:
+        replanned += [made["total_steps"], before]
+        made["total_steps"] = steps
+        log.info("%s further steps warm up and decay anew", told)
+    else:
+        log.info("%s later steps keep the last rate", told)
+    return {**made, "replanned": replanned}

@@ -131,6 +131,8 @@ class ShortFlags:
     """Instead of steps: how often each sequence of the data is used."""
     extend: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with the finished run of this name for more --steps, at the rate with which its schedule ended."""
+    replan: tyro.conf.FlagCreatePairsOff[bool] = False
+    """With --extend: the further steps have a warm-up and a decay of their own."""
     validate: str | None = None
     """Sets to validate on: code=DATA,weight=2,sequences=64; held. DATA is as for --data; without it, held-out
     sequences."""
@@ -266,8 +268,10 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         made["scaling"] = _keeping(made)
     optim, steps = given["optim"], made["step"].steps
     asked = {*file.get("optim", {}), *(setting for setting in optim if has_flag(argv, f"optim.{setting}"))}
+    if flags.replan and not flags.extend:
+        raise ValueError("replan=True: plans the further steps of a finished run; give --extend too, or leave it out")
     if flags.extend:
-        before = schedule_before(made["run"], steps)
+        before = schedule_before(made["run"], steps, replans=flags.replan)
         optim |= {name: length for name, length in before.items() if name not in asked}
         asked |= before.keys()
     # The schedule is as long as the run, unless the settings give its length.

@@ -95,7 +95,8 @@ def identity_of(task: TrainingTask, settings: Mapping[str, Any], parts: Mapping[
     """The identity of a run with these `settings` of its step, its `parts` that are code, and data of these
     `contents`."""
     found = {f"step.{name}": value for name, value in settings.items()}
-    found |= {f"optim.{name}": value for name, value in vars(task.optim).items()}
+    begun = {**vars(task.optim), "total_steps": task.optim.plans[0][1]}  # later plans change no step before them
+    found |= {f"optim.{name}": value for name, value in begun.items() if name != "replanned"}
     if task.step.kv_wire != "native":
         found["step.kv_wire"] = task.step.kv_wire
     if task.step.linears != "native":

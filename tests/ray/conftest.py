@@ -149,7 +149,7 @@ def tiny_trainer(
     """A run of a small decoder, on the standard library's sources if no other data are given."""
     loss: Any = partial(slow_loss, slow_s) if slow_s else language_model_loss
     options = {"dp": 2, "cp": 2, "spares": 1, **scaling}
-    total_steps = options.pop("total_steps", steps)
+    total_steps, replanned = options.pop("total_steps", steps), options.pop("replanned", ())
     step = StepConfig(
         steps=steps,
         global_batch=options.pop("global_batch", 6),
@@ -171,7 +171,9 @@ def tiny_trainer(
         partial(Transformer, model),
         data or StdlibText(96),
         step_config=step,
-        optim_config=OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=total_steps),
+        optim_config=OptimConfig(
+            peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=total_steps, replanned=replanned
+        ),
         loss=partial(held_loss, gate, gate_s) if gate else loss,
         scaling_config=ScalingConfig(**options),
         run_config=RunConfig(name=name, **settings),

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from elastic_ring.config import RunConfig
+from elastic_ring.config import OptimConfig, RunConfig
 from elastic_ring.errors import CoordinatorLost, RunFailed
 from elastic_ring.monitor.journal import salvage_file
 from elastic_ring.monitor.json_files import readable_json
@@ -26,6 +26,7 @@ from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
 from elastic_ring.runtime.identity import NUM_TOLD, Identity, changed_files, cut_otherwise
 from elastic_ring.state.checkpoints.weight_files import are_there
 from elastic_ring.state.storage.folder import Storage
+from elastic_ring.validation import from_plain
 from elastic_ring.wording import few
 
 log = logging.getLogger(__name__)
@@ -164,9 +165,20 @@ def refuse_other_code(run: RunConfig, recorded: Mapping[str, Any], here: Mapping
 def differences(recorded: Mapping[str, Any], own: Identity, wanted: Mapping[str, Any]) -> list[str]:
     """The settings in which a config on record differs from this submission's, as text."""
     there = recorded.get("identity") or {}
-    told = own.differences(there)
+    told = own.differences(there) + other_plans(recorded, wanted.get("plans", []))
     changed = changed_files(recorded.get("files", ()), wanted.get("files", ()))
     return [changed, *told] if changed and there.get("data") != own.what["data"] else told
+
+
+def other_plans(recorded: Mapping[str, Any], plans: Sequence[tuple[int, int]]) -> list[str]:
+    """Where a run on record has planned its rates again, and steps that it may have run would have other rates."""
+    optim = recorded.get("optim") or {}
+    if not plans or (not optim.get("replanned", ()) and len(plans) == 1):
+        return []
+    there = from_plain(OptimConfig, optim, "optim.").plans
+    later = plans[len(there)][0] if len(plans) > len(there) else None
+    is_longer = plans[: len(there)] == there and (later is None or later >= int(recorded["step"]["steps"]))
+    return [] if is_longer else [f"optim.replanned: {there} there, {list(plans)} here"]
 
 
 def other_versions(recorded: Mapping[str, Any], here: Mapping[str, str]) -> str:

@@ -64,14 +64,18 @@ def test_both_holders_of_a_shard_lost_at_once_come_back_from_the_checkpoint_or_a
 def test_a_finished_run_goes_on_twice_under_its_name_with_the_bits_of_one_that_was_as_long_at_once(
     local_ray: None, tmp_path: Path
 ) -> None:
-    """The last step of the first is saved, since the checkpoint before was quick; the others have none to go by."""
-    whole = run(tmp_path, "whole", steps=8, total_steps=4, **ALONE).summary
-    saved = run(tmp_path, "longer", steps=4, total_steps=4, **ALONE).summary["checkpoints"][-1]["step"]
-    for steps in (6, 8):
-        longer = run(tmp_path, "longer", steps=steps, total_steps=4, **ALONE).summary
+    """First at its last rate, then with a warm-up and a decay of the further steps. The last step of the first is
+    saved, since the checkpoint before was quick; the others have none to go by."""
+    kept, anew = {"total_steps": 4}, {"total_steps": 8, "replanned": (4, 6)}
+    whole = run(tmp_path, "whole", steps=8, **anew, **ALONE).summary
+    saved = run(tmp_path, "longer", steps=4, **kept, **ALONE).summary["checkpoints"][-1]["step"]
+    for steps, plan in ((6, kept), (8, anew)):
+        longer = run(tmp_path, "longer", steps=steps, **plan, **ALONE).summary
         assert longer["steps"] == longer["planned_steps"] == steps
     assert longer["resumed_from"][0]["step"] == saved
     assert same(longer, whole)
+    with pytest.raises(ValueError, match=r"optim.replanned: \[\(0, 4\), \(6, 8\)\] there, \[\(0, 4\)\] here"):
+        tiny_trainer(tmp_path, "longer", steps=8, **kept, **ALONE).fit()
     with pytest.raises(ValueError, match=r"for more steps .* give --optim\.total-steps 4 --optim\.warmup-steps 2"):
         tiny_trainer(tmp_path, "other", steps=9, **ALONE, run={"resume": str(tmp_path / "longer")})._resume()
 

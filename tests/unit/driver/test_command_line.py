@@ -117,7 +117,10 @@ def test_the_schedule_is_as_long_as_the_run_unless_its_length_is_given(tmp_path:
         parse(["--steps", "9", "--optim.warmup-steps", "10"])
 
 
-def test_a_longer_run_keeps_the_schedule_with_which_it_began(tmp_path: Path) -> None:
+LATER = {"total_steps": 90, "replanned": [60, 60]}
+
+
+def test_a_longer_run_keeps_the_schedule_with_which_it_began_or_plans_the_further_steps_anew(tmp_path: Path) -> None:
     folder = ["--run-dir", str(tmp_path), "--extend"]
     with pytest.raises(ValueError, match=r"extend=True: .* has no run 'train-1t-laptop'"):
         parse([*folder, "--steps", "90"])
@@ -128,6 +131,16 @@ def test_a_longer_run_keeps_the_schedule_with_which_it_began(tmp_path: Path) -> 
         assert (asked.step.steps, asked.optim.total_steps, asked.optim.warmup_steps) == (steps, 60, 10)
     with pytest.raises(ValueError, match=r"steps=30: run 'train-1t-laptop' has 60 already"):
         parse([*folder, "--steps", "30"])
+    with pytest.raises(ValueError, match="give --extend too"):
+        parse([*folder[:-1], "--steps", "90", "--replan"])
+    with pytest.raises(ValueError, match=r"replan=True: run .* has 60 steps already; give more"):
+        parse([*folder, "--steps", "60", "--replan"])
+    anew = parse([*folder, "--steps", "90", "--replan"])
+    assert (anew.optim.total_steps, anew.optim.warmup_steps, anew.optim.replanned) == (90, 10, (60, 60))
+    (tmp_path / "config.json").write_text(json.dumps({"step": {"steps": 90}, "optim": {**optim, **LATER}}))
+    assert parse([*folder, "--steps", "90", "--replan"]).optim == anew.optim, "the same command again"
+    assert parse([*folder, "--steps", "99"]).optim == anew.optim, "from there at the last rate"
+    assert parse([*folder, "--steps", "99", "--replan"]).optim.replanned == (60, 60, 90, 90)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json in .* cannot be read"):
         parse([*folder, "--steps", "90"])

@@ -26,6 +26,19 @@ from tests.unit.train.tiny_task import EXPERTS, make_task
 CONFIG = OptimConfig(peak_lr=1.0, min_lr=0.1, warmup_steps=4, total_steps=24)
 
 
+def test_a_schedule_that_is_planned_again_keeps_its_past_and_rises_from_its_last_rate() -> None:
+    config = OptimConfig(peak_lr=1.0, min_lr=0.1, schedule="linear", warmup_steps=2, total_steps=4)
+    longer = replace(config, total_steps=10, replanned=(4, 6))
+    rates = [learning_rate(step, longer) for step in range(12)]
+    assert rates[:6] == [learning_rate(step, config) for step in range(6)], "the last rate is kept between the two"
+    assert rates[6:] == pytest.approx([0.55, 1.0, 0.55, 0.1, 0.1, 0.1])
+    cut = replace(config, total_steps=5, replanned=(4, 3))
+    assert [learning_rate(step, cut) for step in (2, 3, 4)] == pytest.approx([0.55, 0.775, 1.0]), "half decayed"
+    for wrong in ((4,), (4, 10), (4, 0), (0, 4)):
+        with pytest.raises(ValueError, match="leave it to --extend --replan"):
+            replace(longer, replanned=wrong)
+
+
 def test_the_rate_rises_to_the_peak_and_falls_to_the_minimum() -> None:
     rates = [learning_rate(step, CONFIG) for step in range(40)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
