@@ -248,12 +248,15 @@ class Reader:
     """Reads slices of a committed checkpoint for any mesh. Each file is read whole once, and its digest verified.
 
     A rank of the same `cp` reads its own files only. Files are kept in memory until `fill` has ended. Without
-    `whole_files` it reads only the requested bytes, and keeps and verifies nothing: for files that `wrong_files`
-    passed.
+    `whole_files` it reads only the requested bytes, and keeps nothing; with `digests` it first verifies each file from
+    which it reads, without it nothing: for files that `wrong_files` passed.
     """
 
-    def __init__(self, storage: Storage, manifest: Manifest, *, whole_files: bool = True) -> None:
+    def __init__(
+        self, storage: Storage, manifest: Manifest, *, whole_files: bool = True, digests: bool = False
+    ) -> None:
         self.storage, self.manifest, self._whole_files = storage, manifest, whole_files
+        self._unverified = {file.name for file in manifest.files} if digests else set[str]()
         self._places: dict[str, dict[str, Place]] = {}
         self._files = {file.name: file for file in manifest.files}
         self._open: dict[str, bytearray] = {}
@@ -265,7 +268,11 @@ class Reader:
         found = self._described(name)
         if found.whole:
             return self._whole(name, found, cp_rank, cp)
-        start, stop = rows_of(found.shape, cp_rank, cp)
+        return self.rows(name, *rows_of(found.shape, cp_rank, cp))
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """The rows [start, stop) of a tensor that is cut by rows. Raises as `tensor`."""
+        found = self._described(name)
         pieces = []
         for source in range(self.manifest.cp):
             first, last = rows_of(found.shape, source, self.manifest.cp)
@@ -330,6 +337,9 @@ class Reader:
             data = self._file(file)
             place = self._place(name, file, len(data), lambda start, size: data[start : start + size])
             return place, memoryview(data)[place.start : place.start + place.num_bytes]
+        if file in self._unverified:
+            self._check(file)
+            self._unverified.remove(file)
         size = self._files[file].num_bytes
         place = self._place(name, file, size, lambda start, size: self.storage.read(file, start, size))
         return place, memoryview(bytearray(self.storage.read(file, place.start, place.num_bytes)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.files import shown_url
-from elastic_ring.state.checkpoints.checkpoint import PARAMS, Reader, committed, wrong_files
+from elastic_ring.state.checkpoints.checkpoint import PARAMS, Reader, committed, wrong_with
 from elastic_ring.state.checkpoints.header import Place, read_places
 from elastic_ring.state.checkpoints.manifest import age_key, located, read_manifest
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_INDEX, are_there, read_index
@@ -87,8 +87,8 @@ class RunWeights:
 
     @classmethod
     def open(cls, where: str) -> RunWeights:
-        """`where`: a run's folder, or one of its checkpoints, whose bytes are verified. Raises ValueError where there
-        are no weights."""
+        """`where`: a run's folder, or one of its checkpoints. Reads what describes the weights; who reads from a
+        checkpoint's file verifies it first. Raises ValueError where there are no weights."""
         storage, folder = _run_of(where)
         try:
             if not folder and are_there(storage):
@@ -97,7 +97,7 @@ class RunWeights:
             if not folder:
                 raise ValueError(f"from={where!r}: has neither final weights nor a checkpoint: give a run's folder")
             manifest = read_manifest(storage, folder)
-            if wrong := list(wrong_files(storage, manifest)):
+            if wrong := wrong_with(storage, folder, read_bytes=False):
                 raise ValueError(f"from={where!r}: {folder} is damaged ({wrong[0]}): give another checkpoint")
             files = sorted(f"{file.name} {file.sha256}" for file in manifest.files)
         except (StorageFailed, CheckpointDamaged) as error:
@@ -135,7 +135,7 @@ class RunWeights:
         storage = Storage(self.uri)
         if not self.folder:
             return StoredWeights.open(self.uri)
-        return Reader(storage, read_manifest(storage, self.folder), whole_files=False)
+        return Reader(storage, read_manifest(storage, self.folder), whole_files=False, digests=True)
 
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -156,10 +156,16 @@ class RunWeights:
                 )
 
     def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
-        """As `train.task.Initial` says."""
+        """As `train.task.Initial` says. Raises ValueError for a damaged file of a checkpoint."""
         if isinstance(self._stored, StoredWeights):
             return self._stored.tensor(name, rows).to(torch.float32)
-        whole = self._stored.tensor(f"{PARAMS}/{name}", 0, 1).to(torch.float32)
+        stored, place = self._stored, f"{PARAMS}/{name}"
+        try:
+            if rows is not None and not stored.manifest.tensors[place].whole:
+                return stored.rows(place, *rows).to(torch.float32)
+            whole = stored.tensor(place, 0, 1).to(torch.float32)
+        except (CheckpointDamaged, StorageFailed) as error:
+            raise ValueError(f"from={self.uri!r}: {error.message}: give another checkpoint") from error
         return whole if rows is None or not whole.dim() else whole[rows[0] : rows[1]]
 
 

@@ -392,7 +392,15 @@ def test_first_values_of_another_run_stay_those_on_record_and_a_damaged_one_is_r
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"is damaged .*has sha256.*give another checkpoint"):
+    damaged, whole = (
+        RunWeights.open(f"{source.uri}/{first.folder}"),
+        [shard_of(rank, 2).params["embed"] for rank in (0, 1)],
+    )
+    assert torch.equal(damaged.tensor("embed", (10, 4), (6, 9)), torch.cat(whole)[6:9]), "of the other file alone"
+    with pytest.raises(ValueError, match=r"is not what was written.*give another checkpoint"):
+        damaged.tensor("embed", (10, 4), (3, 9))
+    path.write_bytes(data[:-1])
+    with pytest.raises(ValueError, match=r"is damaged .*cut off.*give another checkpoint"):
         RunWeights.open(f"{source.uri}/{first.folder}")
     shutil.rmtree(source.uri)
     with pytest.raises(ValueError, match="from="):
