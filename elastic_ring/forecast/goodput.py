@@ -1,14 +1,16 @@
-"""Tier 2: which share of time steps that stay committed get, by a renewal simulation over many draws at once.
+"""Which share of time steps that stay committed get, in closed form; `renewal` walks it loss by loss.
 
-Losses come as a Poisson process by scope (process, host, switch, power). An `Outcome` says what one costs; tier 1
-(`tests/sim/simulator/tier1.py`) measures these under the control core. Hosts that broke are away until they are
-repaired (log-normal); meanwhile spares serve, and without spares the mesh has fewer rings, as `placement.policy` cuts
-it: whatever is left over of a broken ring serves too.
+Losses come as a Poisson process by scope (process, GPU, host, switch, power), and spot capacity goes with a notice. An
+`Outcome` says what one costs; tier 1 (`tests/sim/simulator/tier1.py`) measures these under the control core. Hosts that
+broke are away until they are repaired (log-normal); meanwhile spares serve, and without spares the mesh has fewer
+rings, as `placement.policy` cuts it: whatever is left over of a broken ring serves too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,15 +20,12 @@ from elastic_ring.forecast.sizing.machines import Number
 
 Array = NDArray[np.float64]
 HOUR, DAY = 3600.0, 86400.0
-MOST_LOSSES = 400
-"""Losses that one draw goes through; a longer run is as good as its first part."""
-SWITCHES_AWAY = 5
-"""Switches that are away at a time, in closed form."""
 GRID = 1500
 """Points between which the mean share of rings is interpolated, evenly spaced in the log of hosts away."""
-SHARES: Mapping[str, float] = {"process": 0.13, "gpu": 0.61, "host": 0.18, "switch": 0.08}
+LEAST_CHANCE = 1e-7
+SHARES: Mapping[str, float] = {"process": 0.13, "gpu": 0.61, "host": 0.179, "switch": 0.08, "power": 0.001}
 """Each scope's share of all losses: Llama-3 405B's causes (software; GPU, HBM, SRAM, system processor; the rest;
-network)."""
+network). Power is assumed: that of 128 hosts fails once in six years."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,32 @@ PRIORS: Mapping[str, Failures] = {
     "rsc": Failures("rsc", (8_100, 15_000, 29_500), source="Meta RSC: 7.9 h at 1,024 A100, 1.8 h at 16,384"),
     "none": Failures("none", (1e12, 1e12, 1e12), planned_per_day=0.0, source="no failures"),
 }
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Capacity that is taken back. Medians in seconds: `on_s` until a host goes, after a notice; `off_s` until it comes
+    back; `dry_s` until all of it goes at once. Repairs' deviation holds for `off_s`."""
+
+    on_s: Number
+    off_s: Number
+    dry_s: Number
+    notice_s: float = 120.0
+    off_deviation: float = 1.0
+
+    @property
+    def mean_off_s(self) -> Number:
+        return self.off_s * math.exp(self.off_deviation**2 / 2)
+
+    @property
+    def share_off(self) -> Number:
+        """Of a host's time, while there is capacity."""
+        return self.mean_off_s / (self.on_s + self.mean_off_s)
+
+    @property
+    def share_paid(self) -> Number:
+        """Of all GPUs' time: what is not there is not paid."""
+        return (1.0 - self.share_off) * self.dry_s / (self.dry_s + self.mean_off_s)
 
 
 @dataclass(frozen=True)
@@ -88,6 +113,7 @@ class RunShape:
     copy_steps: int = 10
     process_detect_s: Number = 0.01
     """The time to detect a process's death, which its node's agent sees at once."""
+    spot: Spot | None = None
 
     @property
     def num_gpus(self) -> int:
@@ -99,8 +125,9 @@ class RunShape:
 
     def hosts_of(self, scope: str) -> int:
         """That a loss takes; of a frozen process, which is killed, none."""
-        hosts = {"process": 0, "frozen": 0, "gpu": 1, "host": 1}
-        return hosts[scope] if scope in hosts else min(self.hosts_per_switch, self.num_hosts)
+        hosts = {"process": 0, "frozen": 0, "gpu": 1, "host": 1, "reclaim": 1, "dry": self.num_hosts}
+        hosts |= {"switch": self.hosts_per_switch, "power": self.hosts_per_power}
+        return min(hosts[scope], self.num_hosts)
 
     def detect_of(self, scope: str) -> Number:
         return self.process_detect_s if scope == "process" else self.detect_s
@@ -123,12 +150,25 @@ class RunShape:
         return Outcome(stop_s, np.where(all_lost, self.interval_s / 2 / self.step_s, of_copy))
 
 
-def _cost_s(shape: RunShape, scope: str, rings: Number | None = None) -> Number:
-    """Of a loss where so many rings are left, all of them if None; nothing where none runs."""
+def cost_s(shape: RunShape, scope: str, rings: Number | None = None, rest: Number | None = None) -> Number:
+    """Of a loss where so many rings are left, all of them if None, and `rest` of them after it; nothing where none
+    runs. Members of a host that is taken back hand over at the end of a step, if it ends within the notice and a ring
+    is left to go on."""
     rings = np.asarray(shape.dp if rings is None else rings)
     found = shape.outcome(scope, rings)
     broken_off = 0.5 * shape.step_s * shape.dp / np.maximum(rings, 1)
-    return np.where(rings > 0, found.stop_s + found.steps * shape.step_s + broken_off, 0.0)
+    lost_s = found.stop_s + found.steps * shape.step_s + broken_off
+    if scope == "reclaim" and shape.spot is not None:
+        goes_on = (rings > 1) | (shape.spares > 0) if rest is None else np.greater(rest, 0)
+        hands_over = goes_on & (2.0 * broken_off <= shape.spot.notice_s)
+        lost_s = np.where(hands_over, shape.rebuild_s + shape.heal_s, lost_s - shape.detect_of(scope))
+    return np.where(rings > 0, lost_s, 0.0)
+
+
+def share_hit(shape: RunShape, hosts: Number, rings: Number, hosts_away: Number = 0) -> Number:
+    """The chance that a loss of so many hosts, or of a process, takes a member and not only spares."""
+    left = np.maximum(shape.num_gpus - np.asarray(hosts_away) * shape.gpus_per_host, 1)
+    return np.where(np.asarray(hosts) > 1, 1.0, np.minimum(1.0, np.asarray(rings) * shape.cp / left))
 
 
 def rate_per_s(shape: RunShape, gpu_hours: Number) -> Number:
@@ -144,145 +184,91 @@ def rings_left(shape: RunShape, hosts_away: Number, processes_away: Number = 0) 
 
 def mean_goodput(shape: RunShape, failures: Failures, gpu_hours: Number | None = None, repair: Number = 1.0) -> Number:
     """In closed form, for a search and for a tornado: losses are rare beside what they cost, and the number of hosts
-    that are away is Poisson. `repair`: a factor of how long repairs take."""
+    that are away is Poisson. `repair`: a factor of how long repairs take. That a ring comes back only once the spares
+    are full (`rings_again`) is left out: with spot capacity and few spares up to 1.2 points are too many."""
     gpu_hours = failures.gpu_hours[1] if gpu_hours is None else gpu_hours
-    rate = rate_per_s(shape, gpu_hours)
+    rate, spot = rate_per_s(shape, gpu_hours), shape.spot
     median_h, deviation = failures.repair_hours
     away = rate * median_h * repair * HOUR * np.exp(deviation**2 / 2)
-    one_ring = _over_away(shape, failures, away, lambda rings: rings == 1) if shape.dp > 1 else 0.0
+    reclaimed = 0.0 if spot is None else shape.num_hosts * spot.share_off
+    share_of_rings, one_ring, fewer = _over_away(shape, failures, away, reclaimed)
+    one_ring = one_ring if shape.dp > 1 else 0.0
+    hit = {scope: share_hit(shape, shape.hosts_of(scope), shape.dp) for scope in (*failures.shares, "reclaim")}
     lost = sum(
-        share * rate * (_cost_s(shape, scope) * (1.0 - one_ring) + _cost_s(shape, scope, 1) * one_ring)
+        share * rate * hit[scope] * (cost_s(shape, scope) * (1.0 - one_ring) + cost_s(shape, scope, 1) * one_ring)
         for scope, share in failures.shares.items()
     )
     lost = lost + failures.planned_per_day / DAY * (shape.rebuild_s + 0.5 * shape.step_s)
+    if spot is not None:
+        # Where a ring is missing, its hosts' return is a change of its own.
+        again = fewer * (shape.rebuild_s + shape.heal_s)
+        of_reclaim = hit["reclaim"] * cost_s(shape, "reclaim") + again
+        lost = lost + shape.num_hosts * (1.0 - spot.share_off) / spot.on_s * of_reclaim
+        lost = lost + (cost_s(shape, "dry") + again) / spot.dry_s
+        share_of_rings = share_of_rings * spot.dry_s / (spot.dry_s + spot.mean_off_s)
     stop = shape.wait_s / shape.interval_s
-    share_of_rings = _over_away(shape, failures, away, lambda rings: rings / shape.dp)
     return (1.0 - np.minimum(0.95, lost)) / (1.0 + stop) * share_of_rings
 
 
 def goodput_with(shape: RunShape, kept_s: float, losses: Mapping[str, int]) -> float:
     """The goodput of a run whose steps took `kept_s`, with these losses by scope and a spare for each."""
-    lost = sum(number * _cost_s(shape, scope) for scope, number in losses.items())
+    lost = sum(number * cost_s(shape, scope) for scope, number in losses.items())
     return float(kept_s / (kept_s + lost + kept_s / shape.interval_s * shape.wait_s))
 
 
-def _over_away(shape: RunShape, failures: Failures, away: Number, value: Callable[[Number], Number]) -> Number:
-    """The mean of what `value` gives for the rings that are left, where losses that are not repaired yet, `away` in the
-    mean, are Poisson: those of one host, and those of a switch with all of its hosts. Of many draws it is interpolated,
-    within 1e-4."""
+def _over_away(
+    shape: RunShape, failures: Failures, away: Number, reclaimed: Number = 0.0
+) -> tuple[Number, Number, Number]:
+    """The mean share of rings that are left, the chance that one is, and that any is missing. Losses that are not
+    repaired yet, `away` in the mean, are Poisson: those of one host, with the `reclaimed` ones, and those of a switch
+    or a power domain with all of their hosts. Of many draws it is interpolated, within 1e-4."""
     away = np.asarray(away, dtype=float)
-    if away.size > 2 * GRID:
-        grid = np.geomspace(max(away.min(), 1e-12), max(away.max(), 2e-12), GRID)
-        return np.interp(away, grid, _over_away(shape, failures, grid, value))
     hosts = {scope: shape.hosts_of(scope) for scope in failures.shares}
-    single = sum(failures.shares[scope] for scope, number in hosts.items() if number == 1)
-    many, of_switch = sum(failures.shares[scope] for scope in hosts if hosts[scope] > 1), max(hosts.values())
-    total = 0.0
-    whole = 0.0
-    for switches in range(SWITCHES_AWAY if many else 1):
-        chance = _poisson(single * away) * _poisson(many * away, SWITCHES_AWAY)[..., switches, None]
-        rings = rings_left(shape, np.arange(chance.shape[-1]) + switches * of_switch)
-        total = total + (chance * value(rings)).sum(-1)
-        whole = whole + chance.sum(-1)
-    return total / whole
+    single = sum(failures.shares[scope] for scope, number in hosts.items() if number == 1) * away + reclaimed
+    several = {scope: failures.shares[scope] * away for scope, number in hosts.items() if number > 1}
+    dense = single if single.size <= 2 * GRID else np.geomspace(max(single.min(), 1e-12), single.max() + 2e-12, GRID)
+    chance = _poisson(dense, shape.num_hosts)
+    total, whole = np.zeros((*np.shape(single), 3)), np.zeros(np.shape(single))
+    most = [min(_most(mean), shape.num_hosts // hosts[scope] + 1) for scope, mean in several.items()]
+    for counts in itertools.product(*map(range, most)):
+        weight = np.ones(np.shape(single))
+        for mean, number in zip(several.values(), counts, strict=True):
+            weight = weight * _chance_of(mean, number)
+        of_several = sum(number * hosts[scope] for scope, number in zip(several, counts, strict=True))
+        if float(np.max(weight)) < LEAST_CHANCE or of_several >= shape.num_hosts:
+            continue
+        rings = rings_left(shape, np.arange(chance.shape[-1]) + of_several)
+        found = chance @ np.stack([rings / shape.dp, rings == 1, rings < shape.dp, np.ones(len(rings))], axis=-1)
+        if dense is not single:
+            found = np.stack([np.interp(single, dense, column) for column in found.T], axis=-1)
+        total += weight[..., None] * found[..., :3]
+        whole += weight * found[..., 3]
+    # What is not counted has no ring left.
+    return total[..., 0], total[..., 1], total[..., 2] + np.maximum(0.0, 1.0 - whole)
 
 
-def _poisson(mean: Array, number: int = 0) -> Array:
-    """The chances of 0, 1, ... for each mean, as many as matter."""
-    k = np.arange(number or int(np.max(mean) + 8 * np.sqrt(np.max(mean) + 1) + 9))
+def _most(mean: Array) -> int:
+    """Beyond which counts do not matter."""
+    largest = float(np.max(mean))
+    return int(largest + 8 * math.sqrt(largest + 1) + 9)
+
+
+def _chance_of(mean: Array, number: int) -> Array:
+    found: Array = np.exp(number * np.log(np.maximum(mean, 1e-300)) - mean - math.lgamma(number + 1))
+    return found
+
+
+def _poisson(mean: Array, most: int) -> Array:
+    """The chances of 0, 1, ... for each mean, as many as matter and `most` at most."""
+    k = np.arange(min(_most(mean), most + 1))
     log_factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, len(k))))))
     chance: Array = np.exp(k * np.log(np.maximum(mean[..., None], 1e-300)) - mean[..., None] - log_factorial)
     return chance
 
 
-def simulate_goodput(
-    shape: RunShape,
-    failures: Failures,
-    gpu_hours: Array,
-    duration_s: float,
-    rng: np.random.Generator,
-    repair: Number = 1.0,
-) -> Array:
-    """The goodput of each draw: one walk through its losses, all draws side by side. A draw is as long as
-    `duration_s`, or until `MOST_LOSSES` on average have come."""
-    rate = rate_per_s(shape, gpu_hours)
-    span = np.minimum(duration_s, MOST_LOSSES / rate)
-    draws = len(gpu_hours)
-    scopes = list(failures.shares)
-    weights = np.cumsum([failures.shares[scope] for scope in scopes])
-    weights /= weights[-1]
-    cost = _costs(shape, scopes, draws)
-    hosts = np.array([shape.hosts_of(scope) for scope in scopes])
-    slots = _slots(failures, rate * repair)
-    back_at = np.zeros((draws, slots))
-    back_hosts = np.zeros((draws, slots))
-    now, kept, lost = np.zeros(draws), np.zeros(draws), np.zeros(draws)
-    row = np.arange(draws)
-    rings = np.full(draws, float(shape.dp))
-    while True:
-        gap = rng.exponential(1.0, draws) / rate
-        until = np.minimum(now + gap, span)
-        away = np.where(back_at > now[:, None], back_hosts, 0.0)
-        kept += (until - now) * rings / shape.dp
-        added, rings = _returns(shape, back_at, away, now, until, rings)
-        kept += added
-        live = until < span
-        if not live.any():
-            break
-        scope = np.searchsorted(weights, rng.random(draws))
-        now_cost = cost if (rings == shape.dp).all() else _costs(shape, scopes, draws, rings)
-        lost += np.where(live, np.minimum(now_cost[scope, row], span - until), 0.0)
-        median_h, deviation = failures.repair_hours
-        away_s = median_h * repair * HOUR * np.exp(deviation * rng.standard_normal(draws))
-        oldest = back_at.argmin(1)
-        fresh = live & (hosts[scope] > 0)
-        back_at[row[fresh], oldest[fresh]] = (until + away_s)[fresh]
-        back_hosts[row[fresh], oldest[fresh]] = hosts[scope][fresh]
-        here = np.where(back_at > until[:, None], back_hosts, 0.0).sum(1)
-        rings = np.minimum(rings, rings_left(shape, here))
-        now = until
-    planned = failures.planned_per_day / DAY * span * (shape.rebuild_s + 0.5 * shape.step_s)
-    share = (kept - lost - planned) / span / (1.0 + shape.wait_s / shape.interval_s)
-    found: Array = np.clip(share, 0.02, 1.0)
-    return found
-
-
-def _costs(shape: RunShape, scopes: Sequence[str], draws: int, rings: Number | None = None) -> Array:
-    """By scope and draw."""
-    found = [np.asarray(_cost_s(shape, scope, rings), dtype=float) for scope in scopes]
-    return np.stack([np.broadcast_to(one, (draws,)) for one in found])
-
-
-def _slots(failures: Failures, rate: Array) -> int:
-    median_h, deviation = failures.repair_hours
-    mean = float(np.max(rate)) * median_h * HOUR * np.exp(deviation**2 / 2)
-    return int(min(64, mean + 6 * np.sqrt(mean) + 6))
-
-
 def rings_again(shape: RunShape, hosts_away: Number, rings: Number) -> Number:
-    """Rings once hosts came back: spares are filled first, then whole rings (`control.placement`)."""
+    """Rings once hosts came back: spares are filled first, then whole rings (`control.placement`); as many as there can
+    be where none was left."""
     gpus = shape.num_gpus - np.asarray(hosts_away) * shape.gpus_per_host
-    grown = np.clip((gpus - shape.spares) // shape.cp, np.minimum(1, gpus // shape.cp), shape.dp)
-    return np.maximum(rings, grown)
-
-
-def _returns(
-    shape: RunShape, back_at: Array, away: Array, now: Array, until: Array, rings: Array
-) -> tuple[Array, Array]:
-    """What hosts that come back before the next loss add, each of them by itself, the soonest first; the rings then."""
-    added = np.zeros(len(now))
-    total = away.sum(1)
-    order = np.where((away > 0) & (back_at < until[:, None]), back_at, np.inf)
-    row = np.arange(len(now))
-    for _ in range(order.shape[1]):
-        soonest = order.argmin(1)
-        at = order[row, soonest]
-        ready = np.isfinite(at)
-        if not ready.any():
-            break
-        less = total - away[row, soonest]
-        grown = np.where(ready, rings_again(shape, less, rings), rings)
-        added += np.where(ready, (until - np.where(ready, at, until)) * (grown - rings) / shape.dp, 0.0)
-        rings, total = grown, np.where(ready, less, total)
-        order[row, soonest] = np.inf
-    return added, rings
+    grown = np.clip((gpus - shape.spares) // shape.cp, 0, shape.dp)
+    return np.where(np.asarray(rings) > 0, np.maximum(rings, grown), rings_left(shape, hosts_away))

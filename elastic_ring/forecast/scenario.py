@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.placement.copies import AUTO, parse_copies
 from elastic_ring.forecast.answers.money import Price, energy_kw
-from elastic_ring.forecast.goodput import HOUR, Failures, RunShape, mean_goodput, simulate_goodput
+from elastic_ring.forecast.goodput import HOUR, Failures, RunShape, Spot, mean_goodput
+from elastic_ring.forecast.renewal import Luck, simulate_goodput
 from elastic_ring.forecast.sizing.jobs import job_of
 from elastic_ring.forecast.sizing.machines import Efficiency, Fleet, Number, Origin, efficiency_of
 from elastic_ring.forecast.sizing.memory import SNAPSHOT_BYTES, ModelPlan, plan_of
@@ -25,8 +26,9 @@ from elastic_ring.model.config import ModelConfig
 
 Draws = Mapping[str, Number]
 NUM_DRAWS = 10_000
-WALKED_DRAWS = 400
-"""Draws that the renewal simulation walks; what they differ by from the closed form is dealt out to the others."""
+WALKED_DRAWS, WALKED_SPOT_DRAWS = 400, 150
+"""Draws that the renewal simulation walks; what they differ by from the closed form is dealt out to the others. Hosts
+that come and go make a walk longer."""
 DETECT_S = {"process": 0.01, "host": 5.0}
 """Time to detect a death: of a process 0.002 to 0.011 s (benchmarks/results/recovery), of a host or a frozen process up
 to 5.4."""
@@ -36,6 +38,9 @@ REBUILD_S: Mapping[str, tuple[float, float]] = {"cuda": (0.32, 0.235), "cpu": (0
 """Groups of one rank, and what each doubling of the ranks adds: fitted to every second of five series of kills on two
 and four H200s, 0.46 to 0.79 s (benchmarks/results/recovery), and to two of four kills on a loaded CPU host, where 0.1
 to 0.2 s are enough when it is quiet. Beyond four ranks it is assumed."""
+CORE_RANK_S = 1.1e-4
+"""CPU time of the control core for each rank of a recovery: 0.12 s of 1,024, 1.8 s of 16,384
+(benchmarks/results/recovery/core_curve)."""
 FIRST_STEP_S: Mapping[str, float] = {"cuda": 0.22, "cpu": 0.0}
 """What the step that runs again takes beside a step: of the same series."""
 BOTH_PASSES = 0.81
@@ -115,7 +120,7 @@ class Scenario:
         """How many times larger the configuration is than the largest case that the class was fitted on."""
         gpus, parameters = self.eff.seen
         ratios = {"GPUs": self.scaling.mesh.size / gpus, "parameters": self.plan.num_parameters / parameters}
-        return {name: ratio for name, ratio in ratios.items() if ratio > 1.0}
+        return {name: ratio for name, ratio in ratios.items() if ratio > 1.05}
 
     def step_of(self, draws: Draws) -> StepTime:
         eff = dataclasses.replace(
@@ -148,14 +153,14 @@ class Scenario:
             "rebuild": Range(0.4, 1.0, 3.0, "x"),
             "storage": Range(0.5, 1.0, 1.2, "x"),
         }
-        return found | ({"price": self.price.range()} if self.price else {})
+        return found | ({"price": self.price.range(), **self.price.capacity()} if self.price else {})
 
     def shape(self, draws: Draws, step_s: Number) -> RunShape:
         spec, ranks = self.fleet.spec, self.scaling.mesh.size
         one_host = self.num_gpus <= self.fleet.gpus_per_host
         link = (spec.nvlink_bytes_s if one_host else spec.nic_bytes_s) * HEAL_SHARE * draws["links"]
         alone, doubled = REBUILD_S[self.scaling.device]
-        rebuild_s = alone + doubled * math.log2(ranks) + FIRST_STEP_S[self.scaling.device]
+        rebuild_s = alone + doubled * math.log2(ranks) + FIRST_STEP_S[self.scaling.device] + CORE_RANK_S * ranks
         written_s = self.checkpoint_bytes / (self.fleet.links.storage_gb_s * 1e9 * draws["storage"])
         interval_s: Number = self._interval_s(step_s, written_s)
         return RunShape(
@@ -176,7 +181,14 @@ class Scenario:
             copies_hold=self.num_copies > 0 and self.num_gpus > self.fleet.gpus_per_host,
             copies_of_one_ring=self.run.copies == AUTO and self.num_gpus > self.fleet.gpus_per_host,
             copy_steps=self.run.copy_every_steps,
+            spot=self._spot(draws),
         )
+
+    def _spot(self, draws: Draws) -> Spot | None:
+        if self.price is None or "on_hours" not in draws:
+            return None
+        on_s, off_s, dry_s = (draws[name] * HOUR for name in ("on_hours", "off_hours", "dry_hours"))
+        return Spot(on_s, off_s, dry_s, self.price.notice_s)
 
     def _interval_s(self, step_s: Number, written_s: Number) -> Number:
         """As the settings say, else as often as one is written; without checkpoints as long as the run."""
@@ -197,8 +209,10 @@ class Scenario:
         run_s = self.tokens / self.tokens_per_step * step_s / np.maximum(goodput, 0.02)
         gpu_hours = run_s / HOUR * self.num_gpus
         found = {"step_s": step_s, "goodput": goodput, "run_s": run_s, "gpu_hours": gpu_hours}
-        found["mwh"] = run_s / HOUR * energy_kw(self.fleet, self.num_gpus) / 1e3
-        return found | ({"usd": gpu_hours * draws["price"]} if "price" in draws else {})
+        spot = self._spot(draws)
+        found["paid_hours"] = gpu_hours if spot is None else gpu_hours * spot.share_paid
+        found["mwh"] = found["paid_hours"] * energy_kw(self.fleet, 1) / 1e3
+        return found | ({"usd": found["paid_hours"] * draws["price"]} if "price" in draws else {})
 
     def medians(self) -> dict[str, Number]:
         return {name: one.p50 for name, one in self.inputs().items()}
@@ -243,13 +257,15 @@ def forecast(scenario: Scenario, seed: int = 0, num_draws: int = NUM_DRAWS) -> F
 
 def _with_chance(scenario: Scenario, drawn: Draws, found: Mapping[str, Number], rng: np.random.Generator) -> Number:
     """How many times the loss of the closed form the walked draws lose, dealt out to all draws."""
-    some = {name: one[:WALKED_DRAWS] for name, one in drawn.items()}
-    step_s = np.broadcast_to(np.asarray(found["step_s"], dtype=float), np.shape(drawn["step"]))[:WALKED_DRAWS]
+    walks = WALKED_DRAWS if scenario._spot(drawn) is None else WALKED_SPOT_DRAWS
+    some = {name: one[:walks] for name, one in drawn.items()}
+    step_s = np.broadcast_to(np.asarray(found["step_s"], dtype=float), np.shape(drawn["step"]))[:walks]
     closed = np.asarray(found["goodput"], dtype=float)
     shape = scenario.shape(some, step_s)
     planned_s = quantiles(np.asarray(found["run_s"]))[1]
-    walked = simulate_goodput(shape, scenario.failures, some["gpu_hours"], planned_s, rng, some["repair"])
-    times = (1.0 - walked) / np.maximum(1.0 - closed[:WALKED_DRAWS], 1e-6)
+    luck = Luck(rng, min(walks, len(closed)))
+    walked = simulate_goodput(shape, scenario.failures, some["gpu_hours"], planned_s, luck, some["repair"])
+    times = (1.0 - walked) / np.maximum(1.0 - closed[:walks], 1e-6)
     return np.clip(1.0 - (1.0 - closed) * rng.choice(times, size=len(closed)), 0.02, 1.0)
 
 
@@ -266,11 +282,13 @@ def tornado(scenario: Scenario, by: str = "") -> list[tuple[str, float, float]]:
 
 
 def curve(scenario: Scenario, what: str, values: list[float]) -> list[tuple[float, float, float]]:
-    """(value, goodput, dollars a million committed tokens) over intervals in seconds, or over spares."""
+    """(value, goodput, dollars a million committed tokens) over intervals in seconds, over spares, or over copies."""
     rows = []
     for value in values:
         if what == "spares":
             changed = dataclasses.replace(scenario, scaling=dataclasses.replace(scenario.scaling, spares=int(value)))
+        elif what == "copies":
+            changed = dataclasses.replace(scenario, run=dataclasses.replace(scenario.run, copies=f"{value:g}"))
         else:
             config = dataclasses.replace(scenario.run.checkpoint_config, every_s=float(value), every_steps=None)
             changed = dataclasses.replace(scenario, run=dataclasses.replace(scenario.run, checkpoint_config=config))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ from elastic_ring.validation import Must, from_plain, settings
 
 STALE_DAYS = 90
 PRICES = Path(__file__).with_name("prices.toml")
+Hours = Annotated[list[float], Field(min_length=3, max_length=3), Must("three numbers of hours: P10, P50, P90")]
 Share = Annotated[float, Field(ge=0, le=1), Must("a share from 0 to 1")]
 HOUR = 3600.0
 
@@ -30,6 +31,20 @@ class Price:
     usd_hour: Annotated[list[float], Field(min_length=3, max_length=3), Must("three numbers: P10, P50, P90")]
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$"), Must("a date, 2026-05-01")]
     source: Annotated[str, Field(min_length=1), Must("who says it")]
+    on_hours: Hours = field(default_factory=lambda: [12.0, 48.0, 200.0])
+    """Of spot capacity: until a host is taken back."""
+    off_hours: Hours = field(default_factory=lambda: [0.3, 1.0, 6.0])
+    """Until what was taken comes back."""
+    dry_hours: Hours = field(default_factory=lambda: [100.0, 400.0, 2000.0])
+    """Until all of it is taken at once."""
+    notice_s: Positive = 120.0
+
+    def capacity(self) -> dict[str, Range]:
+        """How spot capacity comes and goes, by input; nothing of other kinds."""
+        if self.kind != "spot":
+            return {}
+        hours = {"on_hours": self.on_hours, "off_hours": self.off_hours, "dry_hours": self.dry_hours}
+        return {name: Range(low, middle, high, "h", "assumed") for name, (low, middle, high) in hours.items()}
 
     def range(self) -> Range:
         low, middle, high = self.usd_hour
@@ -114,6 +129,7 @@ def read_prices(path: str | None) -> PriceList:
         try:
             found.append(from_plain(Price, given, "price."))
             found[-1].range()
+            found[-1].capacity()
         except ValueError as error:
             raise ValueError(f"--prices {where}: row {index}: {error}") from error
     try:

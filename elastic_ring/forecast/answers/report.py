@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ring.forecast.goodput import DAY
-from elastic_ring.forecast.scenario import Forecast, curve
+from elastic_ring.forecast.scenario import Forecast, Scenario, curve
 from elastic_ring.forecast.sizing.machines import Origin
 from elastic_ring.forecast.sizing.memory import EXPANDABLE, ModelPlan
 from elastic_ring.forecast.sizing.step_time import Attention
@@ -21,6 +21,9 @@ NAMES: Mapping[str, str] = {
     "rebuild": "rebuild of groups",
     "storage": "storage",
     "price": "price",
+    "on_hours": "until a host is taken",
+    "off_hours": "until it comes back",
+    "dry_hours": "until all are taken",
 }
 INTERVALS_S = (60.0, 300.0, 900.0, 3600.0, 14_400.0)
 SPARE_HOSTS = (0, 1, 2, 4, 8)
@@ -87,6 +90,7 @@ def lines(found: Forecast, deadline_s: float | None, budget_usd: float | None, w
             f"  {a_token:.3g} USD a million committed tokens; {scenario.price.kind}, {scenario.price.date}, "
             f"{scenario.price.source}",
         ]
+    told += _of_spot(scenario)
     told += [
         f"probability of {name}: {chance:.0%}" for name, chance in found.probability(deadline_s, budget_usd).items()
     ]
@@ -107,6 +111,17 @@ def _of_pattern(told: Attention) -> list[str]:
     ] * (told.sparse > 0)
 
 
+def _of_spot(scenario: Scenario) -> list[str]:
+    if scenario.price is None or scenario.price.kind != "spot":
+        return []
+    spot = scenario.shape(scenario.medians(), 1.0).spot
+    hours = (f"{one.p50:g} h" for one in scenario.price.capacity().values())
+    return [
+        "spot capacity: a host is taken back after {}, comes back after {}, all are taken after {}; ".format(*hours)
+        + (f"{spot.share_paid:.1%} of the hours are paid [assumed]" if spot else "")
+    ]
+
+
 def _row(name: str, found: Forecast, key: str, unit: float, says: str, origin: Origin) -> str:
     low, middle, high = (short(value / unit) for value in found.quantiles(key))
     return f"{name} {middle} {says}".rstrip() + f" (80 %: {low} to {high}) [{origin}]"
@@ -124,8 +139,9 @@ def _parts(found: Forecast) -> list[str]:
 def _curves(found: Forecast) -> list[str]:
     scenario, told = found.scenario, []
     cost = "usd" in found.draws
-    hosts = [one * scenario.fleet.gpus_per_host for one in SPARE_HOSTS]
-    for what, values in (("interval", list(INTERVALS_S)), ("spares", [float(one) for one in hosts])):
+    hosts = [float(one * scenario.fleet.gpus_per_host) for one in SPARE_HOSTS]
+    copies = [0.0, 1.0] if scenario.scaling.mesh.size > 1 else []
+    for what, values in (("interval", list(INTERVALS_S)), ("spares", hosts), ("copies", copies)):
         rows = curve(scenario, what, values)
         told.append(f"goodput{' and USD a million tokens' * cost} over {what}{', s' * (what == 'interval')}:")
         told.append("  " + "   ".join(f"{value:g}: {good:.2%}{f' {usd:.4g}' * cost}" for value, good, usd in rows))

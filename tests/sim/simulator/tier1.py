@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from elastic_ring.control.messages import (
     EndRun,
     Event,
     KillWorker,
+    NodeDraining,
     NodeJoined,
     NodeLost,
     Release,
@@ -37,6 +39,7 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.control.state import Running
 from elastic_ring.forecast.goodput import HOUR, Failures, RunShape
+from elastic_ring.forecast.renewal import Luck, rates_of
 from tests.sim.simulator.options import simulated
 
 MOST_MEMBERS = 128
@@ -67,13 +70,17 @@ def quotient(shape: RunShape) -> RunShape:
 
 
 class Tier1:
-    """One run of `duration_s`. Deterministic given the seed."""
+    """One run of `duration_s`, whose losses are those of one draw of `luck`, as tier 2 has them. Which host or worker
+    it is follows from the draw's number."""
 
-    def __init__(self, shape: RunShape, failures: Failures, gpu_hours: float, duration_s: float, seed: int) -> None:
+    def __init__(
+        self, shape: RunShape, failures: Failures, gpu_hours: float, duration_s: float, luck: Luck, draw: int = 0
+    ) -> None:
         self.true, self.shape = shape, quotient(shape)
         self.failures, self.end_s = failures, duration_s
-        self.rate = shape.num_gpus / (gpu_hours * HOUR)
-        self.random = random.Random(seed)
+        self.rates = {scope: float(rate) for scope, rate in rates_of(shape, failures, gpu_hours).items()}
+        self.luck, self.draw, self.row = luck, draw, 0
+        self.random = random.Random(draw)
         small = self.shape
         self.options = simulated(
             "tier1",
@@ -110,6 +117,7 @@ class Tier1:
         self.saved = (0, 0.0)
         self.ticking: float | None = None
         self.losses = 0
+        self.away = 0
         self.detect_s = 0.0
         self.actions: Counter[str] = Counter()
 
@@ -161,6 +169,11 @@ class Tier1:
         dp = self.build.mesh.dp if self.build is not None else self.shape.dp
         return float(self.shape.step_s) * self.shape.dp / dp
 
+    def _until_step_ends(self) -> float:
+        if self.resumed_s is None:
+            return STOP_S
+        return self._step_s() - (self.now - self.resumed_s) % self._step_s() + 1e-6
+
     def _applied(self) -> int:
         """Steps that are committed now; those of quiet time are counted, not run."""
         if self.resumed_s is None:
@@ -189,14 +202,18 @@ class Tier1:
         self._advance(NodeJoined("n", name, slots))
 
     def _next_loss(self) -> None:
-        self._later(self.random.expovariate(self.rate), self._lose)
+        gap, *numbers = (float(column[self.draw]) for column in self.luck.row(self.row))
+        self.row += 1
+        self._later(gap / sum(self.rates.values()), lambda: self._lose(*numbers))
 
-    def _lose(self) -> None:
+    def _lose(self, pick: float, whom: float, normal: float) -> None:
         """One loss, found after `detect_s`; what it takes is away until it is repaired, all of it at once."""
         self._next_loss()
-        scopes = list(self.failures.shares)
-        scope = self.random.choices(scopes, weights=[self.failures.shares[one] for one in scopes])[0]
-        if not self.nodes:
+        scopes = list(self.rates)
+        until = list(itertools.accumulate(self.rates[scope] for scope in scopes))
+        scope = next((one for one, end in zip(scopes, until, strict=True) if pick <= end / until[-1]), scopes[-1])
+        number = self.true.hosts_of(scope)
+        if not self.nodes or (scope == "reclaim" and whom * self.true.num_hosts < self.away):
             return
         self.losses += 1
         self.detect_s = float(self.shape.detect_of(scope))
@@ -206,14 +223,32 @@ class Tier1:
             if alive:
                 self._die(self.random.choice(alive))
             return
-        median_h, deviation = self.failures.repair_hours
-        away_s = median_h * HOUR * self.random.lognormvariate(0.0, deviation)
-        for node in self._neighbours(min(len(self.nodes), self.true.hosts_of(scope))):
-            slots = self.nodes.pop(node)
+        spot = self.true.spot
+        median_s, deviation = self.failures.repair_hours[0] * HOUR, self.failures.repair_hours[1]
+        if spot is not None and scope in ("reclaim", "dry"):
+            median_s, deviation = float(spot.off_s), spot.off_deviation
+        away_s = median_s * math.exp(deviation * normal)
+        nodes = self._neighbours(min(len(self.nodes), number))
+        self.away += len(nodes)
+        if scope == "reclaim" and spot is not None:
+            self.detect_s = 0.0
+            self._advance(NodeDraining("n", nodes[0], self.now + spot.notice_s))
+            self._later(spot.notice_s, lambda: self._take(nodes, away_s - spot.notice_s))
+        else:
+            self._take(nodes, away_s)
+
+    def _take(self, nodes: list[str], away_s: float) -> None:
+        for node in nodes:
+            slots = self.nodes.pop(node, None)
             for worker in [worker for worker, place in self.workers.items() if place == node]:
                 del self.workers[worker]
-            self._advance(NodeLost("n", node))
-            self._later(away_s, lambda slots=slots: self._join(slots))  # type: ignore[misc]
+            if slots is not None:
+                self._advance(NodeLost("n", node))
+            self._later(max(away_s, 1.0), lambda slots=slots or self.shape.gpus_per_host: self._return(slots))  # type: ignore[misc]
+
+    def _return(self, slots: int) -> None:
+        self.away -= 1
+        self._join(slots)
 
     def _neighbours(self, number: int) -> list[str]:
         """Hosts of one switch: they stand side by side."""
@@ -235,7 +270,7 @@ class Tier1:
         elif isinstance(command, KillWorker | Release):
             self._later(STOP_S, lambda: self._gone(command.worker))
         elif isinstance(command, Stop):
-            delay_s = STOP_S if command.mode == "abort" else self._step_s() * 0.5
+            delay_s = STOP_S if command.mode == "abort" else self._until_step_ends()
             if command.mode != "save":
                 self._later(delay_s, lambda: self._report(command))
         elif isinstance(command, Build):
@@ -301,5 +336,7 @@ class Tier1:
             self._advance(Resumed("w", worker, build.term, build.generation, build.step))
         if isinstance(self.state.phase, Running):
             self.base, self.resumed_s = build.step, self.now + 0.5 * self._step_s()
+            if self.saved[1] == 0.0:  # a run begins from something that it can go back to
+                self._advance(CheckpointsKnown("k", (Checkpoint(build.step, f"step-{build.step}", build.mesh),)))
             if self.saved[1] == 0.0 or build.restore is not None:
                 self.saved = (build.step, self.now)
