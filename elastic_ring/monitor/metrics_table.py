@@ -101,6 +101,17 @@ NETWORK = "the node's interfaces since its boot, but for the loopback"
 IB, IB_ONLY = "InfiniBand ports of the node since they were reset", "where there are such ports"
 NVML = "on GPUs, with nvidia-ml-py"
 STEP_1, CHECKPOINT_1, COPIES_1 = "after the first step", "after the first checkpoint", "with copies"
+
+
+def _of_gpu(name: str, unit: str, meaning: str) -> Metric:
+    return Metric(f"elastic_ring_gpu_{name}", unit, meaning, "part", only=NVML, open_values=GPU)
+
+
+def _of_infiniband(name: str, unit: str, meaning: str) -> Metric:
+    name, meaning = f"elastic_ring_network_infiniband_{name}", f"{IB}: {meaning}"
+    return Metric(name, unit, meaning, "part", only=IB_ONLY, open_values=NODE)
+
+
 TABLE: tuple[Metric, ...] = (
     # where the run stands
     Metric("elastic_ring_phase", "1", "1 for the phase that the run is in, 0 for the others", "part", PHASES),
@@ -377,94 +388,22 @@ TABLE: tuple[Metric, ...] = (
     # nodes, as their agents read them every 5 s
     Metric("elastic_ring_network_errors", "errors", f"errors of {NETWORK}", "part", open_values=NODE),
     Metric("elastic_ring_network_drops", "packets", f"packets dropped by {NETWORK}", "part", open_values=NODE),
-    Metric(
-        "elastic_ring_network_infiniband_errors",
-        "errors",
-        f"{IB}: symbol errors, recoveries, lost links, errors on receipt, overruns",
-        "part",
-        (),
-        IB_ONLY,
-        open_values=NODE,
-    ),
-    Metric(
-        "elastic_ring_network_infiniband_drops",
-        "packets",
-        f"{IB}: packets discarded",
-        "part",
-        (),
-        IB_ONLY,
-        open_values=NODE,
-    ),
-    Metric(
-        "elastic_ring_network_infiniband_sent_bytes", "bytes", f"{IB}: data sent", "part", (), IB_ONLY, open_values=NODE
-    ),
-    Metric(
-        "elastic_ring_network_infiniband_received_bytes",
-        "bytes",
-        f"{IB}: data received",
-        "part",
-        (),
-        IB_ONLY,
-        open_values=NODE,
-    ),
-    Metric(
-        "elastic_ring_gpu_utilisation_ratio",
-        "1",
-        "share of the time in which the GPU computed",
-        "part",
-        (),
-        NVML,
-        open_values=GPU,
-    ),
-    Metric("elastic_ring_gpu_power_watts", "watts", "power that the GPU takes", "part", (), NVML, open_values=GPU),
-    Metric(
-        "elastic_ring_gpu_temperature_celsius", "degrees", "temperature of the GPU", "part", (), NVML, open_values=GPU
-    ),
-    Metric(
-        "elastic_ring_gpu_ecc_errors",
-        "errors",
-        "uncorrected memory errors since the driver's start",
-        "part",
-        (),
-        NVML,
-        open_values=GPU,
-    ),
-    Metric(
-        "elastic_ring_gpu_remapped_rows",
+    _of_infiniband("errors", "errors", "symbol errors, recoveries, lost links, errors on receipt, overruns"),
+    _of_infiniband("drops", "packets", "packets discarded"),
+    _of_infiniband("sent_bytes", "bytes", "data sent"),
+    _of_infiniband("received_bytes", "bytes", "data received"),
+    _of_gpu("utilisation_ratio", "1", "share of the time in which the GPU computed"),
+    _of_gpu("power_watts", "watts", "power that the GPU takes"),
+    _of_gpu("temperature_celsius", "degrees", "temperature of the GPU"),
+    _of_gpu("ecc_errors", "errors", "uncorrected memory errors since the driver's start"),
+    _of_gpu(
+        "remapped_rows",
         "rows",
         "rows of memory that were remapped in the GPU's life; pages that were retired, before Ampere",
-        "part",
-        (),
-        NVML,
-        open_values=GPU,
     ),
-    Metric(
-        "elastic_ring_gpu_needs_reset",
-        "1",
-        "1 while a row of memory waits for a reset to be remapped, or could not be",
-        "part",
-        (),
-        NVML,
-        open_values=GPU,
-    ),
-    Metric(
-        "elastic_ring_gpu_xid_errors",
-        "errors",
-        "Xid errors since the agent's start, without those that programs cause",
-        "part",
-        (),
-        NVML,
-        open_values=GPU,
-    ),
-    Metric(
-        "elastic_ring_gpu_slowed",
-        "1",
-        "1 while the GPU is slowed down for heat, or by its hardware",
-        "part",
-        (),
-        NVML,
-        open_values=GPU,
-    ),
+    _of_gpu("needs_reset", "1", "1 while a row of memory waits for a reset to be remapped, or could not be"),
+    _of_gpu("xid_errors", "errors", "Xid errors since the agent's start, without those that programs cause"),
+    _of_gpu("slowed", "1", "1 while the GPU is slowed down for heat, or by its hardware"),
     # K/V exchange of global rank 0 in the newest step that measured it
     Metric("elastic_ring_hop_sent_bytes", "bytes", "K/V and gradients sent in one step", only=STEP_1),
     Metric(
