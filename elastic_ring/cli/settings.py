@@ -22,7 +22,7 @@ from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data,
 from elastic_ring.cli.run_length import schedule_before, steps_of
 from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_plain
-from elastic_ring.model.config import GONE, ModelConfig, preset
+from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.monitor.terminal import coloured
 from elastic_ring.validation import Flag, docstrings, from_plain, unknown_setting
 
@@ -346,9 +346,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         found = plain_toml(read_small(path, MAX_TOML_BYTES, is_asked=True))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config {path}: cannot be read as TOML ({error})") from error
-    model = found.get("model")
-    if isinstance(model, dict) and model.get(GONE) is False:  # the config.toml of a run that began before
-        del model[GONE]
     top = ["preset", *TOP, *SECTIONS]
     for key, value in found.items():
         if key not in top:

@@ -10,16 +10,11 @@ from pydantic import Field
 
 from elastic_ring.validation import Flag, Must, NonNegativeInt, PositiveInt, settings
 
-GONE = "compile_blocks"
-"""A setting that earlier versions had, off by default. Their records name it; identities still say that it is off."""
-
 EXPERT_FIELDS = ("num_experts", "experts_per_token", "expert_width", "shared_width", "num_dense_layers")
 UNIT_PARAMETERS = 1 << 30
 """About the most parameters of the built-in decoder that FSDP2 gathers at a time: what is larger is gathered in parts,
 and its larger matrices are built in slices, which are parameters of their own in every ring and checkpoint."""
 _TILE = 128
-NO_EXPERTS = "".join(f", {name}=0" for name in EXPERT_FIELDS)
-"""How a config without experts ends its repr; identities leave it out, as they did before there were experts."""
 
 
 @settings

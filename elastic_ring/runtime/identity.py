@@ -21,16 +21,14 @@ from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, fingerprinted
 from elastic_ring.files import shown_url
-from elastic_ring.model.config import GONE, NO_EXPERTS, ModelConfig, built_in
+from elastic_ring.model.config import built_in
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.wording import cut, few
 
 log = logging.getLogger(__name__)
 
-VERSION, CONTENTS = "identity", "contents 1"
+VERSION, CONTENTS = "identity", "contents 2"
 """The entry that says how an identity is written."""
-SLICES = "slices of the model"
-"""The entry of a built-in decoder whose larger matrices are built in slices; earlier versions built them whole."""
 NUM_TOLD, SHORT = 3, 60
 MAX_FILES, DIGITS = 1000, 16
 
@@ -50,7 +48,10 @@ class Identity:
     def differences(self, there: Mapping[str, Any]) -> list[str]:
         """In which entries an identity on record is another, as text."""
         if there and there.get(VERSION) != CONTENTS:
-            return [f"it has an identity of another version ({there.get(VERSION)}), and this one writes {CONTENTS}"]
+            return [
+                f"it has an identity of another version ({there.get(VERSION)}), and this one writes {CONTENTS}: go on "
+                "with that version, or write its weights with elastic-ring export and begin with --model-folder"
+            ]
         here = self.what
         return [
             f"{name}: {' there, '.join(_apart(str(there.get(name)), str(here.get(name))))} here"
@@ -97,12 +98,9 @@ def identity_of(task: TrainingTask, settings: Mapping[str, Any], parts: Mapping[
     found = {f"step.{name}": value for name, value in settings.items()}
     begun = {**vars(task.optim), "total_steps": task.optim.plans[0][1]}  # later plans change no step before them
     found |= {f"optim.{name}": value for name, value in begun.items() if name != "replanned"}
-    if task.step.kv_wire != "native":
-        found["step.kv_wire"] = task.step.kv_wire
-    if task.step.linears != "native":
-        found["step.linears"] = task.step.linears
-    if (shape := built_in(task.model)) is not None and shape.sliced:
-        found[SLICES] = shape.sliced
+    found |= {"step.kv_wire": task.step.kv_wire, "step.linears": task.step.linears}
+    if (shape := built_in(task.model)) is not None:
+        found["slices of the model"] = shape.sliced
     pattern = "" if task.pattern is None else task.pattern.identity
     found |= {**parts, "data": contents, "pattern": pattern, VERSION: CONTENTS}
     what = {name: str(value) for name, value in found.items()}
@@ -128,9 +126,6 @@ def described(part: Any) -> str:
         return f"{described(part.func)}({', '.join(arguments + named)})"
     if hasattr(part, "__qualname__"):
         return f"{part.__module__}.{part.__qualname__}"
-    if isinstance(part, ModelConfig):
-        before = repr(part).replace(f"{NO_EXPERTS})", ")")
-        return before.replace(", loss_chunk_tokens=", f", {GONE}=False, loss_chunk_tokens=")
     if repr(part) == object.__repr__(part):
         return f"{type(part).__module__}.{type(part).__qualname__}"
     return repr(part)
@@ -143,17 +138,6 @@ def _apart(there: str, here: str) -> tuple[str, str]:
     if at > 2 and max(len(there), len(here)) > SHORT:
         there, here = f"... {there[at:]}", f"... {here[at:]}"
     return short(there), short(here)
-
-
-def cut_otherwise(told: Sequence[str]) -> str:
-    """The way out, where the differences `told` say that the model's large matrices are stored whole, or in other
-    slices, under other names."""
-    if not any(one.startswith(f"{SLICES}:") for one in told):
-        return ""
-    return (
-        "; its large matrices are stored under another version's names: go on with that version, or write its weights "
-        "with elastic-ring export and begin with --model-folder"
-    )
 
 
 def short(value: Any) -> str:

@@ -164,8 +164,7 @@ class _Trained:
         own = _json(folder / CONFIG_FILE, "export needs it") if (folder / CONFIG_FILE).exists() else None
         with as_written(str(folder / (CONFIG_NAME if own is None else CONFIG_FILE))):
             step = recorded["step"]
-            # Earlier versions' ZeRO-3 runs have a pattern in their identity only, in words that nobody reads back.
-            pattern = str(recorded.get("pattern") or recorded.get("identity", {}).get("pattern", ""))
+            pattern = str(recorded.get("pattern") or "")
             context, dtype = int(step["context_tokens"]), str(step["param_dtype"])
             if own is not None:
                 kept = {name: tuple(map(float, values)) for name, values in own.get("buffers", {}).items()}

@@ -13,7 +13,7 @@ from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT
 from elastic_ring.data.tokenizer import BYTES, ByteTokenizer, folder_digest
 from elastic_ring.errors import StorageFailed
-from elastic_ring.model.config import GONE, ModelConfig
+from elastic_ring.model.config import ModelConfig
 from elastic_ring.validation import from_plain
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ _OF_EXPERTS = {
 
 def shape_of_run(recorded: Mapping[str, Any]) -> ModelConfig | None:
     """The built-in decoder of a run with this config.json; None for a run of another model."""
-    shape = {name: value for name, value in (recorded.get("model") or {}).items() if name != GONE}
+    shape = recorded.get("model")
     return from_plain(ModelConfig, shape) if shape else None
 
 

@@ -22,7 +22,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import salvage
 from elastic_ring.monitor.json_files import as_written, parse_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME
-from elastic_ring.runtime.identity import Identity, cut_otherwise
+from elastic_ring.runtime.identity import Identity
 from elastic_ring.runtime.run_storage import growing
 from elastic_ring.state.checkpoints.checkpoint import committed, wrong_with
 from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, REJECTED, Manifest, age_key, located, read_manifest
@@ -377,7 +377,6 @@ def _resume(
             f"{uri_of(storage, folder)} is a checkpoint of other settings ({few(told, NUM_TOLD, '; ')}): "
             "submit the same, choose "
             f"another run name, or give resume='never' in a new storage_path{_lengths(manifest, told)}"
-            f"{cut_otherwise(told)}"
         )
     resumed_from = (*manifest.run.get("resumed_from", ()), {"step": newest.step, "path": uri_of(storage, folder)})
     by_then = tuple(CorpusVersion(**version) for version in manifest.run.get("corpus", ()))

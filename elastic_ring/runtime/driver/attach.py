@@ -23,7 +23,7 @@ from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.code_digest import changed_parts
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
-from elastic_ring.runtime.identity import NUM_TOLD, Identity, changed_files, cut_otherwise
+from elastic_ring.runtime.identity import NUM_TOLD, Identity, changed_files
 from elastic_ring.state.checkpoints.weight_files import are_there
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.validation import from_plain
@@ -139,7 +139,7 @@ def refuse_other_settings(run: RunConfig, told: Sequence[str], where: str, or_el
         raise ValueError(
             f"run name {run.name!r} is taken by a run with other settings ({where}, in {few(told, NUM_TOLD, '; ')}): "
             "choose another name and run_dir, or submit the same settings to attach to it"
-            f"{or_else}{cut_otherwise(told)}"
+            f"{or_else}"
         )
 
 

@@ -27,7 +27,7 @@ from elastic_ring.runtime.coordinator import checkpoints
 from elastic_ring.runtime.coordinator import resume as resume_module
 from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper
 from elastic_ring.runtime.coordinator.resume import Resume, find_resume
-from elastic_ring.runtime.identity import CONTENTS, SLICES, VERSION, Identity
+from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
 from elastic_ring.runtime.terms import Terms
 from elastic_ring.runtime.worker.saver import Place, Saver, SaveSchedule, open_checkpoint
 from elastic_ring.state.checkpoints.checkpoint import KEPT_NAME
@@ -570,8 +570,6 @@ def test_a_submission_finds_where_to_begin_and_other_settings_are_named(tmp_path
     assert find_resume(other, IDENTITY).checkpoints[0].folder.startswith(str(tmp_path))
     with pytest.raises(ValueError, match=r"other settings \(step.seed: 0 there, 1 here\)"):
         find_resume(run.config, Identity({"step.seed": "1", VERSION: CONTENTS}))
-    with pytest.raises(ValueError, match=r"slices of the model: None there, x here.*or write its weights with"):
-        find_resume(run.config, Identity({**IDENTITY.what, SLICES: "x"}))
     with pytest.raises(ValueError, match="no checkpoint of that step"):
         find_resume(replace(run.config, resume="7"), IDENTITY)
     with pytest.raises(ValueError, match="give auto, never, a step"):

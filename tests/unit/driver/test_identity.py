@@ -17,25 +17,20 @@ import pytest
 import torch
 
 from elastic_ring import ElasticRingTrainer, RunConfig, StepConfig
-from elastic_ring.cli.settings import read_toml
 from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.data.growth import beside
 from elastic_ring.data.sampling.validation import ValidationSet
 from elastic_ring.data.source import PreparedTokens, SourceConfig, StdlibText, TextFiles, TokenShards
-from elastic_ring.integrations.transformers.presets import shape_of_run
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.journal import Journal
-from elastic_ring.monitor.json_files import read_json
-from elastic_ring.monitor.metrics import CONFIG_NAME, write_json
+from elastic_ring.monitor.metrics import write_json
 from elastic_ring.runtime.driver.attach import _holds
 from elastic_ring.runtime.identity import (
-    SLICES,
     VERSION,
     Identity,
     changed_files,
     contents_of,
-    cut_otherwise,
     identity_of,
 )
 from elastic_ring.train.optim import OptimConfig
@@ -158,56 +153,22 @@ def test_what_differs_is_named_and_another_version_of_identities_is_no_match(tmp
     told = own.differences({**own.what, "step.seed": "3", "pattern": "w" * 100})
     assert told == [f"pattern: {'w' * 60}... there,  here", "step.seed: 3 there, 0 here"]
     assert own.differences({**own.what, VERSION: "contents 9"}) == [
-        "it has an identity of another version (contents 9), and this one writes contents 1"
+        "it has an identity of another version (contents 9), and this one writes contents 2: go on with that "
+        "version, or write its weights with elastic-ring export and begin with --model-folder"
     ]
 
 
-def test_slices_that_a_model_is_built_in_are_part_of_it_and_a_whole_one_is_what_it_was() -> None:
+def test_slices_that_a_model_is_built_in_are_part_of_it() -> None:
     def identity(name: str) -> Identity:
         task = TrainingTask(partial(Transformer, preset(name)), StdlibText(CONTEXT), StepConfig(), OptimConfig())
         return identity_of(task, {}, {}, "")
 
-    sliced, whole = identity("1t"), identity("70b")
-    assert (SLICES in sliced.what, SLICES in whole.what) == (True, False)
-    earlier = {name: value for name, value in sliced.what.items() if name != SLICES}
-    assert "--model-folder" in cut_otherwise(sliced.differences(earlier))
-    assert cut_otherwise(sliced.differences({**sliced.what, "pattern": "w"})) == ""
+    sliced, whole = (identity(name).what["slices of the model"] for name in ("1t", "70b"))
+    assert sliced != whole == "{}"
     with torch.device("meta"):
         for config in (replace(preset(name), num_layers=2) for name in ("1t", "70b", "1t-moe")):
             names = [name for name, _ in Transformer(config).named_parameters()]
             assert {part for part in ("ffn", "head") if any(f"{part}.1." in name for name in names)} == {*config.sliced}
-
-
-EARLIER = (
-    "elastic_ring.model.transformer.Transformer(ModelConfig(vocab_size=257, num_layers=4, width=128, num_heads=4, "
-    "num_kv_heads=2, head_dim=32, ffn_width=384, rope_theta=10000.0, norm_eps=1e-05, tie_embeddings=False, "
-    "checkpoint_activations=True, offload_activations=False, compile_blocks={}, loss_chunk_tokens=1024, "
-    "dtype='float32'))"
-)
-"""The laptop preset in an identity of when the setting `compile_blocks` was there."""
-
-
-def test_a_run_from_when_layers_could_be_compiled_goes_on_if_they_were_not(tmp_path: Path) -> None:
-    own, run = trainer(text_files(tmp_path / "a"), tmp_path / "run"), tmp_path / "run"
-    own._write_config()
-    assert own._identity.what["model"] == EARLIER.format(False), "its digest is in manifests and journals"
-    for compiled in (False, True):
-        recorded = read_json(run / CONFIG_NAME)
-        assert recorded is not None
-        recorded["model"]["compile_blocks"] = compiled
-        recorded["identity"]["model"] = EARLIER.format(compiled)
-        write_json(run / CONFIG_NAME, recorded)
-        assert shape_of_run(recorded) == preset("laptop"), "weights are exported in any case"
-        (run / "config.toml").write_text(f"[model]\nwidth = 64\ncompile_blocks = {str(compiled).lower()}\n")
-        if not compiled:
-            assert own._finished() is None
-            assert read_toml(run / "config.toml") == {"model": {"width": 64}}
-    with pytest.raises(
-        ValueError, match=r"model: \.\.\. compile_blocks=True, .* there, \.\.\. compile_blocks=False, .* here"
-    ):
-        own._finished()
-    with pytest.raises(ValueError, match="model has no setting compile_blocks"):
-        read_toml(run / "config.toml")
 
 
 def test_later_manifests_are_looked_for_beside_the_first_one() -> None:
