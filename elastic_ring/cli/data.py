@@ -122,8 +122,8 @@ def sources_of(given: Sequence[str]) -> list[str]:
 
 def report(manifest: Manifest, out: str) -> list[str]:
     """Lines on the result, on what was left out, and where the manifest is; its digest last."""
+    from elastic_ring.data.listing import Group, summary
     from elastic_ring.data.manifest import MANIFEST
-    from elastic_ring.data.summary import Group, summary
 
     dropped = manifest.dropped
     lines = [

@@ -27,7 +27,7 @@ from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.monitor.page import LOCAL, Page
 from elastic_ring.monitor.report import render_status
 from elastic_ring.monitor.terminal import clear_screen
-from elastic_ring.runtime.coordinator.folds.start_times import StartTimes
+from elastic_ring.runtime.coordinator.folds.run_totals import StartTimes
 from elastic_ring.runtime.run_storage import RunRecords
 
 

@@ -20,11 +20,10 @@ from pyarrow import fs
 
 from elastic_ring.data.chunks import Loaded
 from elastic_ring.data.filesystem import reading
-from elastic_ring.data.listing import File, Listing, left_out_groups, list_source, shown, used_groups
+from elastic_ring.data.listing import File, Listing, left_out_groups, list_source, shown, size, summary, used_groups
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, Files, PackedSource, aligned, check_context
 from elastic_ring.data.preparation.documents import Tally, TextIn, read_documents
 from elastic_ring.data.preparation.inputs import Piece, cut
-from elastic_ring.data.summary import size, summary
 from elastic_ring.files import absolute
 from elastic_ring.validation import Must, settings
 

@@ -25,7 +25,16 @@ import pyarrow as pa
 from pydantic import Field
 from tqdm import tqdm
 
-from elastic_ring.data.listing import Listing, bad_groups, check_apart, left_out_groups, list_source, shown, used_groups
+from elastic_ring.data.listing import (
+    Group,
+    Listing,
+    bad_groups,
+    check_apart,
+    left_out_groups,
+    list_source,
+    shown,
+    used_groups,
+)
 from elastic_ring.data.manifest import (
     COLUMN,
     MANIFEST,
@@ -51,7 +60,6 @@ from elastic_ring.data.preparation.piece import (
     record_name,
     repeated_name,
 )
-from elastic_ring.data.summary import Group
 from elastic_ring.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from elastic_ring.files import absolute, plain_json
 from elastic_ring.state.storage.folder import Storage

@@ -37,7 +37,7 @@ from elastic_ring.errors import ElasticRingError
 from elastic_ring.runtime.agent.stamp_dir import stamp_folder
 from elastic_ring.runtime.driver.cluster import Cluster, watch_ref
 from elastic_ring.runtime.driver.drain import leave_node
-from elastic_ring.runtime.groups.store import RendezvousStore, common_host
+from elastic_ring.runtime.groups.sockets import RendezvousStore, common_host
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from elastic_ring.runtime.doctor.verdicts import IDLE_GPU_BYTES
 from elastic_ring.runtime.groups import nccl
-from elastic_ring.runtime.groups.store import RendezvousStore
+from elastic_ring.runtime.groups.sockets import RendezvousStore
 
 Place = tuple[str, int]
 

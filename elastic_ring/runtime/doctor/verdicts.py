@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 from typing import Any, Literal
 
@@ -21,6 +22,9 @@ MUST_AGREE = ("python", "torch", "ray", "elastic_ring", "cuda", "nccl")
 LEAST_FILES, GOOD_FILES = 4096, 65_536
 LEAST_SHM_BYTES, GOOD_SHM_BYTES = GIB // 8, GIB
 LEAST_DISK_BYTES, GOOD_DISK_BYTES = GIB, 20 * GIB
+RAISE_FILES = "Raise it before `ray start`: ulimit -n 65536, or LimitNOFILE of the service"
+RAISE_SHM = "Ray's object store and NCCL live there: docker run --shm-size, or an emptyDir of medium Memory"
+RAISE_DISK = "Free some, or give ray start --temp-dir on a larger disk"
 IDLE_GPU_BYTES = GIB
 CLOCK_WARNING_S, CLOCK_FAILURE_S = 2.0, 300.0
 ON_THE_WAY_S = 30.0
@@ -51,7 +55,17 @@ def cheap_findings(reports: Mapping[str, Report], device: str) -> list[Finding]:
 
 
 def _of_hosts(reports: Mapping[str, Report], device: str) -> list[Finding]:
-    return [*limits(reports), *shared_memory(reports, device), *disks(reports), *clocks(reports)]
+    least_shm = LEAST_SHM_BYTES if device == "cuda" else 0
+    small = [
+        found
+        for check, key, least, good, what, way_out in (
+            ("ulimits", "open_files", LEAST_FILES, GOOD_FILES, "open files", RAISE_FILES),
+            ("/dev/shm", "shm_free_bytes", least_shm, GOOD_SHM_BYTES, "bytes free", RAISE_SHM),
+            ("disk", "disk_free_bytes", LEAST_DISK_BYTES, GOOD_DISK_BYTES, "bytes free for Ray's files", RAISE_DISK),
+        )
+        for found in _least(reports, check, itemgetter(key), least, good, what, way_out)
+    ]
+    return [*small, *clocks(reports)]
 
 
 class AtStart:
@@ -98,43 +112,6 @@ def versions(reports: Mapping[str, Report]) -> list[Finding]:
         return found
     same = next(iter(reports.values()))["versions"]
     return [Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in same.items()))]
-
-
-def limits(reports: Mapping[str, Report]) -> list[Finding]:
-    return _least(
-        reports,
-        "ulimits",
-        lambda report: report["open_files"],
-        LEAST_FILES,
-        GOOD_FILES,
-        "open files",
-        "Raise it before `ray start`: ulimit -n 65536, or LimitNOFILE of the service",
-    )
-
-
-def shared_memory(reports: Mapping[str, Report], device: str) -> list[Finding]:
-    least = LEAST_SHM_BYTES if device == "cuda" else 0
-    return _least(
-        reports,
-        "/dev/shm",
-        lambda report: report["shm_free_bytes"],
-        least,
-        GOOD_SHM_BYTES,
-        "bytes free",
-        "Ray's object store and NCCL live there: docker run --shm-size, or an emptyDir of medium Memory",
-    )
-
-
-def disks(reports: Mapping[str, Report]) -> list[Finding]:
-    return _least(
-        reports,
-        "disk",
-        lambda report: report["disk_free_bytes"],
-        LEAST_DISK_BYTES,
-        GOOD_DISK_BYTES,
-        "bytes free for Ray's files",
-        "Free some, or give ray start --temp-dir on a larger disk",
-    )
 
 
 def clocks(reports: Mapping[str, Report]) -> list[Finding]:

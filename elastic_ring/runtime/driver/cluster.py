@@ -30,7 +30,7 @@ from elastic_ring.runtime.autoscaler import RENEW_S, Autoscaler
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.worker.actor import Worker
-from elastic_ring.runtime.worker.worker_spec import WorkerSpec
+from elastic_ring.runtime.worker.coordinator_client import WorkerSpec
 from elastic_ring.train.task import TrainingTask
 
 log = logging.getLogger(__name__)

@@ -28,8 +28,7 @@ from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.groups.gloo import Sockets
 from elastic_ring.runtime.groups.nccl import BatchedGroup, LaunchGate
 from elastic_ring.runtime.groups.registry import make_default, register_group
-from elastic_ring.runtime.groups.sockets import NewListeners
-from elastic_ring.runtime.groups.store import with_secret
+from elastic_ring.runtime.groups.sockets import NewListeners, with_secret
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.state.transfer import Link
 

@@ -45,14 +45,13 @@ from elastic_ring.runtime.gpu.device import keep_caches_private
 from elastic_ring.runtime.groups.nccl import has_failed
 from elastic_ring.runtime.groups.transport import is_transport_error
 from elastic_ring.runtime.terms import TermGuard
-from elastic_ring.runtime.worker.coordinator_client import CoordinatorClient
+from elastic_ring.runtime.worker.coordinator_client import CoordinatorClient, WorkerSpec
 from elastic_ring.runtime.worker.env_fingerprint import environment_fingerprint
 from elastic_ring.runtime.worker.error_classifier import error_kind, error_text
 from elastic_ring.runtime.worker.member import Member
 from elastic_ring.runtime.worker.stall_watchdog import StallDetected, StallWatchdog, look_at_device
 from elastic_ring.runtime.worker.start_reports import StartWork, start_reports
 from elastic_ring.runtime.worker.training_thread import TrainingThread
-from elastic_ring.runtime.worker.worker_spec import WorkerSpec
 from elastic_ring.train.memory import drop_frames
 from elastic_ring.train.vote import ComputedWrongly, MustGoBack
 

@@ -7,12 +7,27 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import Answer, CallbacksAwaited, CauseIds, DrainRequested, to_json
 from elastic_ring.runtime.worker.faults import Injector
-from elastic_ring.runtime.worker.worker_spec import WorkerSpec
+from elastic_ring.train.task import TrainingTask
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Constructor argument of `Worker`."""
+
+    worker: str
+    node: str
+    address: str
+    stamp_path: str
+    task: TrainingTask
+    scaling: ScalingConfig
+    run: RunConfig
+
 
 LOOK_S = 0.05
 ASK_AGAIN_S = 5.0

@@ -36,7 +36,7 @@ from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
 from elastic_ring.runtime.groups.registry import forget_groups
 from elastic_ring.runtime.groups.sockets import LOOPBACK
 from elastic_ring.runtime.groups.transport import translated
-from elastic_ring.runtime.worker.coordinator_client import ASK_AGAIN_S, CallbackWait
+from elastic_ring.runtime.worker.coordinator_client import ASK_AGAIN_S, CallbackWait, WorkerSpec
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog, gpu_environment
 from elastic_ring.runtime.worker.faults import Injector
@@ -46,7 +46,6 @@ from elastic_ring.runtime.worker.saver import Place, Saver, open_checkpoint
 from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks, PauseWatch
 from elastic_ring.runtime.worker.start_reports import StartWork
 from elastic_ring.runtime.worker.step_records import StepRecords, record_of
-from elastic_ring.runtime.worker.worker_spec import WorkerSpec
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.guards import watch_of
 from elastic_ring.train.memory_gauge import MemoryGauge

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_ring.control.facts import StartStage, fact_of, line_of
-from elastic_ring.runtime.coordinator.folds.start_times import StartTimes
+from elastic_ring.runtime.coordinator.folds.run_totals import StartTimes
 from elastic_ring.runtime.stages import Stages, in_order, process_unix_s
 
 

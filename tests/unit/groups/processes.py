@@ -25,7 +25,7 @@ import torch
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.groups import Connector, Rendezvous
 from elastic_ring.runtime.groups.registry import forget_groups
-from elastic_ring.runtime.groups.store import RendezvousStore
+from elastic_ring.runtime.groups.sockets import RendezvousStore
 
 HOST = "127.0.0.1"
 # Far above what any answer takes: a test that reaches it is stuck, which is its failure.

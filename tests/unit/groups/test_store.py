@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 from elastic_ring.errors import PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.groups import Connector, Rendezvous
-from elastic_ring.runtime.groups.store import RendezvousStore, common_host, with_secret
+from elastic_ring.runtime.groups.sockets import RendezvousStore, common_host, with_secret
 
 HOST = "127.0.0.1"
 ANOTHER_ADDRESS = "127.0.0.2"  # of the same host

@@ -24,8 +24,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.groups.gloo import Sockets
-from elastic_ring.runtime.groups.sockets import NewListeners, let_in, listening
-from elastic_ring.runtime.groups.store import with_secret
+from elastic_ring.runtime.groups.sockets import NewListeners, let_in, listening, with_secret
 from tests.unit.groups.processes import HOST, Membership, connect, membership, reaches
 
 PAIR = Mesh(1, 2)

@@ -21,8 +21,8 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.stamps import Phase
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.actor import Worker
+from elastic_ring.runtime.worker.coordinator_client import WorkerSpec
 from elastic_ring.runtime.worker.stall_watchdog import PauseWatch
-from elastic_ring.runtime.worker.worker_spec import WorkerSpec
 from tests.unit.groups.processes import Membership, connect, leave, membership
 
 MEMBERSHIP = (1, 3)

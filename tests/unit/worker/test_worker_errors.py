@@ -18,8 +18,8 @@ from elastic_ring.errors import PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.agent.stamp_dir import remove_stale
 from elastic_ring.runtime.worker.actor import Worker
+from elastic_ring.runtime.worker.coordinator_client import WorkerSpec
 from elastic_ring.runtime.worker.member import Member
-from elastic_ring.runtime.worker.worker_spec import WorkerSpec
 
 WAIT_S = 60.0
 NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
@@ -158,7 +158,7 @@ import sys, time
 import ray  # which a start imports too, in its own time
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.runtime.worker import actor
-from elastic_ring.runtime.worker.worker_spec import WorkerSpec
+from elastic_ring.runtime.worker.coordinator_client import WorkerSpec
 
 class Slow:
     fingerprint, environment, gpus = "", {}, []
@@ -198,7 +198,7 @@ WARM = """
 import sys, time
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.runtime.worker import actor
-from elastic_ring.runtime.worker.worker_spec import WorkerSpec
+from elastic_ring.runtime.worker.coordinator_client import WorkerSpec
 
 class Ready:
     def __init__(self, *_): self.device = None
