@@ -14,6 +14,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
 
 from elastic_ring.errors import RunFailed
+from elastic_ring.runtime.autoscaler import ON_HEAD
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
 
@@ -28,12 +29,13 @@ KEPT = ("coordinator", "agent:")
 def drain(node: str | None, deadline_s: float) -> list[str]:
     """Names of the runs' workers that are still on the node at the deadline; none if all have left before it.
 
-    `node`: Ray's id of it in hexadecimal; None for the one that this process is on. Raises: RunFailed when Ray refuses;
-    ConnectionError without a cluster that lets this process in.
+    `node`: Ray's id of it in hexadecimal; None for the one that this process is on. Raises: ValueError for the head;
+    RunFailed when Ray refuses; ConnectionError without a cluster that lets this process in.
     """
     access.connect(namespace=NAMESPACE, logging_level="ERROR")
     try:
         node = node or ray.get_runtime_context().get_node_id()
+        _refuse_head(node)
         deadline = time.monotonic() + deadline_s
         give_notice(node, deadline_s)
         while (left := workers_on(node)) and time.monotonic() < deadline:
@@ -41,6 +43,17 @@ def drain(node: str | None, deadline_s: float) -> list[str]:
         return left
     finally:
         ray.shutdown()
+
+
+def _refuse_head(node: str) -> None:
+    """Ray ends a drained node once nothing runs there that counts, and the coordinators of runs do not count."""
+    heads = [one["NodeID"] for one in ray.nodes() if one["Alive"] and ON_HEAD.keys() <= one["Resources"].keys()]
+    if node in heads:
+        raise ValueError(
+            f"node {node} is the cluster's head: Ray would end it once its workers have left, and the coordinator of "
+            "each run with it. End the runs with SIGTERM, which saves them, and submit them again on another head; one "
+            "started with --num-cpus=0 --num-gpus=0 has no workers to move"
+        )
 
 
 def give_notice(node: str, deadline_s: float, why: str = "elastic-ring drain") -> None:

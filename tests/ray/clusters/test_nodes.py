@@ -191,9 +191,13 @@ def test_a_drained_node_is_left_before_the_command_returns_and_no_step_is_lost(
         run = pool.submit(trainer.fit)
         wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
         node = sorted(members_nodes(folder))[0]
-        command = [sys.executable, "-m", "elastic_ring", "drain", "--node-id", node, "--deadline-s", "100"]
+        command = [sys.executable, "-m", "elastic_ring", "drain", "--deadline-s", "100", "--node-id"]
         environment = {**os.environ, "RAY_ADDRESS": cluster.address}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        own = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
+        refused = subprocess.run([*command, cluster.head_node.node_id], **own)
+        assert refused.returncode == 1, refused.stdout
+        assert "is the cluster's head: Ray would end it" in refused.stderr
+        done = subprocess.run([*command, node], **own)
         assert (done.returncode, done.stdout) == (0, f"no run has a worker on {node}\n"), done.stderr
         assert workers_on(node) == []
         gate.touch()
