@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 
-from elastic_ring.attention.kernels.adapters import block_reference, flex, reference
-from elastic_ring.attention.kernels.adapters.block_sparse import flex_mask, padded_blocks
+from elastic_ring.attention.kernels.adapters import block_reference, block_sparse, flex, reference
+from elastic_ring.attention.kernels.adapters.block_sparse import LEAST, flex_mask, padded_blocks
 from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart
 from elastic_ring.attention.layouts.layout import zigzag
 from elastic_ring.attention.lowering.device_blocks import on_device
@@ -51,9 +52,10 @@ def test_rectangles_mean_the_same_in_both_directions_and_are_padded_with_nothing
     full = torch.rand(2, 5, 9, generator=generator) < 0.3
     full[:, 1] = False
     tables = tables_apart([full.numpy()], [np.arange(9)], CPU, all_rows=all_rows)
-    assert padded_blocks(tables) == (5 if all_rows else 16, 16)
+    assert padded_blocks(tables) == (LEAST, LEAST)
+    assert padded_blocks(replace(tables, num_q_blocks=65)) == (65 if all_rows else 96, LEAST)
     mask = flex_mask(tables)
-    assert mask.seq_lengths == (128 * padded_blocks(tables)[0], 128 * 16)
+    assert mask.seq_lengths == (128 * LEAST, 128 * LEAST)
     found = told(mask)
     want = torch.zeros_like(found["full"])
     want[:, :5, :9] = full
@@ -75,7 +77,8 @@ def test_lists_in_part_and_whole_have_the_same_strides(rule: BigBird) -> None:
     assert mask.q_num_blocks.stride() == mask.full_q_num_blocks.stride()
 
 
-def test_masks_of_blocks_say_of_every_pair_what_the_tables_mean() -> None:
+def test_masks_of_blocks_say_of_every_pair_what_the_tables_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_sparse, "LEAST", 16)  # pairs of so many blocks
     rules = (Window(200), Dense(), Window(130), Dense())
     schedule = padded(plan_sparse(SparsePattern(rules, 128, (0, 77)), zigzag(900, 2), 4, 2))
     blocks = on_device(schedule, 1, CPU)
@@ -110,8 +113,10 @@ def test_halves_of_the_heads_are_views_of_the_mask_of_all() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles for the CPU")
 @pytest.mark.filterwarnings("default")  # the compiler warns of its own deprecations
-def test_a_compiled_kernel_reads_narrow_lists() -> None:
+def test_a_compiled_kernel_reads_narrow_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its CPU form, which gives no lse and, unlike that of GPUs, insists on wide lists of masked blocks by query."""
+    monkeypatch.setattr(block_sparse, "LEAST", 16)
+    monkeypatch.setattr(block_sparse, "MOST_COLUMNS", 16)
     generator = torch.Generator().manual_seed(0)
     full = torch.rand(2, 18, 22, generator=generator) < 0.3
     full[:, 1] = False
@@ -136,6 +141,7 @@ def test_what_is_compiled_takes_and_gives_tokens_first(causal: bool, monkeypatch
     """The shipped function, traced whole; its kernels are a GPU's, so here it runs as it is written."""
     traced = torch.compile(flex._by_token(), backend="eager", fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda fullgraph: traced)
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 300, heads, 16, generator=generator) for heads in (4, 2, 2))
     out, lse = flex.forward(q, k, v, causal=causal, scale=0.25)
@@ -152,7 +158,7 @@ def num_ints(tables: BlockTables) -> int:
 
 
 def test_a_mask_grows_with_what_is_kept_not_with_the_square_of_the_length() -> None:
-    for num_blocks in (64, 256, 1024):
+    for num_blocks in (512, 1024):
         tables = tables_for(SparsePattern((BigBird(8, 0, 0),), 128), 128 * num_blocks, 4, CPU)
         assert num_ints(tables) == num_blocks * 4 * 16  # own blocks, and the seven before or after
 
@@ -181,7 +187,7 @@ def test_plans_that_all_differ_are_compiled_for_a_few_shapes() -> None:
         found |= few
         exact |= many
     assert len(exact) > 70
-    assert len(found) <= 20
+    assert len(found) <= 6
 
 
 def test_masks_of_causal_tiles_of_many_lengths_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from elastic_ring.attention.kernels.adapters.flex import gradients_of, masked
+from elastic_ring.attention.kernels.adapters.flex import gradients_of, masked, result_of
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, BlockLists, BlockMasks, BlockTables
 from elastic_ring.attention.kernels.kernel import Grads, Pair
 
@@ -96,13 +96,19 @@ def flash_backward(
 
 # ------------------------------------------------------------ FlexAttention
 
+LEAST = 64
+"""Blocks each way, and different masks, that FlexAttention is told of at least. Up to 8 K tokens a rank then take one
+kernel, whatever the documents; each one less saves seconds of a start."""
+MOST_COLUMNS = 256
+"""Up to so many columns lists are as wide as all of them: a quarter of a MiB for each list of a head."""
+
 
 def _causal(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     return row >= column
 
 
 def _padded_masks(tables: BlockTables) -> BlockMasks:
-    """Numbers are padded as blocks are, masks to a power of four, at least 16: kernels are compiled for both."""
+    """Numbers are padded as blocks are, masks to a power of four: kernels are compiled for both."""
     assert tables.masks is not None
     if "masks" not in tables.made:
         if tables.whole is not None:
@@ -111,7 +117,7 @@ def _padded_masks(tables: BlockTables) -> BlockMasks:
         else:
             (num_q, num_k), numbers, masks = padded_blocks(tables), tables.masks.numbers, tables.masks.masks
             numbers = functional.pad(numbers, (0, num_k - numbers.size(2), 0, num_q - numbers.size(1)))
-            missing = _power_of_four(len(masks)) - len(masks)
+            missing = _power_of_four(len(masks), LEAST) - len(masks)
             tables.made["masks"] = BlockMasks(numbers, functional.pad(masks, (0, 0, 0, 0, 0, missing)))
     made: BlockMasks = tables.made["masks"]
     return made
@@ -135,8 +141,8 @@ def _by_masks(tables: BlockTables) -> Any:
 def flex_mask(tables: BlockTables) -> Any:
     """The tables as FlexAttention's BlockMask, cached in `tables.made`; a subset of heads gets a view of the full mask.
 
-    Queries and keys are padded to `padded_blocks`. List widths are rounded up to a power of four, at least 16, because
-    kernels are compiled per width.
+    Queries and keys are padded to `padded_blocks`. List widths are rounded up to a power of four, because kernels are
+    compiled per width, or to all columns where these are few.
     """
     if "flex" not in tables.made:
         if tables.whole is not None:
@@ -181,23 +187,26 @@ def _block_mask(seq_lengths: tuple[int, int], seen: Any, lists: Iterable[tuple[s
 
 
 def padded_blocks(tables: BlockTables) -> tuple[int, int]:
-    """(query blocks, key blocks) after padding. Kernels are compiled per number, so numbers that vary between plans
-    are rounded up to a power of two or 1.5 times one, at least 16."""
-    num_q, num_k = tables.num_q_blocks, tables.num_k_blocks
-    return num_q if tables.all_rows else _rounded(num_q), num_k if tables.all_keys else _rounded(num_k)
+    """(query blocks, key blocks) after padding. Kernels are compiled per number, so few numbers are one, and those that
+    vary between plans are rounded up to a power of two or 1.5 times one."""
+    return _rounded(tables.num_q_blocks, tables.all_rows), _rounded(tables.num_k_blocks, tables.all_keys)
 
 
-def _rounded(num_blocks: int) -> int:
-    power = 1 << (max(num_blocks, 16) - 1).bit_length()
-    return power * 3 // 4 if power > 16 and power * 3 // 4 >= num_blocks else power
+def _rounded(num_blocks: int, is_fixed: bool) -> int:
+    if is_fixed and num_blocks > LEAST:
+        return num_blocks
+    power = 1 << (max(num_blocks, LEAST) - 1).bit_length()
+    return power * 3 // 4 if power > LEAST and power * 3 // 4 >= num_blocks else power
 
 
 def _width(both: tuple[BlockLists, BlockLists], num_columns: int) -> int:
-    return min(num_columns, _power_of_four(max(lists.indices.size(-1) for lists in both)))
+    if num_columns <= MOST_COLUMNS:
+        return num_columns
+    return min(num_columns, _power_of_four(max(lists.indices.size(-1) for lists in both), 16))
 
 
-def _power_of_four(number: int) -> int:
-    return 1 << 2 * -(-(max(number, 16) - 1).bit_length() // 2)
+def _power_of_four(number: int, least: int) -> int:
+    return 1 << 2 * -(-(max(number, least) - 1).bit_length() // 2)
 
 
 def _padded_lists(both: tuple[BlockLists, BlockLists], num_rows: int, num_columns: int) -> tuple[BlockLists, ...]:
@@ -228,8 +237,7 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables,
 
 
 def flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
-    with torch.no_grad():
-        return flex(q, k, v, tables, scale)
+    return result_of(partial(flex, tables=tables, scale=scale), (q, k, v))
 
 
 def flex_backward(

@@ -87,8 +87,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale:
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Pair:
-    with torch.no_grad():
-        return _run(q, k, v, causal, scale)
+    return result_of(partial(_run, causal=causal, scale=scale), (q, k, v))
 
 
 def backward(
@@ -105,13 +104,25 @@ def backward(
     return gradients_of(partial(_run, causal=causal, scale=scale), (q, k, v), dout, out, lse)
 
 
+def result_of(run: Callable[..., Pair], inputs: tuple[torch.Tensor, ...]) -> Pair:
+    """`run` of the `inputs` q, k, v, without a graph. It is run as `gradients_of` runs it: torch compiles a function
+    once for tensors that need gradients and once for others."""
+    with torch.enable_grad():
+        out, lse = run(*_leaves(inputs))
+    return out.detach(), lse.detach()
+
+
+def _leaves(inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    return [x.detach().requires_grad_() for x in inputs]
+
+
 def gradients_of(
     run: Callable[..., Pair], inputs: tuple[torch.Tensor, ...], dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> Grads:
     """A tile's contribution to dq, dk, dv, from `out` and `lse` merged over all keys. Reruns its forward, `run` of the
     `inputs` q, k, v, because FlexAttention's backward normalises by the lse of its own forward."""
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in inputs]
+        leaves = _leaves(inputs)
         own = run(*leaves)
     given = own_gradients(dout, own[0].detach(), own[1].detach(), out, lse)
     grads = torch.autograd.grad(own, leaves, given)
