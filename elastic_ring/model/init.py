@@ -98,11 +98,6 @@ def _num_threads() -> int:
     return torch.get_num_threads()
 
 
-def initialise(name: str, shape: Sequence[int], seed: int, *, num_layers: int = 1) -> Tensor:
-    """The initial fp32 value of one parameter under the default rules."""
-    return Initialiser(seed, num_layers).tensor(name, shape)
-
-
 def initialise_module(module: nn.Module, initialiser: Initialiser) -> None:
     """Fill every parameter of an unsharded, materialised module in place; a tied one under its first name."""
     with torch.no_grad():

@@ -11,8 +11,9 @@ has ended.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 PREFIX = "ray_"
 """What Ray puts before the name of every metric."""
@@ -103,6 +104,10 @@ NVML = "on GPUs, with nvidia-ml-py"
 STEP_1, CHECKPOINT_1, COPIES_1 = "after the first step", "after the first checkpoint", "with copies"
 
 
+def _known_later(only: str, name: str, unit: str, meaning: str, *more: Any, **named: Any) -> Metric:
+    return replace(Metric(f"elastic_ring_{name}", unit, meaning, *more, **named), only=only)
+
+
 def _of_gpu(name: str, unit: str, meaning: str) -> Metric:
     return Metric(f"elastic_ring_gpu_{name}", unit, meaning, "part", only=NVML, open_values=GPU)
 
@@ -111,6 +116,10 @@ def _of_infiniband(name: str, unit: str, meaning: str) -> Metric:
     name, meaning = f"elastic_ring_network_infiniband_{name}", f"{IB}: {meaning}"
     return Metric(name, unit, meaning, "part", only=IB_ONLY, open_values=NODE)
 
+
+_of_step = partial(_known_later, STEP_1)
+_of_checkpoint = partial(_known_later, CHECKPOINT_1)
+_of_copies = partial(_known_later, COPIES_1)
 
 TABLE: tuple[Metric, ...] = (
     # where the run stands
@@ -129,12 +138,7 @@ TABLE: tuple[Metric, ...] = (
     Metric("elastic_ring_driver_silent_seconds", "seconds", "time since a driver last called"),
     Metric("elastic_ring_driver_lease_seconds", "seconds", "silence of the driver after which the run ends (lease_s)"),
     # training
-    Metric(
-        "elastic_ring_loss",
-        "1",
-        "mean loss of the newest committed step's tokens; missing while not finite",
-        only=STEP_1,
-    ),
+    _of_step("loss", "1", "mean loss of the newest committed step's tokens; missing while not finite"),
     Metric(
         "elastic_ring_validation_loss",
         "1",
@@ -149,16 +153,10 @@ TABLE: tuple[Metric, ...] = (
         only="after the first validation",
         open_values=FOUND,
     ),
-    Metric(
-        "elastic_ring_gradient_norm", "1", "norm of the gradient before clipping; missing while not finite", only=STEP_1
-    ),
-    Metric("elastic_ring_learning_rate", "1", "learning rate of the newest committed step", only=STEP_1),
-    Metric(
-        "elastic_ring_step_seconds", "seconds", "duration of the newest committed step on global rank 0", only=STEP_1
-    ),
-    Metric(
-        "elastic_ring_tokens_per_second", "tokens/s", "tokens of the newest committed step by its duration", only=STEP_1
-    ),
+    _of_step("gradient_norm", "1", "norm of the gradient before clipping; missing while not finite"),
+    _of_step("learning_rate", "1", "learning rate of the newest committed step"),
+    _of_step("step_seconds", "seconds", "duration of the newest committed step on global rank 0"),
+    _of_step("tokens_per_second", "tokens/s", "tokens of the newest committed step by its duration"),
     Metric(
         "elastic_ring_mfu_ratio",
         "1",
@@ -181,11 +179,10 @@ TABLE: tuple[Metric, ...] = (
         "ranks",
         "how often so far a rank was slower than its peers for a whole window (straggler)",
     ),
-    Metric(
-        "elastic_ring_slowest_rank_ratio",
+    _of_step(
+        "slowest_rank_ratio",
         "1",
         "how many times as long as its peers the slowest rank worked in the newest step that measured it",
-        only=STEP_1,
     ),
     Metric(
         "elastic_ring_expert_load_ratio",
@@ -193,11 +190,10 @@ TABLE: tuple[Metric, ...] = (
         "how many times its fair share of tokens the fullest expert of a layer got in the newest committed step",
         only="with experts",
     ),
-    Metric(
-        "elastic_ring_expert_parts",
+    _of_step(
+        "expert_parts",
         "passes",
         "passes of layers in the newest committed step whose tokens came to their experts in parts, to spare memory",
-        only=STEP_1,
     ),
     Metric(
         "elastic_ring_wrong_results",
@@ -298,15 +294,14 @@ TABLE: tuple[Metric, ...] = (
         "Unix time at which the newest checkpoint began to count; of the coordinator's start before the first",
         only="with checkpoints",
     ),
-    Metric("elastic_ring_checkpoint_step", "steps", "steps that the newest checkpoint contains", only=CHECKPOINT_1),
-    Metric("elastic_ring_checkpoint_size_bytes", "bytes", "size of the newest checkpoint", only=CHECKPOINT_1),
-    Metric(
-        "elastic_ring_checkpoint_seconds",
+    _of_checkpoint("checkpoint_step", "steps", "steps that the newest checkpoint contains"),
+    _of_checkpoint("checkpoint_size_bytes", "bytes", "size of the newest checkpoint"),
+    _of_checkpoint(
+        "checkpoint_seconds",
         "seconds",
         "the newest checkpoint: all of it (total), and how long training waited for it (blocked)",
         "part",
         ("total", "blocked"),
-        CHECKPOINT_1,
     ),
     Metric(
         "elastic_ring_checkpoint_intervals_missed",
@@ -319,26 +314,23 @@ TABLE: tuple[Metric, ...] = (
         "for how long no checkpoint could be written, for whatever reason; 0 when the last one could",
     ),
     # copies in peers' memory
-    Metric(
-        "elastic_ring_copy_step",
+    _of_copies(
+        "copy_step",
         "steps",
         "steps that the newest snapshot contains whose exchange with the peers of global rank 0 is complete",
-        only=COPIES_1,
     ),
-    Metric("elastic_ring_copy_size_bytes", "bytes", "size of this snapshot of global rank 0", only=COPIES_1),
-    Metric(
-        "elastic_ring_copy_seconds",
+    _of_copies("copy_size_bytes", "bytes", "size of this snapshot of global rank 0"),
+    _of_copies(
+        "copy_seconds",
         "seconds",
         "its exchange: all of it (total), and how long training waited for it (blocked)",
         "part",
         ("total", "blocked"),
-        COPIES_1,
     ),
-    Metric(
-        "elastic_ring_copies_skipped",
+    _of_copies(
+        "copies_skipped",
         "snapshots",
         "snapshots that this process of global rank 0 left out because the last was still under way",
-        only=COPIES_1,
     ),
     # where time goes
     Metric("elastic_ring_goodput_ratio", "1", "time of steps that stayed committed by time since the run's start"),
@@ -352,36 +344,28 @@ TABLE: tuple[Metric, ...] = (
         "part",
         TIME_PARTS,
     ),
-    Metric(
-        "elastic_ring_data_wait_seconds",
-        "seconds",
-        "how long global rank 0 waited for its data in the newest committed step",
-        only=STEP_1,
-    ),
-    Metric(
-        "elastic_ring_step_part_mean_seconds",
+    _of_step("data_wait_seconds", "seconds", "how long global rank 0 waited for its data in the newest committed step"),
+    _of_step(
+        "step_part_mean_seconds",
         "seconds",
         "clock of the newest whole step by part, mean over the ranks: waits for other ranks are in the part where "
         "they happen, those for data also in data; on GPUs the host's clock",
         "part",
         CLOCK_PARTS,
-        STEP_1,
     ),
-    Metric(
-        "elastic_ring_step_part_longest_seconds",
+    _of_step(
+        "step_part_longest_seconds",
         "seconds",
         "the same on the rank on which the part took longest",
         "part",
         CLOCK_PARTS,
-        STEP_1,
     ),
-    Metric(
-        "elastic_ring_rank_work_seconds",
+    _of_step(
+        "rank_work_seconds",
         "seconds",
         "how long each rank worked itself for one sequence, without waits for others and for data, in the newest "
         "step that measured it",
         "part",
-        only=STEP_1,
         open_values="the global rank",
     ),
     Metric("elastic_ring_late_compilations", "compilations", "compilations so far that the warm-up did not cover"),
@@ -405,13 +389,8 @@ TABLE: tuple[Metric, ...] = (
     _of_gpu("xid_errors", "errors", "Xid errors since the agent's start, without those that programs cause"),
     _of_gpu("slowed", "1", "1 while the GPU is slowed down for heat, or by its hardware"),
     # K/V exchange of global rank 0 in the newest step that measured it
-    Metric("elastic_ring_hop_sent_bytes", "bytes", "K/V and gradients sent in one step", only=STEP_1),
-    Metric(
-        "elastic_ring_hop_exposed_wait_seconds",
-        "seconds",
-        "time of one step in which nothing was left to compute",
-        only=STEP_1,
-    ),
+    _of_step("hop_sent_bytes", "bytes", "K/V and gradients sent in one step"),
+    _of_step("hop_exposed_wait_seconds", "seconds", "time of one step in which nothing was left to compute"),
     Metric(
         "elastic_ring_hop_latency_seconds",
         "seconds",

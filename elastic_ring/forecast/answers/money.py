@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from elastic_ring.forecast.sizing.machines import Fleet, Number, Positive, read_toml
+from elastic_ring.forecast.sizing.machines import Fleet, Positive, read_toml
 from elastic_ring.forecast.sizing.uncertain import Range
 from elastic_ring.validation import Must, from_plain, settings
 
@@ -137,7 +137,3 @@ def read_prices(path: str | None) -> PriceList:
     except ValueError as error:
         raise ValueError(f"--prices {where}: {error}") from error
     return PriceList(found, owned, "prices" if path is None else where)
-
-
-def rent_usd(gpu_hours: Number, usd_hour: Number) -> Number:
-    return gpu_hours * usd_hour

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ring.model.config import ModelConfig
-from elastic_ring.model.init import Initialiser, initialise, initialise_module
+from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
 
 TINY = ModelConfig(31, 2, 24, 4, 2, 8, 40)
@@ -18,11 +18,11 @@ TINY = ModelConfig(31, 2, 24, 4, 2, 8, 40)
 
 def test_order_device_and_the_global_generator_do_not_matter() -> None:
     names = [(f"blocks.{index}.attention.query.weight", (5, 3 + index)) for index in range(6)]
-    forward = {name: initialise(name, shape, 3) for name, shape in names}
+    forward = {name: Initialiser(3, 1).tensor(name, shape) for name, shape in names}
     torch.manual_seed(99)
     state = torch.get_rng_state()
     with torch.device("meta"):
-        backward = {name: initialise(name, shape, 3) for name, shape in reversed(names)}
+        backward = {name: Initialiser(3, 1).tensor(name, shape) for name, shape in reversed(names)}
     assert torch.equal(torch.get_rng_state(), state)
     for name, value in forward.items():
         assert torch.equal(value, backward[name])
@@ -31,10 +31,10 @@ def test_order_device_and_the_global_generator_do_not_matter() -> None:
 
 def test_seed_name_and_shape_each_matter() -> None:
     values = [
-        initialise("a.weight", (4, 6), 0),
-        initialise("a.weight", (4, 6), 1),
-        initialise("b.weight", (4, 6), 0),
-        initialise("a.weight", (6, 4), 0),
+        Initialiser(0, 1).tensor("a.weight", (4, 6)),
+        Initialiser(1, 1).tensor("a.weight", (4, 6)),
+        Initialiser(0, 1).tensor("b.weight", (4, 6)),
+        Initialiser(0, 1).tensor("a.weight", (6, 4)),
     ]
     assert len({tuple(value.flatten().tolist()) for value in values}) == 4
 
@@ -55,7 +55,7 @@ def test_the_rows_of_any_number_of_ranks_make_up_the_parameter(
 
 
 def test_large_parameters_do_not_repeat_themselves() -> None:
-    drawn = initialise("a.weight", (3000, 1000), 0)
+    drawn = Initialiser(0, 1).tensor("a.weight", (3000, 1000))
     assert len(torch.unique(drawn[:, 0])) > 2990
     assert drawn.std().item() == pytest.approx(0.02, rel=0.01)
     assert abs(drawn.mean().item()) < 1e-4
@@ -98,7 +98,7 @@ def test_tied_parameters_are_filled_once_and_stay_tied() -> None:
     model = Transformer(ModelConfig(31, 1, 24, 4, 2, 8, 40, tie_embeddings=True))
     initialise_module(model, Initialiser(0))
     assert model.head.weight is model.embedding.weight
-    assert torch.equal(model.head.weight, initialise("embedding.weight", (31, 24), 0))
+    assert torch.equal(model.head.weight, Initialiser(0, 1).tensor("embedding.weight", (31, 24)))
 
 
 def test_no_layers_are_refused() -> None:
