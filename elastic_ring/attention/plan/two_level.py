@@ -4,8 +4,10 @@ In hop t rank r reads rank r - t, and in hop t - 1 rank r - 1 read the same rank
 is on another, and both want the same keys, rank r gets them from its neighbour, out of the buffer of the stage before:
 the classical ring inside a host (Liu et al. 2023, arXiv:2310.01889), direct messages between hosts. The first rank of
 a host fetches for all of it, so that a link between hosts carries a host's keys once instead of once a rank, and no
-hop waits longer. Bytes and their order in every buffer are the same, and so are all bits: a run may move to other
-hosts. dK and dV go back directly: their sum inside a host would be another order of sums.
+hop waits longer. That rank's own card still carries all it did: what gains is a link that the ranks of a host share.
+Stages of several hops fetch directly, since the neighbour has their keys no sooner. Bytes and their order in every
+buffer are the same, and so are all bits: a run may move to other hosts. dK and dV go back directly: their sum inside a
+host would be another order of sums.
 """
 
 from __future__ import annotations
