@@ -12,6 +12,7 @@ import pytest
 
 from elastic_ring import CheckpointConfig, ElasticRingTrainer, Result
 from elastic_ring.data.source import PreparedTokens
+from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver.cluster import left_behind
 from tests.ray.conftest import ALONE, EXPERTS, check_records, tiny_trainer, wait_for
 
@@ -75,6 +76,9 @@ def test_with_experts_a_mesh_shrinks_and_grows_and_checkpoints_go_on_in_rings_th
     shrunk = shrunk_and_grown(trainer, gate, folder).summary
     assert_same_samples(shrunk, alone, rel=1e-3)
     assert [generation["mesh"]["dp"] for generation in shrunk["generations"]] == [2, 1, 2]
+    loads = [line["expert_load_max"] for line in read_metrics(folder) if line["expert_load_max"] is not None]
+    assert len(loads) > 6, "only a step that another rank's result completed has none"
+    assert all(1 <= load <= 5 for load in loads)
     before = shrunk
     for name, step, mesh in (
         ("experts-other", 4, {"dp": 1, "cp": 4, "experts": "gather"}),
