@@ -33,6 +33,10 @@ class LoadMeter:
         for layer in layers:
             layer.meter = self
 
+    def leave(self) -> None:
+        """Drop the group: layers may live as long as an error's traceback, and with the group its sockets."""
+        self._group = None
+
     def begin(self) -> None:
         """A step begins."""
         self._loads.zero_()

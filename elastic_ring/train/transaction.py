@@ -282,6 +282,8 @@ class Transaction:
         """Drop the groups and the module that was wrapped in them; keep values and gradient."""
         if self._gradient is not None:
             self._gradient.detach()
+        if self._loads is not None:
+            self._loads.leave()
         self.model, self._groups, self._plans, self._experts, self._loads = None, None, PlanCache(), None, None
         self._buffers = HopBuffers()  # an aborted exchange may still write to the old ones
 
