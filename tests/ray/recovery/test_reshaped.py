@@ -86,7 +86,7 @@ def test_with_experts_a_mesh_shrinks_and_grows_and_checkpoints_go_on_in_rings_th
     ):
         path = next(one["path"] for one in before["checkpoints"] if one["step"] == step)
         other = train(name, run={"resume": path, **kept}, **settings, **mesh)
-        assert other["resumed_from"] == [{"step": step, "path": path}]
+        assert other["resumed_from"][-1] == {"step": step, "path": path}
         assert other["losses"][:step] == before["losses"][:step]
         assert_same_samples(other, alone, rel=1e-3)
         before = other
