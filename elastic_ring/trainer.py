@@ -498,6 +498,7 @@ class ElasticRingTrainer:
                 max_concurrency=64,
                 num_cpus=0,
                 resources=ON_HEAD,
+                scheduling_strategy="DEFAULT",  # not in the placement group of a trial of Ray Tune that starts the run
             )
             .remote(run_spec)
         )

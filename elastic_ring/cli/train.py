@@ -369,6 +369,11 @@ def _begins_at_once(asked: TrainSettings) -> bool:
     if not planned_alone(asked) or (asked.run.driver_folder / SUMMARY_NAME).exists():
         return False
     _check(asked)
+    if asked.data.source == "text" and not asked.run.is_remote:  # of a finished run data may be gone
+        from elastic_ring.data.listing import list_source
+
+        for entry in asked.data.paths:
+            list_source(entry, allow_left_out=asked.data.allow_left_out, flag="--data", allow="--data.allow-left-out")
     return True
 
 

@@ -4,10 +4,10 @@
     ray job submit --working-dir . -- python tune/search_patterns.py --address auto --out /shared/first ...
 
 Model (`--preset`, `--model-folder`), data, step, optimizer, `--dp`, `--spares` and `--from` are those of `elastic-ring
-train` (see its --help). Each pattern trains for --steps in one process on one device; `--cp` says for which ring bytes
-are counted. Dense trains under two
-seeds; patterns two fronts behind the others are stopped early; where neighbours on the front are nearer than the spread
-of seeds, they get a second one. The same command continues a killed search, each trial from its checkpoint. Writes to
+train` (see its --help). Each pattern trains for --steps in one process on one device, with --on-mesh on the rings that
+`train` would have; `--cp` says for which ring bytes are counted. Dense trains under two seeds; patterns two fronts
+behind the others are stopped early; neighbours on the front that are nearer than the spread of seeds get a second one.
+The same command continues a killed search, each trial from its checkpoint. Writes to
 `--out`: front.md (the table, whose names `--pattern` takes), front.png, front.json; prints what to run next.
 `--space` names a TOML file with axes: pattern, family, density, block, layers (docs/patterns.md).
 """
@@ -54,6 +54,9 @@ def parse_search(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
         "--concurrent", type=int, default=1, help="trials at a time; times are true for one a device (1)"
     )
     parser.add_argument("--cpus-per-trial", type=float, default=1.0, help="(1)")
+    parser.add_argument(
+        "--on-mesh", action="store_true", help="each trial is a run on --dp x --cp, in place of one process"
+    )
     parser.add_argument("--address", default="local", help="of Ray: local starts one, auto attaches (local)")
     options, rest = parser.parse_known_args(arguments)
     asked = parse(rest)

@@ -92,7 +92,8 @@ class CurveSearch(OptunaSearch):
 
 @dataclass
 class Search:
-    """The search of `trainer`'s patterns in the folder `out`, in trials of `num_cpus` and a GPU where it has one."""
+    """The search of `trainer`'s patterns in the folder `out`, in trials of `num_cpus` and a GPU where it has one, or
+    `on_mesh` in trials that are runs on the trainer's mesh."""
 
     trainer: ElasticRingTrainer
     out: Path
@@ -100,6 +101,7 @@ class Search:
     num_trials: int = 24
     concurrent: int = 1
     num_cpus: float = 1.0
+    on_mesh: bool = False
     trials: list[Trial] = field(default_factory=list)
 
     def run(self) -> str:
@@ -115,8 +117,9 @@ class Search:
         title = (
             f"{step.steps} steps of {step.global_batch} x {step.context_tokens} tokens; bytes: K and V that a ring of"
         )
+        mesh = self.trainer.scaling_config.mesh if self.on_mesh else MESH
         title = f"{title} {self.trainer.scaling_config.cp} receives in a forward pass."
-        return report(self.trials, self.out, title, as_trained(step, MESH, self.trainer.scaling_config.device))
+        return report(self.trials, self.out, title, as_trained(step, mesh, self.trainer.scaling_config.device))
 
     @property
     def advice(self) -> str:
@@ -149,7 +152,8 @@ class Search:
 
     def _phase(self, name: str, param_space: dict[str, Any], num_samples: int = 1, **how: Any) -> None:
         """Run or restore one Tuner, and keep what its trials reported last."""
-        stored, trainable = self.out / NAME / name, pattern_trainable(self.trainer, self.num_cpus)
+        stored, runs = self.out / NAME / name, str(self.out / NAME / "runs") if self.on_mesh else ""
+        trainable = pattern_trainable(self.trainer, self.num_cpus, runs)
         step = self.trainer.task.step
         num = num_samples
         for axis in param_space.values():
@@ -255,13 +259,16 @@ def run(options: Any, train_arguments: Sequence[str], trainer: ElasticRingTraine
         given["--from"] = repr(trainer.task.initial)
     if options.concurrent != 1:  # the Tuner that is restored keeps its own
         given["--concurrent"] = options.concurrent
+    if options.on_mesh:
+        given["--on-mesh"] = True
     store_settings(options.out, given)
     if options.address == "local":
         access.start(logging_level="ERROR", include_dashboard=False)
     else:
         access.connect(options.address, logging_level="ERROR")
     access.warn_if_open(ray.get_runtime_context().gcs_address)
-    search = Search(trainer, options.out, points, options.trials, options.concurrent, options.cpus_per_trial)
+    how = (options.trials, options.concurrent, options.cpus_per_trial, options.on_mesh)
+    search = Search(trainer, options.out, points, *how)
     print(search.run())
     validates = [] if step.validates else ["--val-every", str(step.steps)]
     name = [] if is_named else ["--run-name", run_name_of(options.out)]

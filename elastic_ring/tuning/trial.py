@@ -92,9 +92,10 @@ def _fields(part: Any) -> tuple[Any, ...]:
     return dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
 
 
-def pattern_trainable(trainer: ElasticRingTrainer, num_cpus: float = 1.0) -> Any:
+def pattern_trainable(trainer: ElasticRingTrainer, num_cpus: float = 1.0, runs: str = "") -> Any:
     """A `Trainable` for `ray.tune.Tuner` whose trials train as `trainer` would on one device: a GPU, or `num_cpus`.
 
+    With `runs`, a folder or `s3://bucket/prefix`, each trial is a run on the trainer's mesh that is kept there.
     Its config has `pattern`, with other axes that the text names in braces, or `family`, `density`, `block` and
     `layers`; `seed` is optional. Bytes are those of a ring of the trainer's `cp`. Where the trainer does not validate,
     trials hold out sequences all the same.
@@ -102,10 +103,36 @@ def pattern_trainable(trainer: ElasticRingTrainer, num_cpus: float = 1.0) -> Any
     task = trainer.task
     if not task.step.validates:
         task = replace(task, step=replace(task.step, val_every_steps=task.step.steps))
+    asked = Asked(task, trainer.scaling_config, os.getcwd())
+    if runs:
+        from elastic_ring.tuning.mesh_trial import CPUS, AskedRuns, MeshTrial
+
+        shared = AskedRuns(trainer, asked, runs)
+        return ray_tune.with_resources(ray_tune.with_parameters(MeshTrial, shared=shared), {"cpu": CPUS})
     need = {"cpu": num_cpus, "gpu": 1.0 if trainer.scaling_config.device == "cuda" else 0.0}
-    return ray_tune.with_resources(
-        ray_tune.with_parameters(PatternTrial, asked=Asked(task, trainer.scaling_config, os.getcwd())), need
-    )
+    return ray_tune.with_resources(ray_tune.with_parameters(PatternTrial, asked=asked), need)
+
+
+def result_of(
+    text: str,
+    task: TrainingTask,
+    about: Mapping[str, Any],
+    losses: list[float],
+    step_s: float | None,
+    steps: int,
+    rejected: str,
+) -> dict[str, Any]:
+    """What a trial reports; `about`: as `Costs.of`; without losses, and without a time, a value that loses."""
+    return {
+        "pattern": text,
+        "seed": task.step.seed,
+        "loss": losses[-1] if losses else REJECTED_LOSS,
+        "losses": losses,
+        "step_s": REJECTED_LOSS if step_s is None else step_s,
+        **{name: about[name] for name in ("density", "bytes")},
+        "tokens": task.step.global_batch * task.step.context_tokens * steps,
+        "rejected": rejected,
+    }
 
 
 class PatternTrial(ray_tune.Trainable):
@@ -188,15 +215,9 @@ class PatternTrial(ray_tune.Trainable):
             self._reject(error)
         done = bool(self._rejected) or len(self._losses) == NUM_REPORTS
         about = getattr(self, "_about", {"density": 1.0, "bytes": 0})
-        return {
-            "pattern": self._text,
-            "seed": self._task.step.seed,
-            "loss": self._losses[-1] if self._losses else REJECTED_LOSS,
-            "losses": list(self._losses),
-            "step_s": statistics.median(self._times or self._earlier_times or [REJECTED_LOSS]),
-            **{name: about[name] for name in ("density", "bytes")},
-            "tokens": self._task.step.global_batch * self._task.step.context_tokens * self._applied,
-            "rejected": self._rejected,
+        times, losses = self._times or self._earlier_times, list(self._losses)
+        step_s = statistics.median(times) if times else None
+        return result_of(self._text, self._task, about, losses, step_s, self._applied, self._rejected) | {
             SHOULD_CHECKPOINT: not done and self._is_worth_saving(),
             "done": done,
         }

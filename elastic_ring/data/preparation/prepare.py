@@ -62,7 +62,7 @@ from elastic_ring.data.preparation.piece import (
 )
 from elastic_ring.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from elastic_ring.files import absolute, plain_json
-from elastic_ring.state.storage.folder import Storage
+from elastic_ring.state.storage.folder import Storage, open_or_refuse
 from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, settings
 
 log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def prepare(config: PrepareConfig, session: Session | None = None) -> Manifest:
     tokenizer = open_tokenizer(config.tokenizer, config.end_of_document)
     chat = ChatTokenizer(config.tokenizer, config.end_of_document) if config.chat else None
     plan = plan_of(config, tokenizer, chat)
-    storage = Storage(config.out).open()
+    storage = open_or_refuse(config.out, setting="out")
     if claim(storage, plan):
         log.info("%s is complete already", storage.at(MANIFEST))
         return read_manifest(_uri(config.out, MANIFEST))

@@ -54,7 +54,8 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
         try:
             access.connect(namespace=NAMESPACE)
         except ConnectionError as error:
-            raise ValueError(f"RAY_ADDRESS: {error}; RAY_ADDRESS=local starts a Ray of your own") from error
+            whence = "RAY_ADDRESS" if environment().get("RAY_ADDRESS") else "a Ray that was begun on this machine"
+            raise ValueError(f"{whence}: {error}; RAY_ADDRESS=local starts a Ray of your own") from error
     else:
         check_host(environment())
         # Its monitor takes the coordinator first: it is the last resort behind the guard of the node's agent.

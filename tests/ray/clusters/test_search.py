@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,21 @@ from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.cli.settings import parse
 from elastic_ring.cli.train import build
 from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.runtime.driver.cluster import left_behind
 from elastic_ring.tuning.trial import NUM_REPORTS, pattern_trainable
+from tests.ray.conftest import tiny_trainer
+
+
+class KillOnce(tune.Callback):
+    """Kills the process of the first trial that has half its reports."""
+
+    pid = 0
+
+    def on_trial_result(self, *, result: dict[str, Any], **info: Any) -> None:
+        if len(result["losses"]) == NUM_REPORTS // 2 and not self.pid:
+            self.pid = result["pid"]
+            os.kill(self.pid, signal.SIGKILL)
+
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
@@ -61,6 +76,7 @@ def wait_for(what: Callable[[], Any], driver: subprocess.Popen[bytes]) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,3 +140,36 @@ def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_se
     assert grid.get_best_result("loss", "min").metrics["loss"] == min(
         one[-1]["loss"] for one in results(tmp_path).values()
     )
+
+
+@pytest.mark.slow
+def test_a_trial_on_a_mesh_is_a_run_with_which_a_killed_one_goes_on_and_tune_may_stop_it(
+    local_ray: None, tmp_path: Path
+) -> None:
+    on_ring = {"dp": 1, "cp": 2, "spares": 0, "steps": 8, "val_every_steps": 2}
+    trainable = pattern_trainable(tiny_trainer(tmp_path, "asked", **on_ring), runs=str(tmp_path / "runs"))
+    kills, run = KillOnce(), tune.RunConfig(name="search", storage_path=str(tmp_path / "tune"), verbose=0)
+    run.callbacks, run.failure_config = [kills], tune.FailureConfig(max_failures=1)
+    run.stop = lambda _, result: result["pattern"] == "window:8" and len(result["losses"]) == 1
+    found = tune.Tuner(
+        trainable,
+        param_space={"pattern": tune.grid_search(["window:4", "window:8"])},
+        tune_config=tune.TuneConfig(max_concurrent_trials=1, reuse_actors=True),
+        run_config=run,
+    ).fit()
+    assert found.num_errors == 0
+    whole, stopped = (one.metrics for one in found)
+    assert kills.pid
+    assert whole["pid"] != kills.pid
+    assert (len(whole["losses"]), len(stopped["losses"])) == (NUM_REPORTS, 1)
+    assert whole["bytes"] > 0
+    folders = [path for path in (tmp_path / "runs").iterdir()]
+    assert [path.name for path in folders] == [f"trial-{whole['trial_id']}"], "a stopped trial leaves nothing"
+    assert not any(folders[0].glob("attempt-*")), "the run went on while the trial was away"
+    assert left_behind(folders[0].name) == left_behind(f"trial-{stopped['trial_id']}") == []
+    assert not any(folders[0].glob("*.safetensors"))
+    plain = tiny_trainer(tmp_path, "plain", **on_ring)
+    plain.task = replace(plain.task, pattern=parse_pattern("window:4"))
+    plain.fit()
+    told = [line["val_loss"] for line in read_metrics(tmp_path / "plain") if line.get("val_loss") is not None]
+    assert told == whole["losses"], "bit for bit what the run with that pattern has"

@@ -146,6 +146,14 @@ def test_a_longer_run_keeps_the_schedule_with_which_it_began_or_plans_the_furthe
         parse([*folder, "--steps", "90"])
 
 
+def test_data_that_are_not_there_are_refused_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # which would be told first
+    assert train.main(["--run-dir", str(tmp_path / "run"), "--data", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl: there is no such file" in capsys.readouterr().err
+
+
 def test_other_steps_over_the_file_of_an_earlier_run_change_the_schedule(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     for flags, schedule in (([], (9, 9)), (["--optim.total-steps", "70", "--optim.warmup-steps", "3"], (70, 3))):

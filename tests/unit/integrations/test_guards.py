@@ -84,6 +84,7 @@ def test_a_search_refuses_what_it_would_leave_out_also_from_a_file(tmp_path: Pat
     for flags, told in (
         (["--stop-early", "3"], "stop_early='3'"),
         (["--keep-best", "val_loss"], "keep_best="),
+        (["--search", "found"], "search="),
         (["--plan"], "plan=True"),
         (["--checkpoint-every-steps", "5"], "run.checkpoint_config="),
         (["--run.faults", "kill@step=2"], "run.faults="),

@@ -1,0 +1,153 @@
+"""A trial on the mesh that the user asks for: a run of its own on the elastic core, as a `Trainable` of Ray Tune.
+
+The trial follows its run as a driver does and reports at each validation. A trial that is killed attaches to the run
+again, or has it resume from its checkpoint; one that Tune stops ends its run there. Results are those of `trial`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from ray import tune as ray_tune
+
+from elastic_ring.errors import ElasticRingError
+from elastic_ring.monitor.callbacks import Callback
+from elastic_ring.monitor.goodput import seen_of
+from elastic_ring.monitor.metrics import METRICS_NAME, read_metrics
+from elastic_ring.state.checkpoints.manifest import FOLDER
+from elastic_ring.state.checkpoints.weight_files import remove_others
+from elastic_ring.state.storage.folder import Storage
+from elastic_ring.tuning.cost import Costs
+from elastic_ring.tuning.trial import NUM_REPORTS, Asked, result_of
+
+if TYPE_CHECKING:
+    from elastic_ring.trainer import ElasticRingTrainer
+
+RUN = "run"
+CPUS = 0.01
+"""Of the trial itself, which only waits; its workers ask for what the trainer says."""
+
+
+@dataclass(frozen=True)
+class AskedRuns:
+    """What all trials of a search share: of the trainer all but the pattern, and where the runs lie."""
+
+    trainer: ElasticRingTrainer
+    asked: Asked
+    storage_path: str
+
+
+class Verdict(Callback):
+    """Training waits at a validation until Tune has asked for the next report, or has ended the trial."""
+
+    controls = True
+
+    def __init__(self, wait_s: float) -> None:
+        self.news, self.goes_on, self.is_over = SimpleQueue[bool](), threading.Semaphore(0), threading.Event()
+        self._wait_s = wait_s
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.news.put(False)
+        self.goes_on.acquire(timeout=self._wait_s)
+        if self.is_over.is_set():
+            self.control.stop("the search goes on without it")
+
+
+class MeshTrial(ray_tune.Trainable):
+    """One pattern on one mesh; a `step` follows the run to its next validation."""
+
+    def setup(self, config: dict[str, Any], shared: AskedRuns | None = None) -> None:
+        assert shared is not None
+        self._shared, scaling = shared, shared.trainer.scaling_config
+        self._costs = Costs(shared.asked.task, scaling.cp, scaling.device)
+        self._begin(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self.cleanup()
+        self._begin(new_config)
+        return True
+
+    def _begin(self, config: dict[str, Any]) -> None:
+        trainer, self._error = copy.copy(self._shared.trainer), ""
+        if os.path.isdir(self._shared.asked.folder):
+            os.chdir(self._shared.asked.folder)
+        self._text, task = self._shared.asked.of(config, self._costs.num_layers)
+        every = -(-task.step.steps // NUM_REPORTS)
+        step = replace(task.step, val_every_steps=every, val_every_tokens=0)
+        trainer.task = self._task = replace(task, step=step, asks_callbacks=True)
+        name, path = f"trial-{self.trial_id}", self._shared.storage_path
+        trainer.run_config = replace(trainer.run_config, name=name, storage_path=path, run_dir=None, progress=False)
+        self._verdict = Verdict(trainer.run_config.timeouts.callback_s / 2)
+        trainer.callbacks, trainer.config_files = (self._verdict,), {}
+        self._run = trainer.run_config
+        self._about: Mapping[str, Any] = {"density": 1.0, "bytes": 0}
+        self._following = threading.Thread(target=self._follow, args=(trainer,), name=name, daemon=True)
+        self._waits = False
+        self._following.start()
+
+    def _follow(self, trainer: ElasticRingTrainer) -> None:
+        try:
+            self._about = self._costs.of(self._text)
+            if len(self._losses) < NUM_REPORTS:
+                trainer.fit()
+        except (ValueError, ElasticRingError) as error:
+            self._error = f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            self._error = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._verdict.news.put(True)
+
+    @property
+    def _lines(self) -> list[dict[str, Any]]:
+        folder = self._run.driver_folder
+        return read_metrics(folder) if (folder / METRICS_NAME).exists() else []
+
+    @property
+    def _losses(self) -> list[float]:
+        return [line["val_loss"] for line in self._lines if line.get("val_loss") is not None]
+
+    def step(self) -> dict[str, Any]:
+        if self._waits:
+            self._verdict.goes_on.release()
+        ended = self._verdict.news.get()
+        self._waits = not ended
+        lines, losses = self._lines, self._losses
+        if len(losses) >= NUM_REPORTS and not ended:  # nothing is left to decide
+            self._join()
+            ended = True
+        seen = seen_of([line["step_s"] for line in lines], {})
+        return result_of(self._text, self._task, self._about, losses, seen.get("step_s"), len(lines), self._error) | {
+            "done": ended
+        }
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, RUN).write_text(self._run.name, encoding="utf-8")
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """The run goes on from its own."""
+
+    def _join(self) -> None:
+        """Each wait of a run has a limit of its own."""
+        self._verdict.goes_on.release()
+        self._following.join()
+
+    def cleanup(self) -> None:
+        """End the run, at the validation where it waits or at its next one. Of a whole one the records stay, of another
+        nothing: the same trial of a search that goes on would find it ended."""
+        if self._following.is_alive():
+            self._verdict.is_over.set()
+        self._join()
+        if len(self._losses) < NUM_REPORTS:
+            Storage(self._shared.storage_path).remove_folder(self._run.name)
+            return
+        storage = Storage(self._run.storage_uri)
+        storage.remove_folder(FOLDER)
+        remove_others(storage, [])
