@@ -182,7 +182,11 @@ def keep_whole(model: nn.Module, device: torch.device, dtype: torch.dtype, *, ke
     brings the values of fp32 masters. FSDP2 does that layer by layer in every pass, which keeps the host longer than
     short sequences keep the GPU. Without `keeps_frozen` frozen parameters have no masters: they are read in `dtype`.
     """
+    uses = _uses(model)
     model.to_empty(device=device)
+    for (first, name), *others in uses:
+        for module, its_name in others:  # `to_empty` makes a parameter of each use of one on the meta device
+            module.register_parameter(its_name, getattr(first, name))
     masters = {name: param.detach() for name, param in model.named_parameters()}
     setattr(model, MASTERS, masters)
     setattr(model, CASTS, ([], []))
@@ -200,6 +204,15 @@ def keep_whole(model: nn.Module, device: torch.device, dtype: torch.dtype, *, ke
     pairs = [(param, masters[name]) for name, param in model.named_parameters()]
     changed = [(param, master) for param, master in pairs if param.dtype != master.dtype]
     setattr(model, CASTS, ([param for param, _ in changed], [master for _, master in changed]))
+
+
+def _uses(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The modules that have each parameter, and its name there: several of a tied one."""
+    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(param, []).append((module, name))
+    return list(found.values())
 
 
 def copy_masters(model: nn.Module) -> None:

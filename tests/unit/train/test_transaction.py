@@ -146,6 +146,21 @@ def test_the_mean_over_tokens_that_count_is_the_same_on_every_mesh(four: Members
     assert all(part.isfinite().all() for slices in four.all(own_slices) for part in slices.values())
 
 
+def test_weights_that_embedding_and_head_share_stay_one_on_every_mesh(four: Membership) -> None:
+    task = replace(make_task(), model=partial(Transformer, replace(MODEL, tie_embeddings=True)))
+    losses, weights = plain_training(task, 2)
+    assert "head.weight" not in weights
+    for mesh in (ALONE, RING):
+        ranks = range(mesh.size)
+        four.all(begin, four.meeting(), mesh, task, ranks=ranks)
+        results = four.all(run_steps, 2, ranks=ranks)
+        assert [float.fromhex(loss) for loss, _ in results[0]] == pytest.approx(losses, rel=1e-6), mesh
+        trained = whole(four.all(own_slices, ranks=ranks), mesh.cp)
+        assert set(trained) == set(weights)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=f"{mesh} {name}")
+
+
 def accuracy(model: Any, batch: Any) -> tuple[Tensor, int]:
     """A metric of one's own: how many targets the model ranks first."""
     logits = model(batch.tokens, positions=batch.positions, document_ids=batch.document_ids, attention=batch.attention)
