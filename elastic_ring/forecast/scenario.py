@@ -18,8 +18,9 @@ from elastic_ring.forecast.answers.money import Price, energy_kw
 from elastic_ring.forecast.goodput import HOUR, Failures, RunShape, Spot, mean_goodput
 from elastic_ring.forecast.renewal import Luck, simulate_goodput
 from elastic_ring.forecast.sizing.jobs import job_of
-from elastic_ring.forecast.sizing.machines import Efficiency, Fleet, Number, Origin, efficiency_of
+from elastic_ring.forecast.sizing.machines import Efficiency, Fleet, Number, efficiency_of
 from elastic_ring.forecast.sizing.memory import SNAPSHOT_BYTES, ModelPlan, plan_of
+from elastic_ring.forecast.sizing.rates import Rates
 from elastic_ring.forecast.sizing.step_time import DENSE, Attention, Job, StepTime, step_time
 from elastic_ring.forecast.sizing.uncertain import Range, around, quantiles
 from elastic_ring.model.config import ModelConfig
@@ -43,8 +44,6 @@ CORE_RANK_S = 1.1e-4
 (benchmarks/results/recovery/core_curve)."""
 FIRST_STEP_S: Mapping[str, float] = {"cuda": 0.22, "cpu": 0.0}
 """What the step that runs again takes beside a step: of the same series."""
-BOTH_PASSES = 0.81
-"""The rate of both passes as a share of a dense kernel's forward rate: H200, flash-attn-4, 612 of 755 TFLOP/s."""
 HEAL_SHARE = 0.6
 """A heal's share of a link's rate: 0.57 to 0.68 of a plain copy were measured."""
 COPY_SHARE = 0.003
@@ -55,7 +54,8 @@ COPY_SHARE = 0.003
 class Scenario:
     """One configuration on one fleet. `pattern`: what it leaves of attention in a ring of so many ranks;
     `measured_step_s`: in place of the model of step time; `correction`: by which an earlier run's step differed from
-    its forecast, with what is left of its spread; `built_in` as in `StepMemory`, `num_own` as in `plan_of`."""
+    its forecast, with what is left of its spread; `built_in` as in `StepMemory`, `num_own` as in `plan_of`;
+    `doubled_s`: what each doubling of the ranks adds to a rebuild, in place of `REBUILD_S`."""
 
     model: ModelConfig
     scaling: ScalingConfig
@@ -71,6 +71,7 @@ class Scenario:
     correction: tuple[float, float] | None = None
     built_in: bool = True
     num_own: int | None = None
+    doubled_s: float | None = None
 
     @cached_property
     def attention(self) -> Attention:
@@ -160,6 +161,7 @@ class Scenario:
         one_host = self.num_gpus <= self.fleet.gpus_per_host
         link = (spec.nvlink_bytes_s if one_host else spec.nic_bytes_s) * HEAL_SHARE * draws["links"]
         alone, doubled = REBUILD_S[self.scaling.device]
+        doubled = doubled if self.doubled_s is None else self.doubled_s
         rebuild_s = alone + doubled * math.log2(ranks) + FIRST_STEP_S[self.scaling.device] + CORE_RANK_S * ranks
         written_s = self.checkpoint_bytes / (self.fleet.links.storage_gb_s * 1e9 * draws["storage"])
         interval_s: Number = self._interval_s(step_s, written_s)
@@ -298,18 +300,7 @@ def curve(scenario: Scenario, what: str, values: list[float]) -> list[tuple[floa
     return rows
 
 
-def default_efficiency(fleet: Fleet, machine: Mapping[str, float] | None = None) -> Efficiency:
+def default_efficiency(fleet: Fleet, rates: Rates | None = None) -> Efficiency:
     """The class of the fleet's GPUs; with the rates of `elastic-ring calibrate` where they were measured there."""
     eff = efficiency_of(fleet.spec.arch)
-    if machine is None:
-        return eff
-    origin: Origin = "calibrated"
-    peak, link = fleet.spec.peak_flops, fleet.spec.nvlink_bytes_s
-    both = BOTH_PASSES * machine["dense_flops"] / peak
-    return dataclasses.replace(
-        eff,
-        attention=min(0.9, both),
-        link=min(1.0, machine["link_bytes_per_s"] / link),
-        matmul=min(0.95, machine.get("matmul_flops", eff.matmul * peak) / peak),
-        origin=origin,
-    )
+    return eff if rates is None else rates.efficiency(eff, fleet)

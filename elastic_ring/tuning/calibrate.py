@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,10 @@ class Calibration:
     checks: tuple[Check, ...]
     about: dict[str, Any]
 
-    def write(self, path: str | Path) -> None:
-        """As `CostModel.write`."""
-        self.cost_model.write(path, self.about, [{**asdict(check), "error": check.error} for check in self.checks])
+    def write(self, path: str | Path, rates: Mapping[str, Any] | None = None) -> None:
+        """As `CostModel.write`; `rates`: of `machine_rates.measure`, for a forecast."""
+        checks = [{**asdict(check), "error": check.error} for check in self.checks]
+        self.cost_model.write(path, self.about, checks, rates)
 
 
 class Stopwatch:

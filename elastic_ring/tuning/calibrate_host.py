@@ -1,4 +1,5 @@
-"""The measurements of `elastic-ring calibrate`: all ranks of this host at the same time, each in its own process."""
+"""The measurements of `elastic-ring calibrate`: all ranks of a host, or of several, at the same time, each in its own
+process."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import sys
 import tempfile
 from dataclasses import asdict
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,10 +16,13 @@ import torch.multiprocessing as mp
 from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.config import environment
 from elastic_ring.errors import ElasticRingError
-from elastic_ring.tuning.calibrate import Calibration, calibrate
+from elastic_ring.tuning.calibrate import Calibration, Stopwatch, calibrate
+from elastic_ring.tuning.machine_rates import Host, lines, measure
 from elastic_ring.tuning.timed_cases import TimingBudget
 
 CPU_RANKS = 2
+MEET_S = 300.0
+"""Within which all hosts must have begun."""
 BAD_FIT = 0.5
 
 
@@ -47,18 +52,25 @@ def report(found: Calibration) -> str:
     return "\n".join(lines)
 
 
-def join(rank: int, num_ranks: int, store: str, on_gpus: bool) -> torch.device:
-    """Initialise the process group over all ranks of this host; returns this rank's device."""
+def join(rank: int, num_ranks: int, store: str, on_gpus: bool, host: int = 0, num_hosts: int = 1) -> torch.device:
+    """Initialise the process group over the `num_ranks` of this host, `rank` being one of them, and of all others;
+    returns this rank's device. `store`: a file, or ADDRESS:PORT where there are several hosts."""
     torch.set_num_threads(1)
+    local, rank, num_ranks = rank, host * num_ranks + rank, num_hosts * num_ranks
+    if num_hosts > 1:
+        address, port = store.rsplit(":", 1)
+        made: dist.Store = dist.TCPStore(address, int(port), num_ranks, rank == 0, timedelta(seconds=MEET_S))
+    else:
+        made = dist.FileStore(store, num_ranks)
     if not on_gpus:
-        dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
+        dist.init_process_group("gloo", store=made, rank=rank, world_size=num_ranks)
         return torch.device("cpu")
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     dist.init_process_group(
         "nccl",
-        store=dist.FileStore(store, num_ranks),
+        store=made,
         rank=rank,
         world_size=num_ranks,
         device_id=device,
@@ -68,15 +80,17 @@ def join(rank: int, num_ranks: int, store: str, on_gpus: bool) -> torch.device:
 
 
 def _rank(rank: int, num_ranks: int, store: str, options: argparse.Namespace) -> None:
-    device = join(rank, num_ranks, store, options.device == "cuda")
+    device = join(rank, num_ranks, store, options.device == "cuda", options.host, options.hosts)
     dtype = getattr(torch, options.dtype)
     sizes = Sizes(options.heads[0], options.heads[1], options.head_dim, dtype.itemsize)
     effort = TimingBudget(options.limit_s, options.repeats, options.most_mib << 20)
     found = calibrate(dist.group.WORLD, device, sizes, dtype=dtype, deterministic=not options.fast, effort=effort)
-    if rank == 0:
-        print(report(found), flush=True)
+    host = Host(num_ranks, options.hosts, options.storage)
+    rates = measure(Stopwatch(dist.group.WORLD, device, effort), device, dtype, host)
+    if dist.get_rank() == 0:
+        print("\n".join([report(found), *lines(rates)]), flush=True)
         if options.out is not None:
-            found.write(options.out)
+            found.write(options.out, rates)
     dist.destroy_process_group()
 
 
@@ -89,6 +103,13 @@ def run(options: argparse.Namespace) -> int:
         TimingBudget(options.limit_s, options.repeats, options.most_mib << 20)
         if options.device == "cuda" and options.ranks > torch.cuda.device_count():
             raise ValueError(f"--ranks {options.ranks}: there are {torch.cuda.device_count()} GPUs; ask for no more")
+        if options.hosts > 1 and (not options.meet or not 0 <= options.host < options.hosts):
+            raise ValueError(
+                f"--hosts {options.hosts}: each host needs --host, from 0 to {options.hosts - 1}, and one and the same "
+                "--meet ADDRESS:PORT of host 0"
+            )
+        if options.storage is not None and not options.storage.is_dir():
+            raise ValueError(f"--storage {options.storage}: is no folder; name one of the storage that checkpoints use")
     except ValueError as error:
         print(f"elastic-ring calibrate: {error}", file=sys.stderr)
         return 2
@@ -96,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
     environment().setdefault("NCCL_NVLS_ENABLE", "0")
     try:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_rank, args=(options.ranks, f"{folder}/store", options), nprocs=options.ranks)
+            store = options.meet if options.hosts > 1 else f"{folder}/store"
+            mp.spawn(_rank, args=(options.ranks, store, options), nprocs=options.ranks)
     except (mp.ProcessRaisedException, ElasticRingError) as error:
         print(f"elastic-ring calibrate: {error}", file=sys.stderr)
         return 1

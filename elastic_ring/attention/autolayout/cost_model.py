@@ -82,13 +82,19 @@ class CostModel:
         return from_plain(cls, figures)
 
     def write(
-        self, path: str | Path, about: Mapping[str, Any] | None = None, checks: Sequence[Mapping[str, Any]] = ()
+        self,
+        path: str | Path,
+        about: Mapping[str, Any] | None = None,
+        checks: Sequence[Mapping[str, Any]] = (),
+        rates: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the figures as JSON with their origin `about` (device, versions, date) and the measurements `checks`.
+        """Write the figures as JSON with their origin `about` (device, versions, date) and the measurements `checks`,
+        and `rates` that only a forecast needs.
 
         Raises `ValueError` if the file cannot be written.
         """
         record = {"machine": asdict(self), "about": dict(about or {}), "checks": [dict(check) for check in checks]}
+        record |= {"rates": dict(rates)} if rates else {}
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

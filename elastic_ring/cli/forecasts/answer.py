@@ -20,6 +20,7 @@ from elastic_ring.forecast.answers.stages import Stage, read_stages, with_learne
 from elastic_ring.forecast.answers.stages import lines as stage_lines
 from elastic_ring.forecast.scenario import Scenario, default_efficiency, forecast
 from elastic_ring.forecast.sizing.machines import GPUS, Fleet, read_fleet
+from elastic_ring.forecast.sizing.rates import Rates, read_rates
 
 
 def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -76,11 +77,8 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
             f"--fleet {given.fleet}: num_gpus={fleet.num_gpus} is less than dp x cp + spares = "
             f"{train.scaling.mesh.size + train.scaling.spares}: lower them, or take a larger fleet"
         )
-    machine = None
-    if given.machine is not None:
-        from elastic_ring.attention.autolayout.cost_model import CostModel
-
-        machine = vars(CostModel.read(given.machine))
+    rates = None if given.machine is None else rates_of(given.machine)
+    fleet = fleet if rates is None else rates.fleet(fleet)
     size = train.scaling.mesh.size + train.scaling.spares
     if given.price == "owned":
         price: Any = prices.owned_price(fleet, size)
@@ -91,14 +89,26 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
         step=train.step,
         run=train.run,
         fleet=fleet,
-        eff=default_efficiency(fleet, machine),
+        eff=default_efficiency(fleet, rates),
         failures=failures,
         price=price,
         tokens=tokens,
         measured_step_s=given.measured_step,
+        doubled_s=None if rates is None else rates.doubled_s(),
         **work,
     )
     return made if given.from_run is None else with_learned(made, seen.learned(given.from_run, fleet))
+
+
+def rates_of(path: Path) -> Rates:
+    """Raises ValueError for a file that `elastic-ring calibrate` did not write, or wrote without them."""
+    from elastic_ring.attention.autolayout.cost_model import CostModel
+
+    CostModel.read(path)
+    found = read_rates(path)
+    if found is None:
+        raise ValueError(f"--machine {path}: has no rates for a forecast; measure it again with elastic-ring calibrate")
+    return found
 
 
 def _of_stage(stage: Stage, given: argparse.Namespace, prices: PriceList) -> Scenario:

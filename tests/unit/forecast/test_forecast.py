@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.cli.forecasts import command
 from elastic_ring.cli.settings import parse
 from elastic_ring.forecast.answers.asked import amount
@@ -34,6 +35,11 @@ from elastic_ring.forecast.sizing.machines import GPUS, named_fleet
 from elastic_ring.forecast.sizing.uncertain import Range, around
 from tests.sim.simulator.tier1 import Tier1
 
+ODD_RATES = {
+    "matmul": [{"width": 1, "tokens": 1, "flops": -1}],
+    "host_copies": {"to_host_bytes_s": 1.0, "from_host_bytes_s": 1.0},
+    "stragglers": {"between_ranks": 0.1},
+}
 RUN = ["--preset", "8b", "--dp", "64", "--global-batch", "64"]
 
 
@@ -114,6 +120,8 @@ def test_json_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
         (["--prices", "gone.toml"], "gone.toml: cannot be read"),
         (["--measured-step", "0"], "--measured-step 0"),
         (["--machine", "gone.json"], "gone.json"),
+        (["--machine", "old.json"], "--machine old.json: has no rates for a forecast"),
+        (["--machine", "odd.json"], "--machine odd.json: rates: matmul flops=-1: must be a number above 0"),
         (["--dp", "100"], "global_batch=64 is less than dp=100"),
         (["--pattern", "window"], "--pattern: "),
         (["--pattern", "dense@40"], "--pattern: layer 40"),
@@ -145,6 +153,8 @@ def test_bad_input_gets_one_line_that_names_it(
         "odd.toml": f'gpu = "T4"\n{links}',
     }.items():
         Path(name).write_text(text)
+    CostModel().write("old.json")
+    CostModel().write("odd.json", rates=ODD_RATES)
     for kind in ("mamba", "llama"):
         folder = tmp_path / kind.replace("llama", "bare")
         folder.mkdir()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
@@ -22,7 +25,10 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.plan.sparse_tiles import tiles
 from elastic_ring.cli.calibrate import main
-from elastic_ring.tuning import timed_cases
+from elastic_ring.forecast.scenario import default_efficiency
+from elastic_ring.forecast.sizing.machines import named_fleet
+from elastic_ring.forecast.sizing.rates import ALONE, read_rates
+from elastic_ring.tuning import machine_rates, timed_cases
 from elastic_ring.tuning.calibrate import Calibration, Check, Stopwatch, calibrate, fit
 from elastic_ring.tuning.calibrate_host import report
 from elastic_ring.tuning.timed_cases import Hops, TimingBudget
@@ -220,8 +226,95 @@ def test_the_job_refuses_wrong_options_before_it_starts_a_process(capsys: pytest
     assert main(["--device", "cpu", "--limit-s", "0"]) == 2
     assert main(["--device", "cpu", "--most-mib", "0"]) == 2
     assert main(["--device", "cuda", "--ranks", "1000"]) == 2
+    assert main(["--device", "cpu", "--hosts", "2"]) == 2
+    assert main(["--device", "cpu", "--storage", "nowhere"]) == 2
     told = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[1].split("=")[0].strip() for line in told] == ["limit_s", "most_bytes", "--ranks 1000"]
+    named = ["limit_s", "most_bytes", "--ranks 1000", "--hosts 2", "--storage nowhere"]
+    assert [line.split(":")[1].split("=")[0].strip() for line in told] == named
+
+
+# ------------------------------------------------------------ rates for a forecast
+
+
+def test_rates_are_measured_written_and_read_by_the_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_rates, "WIDTHS", {"cpu": (32, 64)})
+    monkeypatch.setattr(machine_rates, "ATTENTION", {"cpu": ((64, 256), (128, 256))})
+    monkeypatch.setattr(machine_rates, "WRITTEN_BYTES", 1 << 20)
+    host = machine_rates.Host(1, storage=tmp_path)
+    rates = machine_rates.measure(Stopwatch(None, CPU, EFFORT), CPU, torch.float32, host)
+    path = tmp_path / "machine.json"
+    Calibration(TRUTH, (), {}).write(path, rates)
+    assert CostModel.read(path) == TRUTH
+    read = read_rates(path)
+    assert read is not None
+    assert [row.flops for row in read.matmul] == [row["flops"] for row in rates["matmul"]]
+    assert read.host.storage_bytes_s == rates["storage"]["write_bytes_s"] > 0
+    assert read.collectives == read.groups == []
+    assert [one.name for one in tmp_path.iterdir()] == ["machine.json"], "the file that was timed is gone"
+    assert len(machine_rates.lines(rates)) == 2 + 2 + 3
+
+
+PLANTED: dict[str, Any] = {
+    # A rate of 800e12 in wide layers, half of it at a width of 300.
+    "matmul": [{"width": w, "tokens": 1, "flops": 800e12 / (1 + 300 / w)} for w in (1024, 2048, 4096)],
+    "attention": [{"head_dim": d, "tokens": 1, "flops": flops} for d, flops in ((64, 450e12), (128, 600e12))],
+    "collectives": [
+        {"kind": kind, "ranks": ranks, "level": level, "bytes": 1, "bytes_s": rate}
+        for kind, ranks, level, rate in (
+            ("all-gather", 2, "host", 400e9),
+            ("all-gather", 8, "host", 300e9),
+            ("reduce-scatter", 8, "host", 270e9),
+            ("all-gather", 16, "network", 240e9),
+            ("reduce-scatter", 16, "network", 250e9),
+        )
+    ],
+    "groups": [{"ranks": ranks, "s": s} for ranks, s in ((2, 0.3), (4, 0.4), (8, 0.5))],
+    "host_copies": {"to_host_bytes_s": 51e9, "from_host_bytes_s": 50e9},
+    "stragglers": {"between_ranks": 0.02, "within_a_rank": 0.01, "ranks": 16},
+    "storage": {"write_bytes_s": 3e9, "path": "/"},
+}
+
+
+def test_a_forecast_takes_what_was_measured_by_shape_group_and_level(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    Calibration(TRUTH, (), {}).write(path, PLANTED)
+    rates, fleet = read_rates(path), named_fleet("H100-80")
+    assert rates is not None
+    eff = default_efficiency(fleet, rates)
+    usual = default_efficiency(fleet)
+    assert eff.matmul == pytest.approx(usual.matmul * 800e12 / 989.4e12 / ALONE["matmul"])
+    assert eff.half_width == pytest.approx(300.0)
+    assert eff.narrow_heads == pytest.approx(0.75)
+    assert eff.jitter == 0.02
+    assert eff.origin == "calibrated"
+    seen = rates.fleet(fleet)
+    assert seen.spec.nvlink_bytes_s * eff.link == pytest.approx(270e9), "the slower one of the largest group"
+    assert seen.spec.nic_bytes_s * 8 * eff.link == pytest.approx(240e9), "all cards of a host"
+    assert (seen.links.pcie_gb_s, seen.links.storage_gb_s) == (50.0, 3.0)
+    assert rates.doubled_s() == pytest.approx(0.1)
+
+
+@pytest.mark.slow
+def test_two_hosts_measure_collectives_over_the_network_together(tmp_path: Path) -> None:
+    """Two commands with a rank each meet over TCP, as on two hosts."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meet = f"127.0.0.1:{probe.getsockname()[1]}"
+    few = ["--device", "cpu", "--ranks", "1", "--heads", "1", "--head-dim", "8", "--limit-s", "0.1", "--repeats", "1"]
+    command = [sys.executable, "-m", "elastic_ring", "calibrate", *few, "--hosts", "2", "--meet", meet]
+    others = subprocess.Popen([*command, "--host", "1"], stdout=subprocess.DEVNULL)
+    try:
+        subprocess.run([*command, "--host", "0", "--out", str(tmp_path / "m.json")], check=True, timeout=240)
+        assert others.wait(60) == 0
+    finally:
+        others.kill()
+    rates = read_rates(tmp_path / "m.json")
+    assert rates is not None
+    assert {(row.kind, row.level) for row in rates.collectives} == {
+        ("all-gather", "network"),
+        ("reduce-scatter", "network"),
+    }
+    assert [row.ranks for row in rates.groups] == [2]
 
 
 # ------------------------------------------------------------ the file
