@@ -37,7 +37,8 @@ LOW_POWER = Gpu("H100-96-500W", "hopper", 912e12, 2.4e12, 450e9, 50e9, 55e9, 100
 NULL_MFU, NULL_GOODPUT = 0.40, 0.90
 THEN, NOW = "code of then", "code since 2026-11-27"
 # (model, tokens of a rank, cp, cpu_offload, other settings, GiB of tensors, GiB reserved, code), of benchmarks/results,
-# as they came. A ring of one had no copy to compute with then, 2 bytes a parameter.
+# as they came. A ring of one had no copy to compute with then, 2 bytes a parameter. Those of 1b are of a head that a
+# defect had cut off its embedding; that and Liger's loss are counted since, with these two in sight.
 PEAKS: list[tuple[str, int, int, CpuOffload, dict[str, Any], float, float, str]] = [
     ("1b", 65_536, 1, "none", {}, 29.8, 38.5, THEN),
     ("1b", 65_536, 1, "none", {}, 29.8, 41.4, THEN),
@@ -51,13 +52,14 @@ PEAKS: list[tuple[str, int, int, CpuOffload, dict[str, Any], float, float, str]]
     ("8b", 65_536, 2, "all", {}, 65.0, 84.1, THEN),
     ("hf", 8_192, 1, "none", {}, 21.6, 21.6, NOW),
     ("hf", 8_192, 1, "none", {"checkpoint_activations": False}, 30.8, 30.8, NOW),
-    ("1b", 8_192, 1, "none", {}, 23.8, 23.8, NOW),
+    ("1b", 8_192, 1, "none", {"tie_embeddings": False}, 23.8, 23.8, NOW),
     ("experts", 8_192, 2, "none", {"experts": "send"}, 48.1, 52.8, NOW),
     ("experts", 8_192, 2, "none", {"experts": "gather"}, 51.1, 55.5, NOW),
     ("dense", 8_192, 2, "none", {}, 12.2, 17.3, NOW),
     ("experts", 65_536, 2, "none", {"experts": "gather"}, 71.3, 77.7, NOW),
     ("experts", 65_536, 2, "none", {"experts": "send"}, 74.0, 85.9, NOW),
     ("dense", 65_536, 2, "none", {}, 21.1, 24.5, NOW),
+    ("1b", 8_192, 1, "none", {"tie_embeddings": False, "checkpoint_activations": False}, 30.2, 30.2, NOW),
 ]
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elastic_ring.model.memory import rows_of_logits
+
 _OF_FOLDERS = "elastic_ring.integrations.transformers"
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -89,13 +91,6 @@ def rope_of_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     """As `rope`, for q (B, S, H, D), k (B, S, H_kv, D) and each angle once: cos and sin (B, S, D/2)."""
     turned = _found().rope.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin, None, 1, q.size(-1))
     return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
-
-
-def rows_of_logits(num_tokens: int, vocab_size: int, width: int) -> int:
-    """How many tokens' logits `cross_entropy_sum` holds at a time, in the hidden type: about as much as the hidden
-    states of all `num_tokens`."""
-    rows = -(-num_tokens // -(-vocab_size // width))
-    return min(num_tokens, 1 << (rows - 1).bit_length())
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ring.model import liger
-from elastic_ring.model.memory import LOGITS_BYTES
+from elastic_ring.model.memory import LOGITS_BYTES, rows_of_logits
 
 IGNORE = -100
 
@@ -62,7 +62,7 @@ def _is_for_liger(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> bool:
     if torch.is_grad_enabled() and weight.requires_grad and not hidden.requires_grad:
         return False  # it would give the weight no gradient
     # Long slices, and a memory relief that asks for small chunks, are for the function below.
-    rows = liger.rows_of_logits(hidden.size(0), *weight.shape)
+    rows = rows_of_logits(hidden.size(0), *weight.shape)
     return rows * hidden.element_size() <= chunk_tokens * LOGITS_BYTES
 
 

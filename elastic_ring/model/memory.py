@@ -46,6 +46,13 @@ H200 2.2 to 2.5 GiB were resident (benchmarks/results/gpu_runs, third and sixth 
 preset alone had 498 MiB at its peak, the forecast says 492 (`tests/unit/model/test_memory_forecast.py`)."""
 
 
+def rows_of_logits(num_tokens: int, vocab_size: int, width: int) -> int:
+    """How many tokens' logits `liger.cross_entropy_sum` holds at a time, in the hidden type: about as much as the
+    hidden states of all `num_tokens` (`fused_linear_cross_entropy_forward` of liger-kernel 0.8.5)."""
+    rows = -(-num_tokens // -(-vocab_size // width))
+    return min(num_tokens, 1 << (rows - 1).bit_length())
+
+
 @dataclass(frozen=True)
 class Moment:
     """`terms`: what is on the device then, in bytes."""
@@ -267,11 +274,22 @@ class StepMemory:
     def fullest(self) -> Moment:
         return max(self.moments, key=lambda moment: moment.num_bytes)
 
-    def _of_loss(self) -> Moment:
+    def _logits_bytes(self, table: int) -> int:
+        """Beside the head's gradient in fp32: rows of logits as Liger's kernel takes them and that gradient once more,
+        in the type that is computed in; else a chunk of ours."""
         config, rows = self.config, min(self.config.loss_chunk_tokens, self.tokens)
+        ours = rows * table // config.width * LOGITS_BYTES
+        of_liger = rows_of_logits(self.tokens, config.vocab_size, config.width) * self.element_bytes
+        has_liger = self.on_gpu and self.fused_norms and table == self.table
+        if has_liger and of_liger <= config.loss_chunk_tokens * LOGITS_BYTES:
+            return of_liger * config.vocab_size + self.element_bytes * table
+        return ours
+
+    def _of_loss(self) -> Moment:
+        config = self.config
         number, part = self.head_parts
         table = part or self.table
-        logits = rows * table // config.width * LOGITS_BYTES
+        logits = self._logits_bytes(table)
         return Moment(
             "the loss's backward pass",
             {

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic_ring.model import liger, loss
+from elastic_ring.model.memory import rows_of_logits
 
 
 @pytest.mark.parametrize("of_a_folder", [False, True])
@@ -78,9 +79,9 @@ def test_a_loss_whose_logits_would_need_more_memory_stays_in_chunks(
 
 
 def test_rows_of_logits_are_as_many_as_fill_the_memory_of_the_hidden_states() -> None:
-    assert liger.rows_of_logits(8_192, 32_000, 2_048) == 512
-    assert liger.rows_of_logits(1_000, 128_256, 4_096) == 32
-    assert liger.rows_of_logits(10, 16, 32) == 10
+    assert rows_of_logits(8_192, 32_000, 2_048) == 512
+    assert rows_of_logits(1_000, 128_256, 4_096) == 32
+    assert rows_of_logits(10, 16, 32) == 10
 
 
 def test_layers_of_one_transformers_model_change_and_its_class_stays() -> None:

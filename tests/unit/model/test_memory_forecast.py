@@ -29,18 +29,20 @@ from elastic_ring.train.wrap import _own_units, largest_list
 
 GIB = 2**30
 TOLERANCE = 0.10
-"""Of the figures below; a later one of `1b` at 8 K tokens was 15 % above its plan, and is not among them."""
+# A defect had cut the head off its embedding in a ring of one.
+UNTIED = {"tie_embeddings": False}
 
 RECORDED: list[tuple[str, int, int, str, dict[str, Any], float]] = [
     # preset, tokens of a rank, cp, cpu_offload, other settings, GiB at the peak
     ("1b", 8_192, 1, "none", HF_SIZES, 21.6),  # 2026-11-27-ordinary-step-H100.md
     ("1b", 8_192, 1, "none", {**HF_SIZES, "checkpoint_activations": False}, 30.8),  # 2026-11-28-ordinary-step-2xH100.md
+    ("1b", 8_192, 1, "none", UNTIED, 23.8),
+    ("1b", 8_192, 1, "none", {**UNTIED, "checkpoint_activations": False}, 30.2),  # 2026-11-28-start-2xH200.md
     # Of code whose gradients took 4 bytes a parameter more from a block's backward pass on, and a ring of one 2 less:
     # at these peaks few gradients were there.
     ("1b", 65_536, 1, "none", {}, 29.8),  # 2026-11-24-state-in-host-memory-H200.md
     ("1b", 65_536, 1, "optimizer", {}, 22.4),
     ("1b", 65_536, 1, "all", {}, 18.6),
-    ("100m", 8_192, 1, "none", {}, 2_983_417_856 / GIB),
     ("100m", 8_192, 1, "all", {}, 1_370_344_448 / GIB),
     ("1b", 32_768, 1, "none", {}, 23.0),  # 2026-11-22-fifth-run-H200.json
     ("1b", 65_536, 2, "none", {}, 22.7),  # 2026-11-21-training-4xH200.json, 2026-11-21-second-run-H200.json
