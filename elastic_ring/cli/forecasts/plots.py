@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ring.forecast.answers.report import NAMES, SPARE_HOSTS
+from elastic_ring.forecast.answers.report import NAMES, SPARE_HOSTS, short
 from elastic_ring.forecast.goodput import DAY
 from elastic_ring.forecast.scenario import Forecast, curve
 
 SHOWN_DRAWS = 2_000
+LEAST_SWING = 1e-3
+"""Inputs that move the answer less have no bar."""
 
 
 def write(found: Forecast, folder: Path, deadline_s: float | None, budget_usd: float | None) -> list[Path]:
@@ -41,7 +43,7 @@ def write(found: Forecast, folder: Path, deadline_s: float | None, budget_usd: f
 def _bars(axes: Any, parts: list[tuple[str, float]], unit: str) -> None:
     parts = sorted(parts, key=lambda part: part[1])
     bars = axes.barh([name for name, _ in parts], [size for _, size in parts], color="tab:blue")
-    axes.bar_label(bars, fmt="%.3g", padding=3)
+    axes.bar_label(bars, fmt="%.1f", padding=3)
     axes.set_xlabel(unit)
     axes.margins(x=0.12)
 
@@ -64,9 +66,11 @@ def _step(axes: Any, found: Forecast) -> None:
     begin = 0.0
     for name, part in timed.parts.items():
         if float(part) > 0:
-            axes.barh([name], [float(part)], left=[begin], color="tab:blue")
+            bar = axes.barh([name], [float(part)], left=[begin], color="tab:blue")
+            axes.bar_label(bar, [f"{float(part):.3g}"], padding=3)
             begin += float(part)
     axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * begin)
     axes.set_xlabel("seconds of a step")
     axes.set_title(f"A step of {float(timed.total_s):.3g} s", fontsize=10)
 
@@ -84,6 +88,10 @@ def _spares(axes: Any, found: Forecast) -> None:
     axes.set_title("Spares: what they save and what they cost", fontsize=10)
 
 
+def _shortly(value: float, _: int) -> str:
+    return short(value)
+
+
 def _cost_and_time(axes: Any, found: Forecast, deadline_s: float | None, budget_usd: float | None) -> None:
     days = np.asarray(found.draws["run_s"])[:SHOWN_DRAWS] / DAY
     usd = np.asarray(found.draws.get("usd", found.draws["gpu_hours"]))[:SHOWN_DRAWS]
@@ -99,12 +107,13 @@ def _cost_and_time(axes: Any, found: Forecast, deadline_s: float | None, budget_
     axes.set_title(f"Draws of time and cost{f': {told}' if told else ''}", fontsize=10)
     axes.set_xlabel("days")
     axes.set_ylabel("USD" if "usd" in found.draws else "GPU-hours")
+    axes.yaxis.set_major_formatter(_shortly)
     if chances:
         axes.legend()
 
 
 def _tornado(axes: Any, found: Forecast) -> None:
-    rows = found.tornado[::-1]
+    rows = [row for row in found.tornado[::-1] if abs(row[2] - row[1]) > LEAST_SWING * abs(row[1])]
     by = "usd" if "usd" in found.draws else "run_s"
     middle = found.middle[by]
     axes.barh(
@@ -115,5 +124,6 @@ def _tornado(axes: Any, found: Forecast) -> None:
     )
     axes.use_sticky_edges = False
     axes.axvline(middle, color="black", linewidth=1)
+    axes.xaxis.set_major_formatter(_shortly)
     axes.set_xlabel("USD" if by == "usd" else "seconds")
     axes.set_title("From P10 to P90 of one input, the others at their medians", fontsize=10)
