@@ -155,6 +155,12 @@ def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, flo
         return found
 
 
+def _on_record(folder: Path, planned: Mapping[str, float]) -> dict[str, float]:
+    """The forecast with which the run began: of one that was finished before, `planned` is of this host's load now."""
+    recorded = readable_json(folder / CONFIG_NAME) or {}
+    return {name: float(recorded.get(f"planned_{name}", value)) for name, value in planned.items()}
+
+
 def _print_beside(forecast: Mapping[str, float], seen: Mapping[str, float]) -> None:
     """The forecast beside what was seen."""
     if told := forecast_line(int(forecast.get("gpu_bytes", 0)), int(seen.get("gpu_bytes", 0))):
@@ -413,7 +419,7 @@ def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
     )
     lines = read_metrics(result.path) if (result.path / METRICS_NAME).exists() else []
     seen = seen_of([line["step_s"] for line in lines], summary)
-    _print_beside(trainer.planned, seen)
+    _print_beside(_on_record(result.path, trainer.planned), seen)
     if found is not None and "step_s" in seen:
         now = as_trained(asked.step, asked.scaling.mesh, asked.scaling.device)
         print(found.beside(now, seen["step_s"], lines[-1].get("val_loss")))
