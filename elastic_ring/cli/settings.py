@@ -132,7 +132,7 @@ class ShortFlags:
     extend: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with the finished run of this name for more --steps, at the rate with which its schedule ended."""
     replan: tyro.conf.FlagCreatePairsOff[bool] = False
-    """With --extend: the further steps have a warm-up and a decay of their own."""
+    """With --extend: the further steps have a warm-up and a decay of their own, in the proportion of the first ones."""
     validate: str | None = None
     """Sets to validate on: code=DATA,weight=2,sequences=64; held. DATA is as for --data; without it, held-out
     sequences."""

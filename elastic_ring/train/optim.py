@@ -35,15 +35,15 @@ def learning_rate(step: int, config: OptimConfig, schedule: Schedule | None = No
     """The rate of a step (counted from 0): linear up to peak_lr over warmup_steps, then as `config.schedule` says.
 
     The first step has peak_lr / warmup_steps, the last of total_steps has min_lr (with "constant" peak_lr), and so has
-    every later one. Where the schedule was planned again, the rate rises from the one before that. A `schedule` of
-    one's own is asked instead; raises ValueError where it gives no rate.
+    every later one. Where the schedule was planned again, the rate rises from the one before that, over the same share
+    of the steps. A `schedule` of one's own is asked instead; raises ValueError where it gives no rate.
     """
     if schedule is not None:
         return _checked(schedule, step)
     begin, last = next(plan for plan in reversed(config.plans) if plan[0] <= step)
     before = learning_rate(begin - 1, config) if begin else 0.0
     step, last = step - begin, last - begin
-    first = min(config.warmup_steps, last)
+    first = config.warmup_steps if not begin else config.warmup_steps * last // config.plans[0][1]
     if step < first:
         return before + (config.peak_lr - before) * (step + 1) / first
     match config.schedule:
