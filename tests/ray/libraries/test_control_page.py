@@ -1,10 +1,12 @@
-"""The page on control: each of its commands runs as it is written, on a small mesh."""
+"""The page on control: each of its commands and its example run as written, on a small mesh."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +14,17 @@ from elastic_ring.cli import main as command
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import SUMMARY_NAME, read_metrics
 from elastic_ring.runtime.driver.cluster import left_behind
+from tests.ray.conftest import tiny_trainer
 
-PAGE = Path(__file__).parents[3] / "docs" / "guides" / "control.md"
+DOCS = Path(__file__).parents[3] / "docs"
 SMALL = "--dp 1 --cp 1 --spares 0 --context 128 --global-batch 64 --step.sequences-per-pass 16 --model.num-layers 1"
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    blocks = re.findall(r"^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    for line in "".join(blocks).splitlines():
+        words = shlex.split(line)[1:]
+        yield [*words, *(shlex.split(SMALL) if words[0] == "train" else [])]
 
 
 @pytest.mark.slow
@@ -24,11 +34,9 @@ def test_the_commands_of_the_page_validate_keep_and_go_on(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "module.py").write_text("def one() -> int:\n    return 1\n\n\n" * 60)
-    blocks = re.findall(r"^```\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    for line in "".join(blocks).splitlines():
-        words = shlex.split(line)[1:]
-        small = shlex.split(SMALL) if words[0] == "train" else []
-        assert command([*words, *small]) == 0, line
+    page = (DOCS / "guides" / "control.md").read_text(encoding="utf-8")
+    for words in commands(page):
+        assert command(words) == 0, words
     told = capsys.readouterr().out
     assert "code_perplexity" in told
     assert "learning rate" in told
@@ -39,3 +47,8 @@ def test_the_commands_of_the_page_validate_keep_and_go_on(
     assert summary["resumed_from"][0]["step"] <= 40
     validated = [line["step"] for line in read_metrics(run) if line.get("val_held_loss") is not None]
     assert validated == [7, 15, 23, 31, 39]
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    made: dict[str, Any] = {}
+    exec(example, made)
+    enough = tiny_trainer(tmp_path, "enough", callbacks=(made["Enough"](),), dp=1, cp=1, spares=0, val_every_steps=2)
+    assert enough.fit().summary["steps"] == 2
