@@ -1,19 +1,23 @@
-"""The page on control: each of its commands and its example run as written, on a small mesh."""
+"""The pages on control and on object stores: each of their commands runs as it is written, on a small mesh."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from elastic_ring.cli import main as command
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import SUMMARY_NAME, read_metrics
 from elastic_ring.runtime.driver.cluster import left_behind
+from elastic_ring.state.storage.folder import Storage
+from tests.object_store.store import ObjectStore
 from tests.ray.conftest import tiny_trainer
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -52,3 +56,28 @@ def test_the_commands_of_the_page_validate_keep_and_go_on(
     exec(example, made)
     enough = tiny_trainer(tmp_path, "enough", callbacks=(made["Enough"](),), dp=1, cp=1, spares=0, val_every_steps=2)
     assert enough.fit().summary["steps"] == 2
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_on_storage_need_a_bucket_and_make_the_keys(
+    object_store: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ray.shutdown()  # hosts take the keys from the environment in which Ray starts
+    for name, value in {**object_store.environment, "RAY_ADDRESS": "local"}.items():
+        monkeypatch.setenv(name, value)
+    page = (DOCS / "operating" / "storage.md").read_text(encoding="utf-8").split("## S3")[1].split("\n## ")[0]
+    shutil.copytree(Path(shlex.__file__).parent / "json", tmp_path / "corpus")
+    bucket = object_store.new_bucket()
+    for words in commands(page.replace("s3://bucket/", f"s3://{bucket}/")):
+        assert command(words) == 0, words
+    assert "20" in capsys.readouterr().out
+    made = {name.split("/")[0] for name, _ in Storage(f"s3://{bucket}/").names()}
+    assert made == {"prepared", "runs", "weights"}
+    for name in ("data", "train"):
+        for words in commands(page.replace("s3://bucket/", "s3://no-such-bucket/")):
+            if words[0] == name:
+                assert command(words) == 2, words
