@@ -75,6 +75,10 @@ class CheckpointDamaged(ElasticRingError):
     """A file of a checkpoint is missing or damaged, and the checkpoint is not used. Take the one before it."""
 
 
+class WeightsDamaged(ElasticRingError):
+    """A file of the weights with which a run begins (`--from`) is damaged. Begin with another checkpoint."""
+
+
 class CrashLoop(ElasticRingError):
     """The same step killed members `crash_loop_limit` times. The message has signal and log lines: skip that batch, or
     give more memory."""

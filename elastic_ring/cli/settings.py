@@ -272,6 +272,9 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         raise ValueError("replan=True: plans the further steps of a finished run; give --extend too, or leave it out")
     if flags.extend:
         before = schedule_before(made["run"], steps, replans=flags.replan)
+        # A file, such as an earlier run's config.toml, does not know the later plans.
+        kept = {"replanned", "total_steps"} if flags.replan else {"replanned"}
+        asked -= {name for name in kept if not has_flag(argv, f"optim.{name}")}
         optim |= {name: length for name, length in before.items() if name not in asked}
         asked |= before.keys()
     # The schedule is as long as the run, unless the settings give its length.

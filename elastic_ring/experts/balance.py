@@ -22,13 +22,14 @@ BIAS = "balance_bias"
 
 
 class LoadMeter:
-    """How unevenly the tokens of a ring fall on experts in a step. `layers`: as `expert_layers` gives them, with as
-    many experts each. A layer that computes again in backward adds all its loads once more, which changes no share."""
+    """How unevenly the tokens of a ring fall on experts in a step. `layers`: as `expert_layers` gives them. A layer
+    that computes again in backward adds all its loads once more, which changes no share."""
 
     def __init__(self, layers: Sequence[Any], group: Group | None, device: torch.device) -> None:
-        num_experts = next(layers[0].parameters(recurse=False)).shape[0]
+        nums = [next(layer.parameters(recurse=False)).shape[0] for layer in layers]
+        self._nums = torch.tensor(nums, device=device)
         self._rows = {layer: row for row, layer in enumerate(layers)}
-        self._loads = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
+        self._loads = torch.zeros(len(layers), max(nums), dtype=torch.int64, device=device)
         self._group = group
         for layer in layers:
             layer.meter = self
@@ -43,13 +44,13 @@ class LoadMeter:
 
     def add(self, layer: Any, load: Tensor) -> None:
         """This rank's tokens for each expert, (E,), in one pass."""
-        self._loads[self._rows[layer]] += load
+        self._loads[self._rows[layer], : load.size(0)].add_(load)
 
     def largest(self) -> Tensor:
         """The largest load of an expert by its fair share, in the layer where it is largest; 0 without tokens. A scalar
         on the device, after an exchange in the ring."""
         loads = ring_sum(self._loads, self._group)
-        return (loads.amax(1) * loads.size(1) / loads.sum(1).clamp_min(1)).amax().double()
+        return (loads.amax(1) * self._nums / loads.sum(1).clamp_min(1)).amax().double()
 
 
 def with_excess(weights: Tensor, bias: Tensor, load: Tensor) -> Tensor:

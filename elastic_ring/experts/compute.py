@@ -47,8 +47,8 @@ def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if not weight.size(0):  # a rank without experts, whose exchanges stay in the graph
-        return rows.sum(1, keepdim=True).expand(-1, weight.size(1))
+    if not weight.size(0):  # a rank without experts: its exchanges stay in the graph, by rows or by weights
+        return (rows.sum(1, keepdim=True) + weight.sum()).expand(-1, weight.size(1))
     loads = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
     return torch.cat([F.linear(*pair) for pair in zip(rows.split(loads), weight.unbind(), strict=True)])
 

@@ -1,7 +1,9 @@
 """In which parts rows come to the ranks of a ring, where tokens crowd at the experts of one: from the loads alone, so
 that all ranks cut alike. No groups in here.
 
-A part has whole experts where these fit into it, so their products and gradients have the bits of a pass in one part.
+A part has whole experts where these fit into it, so their products and gradients have the bits of a pass in one part,
+where the kernel is the same: on GPUs torch chooses it by the rows an expert has on average. The cut follows from the
+data, so a step that is repeated has the same bits in any case.
 An expert with more rows than a part is cut after so many rows: its gradient is a sum over its cuts, in their order.
 """
 

@@ -133,7 +133,8 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        scaled = (None if found is None else found.mul_(grads[0]) for found in (grad_hidden, grad_weight))
+        factor = grads[0].view(1, 1)  # a scalar would be rounded to the gradients' type first
+        scaled = (None if found is None else found.mul_(factor) for found in (grad_hidden, grad_weight))
         return *scaled, None, None
 
 

@@ -50,7 +50,7 @@ class Identity:
         if there and there.get(VERSION) != CONTENTS:
             return [
                 f"it has an identity of another version ({there.get(VERSION)}), and this one writes {CONTENTS}: go on "
-                "with that version, or write its weights with elastic-ring export and begin with --model-folder"
+                "with that version, or begin another run with its weights, --from"
             ]
         here = self.what
         return [

@@ -324,6 +324,8 @@ class Transaction:
         if self.gauge is not None:
             self.gauge.begin(self.device)
         again = self._compute_again(step) if self._is_recomputed(step) else 0.0
+        if self._experts is not None:
+            self._experts.num_parted = 0
         if self._loads is not None:
             self._loads.begin()
         mine, following = (

@@ -96,8 +96,7 @@ def warm_up_kernels(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: i
             for case in _cases(kernel, device, dtype, head_dim, head_ratio):
                 found = _found(kernel, case)
                 again = _found(kernel, case) if kernel.deterministic else found
-                q, k, v, dout = case.inputs
-                wanted = reference.attention(q, k, v, dout, case.seen, head_dim**-0.5)
+                wanted = _wanted(case, head_dim**-0.5)
                 if (failure := disagreement(found, again, wanted, case.tolerance, case.of)) is not None:
                     return failure
     except torch.OutOfMemoryError:
@@ -113,6 +112,24 @@ def warm_up_kernels(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: i
     ) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _wanted(case: _Case, scale: float) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv of the reference: one sequence and query head at a time, since it stores all scores and
+    other workers may train on this GPU."""
+    q, k, v, dout = case.inputs
+    (num_sequences, _, num_heads, _), group = q.shape, q.size(2) // k.size(2)
+    heads: list[list[torch.Tensor]] = []
+    for head in range(num_heads):
+        mine, shared = slice(head, head + 1), slice(head // group, head // group + 1)
+        seen = case.seen if case.seen.size(0) == 1 else case.seen[mine]
+        each = [
+            reference.attention(q[s, :, mine], k[s, :, shared], v[s, :, shared], dout[s, :, mine], seen, scale)
+            for s in (slice(n, n + 1) for n in range(num_sequences))
+        ]
+        heads.append([torch.cat(parts) for parts in zip(*each, strict=True)])
+    out, lse, dq, dk, dv = (torch.cat(parts, dim=2) for parts in zip(*heads, strict=True))
+    return [out, lse, dq, *(found.unflatten(2, (-1, group)).sum(3) for found in (dk, dv))]
 
 
 def disagreement(

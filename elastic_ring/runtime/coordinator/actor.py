@@ -637,9 +637,10 @@ class Coordinator:
         weights_sha256 = self.dispatch.weights_sha256
         beside = self._queue, self.node_monitor.echo, self.recorder.checkpoint, self._end_report.look
         # The summary counts the last checkpoint.
-        concluded = aside(lambda: self._settle(end), *beside)
-        if concluded is not None:
-            concluded = aside(lambda: self._conclude(end, weights_sha256), *beside)
+        settled = aside(lambda: self._settle(end), *beside)
+        concluded = settled and aside(lambda: self._conclude(end, weights_sha256), *beside)
+        if settled is None:  # nobody waits for the last records, but they are written
+            threading.Thread(target=self._conclude, args=(end, weights_sha256), name="conclude", daemon=True).start()
         if concluded is None:
             told = "stopped while its last records were being written: submit it again to have them"
             concluded = {**end, "error": end["error"] or "RunFailed", "message": end["message"] or told}

@@ -84,7 +84,7 @@ def aside(
                     checkpoint(body)
                 elif kind == "fault":
                     extra["answer"].put(False)
-                elif kind == "abandon":
+                elif kind == "abandon" and not done.done():
                     return None
         return done.result()
     finally:

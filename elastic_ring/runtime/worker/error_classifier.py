@@ -17,6 +17,7 @@ from elastic_ring.errors import (
     LossSpike,
     StorageFailed,
     TooManySkipped,
+    WeightsDamaged,
 )
 from elastic_ring.runtime.groups.transport import is_transport_error
 from elastic_ring.train.memory import chain, describe_shortage, is_out_of_host_memory, is_out_of_memory
@@ -49,7 +50,7 @@ def error_kind(
         return "storage"  # it was waited for
     if isinstance(error, ComputedWrongly):
         return "corrupt"
-    if isinstance(error, (ModelRefused, ReplicasDiverged)):
+    if isinstance(error, (ModelRefused, ReplicasDiverged, WeightsDamaged)):
         return "check"
     if isinstance(error, KernelMismatch):
         return "device" if healing else "check"

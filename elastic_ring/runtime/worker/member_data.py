@@ -52,8 +52,9 @@ class MemberData:
             source = self._patiently(lambda: open_source(data))
             self._training, _ = hold_out(source, num_sequences=self._task.num_held_out)
         new = [skip for skip in skips if skip not in self._reads[1]]
-        self._reads = versions, skips
-        return self._loader(self._training), SkippingOrder(self._order(), skips), new
+        loader, order = self._loader(self._training), SkippingOrder(self._order(), skips)
+        self._reads = versions, skips  # last: what fails is tried again in the next build
+        return loader, order, new
 
     def _order(self) -> SampleOrder:
         return order_of(self._training, self._task.step.seed, self._task.step.global_batch)

@@ -265,14 +265,14 @@ class Reader:
 
     def tensor(self, name: str, cp_rank: int, cp: int) -> Tensor:
         """The slice of a tensor on rank `cp_rank` of `cp`. Raises CheckpointDamaged, StorageFailed, ValueError."""
-        found = self._described(name)
+        found = self.described(name)
         if found.whole:
             return self._whole(name, found, cp_rank, cp)
         return self.rows(name, *rows_of(found.shape, cp_rank, cp))
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """The rows [start, stop) of a tensor that is cut by rows. Raises as `tensor`."""
-        found = self._described(name)
+        found = self.described(name)
         pieces = []
         for source in range(self.manifest.cp):
             first, last = rows_of(found.shape, source, self.manifest.cp)
@@ -286,7 +286,8 @@ class Reader:
             raise self._damaged(self.manifest.folder, f"has {len(joined)} of {stop - start} rows of {name}")
         return joined
 
-    def _described(self, name: str) -> Described:
+    def described(self, name: str) -> Described:
+        """Raises CheckpointDamaged where the checkpoint has no such tensor."""
         if name not in self.manifest.tensors:
             raise self._damaged(self.manifest.folder, f"has no {name}")
         return self.manifest.tensors[name]
@@ -299,7 +300,7 @@ class Reader:
             return self._stored(name, found, min(cp_rank, self.manifest.cp - 1), found.shape).clone()
         # The files of other ranks may be large, and this tensor is all that is wanted of them.
         pieces = Reader(self.storage, self.manifest, whole_files=False)
-        pieces._places = self._places
+        pieces._places, pieces._unverified = self._places, self._unverified
         try:
             copies = [pieces._stored(name, found, source, found.shape) for source in range(self.manifest.cp)]
             agree = all(torch.equal(copy, copies[0]) for copy in copies)

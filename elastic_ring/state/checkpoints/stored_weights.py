@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from elastic_ring.errors import CheckpointDamaged, StorageFailed
+from elastic_ring.errors import CheckpointDamaged, StorageFailed, WeightsDamaged
 from elastic_ring.files import shown_url
 from elastic_ring.state.checkpoints.checkpoint import PARAMS, Reader, committed, wrong_with
 from elastic_ring.state.checkpoints.header import Place, read_places
@@ -156,16 +156,17 @@ class RunWeights:
                 )
 
     def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
-        """As `train.task.Initial` says. Raises ValueError for a damaged file of a checkpoint."""
+        """As `train.task.Initial` says. Raises WeightsDamaged for a file of a checkpoint,
+        StorageFailed."""
         if isinstance(self._stored, StoredWeights):
             return self._stored.tensor(name, rows).to(torch.float32)
         stored, place = self._stored, f"{PARAMS}/{name}"
         try:
-            if rows is not None and not stored.manifest.tensors[place].whole:
+            if rows is not None and not stored.described(place).whole:
                 return stored.rows(place, *rows).to(torch.float32)
             whole = stored.tensor(place, 0, 1).to(torch.float32)
-        except (CheckpointDamaged, StorageFailed) as error:
-            raise ValueError(f"from={self.uri!r}: {error.message}: give another checkpoint") from error
+        except CheckpointDamaged as error:
+            raise WeightsDamaged(f"from={self.uri!r}: {error.message}: give another checkpoint") from error
         return whole if rows is None or not whole.dim() else whole[rows[0] : rows[1]]
 
 

@@ -249,7 +249,7 @@ def test_activations_are_kept_where_the_plan_has_room_for_them_and_nothing_else_
             [*small, "--scaling.no-keep-activations"],
             [*small, "--config", str(file)],
             ["--preset", "1b", *rings, "--min-dp", "1"],
-            ["--preset", "1b", "--cp", "1", "--context", "12288"],
+            ["--preset", "1b", "--cp", "1", "--context", "16384"],
             [*small, "--model.checkpoint-activations"],
         ),
     }

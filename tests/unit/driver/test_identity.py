@@ -154,7 +154,7 @@ def test_what_differs_is_named_and_another_version_of_identities_is_no_match(tmp
     assert told == [f"pattern: {'w' * 60}... there,  here", "step.seed: 3 there, 0 here"]
     assert own.differences({**own.what, VERSION: "contents 9"}) == [
         "it has an identity of another version (contents 9), and this one writes contents 2: go on with that "
-        "version, or write its weights with elastic-ring export and begin with --model-folder"
+        "version, or begin another run with its weights, --from"
     ]
 
 

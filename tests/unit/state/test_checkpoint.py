@@ -16,7 +16,7 @@ from torch import Tensor
 
 from elastic_ring.cli.train import _weights_on_record
 from elastic_ring.config import RunConfig
-from elastic_ring.errors import CheckpointDamaged, StorageFailed
+from elastic_ring.errors import CheckpointDamaged, StorageFailed, WeightsDamaged
 from elastic_ring.monitor.metrics import write_json
 from elastic_ring.state.checkpoints import checkpoint
 from elastic_ring.state.checkpoints.checkpoint import Reader
@@ -397,7 +397,7 @@ def test_first_values_of_another_run_stay_those_on_record_and_a_damaged_one_is_r
         [shard_of(rank, 2).params["embed"] for rank in (0, 1)],
     )
     assert torch.equal(damaged.tensor("embed", (10, 4), (6, 9)), torch.cat(whole)[6:9]), "of the other file alone"
-    with pytest.raises(ValueError, match=r"is not what was written.*give another checkpoint"):
+    with pytest.raises(WeightsDamaged, match=r"is not what was written.*give another checkpoint"):
         damaged.tensor("embed", (10, 4), (3, 9))
     path.write_bytes(data[:-1])
     with pytest.raises(ValueError, match=r"is damaged .*cut off.*give another checkpoint"):
