@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -285,6 +286,8 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     make("optim")
     top: dict[str, Any] = {key: file.get(key) if (value := getattr(flags, key)) is None else value for key in TOP}
     _check_folder(top, argv, flags, file)
+    if top["search"] is not None:  # the same command may be given again elsewhere, with the run's config.toml
+        top["search"] = os.path.abspath(top["search"])
     if top["validate"] is not None:
         top["validate"] = "; ".join(map(str, validation_sets(top["validate"])))
     return TrainSettings(name, **made, **top, plan=flags.plan, keeps_by_plan=by_plan)

@@ -9,6 +9,7 @@ torch and Ray are imported once the settings are known to be right: help and ref
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import os
@@ -421,7 +422,8 @@ def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
     seen = seen_of([line["step_s"] for line in lines], summary)
     _print_beside(_on_record(result.path, trainer.planned), seen)
     if found is not None and "step_s" in seen:
-        now = as_trained(asked.step, asked.scaling.mesh, asked.scaling.device)
+        trained = dataclasses.replace(asked.step, steps=summary["steps"])  # fewer where a callback stopped the run
+        now = as_trained(trained, asked.scaling.mesh, asked.scaling.device)
         print(found.beside(now, seen["step_s"], lines[-1].get("val_loss")))
     if summary["skipped_steps"] == summary["steps"]:
         print("every step was skipped, because no gradient was finite: the weights are the initial ones")
