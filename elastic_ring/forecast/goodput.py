@@ -56,8 +56,9 @@ PRIORS: Mapping[str, Failures] = {
 
 @dataclass(frozen=True)
 class Spot:
-    """Capacity that is taken back. Medians in seconds: `on_s` until a host goes, after a notice; `off_s` until it comes
-    back; `dry_s` until all of it goes at once. Repairs' deviation holds for `off_s`."""
+    """Capacity that is taken back. In seconds: `on_s` until a host goes, after a notice, and `dry_s` until all of it
+    goes at once, means of exponential distributions; `off_s` until it comes back, the median of a log-normal one, whose
+    log has `off_deviation`."""
 
     on_s: Number
     off_s: Number
@@ -123,6 +124,13 @@ class RunShape:
     def num_hosts(self) -> int:
         return -(-self.num_gpus // self.gpus_per_host)
 
+    @property
+    def full_hosts(self) -> float:
+        """Hosts as they count for what is taken back, one at least: the last one by its members, and not at all where
+        it has spares alone and is not full."""
+        full = self.num_gpus // self.gpus_per_host * self.gpus_per_host
+        return max(1.0, max(full, self.dp * self.cp) / self.gpus_per_host)
+
     def hosts_of(self, scope: str) -> int:
         """That a loss takes; of a frozen process, which is killed, none."""
         hosts = {"process": 0, "frozen": 0, "gpu": 1, "host": 1, "reclaim": 1, "dry": self.num_hosts}
@@ -185,12 +193,13 @@ def rings_left(shape: RunShape, hosts_away: Number, processes_away: Number = 0) 
 def mean_goodput(shape: RunShape, failures: Failures, gpu_hours: Number | None = None, repair: Number = 1.0) -> Number:
     """In closed form, for a search and for a tornado: losses are rare beside what they cost, and the number of hosts
     that are away is Poisson. `repair`: a factor of how long repairs take. That a ring comes back only once the spares
-    are full (`rings_again`) is left out: with spot capacity and few spares up to 1.2 points are too many."""
+    are full (`rings_again`) is left out: with spot capacity, rings over several hosts and few spares up to 6 points are
+    too many, so that a forecast and the front of a search are walked."""
     gpu_hours = failures.gpu_hours[1] if gpu_hours is None else gpu_hours
     rate, spot = rate_per_s(shape, gpu_hours), shape.spot
     median_h, deviation = failures.repair_hours
     away = rate * median_h * repair * HOUR * np.exp(deviation**2 / 2)
-    reclaimed = 0.0 if spot is None else shape.num_hosts * spot.share_off
+    reclaimed = 0.0 if spot is None else shape.full_hosts * spot.share_off
     share_of_rings, one_ring, fewer = _over_away(shape, failures, away, reclaimed)
     one_ring = one_ring if shape.dp > 1 else 0.0
     hit = {scope: share_hit(shape, shape.hosts_of(scope), shape.dp) for scope in (*failures.shares, "reclaim")}
@@ -203,7 +212,7 @@ def mean_goodput(shape: RunShape, failures: Failures, gpu_hours: Number | None =
         # Where a ring is missing, its hosts' return is a change of its own.
         again = fewer * (shape.rebuild_s + shape.heal_s)
         of_reclaim = hit["reclaim"] * cost_s(shape, "reclaim") + again
-        lost = lost + shape.num_hosts * (1.0 - spot.share_off) / spot.on_s * of_reclaim
+        lost = lost + shape.full_hosts * (1.0 - spot.share_off) / spot.on_s * of_reclaim
         lost = lost + (cost_s(shape, "dry") + again) / spot.dry_s
         share_of_rings = share_of_rings * spot.dry_s / (spot.dry_s + spot.mean_off_s)
     stop = shape.wait_s / shape.interval_s

@@ -6,6 +6,8 @@ same repairs, and what they differ by is not chance.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from elastic_ring.forecast.goodput import (
@@ -14,6 +16,7 @@ from elastic_ring.forecast.goodput import (
     Array,
     Failures,
     RunShape,
+    Spot,
     cost_s,
     rate_per_s,
     rings_again,
@@ -24,23 +27,21 @@ from elastic_ring.forecast.sizing.machines import Number
 
 MOST_LOSSES = 400
 """Losses that one draw goes through; a longer run is as good as its first part."""
-MOST_AWAY = 128
-"""Losses that are not repaired at a time."""
 REPAIRS = 20
 """A walk begins whole, so it lasts for so many mean repairs, but for twice `MOST_LOSSES` at most."""
 
 
 class Luck:
     """Rows of numbers, one a loss, each with one of each draw: unit exponentials, two uniforms, a normal. They are
-    drawn as they are asked for."""
+    drawn as they are asked for, by `rng`."""
 
     def __init__(self, rng: np.random.Generator, num_draws: int) -> None:
-        self._rng, self._num = rng, num_draws
+        self.rng, self._num = rng, num_draws
         self._rows: list[tuple[Array, Array, Array, Array]] = []
 
     def row(self, index: int) -> tuple[Array, Array, Array, Array]:
         while len(self._rows) <= index:
-            rng, num = self._rng, self._num
+            rng, num = self.rng, self._num
             self._rows.append((rng.exponential(1.0, num), rng.random(num), rng.random(num), rng.standard_normal(num)))
         return self._rows[index]
 
@@ -50,7 +51,7 @@ def rates_of(shape: RunShape, failures: Failures, gpu_hours: Number) -> dict[str
     rate = rate_per_s(shape, gpu_hours)
     found = {scope: share * rate for scope, share in failures.shares.items() if share > 0}
     if shape.spot is not None:
-        found |= {"reclaim": shape.num_hosts / shape.spot.on_s, "dry": 1.0 / shape.spot.dry_s}
+        found |= {"reclaim": shape.full_hosts / shape.spot.on_s, "dry": 1.0 / shape.spot.dry_s}
     return found
 
 
@@ -61,9 +62,11 @@ def simulate_goodput(
     duration_s: float,
     luck: Luck,
     repair: Number = 1.0,
+    steady: bool = False,
 ) -> Array:
     """The goodput of each draw: one walk through its losses, all draws side by side. A draw is as long as
-    `duration_s`, or until `MOST_LOSSES` on average have come."""
+    `duration_s`, or until `MOST_LOSSES` on average have come. `steady`: spot hosts are away from the beginning, as many
+    as at any later time; a walk through a large fleet ends before the first of them are back."""
     draws = len(gpu_hours)
     rates = rates_of(shape, failures, gpu_hours)
     each = np.stack([np.broadcast_to(np.asarray(one, dtype=float), (draws,)) for one in rates.values()])
@@ -75,10 +78,14 @@ def simulate_goodput(
     hosts = np.array([shape.hosts_of(scope) for scope in rates])
     is_reclaim = np.array([scope == "reclaim" for scope in rates])
     cost = _costs(shape, list(rates), draws, shape.dp, shape.dp)
-    slots = int(min(MOST_AWAY, (lambda mean: mean + 6 * np.sqrt(mean) + 6)(float((each * repair_s).sum(0).max()))))
+    mean = float((each * repair_s).sum(0).max())
+    slots = int(min(shape.num_hosts, mean + 6 * math.sqrt(mean) + 6))
     back_at, back_hosts = np.zeros((draws, slots)), np.zeros((draws, slots))
     now, kept, lost = np.zeros(draws), np.zeros(draws), np.zeros(draws)
     row, rings = np.arange(draws), np.full(draws, float(shape.dp))
+    if steady and shape.spot is not None:
+        back_at, back_hosts = _away_at_first(shape, shape.spot, draws, slots, luck.rng)
+        rings = np.minimum(rings, rings_left(shape, back_hosts.sum(1)))
     regrow_s = shape.rebuild_s + shape.heal_s
     for index in range(1_000_000):
         gap, pick, whom, normal = luck.row(index)
@@ -94,7 +101,7 @@ def simulate_goodput(
         before = np.where(back_at > until[:, None], back_hosts, 0.0).sum(1)
         scope = np.minimum((pick > until_scope).sum(0), len(rates) - 1)
         # A host that is away already is not taken back, and where none is left none is lost.
-        is_away = np.where(is_reclaim[scope], whom * shape.num_hosts < before, before >= shape.num_hosts)
+        is_away = np.where(is_reclaim[scope], whom * shape.full_hosts < before, before >= shape.num_hosts)
         live &= ~((hosts[scope] > 0) & is_away)
         fresh = live & (hosts[scope] > 0)
         oldest = back_at.argmin(1)
@@ -112,6 +119,20 @@ def simulate_goodput(
     share = (kept - lost - planned) / span / (1.0 + shape.wait_s / shape.interval_s)
     found: Array = np.clip(share, 0.02, 1.0)
     return found
+
+
+def _away_at_first(
+    shape: RunShape, spot: Spot, draws: int, slots: int, rng: np.random.Generator
+) -> tuple[Array, Array]:
+    """When what is away at any time comes back, and its hosts: single ones, and all of them in a draw whose capacity is
+    gone. The time left of an absence that is found under way is a uniform share of one that is drawn by its length."""
+    off_s = np.broadcast_to(np.asarray(spot.off_s, dtype=float), (draws,))[:, None]
+    long_s = off_s * np.exp(spot.off_deviation**2 + spot.off_deviation * rng.standard_normal((draws, slots)))
+    single = np.minimum(rng.binomial(round(shape.full_hosts), spot.share_off, draws), slots)
+    is_dry = rng.random(draws) < spot.mean_off_s / (spot.dry_s + spot.mean_off_s)
+    hosts = np.where(np.arange(slots) < np.where(is_dry, 1, single)[:, None], 1.0, 0.0)
+    hosts[is_dry] *= shape.num_hosts
+    return np.where(hosts > 0, long_s * rng.random((draws, slots)), 0.0), hosts
 
 
 def _repairs(

@@ -208,10 +208,14 @@ class Scenario:
         return self._totals(step_s, goodput, draws)
 
     def _totals(self, step_s: Number, goodput: Number, draws: Draws) -> dict[str, Number]:
-        run_s = self.tokens / self.tokens_per_step * step_s / np.maximum(goodput, 0.02)
+        # Of spot capacity no more is committed than is there and paid for.
+        spot = self._spot(draws)
+        goodput = np.maximum(goodput, 0.02)
+        if spot is not None:
+            goodput = np.minimum(goodput, spot.share_paid * self.num_gpus / self.scaling.mesh.size)
+        run_s = self.tokens / self.tokens_per_step * step_s / goodput
         gpu_hours = run_s / HOUR * self.num_gpus
         found = {"step_s": step_s, "goodput": goodput, "run_s": run_s, "gpu_hours": gpu_hours}
-        spot = self._spot(draws)
         found["paid_hours"] = gpu_hours if spot is None else gpu_hours * spot.share_paid
         found["mwh"] = found["paid_hours"] * energy_kw(self.fleet, 1) / 1e3
         return found | ({"usd": found["paid_hours"] * draws["price"]} if "price" in draws else {})
@@ -266,7 +270,7 @@ def _with_chance(scenario: Scenario, drawn: Draws, found: Mapping[str, Number], 
     shape = scenario.shape(some, step_s)
     planned_s = quantiles(np.asarray(found["run_s"]))[1]
     luck = Luck(rng, min(walks, len(closed)))
-    walked = simulate_goodput(shape, scenario.failures, some["gpu_hours"], planned_s, luck, some["repair"])
+    walked = simulate_goodput(shape, scenario.failures, some["gpu_hours"], planned_s, luck, some["repair"], True)
     times = (1.0 - walked) / np.maximum(1.0 - closed[:walks], 1e-6)
     return np.clip(1.0 - (1.0 - closed) * rng.choice(times, size=len(closed)), 0.02, 1.0)
 

@@ -15,7 +15,9 @@ from elastic_ring.validation import Must, from_plain, settings
 
 STALE_DAYS = 90
 PRICES = Path(__file__).with_name("prices.toml")
-Hours = Annotated[list[float], Field(min_length=3, max_length=3), Must("three numbers of hours: P10, P50, P90")]
+Three = Annotated[
+    list[Positive], Field(min_length=3, max_length=3), Must("three finite numbers above 0, P10, P50, P90")
+]
 Share = Annotated[float, Field(ge=0, le=1), Must("a share from 0 to 1")]
 HOUR = 3600.0
 
@@ -28,15 +30,15 @@ class Price:
 
     gpu: str
     kind: Literal["on demand", "reserved", "spot", "owned"]
-    usd_hour: Annotated[list[float], Field(min_length=3, max_length=3), Must("three numbers: P10, P50, P90")]
+    usd_hour: Three
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$"), Must("a date, 2026-05-01")]
     source: Annotated[str, Field(min_length=1), Must("who says it")]
-    on_hours: Hours = field(default_factory=lambda: [12.0, 48.0, 200.0])
-    """Of spot capacity: until a host is taken back."""
-    off_hours: Hours = field(default_factory=lambda: [0.3, 1.0, 6.0])
-    """Until what was taken comes back."""
-    dry_hours: Hours = field(default_factory=lambda: [100.0, 400.0, 2000.0])
-    """Until all of it is taken at once."""
+    on_hours: Three = field(default_factory=lambda: [12.0, 48.0, 200.0])
+    """Of spot capacity: mean until a host is taken back."""
+    off_hours: Three = field(default_factory=lambda: [0.3, 1.0, 6.0])
+    """Median until what was taken comes back."""
+    dry_hours: Three = field(default_factory=lambda: [100.0, 400.0, 2000.0])
+    """Mean until all of it is taken at once."""
     notice_s: Positive = 120.0
 
     def capacity(self) -> dict[str, Range]:
@@ -113,6 +115,8 @@ class PriceList:
     def warnings(self, row: Price, days_of: Mapping[str, int]) -> list[str]:
         """`days_of`: by date, how many days ago it was."""
         age = days_of.get(row.date, 0)
+        if age < 0:
+            return [f"the price of {row.gpu} is of a day to come ({row.date}, {row.source}): look again"]
         return [f"the price of {row.gpu} is {age} days old ({row.date}, {row.source}): look again"] * (age > STALE_DAYS)
 
 

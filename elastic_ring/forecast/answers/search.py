@@ -127,7 +127,11 @@ def search(
     limit: int = 10_000,
 ) -> tuple[list[Candidate], int]:
     """The front of cost and time with the probability of each, and how many configurations were priced. What does not
-    fit is priced no further; of what fits, spares, copies and intervals are tried too."""
+    fit is priced no further; of what fits, spares, copies and intervals are tried too. The front is found in closed
+    form; its figures are the medians of a forecast. Raises ValueError for a kind that no row has."""
+    if not any(row.kind == kind for row in prices.rows):
+        kinds = ", ".join(sorted({row.kind for row in prices.rows}))
+        raise ValueError(f"--search --price {kind}: {prices.path} has no row of it; add one, or take one of {kinds}")
     found: list[Candidate] = []
     tried = 0
     streams = [candidates(base, prices, kind, [gpu]) for gpu in gpus]
@@ -154,12 +158,15 @@ def search(
                     float(totals["goodput"]),
                 )
             )
-    return [_with_chance(one, deadline_s, budget_usd) for one in pareto(found)], tried
+    return pareto([_with_chance(one, deadline_s, budget_usd) for one in pareto(found)]), tried
 
 
 def _with_chance(one: Candidate, deadline_s: float | None, budget_usd: float | None) -> Candidate:
-    chances = forecast(one.scenario, num_draws=FRONT_DRAWS).probability(deadline_s, budget_usd)
-    return dataclasses.replace(one, success=min(chances.values()) if chances else 1.0)
+    made = forecast(one.scenario, num_draws=FRONT_DRAWS)
+    chances = made.probability(deadline_s, budget_usd)
+    usd, run_s, goodput = (made.quantiles(name)[1] for name in ("usd", "run_s", "goodput"))
+    success = min(chances.values()) if chances else 1.0
+    return dataclasses.replace(one, usd=usd, run_s=run_s, goodput=goodput, success=success)
 
 
 def pareto(found: Sequence[Candidate]) -> list[Candidate]:

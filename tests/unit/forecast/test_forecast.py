@@ -18,9 +18,10 @@ from elastic_ring.cli.settings import parse
 from elastic_ring.forecast.answers.asked import amount
 from elastic_ring.forecast.answers.claims import claims, page
 from elastic_ring.forecast.answers.money import Owned, read_prices
-from elastic_ring.forecast.answers.search import changed, fitting_changes, pareto, search
+from elastic_ring.forecast.answers.search import FRONT_DRAWS, changed, fitting_changes, pareto, search
 from elastic_ring.forecast.goodput import (
     GRID,
+    HOUR,
     PRIORS,
     Failures,
     RunShape,
@@ -117,6 +118,8 @@ def test_json_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
         (["--measured-step", "nan"], "--measured-step nan"),
         (["--measured-step", "soon"], "--measured-step: invalid float value: 'soon'"),
         (["--prices", "prices.toml"], "row 1: price.date"),
+        (["--prices", "hours.toml"], "on_hours=[1.0, 2.0, inf]: must be three finite numbers"),
+        (["--search", "--price", "owned"], "--search --price owned: prices has no row of it"),
         (["--prices", "gone.toml"], "gone.toml: cannot be read"),
         (["--measured-step", "0"], "--measured-step 0"),
         (["--machine", "gone.json"], "gone.json"),
@@ -147,6 +150,7 @@ def test_bad_input_gets_one_line_that_names_it(
         "shares.toml": "gpu_hours = [1, 2, 3]\nshares = {process = 1.5, gpu = -0.5}\n",
         "prices.toml": price,
         "no_day.toml": f'{price}date = "2026-13-41"\n',
+        "hours.toml": f'{price}date = "2026-05-01"\non_hours = [1.0, 2.0, inf]\n',
         "rows.toml": "price = [3]\n",
         "owned.toml": f'{price}date = "2026-05-01"\n[owned]\nyears = -1.0\n',
         "small.toml": f'gpu = "H100-80"\nnum_gpus = 8\n{links}',
@@ -273,6 +277,35 @@ def test_spot_capacity_is_cheaper_slower_and_paid_while_it_is_there() -> None:
     assert float(mean_goodput(shape(spot=never), PRIORS["published"])) == pytest.approx(
         float(mean_goodput(shape(), PRIORS["published"])), abs=1e-6
     )
+    often = Spot(2e5, 4e3, 3e6)
+    alone, spare = (mean_goodput(shape(dp=1, spares=n, spot=often), PRIORS["none"]) for n in (0, 1))
+    assert float(spare) >= float(alone), "a host that has one spare is no whole host"
+
+
+@pytest.mark.parametrize("hours", [None, ([0.001, 0.01, 0.1], [5.0, 10.0, 20.0])])
+def test_no_draw_commits_more_than_is_paid_for(hours: tuple[list[float], list[float]] | None) -> None:
+    """2,049 GPUs, and ones that are hardly ever there."""
+    price = read_prices(None).find("H100-80", "spot")
+    if hours is not None:
+        price = dataclasses.replace(price, on_hours=hours[0], off_hours=hours[1])
+    flags = ["--dp", "256", "--cp", "8", "--spares", "1", "--global-batch", "4096"]
+    found = forecast(dataclasses.replace(scenario(*flags), price=price), num_draws=2_000)
+    committed_hours = found.draws["goodput"] * found.draws["run_s"] / HOUR * 2048
+    assert (committed_hours <= found.draws["paid_hours"] * (1 + 1e-9)).all()
+    ideal_hours = found.draws["step_s"] * 1e12 / found.scenario.tokens_per_step / HOUR * 2048
+    assert committed_hours == pytest.approx(ideal_hours), "of all tokens"
+
+
+def test_a_walk_through_a_large_fleet_begins_with_hosts_away() -> None:
+    one = shape(dp=256, spot=Spot(12 * HOUR, 6 * HOUR, 4000 * HOUR))
+    luck = Luck(np.random.default_rng(0), 30)
+    walked = simulate_goodput(one, PRIORS["none"], np.full(30, 1e12), 1e9, luck, steady=True)
+    assert one.spot is not None
+    assert 0.95 * one.spot.share_paid < float(walked.mean()) < one.spot.share_paid
+    wide = shape(dp=4, cp=32, spot=Spot(12 * HOUR, HOUR, 400 * HOUR))
+    walked = simulate_goodput(wide, PRIORS["published"], np.full(30, 4e4), 1e9, luck, steady=True)
+    over = float(mean_goodput(wide, PRIORS["published"])) - float(walked.mean())
+    assert 0.03 < over < 0.06, "of the closed form, as its docstring says"
 
 
 def test_one_ring_without_copies_pays_for_the_interval_between_checkpoints() -> None:
@@ -304,6 +337,7 @@ def test_the_search_returns_a_front_that_nothing_beats() -> None:
     assert 0 < len(front) < tried <= 300
     assert pareto(front) == front
     assert all(one.scenario.fits and one.success is not None for one in front)
+    assert front[0].usd == forecast(front[0].scenario, num_draws=FRONT_DRAWS).quantiles("usd")[1], "walked"
 
 
 def test_the_tornado_is_sorted_by_swing() -> None:
@@ -320,6 +354,7 @@ def test_prices_are_dated_and_stale_ones_warn() -> None:
         assert row.source
         assert prices.warnings(row, {row.date: 91})
         assert not prices.warnings(row, {row.date: 90})
+        assert "a day to come" in prices.warnings(row, {row.date: -1})[0]
     with pytest.raises(ValueError, match="has no price of H900"):
         prices.find("H900", "spot")
 
