@@ -1,6 +1,7 @@
 """Hold tier 1 (the control core on a virtual clock) against tier 2 (the renewal simulation) on random scenarios.
 
     python benchmarks/forecast/tiers.py [--scenarios 50] [--walks 6] [--seed 0] [--save]
+    python benchmarks/forecast/tiers.py --outcomes      one loss of each kind: from where, and the seconds it costs
 
 Both walk the same losses, of the same scopes and with the same repairs, so that their difference is not chance. Every
 third scenario has spot capacity. Prints each difference in points, the worst, and GPU-years a minute of one core's own
@@ -10,19 +11,23 @@ time. Exits 1 beyond 0.3 points. A walk of tier 1 is as long as one of tier 2: b
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.results import RESULTS, show, table
-from elastic_ring.forecast.goodput import HOUR, Failures, RunShape, Spot
+from elastic_ring.forecast.goodput import DAY, HOUR, Array, Failures, RunShape, Spot
 from elastic_ring.forecast.renewal import MOST_LOSSES, Luck, rates_of, simulate_goodput
 from tests.sim.simulator.tier1 import Tier1
 
 MOST_POINTS = 0.3
+LOSSES = 24
 SPOT_HOURS = ((24, 240), (0.2, 4), (100, 1000))
 """Until a host is taken back, until it comes back, until all are."""
 
@@ -54,13 +59,54 @@ def scenario(rng: np.random.Generator, *, is_spot: bool = False) -> tuple[RunSha
     return shape, Failures(gpu_hours=(hours,) * 3, repair_hours=repair, planned_per_day=0.0)
 
 
+class OneLoss(Luck):
+    """Of this scope, in each draw at another time between two checkpoints; no other follows."""
+
+    def __init__(self, rates: Mapping[str, float], scope: str, interval_s: float) -> None:
+        super().__init__(np.random.default_rng(0), LOSSES)
+        until = dict(zip(rates, np.cumsum(list(rates.values())) / sum(rates.values()), strict=True))
+        self._pick = until[scope] - 1e-9
+        at_s = 10 * interval_s + interval_s * (np.arange(LOSSES) + 0.5) / LOSSES
+        self._gaps = at_s * float(sum(rates.values()))
+
+    def row(self, index: int) -> tuple[Array, Array, Array, Array]:
+        one = np.ones(LOSSES)
+        return self._gaps if index == 0 else 1e12 * one, self._pick * one, 0.99 * one, 0.0 * one
+
+
+def outcomes() -> str:
+    """Of the kinds of loss, with and without spares and other holders, on a mesh of two hosts a ring."""
+    rows: list[list[Any]] = []
+    failures = Failures(gpu_hours=(4e4,) * 3, repair_hours=(0.5, 1e-3), planned_per_day=0.0)
+    for dp, spares in itertools.product((1, 4), (0, 16)):
+        base, _ = scenario(np.random.default_rng(1))
+        shape = dataclasses.replace(base, dp=dp, cp=16, spares=spares, hosts_per_switch=2, step_s=10.0)
+        shape = dataclasses.replace(shape, hosts_per_power=64, spot=Spot(1e6, 1800.0, 1e7))
+        rates = {scope: float(rate) for scope, rate in rates_of(shape, failures, 4e4).items()}
+        for scope in rates:
+            luck = OneLoss(rates, scope, float(shape.interval_s))
+            walks = [Tier1(shape, failures, 4e4, DAY, luck, draw).run() for draw in range(LOSSES)]
+            walked = simulate_goodput(shape, failures, np.full(LOSSES, 4e4), DAY, luck)
+            beside = 1.0 + float(shape.wait_s / shape.interval_s)
+            means = (np.mean([walk.goodput for walk in walks]), walked.mean())
+            lost = [DAY * (1.0 - float(goodput) * beside) for goodput in means]
+            actions = sum((walk.actions for walk in walks), Counter[str]())
+            places = ", ".join(name for name in sorted(actions) if name != "own shards") or "own shards"
+            rows.append([scope, f"{dp} x 16 + {spares}", places, *lost])
+    return table(["lost", "mesh", "from", "s of tier 1", "s of tier 2"], rows)
+
+
 def main() -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--scenarios", type=int, default=50)
     parser.add_argument("--walks", type=int, default=6, help="of tier 1, each of 400 losses")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/forecast/tiers.txt")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--outcomes", action="store_true", help="one loss of each kind in place of scenarios")
     asked = parser.parse_args()
+    if asked.outcomes:
+        show(outcomes())
+        return 0
     rng = np.random.default_rng(asked.seed)
     rows: list[list[Any]] = []
     years, used_s = 0.0, 0.0

@@ -1,4 +1,5 @@
-"""Search over mesh, pass size, offload, interval, copies, spares and GPU type: the front of cost and time."""
+"""Search over mesh, pass size, offload, interval, copies, spares, GPU type, and a pattern or dense attention where one
+is given: the front of cost and time."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Candidate:
         chance = "" if self.success is None else f", success {self.success:.0%}"
         return (
             f"{s.num_gpus} {s.fleet.gpu}: dp {s.scaling.dp} cp {s.scaling.cp}, {s.step.sequences_per_pass} sequences a "
-            f"pass, offload {s.scaling.cpu_offload}{' + activations' * s.model.offload_activations}, copies "
+            f"pass, offload {s.scaling.cpu_offload}{' + activations' * s.model.offload_activations}"
+            f"{', the pattern' * (s.pattern is not None)}, copies "
             f"{s.run.copies}, spares {s.scaling.spares}, checkpoint every {s.run.checkpoint_config.every_s or 600:.0f} "
             f"s: {self.run_s / 86400:.3g} days, {self.usd:.4g} USD, goodput {self.goodput:.1%}{chance}"
         )
@@ -99,7 +101,8 @@ def candidates(base: Scenario, prices: PriceList, kind: str, gpus: Sequence[str]
         for cp, dp in sorted(itertools.product(powers, powers), key=lambda mesh: -mesh[0] * mesh[1]):
             if cp * dp > most or cp > base.step.context_tokens or dp > base.step.global_batch:
                 continue
-            for offload, together, acts in itertools.product(OFFLOADS, (1, 2, 4), (False, True)):
+            patterns = dict.fromkeys((base.pattern, None))
+            for offload, together, acts, pattern in itertools.product(OFFLOADS, (1, 2, 4), (False, True), patterns):
                 if together > -(-base.step.global_batch // dp):
                     continue
                 made = changed(
@@ -111,6 +114,7 @@ def candidates(base: Scenario, prices: PriceList, kind: str, gpus: Sequence[str]
                     cpu_offload=offload,
                     sequences_per_pass=together,
                     offload_activations=acts,
+                    pattern=pattern,
                     **RECOMPUTED,
                     **here,
                 )

@@ -49,7 +49,7 @@ STOP_S, WARM_S = 0.1, 60.0
 
 @dataclass(frozen=True)
 class Walk:
-    """What one simulated run came to. `actions`: how often the core did what, as its records say."""
+    """What one simulated run came to. `actions`: how often members were built anew from where."""
 
     goodput: float
     committed: float
@@ -89,7 +89,7 @@ class Tier1:
             10**9,
             spares=small.spares,
             min_dp=1,
-            report_s=1e4,
+            report_s=60.0,
             build_s=1e6,
             start_s=1e6,
             start_max_s=1e6 + 1,
@@ -319,6 +319,8 @@ class Tier1:
             self.build = order
             return
         self.build = order
+        where = "checkpoint" if order.restore is not None else "replica" if order.heals else "own shards"
+        self.actions[where] += 1
         lasts = float(self.shape.rebuild_s) + self.detect_s - STOP_S
         lasts += float(self.shape.heal_s) if order.heals else 0.0
         lasts += float(self.shape.restore_s) if order.restore is not None else 0.0

@@ -33,6 +33,7 @@ from elastic_ring.forecast.goodput import (
 from elastic_ring.forecast.renewal import Luck, rates_of, simulate_goodput
 from elastic_ring.forecast.scenario import Scenario, curve, default_efficiency, forecast, tornado
 from elastic_ring.forecast.sizing.machines import GPUS, named_fleet
+from elastic_ring.forecast.sizing.step_time import Attention
 from elastic_ring.forecast.sizing.uncertain import Range, around
 from tests.sim.simulator.tier1 import Tier1
 
@@ -332,12 +333,14 @@ def test_the_cheapest_change_that_fits_is_named_and_fits() -> None:
 
 
 def test_the_search_returns_a_front_that_nothing_beats() -> None:
-    base = scenario("--dp", "16", "--global-batch", "16")
+    base = scenario("--dp", "16", "--global-batch", "16", "--context", "32768")
+    base = dataclasses.replace(base, pattern=lambda cp: Attention(density=0.1, fetched=0.2, sparse=1.0))
     front, tried = search(base, read_prices(None), "on demand", 90 * 86400.0, 1e6, ["H100-80"], limit=300)
     assert 0 < len(front) < tried <= 300
     assert pareto(front) == front
     assert all(one.scenario.fits and one.success is not None for one in front)
     assert front[0].usd == forecast(front[0].scenario, num_draws=FRONT_DRAWS).quantiles("usd")[1], "walked"
+    assert all("the pattern" in one.line() for one in front), "dense attention was tried and is slower"
 
 
 def test_the_tornado_is_sorted_by_swing() -> None:
