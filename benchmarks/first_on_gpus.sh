@@ -1,0 +1,37 @@
+#!/bin/bash
+# What a change made without GPUs still owes, in the repository's root on a host of one or two GPUs:
+#     bash benchmarks/first_on_gpus.sh            all of it, some 20 minutes on cold caches
+#     bash benchmarks/first_on_gpus.sh tests steps      some parts: tests steps memory search drills hosts
+# Each part is cut at its limit and prints its end; all output comes under $OUT. Where Python's packages have no bytecode,
+# write it first (python -m compileall), or each process compiles all that it imports.
+set -u
+OUT=${OUT:-$(mktemp -d)}; PY=${PY:-python3}; mkdir -p "$OUT"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE= PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
+NUM=$($PY -c 'import torch; print(torch.cuda.device_count())')
+part() { # NAME LIMIT_S LINES COMMAND...
+  local name=$1 limit=$2 lines=$3; shift 3
+  echo "== $(date +%T) $name"; timeout "$limit" "$@" > "$OUT/$name.log" 2>&1; echo "exit $?"; tail -n "$lines" "$OUT/$name.log"
+}
+tests() { # on as many processes as help: each test compiles its kernels
+  part tests 420 25 $PY -m pytest -q -o addopts= -n 8 --timeout 300 tests/gpu
+}
+steps() {
+  part host 90 22 $PY benchmarks/probes/probe_host_step.py --device cuda --context 256
+  part step 200 40 $PY benchmarks/training/bench_step.py --rows 1b,1b-keep --steps 10 --profile
+}
+memory() {
+  part alive 90 16 $PY benchmarks/probes/probe_alive_gpu.py --model 1b
+  part calibrate 150 45 $PY -m elastic_ring calibrate --limit-s 20 --storage "$OUT" --out "$OUT/calibrate.json"
+}
+search() { part search 300 14 bash benchmarks/quality/search_chain.sh; }
+drills() { # a real Prometheus must be on the PATH
+  for alert in ElasticRingDeviceFails ElasticRingDeviceHot ElasticRingHopLatency; do
+    part "$alert" 190 4 $PY -m deploy.drills alert "$alert"
+  done
+}
+hosts() {
+  part hosts-100m 200 8 $PY benchmarks/recovery/bench_hosts.py --hosts 3 --gpus "$NUM" --cases cp2,cp2-kill-host
+  part hosts-1b 400 8 $PY benchmarks/recovery/bench_hosts.py --hosts 3 --gpus "$NUM" --preset 1b --context 4096 --cases cp2,cp2-kill-host
+}
+for name in "${@:-tests steps memory search drills hosts}"; do for one in $name; do "$one"; done; done
+echo "logs in $OUT"
