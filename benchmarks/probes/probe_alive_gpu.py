@@ -84,7 +84,9 @@ def alive_at_peak(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def allocator(frames: Sequence[dict[str, Any]]) -> str:
     """The innermost frame of this package or of Liger, else of torch."""
     own = [frame for frame in frames if "elastic_ring/" in frame["filename"] or "liger" in frame["filename"]]
-    frame = next(iter(own or frames), {"filename": "unknown", "name": "", "line": 0})
+    if not frames:
+        return "unknown"
+    frame = (own or frames)[0]
     return f"{frame['filename'].rsplit('/', 1)[-1]}:{frame['name']}:{frame['line']}"
 
 
