@@ -47,6 +47,7 @@ from elastic_ring.train.guards import raise_for_skips
 from elastic_ring.train.memory_gauge import MemoryGauge
 from elastic_ring.train.memory_relief import MemoryRelief, keep_activations
 from elastic_ring.train.optim import learning_rate, make_optimizer, make_own_optimizer
+from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.vote import (
@@ -260,8 +261,14 @@ class Transaction:
             self.shard.counters = Counters()
 
     def restore(self, reader: Reader) -> None:
-        """First values from a checkpoint of any mesh. Raises CheckpointDamaged, StorageFailed."""
+        """First values from a checkpoint of any mesh. Raises CheckpointDamaged, StorageFailed, and ModelRefused where
+        it has a parameter that the model has not: one of a tied weight's two, in a run of before they stayed one."""
         assert self.shard is not None
+        if more := reader.unknown(self.shard.params):
+            raise ModelRefused(
+                f"checkpoint {reader.manifest.folder} has {more[0]}, and the model has no parameter of that name: give "
+                "the model with which it was written, or the run another name"
+            )
         with self.filling():
             reader.fill(self.shard, self._mesh.cp)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -304,7 +304,7 @@ class Reader:
         try:
             copies = [pieces._stored(name, found, source, found.shape) for source in range(self.manifest.cp)]
             agree = all(torch.equal(copy, copies[0]) for copy in copies)
-        except (CheckpointDamaged, StorageFailed):  # of a header with a wrong byte
+        except CheckpointDamaged:  # of a header with a wrong byte
             copies, agree = [], False
         if not agree:
             for source in range(self.manifest.cp):
@@ -382,6 +382,11 @@ class Reader:
                 f"{found.sha256[:16]}, {written.num_bytes} with {written.sha256[:16]} were written",
                 path=self.storage.at(found.name),
             )
+
+    def unknown(self, params: Collection[str]) -> list[str]:
+        """Names of parameters that the checkpoint has beside these."""
+        stored = {name.removeprefix(f"{PARAMS}/") for name in self.manifest.tensors if name.startswith(f"{PARAMS}/")}
+        return sorted(stored - set(params))
 
     def fill(self, shard: Shard, cp: int) -> None:
         """Become the checkpoint's state on `shard.cp_rank` of `cp`."""

@@ -156,17 +156,20 @@ class RunWeights:
                 )
 
     def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
-        """As `train.task.Initial` says. Raises WeightsDamaged for a file of a checkpoint,
-        StorageFailed."""
-        if isinstance(self._stored, StoredWeights):
-            return self._stored.tensor(name, rows).to(torch.float32)
-        stored, place = self._stored, f"{PARAMS}/{name}"
+        """As `train.task.Initial` says. Raises WeightsDamaged, StorageFailed."""
+        place = f"{PARAMS}/{name}"
         try:
+            stored = self._stored
+            if isinstance(stored, StoredWeights):
+                return stored.tensor(name, rows).to(torch.float32)
             if rows is not None and not stored.described(place).whole:
                 return stored.rows(place, *rows).to(torch.float32)
             whole = stored.tensor(place, 0, 1).to(torch.float32)
-        except CheckpointDamaged as error:
-            raise WeightsDamaged(f"from={self.uri!r}: {error.message}: give another checkpoint") from error
+        except (CheckpointDamaged, ValueError) as error:
+            if isinstance(error.__cause__, StorageFailed):
+                raise error.__cause__ from error
+            told = getattr(error, "message", str(error))
+            raise WeightsDamaged(f"from={self.uri!r}: {told}: give another checkpoint") from error
         return whole if rows is None or not whole.dim() else whole[rows[0] : rows[1]]
 
 

@@ -237,7 +237,10 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables,
 
 
 def flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
-    return result_of(partial(flex, tables=tables, scale=scale), (q, k, v))
+    out, lse = result_of(partial(flex, tables=tables, scale=scale), (q, k, v))
+    if padded_blocks(tables)[0] * BLOCK_TOKENS > q.size(1):  # a layer keeps them, and with views it kept the padding
+        out, lse = out.clone(), lse.transpose(1, 2).clone().transpose(1, 2)
+    return out, lse
 
 
 def flex_backward(

@@ -107,7 +107,8 @@ def backward(
 def result_of(run: Callable[..., Pair], inputs: tuple[torch.Tensor, ...]) -> Pair:
     """`run` of the `inputs` q, k, v, without a graph. It is run as `gradients_of` runs it: torch compiles a function
     once for tensors that need gradients and once for others."""
-    with torch.enable_grad():
+    # With hooks of its own: inside a checkpointed layer its tensors would count as those that the layer saves.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         out, lse = run(*_leaves(inputs))
     return out.detach(), lse.detach()
 
