@@ -4,7 +4,7 @@
 # In the repository's root, on one GPU; stages are cut at their limits, 470 s in all (no GPU has run it as it stands).
 # SMALL=1: the same chain on two CPU cores. Pictures, tables and logs come under $OUT.
 set -u
-OUT=${OUT:-/tmp/tune-out}; W=$(mktemp -d); PY=${PY:-python3}; ROOT=$PWD; mkdir -p "$OUT"; T0=$SECONDS
+OUT=$(realpath "${OUT:-/tmp/tune-out}"); W=$(mktemp -d); PY=$(command -v "${PY:-python3}"); ROOT=$PWD; mkdir -p "$OUT"; T0=$SECONDS
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" RAY_USAGE_STATS_ENABLED=0 PYTHONDONTWRITEBYTECODE= PYTHONUNBUFFERED=1 RAY_ADDRESS=local
 if [ -n "${SMALL:-}" ]; then
   HOW="--device cpu --dp 1 --cp 1 --spares 0 --context 1024 --global-batch 2 --step.param-dtype float32"; DENSE=16 FIND=8
@@ -45,7 +45,7 @@ family = ["near"]
 density = [$DENSITY]
 layers = ["{rule}", "{rule};dense@{last}", "{rule};dense@{half}"]
 S
-ring() { limit=$1; shift; timeout "$limit" $PY -m elastic_ring "$@"; }
+ring() { limit=$1; shift; timeout --foreground "$limit" $PY -m elastic_ring "$@"; }
 stage "data prepare"
 ring 60 data prepare --source texts.jsonl --tokenizer llama --align-tokens 128 --workers 0 --out prepared 2>&1 | tail -n 4
 COMMON="$HOW --model-folder llama --data prepared/manifest.json"

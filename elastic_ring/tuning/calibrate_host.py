@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from dataclasses import asdict
@@ -103,7 +104,10 @@ def run(options: argparse.Namespace) -> int:
         TimingBudget(options.limit_s, options.repeats, options.most_mib << 20)
         if options.device == "cuda" and options.ranks > torch.cuda.device_count():
             raise ValueError(f"--ranks {options.ranks}: there are {torch.cuda.device_count()} GPUs; ask for no more")
-        if options.hosts > 1 and (not options.meet or not 0 <= options.host < options.hosts):
+        if options.hosts < 1 or (options.hosts == 1 and options.host):
+            raise ValueError(f"--hosts {options.hosts}, --host {options.host}: give the number of hosts, from 1 on")
+        meets = options.hosts == 1 or re.fullmatch(r".+:\d+", options.meet or "")
+        if not meets or not 0 <= options.host < options.hosts:
             raise ValueError(
                 f"--hosts {options.hosts}: each host needs --host, from 0 to {options.hosts - 1}, and one and the same "
                 "--meet ADDRESS:PORT of host 0"

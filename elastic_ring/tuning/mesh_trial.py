@@ -7,6 +7,7 @@ again, or has it resume from its checkpoint; one that Tune stops ends its run th
 from __future__ import annotations
 
 import copy
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -51,9 +52,13 @@ class Verdict(Callback):
 
     def __init__(self, wait_s: float) -> None:
         self.news, self.goes_on, self.is_over = SimpleQueue[bool](), threading.Semaphore(0), threading.Event()
-        self._wait_s = wait_s
+        self._wait_s, self.diverged = wait_s, ""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        loss = metrics.get("val_loss")
+        if loss is None or not math.isfinite(loss):
+            self.diverged = f"diverged: the loss of the validation after step {step} is not finite"
+            self.is_over.set()
         self.news.put(False)
         self.goes_on.acquire(timeout=self._wait_s)
         if self.is_over.is_set():
@@ -80,10 +85,12 @@ class MeshTrial(ray_tune.Trainable):
             os.chdir(self._shared.asked.folder)
         self._text, task = self._shared.asked.of(config, self._costs.num_layers)
         every = -(-task.step.steps // NUM_REPORTS)
+        self._num_reports = -(-task.step.steps // every)
         step = replace(task.step, val_every_steps=every, val_every_tokens=0)
         trainer.task = self._task = replace(task, step=step, asks_callbacks=True)
         name, path = f"trial-{self.trial_id}", self._shared.storage_path
-        trainer.run_config = replace(trainer.run_config, name=name, storage_path=path, run_dir=None, progress=False)
+        own: dict[str, Any] = {"name": name, "storage_path": path, "run_dir": None, "progress": False, "resume": "auto"}
+        trainer.run_config = replace(trainer.run_config, **own)
         self._verdict = Verdict(trainer.run_config.timeouts.callback_s / 2)
         trainer.callbacks, trainer.config_files = (self._verdict,), {}
         self._run = trainer.run_config
@@ -95,7 +102,7 @@ class MeshTrial(ray_tune.Trainable):
     def _follow(self, trainer: ElasticRingTrainer) -> None:
         try:
             self._about = self._costs.of(self._text)
-            if len(self._losses) < NUM_REPORTS:
+            if len(self._losses) < self._num_reports:
                 trainer.fit()
         except (ValueError, ElasticRingError) as error:
             self._error = f"{type(error).__name__}: {error}"
@@ -120,11 +127,13 @@ class MeshTrial(ray_tune.Trainable):
         ended = self._verdict.news.get()
         self._waits = not ended
         lines, losses = self._lines, self._losses
-        if len(losses) >= NUM_REPORTS and not ended:  # nothing is left to decide
+        if (len(losses) >= self._num_reports or self._verdict.diverged) and not ended:  # nothing is left to decide
             self._join()
             ended = True
+        wrong = self._verdict.diverged or self._error
+        losses = [] if wrong else losses
         seen = seen_of([line["step_s"] for line in lines], {})
-        return result_of(self._text, self._task, self._about, losses, seen.get("step_s"), len(lines), self._error) | {
+        return result_of(self._text, self._task, self._about, losses, seen.get("step_s"), len(lines), wrong) | {
             "done": ended
         }
 
@@ -145,7 +154,7 @@ class MeshTrial(ray_tune.Trainable):
         if self._following.is_alive():
             self._verdict.is_over.set()
         self._join()
-        if len(self._losses) < NUM_REPORTS:
+        if len(self._losses) < self._num_reports:
             Storage(self._shared.storage_path).remove_folder(self._run.name)
             return
         storage = Storage(self._run.storage_uri)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from elastic_ring.cli import settings
 from elastic_ring.cli.forecasts import seen
 from elastic_ring.cli.forecasts.attention import work_of
 from elastic_ring.config import check_copies, check_together
+from elastic_ring.files import plain_json, read_small
 from elastic_ring.forecast.answers import asked, report
 from elastic_ring.forecast.answers.money import PriceList, read_prices
 from elastic_ring.forecast.answers.stages import Stage, read_stages, with_learned
@@ -21,6 +23,8 @@ from elastic_ring.forecast.answers.stages import lines as stage_lines
 from elastic_ring.forecast.scenario import Scenario, default_efficiency, forecast
 from elastic_ring.forecast.sizing.machines import GPUS, Fleet, read_fleet
 from elastic_ring.forecast.sizing.rates import Rates, read_rates
+
+log = logging.getLogger(__name__)
 
 
 def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -77,7 +81,7 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
             f"--fleet {given.fleet}: num_gpus={fleet.num_gpus} is less than dp x cp + spares = "
             f"{train.scaling.mesh.size + train.scaling.spares}: lower them, or take a larger fleet"
         )
-    rates = None if given.machine is None else rates_of(given.machine)
+    rates = None if given.machine is None else rates_of(given.machine, fleet.gpu)
     fleet = fleet if rates is None else rates.fleet(fleet)
     size = train.scaling.mesh.size + train.scaling.spares
     if given.price == "owned":
@@ -97,10 +101,10 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
         doubled_s=None if rates is None else rates.doubled_s(),
         **work,
     )
-    return made if given.from_run is None else with_learned(made, seen.learned(given.from_run, fleet))
+    return made if given.from_run is None else with_learned(made, seen.learned(given.from_run, fleet, rates))
 
 
-def rates_of(path: Path) -> Rates:
+def rates_of(path: Path, gpu: str) -> Rates:
     """Raises ValueError for a file that `elastic-ring calibrate` did not write, or wrote without them."""
     from elastic_ring.attention.autolayout.cost_model import CostModel
 
@@ -108,6 +112,11 @@ def rates_of(path: Path) -> Rates:
     found = read_rates(path)
     if found is None:
         raise ValueError(f"--machine {path}: has no rates for a forecast; measure it again with elastic-ring calibrate")
+    device = plain_json(read_small(path)).get("about", {}).get("device")
+    if device is not None and seen.gpu_type(device) != gpu:
+        log.warning(
+            "--machine %s: was measured on %s, and the fleet has %s: this is no forecast of it", path, device, gpu
+        )
     return found
 
 

@@ -18,6 +18,7 @@ from elastic_ring.forecast.answers.stages import Learned
 from elastic_ring.forecast.goodput import PRIORS, goodput_with
 from elastic_ring.forecast.scenario import Scenario, default_efficiency
 from elastic_ring.forecast.sizing.machines import GPUS, Fleet, Links, named_fleet
+from elastic_ring.forecast.sizing.rates import Rates
 from elastic_ring.monitor.goodput import seen_of
 from elastic_ring.monitor.json_files import as_written, read_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, read_metrics
@@ -157,12 +158,15 @@ def score(folders: list[Path], fleet: Fleet) -> list[str]:
     return lines
 
 
-def learned(folder: Path, fleet: Fleet) -> Learned:
-    """What a run shows of the next. Raises ValueError for one on CPUs: these have no forecast."""
+def learned(folder: Path, fleet: Fleet, rates: Rates | None = None) -> Learned:
+    """What a run shows of the next, beside its own forecast, with the `rates` of the machine if there are. Raises
+    ValueError for a run on CPUs: these have no forecast."""
     asked, seen = read_run(folder)
     if asked.scaling.device != "cuda":
         raise ValueError(f"--from-run {folder}: ran on CPUs, which tell nothing of GPUs; name a run on GPUs")
     scenario = scenario_of_run(asked, fleet)
+    if rates is not None:
+        scenario = dataclasses.replace(scenario, eff=default_efficiency(fleet, rates))
     ratio = seen.figures["step_s"] / float(scenario.step_s(scenario.medians()))
     size = (asked.scaling.mesh.size, float(scenario.plan.num_parameters))
     return Learned(ratio, sum(seen.losses.values()), seen.gpu_hours, size)

@@ -96,6 +96,7 @@ def candidates(base: Scenario, prices: PriceList, kind: str, gpus: Sequence[str]
         here = {
             "fleet": fleet,
             "eff": base.eff if gpu == base.fleet.gpu else default_efficiency(fleet),
+            "doubled_s": base.doubled_s if gpu == base.fleet.gpu else None,
             "price": prices.find(gpu, kind),
         }
         for cp, dp in sorted(itertools.product(powers, powers), key=lambda mesh: -mesh[0] * mesh[1]):

@@ -85,14 +85,15 @@ class Rates:
         spec = fleet.spec
         alone, half_width = self._products()
         wide = [row.flops for row in self.attention if row.head_dim >= 128]
-        narrow = [row.flops for row in self.attention if row.head_dim < 128]
+        of_narrow = {row.tokens: row.flops for row in self.attention if row.head_dim < 128}
+        alike = [of_narrow[r.tokens] / r.flops for r in self.attention if r.head_dim >= 128 and r.tokens in of_narrow]
         links = self._rates("host")
         return dataclasses.replace(
             eff,
             matmul=eff.matmul * alone / spec.peak_flops / ALONE["matmul"],
             half_width=half_width,
             attention=eff.attention * max(wide) / spec.peak_flops / ALONE["attention"] if wide else eff.attention,
-            narrow_heads=min(1.0, max(narrow) / max(wide)) if wide and narrow else eff.narrow_heads,
+            narrow_heads=min(1.0, max(alike)) if alike else eff.narrow_heads,
             link=max(links) / spec.nvlink_bytes_s if links else eff.link,
             jitter=max(self.host.between_ranks, LEAST_SPREAD),
             origin="calibrated",
