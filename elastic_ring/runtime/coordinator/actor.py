@@ -431,8 +431,7 @@ class Coordinator:
                 self._commit_checkpoints()
             case "checkpoint":
                 self.recorder.checkpoint(body)
-                goes_back = isinstance(self.state.phase, Building) and self.state.phase.order.goes_back
-                if not goes_back and rollback.pending(self.state) is None:
+                if self._newest_checkpoint_stays:
                     self.checkpoints.clean(body["step"])
             case "checkpoints":
                 write_s = self.recorder.totals.checkpoints[-1]["total_s"] if self.recorder.totals.checkpoints else 0.0
@@ -554,6 +553,12 @@ class Coordinator:
             )
             self._finish({"error": "StorageFailed", "message": told, "facts": {}})
 
+    @property
+    def _newest_checkpoint_stays(self) -> bool:
+        """Whether nobody goes back to before it, so that older ones may go."""
+        goes_back = isinstance(self.state.phase, Building) and self.state.phase.order.goes_back
+        return not goes_back and rollback.pending(self.state) is None
+
     def _publish(self, records: list[dict[str, Any]]) -> None:
         self.term_watch.check()
         known = self.recorder.metrics.last_step
@@ -640,11 +645,13 @@ class Coordinator:
         settled = aside(lambda: self._settle(end), *beside)
         concluded = settled and aside(lambda: self._conclude(end, weights_sha256), *beside)
         if settled is None:  # nobody waits for the last records, but they are written
-            threading.Thread(target=self._conclude, args=(end, weights_sha256), name="conclude", daemon=True).start()
+            alone = partial(self._conclude_unawaited, end, weights_sha256)
+            threading.Thread(target=alone, name="conclude", daemon=True).start()
         if concluded is None:
             told = "stopped while its last records were being written: submit it again to have them"
             concluded = {**end, "error": end["error"] or "RunFailed", "message": end["message"] or told}
         end = concluded
+        self.term_watch.close()
         self._end_report.doing("")
         self.metrics_exporter.close(self.state, self.driver_feed.silent_s, self.clock(), failed=bool(end["error"]))
         begun = time.monotonic()
@@ -654,25 +661,37 @@ class Coordinator:
         log.info("ended: %s", end)
         self._vanish_later()
 
-    def _settle(self, end: dict[str, Any]) -> dict[str, Any]:
+    def _refuse_if_replaced(self) -> None:
+        """This process may have been frozen for long."""
         try:
-            self.term_watch.look()  # this process may have been frozen for long
+            self.term_watch.look()
         except StorageFailed as error:
             log.warning("could not find out whether a newer coordinator exists: %s", error)
-        self.term_watch.close()
+
+    def _settle(self, end: dict[str, Any]) -> dict[str, Any]:
+        self._refuse_if_replaced()
         doing, where = self._end_report.doing, self.run_spec.run.storage_uri
         doing(f"the last checkpoint's manifest, and clearing up, in {where}")
-        if not self.checkpoints.close(self.run_spec.run.timeouts.clear_s):
+        if not self.checkpoints.close(self.run_spec.run.timeouts.clear_s, prunes=self._newest_checkpoint_stays):
             log.warning("the storage of the checkpoints does not answer at the end of the run")
         return end
 
     def _conclude(self, end: dict[str, Any], weights_sha256: str) -> dict[str, Any]:
         doing, where = self._end_report.doing, self.run_spec.run.storage_uri
         doing("summary and plot")
+        self.term_watch.check()
         end = conclude(end, self.recorder, self.state, weights_sha256)
         doing(f"the last records go to {where}")
         self.mirror.close(self.run_spec.run.timeouts.clear_s)
         return end
+
+    def _conclude_unawaited(self, end: dict[str, Any], weights_sha256: str) -> None:
+        """Beside the rest of the end, whose question for a newer term may still be on its way: ask by itself."""
+        try:
+            self._refuse_if_replaced()
+            self._conclude(end, weights_sha256)
+        except (StaleMessage, TermLost) as error:
+            log.warning("the last records are not written: %s", error)
 
     def _cleared(self) -> list[str]:
         """Clear the run; the names of what is left. A failure to clear does not change how the run ended."""

@@ -121,12 +121,13 @@ class CheckpointKeeper:
         self._jobs.put(self._abort_old_uploads)
         self._jobs.put(self._tell)
 
-    def close(self, timeout_s: float) -> bool:
-        """End the work under way, remove files that will never count, and stop. Whether all of it is done in time."""
+    def close(self, timeout_s: float, *, prunes: bool = False) -> bool:
+        """End the work under way, remove files that will never count, and stop. Whether all of it is done in time.
+        `prunes`: retention holds at once for a checkpoint that counts only now, of which nobody will tell `clean`."""
         if not self._thread.is_alive():
             return True
         self._closing.set()
-        self._jobs.put(lambda: self._sweep(None))
+        self._jobs.put(lambda: self._clean(None, ()) if prunes and self._has_written() else self._sweep(None))
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -316,7 +317,12 @@ class CheckpointKeeper:
                     path=file.name,
                 )
 
-    def _clean(self, step: int, written: Collection[int]) -> None:
+    def _has_written(self) -> bool:
+        """Whether a checkpoint of this submission counts. One that wrote none removes none."""
+        own = {one.folder for one in known(self._storage) if lineage_of(one) == self._resume.lineage}
+        return bool(own - {one.folder for one in self._resume.checkpoints})
+
+    def _clean(self, step: int | None, written: Collection[int]) -> None:
         """What is left over stays where the store does not let it be removed: the checkpoint counts all the same."""
         config = self._run.checkpoint_config
         try:

@@ -145,6 +145,28 @@ def test_old_checkpoints_and_what_never_counted_are_removed(tmp_path: Path) -> N
     assert not (tmp_path / "checkpoints" / "step-00000008").exists(), "the end sweeps what nobody completes"
 
 
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_checkpoint_that_counts_only_at_the_end_leaves_no_more_than_retention_keeps(
+    tmp_path: Path, goes_back: bool
+) -> None:
+    """The deciding thread tells nobody to clean any more."""
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=1))
+    run.commit(1)
+    for part in run.save(2):
+        run.keeper.written(part)
+    run.keeper.look(2)
+    assert run.keeper.close(60.0, prunes=not goes_back)
+    left = [2] if not goes_back else [1, 2]
+    assert [one.step for one in checkpoints.known(run.keeper._storage)] == left
+    later = Run(
+        tmp_path,
+        CheckpointConfig(every_steps=1, keep_last=1),
+        find_resume(replace(run.config, resume="auto"), IDENTITY),
+    )
+    assert later.keeper.close(60.0, prunes=True)
+    assert [one.step for one in checkpoints.known(run.keeper._storage)] == left, "it wrote none, so none goes"
+
+
 def test_parts_and_checkpoints_of_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
     for step in (2, 4):

@@ -37,6 +37,8 @@ from elastic_ring.runtime.coordinator.shutdown import LONG_S, EndReport, aside, 
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.run_storage import Mirror
 from elastic_ring.runtime.terms import Terms, TermWatch
+from tests.object_store.proxy import DELAY_S, faulty_proxy
+from tests.object_store.store import ObjectStore
 from tests.sim.simulator.options import simulated
 
 
@@ -296,6 +298,33 @@ def test_a_coordinator_whose_run_is_taken_over_tells_its_driver_and_writes_nothi
     assert {(folder / name).read_text() for name in ("status.json", "journal.jsonl")} == {"the other's"}
     assert not (folder / "summary.json").exists()
     assert killed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_an_end_that_a_user_stopped_while_the_store_was_slow_writes_its_records_unless_the_run_is_anothers_by_then(
+    deciding: Any, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, is_taken: bool
+) -> None:
+    with faulty_proxy(object_store.port) as proxy:
+        for name, value in {**object_store.environment, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
+            monkeypatch.setenv(name, value)
+        in_store = RunConfig("over", run_dir=f"s3://{object_store.new_bucket()}/runs")
+        terms = Terms(in_store).open()
+        deciding.term_watch = TermWatch(in_store, terms.claim("0123456789"), terms)
+        proxy.fault = lambda method, path: "delay" if "terms" in path else None
+        deciding._ready.set()
+        deciding._queue.put(("abandon", "stopped by the user", {}))
+        if is_taken:
+            Terms(in_store).open().claim("fedcba")
+        folder = deciding.run_spec.run.folder
+        (folder / "status.json").write_text("the other's")
+        begun = time.monotonic()
+        deciding._finish({"error": "", "message": "", "facts": {}})
+        assert time.monotonic() - begun < DELAY_S, "nobody waits"
+        assert deciding._ended["message"].startswith("stopped while its last records were being written")
+        for thread in [one for one in threading.enumerate() if one.name.startswith("conclude")]:
+            thread.join(60.0)
+    assert ((folder / "status.json").read_text() == "the other's") is is_taken
 
 
 def test_a_run_whose_storage_tells_nothing_of_terms_ends_after_fail_after_s(deciding: Any) -> None:
