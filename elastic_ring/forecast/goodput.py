@@ -98,7 +98,7 @@ class RunShape:
 
     dp: int
     cp: int
-    spares: int
+    spares: Number
     gpus_per_host: int
     hosts_per_switch: int
     hosts_per_power: int
@@ -113,47 +113,50 @@ class RunShape:
     copies_of_one_ring: bool = False
     copy_steps: int = 10
     process_detect_s: Number = 0.01
-    """The time to detect a process's death, which its node's agent sees at once."""
+    """The time to detect a process's death, which its node's agent sees at once; likewise of a stopped one."""
+    frozen_detect_s: Number = 0.41
     spot: Spot | None = None
 
     @property
-    def num_gpus(self) -> int:
+    def num_gpus(self) -> Number:
         return self.dp * self.cp + self.spares
 
     @property
-    def num_hosts(self) -> int:
+    def num_hosts(self) -> Number:
         return -(-self.num_gpus // self.gpus_per_host)
 
     @property
-    def full_hosts(self) -> float:
+    def full_hosts(self) -> Number:
         """Hosts as they count for what is taken back, one at least: the last one by its members, and not at all where
         it has spares alone and is not full."""
         full = self.num_gpus // self.gpus_per_host * self.gpus_per_host
-        return max(1.0, max(full, self.dp * self.cp) / self.gpus_per_host)
+        return np.maximum(1.0, np.maximum(full, self.dp * self.cp) / self.gpus_per_host)
 
-    def hosts_of(self, scope: str) -> int:
+    def hosts_of(self, scope: str) -> Number:
         """That a loss takes; of a frozen process, which is killed, none."""
         hosts = {"process": 0, "frozen": 0, "gpu": 1, "host": 1, "reclaim": 1, "dry": self.num_hosts}
         hosts |= {"switch": self.hosts_per_switch, "power": self.hosts_per_power}
-        return min(hosts[scope], self.num_hosts)
+        return np.minimum(hosts[scope], self.num_hosts)
 
     def detect_of(self, scope: str) -> Number:
-        return self.process_detect_s if scope == "process" else self.detect_s
+        return {"process": self.process_detect_s, "frozen": self.frozen_detect_s}.get(scope, self.detect_s)
 
-    def loses_all_holders(self, scope: str, rings: Number) -> Number:
-        """Whether a loss takes each holder of some shard where so many rings are left. Rings follow each other on the
-        hosts, so holders of one shard are cp ranks apart."""
-        taken = 1 if scope in ("gpu", "process", "frozen") else self.hosts_of(scope) * self.gpus_per_host
+    def taken_of(self, scope: str) -> Number:
+        """GPUs whose state a loss takes."""
+        return 1 if scope in ("gpu", "process", "frozen") else self.hosts_of(scope) * self.gpus_per_host
+
+    def loses_all_holders(self, taken: Number, rings: Number) -> Number:
+        """Whether a loss of so many GPUs takes each holder of some shard where so many rings are left. Rings follow
+        each other on the hosts, so holders of one shard are cp ranks apart."""
         whole = taken >= self.cp * rings
         held = self.copies_hold | self.copies_of_one_ring & np.less(rings, 2)
         return whole | ~held & (np.less(rings, 2) | (taken > self.cp * (np.asarray(rings) - 1)))
 
-    def outcome(self, scope: str, rings: Number) -> Outcome:
+    def outcome(self, taken: Number, detect_s: Number, rings: Number) -> Outcome:
         """From a replica, else from a copy, else from a checkpoint."""
         rings = np.asarray(rings)
-        build = self.detect_of(scope) + self.rebuild_s
-        all_lost = self.loses_all_holders(scope, rings)
-        stop_s = build + np.where(all_lost, self.restore_s, self.heal_s)
+        all_lost = self.loses_all_holders(taken, rings)
+        stop_s = detect_s + self.rebuild_s + np.where(all_lost, self.restore_s, self.heal_s)
         of_copy = np.where(rings < 2, self.copy_steps / 2, 0.0)
         return Outcome(stop_s, np.where(all_lost, self.interval_s / 2 / self.step_s, of_copy))
 
@@ -163,14 +166,22 @@ def cost_s(shape: RunShape, scope: str, rings: Number | None = None, rest: Numbe
     runs. Members of a host that is taken back hand over at the end of a step, if it ends within the notice and a ring
     is left to go on."""
     rings = np.asarray(shape.dp if rings is None else rings)
-    found = shape.outcome(scope, rings)
+    rest = np.where((rings > 1) | np.greater(shape.spares, 0), 1, 0) if rest is None else rest
+    return cost_of(shape, shape.taken_of(scope), shape.detect_of(scope), scope == "reclaim", rings, rest)
+
+
+def cost_of(
+    shape: RunShape, taken: Number, detect_s: Number, is_reclaim: Number, rings: Number, rest: Number
+) -> Number:
+    """`cost_s` of losses that take so many GPUs each."""
+    notice_s = 0.0 if shape.spot is None else shape.spot.notice_s
     broken_off = 0.5 * shape.step_s * shape.dp / np.maximum(rings, 1)
-    lost_s = found.stop_s + found.steps * shape.step_s + broken_off
-    if scope == "reclaim" and shape.spot is not None:
-        goes_on = (rings > 1) | (shape.spares > 0) if rest is None else np.greater(rest, 0)
-        hands_over = goes_on & (2.0 * broken_off <= shape.spot.notice_s)
-        lost_s = np.where(hands_over, shape.rebuild_s + shape.heal_s, lost_s - shape.detect_of(scope))
-    return np.where(rings > 0, lost_s, 0.0)
+    found = shape.outcome(taken, np.where(is_reclaim, 0.0, detect_s), rings)
+    hands_over = is_reclaim & np.greater(rest, 0) & (2.0 * broken_off <= notice_s)
+    lost_s = np.where(
+        hands_over, shape.rebuild_s + shape.heal_s, found.stop_s + found.steps * shape.step_s + broken_off
+    )
+    return np.where(np.greater(rings, 0), lost_s, 0.0)
 
 
 def share_hit(shape: RunShape, hosts: Number, rings: Number, hosts_away: Number = 0) -> Number:
@@ -194,11 +205,15 @@ def mean_goodput(shape: RunShape, failures: Failures, gpu_hours: Number | None =
     """In closed form, for a search and for a tornado: losses are rare beside what they cost, and the number of hosts
     that are away is Poisson. `repair`: a factor of how long repairs take. That a ring comes back only once the spares
     are full (`rings_again`) is left out: with spot capacity, rings over several hosts and few spares up to 6 points are
-    too many, so that a forecast and the front of a search are walked."""
+    too many: what is told of spot capacity is walked (`scenario.totals_at`, and the front of a search)."""
     gpu_hours = failures.gpu_hours[1] if gpu_hours is None else gpu_hours
     rate, spot = rate_per_s(shape, gpu_hours), shape.spot
     median_h, deviation = failures.repair_hours
     away = rate * median_h * repair * HOUR * np.exp(deviation**2 / 2)
+    # Hosts that are away already are not lost again, by themselves or with their switch.
+    hosts_away = away * sum(share * shape.hosts_of(scope) for scope, share in failures.shares.items())
+    there = 1.0 / (1.0 + hosts_away / shape.num_hosts)
+    rate, away = rate * there, away * there
     reclaimed = 0.0 if spot is None else shape.full_hosts * spot.share_off
     share_of_rings, one_ring, fewer = _over_away(shape, failures, away, reclaimed)
     one_ring = one_ring if shape.dp > 1 else 0.0
@@ -236,6 +251,9 @@ def _over_away(
     single = sum(failures.shares[scope] for scope, number in hosts.items() if number == 1) * away + reclaimed
     several = {scope: failures.shares[scope] * away for scope, number in hosts.items() if number > 1}
     dense = single if single.size <= 2 * GRID else np.geomspace(max(single.min(), 1e-12), single.max() + 2e-12, GRID)
+    place = np.interp(single, dense, np.arange(dense.size)) if dense is not single else np.zeros(0)
+    lower = np.minimum(place.astype(int), dense.size - 2)
+    between = (place - lower)[..., None]
     chance = _poisson(dense, shape.num_hosts)
     total, whole = np.zeros((*np.shape(single), 3)), np.zeros(np.shape(single))
     most = [min(_most(mean), shape.num_hosts // hosts[scope] + 1) for scope, mean in several.items()]
@@ -249,7 +267,7 @@ def _over_away(
         rings = rings_left(shape, np.arange(chance.shape[-1]) + of_several)
         found = chance @ np.stack([rings / shape.dp, rings == 1, rings < shape.dp, np.ones(len(rings))], axis=-1)
         if dense is not single:
-            found = np.stack([np.interp(single, dense, column) for column in found.T], axis=-1)
+            found = found[lower] * (1.0 - between) + found[lower + 1] * between
         total += weight[..., None] * found[..., :3]
         whole += weight * found[..., 3]
     # What is not counted has no ring left.

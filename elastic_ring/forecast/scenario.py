@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.placement.copies import AUTO, parse_copies
 from elastic_ring.forecast.answers.money import Price, energy_kw
 from elastic_ring.forecast.goodput import HOUR, Failures, RunShape, Spot, mean_goodput
-from elastic_ring.forecast.renewal import Luck, simulate_goodput
+from elastic_ring.forecast.renewal import Luck, mean_walked, simulate_goodput
 from elastic_ring.forecast.sizing.jobs import job_of
 from elastic_ring.forecast.sizing.machines import Efficiency, Fleet, Number, efficiency_of
 from elastic_ring.forecast.sizing.memory import SNAPSHOT_BYTES, ModelPlan, plan_of
@@ -27,23 +27,23 @@ from elastic_ring.model.config import ModelConfig
 
 Draws = Mapping[str, Number]
 NUM_DRAWS = 10_000
-WALKED_DRAWS, WALKED_SPOT_DRAWS = 400, 150
+WALKED_DRAWS, WALKED_SPOT_DRAWS, WALKS_OF_A_POINT = 400, 150, 32
 """Draws that the renewal simulation walks; what they differ by from the closed form is dealt out to the others. Hosts
-that come and go make a walk longer."""
+that come and go make a walk longer. What is told of one point of spot capacity is the mean of so many walks."""
 DETECT_S = {"process": 0.01, "host": 5.0}
-"""Time to detect a death: of a process 0.002 to 0.011 s (benchmarks/results/recovery), of a host or a frozen process up
-to 5.4."""
+"""Time to detect a death: of a process 0.002 to 0.011 s (benchmarks/results/recovery), of a host up to 5.4."""
 CHECKPOINT_WAIT_S = 0.05
 """What training waits for a checkpoint of 12 GB a rank: 0.04 s (benchmarks/results/checkpoint)."""
-REBUILD_S: Mapping[str, tuple[float, float]] = {"cuda": (0.32, 0.235), "cpu": (0.65, 0.0)}
-"""Groups of one rank, and what each doubling of the ranks adds: fitted to every second of five series of kills on two
-and four H200s, 0.46 to 0.79 s (benchmarks/results/recovery), and to two of four kills on a loaded CPU host, where 0.1
-to 0.2 s are enough when it is quiet. Beyond four ranks it is assumed."""
+REBUILD_S: Mapping[str, tuple[float, float]] = {"cuda": (0.23, 0.23), "cpu": (0.12, 0.0)}
+"""Groups of one rank, and what each doubling of the ranks adds: 0.46 s in fifty kills on two H200s, 0.69 on four while
+no process starts (benchmarks/results/recovery); on a quiet CPU host. Beyond four ranks it is assumed."""
 CORE_RANK_S = 1.1e-4
 """CPU time of the control core for each rank of a recovery: 0.12 s of 1,024, 1.8 s of 16,384
 (benchmarks/results/recovery/core_curve)."""
-FIRST_STEP_S: Mapping[str, float] = {"cuda": 0.22, "cpu": 0.0}
+FIRST_STEP_S: Mapping[str, float] = {"cuda": 0.19, "cpu": 0.0}
 """What the step that runs again takes beside a step: of the same series."""
+HEAL_S = 0.1
+"""A heal's link and its digests."""
 HEAL_SHARE = 0.6
 """A heal's share of a link's rate: 0.57 to 0.68 of a plain copy were measured."""
 COPY_SHARE = 0.003
@@ -55,7 +55,8 @@ class Scenario:
     """One configuration on one fleet. `pattern`: what it leaves of attention in a ring of so many ranks;
     `measured_step_s`: in place of the model of step time; `correction`: by which an earlier run's step differed from
     its forecast, with what is left of its spread; `built_in` as in `StepMemory`, `num_own` as in `plan_of`;
-    `doubled_s`: what each doubling of the ranks adds to a rebuild, in place of `REBUILD_S`."""
+    `doubled_s`: what each doubling of the ranks adds to a rebuild, in place of `REBUILD_S`; `alone_step_s`: a step on
+    cores that nothing else wants, since a recovery takes as many times longer as a step does."""
 
     model: ModelConfig
     scaling: ScalingConfig
@@ -72,6 +73,7 @@ class Scenario:
     built_in: bool = True
     num_own: int | None = None
     doubled_s: float | None = None
+    alone_step_s: float | None = None
 
     @cached_property
     def attention(self) -> Attention:
@@ -148,7 +150,7 @@ class Scenario:
         found = {
             "step": around(1.0, spread, "x", origin),
             "links": Range(0.7, 1.0, 1.15, "x"),
-            "jitter": Range(0.4, 1.0, 3.0, "x"),
+            "jitter": Range(0.4, 1.0, 3.0, "x", self.eff.jitter_origin),
             "gpu_hours": Range(*self.failures.gpu_hours, "GPU-hours between losses", "specified"),
             "repair": Range(0.3, 1.0, 3.0, "x"),
             "rebuild": Range(0.4, 1.0, 3.0, "x"),
@@ -162,6 +164,7 @@ class Scenario:
         link = (spec.nvlink_bytes_s if one_host else spec.nic_bytes_s) * HEAL_SHARE * draws["links"]
         alone, doubled = REBUILD_S[self.scaling.device]
         doubled = doubled if self.doubled_s is None else self.doubled_s
+        slow: Number = 1.0 if self.alone_step_s is None else np.maximum(1.0, step_s / self.alone_step_s)
         rebuild_s = alone + doubled * math.log2(ranks) + FIRST_STEP_S[self.scaling.device] + CORE_RANK_S * ranks
         written_s = self.checkpoint_bytes / (self.fleet.links.storage_gb_s * 1e9 * draws["storage"])
         interval_s: Number = self._interval_s(step_s, written_s)
@@ -173,10 +176,11 @@ class Scenario:
             self.fleet.hosts_per_switch,
             self.fleet.hosts_per_power_domain,
             step_s,
-            heal_s=SNAPSHOT_BYTES * self.plan.memory.shard / link + 0.1,
-            rebuild_s=rebuild_s * draws["rebuild"],
+            heal_s=(SNAPSHOT_BYTES * self.plan.memory.shard / link + HEAL_S) * slow,
+            rebuild_s=rebuild_s * draws["rebuild"] * slow,
             detect_s=DETECT_S["host"],
             process_detect_s=DETECT_S["process"],
+            frozen_detect_s=DETECT_S["process"] + self.run.timeouts.stopped_s,
             interval_s=interval_s,
             wait_s=CHECKPOINT_WAIT_S,
             restore_s=written_s + 30.0,
@@ -257,8 +261,10 @@ def forecast(scenario: Scenario, seed: int = 0, num_draws: int = NUM_DRAWS) -> F
     goodput = _with_chance(scenario, drawn, found, rng)
     totals = scenario._totals(found["step_s"], goodput, drawn)
     draws = {name: np.broadcast_to(np.asarray(one, dtype=float), (num_draws,)) for name, one in totals.items()}
-    middle = scenario.evaluate(scenario.medians())
-    return Forecast(scenario, {name: float(one) for name, one in middle.items()}, draws, tornado(scenario))
+    middle = scenario.medians()
+    rows = _ends(scenario)
+    first, *rest = totals_at([(scenario, middle), *((scenario, {**middle, name: end}) for name, end in rows)])
+    return Forecast(scenario, first, draws, _largest(rows, rest))
 
 
 def _with_chance(scenario: Scenario, drawn: Draws, found: Mapping[str, Number], rng: np.random.Generator) -> Number:
@@ -275,33 +281,75 @@ def _with_chance(scenario: Scenario, drawn: Draws, found: Mapping[str, Number], 
     return np.clip(1.0 - (1.0 - closed) * rng.choice(times, size=len(closed)), 0.02, 1.0)
 
 
-def tornado(scenario: Scenario, by: str = "") -> list[tuple[str, float, float]]:
+def totals_at(asked: Sequence[tuple[Scenario, Draws]]) -> list[dict[str, float]]:
+    """The figures of scenarios on one fleet, each at one point, in closed form. Of spot capacity each number of spares
+    and each way in which hosts come and go is walked too: what a walk loses beside the closed form, all others of it
+    lose."""
+    totals = [one.evaluate(draws) for one, draws in asked]
+    shapes = [one.shape(draws, found["step_s"]) for (one, draws), found in zip(asked, totals, strict=True)]
+    if shapes[0].spot is not None:
+        kinds = [(shape.spares, shape.spot) for shape in shapes]
+        some = {kind: kinds.index(kind) for kind in kinds}
+        walked = mean_walked(
+            [shapes[index] for index in some.values()],
+            asked[0][0].failures,
+            [float(asked[index][1]["gpu_hours"]) for index in some.values()],
+            [float(asked[index][1]["repair"]) for index in some.values()],
+            float(totals[0]["run_s"]),
+            WALKS_OF_A_POINT,
+        )
+        times = {
+            kind: (1.0 - good) / (1.0 - float(totals[index]["goodput"]))
+            for (kind, index), good in zip(some.items(), walked, strict=True)
+        }
+        totals = [
+            one._totals(found["step_s"], 1.0 - (1.0 - found["goodput"]) * times[kind], draws)
+            for (one, draws), found, kind in zip(asked, totals, kinds, strict=True)
+        ]
+    return [{name: float(one) for name, one in found.items()} for found in totals]
+
+
+def tornado(scenario: Scenario) -> list[tuple[str, float, float]]:
     """(input, result at its P10, at its P90), the largest swing first; of dollars, or of time where nothing has a
     price."""
-    middle = scenario.medians()
-    by = by or ("usd" if "price" in middle else "run_s")
-    rows = []
-    for name, one in scenario.inputs().items():
-        ends = [float(np.asarray(scenario.evaluate({**middle, name: end})[by])) for end in (one.p10, one.p90)]
-        rows.append((name, ends[0], ends[1]))
-    return sorted(rows, key=lambda row: -abs(row[2] - row[1]))[:8]
+    middle, rows = scenario.medians(), _ends(scenario)
+    return _largest(rows, totals_at([(scenario, {**middle, name: end}) for name, end in rows]))
 
 
-def curve(scenario: Scenario, what: str, values: list[float]) -> list[tuple[float, float, float]]:
-    """(value, goodput, dollars a million committed tokens) over intervals in seconds, over spares, or over copies."""
-    rows = []
-    for value in values:
-        if what == "spares":
-            changed = dataclasses.replace(scenario, scaling=dataclasses.replace(scenario.scaling, spares=int(value)))
-        elif what == "copies":
-            changed = dataclasses.replace(scenario, run=dataclasses.replace(scenario.run, copies=f"{value:g}"))
-        else:
-            config = dataclasses.replace(scenario.run.checkpoint_config, every_s=float(value), every_steps=None)
-            changed = dataclasses.replace(scenario, run=dataclasses.replace(scenario.run, checkpoint_config=config))
-        found = changed.evaluate(changed.medians())
-        usd = float(found["usd"]) / scenario.tokens * 1e6 if "usd" in found else math.nan
-        rows.append((value, float(found["goodput"]), usd))
-    return rows
+def _ends(scenario: Scenario) -> list[tuple[str, float]]:
+    return [(name, end) for name, one in scenario.inputs().items() for end in (one.p10, one.p90)]
+
+
+def _largest(
+    rows: Sequence[tuple[str, float]], totals: Sequence[Mapping[str, float]]
+) -> list[tuple[str, float, float]]:
+    by = "usd" if "usd" in totals[0] else "run_s"
+    found = [
+        (name, low[by], high[by]) for (name, _), low, high in zip(rows[::2], totals[::2], totals[1::2], strict=True)
+    ]
+    return sorted(found, key=lambda row: -abs(row[2] - row[1]))[:8]
+
+
+Curves = dict[str, list[tuple[float, float, float]]]
+
+
+def curves(scenario: Scenario, asked: Mapping[str, Sequence[float]]) -> Curves:
+    """(value, goodput, dollars a million committed tokens) over `interval` in seconds, over `spares`, or `copies`."""
+    points = [(what, value) for what, values in asked.items() for value in values]
+    changed = [_with(scenario, what, value) for what, value in points]
+    found: Curves = {what: [] for what in asked}
+    for (what, value), totals in zip(points, totals_at([(one, one.medians()) for one in changed]), strict=True):
+        found[what].append((value, totals["goodput"], totals.get("usd", math.nan) / scenario.tokens * 1e6))
+    return found
+
+
+def _with(scenario: Scenario, what: str, value: float) -> Scenario:
+    if what == "spares":
+        return dataclasses.replace(scenario, scaling=dataclasses.replace(scenario.scaling, spares=int(value)))
+    if what == "copies":
+        return dataclasses.replace(scenario, run=dataclasses.replace(scenario.run, copies=f"{value:g}"))
+    config = dataclasses.replace(scenario.run.checkpoint_config, every_s=float(value), every_steps=None)
+    return dataclasses.replace(scenario, run=dataclasses.replace(scenario.run, checkpoint_config=config))
 
 
 def default_efficiency(fleet: Fleet, rates: Rates | None = None) -> Efficiency:

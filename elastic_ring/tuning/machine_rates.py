@@ -52,9 +52,11 @@ class Host:
 
 
 def measure(stopwatch: Stopwatch, device: torch.device, dtype: torch.dtype, host: Host) -> dict[str, Any]:
-    """{"matmul", "attention", "collectives", "groups", "host_copies", "storage", "stragglers"}, as JSON takes them."""
+    """{"ranks_per_host", "matmul", "attention", "collectives", "groups", "host_copies", "storage", "stragglers"}, as
+    JSON takes them."""
     groups = list(_groups(stopwatch, device, host))
     found: dict[str, Any] = {
+        "ranks_per_host": host.ranks,
         "matmul": list(_products(stopwatch, device, dtype)),
         "attention": list(_attention(stopwatch, device, dtype)),
         "collectives": [
@@ -164,8 +166,9 @@ def _storage(stopwatch: Stopwatch, folder: Path) -> dict[str, Any]:
         path.unlink(missing_ok=True)
 
 
-def _stragglers(stopwatch: Stopwatch, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """The deviation of log of one and the same product's time, between ranks of their medians and within a rank."""
+def _stragglers(stopwatch: Stopwatch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The deviation of log of one and the same product's time, between ranks of their medians and within a rank. One
+    rank alone is apart from nothing: None."""
     width, times = WIDTHS[device.type][-1], list[float]()
     left = torch.randn(TOKENS[device.type], width, device=device, dtype=dtype)
     right = torch.randn(width, 4 * width, device=device, dtype=dtype)
@@ -187,7 +190,7 @@ def _stragglers(stopwatch: Stopwatch, device: torch.device, dtype: torch.dtype) 
         rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, own)
     medians, within = zip(*(row.tolist() for row in rows), strict=True)
-    between = statistics.stdev(medians) if len(medians) > 1 else 0.0
+    between = statistics.stdev(medians) if len(medians) > 1 else None
     return {"between_ranks": between, "within_a_rank": statistics.fmean(within), "ranks": len(rows)}
 
 
@@ -209,5 +212,8 @@ def lines(rates: dict[str, Any]) -> list[str]:
     told.append(f"copies to the host {there:.4g} GB/s, back {back:.4g}")
     if "storage" in rates:
         told.append(f"storage, all ranks together {rates['storage']['write_bytes_s'] / 1e9:.4g} GB/s")
-    told.append(f"ranks are {apart['between_ranks']:.2%} apart, a rank's repeats {apart['within_a_rank']:.2%}")
+    between = "ranks apart: not measured by one rank"
+    if apart["between_ranks"] is not None:
+        between = f"ranks are {apart['between_ranks']:.2%} apart"
+    told.append(f"{between}, a rank's repeats {apart['within_a_rank']:.2%}")
     return told

@@ -9,7 +9,7 @@ import numpy as np
 
 from elastic_ring.forecast.answers.report import NAMES, SPARE_HOSTS, short
 from elastic_ring.forecast.goodput import DAY
-from elastic_ring.forecast.scenario import Forecast, curve
+from elastic_ring.forecast.scenario import Forecast, curves
 
 SHOWN_DRAWS = 2_000
 LEAST_SWING = 1e-3
@@ -77,7 +77,7 @@ def _step(axes: Any, found: Forecast) -> None:
 
 def _spares(axes: Any, found: Forecast) -> None:
     values = [float(one * found.scenario.fleet.gpus_per_host) for one in SPARE_HOSTS]
-    rows = curve(found.scenario, "spares", values)
+    rows = curves(found.scenario, {"spares": values})["spares"]
     axes.plot(values, [100 * good for _, good, _ in rows], "o-", color="tab:blue")
     axes.set_xlabel("spare GPUs")
     axes.set_ylabel("goodput, %", color="tab:blue")

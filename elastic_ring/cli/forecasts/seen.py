@@ -19,12 +19,13 @@ from elastic_ring.forecast.goodput import PRIORS, goodput_with
 from elastic_ring.forecast.scenario import Scenario, default_efficiency
 from elastic_ring.forecast.sizing.machines import GPUS, Fleet, Links, named_fleet
 from elastic_ring.forecast.sizing.rates import Rates
-from elastic_ring.monitor.goodput import seen_of
+from elastic_ring.monitor.goodput import WARM_STEPS, seen_of
 from elastic_ring.monitor.json_files import as_written, read_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, read_metrics
 
-CORE_FLOPS = 34e9
-"""The rate of a step on a CPU core, in fp32: the laptop preset's 1.37 s on two (benchmarks/results/checkpoint)."""
+CORE_FLOPS, CPU_STEP_S = 36e9, 0.1
+"""The rate of a step on a CPU core, in fp32, and what it takes beside: the laptop preset's 1.37 s on two
+(benchmarks/results/checkpoint), and 0.57 of half its tokens."""
 COORDINATOR_DIED, NODE_GONE = "the coordinator died", "node lost|unreachable"
 UNITS = {"step_s": ("step", 1.0, "s"), "gpu_bytes": ("memory", 2.0**30, "GiB"), "goodput": ("goodput", 0.01, "%")}
 
@@ -32,13 +33,16 @@ UNITS = {"step_s": ("step", 1.0, "s"), "gpu_bytes": ("memory", 2.0**30, "GiB"), 
 @dataclass(frozen=True)
 class Seen:
     """A run that has ended. `forecast`, `figures`: as `ElasticRingTrainer.planned` and `seen_of`; `losses`: members
-    that were lost, by scope; `gpu_hours`: of all its ranks."""
+    that were lost, by scope; `gpu_hours`: of all its ranks; `mean_step_s`: of those that
+    were kept; `alone_step_s`: as a `Scenario` has it."""
 
     forecast: Mapping[str, float]
     figures: Mapping[str, float]
     losses: Mapping[str, int]
     kept_s: float
     gpu_hours: float
+    mean_step_s: float
+    alone_step_s: float | None = None
 
 
 def gpu_type(name: str) -> str | None:
@@ -75,8 +79,10 @@ def on_cores(asked: TrainSettings, num_cores: int, load: float = 0.0) -> Scenari
     made = scenario_of_run(asked, fleet)
     flops = made.plan.flops * asked.step.global_batch
     threads = ranks * asked.scaling.num_threads
-    step_s = flops / (CORE_FLOPS * min(threads, num_cores, num_cores * threads / (threads + load)))
-    return dataclasses.replace(made, measured_step_s=step_s)
+    cores = min(threads, num_cores)
+    alone_s = flops / (CORE_FLOPS * cores) + CPU_STEP_S
+    slow = max(1.0, cores * (threads + load) / (num_cores * threads))
+    return dataclasses.replace(made, measured_step_s=alone_s * slow, alone_step_s=alone_s)
 
 
 def planned(asked: TrainSettings, gpu: str | None, num_cores: int, load: float = 0.0) -> dict[str, float]:
@@ -90,7 +96,8 @@ def planned(asked: TrainSettings, gpu: str | None, num_cores: int, load: float =
     else:
         scenario = on_cores(asked, num_cores, load)
     found = scenario.evaluate(scenario.medians())
-    return {"step_s": float(found["step_s"]), "goodput": float(found["goodput"])}
+    alone = {} if scenario.alone_step_s is None else {"alone_step_s": scenario.alone_step_s}
+    return {"step_s": float(found["step_s"]), "goodput": float(found["goodput"]), **alone}
 
 
 def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
@@ -100,7 +107,8 @@ def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
         raise ValueError(f"{folder}: is no run that has ended: summary.json, config.toml or metrics.jsonl is not there")
     asked = settings.parse(["--config", str(folder / "config.toml")])
     with as_written(str(folder / METRICS_NAME)):
-        figures = seen_of([float(line["step_s"]) for line in read_metrics(folder)], summary)
+        steps_s = [float(line["step_s"]) for line in read_metrics(folder)]
+        figures = seen_of(steps_s, summary)
     if "step_s" not in figures:
         raise ValueError(f"{folder}: its metrics.jsonl has no steps")
     recorded = (read_json(folder / CONFIG_NAME) or {}) if (folder / CONFIG_NAME).exists() else {}
@@ -108,7 +116,10 @@ def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
         forecast = {name: float(recorded[f"planned_{name}"]) for name in UNITS if f"planned_{name}" in recorded}
         parts = summary.get("time_s") or {}
         hours = sum(parts.values()) / 3600 * asked.scaling.mesh.size
-        return asked, Seen(forecast, figures, losses_of(summary["recoveries"]), float(parts.get("steps", 0.0)), hours)
+        losses, kept_s = losses_of(summary["recoveries"]), float(parts.get("steps", 0.0))
+        alone = recorded.get("planned_alone_step_s")
+        mean_s = statistics.fmean(steps_s[WARM_STEPS:] or steps_s)
+        return asked, Seen(forecast, figures, losses, kept_s, hours, mean_s, None if alone is None else float(alone))
 
 
 def losses_of(recoveries: list[Mapping[str, Any]]) -> Counter[str]:
@@ -141,12 +152,14 @@ def score(folders: list[Path], fleet: Fleet) -> list[str]:
             lines.append(f"{folder.name}: no forecast of its ranks on CPUs is on record")
             continue
         else:
-            scenario = on_cores(asked, 1)
+            scenario = dataclasses.replace(on_cores(asked, 1), alone_step_s=seen.alone_step_s)
         both = [name for name in UNITS if name in forecast and name in seen.figures]
         lines += [f"{folder.name}: {beside(name, float(forecast[name]), seen.figures[name])}" for name in both]
         off.append(abs(forecast["step_s"] / seen.figures["step_s"] - 1))
         if "goodput" in seen.figures:
             shape = scenario.shape(scenario.medians(), seen.figures["step_s"])
+            # What a loss breaks off is half of any step, slow ones too.
+            shape = dataclasses.replace(shape, step_s=seen.mean_step_s)
             known = goodput_with(shape, seen.kept_s, seen.losses)
             points.append(abs(known - seen.figures["goodput"]))
             told = ", ".join(f"{number} {scope}" for scope, number in seen.losses.items()) or "none"

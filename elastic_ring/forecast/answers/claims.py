@@ -281,7 +281,7 @@ def _luck(book: Book) -> dict[int, Answer]:
     best = max(spared, key=lambda spares: spared[spares] / (1600 + spares))
     told = book.told(2048, cp=512)
     chance = told.probability(250 * DAY, 150e6)
-    stop = _shape(1000, 0).outcome("gpu", _shape(1000, 0).dp)
+    stop = _shape(1000, 0).outcome(1, _shape(1000, 0).detect_s, _shape(1000, 0).dp)
     return {
         17: (
             f"{losses[2]:.0f} to {losses[0]:.0f} losses are to be expected: 100 %",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ring.forecast.goodput import DAY
-from elastic_ring.forecast.scenario import Forecast, Scenario, curve
+from elastic_ring.forecast.scenario import Forecast, Scenario, curves
 from elastic_ring.forecast.sizing.machines import Origin
 from elastic_ring.forecast.sizing.memory import EXPANDABLE, ModelPlan
 from elastic_ring.forecast.sizing.step_time import Attention
@@ -98,7 +98,11 @@ def lines(found: Forecast, deadline_s: float | None, budget_usd: float | None, w
         told.append(f"a rank does not fit a {scenario.fleet.gpu}: nothing of this runs there")
     by = "cost, USD" if "usd" in found.draws else "time, s"
     told += [f"what moves it most ({by}, at P10 and P90 of the input):"]
-    told += [f"  {NAMES[name]:<20} {short(one):>9} {short(two):>9}" for name, one, two in found.tornado]
+    inputs = scenario.inputs()
+    told += [
+        f"  {NAMES[name]:<22} {short(one):>9} {short(two):>9} [{inputs[name].origin}]"
+        for name, one, two in found.tornado
+    ]
     return [*told, *_curves(found), *(f"warning: {one}" for one in warnings)]
 
 
@@ -119,8 +123,6 @@ def _of_spot(scenario: Scenario) -> list[str]:
     return [
         "spot capacity: a host is taken back after {}, comes back after {}, all are taken after {}; ".format(*hours)
         + (f"{spot.share_paid:.1%} of the hours are paid [assumed]" if spot else ""),
-        "  curves and what moves the cost are in closed form: up to 6 points of goodput too many where a ring spans "
-        "hosts and spares are few",
     ]
 
 
@@ -143,8 +145,7 @@ def _curves(found: Forecast) -> list[str]:
     cost = "usd" in found.draws
     hosts = [float(one * scenario.fleet.gpus_per_host) for one in SPARE_HOSTS]
     copies = [0.0, 1.0] if scenario.scaling.mesh.size > 1 else []
-    for what, values in (("interval", list(INTERVALS_S)), ("spares", hosts), ("copies", copies)):
-        rows = curve(scenario, what, values)
+    for what, rows in curves(scenario, {"interval": INTERVALS_S, "spares": hosts, "copies": copies}).items():
         told.append(f"goodput{' and USD a million tokens' * cost} over {what}{', s' * (what == 'interval')}:")
         told.append("  " + "   ".join(f"{value:g}: {good:.2%}{f' {usd:.4g}' * cost}" for value, good, usd in rows))
     return told

@@ -76,6 +76,7 @@ class Efficiency:
     ring_host_s: Number = 2.0e-3
     experts_host_s: Number = 2.0e-3
     jitter: Number = 0.004
+    jitter_origin: Origin = "assumed"
     spread: float = 0.06
     origin: Origin = "assumed"
     seen: tuple[int, float] = (4, 8.0e9)
@@ -91,7 +92,7 @@ CLASSES: Mapping[str, Efficiency] = {
             0.606,
             0.873,
             1.05,
-            0.672,
+            0.673,
             ring_host_s=0.0253,
             experts_host_s=0.0348,
             spread=0.048,

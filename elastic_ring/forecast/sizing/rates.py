@@ -61,12 +61,14 @@ class GroupBuild:
 
 @settings
 class HostFigures:
-    """`storage_bytes_s`: of all ranks of the hosts together."""
+    """`ranks_per_host`: that measured at the same time, each with a card of its own. `storage_bytes_s`: of all ranks
+    of the hosts together. `between_ranks`: None where one rank measured."""
 
     _prefix = ""
+    ranks_per_host: PositiveInt
     to_host_bytes_s: Positive
     from_host_bytes_s: Positive
-    between_ranks: Annotated[float, Field(ge=0), Must("a number of at least 0")]
+    between_ranks: Annotated[float, Field(ge=0), Must("a number of at least 0")] | None = None
     storage_bytes_s: Positive | None = None
 
 
@@ -87,7 +89,9 @@ class Rates:
         wide = [row.flops for row in self.attention if row.head_dim >= 128]
         of_narrow = {row.tokens: row.flops for row in self.attention if row.head_dim < 128}
         alike = [of_narrow[r.tokens] / r.flops for r in self.attention if r.head_dim >= 128 and r.tokens in of_narrow]
-        links = self._rates("host")
+        links, apart = self._rates("host"), self.host.between_ranks
+        if apart is not None:
+            eff = dataclasses.replace(eff, jitter=max(apart, LEAST_SPREAD), jitter_origin="calibrated")
         return dataclasses.replace(
             eff,
             matmul=eff.matmul * alone / spec.peak_flops / ALONE["matmul"],
@@ -95,7 +99,6 @@ class Rates:
             attention=eff.attention * max(wide) / spec.peak_flops / ALONE["attention"] if wide else eff.attention,
             narrow_heads=min(1.0, max(alike)) if alike else eff.narrow_heads,
             link=max(links) / spec.nvlink_bytes_s if links else eff.link,
-            jitter=max(self.host.between_ranks, LEAST_SPREAD),
             origin="calibrated",
         )
 
@@ -106,7 +109,7 @@ class Rates:
         share = max(host) / fleet.spec.nvlink_bytes_s if host else 1.0
         found: dict[str, Number] = {"pcie_gb_s": min(self.host.to_host_bytes_s, self.host.from_host_bytes_s) / GB}
         if network:
-            found["nic_gb_s"] = max(network) / fleet.gpus_per_host / share / GB
+            found["nic_gb_s"] = max(network) / self.host.ranks_per_host / share / GB
         if self.host.storage_bytes_s is not None:
             found["storage_gb_s"] = self.host.storage_bytes_s / GB
         return dataclasses.replace(fleet, links=Links(**{**vars(links), **found}))
@@ -150,6 +153,7 @@ def read_rates(path: Path) -> Rates | None:
         return None
     try:
         host = {
+            "ranks_per_host": rates["ranks_per_host"],
             **rates["host_copies"],
             "between_ranks": rates["stragglers"]["between_ranks"],
             **({"storage_bytes_s": rates["storage"]["write_bytes_s"]} if "storage" in rates else {}),

@@ -31,6 +31,8 @@ SPARSE_COST, SPARSE_KEYS = 1.02, 384
 """Costs of a kernel over block tables: seconds for each pair over a dense kernel's, and each query's fixed cost, as so
 many keys more. From 32 K tokens on an H200 (79 % of the ideal at a density of 9.5 %, 53 % at 2.7 %); at
 64 K and 2.9 % they say 70 %, measured were 72.8 % (benchmarks/results/gpu_runs, second and third run)."""
+KEPT_KEYS = 0.25
+"""Of a rank's own keys: fetched ones that are fewer stay for the backward pass (`RingOptions.keep_keys`)."""
 
 
 @dataclass(frozen=True)
@@ -192,15 +194,17 @@ def step_time(job: Job, gpu: Gpu, eff: Efficiency, per_host: int = 8) -> StepTim
 
 
 def _hops(job: Job, gpu: Gpu, eff: Efficiency, per_host: int) -> tuple[Number, Number]:
-    """Seconds of K/V of a layer on their way in both passes: cp - 1 hops or what a pattern fetches, and back the
-    gradients in fp32, too."""
+    """Seconds of K/V of a layer on their way: cp - 1 hops or what a pattern fetches; in the backward pass again, unless
+    they were few and kept, and gradients back, which all kernels of GPUs return in the same type."""
+    told = job.attention
     if job.cp < 2:
         return 0.0, 0.0
     rate = (gpu.nvlink_bytes_s if job.cp <= per_host else gpu.nic_bytes_s) * eff.link
     whole = (job.cp - 1) * 2.0 * job.kv_heads * job.head_dim * job.tokens * 2.0
-    messages = job.cp - 1 if job.attention.hops is None else job.attention.hops
-    there = job.attention.fetched * whole / rate + messages * MESSAGE_S
-    return there, 3.0 * there
+    messages = job.cp - 1 if told.hops is None else told.hops
+    there = told.fetched * whole / rate + messages * MESSAGE_S
+    is_kept = told.sparse == 1.0 and not told.is_bound and told.fetched * (job.cp - 1) <= KEPT_KEYS
+    return there, there if is_kept else 2.0 * there
 
 
 def replica_sum_s(job: Job, gpu: Gpu, eff: Efficiency, per_host: int) -> Number:

@@ -213,7 +213,8 @@ class Tier1:
         until = list(itertools.accumulate(self.rates[scope] for scope in scopes))
         scope = next((one for one, end in zip(scopes, until, strict=True) if pick <= end / until[-1]), scopes[-1])
         number = self.true.hosts_of(scope)
-        if not self.nodes or (scope == "reclaim" and whom * self.true.num_hosts < self.away):
+        hosts = self.true.full_hosts if scope == "reclaim" else self.true.num_hosts
+        if not self.nodes or (number and whom * hosts < self.away):
             return
         self.losses += 1
         self.detect_s = float(self.shape.detect_of(scope))

@@ -30,14 +30,15 @@ from elastic_ring.forecast.goodput import (
     mean_goodput,
     rings_left,
 )
-from elastic_ring.forecast.renewal import Luck, rates_of, simulate_goodput
-from elastic_ring.forecast.scenario import Scenario, curve, default_efficiency, forecast, tornado
+from elastic_ring.forecast.renewal import Luck, mean_walked, rates_of, simulate_goodput
+from elastic_ring.forecast.scenario import Scenario, curves, default_efficiency, forecast, tornado
 from elastic_ring.forecast.sizing.machines import GPUS, named_fleet
-from elastic_ring.forecast.sizing.step_time import Attention
+from elastic_ring.forecast.sizing.step_time import Attention, _hops
 from elastic_ring.forecast.sizing.uncertain import Range, around
 from tests.sim.simulator.tier1 import Tier1
 
 ODD_RATES = {
+    "ranks_per_host": 1,
     "matmul": [{"width": 1, "tokens": 1, "flops": -1}],
     "host_copies": {"to_host_bytes_s": 1.0, "from_host_bytes_s": 1.0},
     "stragglers": {"between_ranks": 0.1},
@@ -251,7 +252,7 @@ def test_the_share_of_rings_of_many_draws_is_that_of_each() -> None:
 
 
 def test_spares_help_while_hosts_are_away_and_cost_rent() -> None:
-    rows = curve(scenario(), "spares", [0.0, 8.0, 16.0, 64.0])
+    rows = curves(scenario(), {"spares": [0.0, 8.0, 16.0, 64.0]})["spares"]
     goodput = [row[1] for row in rows]
     assert goodput == sorted(goodput)
     assert rows[-1][2] > rows[1][2], "rent of spares that hardly serve"
@@ -265,6 +266,23 @@ def test_a_switch_takes_its_hosts_however_many_are_away() -> None:
     share, _, fewer = _over_away(one, failures, np.asarray(20.0))
     assert float(share) == pytest.approx(float(drawn.mean()), abs=1e-3)
     assert float(fewer) == pytest.approx(float((drawn < 1).mean()), abs=1e-3)
+
+
+def test_hosts_that_are_away_are_not_lost_again() -> None:
+    """A third of the fleet is away, most of it behind switches."""
+    one = shape(spares=0, hosts_per_switch=4)
+    failures = Failures(shares={"gpu": 0.6, "switch": 0.4}, repair_hours=(100.0, 0.5), planned_per_day=0.0)
+    walked = simulate_goodput(one, failures, np.full(60, 4e3), 1e9, Luck(np.random.default_rng(0), 60))
+    assert float(walked.mean()) == pytest.approx(float(mean_goodput(one, failures, 4e3)), abs=0.02)
+
+
+def test_gradients_come_back_in_the_type_of_the_keys_and_few_keys_are_kept() -> None:
+    one = scenario("--cp", "16")
+    there, back = _hops(one.job, one.fleet.spec, one.eff, 8)
+    assert back == 2 * there, "keys again, and their gradients"
+    few = dataclasses.replace(one.job, attention=Attention(0.01, fetched=0.01, hops=1, sparse=1.0))
+    there, back = _hops(few, one.fleet.spec, one.eff, 8)
+    assert back == there
 
 
 def test_spot_capacity_is_cheaper_slower_and_paid_while_it_is_there() -> None:
@@ -307,11 +325,16 @@ def test_a_walk_through_a_large_fleet_begins_with_hosts_away() -> None:
     walked = simulate_goodput(wide, PRIORS["published"], np.full(30, 4e4), 1e9, luck, steady=True)
     over = float(mean_goodput(wide, PRIORS["published"])) - float(walked.mean())
     assert 0.03 < over < 0.06, "of the closed form, as its docstring says"
+    many = [wide, dataclasses.replace(wide, spares=32)]
+    each = [mean_walked([one], PRIORS["published"], [4e4], [1.0], 1e9, 30)[0] for one in many]
+    assert mean_walked(many, PRIORS["published"], [4e4] * 2, [1.0] * 2, 1e9, 30)[0] == pytest.approx(each[0], abs=0.01)
+    assert each[0] == pytest.approx(float(walked.mean()), abs=0.005)
+    assert each[1] > each[0] + 0.05, "spares of a whole ring"
 
 
 def test_one_ring_without_copies_pays_for_the_interval_between_checkpoints() -> None:
     alone, held = scenario("--dp", "1", "--copies", "0"), scenario("--dp", "1", "--copies", "1", "--spares", "8")
-    lost = [[1 - float(curve(one, "interval", [every])[0][1]) for every in (1e5, 600.0)] for one in (alone, held)]
+    lost = [[1 - row[1] for row in curves(one, {"interval": (1e5, 600.0)})["interval"]] for one in (alone, held)]
     assert lost[0][0] - lost[0][1] > 1.5 * (lost[1][0] - lost[1][1])
 
 

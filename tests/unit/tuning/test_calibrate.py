@@ -250,11 +250,17 @@ def test_rates_are_measured_written_and_read_by_the_forecast(tmp_path: Path, mon
     assert [row.flops for row in read.matmul] == [row["flops"] for row in rates["matmul"]]
     assert read.host.storage_bytes_s == rates["storage"]["write_bytes_s"] > 0
     assert read.collectives == read.groups == []
+    assert rates["stragglers"]["between_ranks"] is None
+    assert "not measured by one rank" in machine_rates.lines(rates)[-1]
+    usual = default_efficiency(named_fleet("H100-80"))
+    alone = default_efficiency(named_fleet("H100-80"), read)
+    assert (alone.jitter, alone.jitter_origin) == (usual.jitter, "assumed"), "one rank is apart from nothing"
     assert [one.name for one in tmp_path.iterdir()] == ["machine.json"], "the file that was timed is gone"
     assert len(machine_rates.lines(rates)) == 2 + 2 + 3
 
 
 PLANTED: dict[str, Any] = {
+    "ranks_per_host": 4,
     # A rate of 800e12 in wide layers, half of it at a width of 300.
     "matmul": [{"width": w, "tokens": 1, "flops": 800e12 / (1 + 300 / w)} for w in (1024, 2048, 4096)],
     "attention": [{"head_dim": d, "tokens": 1, "flops": flops} for d, flops in ((64, 450e12), (128, 600e12))],
@@ -262,8 +268,8 @@ PLANTED: dict[str, Any] = {
         {"kind": kind, "ranks": ranks, "level": level, "bytes": 1, "bytes_s": rate}
         for kind, ranks, level, rate in (
             ("all-gather", 2, "host", 400e9),
-            ("all-gather", 8, "host", 300e9),
-            ("reduce-scatter", 8, "host", 270e9),
+            ("all-gather", 4, "host", 300e9),
+            ("reduce-scatter", 4, "host", 270e9),
             ("all-gather", 16, "network", 240e9),
             ("reduce-scatter", 16, "network", 250e9),
         )
@@ -285,11 +291,11 @@ def test_a_forecast_takes_what_was_measured_by_shape_group_and_level(tmp_path: P
     assert eff.matmul == pytest.approx(usual.matmul * 800e12 / 989.4e12 / ALONE["matmul"])
     assert eff.half_width == pytest.approx(300.0)
     assert eff.narrow_heads == pytest.approx(0.75)
-    assert eff.jitter == 0.02
+    assert (eff.jitter, eff.jitter_origin) == (0.02, "calibrated")
     assert eff.origin == "calibrated"
     seen = rates.fleet(fleet)
     assert seen.spec.nvlink_bytes_s * eff.link == pytest.approx(270e9), "the slower one of the largest group"
-    assert seen.spec.nic_bytes_s * 8 * eff.link == pytest.approx(240e9), "all cards of a host"
+    assert seen.spec.nic_bytes_s * 4 * eff.link == pytest.approx(240e9), "the cards of a host's ranks that measured"
     assert (seen.links.pcie_gb_s, seen.links.storage_gb_s) == (50.0, 3.0)
     assert rates.doubled_s() == pytest.approx(0.1)
 
