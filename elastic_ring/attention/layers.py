@@ -126,23 +126,30 @@ class PatternedAttention:
             self._replay = outer
 
     def _attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        up: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        options: dict[str, Any] = {"scale": self._scale, "sinks": sinks, "up": up}
         if self._replay is not None:
             ring, results = next(self._replay)
             with ring.replaying(results):
-                return ring(q, k, v, scale=self._scale, sinks=sinks)
-        check_tensors(q, k, v)  # before content routing sends messages
-        ring = self.ring(layer, q, k)
+                return ring(q, k, v, **options)
+        check_tensors(q, k, v, latent=up is not None)  # before content routing sends messages
+        ring = self.ring(layer, q, k, latent=up is not None)
         if self._record is None:
-            return ring(q, k, v, scale=self._scale, sinks=sinks)
+            return ring(q, k, v, **options)
         self._record.append((ring, []))
         with ring.recording(self._record[-1][1], offload=self._offload):
-            return ring(q, k, v, scale=self._scale, sinks=sinks)
+            return ring(q, k, v, **options)
 
-    def ring(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> RingAttention:
+    def ring(self, layer: int, q: torch.Tensor, k: torch.Tensor, *, latent: bool = False) -> RingAttention:
         """The ring for this layer's rules: cached for static rules, new in each call for content-chosen ones."""
-        rules = self.patterns.of_layer(layer).heads(q.size(2), k.size(2))
+        rules = self.patterns.of_layer(layer).heads(q.size(2), (q if latent else k).size(2))
         number = self._num_calls
         self._num_calls += 1
         if any(rule.awaits_content for rule in rules):
@@ -222,10 +229,22 @@ class _Layer:
         self._attention, self._index = attention, index
         self.recomputation = attention.recomputation
 
+    @property
+    def takes_latents(self) -> bool:
+        """As that of a ring; keys that content chooses by are looked at before they are sent."""
+        rules = self._attention.patterns.of_layer(self._index).rules
+        return self._attention.layout.cp > 1 and not any(rule.awaits_content for rule in rules)
+
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._attention._attend(self._index, q, k, v, sinks)
+        return self._attention._attend(self._index, q, k, v, sinks, up)
 
 
 def of_layer(attention: Any, index: int) -> AttentionFn:

@@ -110,7 +110,8 @@ def check_group(schedule: Schedule, cp_rank: int, group: Group | None, hosts: Ho
         raise ValueError(f"hosts={hosts}: one for each of the {schedule.cp} ranks, or leave it out")
 
 
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, latent: bool = False) -> None:
+    """With `latent`, k and v are the halves of what `latent` projects up."""
     for name, tensor in zip("qkv", (q, k, v), strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}: give a tensor (B, S_local, heads, D)")
@@ -118,7 +119,7 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"{_shapes(q, k, v)}: each must be (B, S_local, heads, D)")
     if k.shape != v.shape:
         raise ValueError(f"{_shapes(q, k, v)}: k and v must have the same shape")
-    if (q.size(0), q.size(1), q.size(3)) != (k.size(0), k.size(1), k.size(3)):
+    if q.shape[:2] != k.shape[:2] or not (latent or q.size(3) == k.size(3)):
         raise ValueError(f"{_shapes(q, k, v)}: q and k must agree in B, S_local and D")
     if min(q.size(0), q.size(2), q.size(3), k.size(2)) < 1:
         raise ValueError(f"{_shapes(q, k, v)}: B, heads and D must be at least 1")

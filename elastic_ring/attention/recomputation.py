@@ -138,12 +138,14 @@ class RecomputableRing:
         finally:
             self._replay = outer
 
-    def _forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+    def _forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, up: torch.Tensor | None = None
+    ) -> Result:
         if self._replay is not None:
             kept = next(self._replay)
             keys = None if kept.keys is None else kept.keys.tensor()
             return Result(kept.out.tensor().detach(), kept.lse.tensor(), kept.call_index, keys)
-        result = self.run_forward(q, k, v, scale)
+        result = self.run_forward(q, k, v, scale, up)
         if self._record is not None:
             fetched = None if result.keys is None else OffloadedTensor(result.keys)
             self._record.append(
@@ -153,5 +155,7 @@ class RecomputableRing:
             )
         return result
 
-    def run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
+    def run_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, up: torch.Tensor | None = None
+    ) -> Result:
         raise NotImplementedError

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from elastic_ring.attention.comm.exchange import Group, HopExchange
 from elastic_ring.attention.kernels.kernel import CoverKind, Kernel
 from elastic_ring.attention.kernels.registry import select
+from elastic_ring.attention.latent import Latents
 from elastic_ring.attention.layouts.rows import Rows
 from elastic_ring.attention.lowering.blocks import lower_blocks, lower_padded
 from elastic_ring.attention.lowering.call_plan import Call, CallPlan, Op, OwnPart, Program
@@ -79,27 +80,34 @@ class RingAttention(RecomputableRing):
         *,
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q (B, S_local, H, D), k and v (B, S_local, Hkv, D) to out (B, S_local, H, D).
 
-        `scale` multiplies the scores and is 1/sqrt(D) by default. `sinks` (H,): scores of a key of value 0. Raises
+        `scale` multiplies the scores and is 1/sqrt(D) by default. `sinks` (H,): scores of a key of value 0. With `up`,
+        k and v are the halves (B, S_local, 1, .) of each token's latent and rotated key (`Latents`). Raises
         `ValueError` for tensors that do not fit each other or the schedule, `RunFailed` if no kernel passes its
         self-test, and whatever the group raises when a peer is lost.
         """
-        self.check_call(q, k, v)
+        self.check_call(q, k, v, latent=up is not None)
         scale = q.size(-1) ** -0.5 if scale is None else scale
         if q.is_cuda or self._in_blocks(q):
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out: torch.Tensor = _RingFunction.apply(q, k, v, sinks, self, scale)
+        out: torch.Tensor = _RingFunction.apply(q, k, v, sinks, up, self, scale)
         return out
 
     def reset_calls(self, first_call_index: int = 0) -> None:
         """Number calls from `first_call_index` on; all ranks do so between the same calls (once a step)."""
         self._next_call_index = first_call_index
 
-    def check_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    @property
+    def takes_latents(self) -> bool:
+        """Whether something is sent that may be latents instead of K and V."""
+        return self.schedule.cp > 1
+
+    def check_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, latent: bool = False) -> None:
         """Raise what a call with these tensors would raise, before anything is sent."""
-        check_tensors(q, k, v)
+        check_tensors(q, k, v, latent=latent)
         check_local_length(q, self.schedule.layout, self.cp_rank)
         if not self.schedule.is_dense:
             if (q.size(2), k.size(2)) != (self.schedule.num_heads, self.schedule.num_kv_heads):
@@ -107,7 +115,7 @@ class RingAttention(RecomputableRing):
                     f"q has {q.size(2)} heads and k {k.size(2)}, the schedule is for {self.schedule.num_heads} and"
                     f" {self.schedule.num_kv_heads}; plan for these"
                 )
-            self.call_plan(q, k)
+            self.call_plan(q, k, latent=latent)
 
     def shapes(self, k: torch.Tensor) -> frozenset[object]:
         """Passes with equal shapes use the same compiled kernels. `k` (B, S_local, Hkv, D) stands for the keys.
@@ -123,8 +131,11 @@ class RingAttention(RecomputableRing):
 
     # ------------------------------------------------------------ the loop
 
-    def run_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Result:
-        plan = self._plans.of_call(self.call_plan(q, k))
+    def run_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, up: torch.Tensor | None = None
+    ) -> Result:
+        plan = self._plans.of_call(self.call_plan(q, k, latent=up is not None))
+        latents = None if up is None else Latents(up, q, k)
         call_index = self._next_call_index
         self._next_call_index += 1
         if plan.alone is not None:
@@ -139,7 +150,8 @@ class RingAttention(RecomputableRing):
                 self._observe("forward", call_index, stage.hops)
                 source: Source = (k, v) if keys_of_stage is None else _taken_apart(plan, keys_of_stage)
                 for rows, keys, cover in stage.forward:
-                    total.add(rows, *attend(rows.take(q), *keys.of(source), cover, scale))
+                    pair = keys.of(source) if latents is None else latents.keys(keys.of(source), rows)
+                    total.add(rows, *attend(rows.take(q), *pair, cover, scale))
                 exchange.free_keys(index)
                 if plan.keeps:
                     kept = keys_of_stage
@@ -171,10 +183,11 @@ class RingAttention(RecomputableRing):
         scale: float,
         call_index: int,
         fetched: torch.Tensor | None = None,
+        latents: Latents | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv with the shapes of q, k, v, where `saved` is (q, k, v, out, lse). `fetched` are the keys that
         forward kept; the bits are the same without."""
-        plan = self._plans.of_call(self.call_plan(*saved[:2]))
+        plan = self._plans.of_call(self.call_plan(*saved[:2], latent=latents is not None))
         if plan.alone is not None:
             self._observe("backward", call_index, plan.stages[0].hops)
             q, k, v, out, lse = saved
@@ -188,7 +201,7 @@ class RingAttention(RecomputableRing):
                 exchange.begin(k, v)
             tensors = _Tensors(dout, q, k, v, out, lse)
             observe = partial(self._observe, "backward", call_index)
-            dq, dkv = _Backward(plan, program, exchange, tensors, scale, observe, fetched).run()
+            dq, dkv = _Backward(plan, program, exchange, tensors, scale, observe, fetched, latents).run()
         dq, dk, dv = _outer(plan, dq, *dkv.unbind(0))
         return dq, dk, dv
 
@@ -227,10 +240,14 @@ class RingAttention(RecomputableRing):
 
     # ------------------------------------------------------------ plans and kernels
 
-    def call_plan(self, q: torch.Tensor, k: torch.Tensor) -> CallPlan:
+    def call_plan(self, q: torch.Tensor, k: torch.Tensor, *, latent: bool = False) -> CallPlan:
         """What calls with tensors like q (B, S_local, H, D) and k (B, S_local, Hkv, D) run."""
-        key = (k.device, k.dtype, k.shape, q.size(2))
-        plan: CallPlan = self._plans.calls.get(key, lambda: self._between_hosts(self._make_call_plan(q, k), k.is_cuda))
+        key = (k.device, k.dtype, k.shape, q.size(2), latent)
+
+        def made() -> CallPlan:
+            return self._between_hosts(self._make_call_plan(q, k, latent), k.is_cuda)
+
+        plan: CallPlan = self._plans.calls.get(key, made)
         return plan
 
     def _between_hosts(self, plan: CallPlan, on_gpu: bool) -> CallPlan:
@@ -243,12 +260,13 @@ class RingAttention(RecomputableRing):
         run = self._plans.in_blocks if "tables" in plan.kernel.covers else self.schedule
         return replace(plan, exchange=two_level(plan.exchange, hops, run, self.cp_rank, self.options.hosts))
 
-    def _make_call_plan(self, q: torch.Tensor, k: torch.Tensor) -> CallPlan:
-        schedule, kernel = self.schedule, self.kernel_for(q, k.size(2))
+    def _make_call_plan(self, q: torch.Tensor, k: torch.Tensor, latent: bool) -> CallPlan:
+        seen = q if latent else k  # K as kernels see it
+        schedule, kernel = self.schedule, self.kernel_for(q, seen.size(2))
         if schedule.is_dense:
-            return lower_rectangles(schedule, self.cp_rank, q, k, kernel, self.options)
+            return lower_rectangles(schedule, self.cp_rank, q, k, kernel, self.options, seen)
         if self._in_blocks(q):
-            whole, how = self._plans.in_blocks, (kernel, self.options, self._plans.tables)
+            whole, how = self._plans.in_blocks, (kernel, self.options, self._plans.tables, k.size(3) if latent else 0)
             if whole is schedule:
                 return lower_blocks(schedule, self.cp_rank, q, *how)
             return lower_padded(schedule, whole, self.cp_rank, q, *how)
@@ -308,9 +326,12 @@ class _Backward:
         scale: float,
         observe: Callable[[tuple[int, ...]], None],
         kept: torch.Tensor | None,
+        latents: Latents | None,
     ) -> None:
         self._plan, self._program, self._exchange = plan, program, exchange
         self._tensors, self._scale, self._observe, self._kept = tensors, scale, observe, kept
+        self._latents = latents
+        self._writes = plan.kernel.writes_gradients and latents is None
         self._dq = GradientSum(tensors.q, plan.sums.dq, by_rows=plan.sums.by_rows, at_once=plan.sums.at_once)
         self._dkv: KeyGradients | None = None
         self._held: list[tuple[Rows, torch.Tensor]] = []
@@ -347,7 +368,7 @@ class _Backward:
         into = self._grads.of_heads(heads)
         kernel = self._plan.kernel
         rounded = k.dtype if kernel.keeps_type else accumulate_dtype(k.dtype)
-        if part.once and not kernel.writes_gradients:
+        if part.once and not self._writes:
             self._calls(part.calls, (k, v), into, into.unbind(0), once=True, added=added)
         elif not added and (into.dtype == rounded or (part.once and into.dtype == k.dtype)):
             self._calls(part.calls, (k, v), into, into.unbind(0), once=part.once)
@@ -388,15 +409,17 @@ class _Backward:
         if not once and not added:
             buffer.zero_()
         for rows, keys, cover in calls:
-            k, v = keys.of(source)
+            halves = keys.of(source)
+            k, v = halves if self._latents is None else self._latents.keys(halves, rows)
             take = rows.take
             dout, q, out, lse = take(given.dout), take(given.q), take(given.out), take(given.lse)
-            places = keys.places(into) if once and not added and kernel.writes_gradients else None
+            places = keys.places(into) if once and not added and self._writes else None
             if places is not None and places[0].dtype == k.dtype:
                 dk, dv = places
                 share = kernel.gradients(dout, q, k, v, out, lse, cover, self._scale, dk=dk, dv=dv)[0]
             else:
-                share, *found = kernel.gradients(dout, q, k, v, out, lse, cover, self._scale)
+                share, dk, dv = kernel.gradients(dout, q, k, v, out, lse, cover, self._scale)
+                found = (dk, dv) if self._latents is None else self._latents.gradients(halves, dk, dv, rows)
                 keys.put(into, found, added=added or not once)
             if hold:
                 self._held.append((rows, share))
@@ -412,28 +435,31 @@ class _RingFunction(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
+        up: torch.Tensor | None,
         ring: RingAttention,
         scale: float,
     ) -> torch.Tensor:
         # Detached here and below: messages are views, a view keeps its base alive, and an aborted group never frees
         # what it was sending. An attached base would keep the autograd graph and the module.
-        out, lse, ctx.call_index, fetched = ring._forward(q.detach(), k.detach(), v.detach(), scale)
+        given = (q.detach(), k.detach(), v.detach(), scale, None if up is None else up.detach())
+        out, lse, ctx.call_index, fetched = ring._forward(*given)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks.detach())
         ctx.ring, ctx.scale = ring, scale
-        ctx.save_for_backward(q, k, v, out, lse, sinks, fetched)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, fetched, up)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # out.sum() passes an expanded scalar as dout, which kernels do not accept.
-        *kept, sinks, fetched = ctx.saved_tensors  # once: checkpointing recomputes at each look
+        *kept, sinks, fetched, up = ctx.saved_tensors  # once: checkpointing recomputes at each look
         saved: tuple[torch.Tensor, ...] = tuple(tensor.detach() for tensor in kept)
         dout = dout.contiguous()
-        grads = ctx.ring.run_backward(dout, saved, ctx.scale, ctx.call_index, fetched)
+        latents = None if up is None else Latents(up.detach(), *saved[:2], wanted=ctx.needs_input_grad[4])
+        grads = ctx.ring.run_backward(dout, saved, ctx.scale, ctx.call_index, fetched, latents)
         dsinks = None if sinks is None else sinks_gradient(dout, saved[3], saved[4], sinks.detach())
-        return (*grads, dsinks, None, None)
+        return (*grads, dsinks, None if latents is None else latents.gradient(), None, None)
 
 
 def _alike(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

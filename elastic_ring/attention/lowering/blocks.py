@@ -63,15 +63,23 @@ class PlacedSums:
 
 
 def lower_blocks(
-    schedule: Schedule, cp_rank: int, q: torch.Tensor, kernel: Kernel, options: RingOptions, tables: LRUCache
+    schedule: Schedule,
+    cp_rank: int,
+    q: torch.Tensor,
+    kernel: Kernel,
+    options: RingOptions,
+    tables: LRUCache,
+    latent: int = 0,
 ) -> CallPlan:
     """The plan of calls with queries like q (B, S_local, H, D); `tables` are kept by device and rows in a stage.
+    `latent`: the width of half a latent, if these are what is sent.
 
     Raises `ValueError` for patterns and layouts that cut blocks, unless the schedule is `padded`, and if `keep_keys`
     asks for keys that do not fit one stage."""
     dtype, exact = q.dtype, accumulate_dtype(q.dtype)
     partials = options.partials or (dtype if kernel.keeps_type else exact)
     row_bytes = 2 * q.size(0) * q.size(3) * max(dtype, partials, key=lambda each: each.itemsize).itemsize
+    row_bytes *= q.size(2) if latent else 1  # once projected up
     key = (q.device, options.stage_bytes // max(1, row_bytes))
     blocks: DeviceBlocks = tables.get(key, lambda: on_device(schedule, cp_rank, *key))
     num_stages, num_kv = len(blocks.stages), schedule.num_kv_heads
@@ -95,7 +103,7 @@ def lower_blocks(
         (own, *fetched),
         Program((*_fetching(blocks, len(halves)), *last), halves, fetches=True),
         blocks.plan.exchange(schedule.cp, coalesced=coalesced),
-        row_frame(q.new_empty((q.size(0), 0, num_kv, q.size(3)))),
+        row_frame(q.new_empty((q.size(0), 0, num_kv, latent or q.size(3)))),
         pack,
         partials,
         SumTypes(running, running, exact if apart else dtype, blocks.by_rows, at_once, half < num_kv and apart),

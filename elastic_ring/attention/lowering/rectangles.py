@@ -59,12 +59,13 @@ def lower_rectangles(
     k: torch.Tensor,
     kernel: Kernel,
     options: RingOptions,
+    seen: torch.Tensor,
 ) -> CallPlan:
-    """The plan of calls with tensors like q (B, S_local, H, D) and k (B, S_local, Hkv, D). Keys that are encoded for
-    the wire are gathered, and pieces count in whole vectors of a head."""
+    """The plan of calls with tensors like q (B, S_local, H, D) and k (B, S_local, Hkv, D), which kernels see as
+    `seen`. Keys that are encoded for the wire are gathered, and pieces count in whole vectors of a head."""
     coalesced = k.is_cuda if options.coalesced is None else options.coalesced
     encoded = options.kv_wire != "native"
-    plan = rank_plan(schedule, cp_rank, hops_together(schedule, k, options.hops_per_stage))
+    plan = rank_plan(schedule, cp_rank, hops_together(schedule, seen, options.hops_per_stage))
     packed, unit = encoded or not coalesced, k.size(3) if encoded else 1
     exchange = ExchangePlan(
         schedule.cp,
@@ -98,7 +99,7 @@ def lower_rectangles(
         RangeSums(plan.sums[1:], tuple(stage.inbox for stage in exchange.stages), frame),
         every_row_sees=plan.every_row_sees,
         pairs=True,
-        alone=_alone(own_calls, k) if not fetched and len(own) == 1 else None,
+        alone=_alone(own_calls, k) if not fetched and len(own) == 1 and seen is k else None,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from elastic_ring.attention.latent import saves_bytes
 from elastic_ring.attention.layers import of_layer
 from elastic_ring.integrations.transformers import experts
 from elastic_ring.integrations.transformers.fused import fuse_layers
@@ -20,7 +21,17 @@ from elastic_ring.train.wrap import largest_list
 NAME = "elastic_ring"
 PLAIN_HEAD = frozenset(
     {
-        *("deepseek_v3", "dots1", "ernie4_5_moe", "gemma", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss"),
+        *(
+            "deepseek_v2",
+            "deepseek_v3",
+            "dots1",
+            "ernie4_5_moe",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "glm4_moe",
+            "gpt_oss",
+        ),
         *(
             "granitemoe",
             "llama",
@@ -89,11 +100,42 @@ def attend(
     usual, width = q.size(-1) ** -0.5, v.size(-1)
     if scaling is not None and abs(scaling - usual) > 1e-9 * usual:
         q = q * (scaling / usual)
-    if width < q.size(-1):  # latent attention; rings send keys and values in one frame
+    options, attention = {} if s_aux is None else {"sinks": s_aux}, of_layer(ring, layer)
+    if getattr(module, "expand_kv", None) is _apart:
+        width = module.v_head_dim
+        if _sends_latents(module, q, k, v, attention):
+            k, v = torch.cat((k, v), -1).chunk(2, -1)
+            options["up"] = module.kv_b_proj.weight
+        else:
+            k, v = type(module).expand_kv(module, k, v)
+    if "up" not in options and width < q.size(-1):  # rings send keys and values in one frame
         v = nn.functional.pad(v, (0, q.size(-1) - width))
-    options = {} if s_aux is None else {"sinks": s_aux}
-    out = of_layer(ring, layer)(*(tensor.transpose(1, 2) for tensor in (q, k, v)), **options)
+    out = attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), **options)
     return out[..., :width], None
+
+
+def _sends_latents(module: Any, q: Tensor, latent: Tensor, rotated: Tensor, attention: Any) -> bool:
+    """Whether a layer's hops carry what its keys and values are projected from: where there are hops, it is less, and
+    the projection is a plain one."""
+    up = module.kv_b_proj
+    return (
+        getattr(attention, "takes_latents", False)
+        and saves_bytes(q.size(1), q.size(3), latent.size(3) + rotated.size(3))
+        and (type(up), up.bias) == (nn.Linear, None)
+        and (up.weight.shape[1:], up.weight.dtype) == (latent.shape[3:], latent.dtype)
+    )
+
+
+def _keep_latents_apart(model: nn.Module) -> None:
+    """Have latent attention (DeepSeek-V2, arXiv:2405.04434) call the attention before keys are projected up."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
+            module.expand_kv = _apart
+
+
+def _apart(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    return latent, rotated
 
 
 def build(config: Any) -> Any:
@@ -107,6 +149,7 @@ def build(config: Any) -> Any:
         config, dtype=torch.float32, attn_implementation=NAME, experts_implementation=NAME
     )
     experts.mark(model, config)
+    _keep_latents_apart(model)
     fuse_layers(model, config.model_type)
     return model
 

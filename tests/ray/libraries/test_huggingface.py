@@ -54,33 +54,37 @@ SIZES: dict[str, Any] = {
 }
 
 
+def saved(parent: Path, name: str, config: Any) -> Path:
+    """Random values, saved in bfloat16 in several files."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to(torch.bfloat16).save_pretrained(parent / name, max_shard_size="30KB")
+    assert len(list((parent / name).glob("*.safetensors"))) > 1
+    return parent / name
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small tied Qwen3-MoE with random values, saved in bfloat16 in several files. Its first layer has no experts; of
-    the second's five a rank has three."""
-    made = tmp_path_factory.mktemp("model") / "qwen3-moe"
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        head_dim=8,
-        num_experts=5,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        mlp_only_layers=[0],
-        **SIZES,
-    )
-    transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(made, max_shard_size="30KB")
-    assert len(list(made.glob("*.safetensors"))) > 1
-    return made
+    """A small tied Qwen3-MoE. Its first layer has no experts; of the second's five a rank has three."""
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
+    config = transformers.Qwen3MoeConfig(**SIZES, **experts, head_dim=8)
+    return saved(tmp_path_factory.mktemp("model"), "qwen3-moe", config)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small DeepSeek-V2, whose hops carry latents."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+    widths = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    others = {"topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    config = transformers.DeepseekV2Config(**{**SIZES, **experts, **widths, **others})
+    return saved(tmp_path_factory.mktemp("model"), "deepseek-v2", config)
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of the same sizes, saved in the same way."""
-    made = tmp_path_factory.mktemp("model") / "llama"
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    model.to(torch.bfloat16).save_pretrained(made, max_shard_size="30KB")
-    return made
+    """A Llama of the same sizes."""
+    return saved(tmp_path_factory.mktemp("model"), "llama", transformers.LlamaConfig(**SIZES))
 
 
 def fit(
@@ -120,9 +124,11 @@ def fit(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "latent"])
 def test_a_saved_model_with_experts_trains_through_a_kill_and_comes_back_with_the_bits_of_the_undisturbed_run(
-    local_ray: None, folder: Path, tmp_path: Path
+    local_ray: None, kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    folder: Path = request.getfixturevalue(kind)
     calm = fit(folder, tmp_path, "hf-calm", spares=0)
     struck = fit(folder, tmp_path, "hf-struck", "kill@step=1,phase=backward,rank=3", spares=1)
     for key in ("losses", "weights_sha256", "samples_sha256"):
