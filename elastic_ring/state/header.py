@@ -193,6 +193,19 @@ def put_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
     return tree
 
 
+def matching(tree: Any, own: Any, found: dict[int, Tensor]) -> None:
+    """Adds to `found`, by the index of `tree`'s slots, the tensors that lie at the same places of `own`."""
+    if isinstance(tree, Slot):
+        if isinstance(own, Tensor):
+            found[tree.index] = own
+    elif isinstance(tree, Mapping) and isinstance(own, Mapping):
+        for key, value in tree.items():
+            matching(value, own.get(key), found)
+    elif isinstance(tree, (list, tuple)) and isinstance(own, (list, tuple)):
+        for value, mine in zip(tree, own, strict=False):
+            matching(value, mine, found)
+
+
 def _name_of(dtype: torch.dtype) -> str:
     if dtype not in _NAMES:
         raise ValueError(f"tensors of {dtype} cannot be healed; known are {', '.join(DTYPES)}")

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from elastic_ring.config import CpuOffload
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state.device.digest import device_digests
-from elastic_ring.state.header import NO_DIGEST, Counters, Header, TensorSpec, put_tensors, take_tensors
+from elastic_ring.state.header import NO_DIGEST, Counters, Header, TensorSpec, matching, put_tensors, take_tensors
 from elastic_ring.state.host_optimizer import step_from_host
 
 __all__ = ["Counters", "Shard", "digest_of", "raw_bytes"]
@@ -108,8 +108,22 @@ class Shard:
                 cp_rank=header.cp_rank,
             )
 
+    def places(self, header: Header) -> list[Tensor]:
+        """Memory for each tensor of a header, in its order: this shard's own where that fits, as a device may have no
+        room for a second copy of the state. Who has filled some of it must fill all, and then `load`."""
+        own: dict[int, Tensor] = {}
+        matching(header.skeleton, {"params": self.params, "optimizer": self.optimizer.state_dict()}, own)
+        device = next(iter(self.params.values())).device
+        places = []
+        for index, spec in enumerate(header.layout):
+            mine = own.get(index)
+            fits = mine is not None and mine.is_contiguous() and TensorSpec.of(mine) == spec
+            there = device if spec.is_cuda else torch.device("cpu")
+            places.append(mine.detach() if fits else torch.empty(spec.shape, dtype=spec.dtype, device=there))  # type: ignore[union-attr]
+        return places
+
     def load(self, header: Header, tensors: Sequence[Tensor]) -> None:
-        """Become what `pack` described. The caller has verified the digest."""
+        """Become what `pack` described; `tensors` may be `places`. The caller has verified the digest."""
         state = put_tensors(header.skeleton, tensors)
         with torch.no_grad():
             for name, value in state["params"].items():

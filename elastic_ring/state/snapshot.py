@@ -213,12 +213,10 @@ def load(data: Tensor, wanted: SnapshotId, cp_rank: int, shard: Shard, what: str
             f"{what} is of {named(found)} and cp_rank {header.cp_rank}, not of {named(wanted)} and {cp_rank}"
         )
     shard.check_header(header)
-    device = next(iter(shard.params.values())).device
-    own = [
-        tensor.to(device) if spec.is_cuda else tensor.clone()
-        for spec, tensor in zip(header.layout, tensors, strict=True)
-    ]
-    shard.load(header, own)
+    places = shard.places(header)
+    for place, tensor in zip(places, tensors, strict=True):
+        place.copy_(tensor)
+    shard.load(header, places)
 
 
 def _places(header_bytes: int, header: Header) -> tuple[list[int], int]:

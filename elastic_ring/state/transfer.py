@@ -81,7 +81,8 @@ def send_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] = la
 def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] = lambda: None) -> int:
     """Fill `shard` from the donor; returns the bytes received.
 
-    Raises DigestMismatch, and leaves `shard` as it was, for damaged data and for a header that does not fit it.
+    Raises DigestMismatch for a header that does not fit `shard`, which stays as it was, and for damaged data, which lie
+    in its memory then.
     """
     length = torch.zeros(1, dtype=torch.int64)
     link.host.recv([length], DONOR, 0).wait()
@@ -95,9 +96,7 @@ def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] =
     header = Header.from_bytes(raw[DIGEST_BYTES:])
     shard.check_header(header)
     device = shard.device
-    tensors = [
-        torch.empty(spec.shape, dtype=spec.dtype, device=device if spec.is_cuda else "cpu") for spec in header.layout
-    ]
+    tensors = shard.places(header)
     num_bytes = length.element_size() + head.numel()
     begun = time.monotonic()
     in_memory, on_device = _parts(tensors, device, link)

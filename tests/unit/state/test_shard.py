@@ -99,6 +99,24 @@ def test_a_newcomer_that_had_steps_of_its_own_forgets_them() -> None:
     assert bits(newcomer) == bits(donor)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_state_goes_where_the_old_one_lay_and_takes_no_memory_beside_it(optimizer: str) -> None:
+    donor, survivor = make_shard(optimizer, steps=2), make_shard(optimizer, steps=4, seed=7)
+    before = where(survivor)
+    header, tensors = unpacked(donor)
+    places = survivor.places(header)
+    for place, tensor in zip(places, tensors, strict=True):
+        place.copy_(tensor)
+    survivor.load(header, places)
+    assert bits(survivor) == bits(donor)
+    assert where(survivor) == before
+
+
+def where(shard: Shard) -> list[int]:
+    """Of all tensors but scalars."""
+    return [tensor.data_ptr() for tensor in shard.describe()[1] if tensor.numel() > 1]
+
+
 def unpacked(shard: Shard) -> tuple[Header, list[Tensor]]:
     """As it arrives elsewhere: nothing is shared with the shard."""
     header, tensors = shard.pack()
