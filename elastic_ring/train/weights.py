@@ -202,9 +202,11 @@ class _Writer:
             raise self._error
 
     def _write(self, name: str, chunks: Iterator[bytes | memoryview]) -> None:
-        write = self._storage.replace_bulk if name == WEIGHTS else self._storage.write
         try:
-            self.written.append(write(name, self._until_aborted(chunks)))
+            if name == WEIGHTS:  # its header has the tensors' digest
+                self._storage.replace_bulk(name, self._until_aborted(chunks))
+            else:
+                self.written.append(self._storage.write(name, self._until_aborted(chunks)))
         except Exception as error:  # raised in the thread that waits
             self._error = error
 
@@ -215,7 +217,7 @@ class _Writer:
 
 
 def _all_written(gather: _Gather, own: Sequence[StoredFile], files: Sequence[str]) -> list[StoredFile]:
-    """All ranks' files in their order, as their writers tell them."""
+    """All ranks' files in their order, as their writers tell them; of the one that has no index nothing."""
     record_bytes = DIGEST_BYTES + SIZE_BYTES
     told = b"".join(bytes.fromhex(file.sha256) + file.num_bytes.to_bytes(SIZE_BYTES, "little") for file in own)
     most = -(-len(files) // gather.num_ranks) * record_bytes

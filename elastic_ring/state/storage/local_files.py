@@ -17,6 +17,9 @@ from elastic_ring.state.storage.stored import Entry, Upload
 # them: whoever runs the cluster mends those while the run waits.
 FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
+FLUSH_BYTES = 64 << 20
+"""After so many bytes of a file the disk begins to write them."""
+
 
 class LocalFiles:
     """`root`: the folder that is made if it is missing, and whose parents are not removed."""
@@ -43,9 +46,13 @@ class LocalFiles:
         try:
             with file:
                 start = 0
+                begun = 0
                 for piece in pieces:
                     self._put(file.fileno(), piece, start)
                     start += len(piece)
+                    if start - begun >= FLUSH_BYTES:  # or all of it waits for the fsync
+                        os.posix_fadvise(file.fileno(), begun, start - begun, os.POSIX_FADV_DONTNEED)
+                        begun = start
                 os.fsync(file.fileno())  # not tried again: the kernel may have dropped what it could not write
             self._sync_folders(path)
         except BaseException:
