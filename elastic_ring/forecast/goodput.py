@@ -20,7 +20,7 @@ from elastic_ring.forecast.sizing.machines import Number
 
 Array = NDArray[np.float64]
 HOUR, DAY = 3600.0, 86400.0
-GRID = 1500
+GRID = 1000
 """Points between which the mean share of rings is interpolated, evenly spaced in the log of hosts away."""
 LEAST_CHANCE = 1e-7
 SHARES: Mapping[str, float] = {"process": 0.13, "gpu": 0.61, "host": 0.179, "switch": 0.08, "power": 0.001}
@@ -247,6 +247,10 @@ def _over_away(
     repaired yet, `away` in the mean, are Poisson: those of one host, with the `reclaimed` ones, and those of a switch
     or a power domain with all of their hosts. Of many draws it is interpolated, within 1e-4."""
     away = np.asarray(away, dtype=float)
+    if away.size > 2 * GRID and np.size(reclaimed) == 1:
+        grid = np.geomspace(max(away.min(), 1e-12), away.max() + 2e-12, GRID)
+        first, second, third = (np.interp(away, grid, one) for one in _over_away(shape, failures, grid, reclaimed))
+        return first, second, third
     hosts = {scope: shape.hosts_of(scope) for scope in failures.shares}
     single = sum(failures.shares[scope] for scope, number in hosts.items() if number == 1) * away + reclaimed
     several = {scope: failures.shares[scope] * away for scope, number in hosts.items() if number > 1}

@@ -31,8 +31,10 @@ from elastic_ring.forecast.sizing.machines import Number
 
 MOST_LOSSES = 400
 """Losses that one draw goes through; a longer run is as good as its first part."""
+LOSSES_OF_A_POINT = 150
+"""The same of many walks that begin as at any later time."""
 REPAIRS = 20
-"""A walk begins whole, so it lasts for so many mean repairs, but for twice `MOST_LOSSES` at most."""
+"""A walk that begins whole lasts for so many mean repairs, but for twice its losses at most."""
 
 
 class Luck:
@@ -79,9 +81,10 @@ def simulate_goodput(
     luck: Luck,
     repair: Number = 1.0,
     steady: bool = False,
+    most_losses: int = MOST_LOSSES,
 ) -> Array:
     """The goodput of each draw: one walk through its losses, all draws side by side. A draw is as long as
-    `duration_s`, or until `MOST_LOSSES` on average have come. `steady`: spot hosts are away from the beginning, as many
+    `duration_s`, or until `most_losses` on average have come. `steady`: spot hosts are away from the beginning, as many
     as at any later time; a walk through a large fleet ends before the first of them are back."""
     draws = len(gpu_hours)
     rates = rates_of(shape, failures, gpu_hours)
@@ -89,7 +92,7 @@ def simulate_goodput(
     total = each.sum(0)
     until_scope = np.cumsum(each, axis=0) / total
     median_s, deviation, repair_s = _repairs(shape, failures, list(rates), draws, repair)
-    most_s = MOST_LOSSES / total
+    most_s = most_losses / total
     span = np.minimum(duration_s, np.clip(REPAIRS * repair_s.max(0), most_s, 2 * most_s))
     by_draw = {
         name: np.stack([np.broadcast_to(np.asarray(of(scope), dtype=float), (draws,)) for scope in rates])
@@ -147,7 +150,8 @@ def mean_walked(
     else than what is asked of them."""
     luck = Luck(np.random.default_rng(0), walks, len(shapes))
     hours, repair = (np.repeat(one, walks) for one in (gpu_hours, repairs))
-    walked = simulate_goodput(_together(shapes, walks), failures, hours, duration_s, luck, repair, steady=True)
+    together = _together(shapes, walks)
+    walked = simulate_goodput(together, failures, hours, duration_s, luck, repair, True, LOSSES_OF_A_POINT)
     return [float(one) for one in walked.reshape(len(shapes), walks).mean(1)]
 
 

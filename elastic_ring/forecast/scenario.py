@@ -27,7 +27,7 @@ from elastic_ring.model.config import ModelConfig
 
 Draws = Mapping[str, Number]
 NUM_DRAWS = 10_000
-WALKED_DRAWS, WALKED_SPOT_DRAWS, WALKS_OF_A_POINT = 400, 150, 32
+WALKED_DRAWS, WALKED_SPOT_DRAWS, WALKS_OF_A_POINT = 400, 150, 64
 """Draws that the renewal simulation walks; what they differ by from the closed form is dealt out to the others. Hosts
 that come and go make a walk longer. What is told of one point of spot capacity is the mean of so many walks."""
 DETECT_S = {"process": 0.01, "host": 5.0}

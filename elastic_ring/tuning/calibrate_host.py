@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.config import environment
-from elastic_ring.errors import ElasticRingError
+from elastic_ring.errors import ElasticRingError, RunFailed
 from elastic_ring.tuning.calibrate import Calibration, Stopwatch, calibrate
 from elastic_ring.tuning.machine_rates import Host, lines, measure
 from elastic_ring.tuning.timed_cases import TimingBudget
@@ -124,6 +124,7 @@ def run(options: argparse.Namespace) -> int:
             store = options.meet if options.hosts > 1 else f"{folder}/store"
             mp.spawn(_rank, args=(options.ranks, store, options), nprocs=options.ranks)
     except (mp.ProcessRaisedException, ElasticRingError) as error:
-        print(f"elastic-ring calibrate: {error}", file=sys.stderr)
+        # A rank's own words, without its traceback, where it says that it could not measure.
+        print(f"elastic-ring calibrate: {str(error).rpartition(f'{RunFailed.__name__}: ')[2].strip()}", file=sys.stderr)
         return 1
     return 0

@@ -59,7 +59,7 @@ def lines(found: Forecast, deadline_s: float | None, budget_usd: float | None, w
     low, middle, high = plan.reserved_bytes(gib, expandable=EXPANDABLE in allocator)
     told = [
         f"{short(plan.num_parameters)} parameters, {mesh}, {scenario.scaling.spares} spare(s) on {scenario.num_gpus} "
-        f"{scenario.fleet.gpu} of {scenario.fleet.name}, {short(scenario.tokens)} tokens",
+        f"{scenario.fleet.gpu}{_of_fleet(scenario)}, {short(scenario.tokens)} tokens",
         *(
             f"extrapolated x {ratio:.3g} in {what}, beyond the largest shape that was seen"
             for what, ratio in scenario.extrapolated.items()
@@ -106,6 +106,11 @@ def lines(found: Forecast, deadline_s: float | None, budget_usd: float | None, w
     return [*told, *_curves(found), *(f"warning: {one}" for one in warnings)]
 
 
+def _of_fleet(scenario: Scenario) -> str:
+    fleet = scenario.fleet
+    return "" if fleet.name in ("own", fleet.gpu) else f" of {fleet.name}"
+
+
 def _of_pattern(told: Attention) -> list[str]:
     most = "at most " * told.is_bound
     hops = "" if told.hops is None else f" in {told.hops:.3g} messages a layer"
@@ -146,7 +151,7 @@ def _curves(found: Forecast) -> list[str]:
     hosts = [float(one * scenario.fleet.gpus_per_host) for one in SPARE_HOSTS]
     copies = [0.0, 1.0] if scenario.scaling.mesh.size > 1 else []
     for what, rows in curves(scenario, {"interval": INTERVALS_S, "spares": hosts, "copies": copies}).items():
-        told.append(f"goodput{' and USD a million tokens' * cost} over {what}{', s' * (what == 'interval')}:")
+        told.append(f"mean goodput{' and USD a million tokens' * cost} over {what}{', s' * (what == 'interval')}:")
         told.append("  " + "   ".join(f"{value:g}: {good:.2%}{f' {usd:.4g}' * cost}" for value, good, usd in rows))
     return told
 
