@@ -247,35 +247,38 @@ def _over_away(
     repaired yet, `away` in the mean, are Poisson: those of one host, with the `reclaimed` ones, and those of a switch
     or a power domain with all of their hosts. Of many draws it is interpolated, within 1e-4."""
     away = np.asarray(away, dtype=float)
-    if away.size > 2 * GRID and np.size(reclaimed) == 1:
-        grid = np.geomspace(max(away.min(), 1e-12), away.max() + 2e-12, GRID)
-        first, second, third = (np.interp(away, grid, one) for one in _over_away(shape, failures, grid, reclaimed))
-        return first, second, third
     hosts = {scope: shape.hosts_of(scope) for scope in failures.shares}
-    single = sum(failures.shares[scope] for scope, number in hosts.items() if number == 1) * away + reclaimed
+    alone = sum(failures.shares[scope] for scope, number in hosts.items() if number == 1) * away + reclaimed
     several = {scope: failures.shares[scope] * away for scope, number in hosts.items() if number > 1}
+    single, *means = (np.ravel(one) for one in np.broadcast_arrays(alone, *several.values()))
     dense = single if single.size <= 2 * GRID else np.geomspace(max(single.min(), 1e-12), single.max() + 2e-12, GRID)
-    place = np.interp(single, dense, np.arange(dense.size)) if dense is not single else np.zeros(0)
-    lower = np.minimum(place.astype(int), dense.size - 2)
-    between = (place - lower)[..., None]
+    place = np.arange(single.size) if dense is single else np.interp(single, dense, np.arange(dense.size))
+    lower = np.minimum(place.astype(int), max(0, dense.size - 2))
+    between = (place - lower)[:, None]
     chance = _poisson(dense, shape.num_hosts)
-    total, whole = np.zeros((*np.shape(single), 3)), np.zeros(np.shape(single))
-    most = [min(_most(mean), shape.num_hosts // hosts[scope] + 1) for scope, mean in several.items()]
+    most = [min(_most(mean), shape.num_hosts // hosts[scope] + 1) for scope, mean in zip(several, means, strict=True)]
+    chances = [[_chance_of(mean, n) for n in range(top)] for mean, top in zip(means, most, strict=True)]
+    weights: list[Array] = []
+    columns: list[Array] = []
     for counts in itertools.product(*map(range, most)):
-        weight = np.ones(np.shape(single))
-        for mean, number in zip(several.values(), counts, strict=True):
-            weight = weight * _chance_of(mean, number)
         of_several = sum(number * hosts[scope] for scope, number in zip(several, counts, strict=True))
-        if float(np.max(weight)) < LEAST_CHANCE or of_several >= shape.num_hosts:
-            continue
-        rings = rings_left(shape, np.arange(chance.shape[-1]) + of_several)
-        found = chance @ np.stack([rings / shape.dp, rings == 1, rings < shape.dp, np.ones(len(rings))], axis=-1)
-        if dense is not single:
-            found = found[lower] * (1.0 - between) + found[lower + 1] * between
-        total += weight[..., None] * found[..., :3]
-        whole += weight * found[..., 3]
+        weight = np.ones(single.size)
+        for each, number in zip(chances, counts, strict=True):
+            weight = weight * each[number]
+        if of_several < shape.num_hosts and (float(weight.max()) > LEAST_CHANCE or not columns):
+            rings = rings_left(shape, np.arange(chance.shape[-1]) + of_several)
+            weights.append(weight)
+            columns.append(np.stack([rings / shape.dp, rings == 1, rings < shape.dp, np.ones(len(rings))], axis=-1))
+    of_all = (chance @ np.concatenate(columns, axis=1)).reshape(dense.size, len(columns), 4)
+    total = np.zeros((single.size, 4))
+    for index, weight in enumerate(weights):
+        some = np.flatnonzero(weight > LEAST_CHANCE)
+        here, part, found = lower[some], between[some], of_all[:, index]
+        found = found[here] * (1.0 - part) + found[np.minimum(here + 1, dense.size - 1)] * part
+        total[some] += weight[some, None] * found
+    share, one_ring, fewer, whole = (column.reshape(np.shape(alone)) for column in total.T)
     # What is not counted has no ring left.
-    return total[..., 0], total[..., 1], total[..., 2] + np.maximum(0.0, 1.0 - whole)
+    return share, one_ring, fewer + np.maximum(0.0, 1.0 - whole)
 
 
 def _most(mean: Array) -> int:
