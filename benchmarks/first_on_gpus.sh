@@ -12,8 +12,9 @@ part() { # NAME LIMIT_S LINES COMMAND...
   local name=$1 limit=$2 lines=$3; shift 3
   echo "== $(date +%T) $name"; timeout "$limit" "$@" > "$OUT/$name.log" 2>&1; echo "exit $?"; tail -n "$lines" "$OUT/$name.log"
 }
-tests() { # on as many processes as help: each test compiles its kernels
-  part tests 420 25 $PY -m pytest -q -o addopts= -n 8 --timeout 300 tests/gpu
+tests() { # flash-attn-4 compiles for 10 to 30 s a shape: processes share what one has compiled
+  export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=$OUT/flash-attn
+  part tests 550 60 $PY -m pytest -v -o addopts= -p no:benchmark -n 12 --dist worksteal tests/gpu
 }
 steps() {
   part host 90 22 $PY benchmarks/probes/probe_host_step.py --device cuda --context 256
@@ -24,14 +25,15 @@ memory() {
   part calibrate 150 45 $PY -m elastic_ring calibrate --limit-s 20 --storage "$OUT" --out "$OUT/calibrate.json"
 }
 search() { part search 600 14 bash benchmarks/quality/search_chain.sh; }
-drills() { # a real Prometheus must be on the PATH
-  for alert in ElasticRingDeviceFails ElasticRingDeviceHot ElasticRingHopLatency; do
-    part "$alert" 300 4 $PY -m deploy.drills alert "$alert"
-  done
+drills() { # a real Prometheus must be on the PATH; the first two have a GPU each where there are two
+  CUDA_VISIBLE_DEVICES=0 part ElasticRingDeviceFails 200 4 $PY -m deploy.drills alert ElasticRingDeviceFails & local fails=$!
+  CUDA_VISIBLE_DEVICES=$(( NUM - 1 )) part ElasticRingDeviceHot 200 4 $PY -m deploy.drills alert ElasticRingDeviceHot & local hot=$!
+  wait "$fails" "$hot"
+  part ElasticRingHopLatency 240 4 $PY -m deploy.drills alert ElasticRingHopLatency
 }
 hosts() {
   part hosts-100m 200 8 $PY benchmarks/recovery/bench_hosts.py --hosts 3 --gpus "$NUM" --cases cp2,cp2-kill-host
-  part hosts-1b 400 8 $PY benchmarks/recovery/bench_hosts.py --hosts 3 --gpus "$NUM" --preset 1b --context 4096 --cases cp2,cp2-kill-host
+  part hosts-1b 500 8 $PY benchmarks/recovery/bench_hosts.py --hosts 3 --gpus "$NUM" --preset 1b --context 4096 --cases cp2,cp2-kill-host
 }
 for name in "${@:-tests steps memory search drills hosts}"; do for one in $name; do "$one"; done; done
 echo "logs in $OUT"

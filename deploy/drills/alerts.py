@@ -209,7 +209,7 @@ DRILLS: Mapping[str, AlertDrill] = {
     ),
     "ElasticRingDeviceFails": AlertDrill(
         "a kernel's failed assertion leaves a member no use of its GPU; a spare takes its place and its GPU",
-        (*ON_GPUS, "--spares", "1", "--checkpoint-every-steps", "20", "--faults", "poison@step=1000,phase=forward"),
+        (*ON_GPUS, "--spares", "1", "--checkpoint-every-steps", "20", "--faults", "poison@step=500,phase=forward"),
         plant=planted.nothing_more,
         gpus=1,
     ),
