@@ -151,7 +151,7 @@ def own() -> Iterator[Case]:
             experts=other.get("experts", "auto"),
         )
         model, pattern = model_of(name), other.get("pattern")
-        kept = DENSE if pattern is None else attention_of(read(pattern, model), model, step)(cp)
+        kept = DENSE if pattern is None else attention_of(read(pattern, model), model, step, model.num_kv_heads)(cp)
         job = job_of(model, scaling, step, kept)
         before = COMPILED if other.get("compiled") else 1.0
         fused = job.fused if where.startswith(("steps", "experts")) else before  # Liger's kernels came with these

@@ -15,11 +15,6 @@ from elastic_ring.attention.merge import accumulate_dtype
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def saves_bytes(num_heads: int, head_dim: int, num_numbers: int) -> bool:
-    """Whether `num_numbers` a token are fewer than K and V of its heads, and have two halves."""
-    return num_numbers % 2 == 0 and num_numbers < 2 * num_heads * head_dim
-
-
 class Latents:
     """The projection of one pass, `up` (H * (N + V), L): of a token's L latent numbers to N of each head's key, which
     the R rotated ones follow, and to its value, which zeros widen to N + R. `dup` is its gradient, summed in the order

@@ -21,7 +21,7 @@ from elastic_ring.forecast.sizing.jobs import job_of
 from elastic_ring.forecast.sizing.machines import Efficiency, Fleet, Number, efficiency_of
 from elastic_ring.forecast.sizing.memory import SNAPSHOT_BYTES, ModelPlan, plan_of
 from elastic_ring.forecast.sizing.rates import Rates
-from elastic_ring.forecast.sizing.step_time import DENSE, Attention, Job, StepTime, step_time
+from elastic_ring.forecast.sizing.step_time import DENSE, Attention, Job, Latent, StepTime, step_time
 from elastic_ring.forecast.sizing.uncertain import Range, around, quantiles
 from elastic_ring.model.config import ModelConfig
 
@@ -54,9 +54,9 @@ COPY_SHARE = 0.003
 class Scenario:
     """One configuration on one fleet. `pattern`: what it leaves of attention in a ring of so many ranks;
     `measured_step_s`: in place of the model of step time; `correction`: by which an earlier run's step differed from
-    its forecast, with what is left of its spread; `built_in` as in `StepMemory`, `num_own` as in `plan_of`;
-    `doubled_s`: what each doubling of the ranks adds to a rebuild, in place of `REBUILD_S`; `alone_step_s`: a step on
-    cores that nothing else wants, since a recovery takes as many times longer as a step does."""
+    its forecast, with what is left of its spread; `built_in` as in `StepMemory`, `num_own` as in `plan_of`, `latent` as
+    in `Job`; `doubled_s`: what each doubling of the ranks adds to a rebuild, in place of `REBUILD_S`; `alone_step_s`: a
+    step on cores that nothing else wants, since a recovery takes as many times longer as a step does."""
 
     model: ModelConfig
     scaling: ScalingConfig
@@ -72,6 +72,7 @@ class Scenario:
     correction: tuple[float, float] | None = None
     built_in: bool = True
     num_own: int | None = None
+    latent: Latent | None = None
     doubled_s: float | None = None
     alone_step_s: float | None = None
 
@@ -81,7 +82,7 @@ class Scenario:
 
     @cached_property
     def job(self) -> Job:
-        return job_of(self.model, self.scaling, self.step, self.attention, self.num_own)
+        return job_of(self.model, self.scaling, self.step, self.attention, self.num_own, self.latent)
 
     @cached_property
     def plan(self) -> ModelPlan:

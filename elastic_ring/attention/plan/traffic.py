@@ -119,6 +119,12 @@ class ExchangePlan:
         return start, start + self.stages[index].num_served
 
 
+def carries_latents(num_heads: int, head_dim: int, num_numbers: int) -> bool:
+    """Whether hops carry the `num_numbers` that a token's keys are projected from: they have two halves, and are fewer
+    than its K and V."""
+    return num_numbers % 2 == 0 and num_numbers < 2 * num_heads * head_dim
+
+
 def slot_sizes(sizes: Iterable[int], num_slots: int) -> tuple[int, ...]:
     """The largest of the `sizes` that each of `num_slots` slots holds in rotation."""
     listed = tuple(sizes)

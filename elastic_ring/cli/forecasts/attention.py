@@ -30,15 +30,18 @@ def work_of(asked: TrainSettings) -> dict[str, Any]:
     """Fields of a `Scenario`: the model and its pattern. Raises ValueError for patterns without a forecast."""
     if asked.lora is not None:
         raise ValueError(f"--lora {asked.lora}: what adapters need is not forecast; leave it out for an upper bound")
-    model, patterns, number = asked.model, None, None
+    model, patterns, number, latent = asked.model, None, None, None
     if asked.model_folder is not None:
         from elastic_ring.cli.forecasts.folders import sizes_of
 
-        model, patterns, number = sizes_of(asked)
+        model, patterns, number, latent = sizes_of(asked)
     if asked.pattern is not None:
         patterns = read(asked.pattern, model)
-    found = None if patterns is None or not patterns.any_sparse else attention_of(patterns, model, asked.step)
-    return {"model": model, "pattern": found, "built_in": asked.model_folder is None, "num_own": number}
+    found, sent_heads = None, model.num_kv_heads if latent is None else 1
+    if patterns is not None and patterns.any_sparse:
+        found = attention_of(patterns, model, asked.step, sent_heads)
+    built_in = asked.model_folder is None
+    return {"model": model, "pattern": found, "built_in": built_in, "num_own": number, "latent": latent}
 
 
 def read(text: str, model: ModelConfig) -> LayerPatterns:
@@ -51,23 +54,26 @@ def read(text: str, model: ModelConfig) -> LayerPatterns:
     return found
 
 
-def attention_of(patterns: LayerPatterns, model: ModelConfig, step: StepConfig) -> Callable[[int], Attention]:
-    """For rings of so many ranks, each counted once. With `--layout auto` zigzag or contiguous, whichever sends less
-    where both are balanced."""
+def attention_of(
+    patterns: LayerPatterns, model: ModelConfig, step: StepConfig, sent_heads: int
+) -> Callable[[int], Attention]:
+    """For rings of so many ranks, each counted once; `sent_heads` cross, a latent as one head. With `--layout
+    auto` zigzag or contiguous, whichever sends less where both are balanced."""
     names = ("zigzag", "contiguous") if step.layout == "auto" else (step.layout,)
 
     @cache
     def at(cp: int) -> Attention:
-        found = [_counted(patterns, model, make_layout(name, step.context_tokens, cp)) for name in names]
+        found = [_counted(patterns, model, make_layout(name, step.context_tokens, cp), sent_heads) for name in names]
         return min(found, key=lambda one: (max(one.slowest, BALANCED), one.fetched))
 
     return at
 
 
-def _counted(patterns: LayerPatterns, model: ModelConfig, layout: Layout) -> Attention:
+def _counted(patterns: LayerPatterns, model: ModelConfig, layout: Layout, sent_heads: int) -> Attention:
     heads, kv_heads, number = model.num_heads, model.num_kv_heads, model.num_layers
     layers = Counter(patterns.of_layer(layer).heads(heads, kv_heads) for layer in range(number))
-    parts = [(times / number, _of_rules(rules, patterns.block, model, layout)) for rules, times in layers.items()]
+    sizes = patterns.block, heads, sent_heads
+    parts = [(times / number, _of_rules(rules, *sizes, layout)) for rules, times in layers.items()]
     density = sum(share * one.density for share, one in parts)
     return Attention(
         density,
@@ -79,7 +85,7 @@ def _counted(patterns: LayerPatterns, model: ModelConfig, layout: Layout) -> Att
     )
 
 
-def _of_rules(rules: tuple[Rule, ...], block: int, model: ModelConfig, layout: Layout) -> Attention:
+def _of_rules(rules: tuple[Rule, ...], block: int, num_heads: int, sent_heads: int, layout: Layout) -> Attention:
     """The attention of a layer. Where content chooses, all keys may be fetched."""
     cp, length = layout.cp, layout.seq_len
     if set(rules) == {Dense()}:
@@ -89,13 +95,13 @@ def _of_rules(rules: tuple[Rule, ...], block: int, model: ModelConfig, layout: L
     density = float(pairs.sum()) / (length * (length + 1) / 2 * len(rules))
     if any(rule.awaits_content for rule in rules):
         return Attention(density, hops=cp - 1, sparse=1.0, is_bound=True)
-    groups = head_groups(pattern.rules(model.num_heads), model.num_kv_heads)
+    groups = head_groups(pattern.rules(num_heads), sent_heads)
     owned, tokens, hops = owned_positions(layout), 0, 0
     for rank in {0, cp // 2, cp - 1} if cp > 1 else ():
         found = rank_hops(pattern, layout, rank, groups, owned)
         rows = [sum(len(g.kv_heads) * hop.num_fetched_tokens(i) for i, g in enumerate(groups)) for hop in found]
         tokens, hops = max(tokens, sum(rows)), max(hops, sum(map(bool, rows)))
-    whole = model.num_kv_heads * (length - length // cp) or 1
+    whole = sent_heads * (length - length // cp) or 1
     return Attention(density, _slowest(pairs, layout), tokens / whole, hops, 1.0)
 
 

@@ -10,13 +10,25 @@ from typing import Any
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.rules import Dense, Rule, Window
+from elastic_ring.attention.plan.traffic import carries_latents
 from elastic_ring.cli.settings import TrainSettings
 from elastic_ring.files import plain_json, read_small
+from elastic_ring.forecast.sizing.step_time import Latent
 from elastic_ring.model.config import ModelConfig, num_parameters
 
 KNOWN = frozenset(
     {
-        *("deepseek_v3", "dots1", "ernie4_5_moe", "gemma", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss"),
+        *(
+            "deepseek_v2",
+            "deepseek_v3",
+            "dots1",
+            "ernie4_5_moe",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "glm4_moe",
+            "gpt_oss",
+        ),
         *("granitemoe", "llama", "mistral", "mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3"),
         *("qwen3_moe", "smollm3"),
     }
@@ -29,8 +41,9 @@ ALL_WINDOWS, NO_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"})
 BLOCK_TOKENS = 128
 
 
-def sizes_of(asked: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None, int]:
-    """(sizes, windows that a sequence notices, parameters). Raises ValueError for a folder that does not say them."""
+def sizes_of(asked: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None, int, Latent | None]:
+    """(sizes, windows that a sequence notices, parameters, latents that hops carry). Raises ValueError
+    for a folder that does not say them."""
     folder = Path(str(asked.model_folder)).expanduser()
     try:
         plain = plain_json(read_small(folder / "config.json"))
@@ -44,7 +57,8 @@ def sizes_of(asked: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None, i
         )
     try:
         model = _model(plain, asked.model)
-        return model, _windows(plain, asked, model.num_layers), num_parameters(model) + _latent(plain, model)
+        number = num_parameters(model) + _beside(plain, model)
+        return model, _windows(plain, asked, model.num_layers), number, _latent(plain, model)
     except KeyError as error:
         raise ValueError(f"--model-folder {folder}: config.json has no {error.args[0]}") from error
     except (TypeError, ValueError) as error:
@@ -95,7 +109,7 @@ def _has_experts(plain: Mapping[str, Any], layer: int) -> bool:
     return first <= layer <= (layer if last == -1 else last) and not is_dense and (layer + 1) % every == 0
 
 
-def _latent(plain: Mapping[str, Any], model: ModelConfig) -> int:
+def _beside(plain: Mapping[str, Any], model: ModelConfig) -> int:
     """By how many parameters latent attention (DeepSeek-V3, arXiv:2412.19437) differs from projections as wide as its
     queries."""
     rank = plain.get("kv_lora_rank")
@@ -107,6 +121,14 @@ def _latent(plain: Mapping[str, Any], model: ModelConfig) -> int:
     keys = model.width * (rank + rope) + rank + rank * heads * (model.head_dim - rope + value)
     wide = 2 * model.width * model.head_dim * (heads + model.num_kv_heads)
     return model.num_layers * (queries + keys + heads * value * model.width - wide)
+
+
+def _latent(plain: Mapping[str, Any], model: ModelConfig) -> Latent | None:
+    """As `integrations.transformers` chooses what hops carry."""
+    rank, rope = int(plain.get("kv_lora_rank") or 0), int(plain.get("qk_rope_head_dim") or 0)
+    if not rank or not carries_latents(model.num_heads, model.head_dim, rank + rope):
+        return None
+    return Latent(rank + rope, rank * model.num_heads * (model.head_dim - rope + int(plain["v_head_dim"])))
 
 
 def _layer_types(plain: Mapping[str, Any], num_layers: int) -> list[str]:

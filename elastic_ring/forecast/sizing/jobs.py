@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.experts.price import sends_tokens
-from elastic_ring.forecast.sizing.step_time import DENSE, LIGER, Attention, Job
+from elastic_ring.forecast.sizing.step_time import DENSE, LIGER, Attention, Job, Latent
 from elastic_ring.model.config import ModelConfig, expert_parameters, num_parameters
 
 
@@ -14,12 +14,14 @@ def job_of(
     step: StepConfig,
     attention: Attention = DENSE,
     num_own: int | None = None,
+    latent: Latent | None = None,
 ) -> Job:
     """What one rank computes and sends in a step of `elastic-ring train`; `num_own` as in `plan_of`."""
     of_ring = -(-step.global_batch // scaling.dp)
     together = min(step.sequences_per_pass, of_ring)
     ffn_width = config.experts_per_token * config.expert_width + config.shared_width or config.ffn_width
-    qkvo = 2.0 * config.width * config.head_dim * (config.num_heads + config.num_kv_heads)
+    beside = (num_own or num_parameters(config)) - num_parameters(config)
+    qkvo = 2.0 * config.width * config.head_dim * (config.num_heads + config.num_kv_heads) + beside / config.num_layers
     recomputes = config.checkpoint_activations and not (scaling.keep_activations and not config.offload_activations)
     tokens, gathered, sent = together * -(-step.context_tokens // scaling.cp), None, 0
     if config.num_experts:
@@ -60,4 +62,5 @@ def job_of(
         gathered=gathered,
         sent=float(sent),
         rows=float(config.experts_per_token * config.width),
+        latent=latent,
     )

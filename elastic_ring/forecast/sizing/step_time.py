@@ -54,6 +54,15 @@ DENSE = Attention()
 
 
 @dataclass(frozen=True)
+class Latent:
+    """What hops carry of a token in place of K and V: `numbers`, which readers project up by `parameters`. Where
+    content chooses by keys, keys cross."""
+
+    numbers: int
+    parameters: int
+
+
+@dataclass(frozen=True)
 class Job:
     """One step. `tokens`: of a rank in a pass; `seq`: tokens of a sequence; `passes`: of a rank in a step.
 
@@ -88,6 +97,7 @@ class Job:
     gathered: float | None = None
     sent: float = 0.0
     rows: float = 0.0
+    latent: Latent | None = None
 
     @property
     def num_gpus(self) -> int:
@@ -107,6 +117,18 @@ class Job:
     def attention_flops(self) -> float:
         """FLOP of attention in a layer's forward pass on one GPU: the causal half."""
         return 2.0 * self.attention.density * self.tokens * self.seq * self.heads * self.head_dim
+
+    @property
+    def fetched(self) -> float:
+        """Tokens whose keys a rank fetches in a layer's forward pass."""
+        return self.attention.fetched * (self.cp - 1) * self.tokens
+
+    @property
+    def carried(self) -> tuple[float, float]:
+        """Numbers of a token that hops carry, and FLOP of what its readers project up of them."""
+        if self.latent is None or self.attention.is_bound:
+            return 2.0 * self.kv_heads * self.head_dim, 0.0
+        return float(self.latent.numbers), 2.0 * self.latent.parameters
 
     @property
     def attention_work(self) -> float:
@@ -161,8 +183,10 @@ def step_time(job: Job, gpu: Gpu, eff: Efficiency, per_host: int = 8) -> StepTim
     touch_s = job.tokens * moved / hbm
     again = RECOMPUTED[job.recompute]
     attend_again = 0.0 if job.recompute == "all but attention" else again
-    forward_s = product_s + attend_s + touch_s
-    backward_s = 2.0 * product_s + 2.5 * attend_s + 2.0 * touch_s
+    up_s = job.carried[1] * job.fetched / matmul
+    forward_s = product_s + up_s + attend_s + touch_s
+    # Once more, and the gradients of both factors.
+    backward_s = 2.0 * product_s + 3.0 * up_s + 2.5 * attend_s + 2.0 * touch_s
     backward_s = backward_s + again * (product_s + touch_s) + attend_again * attend_s
     host_s = eff.experts_host_s if job.rows else eff.ring_host_s if job.cp > 1 else eff.host_s
     forward_s, backward_s = np.maximum(forward_s, host_s / 3), np.maximum(backward_s, host_s * 2 / 3)
@@ -177,7 +201,7 @@ def step_time(job: Job, gpu: Gpu, eff: Efficiency, per_host: int = 8) -> StepTim
     head_s = 6.0 * job.head * job.tokens / matmul + job.tokens * job.vocab * LOSS_BYTES / (gpu.hbm_bytes_s * 0.85)
     kernels = job.passes * job.layers
     parts = {
-        "matrix products": kernels * (3 + again) * product_s,
+        "matrix products": kernels * ((3 + again) * product_s + 4 * up_s),
         "attention": kernels * (3.5 + attend_again) * attend_s,
         "elementwise": kernels * (3 + again) * touch_s,
     }
@@ -194,15 +218,14 @@ def step_time(job: Job, gpu: Gpu, eff: Efficiency, per_host: int = 8) -> StepTim
 
 
 def _hops(job: Job, gpu: Gpu, eff: Efficiency, per_host: int) -> tuple[Number, Number]:
-    """Seconds of K/V of a layer on their way: cp - 1 hops or what a pattern fetches; in the backward pass again, unless
+    """Seconds of a layer's keys on their way: cp - 1 hops or what a pattern fetches; in the backward pass again, unless
     they were few and kept, and gradients back, which all kernels of GPUs return in the same type."""
     told = job.attention
     if job.cp < 2:
         return 0.0, 0.0
     rate = (gpu.nvlink_bytes_s if job.cp <= per_host else gpu.nic_bytes_s) * eff.link
-    whole = (job.cp - 1) * 2.0 * job.kv_heads * job.head_dim * job.tokens * 2.0
     messages = job.cp - 1 if told.hops is None else told.hops
-    there = told.fetched * whole / rate + messages * MESSAGE_S
+    there = 2.0 * job.carried[0] * job.fetched / rate + messages * MESSAGE_S
     is_kept = told.sparse == 1.0 and not told.is_bound and told.fetched * (job.cp - 1) <= KEPT_KEYS
     return there, there if is_kept else 2.0 * there
 

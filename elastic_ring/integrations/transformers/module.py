@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from elastic_ring.attention.latent import saves_bytes
 from elastic_ring.attention.layers import of_layer
+from elastic_ring.attention.plan.traffic import carries_latents
 from elastic_ring.integrations.transformers import experts
 from elastic_ring.integrations.transformers.fused import fuse_layers
 from elastic_ring.model.loss import chunked_cross_entropy
@@ -120,7 +120,7 @@ def _sends_latents(module: Any, q: Tensor, latent: Tensor, rotated: Tensor, atte
     up = module.kv_b_proj
     return (
         getattr(attention, "takes_latents", False)
-        and saves_bytes(q.size(1), q.size(3), latent.size(3) + rotated.size(3))
+        and carries_latents(q.size(1), q.size(3), latent.size(3) + rotated.size(3))
         and (type(up), up.bias) == (nn.Linear, None)
         and (up.weight.shape[1:], up.weight.dtype) == (latent.shape[3:], latent.dtype)
     )

@@ -17,8 +17,11 @@ from elastic_ring.cli.forecasts.attention import attention_of, read
 from elastic_ring.cli.forecasts.folders import KNOWN, sizes_of
 from elastic_ring.cli.settings import parse
 from elastic_ring.config import ScalingConfig, StepConfig
+from elastic_ring.forecast.sizing import step_time
 from elastic_ring.forecast.sizing.jobs import job_of
-from elastic_ring.model.config import preset
+from elastic_ring.forecast.sizing.machines import GPUS, efficiency_of
+from elastic_ring.forecast.sizing.step_time import Latent
+from elastic_ring.model.config import ModelConfig, preset
 
 CONTEXT = 64
 SMALL: dict[str, Any] = {
@@ -32,6 +35,7 @@ SMALL: dict[str, Any] = {
     "n_shared_experts": 1,
 }
 OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "greedy"},
     "deepseek_v3": {"num_key_value_heads": 4},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
 }
@@ -54,11 +58,13 @@ def test_a_folder_has_the_sizes_and_windows_of_its_module(kind: str, windows: An
     sizes = {key: value for key, value in SMALL.items() if hasattr(known, key)}
     type(known)(**sizes | OWN.get(kind, {})).save_pretrained(tmp_path)
     asked = parse(["--model-folder", str(tmp_path), "--context", str(CONTEXT), "--windows", windows])
-    model, patterns, number = sizes_of(asked)
+    model, patterns, number, latent = sizes_of(asked)
     made = ring_model(tmp_path, checkpoint_activations=asked.model.checkpoint_activations, windows=windows)
     assert model == made.sizes()
     assert same(patterns, made.pattern(CONTEXT), model.num_layers)
-    if kind == "deepseek_v3":
+    assert (latent is not None) == kind.startswith("deepseek")
+    if latent is not None:
+        assert latent == Latent(16 + 8, made().model.layers[0].self_attn.kv_b_proj.weight.numel())
         assert number == pytest.approx(made.num_parameters, rel=1e-3), "but for the router's biases"
     if kind.startswith("gemma"):  # as published
         plain = json.loads((tmp_path / "config.json").read_text())
@@ -70,7 +76,7 @@ def test_a_folder_has_the_sizes_and_windows_of_its_module(kind: str, windows: An
 @pytest.mark.parametrize("text", ["window:512", "bigbird:5,0,5", "sinks:64+window:300", "longnet:512/1,2048/4,unit=64"])
 def test_a_pattern_is_counted_by_its_plan(text: str) -> None:
     model, step = preset("1b"), StepConfig(steps=1, global_batch=1, context_tokens=8192)
-    found = attention_of(read(text, model), model, step)(4)
+    found = attention_of(read(text, model), model, step, model.num_kv_heads)(4)
     layout, patterns = make_layout("zigzag", 8192, 4), read(text, model)
     rules = patterns.of_layer(0).heads(model.num_heads, model.num_kv_heads)
     plan = plan_sparse(SparsePattern(rules), layout, model.num_heads, model.num_kv_heads)
@@ -95,6 +101,25 @@ def test_a_pattern_makes_a_step_shorter_and_content_is_told_as_a_bound(capsys: p
     assert "warning: --linears fp8" in capsys.readouterr().out
     dense, mixed, window, _ = steps.values()
     assert window < mixed < dense
+
+
+def test_hops_of_latents_are_shorter_and_their_projection_is_counted() -> None:
+    """The attention of DeepSeek-V3 as released: 576 numbers in place of 2 x 128 heads of 192."""
+    model = ModelConfig(129280, 61, 7168, 128, 128, 192, 18432)
+    scaling = ScalingConfig(cp=512, device="cuda")
+    step = StepConfig(steps=1, global_batch=1, context_tokens=1 << 20, param_dtype="bfloat16")
+    latent = Latent(512 + 64, 512 * 128 * (128 + 128))
+    gpu, eff = GPUS["H100-80"], efficiency_of("hopper")
+    keys, ours = (job_of(model, scaling, step, latent=one) for one in (None, latent))
+    assert keys.carried[0] / ours.carried[0] == pytest.approx(85.3, abs=0.1)
+    there, back = step_time._hops(ours, gpu, eff, 8)
+    latency = 511 * step_time.MESSAGE_S
+    assert (step_time._hops(keys, gpu, eff, 8)[0] - latency) / (there - latency) == pytest.approx(85.3, abs=0.1)
+    assert back == 2 * there
+    parts = [step_time.step_time(job, gpu, eff).parts["matrix products"] for job in (keys, ours)]
+    # Twice in products, and twice again for gradients, of each fetched token of each layer.
+    matmul = gpu.peak_flops * eff.matmul / (1 + eff.half_width / model.width)
+    assert parts[1] - parts[0] == pytest.approx(61 * 4 * 2 * latent.parameters * 511 * 2048 / matmul)
 
 
 @pytest.mark.parametrize(("keeps", "recompute"), [(True, "none"), (False, "all but attention")])
