@@ -102,6 +102,7 @@ def save(asked: Namespace, seen: Seen) -> None:
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     kept[asked.save] = {
         "train": asked.train,
+        "fleet": asked.fleet,
         "every": asked.every,
         "freezes": asked.freezes,
         "seed": asked.seed,

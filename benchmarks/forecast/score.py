@@ -175,19 +175,21 @@ def kill_rows() -> list[Row]:
 
 
 def own_run_rows() -> list[Row]:
-    """Goodput of whole runs by their losses (`kills.py`), on CPU hosts that others used too. Where in a step one falls
-    is chance: a uniform share of it breaks off."""
+    """Goodput of whole runs by their losses (`kills.py`), on CPUs that others used too. Where in a step one falls is
+    chance: a uniform share of it breaks off."""
     rows = []
     for name, told in json.loads(KEPT.read_text(encoding="utf-8")).items():
-        scenario = dataclasses.replace(on_cores(parse(told["train"]), told["cores"]), alone_step_s=told["alone_step_s"])
+        train, alone_s = parse(told["train"]), told["alone_step_s"]
+        if train.scaling.device == "cuda":
+            scenario = scenario_of_run(train, named_fleet(told["fleet"]))
+        else:
+            scenario = dataclasses.replace(on_cores(train, told["cores"]), alone_step_s=alone_s)
         shape = scenario.shape(scenario.medians(), told["step_s"])
         shape = dataclasses.replace(shape, step_s=told["mean_step_s"])
         found, seen = goodput_with(shape, told["kept_s"], told["losses"]), told["goodput"]
         by_chance = math.sqrt(sum(told["losses"].values()) / 12) * told["mean_step_s"] / told["kept_s"]
         held = abs(found - seen) <= max(0.005, Z * by_chance)
-        rows.append(
-            Row(f"G9 {name}, kills on CPUs, by chance {by_chance:.4f}", "G9 goodput of runs on CPUs", found, seen, held)
-        )
+        rows.append(Row(f"G9 {name}, by chance {by_chance:.4f}", "G9 goodput of runs under kills", found, seen, held))
     return rows
 
 

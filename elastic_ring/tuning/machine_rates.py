@@ -37,6 +37,7 @@ HEADS = 8
 LONGEST_BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}
 """Of a collective in all, of a copy and of a file; the shortest collective has a sixteenth."""
 WRITTEN_BYTES = 1 << 27
+NOT_MEASURED = "not measured"
 # torch 2.13 has new names for them.
 GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -168,7 +169,7 @@ def _storage(stopwatch: Stopwatch, folder: Path) -> dict[str, Any]:
 
 def _stragglers(stopwatch: Stopwatch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """The deviation of log of one and the same product's time, between ranks of their medians and within a rank. One
-    rank alone is apart from nothing: None."""
+    rank alone is apart from nothing: that is not measured."""
     width, times = WIDTHS[device.type][-1], list[float]()
     left = torch.randn(TOKENS[device.type], width, device=device, dtype=dtype)
     right = torch.randn(width, 4 * width, device=device, dtype=dtype)
@@ -190,7 +191,7 @@ def _stragglers(stopwatch: Stopwatch, device: torch.device, dtype: torch.dtype) 
         rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, own)
     medians, within = zip(*(row.tolist() for row in rows), strict=True)
-    between = statistics.stdev(medians) if len(medians) > 1 else None
+    between = statistics.stdev(medians) if len(medians) > 1 else NOT_MEASURED
     return {"between_ranks": between, "within_a_rank": statistics.fmean(within), "ranks": len(rows)}
 
 
@@ -212,8 +213,7 @@ def lines(rates: dict[str, Any]) -> list[str]:
     told.append(f"copies to the host {there:.4g} GB/s, back {back:.4g}")
     if "storage" in rates:
         told.append(f"storage, all ranks together {rates['storage']['write_bytes_s'] / 1e9:.4g} GB/s")
-    between = "ranks apart: not measured by one rank"
-    if apart["between_ranks"] is not None:
-        between = f"ranks are {apart['between_ranks']:.2%} apart"
-    told.append(f"{between}, a rank's repeats {apart['within_a_rank']:.2%}")
+    between = apart["between_ranks"]
+    share = between if between == NOT_MEASURED else f"{between:.2%}"
+    told.append(f"ranks apart {share}, a rank's repeats {apart['within_a_rank']:.2%}")
     return told

@@ -62,13 +62,13 @@ class GroupBuild:
 @settings
 class HostFigures:
     """`ranks_per_host`: that measured at the same time, each with a card of its own. `storage_bytes_s`: of all ranks
-    of the hosts together. `between_ranks`: None where one rank measured."""
+    of the hosts together. `between_ranks`: "not measured" by one rank."""
 
     _prefix = ""
     ranks_per_host: PositiveInt
     to_host_bytes_s: Positive
     from_host_bytes_s: Positive
-    between_ranks: Annotated[float, Field(ge=0), Must("a number of at least 0")] | None = None
+    between_ranks: Annotated[float, Field(ge=0), Must("a number of at least 0")] | Literal["not measured"]
     storage_bytes_s: Positive | None = None
 
 
@@ -90,7 +90,7 @@ class Rates:
         of_narrow = {row.tokens: row.flops for row in self.attention if row.head_dim < 128}
         alike = [of_narrow[r.tokens] / r.flops for r in self.attention if r.head_dim >= 128 and r.tokens in of_narrow]
         links, apart = self._rates("host"), self.host.between_ranks
-        if apart is not None:
+        if not isinstance(apart, str):
             eff = dataclasses.replace(eff, jitter=max(apart, LEAST_SPREAD), jitter_origin="calibrated")
         return dataclasses.replace(
             eff,
