@@ -5,7 +5,8 @@
     python benchmarks/training/bench_experts.py --cpu --preset moe-laptop --contexts 2K
 
 One sequence on one ring. `auto` says which of the two the setting's default takes. `fast`: kernels that need not repeat
-their bits, with what `auto` takes. Ratios are of medians, of rows that were measured one after the other.
+their bits, with what `auto` takes. `transformers`, `autoep`: `benchmarks/peers/plain_moe.py`, where each rank has a
+sequence of its own. Ratios are of medians, of rows that were measured one after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if __name__ in ("__main__", "__mp_main__"):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -24,6 +25,8 @@ if __name__ in ("__main__", "__mp_main__"):  # run as a script
 from benchmarks.harness import results
 from benchmarks.harness.arguments import bench_parser, list_of, num_tokens
 from benchmarks.harness.gpu_runs import GpuRun
+from benchmarks.peers.plain_moe import MoeRun
+from benchmarks.peers.plain_moe import run as run_peer
 from benchmarks.probes import probe_steps_gpu
 from benchmarks.training.bench_step import slowest
 from elastic_ring.experts.exchange import sends
@@ -38,6 +41,7 @@ ROWS: dict[str, GpuRun] = {
     "dense": replace(OURS, dense=True),
     "fast": replace(OURS, deterministic=False),
 }
+PEERS: tuple[Literal["transformers"], Literal["autoep"]] = ("transformers", "autoep")
 
 
 def chosen(run: GpuRun) -> str:
@@ -69,9 +73,14 @@ def measured(run: GpuRun, options: argparse.Namespace) -> dict[str, Any]:
     return slowest(probe_steps_gpu.measure(run, asked))
 
 
+def peer(system: Literal["transformers", "autoep"], run: GpuRun, options: argparse.Namespace) -> dict[str, Any]:
+    asked = MoeRun(system, run.model, run.context // run.cp, run.cp, options.steps + 3, options.cpu)
+    return slowest(run_peer(asked, options.limit_s))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = bench_parser(__doc__)
-    parser.add_argument("--rows", type=list_of(str), default=list(ROWS), help=f"some of {','.join(ROWS)}")
+    parser.add_argument("--rows", type=list_of(str), default=list(ROWS), help=f"some of {','.join([*ROWS, *PEERS])}")
     parser.add_argument("--contexts", type=list_of(num_tokens), default=[16 << 10, 128 << 10])
     parser.add_argument("--preset", default="30b-a3b")
     parser.add_argument("--layers", type=int, default=8)
@@ -89,17 +98,19 @@ def main(arguments: list[str] | None = None) -> int:
     for context in options.contexts:
         for name in options.rows:
             run = replace(
-                ROWS[name],
+                ROWS.get(name, OURS),
                 preset=options.preset,
                 num_layers=options.layers,
                 context=context,
                 cp=options.cp,
                 cpu_offload=options.cpu_offload,
             )
-            auto = chosen(replace(run, dense=False))
-            rows.append(
-                {"row": name, "context": context, "auto": auto, **measured(run, options), "plan_gib": planned(run)}
-            )
+            found: dict[str, Any] = {"row": name, "context": context}
+            if name in PEERS:
+                rows.append(found | peer(name, run, options))
+            else:
+                auto = chosen(replace(run, dense=False))
+                rows.append(found | {"auto": auto, **measured(run, options), "plan_gib": planned(run)})
             results.show(json.dumps(rows[-1]))
     by_place = {(row["row"], row["context"]): row.get("step_s") for row in rows}
     for row in rows:

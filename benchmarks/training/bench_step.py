@@ -46,6 +46,7 @@ ROWS: dict[str, GpuRun | plain_llama.PlainRun] = {
     "1b-fast": replace(OURS, preset="1b", deterministic=False),
     "1b-packed": replace(OURS, preset="1b", document_tokens=PACKED_TOKENS),
     "8b": LAYERS_8B,
+    "8b-keep": replace(LAYERS_8B, checkpoint=False),
     "8b-fp8": replace(LAYERS_8B, linears="fp8"),
     "8b-long": replace(LAYERS_8B, num_layers=6, context=131_072),
     "8b-long-fp8": replace(LAYERS_8B, num_layers=6, context=131_072, linears="fp8"),
