@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from tests.ray import walk_of_a_death as walk
 from tests.ray.forked_worker import SOCKET
 
 # Not Ray itself: it reads the environment when it is imported.
@@ -95,6 +96,8 @@ def become_worker(connection: socket.socket) -> None:
     ]
     sys.argv = words
     sys.path[0] = str(Path(words[0]).parent)
+    if walk.FOLDER in request["env"]:
+        walk.Walk(Path(request["env"][walk.FOLDER])).begin()
     code = 0
     try:
         runpy.run_path(words[0], run_name="__main__")
