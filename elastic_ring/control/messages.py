@@ -8,10 +8,12 @@ they have seen.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -503,7 +505,7 @@ _KINDS: dict[str, type] = {
 }
 
 
-def to_json(message: Event | Command) -> dict[str, Any]:
+def to_json(message: object) -> dict[str, Any]:
     """The fields of the message, with its class name under "type". `from_json` is the inverse."""
     return {"type": type(message).__name__, **_plain(message)}
 
@@ -516,13 +518,18 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(data: dict[str, Any]) -> Event | Command:
-    """The inverse of `to_json`.
+    """The inverse of `to_json`. Raises as `decoded`."""
+    message: Event | Command = decoded(data, _KINDS)
+    return message
+
+
+def decoded(data: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
+    """The message of one of these kinds whose fields `to_json` gave.
 
     Raises: KeyError for an unknown type, TypeError for unknown or missing fields.
     """
     fields = dict(data)
-    message: Event | Command = _decode(_KINDS[fields.pop("type")], fields)
-    return message
+    return _decode(kinds[fields.pop("type")], fields)
 
 
 def _decode(kind: Any, value: Any) -> Any:
@@ -536,9 +543,14 @@ def _decode(kind: Any, value: Any) -> Any:
         inners = [options[0]] * len(value) if options[-1] is Ellipsis else options
         return tuple(_decode(inner, item) for inner, item in zip(inners, value, strict=True))
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        hints = _hints(typing.cast(type, kind))
         return kind(**{name: _decode(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
     return value
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 class CauseIds:

@@ -39,9 +39,8 @@ LEAVES = {"Worker._run", "Coordinator._publish", "CoordinatorClient.publish", "A
 """What these call does not: it is the next step's, and records of committed ones."""
 
 
-MESSAGES = {"WorkerLost", "MemberFailed", "Stop", "Report", "Build", "Heal", "Resumed"}
-"""What carries the death on: the notices, what the core makes of them, and the answers. On the wire by these names, and
-as `death` from the agent."""
+MESSAGES = {"Death", "WorkerLost", "MemberFailed", "Stop", "Report", "Build", "Heal", "Resumed"}
+"""What carries the death on: the notices, what the core makes of them, and the answers. On the wire by these names."""
 
 
 class Call(NamedTuple):
@@ -104,7 +103,7 @@ def is_message(value: object) -> bool:
     if isinstance(value, tuple | list):
         return any(map(is_message, value))
     if isinstance(value, dict):
-        return value.get("type") in MESSAGES or value.get("kind") == "death"
+        return value.get("type") in MESSAGES
     return type(value).__name__ in MESSAGES
 
 

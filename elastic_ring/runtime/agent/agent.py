@@ -27,6 +27,22 @@ from elastic_ring.monitor.stamps import Clock, Phase, Stamp, StampReader, phase_
 from elastic_ring.runtime.agent import launch
 from elastic_ring.runtime.agent.health import HealthThread
 from elastic_ring.runtime.agent.memory_guard import MemoryGuard, guard_limit, ray_killed, ray_threshold, warning
+from elastic_ring.runtime.agent.messages import (
+    BadGpus,
+    Beat,
+    Death,
+    Echo,
+    Forget,
+    FromAgent,
+    Hello,
+    Kill,
+    Leaves,
+    NodeReading,
+    Resolved,
+    Said,
+    Watch,
+    message_of,
+)
 from elastic_ring.runtime.agent.notices import Notices
 from elastic_ring.runtime.agent.resolver import lookup_s
 from elastic_ring.runtime.agent.rpc import JsonConnection, dial, raise_open_files
@@ -61,35 +77,63 @@ class Watched:
     last: Stamp | None = field(default=None)
 
 
+@dataclass(frozen=True)
+class AgentSpec:
+    """`early`: report a death when the exit begins; freeing a GPU's memory takes the kernel tenths of a second.
+    `notices`: whom to ask whether this machine is taken away, as `agent.notices` says; empty for nobody.
+    `memory_limit`: the share of the node's memory at which the worker that grew is killed; 0 for never."""
+
+    node: str
+    timeouts: Timeouts
+    early: bool = False
+    notices: str = ""
+    memory_limit: float = 0.0
+
+
+@dataclass
+class Link:
+    """The connection to one coordinator, with what belongs to it alone: made when it attaches, dropped whole.
+    `is_here`: the coordinator runs on this node, by the process `pid`."""
+
+    connection: JsonConnection
+    pid: int
+    is_here: bool
+    echoed_at: float
+    beat_at: float = 0.0
+    read_at: float = 0.0
+    stopped_since: float | None = None
+    bad_gpus: tuple[str, ...] = ()  # as reported
+
+    def send(self, message: FromAgent) -> None:
+        self.connection.send(message)
+
+
+@dataclass
+class News:
+    """What each coordinator hears that attaches: the deaths so far, until their workers are forgotten, and when the
+    machine goes; and sentences that nobody has heard yet."""
+
+    deaths: list[Death] = field(default_factory=list)
+    sentences: list[str] = field(default_factory=list)
+    leaves_at: float = 0.0
+
+
 class NodeAgent:
     """The actor class. Constructing it starts nothing."""
 
-    def __init__(
-        self, node: str, timeouts: Timeouts, early: bool = False, notices: str = "", memory_limit: float = 0.0
-    ) -> None:
-        """`memory_limit`: the share of the node's memory at which the worker that grew is killed; 0 for never.
-
-        `notices`: whom to ask whether this machine is taken away, as `agent.notices` says; empty for nobody.
-
-        `early`: report a death when the exit begins; freeing a GPU's memory takes the kernel tenths of a second."""
-        self._node, self._timeouts, self._early = node, timeouts, early
-        self._notices_of, self._leaves_at = notices, 0.0
-        self._untold: list[str] = []
-        self._memory_limit, self._guard, self._memory = memory_limit, MemoryGuard(0.0), HostMemory()
+    def __init__(self, spec: AgentSpec) -> None:
+        self._spec, self._news = spec, News()
+        self._guard, self._memory = MemoryGuard(0.0), HostMemory()
         self._health = HealthThread(self._tell)
         self._exits = ExitWatch()
-        self._detector = HangDetector(hang_settings(timeouts))
+        self._detector = HangDetector(hang_settings(spec.timeouts))
         self._proc = ProcReader()
         self._watched: dict[str, Watched] = {}
-        self._notices: list[dict[str, Any]] = []
-        self._connection: JsonConnection | None = None
+        self._link: Link | None = None
         self._lock = threading.RLock()
-        self._coordinator: dict[str, Any] = {}
-        self._echoed_at = self._beat_at = self._looked_at = self._progress_at = 0.0
-        self._stopped_since: float | None = None
+        self._looked_at = 0.0
         self._started = False
         self._gpus: set[str] = set()  # names of the GPUs that the workers here see
-        self._bad_reported: list[str] | None = None
         self._locks: dict[Path, int] = {}  # stamp folders in use here, with the descriptors of their locks
 
     # ------------------------------------------------------------ what the coordinator calls through Ray
@@ -98,32 +142,23 @@ class NodeAgent:
         """Connect to a (new) coordinator: host, port, key, pid, node. Reports every death so far again."""
         with self._lock:
             self._start()
-        connection = dial(coordinator["host"], coordinator["port"], self._timeouts.hello_s)
-        connection.send(
-            {
-                "kind": "hello",
-                "node": self._node,
-                "key": coordinator["key"],
-                "pid": os.getpid(),
-                "reconnect_s": reconnect_s(environment()),
-            }
-        )
+        node = self._spec.node
+        connection = dial(coordinator["host"], coordinator["port"], self._spec.timeouts.hello_s)
+        connection.send(Hello(node, coordinator["key"], os.getpid(), reconnect_s(environment())))
         threading.Thread(target=self._check_resolver, args=(connection,), name="resolver", daemon=True).start()
         with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-            self._connection, self._coordinator = connection, coordinator
-            self._echoed_at = time.monotonic()
+            if self._link is not None:
+                self._link.connection.close()
+            self._link = Link(connection, coordinator["pid"], coordinator["node"] == node, time.monotonic())
             self._exits.unwatch(COORDINATOR)
-            if coordinator["node"] == self._node:
-                self._exits.watch(coordinator["pid"], COORDINATOR)
-            for notice in self._notices:
-                connection.send(notice)
-            self._bad_reported = None
+            if self._link.is_here:
+                self._exits.watch(self._link.pid, COORDINATOR)
+            for death in self._news.deaths:
+                connection.send(death)
             self._tell_notice()
             self._tell_untold()
-            if told := warning(self._node, self._memory_limit, ray_threshold(os.getppid())):
-                connection.send({"kind": "told", "text": told})
+            if told := warning(node, self._spec.memory_limit, ray_threshold(os.getppid())):
+                connection.send(Said(told))
 
     def keep_variables(self, folder: str, values: dict[str, str], python: str = "") -> str:
         """Keep variables for the run's workers on this node, in its stamp folder; the command that starts Python with
@@ -131,27 +166,27 @@ class NodeAgent:
         with self._lock:
             where = Path(folder)
             if where not in self._locks:
-                self._locks[where] = hold(where, self._timeouts.clear_s)
+                self._locks[where] = hold(where, self._spec.timeouts.clear_s)
             path = keep_variables(where, values)
         words = shlex.join([sys.executable, "-I", "-S", launch.__file__, str(path)])
         return f"{words} {python or shlex.quote(sys.executable)}"
 
     def ping(self) -> str:
         """Answer Ray's liveness check with the node's id."""
-        return self._node
+        return self._spec.node
 
     def _start(self) -> None:
         """Start the watching thread, once."""
         if self._started:
             return
-        notices = Notices(self._notices_of, self._on_notice, self._tell) if self._notices_of else None
+        notices = Notices(self._spec.notices, self._on_notice, self._tell) if self._spec.notices else None
         self._started = True
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         raise_open_files()
         with suppress(OSError):  # what cannot be read stays for the next run
             remove_stale()
         self._exits.open()
-        self._guard = MemoryGuard(guard_limit(self._memory_limit, ray_threshold(os.getppid())))
+        self._guard = MemoryGuard(guard_limit(self._spec.memory_limit, ray_threshold(os.getppid())))
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         self._health.open()
         if notices is not None:
@@ -161,28 +196,28 @@ class NodeAgent:
         address = connection.sock.getsockname()[0]
         took_s = lookup_s(address)
         with self._lock:
-            connection.send({"kind": "resolver", "address": address, "took_s": took_s})
+            connection.send(Resolved(address, took_s))
 
     def _on_notice(self, in_s: float) -> None:
         with self._lock:
-            self._leaves_at = time.monotonic() + in_s
+            self._news.leaves_at = time.monotonic() + in_s
             self._tell_notice()
 
     def _tell(self, text: str) -> None:
         """A sentence for the run's log; the node's name goes before it."""
         log.warning("%s", text)
         with self._lock:
-            self._untold.append(text)
+            self._news.sentences.append(text)
             self._tell_untold()
 
     def _tell_untold(self) -> None:
         """Send all waiting reports, including those from before there was a connection."""
-        while self._untold and self._connection is not None:
-            self._connection.send({"kind": "told", "text": f"node {self._node}: {self._untold.pop(0)}"})
+        while self._news.sentences and self._link is not None:
+            self._link.send(Said(f"node {self._spec.node}: {self._news.sentences.pop(0)}"))
 
     def _tell_notice(self) -> None:
-        if self._leaves_at and self._connection is not None:
-            self._connection.send({"kind": "leaves", "in_s": max(0.0, self._leaves_at - time.monotonic())})
+        if self._news.leaves_at and self._link is not None:
+            self._link.send(Leaves(max(0.0, self._news.leaves_at - time.monotonic())))
 
     # ------------------------------------------------------------ the loop
 
@@ -196,24 +231,24 @@ class NodeAgent:
                 time.sleep(PERIOD_S)
 
     def _look(self) -> None:
-        connection = self._connection
-        ready = [self._exits.fileno()] + ([connection.fileno()] if connection is not None else [])
+        link, early = self._link, self._spec.early
+        ready = [self._exits.fileno()] + ([link.connection.fileno()] if link is not None else [])
         poll = select.poll()  # `select` takes no descriptor above 1,023
         for fd in ready:
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
-        readable = [fd for fd, _ in poll.poll((EARLY_PERIOD_S if self._early else PERIOD_S) * 1e3)]
+        readable = [fd for fd, _ in poll.poll((EARLY_PERIOD_S if early else PERIOD_S) * 1e3)]
         with self._lock:
-            for key in self._exits.ending() if self._early else ():
+            for key in self._exits.ending() if early else ():
                 self._report_exit_begun(key)
             for notice in self._exits.wait(0):
                 if notice.key != COORDINATOR:
                     self._report_death(notice)
             # A connection that `attach` has replaced is closed, and its descriptor may be reused.
-            if connection is not None and connection is self._connection and connection.fileno() in readable:
-                self._receive(connection)
+            if link is not None and link is self._link and link.connection.fileno() in readable:
+                self._receive(link)
             now = time.monotonic()
-            if self._early and now - self._looked_at < PERIOD_S:
+            if early and now - self._looked_at < PERIOD_S:
                 return
             self._looked_at = now
             self._look_for_hangs()
@@ -222,82 +257,80 @@ class NodeAgent:
             self._beat()
             self._check_coordinator()
 
-    def _receive(self, connection: JsonConnection) -> None:
-        messages = connection.receive()
+    def _receive(self, link: Link) -> None:
+        messages = link.connection.receive()
         if messages is None:
             log.warning("the coordinator closed the connection")
-            connection.close()
-            self._connection = None
+            link.connection.close()
+            self._link = None
             return
-        for message in messages:
-            match message["kind"]:
-                case "echo":
-                    self._echoed_at = time.monotonic()
-                case "watch":
+        for message in map(message_of, messages):
+            match message:
+                case Echo():
+                    link.echoed_at = time.monotonic()
+                case Watch():
                     self._watch_worker(message)
-                case "kill":
-                    self._kill(message["worker"], message["reason"])
-                case "forget":
-                    self._forget(message["worker"])
+                case Kill():
+                    self._kill(message.worker, message.reason)
+                case Forget():
+                    self._forget(message.worker)
 
     def _beat(self) -> None:
-        now = time.monotonic()
-        if self._connection is None or now - self._beat_at < self._timeouts.beat_s:
+        now, link = time.monotonic(), self._link
+        if link is None or now - link.beat_at < self._spec.timeouts.beat_s:
             return
-        self._beat_at = now
-        message: dict[str, Any] = {"kind": "beat"}
-        if now - self._progress_at >= PROGRESS_S:
-            self._progress_at = now
-            message["progress"] = {
-                worker: {**progress(watched.last), **memory_of(self._memory.process(watched.pid))}
-                for worker, watched in self._watched.items()
-            }
-            pressure = self._memory.pressure()
-            message["memory_share"], message["limit"] = self._memory.read().share, self._guard.limit
-            message["pressure"] = vars(pressure) if pressure is not None else {}
-            if (health := self._health.take()) is not None:
-                message["health"] = health
-        self._connection.send(message)
+        link.beat_at, reading, health = now, None, None
+        if now - link.read_at >= PROGRESS_S:
+            link.read_at, reading, health = now, self._read(), self._health.take()
+        link.send(Beat(reading, health))
+
+    def _read(self) -> NodeReading:
+        workers = {
+            worker: {**progress(watched.last), **memory_of(self._memory.process(watched.pid))}
+            for worker, watched in self._watched.items()
+        }
+        pressure = self._memory.pressure()
+        share, waits = self._memory.read().share, vars(pressure) if pressure is not None else {}
+        return NodeReading(workers, share, self._guard.limit, waits)
 
     def _check_coordinator(self) -> None:
         """Kill a coordinator of this node that is stopped or silent. The limit on silence is long: training goes on
         without the coordinator, and a slow one must live."""
-        if self._connection is None or self._coordinator.get("node") != self._node:
+        link, timeouts = self._link, self._spec.timeouts
+        if link is None or not link.is_here:
             return
-        now, pid = time.monotonic(), self._coordinator["pid"]
-        reading = self._proc.read(pid)
+        now, reading = time.monotonic(), self._proc.read(link.pid)
         stopped = reading is not None and reading.state in ("T", "t")
-        self._stopped_since = (self._stopped_since or now) if stopped else None
-        stopped_s = now - self._stopped_since if self._stopped_since is not None else 0.0
-        silent_s = now - self._echoed_at
-        if stopped_s > self._timeouts.stopped_s or silent_s > self._timeouts.coordinator_silent_s:
+        link.stopped_since = (link.stopped_since or now) if stopped else None
+        stopped_s = now - link.stopped_since if link.stopped_since is not None else 0.0
+        silent_s = now - link.echoed_at
+        if stopped_s > timeouts.stopped_s or silent_s > timeouts.coordinator_silent_s:
             log.error(
                 "the coordinator (pid %d) is stopped for %.1f s, silent for %.1f s: killing it",
-                pid,
+                link.pid,
                 stopped_s,
                 silent_s,
             )
             self._exits.kill(COORDINATOR)
-            self._echoed_at, self._stopped_since = now, None
+            link.echoed_at, link.stopped_since = now, None
 
     def _report_bad_gpus(self) -> None:
         """Report the GPUs that must not be used, when they change: fewer members fit on this node."""
-        bad = bad_ones(FOLDER, self._gpus)
-        if self._connection is not None and bad != (self._bad_reported or []):
+        bad = tuple(bad_ones(FOLDER, self._gpus))
+        if self._link is not None and bad != self._link.bad_gpus:
             log.error("GPUs that are not used here: %s", ", ".join(bad) or "none any more")
-            self._connection.send({"kind": "gpus", "bad": bad})
-            self._bad_reported = bad
+            self._link.send(BadGpus(bad))
+            self._link.bad_gpus = bad
 
     # ------------------------------------------------------------ workers
 
-    def _watch_worker(self, message: dict[str, Any]) -> None:
-        worker = message["worker"]
-        self._gpus.update(message.get("gpus", ()))
-        if worker in self._watched:
+    def _watch_worker(self, wanted: Watch) -> None:
+        self._gpus.update(wanted.gpus)
+        if wanted.worker in self._watched:
             return
-        stamps = StampReader(message["stamp_path"])
-        self._watched[worker] = Watched(worker, message["pid"], stamps, message["log_path"])
-        self._exits.watch(message["pid"], worker)
+        stamps = StampReader(wanted.stamp_path)
+        self._watched[wanted.worker] = Watched(wanted.worker, wanted.pid, stamps, wanted.log_path)
+        self._exits.watch(wanted.pid, wanted.worker)
         self._lock_folder(stamps.path.parent)
 
     def _lock_folder(self, folder: Path) -> None:
@@ -316,20 +349,9 @@ class NodeAgent:
         if worker in self._watched:
             self._watched[worker].killed = True
             self._exits.kill(worker)
-        elif self._connection is not None:  # the coordinator waits for a death notice
-            known = [notice for notice in self._notices if notice["worker"] == worker]
-            gone = {
-                "kind": "death",
-                "worker": worker,
-                "pid": 0,
-                "reason": "died",
-                "how": "it was gone already",
-                "step": -1,
-                "phase": "unknown",
-                "log_lines": [],
-                "monotonic_s": time.monotonic(),
-            }
-            self._connection.send(known[-1] if known else gone)
+        elif self._link is not None:  # the coordinator waits for a death notice
+            known = [death for death in self._news.deaths if death.worker == worker]
+            self._link.send(known[-1] if known else Death(worker, 0, "died", "it was gone already", time.monotonic()))
 
     def _forget(self, worker: str) -> None:
         watched = self._watched.get(worker)
@@ -339,7 +361,7 @@ class NodeAgent:
         if watched is not None:
             self._exits.unwatch(worker)
             self._drop_stamps(watched)
-        self._notices = [notice for notice in self._notices if notice["worker"] != worker]
+        self._news.deaths = [death for death in self._news.deaths if death.worker != worker]
 
     def _drop_stamps(self, watched: Watched) -> None:
         """Remove the stamps of a dead worker; the run's folder stays for new workers."""
@@ -390,30 +412,22 @@ class NodeAgent:
     def _report(self, watched: Watched, reason: str, how: str, monotonic_s: float, signal: str = "") -> None:
         stamp = watched.stamps.read() or watched.last
         why = watched.hang or watched.memory
-        message = {
-            "kind": "death",
-            "worker": watched.worker,
-            "pid": watched.pid,
-            "reason": reason,
-            "how": f"{why}; {how}" if why else how,
-            "signal": signal,
-            "step": stamp.step if stamp else -1,
-            "phase": phase_name(stamp.phase) if stamp else "unknown",
-            "log_lines": tail(watched.log_path, NUM_LOG_LINES) if watched.log_path else [],
-            "monotonic_s": monotonic_s,
-        }
-        log.warning(
-            "%s (pid %d) %s in %s of step %d",
-            watched.worker,
-            watched.pid,
-            message["how"],
-            message["phase"],
-            message["step"],
+        death = Death(
+            worker=watched.worker,
+            pid=watched.pid,
+            reason=reason,
+            how=f"{why}; {how}" if why else how,
+            monotonic_s=monotonic_s,
+            step=stamp.step if stamp else -1,
+            phase=phase_name(stamp.phase) if stamp else "unknown",
+            log_lines=tuple(tail(watched.log_path, NUM_LOG_LINES)) if watched.log_path else (),
+            signal=signal,
         )
-        others = [notice for notice in self._notices if notice["worker"] != watched.worker]
-        self._notices = [*others[-KEPT_NOTICES:], message]
-        if self._connection is not None:
-            self._connection.send(message)
+        log.warning("%s (pid %d) %s in %s of step %d", death.worker, death.pid, death.how, death.phase, death.step)
+        others = [known for known in self._news.deaths if known.worker != death.worker]
+        self._news.deaths = [*others[-KEPT_NOTICES:], death]
+        if self._link is not None:
+            self._link.send(death)
 
 
 def progress(stamp: Stamp | None) -> dict[str, Any]:

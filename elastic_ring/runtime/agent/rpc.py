@@ -21,11 +21,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ring.control.messages import to_json
 from elastic_ring.files import plain_json
+from elastic_ring.runtime.agent.messages import FromAgent, Hello, HungUp, ToAgent, message_of
 
 log = logging.getLogger(__name__)
-
-Message = dict[str, Any]
 
 MAX_LINE_BYTES = 64 << 20
 """The longest line of an authenticated peer. The longest messages carry a few lines of a worker's log."""
@@ -54,9 +54,9 @@ class JsonConnection:
         self._lock = threading.Lock()
         self._buffer = bytearray()
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: FromAgent | ToAgent) -> bool:
         """False when the other end is gone."""
-        data = json.dumps(message).encode() + b"\n"
+        data = json.dumps(to_json(message)).encode() + b"\n"
         try:
             with self._lock:
                 self.sock.sendall(data)
@@ -68,9 +68,9 @@ class JsonConnection:
         """-1 once closed."""
         return self.sock.fileno()
 
-    def receive(self) -> list[Message] | None:
-        """The messages that have arrived; None at the end of the connection or after a line that is too long. Call
-        when the socket is readable. Raises ValueError (a line that is not JSON)."""
+    def receive(self) -> list[Any] | None:
+        """The messages that have arrived, as JSON; None at the end of the connection or after a line that is too long.
+        Call when the socket is readable. Raises ValueError (a line that is not JSON)."""
         room = self.max_line_bytes + 1 - len(self._buffer)  # one more for the newline
         try:
             data = self.sock.recv(min(_READ_BYTES, room))
@@ -131,21 +131,22 @@ def raise_open_files() -> None:
 class AgentServer:
     """The coordinator's end: accepts agents and passes each message to `deliver(node, message)`.
 
-    The end of a node's connection is delivered as {"kind": "hung-up"}. A client must send `key` in its first line,
+    The end of a node's connection is delivered as `HungUp`. A client must send `key` in its first line,
     within MAX_HELLO_BYTES and HELLO_S; of the clients that have not, MAX_UNAUTHENTICATED may be connected, and the
     oldest makes room for a new one. Once descriptors have run out it accepts nobody for ACCEPT_PAUSE_S, and serves
     those that it has.
     """
 
-    def __init__(self, key: str, deliver: Callable[[str, Message], None]) -> None:
-        self._key, self._deliver = key.encode(), deliver
+    def __init__(self, key: str, deliver: Callable[[str, FromAgent], None]) -> None:
+        self.key, self._deliver = key, deliver
         self._connections: dict[str, JsonConnection] = {}
         self._unauthenticated: dict[_Client, None] = {}  # oldest first
         self._accepts_at = 0.0  # after a pause; 0 while there is none
         self._rejected_at, self._num_rejected = -REJECTIONS_S, 0
-        self.port = 0
+        self.host, self.port = "", 0
 
     def open(self, host: str) -> AgentServer:
+        self.host = host
         self._server = socket.create_server((host, 0))
         self._server.setblocking(False)
         self.port = self._server.getsockname()[1]
@@ -154,7 +155,7 @@ class AgentServer:
         threading.Thread(target=self._serve, name="agent-server", daemon=True).start()
         return self
 
-    def send(self, node: str, message: Message) -> bool:
+    def send(self, node: str, message: ToAgent) -> bool:
         """False when that node is not connected."""
         connection = self._connections.get(node)
         return connection is not None and connection.send(message)
@@ -236,12 +237,12 @@ class AgentServer:
             if not client.node and not self._authenticate(client, message):
                 self._reject(client, "wrong key")
                 return
-            self._deliver(client.node, message)
+            self._deliver(client.node, message_of(message))
 
     def _authenticate(self, client: _Client, hello: Any) -> bool:
-        if not isinstance(hello, dict) or hello.get("kind") != "hello":
+        if not isinstance(hello, dict) or hello.get("type") != Hello.__name__:
             return False
-        if not hmac.compare_digest(str(hello.get("key")).encode(), self._key):
+        if not hmac.compare_digest(str(hello.get("key")).encode(), self.key.encode()):
             return False
         client.node = str(hello["node"])
         client.connection.max_line_bytes = MAX_LINE_BYTES
@@ -274,4 +275,4 @@ class AgentServer:
         client.connection.close()
         if client.node and self._connections.get(client.node) is client.connection:
             del self._connections[client.node]
-            self._deliver(client.node, {"kind": "hung-up"})
+            self._deliver(client.node, HungUp())

@@ -60,6 +60,7 @@ from elastic_ring.control.state import Building, Ended, Reconnecting, Running, S
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, StorageFailed, TermLost
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_error
+from elastic_ring.runtime.agent.messages import Death
 from elastic_ring.runtime.agent.rpc import raise_open_files
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
 from elastic_ring.runtime.coordinator.checkpoints import PRIOR_FAILURE_S, CheckpointKeeper
@@ -278,8 +279,8 @@ class Coordinator:
         events = [line for line in opened.lines if "event" in line]
         self.state: State = replay(options, events) if opened.lines else initial(options)
         address, me = ray.util.get_node_ip_address(), ray.get_actor(self._own_name, namespace=NAMESPACE)
-        self.node_monitor = NodeMonitor(run_spec, address, self._put, secrets.token_hex(16))
-        self.node_monitor.open()
+        self.node_monitor = NodeMonitor(run_spec, self._put, secrets.token_hex(16))
+        self.node_monitor.open(address)
         self.recorder.nodes = self.node_monitor
         cluster = Cluster(run_spec.run, run_spec.scaling, run_spec.task)
         self.dispatch = Dispatcher(run_spec, address, cluster, self.node_monitor, me, self._put)
@@ -477,15 +478,11 @@ class Coordinator:
             self.dispatch.weights_sha256 = event.weights_sha256
         self._decide(event)
 
-    def _on_death(self, death: Mapping[str, Any]) -> None:
-        worker = death["worker"]
+    def _on_death(self, death: Death) -> None:
         self.recorder.recoveries.died(death)
-        detail = f"{death['how']} in {death['phase']} of step {death['step']}"
-        detail = "\n".join([detail, *death["log_lines"]])
-        lost = WorkerLost(
-            self._cause(), worker, death["reason"], detail, death["step"], death["phase"], death.get("signal", "")
-        )
-        self._on_event(lost, {})
+        detail = "\n".join([f"{death.how} in {death.phase} of step {death.step}", *death.log_lines])
+        place = (death.step, death.phase, death.signal)
+        self._on_event(WorkerLost(self._cause(), death.worker, death.reason, detail, *place), {})
 
     def _on_fault(self, index: int, worker: str, answer: queue.Queue[bool]) -> None:
         new = index not in self.recorder.recoveries.fired

@@ -146,7 +146,7 @@ class Dispatcher:
     # ------------------------------------------------------------ parts
 
     def _start(self, command: StartWorker) -> None:
-        node = self._node_monitor.nodes.get(command.node)
+        node = self._node_monitor.info(command.node)
         if node is None:
             self._put("event", WorkerLost(command.cause, command.worker, "died", "its node is gone"))
             return

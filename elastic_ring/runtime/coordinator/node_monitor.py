@@ -13,8 +13,9 @@ import queue
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,24 @@ import ray
 
 from elastic_ring.control.decisions.detectors import host_share
 from elastic_ring.control.messages import CauseIds, NodeDraining, NodeJoined, NodeLost
+from elastic_ring.runtime.agent.messages import (
+    BadGpus,
+    Beat,
+    Death,
+    Echo,
+    Forget,
+    FromAgent,
+    Hello,
+    HungUp,
+    Kill,
+    Leaves,
+    NodeReading,
+    Resolved,
+    Said,
+    Watch,
+)
 from elastic_ring.runtime.agent.resolver import warning
-from elastic_ring.runtime.agent.rpc import AgentServer, Message
+from elastic_ring.runtime.agent.rpc import AgentServer
 from elastic_ring.runtime.coordinator.recorder import NodeFigures
 from elastic_ring.runtime.doctor.verdicts import AtStart
 from elastic_ring.runtime.driver.cluster import Cluster, NodeInfo, live_nodes, watch_ref
@@ -42,33 +59,47 @@ NOTICE_AGAIN_S = 5.0
 Put = Callable[..., None]
 
 
+@dataclass(frozen=True)
+class WatchedWorker:
+    node: str
+    watch: Watch
+    handle: Any
+    activity: Mapping[str, Any] = field(default_factory=dict)
+    """As its agent said last (`NodeReading.workers`)."""
+
+
+@dataclass
+class WatchedNode:
+    """What is known of one node; a lost one begins anew. `info`: as Ray listed it last, `told`: what the core was told
+    of that. `agent`: its handle. `beat_at`: when it said something last; `reading` and `health`: what, the latter with
+    its time."""
+
+    is_lost: bool = False
+    info: NodeInfo | None = None
+    told: tuple[int, int | None, bool, float] | None = None
+    agent: Any = None
+    beat_at: float | None = None
+    reading: NodeReading | None = None
+    health: tuple[float, Mapping[str, Any]] | None = None
+    bad_gpus: Collection[str] = ()
+    vacant_since: float | None = None
+
+
 class NodeMonitor(NodeFigures):
     """Watches nodes and agents for one coordinator. `put(kind, body, extra)` is the coordinator's queue."""
 
-    def __init__(self, run_spec: Any, address: str, put: Put, key: str) -> None:
-        self._run_spec, self._address, self._put, self._key = run_spec, address, put, key
-        self._timeouts = run_spec.run.timeouts
+    def __init__(self, run_spec: Any, put: Put, key: str) -> None:
+        self._scaling, self._timeouts, self._put = run_spec.scaling, run_spec.run.timeouts, put
         self._own_node = ray.get_runtime_context().get_node_id()
         self._agent_server = AgentServer(key, self._on_message)
         self._cluster = Cluster(run_spec.run, run_spec.scaling, run_spec.task)
-        self.nodes: dict[str, NodeInfo] = {}
-        self._agents: dict[str, Any] = {}
-        self._beats: dict[str, float] = {}
-        self._workers: dict[str, dict[str, Any]] = {}
-        self._told: dict[str, tuple[int, int | None, bool, float]] = {}
-        self._lost: set[str] = set()
-        self._bad_gpus: dict[str, list[str]] = {}
+        self._nodes: defaultdict[str, WatchedNode] = defaultdict(WatchedNode)
+        self._workers: dict[str, WatchedWorker] = {}
         self._vacant: frozenset[str] = frozenset()
-        self._vacant_since: dict[str, float] = {}
-        self._progress: dict[str, dict[str, Any]] = {}
-        self._pressure: dict[str, dict[str, float]] = {}
-        self._memory_shares: dict[str, float] = {}
-        self._guard_limits: dict[str, float] = {}  # an agent's is lower where Ray's own monitor would act first
-        self._health: dict[str, tuple[float, dict[str, Any]]] = {}
         self._cause = CauseIds("monitor")
         self._at_start = AtStart(run_spec.scaling.device if run_spec.scaling is not None else "cpu")
-        # Guards the tables above. No call to Ray while it is held, and no use of it in a callback of Ray: callbacks run
-        # in the thread that such a call waits for.
+        # Guards nodes and workers. No call to Ray while it is held, and no use of it in a callback of Ray: callbacks
+        # run in the thread that such a call waits for.
         self._lock = threading.RLock()
         self._unattached: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._closed = False
@@ -79,87 +110,80 @@ class NodeMonitor(NodeFigures):
         self._closed = True
         self._watcher.join(timeout=self._timeouts.clear_s)
 
-    def open(self) -> None:
-        self._agent_server.open(self._address)
+    def open(self, address: str) -> None:
+        """Accept agents at this address, and watch."""
+        self._agent_server.open(address)
         self._watcher.start()
 
     # ------------------------------------------------------------ for the coordinator
 
     def echo(self, node: str) -> None:
-        self._agent_server.send(node, {"kind": "echo"})
+        self._agent_server.send(node, Echo())
 
     def watch_worker(self, worker: str, node: str, started: Mapping[str, Any]) -> None:
         """Have the node's agent watch this worker: by pidfd, and by its stamps."""
-        entry = {
-            "kind": "watch",
-            "worker": worker,
-            "node": node,
-            "pid": started["pid"],
-            "stamp_path": started["stamp_path"],
-            "log_path": started["log_path"],
-            "handle": started.get("handle"),
-            "gpus": started.get("gpus", []),
-        }
+        gpus = tuple(started.get("gpus", ()))
+        watch = Watch(worker, started["pid"], started["stamp_path"], started["log_path"], gpus)
         with self._lock:
-            self._workers[worker] = entry
-        self._send_watch(entry)
+            self._workers[worker] = WatchedWorker(node, watch, started.get("handle"))
+        self._agent_server.send(node, watch)
 
     def kill(self, worker: str, reason: str) -> bool:
         """SIGKILL by PID through the agent; False without a connection to it."""
-        entry = self._workers.get(worker)
-        return entry is not None and self._agent_server.send(
-            entry["node"], {"kind": "kill", "worker": worker, "reason": reason}
-        )
+        known = self._workers.get(worker)
+        return known is not None and self._agent_server.send(known.node, Kill(worker, reason))
+
+    def info(self, node: str) -> NodeInfo | None:
+        """The node as Ray listed it last; None where it is lost, or was never listed."""
+        with self._lock:
+            return self._nodes[node].info if node in self._nodes else None
 
     def address_of(self, worker: str) -> str:
         """The address of a worker's node; empty where it is not known."""
-        entry = self._workers.get(worker)
-        node = self.nodes.get(entry["node"]) if entry is not None else None
+        known = self._workers.get(worker)
+        node = self.info(known.node) if known is not None else None
         return node.address if node is not None else ""
 
     def came_from(self, worker: str) -> str:
         """The address from which a worker's node connects to this one, which may be another one of it; empty where it
         is not known."""
-        entry = self._workers.get(worker)
-        return self._agent_server.came_from(entry["node"]) if entry is not None else ""
+        known = self._workers.get(worker)
+        return self._agent_server.came_from(known.node) if known is not None else ""
 
     def failing_limits(self, worker: str, limits: Mapping[str, Any]) -> list[str]:
         """Lines for what will fail on the worker's host by `doctor.host.limits`, each once."""
-        host = f"{self.address_of(worker)}/{self._workers[worker]['node'][:6]}"
+        host = f"{self.address_of(worker)}/{self._workers[worker].node[:6]}"
         return self._at_start.look(host, limits, time.time())
 
-    def progress(self, worker: str) -> dict[str, Any]:
+    def progress(self, worker: str) -> Mapping[str, Any]:
         """The worker's activity at its agent's last beat, as in `agent.progress`; {} if unknown."""
-        with self._lock:
-            return dict(self._progress.get(worker, {}))
+        known = self._workers.get(worker)
+        return known.activity if known is not None else {}
 
-    def pressure(self) -> dict[str, float]:
+    def pressure(self) -> Mapping[str, float]:
         """`some` and `full` of `host_memory.Pressure` on the node that waits most; {} without kernel support."""
-        with self._lock:
-            told = [self._pressure[node] for node in self.nodes if self._pressure.get(node)]
+        told = [node.reading.pressure for node in self._listed() if node.reading is not None and node.reading.pressure]
         return max(told, key=lambda one: (one["full"], one["some"]), default={})
 
-    def health(self) -> dict[str, dict[str, Any]]:
+    def health(self) -> dict[str, Mapping[str, Any]]:
         """The last reading of each node's agent by address (`agent.health`), unless it is old: a driver may hang."""
         fresh = time.monotonic() - HEALTH_KEPT_S
-        with self._lock:
-            known = [(self.nodes[node].address, *told) for node, told in self._health.items() if node in self.nodes]
+        known = [(node.info.address, *node.health) for node in self._listed() if node.info and node.health]
         return {address: read for address, at, read in known if at > fresh}
 
     def host_share(self) -> float:
         """How full the fullest node is, as `memory_pressure.host_share` counts; 0 where nothing is known yet."""
-        with self._lock:
-            known = [
-                (share, self._guard_limits.get(node, 0.0), self._pressure.get(node, {}))
-                for node, share in self._memory_shares.items()
-                if node in self.nodes
-            ]
-        return max((host_share(*each) for each in known), default=0.0)
+        known = [node.reading for node in self._listed() if node.reading is not None]
+        return max((host_share(read.memory_share, read.limit, read.pressure) for read in known), default=0.0)
 
     def listed(self) -> list[NodeInfo]:
         """The nodes that Ray lists."""
+        return [node.info for node in self._listed() if node.info is not None]
+
+    def _listed(self) -> list[WatchedNode]:
+        """Copies, as others change them."""
         with self._lock:
-            return list(self.nodes.values())
+            return [replace(node) for node in self._nodes.values() if node.info is not None]
 
     def vacate(self, nodes: frozenset[str]) -> None:
         """The nodes on which the run has no worker and wants none: their agents go, and Ray may remove them.
@@ -170,44 +194,49 @@ class NodeMonitor(NodeFigures):
 
     def forget(self, worker: str) -> None:
         with self._lock:
-            entry = self._workers.pop(worker, None)
-            self._progress.pop(worker, None)
-        if entry is not None:
-            self._agent_server.send(entry["node"], {"kind": "forget", "worker": worker})
+            known = self._workers.pop(worker, None)
+        if known is not None:
+            self._agent_server.send(known.node, Forget(worker))
 
     # ------------------------------------------------------------ from the agents
 
-    def _on_message(self, node: str, message: Message) -> None:
+    def _on_message(self, node: str, message: FromAgent) -> None:
         with self._lock:
-            self._beats[node] = time.monotonic()
-        match message["kind"]:
-            case "beat":
-                with self._lock:
-                    self._progress |= {w: told for w, told in message.get("progress", {}).items() if w in self._workers}
-                    self._health |= {node: (time.monotonic(), message["health"])} if "health" in message else {}
-                    self._pressure |= {node: message["pressure"]} if "pressure" in message else {}
-                    if "memory_share" in message:
-                        self._memory_shares[node], self._guard_limits[node] = message["memory_share"], message["limit"]
+            self._nodes[node].beat_at = time.monotonic()
+        match message:
+            case Beat():
+                self._keep(node, message)
                 self._put("beat", node)
-            case "hello":
-                for entry in self._workers_on(node):
-                    self._send_watch(entry)
-                self._put("reconnect", node, {"reconnect_s": message["reconnect_s"]})
-            case "death":
+            case Hello():
+                for worker in self._workers_on(node):
+                    self._agent_server.send(node, worker.watch)
+                self._put("reconnect", node, {"reconnect_s": message.reconnect_s})
+            case Death():
                 self._put("death", message)
-            case "gpus":
-                log.error("node %s: GPUs that are not used: %s", node, ", ".join(message["bad"]) or "none any more")
+            case BadGpus():
+                names = ", ".join(message.names) or "none any more"
+                log.error("node %s: GPUs that are not used: %s", node, names)
                 with self._lock:
-                    self._bad_gpus[node] = message["bad"]
-            case "resolver":
-                if told := warning(node, message["address"], message["took_s"]):
+                    self._nodes[node].bad_gpus = message.names
+            case Resolved():
+                if told := warning(node, message.address, message.took_s):
                     self._put("told", told)
-            case "told":
-                self._put("told", message["text"])
-            case "leaves":
-                threading.Thread(target=self._pass_notice, args=(node, message["in_s"]), daemon=True).start()
-            case "hung-up":
+            case Said():
+                self._put("told", message.text)
+            case Leaves():
+                threading.Thread(target=self._pass_notice, args=(node, message.in_s), daemon=True).start()
+            case HungUp():
                 self._confirm_in_thread(node, "its agent closed the connection")
+
+    def _keep(self, name: str, beat: Beat) -> None:
+        with self._lock:
+            node = self._nodes[name]
+            node.reading = beat.reading or node.reading
+            if beat.health is not None:
+                node.health = (time.monotonic(), beat.health)
+            for worker, activity in (beat.reading.workers if beat.reading is not None else {}).items():
+                if worker in self._workers:
+                    self._workers[worker] = replace(self._workers[worker], activity=activity)
 
     def _pass_notice(self, node: str, in_s: float) -> None:
         """Make the provider's notice Ray's: others that use the node hear it, and the autoscaler replaces the node."""
@@ -227,10 +256,6 @@ class NodeMonitor(NodeFigures):
                 )
             time.sleep(min(NOTICE_AGAIN_S, max(left_s, 0.1)))
 
-    def _send_watch(self, entry: Mapping[str, Any]) -> None:
-        message = {key: value for key, value in entry.items() if key not in ("handle", "node")}
-        self._agent_server.send(entry["node"], message)
-
     # ------------------------------------------------------------ nodes
 
     def _watch(self) -> None:
@@ -243,92 +268,87 @@ class NodeMonitor(NodeFigures):
             time.sleep(POLL_S)
 
     def _poll(self) -> None:
-        listed = live_nodes(self._run_spec.scaling)
+        listed = {node.node: node for node in live_nodes(self._scaling)}
         with self._lock:
             self._drop_unattached()
-            seen = {node.node: without(node, self._bad_gpus.get(node.node, ())) for node in listed}
-            for node in seen.values():
+            for node in listed.values():
                 self._update(node)
-            for name in [n for n in self.nodes if n not in seen]:
+            for name in [name for name, node in self._nodes.items() if node.info and name not in listed]:
                 self._lose(name, "Ray no longer lists it")
             now, limit_s = time.monotonic(), self._timeouts.node_silent_s
             # The second source is asked within the limit, so that a silent node is lost when it is reached.
             silent = now - max(limit_s - CONFIRM_S, limit_s / 2)
-            for name in [n for n in self._agent_server.nodes if self._beats.get(n, silent) < silent]:
-                self._beats[name] = now  # asked once for each such silence
-                self._confirm_in_thread(name, f"no beat for {limit_s:.1f} s", now)
-            vacant = self._long_vacant()
-            without_agent = [node for name, node in seen.items() if name not in self._agents | self._vacant_since]
+            for name in self._agent_server.nodes:
+                beat_at = self._nodes[name].beat_at
+                if beat_at is not None and beat_at < silent:
+                    self._nodes[name].beat_at = now  # asked once for each such silence
+                    self._confirm_in_thread(name, f"no beat for {limit_s:.1f} s", now)
+            vacant = self._long_vacant(now)
+            known = {name: self._nodes[name] for name in listed}
+            without_agent = [n.info for n in known.values() if n.agent is None and n.vacant_since is None and n.info]
         for name in vacant:
             self._remove_agent(name)
         for node in without_agent:
             if not self._closed:
                 self._start_agent(node)
 
-    def _long_vacant(self) -> list[str]:
+    def _long_vacant(self, now: float) -> list[str]:
         """Nodes whose agent is to go now."""
-        vacant, now = self._vacant, time.monotonic()
-        self._vacant_since = {name: self._vacant_since.get(name, now) for name in vacant}
-        return [name for name, since in self._vacant_since.items() if name in self._agents and now - since > VACANT_S]
+        for name, node in self._nodes.items():
+            node.vacant_since = (node.vacant_since or now) if name in self._vacant else None
+        has_agent = {name: n.vacant_since for name, n in self._nodes.items() if n.agent is not None}
+        return [name for name, since in has_agent.items() if since is not None and now - since > VACANT_S]
 
-    def _remove_agent(self, node: str) -> None:
+    def _remove_agent(self, name: str) -> None:
         with self._lock:
-            if node not in self._vacant:
+            if name not in self._vacant:
                 return
-            agent = self._agents.pop(node, None)
-            for told in (self._beats, self._memory_shares, self._guard_limits, self._pressure):
-                told.pop(node, None)  # nobody renews them
-        self._agent_server.hang_up(node)
+            node = self._nodes[name]
+            agent, node.agent, node.beat_at, node.reading = node.agent, None, None, None  # nobody renews them
+        self._agent_server.hang_up(name)
         if agent is not None:
-            log.info("node %s: no worker of the run is there or wanted; its agent exits", node)
+            log.info("node %s: no worker of the run is there or wanted; its agent exits", name)
             ray.kill(agent, no_restart=True)
 
-    def _update(self, node: NodeInfo) -> None:
+    def _update(self, listed: NodeInfo) -> None:
         """Report what is new about the node, once its agent is connected."""
-        name = node.node
-        known, self.nodes[name] = self._told.get(name), node
-        news = (node.num_slots, node.num_gpus, node.draining, node.leaves_at)
+        name, node = listed.node, self._nodes[listed.node]
+        node.info = info = without(listed, node.bad_gpus)
+        known, news = node.told, (info.num_slots, info.num_gpus, info.draining, info.leaves_at)
         if known == news or (known is None and name not in self._agent_server.nodes):
             return
-        self._told[name] = news
-        self._lost.discard(name)
+        node.told, node.is_lost = news, False
         if known is None or known[:2] != news[:2]:
-            self._event(NodeJoined(self._cause(), name, node.num_slots, node.num_gpus, node.domains, node.is_reserved))
-        if node.draining:
-            self._event(NodeDraining(self._cause(), name, node.leaves_at))
+            self._event(NodeJoined(self._cause(), name, info.num_slots, info.num_gpus, info.domains, info.is_reserved))
+        if info.draining:
+            self._event(NodeDraining(self._cause(), name, info.leaves_at))
 
-    def _workers_on(self, node: str) -> list[dict[str, Any]]:
+    def _workers_on(self, node: str) -> list[WatchedWorker]:
         with self._lock:
-            return [entry for entry in self._workers.values() if entry["node"] == node]
+            return [worker for worker in self._workers.values() if worker.node == node]
 
     def _start_agent(self, node: NodeInfo) -> None:
         """Start or find the node's agent and have it connect. Waits for Ray, so the lock must not be held."""
-        agent = self._cluster.start_agent(node)
-        coordinator = {
-            "host": self._address,
-            "port": self._agent_server.port,
-            "key": self._key,
-            "pid": os.getpid(),
-            "node": self._own_node,
-        }
+        agent, server = self._cluster.start_agent(node), self._agent_server
+        here = {"pid": os.getpid(), "node": self._own_node}
 
         def attached(_: Any, error: BaseException | None) -> None:
             if error is not None:
                 log.error("agent of node %s did not attach: %s", node.node, error)
                 self._unattached.put((node.node, agent))
 
-        attaching = agent.attach.remote(coordinator)
+        attaching = agent.attach.remote({"host": server.host, "port": server.port, "key": server.key, **here})
         with self._lock:
-            if node.node in self.nodes:  # it may have been lost meanwhile
-                self._agents[node.node] = agent
+            if self.info(node.node) is not None:  # it may have been lost meanwhile
+                self._nodes[node.node].agent = agent
         watch_ref(attaching, attached)
 
     def _drop_unattached(self) -> None:
         """Forget the agents that could not connect, so that they are started again."""
         while not self._unattached.empty():
             name, agent = self._unattached.get()
-            if self._agents.get(name) is agent:
-                del self._agents[name]
+            if self._nodes[name].agent is agent:
+                self._nodes[name].agent = None
 
     def _confirm_in_thread(self, node: str, why: str, silent_at: float = math.inf) -> None:
         """In a thread for each node, because many may fall silent at once and each takes time to confirm."""
@@ -341,11 +361,13 @@ class NodeMonitor(NodeFigures):
         A node without workers is left to Ray's own table, as nothing there is urgent. This process's own node is
         alive. An agent that does not answer while its workers do is stopped or stuck, and is replaced.
         """
-        agent = self._agents.get(node)
-        handles = [entry["handle"] for entry in self._workers_on(node) if entry["handle"] is not None]
+        with self._lock:
+            known = self._nodes[node]
+            agent, info = known.agent, known.info
+        handles = [worker.handle for worker in self._workers_on(node) if worker.handle is not None]
         asked = [handle.ping.remote() for handle in (*handles, agent) if handle is not None]
-        if not answers(asked, partial(refuses, self.nodes.get(node))) and handles and node != self._own_node:
-            if self._beats.get(node, 0.0) <= silent_at:
+        if not answers(asked, partial(refuses, info)) and handles and node != self._own_node:
+            if (known.beat_at or 0.0) <= silent_at:
                 self._lose(node, why)
             return
         agent_answers = agent is not None and answers(asked[-1:])
@@ -353,22 +375,20 @@ class NodeMonitor(NodeFigures):
         if agent is not None and not agent_answers:
             ray.kill(agent, no_restart=True)
         with self._lock:
-            self._agents.pop(node, None)
-            self._beats[node] = time.monotonic()
+            known.agent, known.beat_at = None, time.monotonic()
 
     def _lose(self, node: str, why: str) -> None:
         with self._lock:
-            if self._closed or (node not in self.nodes and node not in self._told):
+            lost = self._nodes[node]
+            if self._closed or (lost.info is None and lost.told is None):
                 return
             # Ray goes on listing a silent node for a while; when Ray drops it, the loss has been reported.
-            known = node in self._lost and node not in self._told
+            known = lost.is_lost and lost.told is None
             if not known:
                 log.warning("node %s is lost: %s", node, why)
-            for table in (self.nodes, self._agents, self._beats, self._told, self._bad_gpus):
-                table.pop(node, None)
+            self._nodes[node] = WatchedNode(is_lost=True)
             # A machine without power closes no connection: it would look like a node that has just joined.
             self._agent_server.hang_up(node)
-            self._lost.add(node)
         if not known:
             self._event(NodeLost(self._cause(), node))
 

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.capacity.scaling import Ask, next_ask, sizes
 from elastic_ring.errors import PeerFailed
-from elastic_ring.runtime.agent.agent import NodeAgent
+from elastic_ring.runtime.agent.agent import AgentSpec, NodeAgent
 from elastic_ring.runtime.autoscaler import RENEW_S, Autoscaler
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.groups import nccl
@@ -230,11 +230,13 @@ class Cluster:
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.node, soft=False),
             )
             .remote(
-                node.node,
-                self._run.timeouts,
-                self._scaling.device == "cuda",
-                self._run.notices,
-                self._run.memory_limit,
+                AgentSpec(
+                    node.node,
+                    self._run.timeouts,
+                    early=self._scaling.device == "cuda",
+                    notices=self._run.notices,
+                    memory_limit=self._run.memory_limit,
+                )
             )
         )
 

@@ -17,7 +17,7 @@ from ray.runtime_env import RuntimeEnv
 
 from elastic_ring.config import Timeouts
 from elastic_ring.errors import PeerFailed, RunFailed
-from elastic_ring.runtime.agent.agent import NodeAgent
+from elastic_ring.runtime.agent.agent import AgentSpec, NodeAgent
 from elastic_ring.runtime.agent.stamp_dir import VARIABLES, hold, remove_stale
 from elastic_ring.runtime.driver.cluster import AgentAnswers
 from elastic_ring.runtime.worker.actor import check_arrived
@@ -40,7 +40,7 @@ with open("/proc/self/cmdline") as file:
 def test_a_worker_starts_with_the_variables_that_its_agent_keeps_for_this_user_alone(tmp_path: Path) -> None:
     folder, script = tmp_path / "elastic_ring-run-11111111", tmp_path / "worker.py"
     script.write_text(WORKER)
-    agent: Any = NodeAgent("node", Timeouts())
+    agent: Any = NodeAgent(AgentSpec("node", Timeouts()))
     for value in ("an earlier one", SECRET):
         command = agent.keep_variables(str(folder), {"A.TOKEN": value, "PYTHONDONTWRITEBYTECODE": "1"})
     assert RuntimeEnv(py_executable=command)["py_executable"] == command
@@ -61,7 +61,7 @@ def test_values_name_others_as_in_ray_s_env_vars_and_a_jobs_own_python_is_kept(
 ) -> None:
     folder, script = tmp_path / "elastic_ring-run-11111111", tmp_path / "worker.py"
     script.write_text("import os, sys; print(os.environ['ONE'], os.environ['TWO'], sys.flags.optimize)")
-    agent: Any = NodeAgent("node", Timeouts())
+    agent: Any = NodeAgent(AgentSpec("node", Timeouts()))
     command = agent.keep_variables(str(folder), {"ONE": "${KEPT}/a${NOT_SET}", "TWO": "$ONE:$5"}, python)
     words = [sys.executable, "-c", AS_RAY_DOES, command, str(script)]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "KEPT": "kept"}, timeout=60)

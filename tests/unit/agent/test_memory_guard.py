@@ -13,7 +13,7 @@ import pytest
 
 from elastic_ring.config import Timeouts
 from elastic_ring.monitor.host_memory import HostMemory, MemoryReading, Pressure, kills
-from elastic_ring.runtime.agent.agent import NodeAgent
+from elastic_ring.runtime.agent.agent import AgentSpec, NodeAgent
 from elastic_ring.runtime.agent.memory_guard import (
     PERIOD_S,
     REST_S,
@@ -22,7 +22,8 @@ from elastic_ring.runtime.agent.memory_guard import (
     ray_threshold,
     warning,
 )
-from tests.unit.agent.test_agent import JsonConnection
+from elastic_ring.runtime.agent.messages import Death, Watch
+from tests.unit.agent.test_agent import JsonConnection, linked
 
 GIB = 2**30
 MEMINFO = "MemTotal:       16777216 kB\nMemFree:         1048576 kB\nMemAvailable:    8388608 kB\n"
@@ -215,19 +216,19 @@ def test_a_kill_by_the_kernel_is_told_apart_from_another(tmp_path: Path, oom_kil
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         cgroup, events = f"proc/{process.pid}/cgroup", "sys/fs/cgroup/memory.events"
         memory = written(tmp_path, {cgroup: "0::/\n", events: "oom 0\noom_kill 2\n"})
-        agent: Any = NodeAgent("node", Timeouts())
+        agent: Any = NodeAgent(AgentSpec("node", Timeouts()))
         agent._exits.open()
-        agent._guard, agent._connection = MemoryGuard(0.0, memory), connection
-        agent._watch_worker({"worker": "w", "pid": process.pid, "stamp_path": str(tmp_path / "no"), "log_path": ""})
+        agent._guard, agent._link = MemoryGuard(0.0, memory), linked(connection)
+        agent._watch_worker(Watch("w", process.pid, str(tmp_path / "no"), ""))
         agent._look()
         if oom_kills:
             (tmp_path / events).write_text("oom 1\noom_kill 3\n")
         os.kill(process.pid, signal.SIGKILL)
         while not connection.deaths():
             agent._look()
-    (death,) = [message for message in connection.said if message["kind"] == "death"]
-    assert death["reason"] == ("out of memory" if oom_kills else "died")
-    assert ("oom_kill 2 -> 3); killed by SIGKILL" in death["how"]) == oom_kills
+    (death,) = [message for message in connection.said if isinstance(message, Death)]
+    assert death.reason == ("out of memory" if oom_kills else "died")
+    assert ("oom_kill 2 -> 3); killed by SIGKILL" in death.how) == oom_kills
     connection.close()
 
 
@@ -235,16 +236,16 @@ def test_the_agent_kills_the_worker_that_grew_and_names_the_cause(tmp_path: Path
     connection = JsonConnection()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         guard, memory = guard_over({process.pid: 10})
-        agent: Any = NodeAgent("node", Timeouts())
+        agent: Any = NodeAgent(AgentSpec("node", Timeouts()))
         agent._exits.open()
-        agent._guard, agent._connection = guard, connection
-        agent._watch_worker({"worker": "w", "pid": process.pid, "stamp_path": str(tmp_path / "no"), "log_path": ""})
+        agent._guard, agent._link = guard, linked(connection)
+        agent._watch_worker(Watch("w", process.pid, str(tmp_path / "no"), ""))
         agent._look()
         memory.sizes[process.pid] = 95
         while not connection.deaths():
             agent._look()
         assert process.wait(timeout=10) == -signal.SIGKILL
-    (death,) = [message for message in connection.said if message["kind"] == "death"]
-    assert death["reason"] == "out of memory"
-    assert "it grew by 85.00 GiB to 95.00 GiB" in death["how"]
+    (death,) = [message for message in connection.said if isinstance(message, Death)]
+    assert death.reason == "out of memory"
+    assert "it grew by 85.00 GiB to 95.00 GiB" in death.how
     connection.close()

@@ -16,7 +16,7 @@ import pytest
 
 from elastic_ring.config import Timeouts
 from elastic_ring.runtime.agent import notices
-from elastic_ring.runtime.agent.agent import NodeAgent
+from elastic_ring.runtime.agent.agent import AgentSpec, NodeAgent
 
 SOON_S = 120
 
@@ -104,16 +104,16 @@ def test_a_notice_is_told_once_and_failures_before_it_do_not_end_the_asking(monk
 
 
 def test_what_an_agent_has_to_say_before_it_is_connected_is_said_once_it_is() -> None:
-    agent: Any = NodeAgent("node", Timeouts())
+    agent: Any = NodeAgent(AgentSpec("node", Timeouts()))
     agent._tell("the provider does not answer")
     sent = list[Any]()
-    agent._connection = SimpleNamespace(send=sent.append)
+    agent._link = SimpleNamespace(send=sent.append)
     agent._tell("it answers")
-    assert [message["text"] for message in sent] == ["node node: the provider does not answer", "node node: it answers"]
+    assert [message.text for message in sent] == ["node node: the provider does not answer", "node node: it answers"]
 
 
 def test_an_agent_without_that_function_does_not_begin_and_refuses_again_when_it_is_asked_again() -> None:
-    agent: Any = NodeAgent("node", Timeouts(), notices="elastic_ring.nowhere:ask")
+    agent: Any = NodeAgent(AgentSpec("node", Timeouts(), notices="elastic_ring.nowhere:ask"))
     for _ in range(2):
         with pytest.raises(ValueError, match=r"notices='elastic_ring\.nowhere:ask'"):
             agent._start()

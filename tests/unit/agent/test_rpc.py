@@ -9,13 +9,16 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic_ring.control.messages import to_json
 from elastic_ring.runtime.agent import rpc
+from elastic_ring.runtime.agent.messages import Beat, Death, Echo, Hello, HungUp
 from elastic_ring.runtime.agent.rpc import AgentServer, JsonConnection, dial
 
 HOST = "127.0.0.1"
@@ -37,8 +40,8 @@ def server(delivered: Delivered) -> Iterator[AgentServer]:
         opened.hang_up(node)
 
 
-def hello(node: str, key: str = KEY) -> dict[str, Any]:
-    return {"kind": "hello", "node": node, "key": key, "pid": 1}
+def hello(node: str, key: str = KEY) -> Hello:
+    return Hello(node, key, 1, 1.0)
 
 
 def agent(server: AgentServer, delivered: Delivered, node: str) -> JsonConnection:
@@ -60,10 +63,10 @@ def test_a_node_is_known_by_the_address_that_it_comes_from(server: AgentServer, 
 
 
 def round_trip(server: AgentServer, connection: JsonConnection, delivered: Delivered, node: str) -> None:
-    assert connection.send({"kind": "beat"})
-    assert delivered.get(timeout=WAIT_S) == (node, {"kind": "beat"})
-    assert server.send(node, {"kind": "echo"})
-    assert connection.receive() == [{"kind": "echo"}]
+    assert connection.send(Beat())
+    assert delivered.get(timeout=WAIT_S) == (node, Beat())
+    assert server.send(node, Echo())
+    assert connection.receive() == [{"type": "Echo"}]
 
 
 def num_bytes_taken(sock: socket.socket, num_bytes: int) -> int:
@@ -103,9 +106,9 @@ def test_a_client_without_the_key_is_closed_after_a_few_kilobytes_while_agents_a
 @pytest.mark.parametrize(
     "line",
     [
-        json.dumps(hello("n", "another key")).encode(),
-        json.dumps({**hello("n"), "key": None}).encode(),
-        json.dumps({"kind": "beat"}).encode(),
+        json.dumps(to_json(hello("n", "another key"))).encode(),
+        json.dumps({**to_json(hello("n")), "key": None}).encode(),
+        json.dumps({"type": "Beat"}).encode(),
         b"[1]",
         b"no JSON",
         b"[" * 4000,
@@ -129,7 +132,7 @@ def test_a_client_that_sends_no_key_in_time_is_closed(
     monkeypatch.setattr(rpc, "HELLO_S", 0.1)
     good = agent(server, delivered, "n")
     with socket.create_connection((HOST, server.port)) as silent:
-        silent.sendall(b'{"kind": "hello"')
+        silent.sendall(b'{"type": "Hello"')
         assert is_closed(silent)
     round_trip(server, good, delivered, "n")
     good.close()
@@ -152,14 +155,14 @@ def test_an_agents_long_line_arrives_whole_and_one_beyond_the_bound_ends_its_con
 ) -> None:
     monkeypatch.setattr(rpc, "MAX_LINE_BYTES", 1 << 20)
     good = agent(server, delivered, "n")
-    message = {"kind": "death", "log_lines": ["x" * (1 << 19)] * 2, "end": "\n" * 9}
-    message["log_lines"][1] = message["log_lines"][1][:-200]  # type: ignore[index]
+    lines = ("x" * (1 << 19), "x" * ((1 << 19) - 400), "\n" * 9)
+    message = Death("w", 1, "died", "killed", 0.0, log_lines=lines)
     assert good.send(message)
-    assert good.send({"kind": "beat"})
+    assert good.send(Beat())
     assert delivered.get(timeout=WAIT_S) == ("n", message)
-    assert delivered.get(timeout=WAIT_S) == ("n", {"kind": "beat"})
-    good.send({"kind": "death", "log_lines": ["x" * (1 << 21)]})
-    assert delivered.get(timeout=WAIT_S) == ("n", {"kind": "hung-up"})
+    assert delivered.get(timeout=WAIT_S) == ("n", Beat())
+    good.send(replace(message, log_lines=("x" * (1 << 21),)))
+    assert delivered.get(timeout=WAIT_S) == ("n", HungUp())
     good.close()
 
 
@@ -221,10 +224,12 @@ def test_a_process_may_open_what_the_system_allows_it(caplog: pytest.LogCaptureF
 
 PIECES = st.one_of(
     st.binary(max_size=5000),
-    st.sampled_from([b"\n", b"{", b"[" * 4000, json.dumps(hello("n", "no")).encode() + b"\n", b'{"kind": "hello"}\n']),
+    st.sampled_from(
+        [b"\n", b"{", b"[" * 4000, json.dumps(to_json(hello("n", "no"))).encode() + b"\n", b'{"type": "Hello"}\n']
+    ),
     st.recursive(
         st.none() | st.integers() | st.text(), lambda leaf: st.dictionaries(st.text(), leaf), max_leaves=5
-    ).map(lambda found: json.dumps({"kind": "hello", "key": found, "node": found}).encode() + b"\n"),
+    ).map(lambda found: json.dumps({"type": "Hello", "key": found, "node": found}).encode() + b"\n"),
 )
 
 

@@ -19,7 +19,8 @@ import pytest
 from elastic_ring.config import Timeouts
 from elastic_ring.runtime.agent import agent as agent_module
 from elastic_ring.runtime.agent import stamp_dir
-from elastic_ring.runtime.agent.agent import NodeAgent
+from elastic_ring.runtime.agent.agent import AgentSpec, NodeAgent
+from elastic_ring.runtime.agent.messages import Watch
 from elastic_ring.runtime.agent.stamp_dir import GONE, LOCK_NAME, hold, remove_stale
 from tests.lock_process import lock_process
 
@@ -242,23 +243,23 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """One whose shared memory is a folder of this test, and whose turns are the test's."""
     monkeypatch.setattr(agent_module, "remove_stale", lambda: remove_stale(tmp_path))
     monkeypatch.setattr(NodeAgent, "_watch", lambda self: None)
-    made: Any = NodeAgent("node", Timeouts())
+    made: Any = NodeAgent(AgentSpec("node", Timeouts()))
     yield made
     for fd in made._locks.values():
         os.close(fd)
     made._exits.close()
 
 
-def worker_spec(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
-    return {"worker": "w", "pid": process.pid, "stamp_path": str(folder / "w.stamp"), "log_path": ""}
+def worker_spec(process: subprocess.Popen[str], folder: Path) -> Watch:
+    return Watch("w", process.pid, str(folder / "w.stamp"), "")
 
 
 def deaths(agent: Any) -> list[str]:
     """How the agent says that its worker, killed now, died."""
     agent._exits.kill("w")
-    while not agent._notices:
+    while not agent._news.deaths:
         agent._look()
-    return [notice["how"] for notice in agent._notices]
+    return [death.how for death in agent._news.deaths]
 
 
 def test_an_agent_cleans_up_at_its_start_and_holds_the_folder_of_the_workers_that_it_watches(

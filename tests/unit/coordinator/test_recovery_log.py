@@ -10,6 +10,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.control.facts import fact_of
 from elastic_ring.control.state import Change, LostWorker
 from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.agent.messages import Death
 from elastic_ring.runtime.coordinator.folds.recovery_log import RecoveryLog
 
 RUN = RunConfig("story", run_dir="runs/story", faults="kill@step=3,rank=1")  # type: ignore[arg-type]
@@ -202,7 +203,7 @@ def test_what_only_the_newcomer_has_is_named_too(notes: list[Any]) -> None:
 
 def test_a_worker_that_was_killed_for_its_device_is_told_of_by_the_devices_words(notes: list[Any]) -> None:
     story = RecoveryLog(RUN, notes.append)
-    story.deaths["b"] = {"phase": "backward", "step": 3, "how": "killed by SIGKILL"}
+    story.deaths["b"] = Death("b", 1, "died", "killed by SIGKILL", 0.0, 3, "backward")
     lost = (LostWorker("b", "node", 1, "device error", "AcceleratorError: CUDA error: an ECC error"),)
     story.begin(change(lost=lost), 3)
     story.committed(3, 11.0)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_ring.control.messages import CauseIds, NodeDraining, NodeJoined, NodeLost
+from elastic_ring.runtime.agent.messages import Beat, NodeReading
 from elastic_ring.runtime.agent.rpc import AgentServer
 from elastic_ring.runtime.coordinator import node_monitor
 from elastic_ring.runtime.coordinator.driver_feed import KEPT_STEPS, DriverFeed
@@ -91,7 +92,7 @@ def monitor(monkeypatch: pytest.MonkeyPatch) -> NodeMonitor:
     spec: Any = SimpleNamespace(
         run=SimpleNamespace(timeouts=SimpleNamespace(node_silent_s=1e9, hello_s=1.0)), scaling=None, task=None
     )
-    return NodeMonitor(spec, "127.0.0.1", lambda kind, event: None, "key")
+    return NodeMonitor(spec, lambda kind, event: None, "key")
 
 
 def test_a_callback_of_ray_never_waits_for_a_thread_that_waits_for_ray(
@@ -132,12 +133,14 @@ def test_what_an_agent_read_of_its_node_counts_for_a_while_and_only_while_the_no
     clock = [100.0]
     monkeypatch.setattr(node_monitor.time, "monotonic", lambda: clock[0])
     reading = {"network": {"errors": 1}, "gpus": {}}
-    monitor.nodes = {"n": NodeInfo("n", "10.0.0.1", 2, False)}
-    monitor._on_message("n", {"kind": "beat", "health": reading})
-    monitor._on_message("gone", {"kind": "beat", "health": reading})
+    monkeypatch.setattr(node_monitor, "live_nodes", lambda _: [NodeInfo("n", "10.0.0.1", 2, False)])
+    monkeypatch.setattr(monitor, "_start_agent", lambda node: None)
+    monitor._poll()
+    monitor._on_message("n", Beat(health=reading))
+    monitor._on_message("gone", Beat(health=reading))
     assert monitor.health() == {"10.0.0.1": reading}
     clock[0] += node_monitor.HEALTH_KEPT_S + 1
-    monitor._on_message("n", {"kind": "beat"})
+    monitor._on_message("n", Beat())
     assert monitor.health() == {}
 
 
@@ -147,7 +150,7 @@ def test_nodes_that_join_and_go_in_several_threads_leave_whole_tables(
     """What Ray lists is given here; the tables and the threads are the monitor's own."""
     events: list[Any] = []
     monitor._put = lambda kind, event: events.append(event)
-    monkeypatch.setattr(monitor, "_start_agent", lambda node: monitor._agents.setdefault(node.node, None))
+    monkeypatch.setattr(monitor, "_start_agent", lambda node: None)
     monkeypatch.setattr(AgentServer, "nodes", property(lambda self: tuple(f"n{i}" for i in range(40))))
     rounds = itertools.count()
 
@@ -167,7 +170,7 @@ def test_nodes_that_join_and_go_in_several_threads_leave_whole_tables(
 
     at_once(poll, poll, lose, lose)
     joined, lost = (sum(isinstance(event, kind) for event in events) for kind in (NodeJoined, NodeLost))
-    assert joined - lost == len(monitor.nodes)
+    assert joined - lost == len(monitor.listed())
 
 
 def test_a_notice_that_rays_head_cannot_take_is_told_again_until_the_machine_goes(
@@ -200,10 +203,12 @@ def test_an_agent_goes_from_a_node_where_nobody_is_wanted_and_comes_back_with_th
 
     def start_agent(node: NodeInfo) -> None:
         started.append(node.node)
-        monitor._agents[node.node] = f"agent of {node.node}"
+        monitor._nodes[node.node].agent = f"agent of {node.node}"
 
     monkeypatch.setattr(monitor, "_start_agent", start_agent)
-    monkeypatch.setattr(AgentServer, "nodes", property(lambda self: tuple(monitor._agents)))
+    monkeypatch.setattr(
+        AgentServer, "nodes", property(lambda self: tuple(name for name, node in monitor._nodes.items() if node.agent))
+    )
     monkeypatch.setattr(node_monitor, "live_nodes", lambda _: nodes)
     monkeypatch.setattr(node_monitor.ray, "kill", lambda agent, no_restart: killed.append(agent))
     monkeypatch.setattr(node_monitor, "VACANT_S", 0.0)
@@ -211,7 +216,7 @@ def test_an_agent_goes_from_a_node_where_nobody_is_wanted_and_comes_back_with_th
     monitor._poll()
     assert started == ["me", "n"]
     for node, share in (("me", 0.44), ("n", 0.87)):
-        monitor._on_message(node, {"kind": "beat", "memory_share": share, "limit": 0.88, "pressure": {}})
+        monitor._on_message(node, Beat(NodeReading({}, share, 0.88, {})))
     assert monitor.host_share() == pytest.approx(0.87 / 0.88), "of what that node's guard allows"
     monitor.vacate(frozenset({"me", "n"}))
     for _ in range(3):

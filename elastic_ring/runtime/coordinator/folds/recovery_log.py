@@ -10,6 +10,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from elastic_ring.config import RunConfig
@@ -29,6 +30,7 @@ from elastic_ring.control.state import Change
 from elastic_ring.faults import Fault
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.report import recovery_line
+from elastic_ring.runtime.agent.messages import Death
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ class RecoveryLog:
         self.lines: list[str] = []
         self.fired: dict[int, float] = {}
         self.fired_by: dict[int, str] = {}
-        self.deaths: dict[str, dict[str, Any]] = {}
+        self.deaths: dict[str, Death] = {}
         self.pids: dict[str, int] = {}
         self.same_environment = True
         self._open_faults: list[int] = []
@@ -64,15 +66,15 @@ class RecoveryLog:
     def worker_started(self, worker: str, pid: int, environment: Mapping[str, Any]) -> None:
         self._tell(WorkerStarted(worker, pid, dict(environment)))
 
-    def died(self, death: Mapping[str, Any]) -> None:
+    def died(self, death: Death) -> None:
         """An agent's notice of a death. A second one of the same worker has the cause, unknown when the exit began."""
-        worker = death["worker"]
-        if worker in self.deaths:
-            self.deaths[worker].update(reason=death["reason"], how=death["how"], signal=death.get("signal", ""))
+        known = self.deaths.get(death.worker)
+        if known is not None:
+            self.deaths[death.worker] = replace(known, reason=death.reason, how=death.how, signal=death.signal)
             return
-        self.deaths[worker] = dict(death)
-        for line in death["log_lines"]:
-            log.warning("log tail of %s: %s", worker, line)
+        self.deaths[death.worker] = death
+        for line in death.log_lines:
+            log.warning("log tail of %s: %s", death.worker, line)
 
     def resumed(self, worker: str, timings: Mapping[str, Any]) -> None:
         self._timings[worker] = dict(timings)
@@ -285,11 +287,11 @@ class RecoveryLog:
     def _cause(self, change: Change) -> str:
         parts = []
         for loss in change.lost:
-            death = self.deaths.get(loss.worker, {})
+            death = self.deaths.get(loss.worker)
             who = f"rank {loss.global_rank}" if loss.global_rank is not None else f"newcomer {loss.worker}"
-            where = f" in {death['phase']} of step {death['step']}" if death else ""
+            where = f" in {death.phase} of step {death.step}" if death else ""
             # Of a worker that was killed for its device the signal says nothing.
-            why = loss.detail if loss.reason in OF_ONE_DEVICE else death.get("how", loss.detail)
+            why = loss.detail if loss.reason in OF_ONE_DEVICE or death is None else death.how
             parts.append(f"{who} {loss.reason}{where} ({why})")
         parts += [f"{worker} drained" for worker in change.drained]
         parts += [] if parts else [f"{worker} {text}" for worker, text in self._own_failures.items()]
