@@ -14,7 +14,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.device import kernel_cache
 from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
 from elastic_ring.state.device.digest import device_digests
-from elastic_ring.train.transaction import Transaction, Watch
+from elastic_ring.train.transaction import Transaction, TransactionOptions, Watch
 
 
 def connected(run: GpuRun, rank: int, port: int, prefix: str, device: torch.device) -> Groups:
@@ -34,9 +34,8 @@ def build(run: GpuRun, groups: Groups, device: torch.device, watch: Watch = igno
         Loader(source),
         Order(task.step.seed, task.step.global_batch, source.num_sequences),
         watch,
-        kernel_cache(),
+        TransactionOptions(kernel_cache=kernel_cache(), cpu_offload=run.cpu_offload),
     )
-    state.offload(run.cpu_offload)
     state.use(device)
     state.enter(groups, (1, 1), keep=False)
     state.initialise()
@@ -65,7 +64,7 @@ def one_step(
         spans["compute_s"] = time.monotonic() - begun
     state.reduce(step)
     mark("reduce")
-    gradient = device_digests([state._gradient.flat])[0].hex() if spans is not None and state._gradient else ""
+    gradient = device_digests([state.held.gradient.flat])[0].hex() if spans is not None else ""
     outcome = state.vote(step, local, boundary=False)
     mark("vote")
     state.apply(outcome)

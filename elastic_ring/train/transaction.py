@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -115,88 +115,155 @@ class Local:
     expert_parts: int = 0
 
 
+@dataclass(frozen=True)
+class TransactionOptions:
+    """How a worker takes its steps. `kernel_cache`: the folder of kernels' tables. `spikes` judges losses, and `gauge`
+    measures how near each step came to the end of memory; None: nobody does. `corruption`: what follows when ranks that
+    must agree do not; in one step of `check_every_steps` digests are compared and one pass of each ring is computed by
+    two, 0: in none. `cpu_offload`: what of the shard is in host memory between steps. `keeps_activations`: whatever the
+    model's layers choose."""
+
+    kernel_cache: Path | None = None
+    spikes: SpikeWatch | None = None
+    gauge: MemoryGauge | None = None
+    corruption: Literal["off", "log", "act"] = "off"
+    check_every_steps: int = 0
+    cpu_offload: CpuOffload = "none"
+    keeps_activations: bool = False
+
+
+@dataclass
+class HeldState:
+    """A shard and what is true of it alone: made whole, dropped whole."""
+
+    shard: Shard
+    gradient: Gradient
+    unapplied: Outcome | None = None  # the result of step `applied`, not applied yet
+    last: Vote | None = None  # the result of step `applied` - 1
+    back: MustGoBack | None = None  # what the last applied step asked for
+    applying: bool = False
+    filled: bool = False  # the shard has values, from the seed or from a donor
+    id: tuple[int, int] = (0, 0)  # (term, generation) of the last build in which it became or stayed valid
+
+    @property
+    def valid(self) -> bool:
+        return self.filled and not self.applying
+
+
+@dataclass
+class Wrapping:
+    """The module as it is wrapped in the groups of one generation, with what belongs to these: made whole, dropped
+    whole, as an aborted exchange may still write to its buffers. `id`: (term, generation). `hosts`: of the ring's
+    ranks, where they are known. `experts`: the exchange of the layers whose tokens travel to their experts."""
+
+    groups: ProcessGroups
+    id: tuple[int, int]
+    model: nn.Module
+    hosts: tuple[str, ...] | None
+    experts: ExpertExchange | None
+    loads: LoadMeter | None
+    buffers: HopBuffers = field(default_factory=HopBuffers)
+    plans: PlanCache = field(default_factory=PlanCache)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.groups.mesh
+
+    @property
+    def coordinate(self) -> Coordinate:
+        return self.mesh.coordinate(self.groups.global_rank)
+
+
 class Transaction:
     """One worker's training state and its part in each step."""
 
     def __init__(
-        self, task: TrainingTask, loader: Loader, order: SampleOrder, watch: Watch, kernel_cache: Path | None = None
+        self,
+        task: TrainingTask,
+        loader: Loader,
+        order: SampleOrder,
+        watch: Watch,
+        options: TransactionOptions | None = None,
     ) -> None:
-        self.task = task
-        self.shard: Shard | None = None
-        self.unapplied: Outcome | None = None  # the result of step `applied`, not applied yet
-        self.last: Vote | None = None  # the result of step `applied` - 1
-        self._back: MustGoBack | None = None  # what the last applied step asked for
-        self.applying = False
-        self.filled = False  # the shard has values, from the seed or from a donor
-        self._maker, self._frozen = ModuleMaker(task), FrozenRows()
-        self._layouts = Layouts(task)
+        self.task, self.options = task, options or TransactionOptions()
         self.loader = loader
         self._order, self._watch = order, watch
-        self._gradient: Gradient | None = None
-        self._groups: ProcessGroups | None = None
-        self._membership_id = self._state_id = (0, 0)
-        self._buffers = HopBuffers()
-        self._plans = PlanCache()
-        self._hosts: tuple[str, ...] | None = None
-        self.kernel_cache = kernel_cache
-        self.spikes: SpikeWatch | None = None
-        """Judges losses; nobody does without it."""
+        self._maker, self._frozen = ModuleMaker(task), FrozenRows()
+        self._layouts = Layouts(task)
+        self._held: HeldState | None = None
+        self._now: Wrapping | None = None
         self.before_apply: Callable[[], None] = lambda: None
         """Called before the shard changes: a copy of it may be under way on its device."""
         self.relief = MemoryRelief()
         """The reliefs of the memory ladder; a new one counts from the next `enter` on."""
-        self.keeps_activations = False  # whatever the model's layers choose
-        self.gauge: MemoryGauge | None = None
-        """Measures how near each step came to the end of memory; None: nobody does."""
-        self.model: nn.Module | None = None
         self._waits = ExchangeWaits()
-        self._experts: ExpertExchange | None = None
-        self._loads: LoadMeter | None = None
-        self.corruption: Literal["off", "log", "act"] = "off"
-        """What follows when ranks that must agree do not."""
-        self.check_every_steps = 0
-        """In one step of so many, digests are compared and one pass of each ring is computed by two; 0: in none."""
-        self._cpu_offload: CpuOffload = "none"
         self._suspicion: Suspicion | None = None
         self._flips: dict[str, bool] = {}  # planned faults: phases after which one bit is wrong; True: each time
 
     # ------------------------------------------------------------ what a report says
 
     @property
+    def held(self) -> HeldState:
+        """Only for one that has entered a generation, and has not dropped its state since."""
+        assert self._held is not None
+        return self._held
+
+    @property
+    def now(self) -> Wrapping:
+        """Only between `enter` and `leave`."""
+        assert self._now is not None
+        return self._now
+
+    @property
+    def shard(self) -> Shard | None:
+        return self._held.shard if self._held is not None else None
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self._now.model if self._now is not None else None
+
+    @property
     def applied(self) -> int:
-        return self.shard.counters.applied if self.shard is not None else 0
+        return self._held.shard.counters.applied if self._held is not None else 0
+
+    @property
+    def applying(self) -> bool:
+        return self._held is not None and self._held.applying
 
     @property
     def valid(self) -> bool:
         """Whether the shard may be used: there is one, it has values, and no apply was left half done."""
-        return self.shard is not None and self.filled and not self.applying
+        return self._held is not None and self._held.valid
+
+    @property
+    def unapplied(self) -> Outcome | None:
+        return self._held.unapplied if self._held is not None else None
+
+    @property
+    def last(self) -> Vote | None:
+        return self._held.last if self._held is not None else None
 
     @property
     def has_gradient(self) -> bool:
-        return self._gradient is not None and self._gradient.step == self.applied
+        return self._held is not None and self._held.gradient.step == self.applied
 
     @property
     def state_id(self) -> tuple[int, int]:
         """(term, generation) of the last build in which the shard became or stayed valid; (0, 0) if it is not."""
-        return self._state_id if self.valid else (0, 0)
+        return self._held.id if self._held is not None and self._held.valid else (0, 0)
 
     @property
     def gradient_membership_id(self) -> tuple[int, int]:
-        return self._gradient.membership_id if self._gradient is not None else (0, 0)
+        return self._held.gradient.membership_id if self._held is not None else (0, 0)
 
     def use(self, device: torch.device) -> None:
         """Compute on `device` from the next generation on; only without state, which is not moved."""
-        assert self.shard is None or device == self._maker.device, "a shard does not change its device"
+        assert self._held is None or device == self._maker.device, "a shard does not change its device"
         self._maker.device = device
 
     @property
     def device(self) -> torch.device:
         return self._maker.device
-
-    def offload(self, what: CpuOffload) -> None:
-        """Keep `what` of the shard in host memory between steps; only without state, which is not moved."""
-        assert self.shard is None
-        self._cpu_offload, self._maker.params_in_host = what, what == "all"
 
     def warm_up(self, cp: int, device_type: str) -> None:
         """Prepare what does not depend on the rank, for rings of `cp` ranks."""
@@ -218,88 +285,84 @@ class Transaction:
         `keep` moves the shard's values into it; otherwise the shard is new, and invalid until it is filled. `nodes`:
         of each global rank, where they are known.
         """
-        self._groups, self._membership_id = groups, membership_id
-        coordinate = self._coordinate
-        self._hosts = tuple(nodes[rank] for rank in self._mesh.ring(coordinate.dp_rank)) if nodes else None
-        model = self._maker.wrap(groups.device_mesh, self._mesh.dp)
+        mesh, coordinate = groups.mesh, groups.mesh.coordinate(groups.global_rank)
+        self._maker.params_in_host = self.options.cpu_offload == "all"
+        model = self._maker.wrap(groups.device_mesh, mesh.dp)
         units = (self.task.units or largest_list)(model)
-        for unit in units if self.keeps_activations else ():
+        for unit in units if self.options.keeps_activations else ():
             keep_activations(unit)
         self.relief.change(model, units)
         from elastic_ring.train.abortable_collectives import make_abortable
 
         make_abortable(model, groups.launching, self._waits)
-        self._experts = self._exchange_of(self._maker.sent)
+        hosts = tuple(nodes[rank] for rank in mesh.ring(coordinate.dp_rank)) if nodes else None
         layers = list(expert_layers(model))
-        ring = groups.ring if self._mesh.cp > 1 else None
-        self._loads = LoadMeter(layers, ring, self.device) if layers else None
+        loads = LoadMeter(layers, groups.ring if mesh.cp > 1 else None, self.device) if layers else None
+        experts = self._exchange_of(groups, self._maker.sent)
+        self._now = Wrapping(groups, membership_id, model, hosts, experts, loads)
         if self.task.frozen is not None:
-            self._frozen.fill(self._maker, model, self.task.frozen, (coordinate.cp_rank, self._mesh.cp))
+            self._frozen.fill(self._maker, model, self.task.frozen, (coordinate.cp_rank, mesh.cp))
         params = trained_params(model, self.task.frozen)
         if keep:
-            assert self.shard is not None
-            self.shard.rebind(params)
-            self._state_id = membership_id
+            self.held.shard.rebind(params)
+            self.held.id = membership_id
         else:
-            optimizer = self._make_optimizer(model, params)
-            self.filled = False
-            self.shard = Shard(
-                coordinate.cp_rank, params, optimizer, cpu_offload=self._cpu_offload, computes_on=self.device
-            )
-            self.unapplied, self.last, self._back, self.applying = None, None, None, False
-            self._gradient = Gradient.like(params, self.device)
-        assert self._gradient is not None
-        self._gradient.attach(model, in_host=self._maker.params_in_host)
-        self.model = model
+            self._hold(coordinate.cp_rank, model, params)
+        self.held.gradient.attach(model, in_host=self._maker.params_in_host)
+
+    def _hold(self, cp_rank: int, model: nn.Module, params: dict[str, Tensor]) -> None:
+        """A new shard takes the place of the old one, which is no longer valid even if this fails."""
+        if self._held is not None:
+            self._held.filled = False
+        offload, optimizer = self.options.cpu_offload, self._make_optimizer(model, params)
+        shard = Shard(cp_rank, params, optimizer, cpu_offload=offload, computes_on=self.device)
+        self._held = HeldState(shard, Gradient.like(params, self.device))
 
     def initialise(self) -> None:
         """First values from the seed, the same on every mesh."""
-        assert self.model is not None
-        assert self.shard is not None
+        now = self.now
         with self.filling(), torch.no_grad():
-            self._maker.first_values(self.model, self._coordinate.cp_rank, self._mesh.cp)
-            self.shard.counters = Counters()
+            self._maker.first_values(now.model, now.coordinate.cp_rank, now.mesh.cp)
+            self.held.shard.counters = Counters()
 
     def restore(self, reader: Reader) -> None:
         """First values from a checkpoint of any mesh. Raises CheckpointDamaged, StorageFailed, and ModelRefused where
         it has a parameter that the model has not: one of a tied weight's two, in a run of before they stayed one."""
-        assert self.shard is not None
-        if more := reader.unknown(self.shard.params):
+        shard = self.held.shard
+        if more := reader.unknown(shard.params):
             raise ModelRefused(
                 f"checkpoint {reader.manifest.folder} has {more[0]}, and the model has no parameter of that name: give "
                 "the model with which it was written, or the run another name"
             )
         with self.filling():
-            reader.fill(self.shard, self._mesh.cp)
+            reader.fill(shard, self.now.mesh.cp)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The unsharded shape of every parameter of the shard."""
-        assert self.model is not None
-        return trained_shapes(self.model, self.task.frozen)
+        return trained_shapes(self.now.model, self.task.frozen)
 
     @contextmanager
     def filling(self) -> Iterator[None]:
         """A context for filling a new shard. The shard is valid once the context has ended without an error."""
-        self.applying = True  # a shard that is half filled is as invalid as one half applied
+        held = self.held
+        held.applying = True  # a shard that is half filled is as invalid as one half applied
         yield
-        self.applying, self.filled, self._state_id = False, True, self._membership_id
+        held.applying, held.filled, held.id = False, True, self.now.id
 
     def leave(self) -> None:
         """Drop the groups and the module that was wrapped in them; keep values and gradient."""
-        if self._gradient is not None:
-            self._gradient.detach()
-        if self._loads is not None:
-            self._loads.leave()
-        self.model, self._groups, self._plans, self._experts, self._loads = None, None, PlanCache(), None, None
-        self._buffers = HopBuffers()  # an aborted exchange may still write to the old ones
+        if self._held is not None:
+            self._held.gradient.detach()
+        if self._now is not None and self._now.loads is not None:
+            self._now.loads.leave()
+        self._now = None
 
     def drop(self) -> None:
         """Drop all state, as for a spare."""
         self.leave()
         self._frozen.drop()
-        self.shard, self._gradient, self.unapplied, self.last, self._back = None, None, None, None, None
-        self.applying = self.filled = False
+        self._held = None
 
     # ------------------------------------------------------------ the step
 
@@ -310,8 +373,8 @@ class Transaction:
         because a writer that was busy at its start may be free by then.
         """
         assert step == self.applied, (step, self.applied)
-        if self._back is not None and self._back.facts["step"] + 1 == step:
-            raise self._back  # a member died in that step, and the generation that should have heard it had ended
+        if (back := self.held.back) is not None and back.facts["step"] + 1 == step:
+            raise back  # a member died in that step, and the generation that should have heard it had ended
         local = self.compute(step)
         self.reduce(step)
         outcome = self.vote(step, local, boundary=boundary, flags=flags)
@@ -321,22 +384,21 @@ class Transaction:
     def compute(self, step: int) -> Local:
         """Forward and backward of this ring's share, in passes of one or more sequences; adds up the gradient, and in
         the last pass begins to sum it over the rings."""
-        assert self.model is not None
-        assert self._gradient is not None
-        self._gradient.begin()
-        copy_masters(self.model)
-        if self._experts is not None:
-            self._experts.begin(step)
+        now, gradient, gauge = self.now, self.held.gradient, self.options.gauge
+        gradient.begin()
+        copy_masters(now.model)
+        if now.experts is not None:
+            now.experts.begin(step)
         self.relief.before_step(self.device)
-        if self.gauge is not None:
-            self.gauge.begin(self.device)
+        if gauge is not None:
+            gauge.begin(self.device)
         again = self._compute_again(step) if self._is_recomputed(step) else 0.0
-        if self._experts is not None:
-            self._experts.num_parted = 0
-        if self._loads is not None:
-            self._loads.begin()
+        if now.experts is not None:
+            now.experts.num_parted = 0
+        if now.loads is not None:
+            now.loads.begin()
         mine, following = (
-            share(self._order.sample_ids(of), self._coordinate.dp_rank, self._mesh.dp) for of in (step, step + 1)
+            share(self._order.sample_ids(of), now.coordinate.dp_rank, now.mesh.dp) for of in (step, step + 1)
         )
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         num_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -345,7 +407,7 @@ class Transaction:
         waited_s, clock = self.loader.waited_s, WorkClock(self.device, self._waits, self.loader, hops.is_watched)
         groups = list(passes(len(mine), self.relief.together(self.task.step.sequences_per_pass)))
         for group in groups:
-            self._gradient.begin_pass(self._sum_bucket if group is groups[-1] and self._sums_beside(step) else None)
+            gradient.begin_pass(self._sum_bucket if group is groups[-1] and self._sums_beside(step) else None)
             pieces = [self._load(mine[i:], following) for i in group]
             slices += pieces
             piece = joined(pieces, self.task.step.context_tokens)
@@ -355,29 +417,29 @@ class Transaction:
             batch = self._batch(piece, attention)
             arrived.keep(piece, batch)
             with self.relief.offloading(self.device):
-                loss, num_targets = self.task.loss(self.model, batch)
+                loss, num_targets = self.task.loss(now.model, batch)
             self._watch("backward", step)
-            if self.gauge is not None:
-                self.gauge.look(self.device)
+            if gauge is not None:
+                gauge.look(self.device)
             loss.backward()
-            self._flip("backward", self._gradient.found)
+            self._flip("backward", gradient.found)
             if group.start == 0 and self._is_recomputed(step):
-                own = checksum(self._gradient.found())
+                own = checksum(gradient.found())
             loss_sum += loss.detach()
             num_tokens += num_targets
             hops.add(attention.ledger)
-            if self._experts is not None:
-                hops.num_bytes += self._experts.sent_bytes()
+            if now.experts is not None:
+                hops.num_bytes += now.experts.sent_bytes()
         samples, waited_s = consumed_digest(step, slices), self.loader.waited_s - waited_s
         clock.stop(hops)
         work_s = partial(clock.per_sequence_s, len(mine))
-        parts = self._experts.num_parted if self._experts is not None else 0
+        parts = now.experts.num_parted if now.experts is not None else 0
         return Local(loss_sum, num_tokens, samples, hops, arrived, waited_s, work_s, own, again, parts)
 
     def _seed(self, piece: Slice, step: int) -> None:
         """Of the generators that a pass may draw from. `torch.manual_seed` gives the same seed to every kind of device,
         and for each that is not in use formats the stack, which reads the files' states."""
-        seed = sequence_seed(self.task.step.seed, step, piece.sample_id, self._coordinate.cp_rank)
+        seed = sequence_seed(self.task.step.seed, step, piece.sample_id, self.now.coordinate.cp_rank)
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed_all(seed)
@@ -387,101 +449,96 @@ class Transaction:
         (index, sample_id), *later = mine
         ahead = self.relief.read_ahead or max(READ_AHEAD, self.task.step.sequences_per_pass)
         upcoming = [each for _, each in (*later, *following)][:ahead]
-        return self.loader.load(sample_id, index, self.layout, self._coordinate.cp_rank, upcoming=upcoming)
+        return self.loader.load(sample_id, index, self.layout, self.now.coordinate.cp_rank, upcoming=upcoming)
 
     def _is_recomputed(self, step: int) -> bool:
         """Whether each ring also computes a pass of the ring before it: only where equal bits are promised."""
         repeatable = self.device.type == "cpu" or self.task.step.deterministic
-        return self._is_checked(step) and self._mesh.dp > 1 and repeatable
+        return self._is_checked(step) and self.now.mesh.dp > 1 and repeatable
 
     def _is_checked(self, step: int) -> bool:
-        return self.corruption != "off" and is_checked(step, self.check_every_steps)
+        return self.options.corruption != "off" and is_checked(step, self.options.check_every_steps)
 
     def _compute_again(self, step: int) -> float:
         """The digest of the gradient of the first pass of the ring before this one; leaves no gradients."""
-        assert self.model is not None
-        assert self._gradient is not None
-        self._gradient.begin_pass()
-        before = (self._coordinate.dp_rank - 1) % self._mesh.dp
-        first = share(self._order.sample_ids(step), before, self._mesh.dp)
+        now, gradient = self.now, self.held.gradient
+        gradient.begin_pass()
+        before = (now.coordinate.dp_rank - 1) % now.mesh.dp
+        first = share(self._order.sample_ids(step), before, now.mesh.dp)
         first = first[: self.relief.together(self.task.step.sequences_per_pass)]
-        pieces = [self.loader.load(id_, index, self.layout, self._coordinate.cp_rank) for index, id_ in first]
+        pieces = [self.loader.load(id_, index, self.layout, now.coordinate.cp_rank) for index, id_ in first]
         piece = joined(pieces, self.task.step.context_tokens)
         self._seed(piece, step)
         with self.relief.offloading(self.device):
-            loss, _ = self.task.loss(self.model, self._batch(piece, self._attention(piece, step)))
+            loss, _ = self.task.loss(now.model, self._batch(piece, self._attention(piece, step)))
         self._watch("backward", step)
         loss.backward()
-        found = checksum(self._gradient.found())
-        self._gradient.begin()
+        found = checksum(gradient.found())
+        gradient.begin()
         return found
 
     def _sums_beside(self, step: int) -> bool:
         """Whether the last pass may already sum over the rings: not where this ring's own gradient is looked at, nor
         with FSDP2, whose root unit holds the first and the last parameters and hands them over at the end."""
-        alone = self._mesh.cp == 1 and self._mesh.dp > 1
+        alone = self.now.mesh.cp == 1 and self.now.mesh.dp > 1
         return alone and not self._is_recomputed(step) and "backward" not in self._flips
 
     def _sum_bucket(self, bucket: Tensor) -> Any:
-        assert self._groups is not None
-        return self._groups.replica.allreduce([bucket])
+        return self.now.groups.replica.allreduce([bucket])
 
     def reduce(self, step: int) -> None:
         """fp32 sum over the rings, once, in the pinned order of the replica group."""
-        assert self._gradient is not None
-        gradient = self._gradient
+        gradient = self.held.gradient
         gradient.end()
         self._watch("reduce", step)
-        if self._mesh.dp > 1:
+        if self.now.mesh.dp > 1:
             gradient.finish(self._sum_bucket)
         self._flip("reduce", lambda: [gradient.slopes])
-        gradient.step, gradient.membership_id = step, self._membership_id
+        gradient.step, gradient.membership_id = step, self.now.id
 
     def vote(self, step: int, local: Local, *, boundary: bool, flags: Callable[[], Flag] = lambda: NOTHING) -> Outcome:
         """Agree on the step's result. Once this returns on any rank, the step is committed."""
-        assert self._gradient is not None
-        assert self._groups is not None
-        gradient, flat = self._gradient, self._gradient.flat
+        now, options, gradient = self.now, self.options, self.held.gradient
         nothing = torch.zeros_like(local.loss_sum)
         counted = squared_norm(gradient.counts) if gradient.num_counts else nothing
-        load = self._loads.largest() if self._loads is not None else nothing
+        load = now.loads.largest() if now.loads is not None else nothing
         sums = [squared_norm(gradient.slopes), local.loss_sum, local.num_tokens, counted, load]
         norm_sq, loss_sum, num_tokens, of_counts, expert_load = torch.stack(sums).tolist()
         # Squares of finite fp32 numbers cannot overflow fp64: only a norm that is not finite is worth a count.
-        num_nonfinite = 0 if math.isfinite(norm_sq) else int(flat.numel() - torch.isfinite(flat).sum())
+        num_nonfinite = (
+            0 if math.isfinite(norm_sq) else int(gradient.flat.numel() - torch.isfinite(gradient.flat).sum())
+        )
         digests = self._digests(step, norm_sq + of_counts, local)
         # An abort ends NCCL's exchanges without an error: the numbers just read may be garbage.
-        self._groups.check()
+        now.groups.check()
         local.arrived.check(step)
-        spike = self.spikes.ballot(step) if self.spikes is not None else SpikeBallot()
+        spike = options.spikes.ballot(step) if options.spikes is not None else SpikeBallot()
         said = flags() | (Flag.BOUNDARY if boundary else NOTHING)
         tally = Tally(norm_sq, num_nonfinite, loss_sum, int(num_tokens), local.samples, said, spike)
-        memory_share = self.gauge.share(self.device) if self.gauge is not None else 0.0
+        memory_share = options.gauge.share(self.device) if options.gauge is not None else 0.0
         ballot = Ballot(tally, local.work_s(), memory_share, digests, *self._first_attempt(step), expert_load)
-        work, rows = start_vote(self._groups.world, ballot)
+        work, rows = start_vote(now.groups.world, ballot)
         self._watch("vote", step)
         work.wait()
         try:
-            self.unapplied = count(step, rows, self._mesh, self._membership_id, self.corruption)
+            self.held.unapplied = outcome = count(step, rows, now.mesh, now.id, options.corruption)
         except ComputedWrongly as error:
-            self._suspicion = None if error.ranks else Suspicion(step, self._mesh, error.facts["what"], digests)
+            self._suspicion = None if error.ranks else Suspicion(step, now.mesh, error.facts["what"], digests)
             raise
-        return self.unapplied
+        return outcome
 
     def _digests(self, step: int, norm_sq: float, local: Local) -> Digests:
         """This rank's digests for the vote of this step; without a check only the gradient's norm."""
-        assert self.shard is not None
-        assert self._gradient is not None
         if not self._is_checked(step):
             return Digests(norm_sq=norm_sq)
-        state = int(self.shard.digest()[:DIGITS], 16) + 1.0
-        return Digests(state, checksum([self._gradient.flat]), norm_sq, local.own, local.again)
+        state = int(self.held.shard.digest()[:DIGITS], 16) + 1.0
+        return Digests(state, checksum([self.held.gradient.flat]), norm_sq, local.own, local.again)
 
     def _first_attempt(self, step: int) -> tuple[str, Digests]:
         """What differed in the attempt at this step before, and this rank's digests then, if ranks did not agree; on
         another mesh sums have other bits."""
         known = self._suspicion
-        same = known is not None and (known.step, known.mesh) == (step, self._mesh)
+        same = known is not None and (known.step, known.mesh) == (step, self.now.mesh)
         return (known.what, known.told) if known is not None and same else ("", Digests())
 
     def apply(self, outcome: Outcome) -> None:
@@ -489,38 +546,28 @@ class Transaction:
 
         Raises TooManySkipped, LossSpike and MustGoBack after the skip has been counted.
         """
-        assert self.shard is not None
-        assert self._gradient is not None
-        step, optim, shard = outcome.vote.step, self.task.optim, self.shard
+        held, step, optim = self.held, outcome.vote.step, self.task.optim
+        gradient, shard, spikes = held.gradient, held.shard, self.options.spikes
         rate = learning_rate(step, optim, self.task.lr_schedule)  # may be the user's code: before anything changes
-        assert step == self.applied == self._gradient.step, (step, self.applied, self._gradient.step)
-        self.unapplied, self.applying = outcome, True
+        assert step == self.applied == gradient.step, (step, self.applied, gradient.step)
+        held.unapplied, held.applying = outcome, True
         self.before_apply()  # may wait: a thread that was abandoned there would go on to write
         self._watch("apply", step)
         if not outcome.skip:
-            self._gradient.flat.mul_(outcome.scale(optim.clip_norm))
-            self.shard.apply(self._gradient.views, rate)
+            gradient.flat.mul_(outcome.scale(optim.clip_norm))
+            shard.apply(gradient.views, rate)
             self._flip("apply", lambda: list(shard.params.values()))
-        self._gradient.step, self._suspicion = None, None
-        self.shard.advance(skipped=outcome.skip)
-        self.last, self.unapplied, self.applying = outcome.vote, None, False
-        if self.spikes is not None:
-            self.spikes.saw(step, outcome.loss, outcome.spike)
-        self._raise_for_skips(outcome)
-
-    def _raise_for_skips(self, outcome: Outcome) -> None:
-        assert self.shard is not None
-        self._back = None
+        gradient.step, self._suspicion = None, None
+        shard.advance(skipped=outcome.skip)
+        held.last, held.unapplied, held.applying = outcome.vote, None, False
+        if spikes is not None:
+            spikes.saw(step, outcome.loss, outcome.spike)
+        held.back = None
+        goes_back, in_a_row = spikes is not None and spikes.goes_back, shard.counters.skipped_in_a_row
         try:
-            raise_for_skips(
-                outcome,
-                self.shard.counters.skipped_in_a_row,
-                self.task.optim.max_skipped,
-                self.sample_ids,
-                goes_back=self.spikes is not None and self.spikes.goes_back,
-            )
+            raise_for_skips(outcome, in_a_row, optim.max_skipped, self.sample_ids, goes_back=goes_back)
         except MustGoBack as back:
-            self._back = back
+            held.back = back
             raise
 
     def roll_forward(self, vote: Vote) -> None:
@@ -540,54 +587,42 @@ class Transaction:
 
         All ranks return the same bits, and rings of one size the same on any number of them.
         """
-        assert self.model is not None
-        assert self._groups is not None
+        now = self.now
         measures = {LOSS: self.task.loss, **self.task.metrics}
-        mine = share(range(source.num_sequences), self._coordinate.dp_rank, self._mesh.dp)
-        sums = torch.zeros(-(-source.num_sequences // self._mesh.dp), len(measures), 2, dtype=torch.float64)
-        copy_masters(self.model)
-        if self._experts is not None:
-            self._experts.begin(self.applied)
-        self.model.eval()
+        mine = share(range(source.num_sequences), now.coordinate.dp_rank, now.mesh.dp)
+        sums = torch.zeros(-(-source.num_sequences // now.mesh.dp), len(measures), 2, dtype=torch.float64)
+        copy_masters(now.model)
+        if now.experts is not None:
+            now.experts.begin(self.applied)
+        now.model.eval()
         for row, (index, _) in enumerate(mine):
-            self._groups.check()
+            now.groups.check()
             piece = loader.load(
                 index,
                 index,
                 self.layout,
-                self._coordinate.cp_rank,
+                now.coordinate.cp_rank,
                 upcoming=[ahead for ahead, _ in mine[row + 1 : row + 2]],
             )
             for column, measure in enumerate(measures.values()):
-                total, number = measure(self.model, self._batch(piece, self._attention(piece, self.applied)))
+                total, number = measure(now.model, self._batch(piece, self._attention(piece, self.applied)))
                 sums[row, column] = torch.tensor([float(total), float(number)], dtype=torch.float64)
-        self.model.train()
-        parts = [torch.zeros_like(sums) for _ in range(self._mesh.size)]
-        self._groups.world.allgather([parts], [sums]).wait()
-        cp = self._mesh.cp
-        rings = [reduce(torch.add, parts[first : first + cp]) for first in range(0, self._mesh.size, cp)]
+        now.model.train()
+        parts = [torch.zeros_like(sums) for _ in range(now.mesh.size)]
+        now.groups.world.allgather([parts], [sums]).wait()
+        cp = now.mesh.cp
+        rings = [reduce(torch.add, parts[first : first + cp]) for first in range(0, now.mesh.size, cp)]
         in_order = torch.stack(rings, dim=1).flatten(0, 1)[: source.num_sequences]  # as `share` has dealt them
         return source.means(list(measures), in_order.tolist())
 
     # ------------------------------------------------------------ parts
 
     @property
-    def _mesh(self) -> Mesh:
-        assert self._groups is not None
-        return self._groups.mesh
-
-    @property
-    def _coordinate(self) -> Coordinate:
-        assert self._groups is not None
-        return self._mesh.coordinate(self._groups.global_rank)
-
-    @property
     def layout(self) -> Layout:
-        return self._layouts.choice(self._mesh.cp, self.device.type).layout
+        return self._layouts.choice(self.now.mesh.cp, self.device.type).layout
 
     def _attention(self, piece: Slice, step: int) -> RingAttention | PatternedAttention:
-        assert self._groups is not None
-        group = self._groups.ring if self._mesh.cp > 1 else None
+        now = self.now
 
         def observe(direction: str, call_index: int, hop: int) -> None:
             # Forward hops during backward are recomputation by activation checkpointing.
@@ -596,29 +631,27 @@ class Transaction:
         return attention_of(
             self.task,
             piece,
-            self._layouts.of_pass(self._mesh.cp, self.device.type, piece.num_sequences),
-            self._coordinate.cp_rank,
-            group,
+            self._layouts.of_pass(now.mesh.cp, self.device.type, piece.num_sequences),
+            now.coordinate.cp_rank,
+            now.groups.ring if now.mesh.cp > 1 else None,
             RingOptions(
                 observer=observe,
-                cache_dir=self.kernel_cache,
-                buffers=self._buffers,
-                check=self._groups.check,
-                hosts=self._hosts,
+                cache_dir=self.options.kernel_cache,
+                buffers=now.buffers,
+                check=now.groups.check,
+                hosts=now.hosts,
             ),
-            plans=self._plans,
+            plans=now.plans,
         )
 
-    def _exchange_of(self, layers: Sequence[Any]) -> ExpertExchange | None:
+    def _exchange_of(self, groups: ProcessGroups, layers: Sequence[Any]) -> ExpertExchange | None:
         """The exchange of the layers whose tokens travel to their experts; None without such."""
         if not layers:
             return None
-        groups = self._groups
-        assert groups is not None
         made = ExpertExchange(
             groups.ring,
-            self._mesh.cp,
-            self._coordinate.cp_rank,
+            groups.mesh.cp,
+            groups.mesh.coordinate(groups.global_rank).cp_rank,
             check=groups.check,
             observe=self._watch,
             waiting=self._waits.waiting,

@@ -46,7 +46,7 @@ from elastic_ring.state import snapshot
 from elastic_ring.train.startup.check_pattern import check_pattern
 from elastic_ring.train.startup.warm import attention_shapes, warm_up_device
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.transaction import Transaction
+from elastic_ring.train.transaction import Transaction, TransactionOptions
 from elastic_ring.train.wrap import num_parameters
 from elastic_ring.tuning.cost import Costs
 from elastic_ring.tuning.pareto import is_behind
@@ -187,8 +187,8 @@ class PatternTrial(ray_tune.Trainable):
         order = order_of(training, task.step.seed, task.step.global_batch)
         loader = Loader(training, num_ahead=task.step.sequences_per_pass)
         self._val_loader = Loader(self._validation, num_ahead=1)
-        state = Transaction(task, loader, order, lambda *_: None, cache)
-        state.offload(self._asked.scaling.cpu_offload)
+        options = TransactionOptions(kernel_cache=cache, cpu_offload=self._asked.scaling.cpu_offload)
+        state = Transaction(task, loader, order, lambda *_: None, options)
         state.use(self._device)
         state.enter(self._groups, MEMBERSHIP, keep=False)
         state.initialise()

@@ -143,9 +143,9 @@ class Worker:
             "node": self.spec.node,
             "stamp_path": self.spec.stamp_path,
             "log_path": _stderr_path(),
-            "fingerprint": self._member.fingerprint,
-            "environment": environment_fingerprint(self.spec.scaling.num_threads, self._member.environment),
-            "gpus": self._member.gpus,
+            "fingerprint": self._member.warm.data.fingerprint,
+            "environment": environment_fingerprint(self.spec.scaling.num_threads, self._member.warm.environment),
+            "gpus": self._member.warm.gpus,
             "stages": self._start_work.stages.ended,
             "limits": host.limits(str(Path(_stderr_path()).parent)),
         }
@@ -196,7 +196,7 @@ class Worker:
                 self._member.records.rewind(int(extra.get("published", -1)))
                 self._client.answer(Status(self._client.cause(), self.spec.worker, *self._seen, self._activity))
             case Stop(mode="boundary"):
-                self._member.boundary_requested = True
+                self._member.request_boundary()
             case Stop(mode="save"):
                 self._member.save_soon()
             case Answer():
@@ -382,7 +382,7 @@ class Worker:
         self._stamps.bind_thread()
         while True:
             self._stamps.touch()
-            self._member.pauses.beat()
+            self._member.progress.pauses.beat()
             told = self._stall_watchdog.look(time.monotonic())
             if told is not None:
                 self._tell_control(told)
@@ -394,7 +394,9 @@ class Worker:
         return (*self._member.moved(), self._training.cpu_ticks)
 
     def _look_at_device(self) -> None:
-        look_at_device(self._member.marks, self._stall_watchdog, self._member.exchange_error, self._tell_control)
+        look_at_device(
+            self._member.progress.marks, self._stall_watchdog, self._member.exchange_error, self._tell_control
+        )
 
     def _tell_control(self, told: StallDetected) -> None:
         self._commands.put((told, {}))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,24 +39,24 @@ from elastic_ring.runtime.groups.sockets import LOOPBACK
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.coordinator_client import ASK_AGAIN_S, CallbackWait, WorkerSpec
 from elastic_ring.runtime.worker.copies import Copies
-from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog, gpu_environment
+from elastic_ring.runtime.worker.env_fingerprint import gpu_environment
 from elastic_ring.runtime.worker.faults import Injector
 from elastic_ring.runtime.worker.heals import heal_from_copies, heal_over_link, links_ahead, takes_part
 from elastic_ring.runtime.worker.member_data import MemberData
 from elastic_ring.runtime.worker.saver import Place, Saver, open_checkpoint
-from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks, PauseWatch
+from elastic_ring.runtime.worker.stall_watchdog import StepProgress
 from elastic_ring.runtime.worker.start_reports import StartWork
-from elastic_ring.runtime.worker.step_records import StepRecords, record_of
+from elastic_ring.runtime.worker.step_records import StepNotices, StepRecords, record_of
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.guards import watch_of
 from elastic_ring.train.memory_gauge import MemoryGauge
 from elastic_ring.train.memory_relief import MemoryRelief, free_caches
 from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.startup.check import check_model
-from elastic_ring.train.startup.compilations import EVENTS, CompileWatch
+from elastic_ring.train.startup.compilations import EVENTS
 from elastic_ring.train.startup.kernels import KernelAgreement
 from elastic_ring.train.startup.warm import attention_shapes, warm_up
-from elastic_ring.train.transaction import Local, Transaction
+from elastic_ring.train.transaction import Local, Transaction, TransactionOptions
 from elastic_ring.train.vote import Flag, Outcome
 from elastic_ring.train.weights import gather_weights
 from elastic_ring.train.wrap import num_frozen, num_parameters
@@ -71,16 +72,20 @@ ABORTABLE = ("idle", "forward", "backward", "reduce", *EXCHANGES)
 @dataclass
 class Generation:
     """What belongs to one membership in this process: made with its connector, dropped whole. `told`: by the
-    coordinator with the build; `timings`: of the build. A worker that only gives its state away joins no `groups`;
-    `place`: of this rank's checkpoints, where some are taken."""
+    coordinator with the build; `before`: the last generation, until the training thread frees it, which may take a
+    while; `timings`: of the build. A worker that only gives its state away joins no `groups`; `place`: of this rank's
+    checkpoints, where some are taken. `entering`: the shard is being moved, or others still read it."""
 
     command: Build
     connector: Connector
     told: Mapping[str, Any]
+    before: Generation | None = None
     timings: dict[str, float] = field(default_factory=dict)
     groups: Groups | None = None
     place: Place | None = None
     is_host_memory_prepared: bool = False
+    entering: bool = False
+    boundary_requested: bool = False
 
     @property
     def joined(self) -> Groups:
@@ -92,6 +97,20 @@ class Generation:
     def global_rank(self) -> int:
         """-1 outside of the groups."""
         return -1 if self.groups is None else self.groups.global_rank
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What a worker's warm-up makes. `num_parameters`: whose state is healed, with what is frozen counted as so many.
+    `gpus`: names of the GPUs that this process sees; `environment`: what its bits depend on, beside every worker's
+    report."""
+
+    data: MemberData
+    kernels: KernelAgreement
+    transaction: Transaction
+    num_parameters: int
+    gpus: list[str]
+    environment: dict[str, Any]
 
 
 class Member:
@@ -109,30 +128,23 @@ class Member:
         self._spec = spec
         self._stamps = stamps
         self._injector = injector
-        self._publish = publish
-        self.boundary_requested = False
-        self.marks = DeviceMarks()
-        self.pauses = PauseWatch()
+        self.records = StepRecords(publish)
+        self.progress = StepProgress()
         self.start_work = StartWork()
-        self._num_data_waits = 0
         self._saver = Saver(
             spec.run, saved, lambda step, rank: injector.check(phase="upload", step=step, rank=rank), self._tell_waiting
         )
         self._copies = Copies(spec.run, spec.worker, self._publish_copies)
         self._generation: Generation | None = None
-        self._left: Generation | None = None  # freed by the training thread, as that may take a while
-        self.records = StepRecords(publish)
         self.callback_wait = CallbackWait(ask_callbacks)
         self._abandoned: list[tuple[Any, ...]] = []
         self._device_lease = DeviceLease(
             spec.scaling.device, spec.run.name, state_bytes=newcomer_bytes(spec.scaling.cpu_offload)
         )
         self._context_releaser = ContextReleaser(spec.scaling.release_contexts and spec.scaling.device == "cuda")
-        self.gpus: list[str] = []  # names of the GPUs that this process sees
-        self.environment: dict[str, Any] = {}  # what its bits depend on, beside every worker's report
-        self._nondeterminism = NondeterminismLog()
-        self._entering = False
-        self._compiled = CompileWatch()
+        self._notices = StepNotices(spec.worker, publish)
+        self.warm: Warmed
+        """From `warm_up` on."""
 
     def warm_up(self) -> None:
         """Open the data, and run a tiny model once: first calls are slow."""
@@ -140,53 +152,60 @@ class Member:
         task = self._spec.task
         self.start_work.begin("opens the data")
         run = self._spec.run
-        self._data = MemberData(task, run.timeouts.storage_s, self._while_others_work, self._tell_waiting)
-        cache = kernel_cache() if self._spec.scaling.device == "cuda" else None
-        self._kernels = KernelAgreement(task, self._spec.scaling.device, cache)
-        self._transaction = Transaction(task, *self._data.begin(), self._watch, cache)
-        self._transaction.before_apply = self._before_apply
-        self._transaction.spikes = watch_of(run.loss_spike, run.loss_spike_actions)
-        if run.memory_pressure != "off":
-            self._transaction.gauge = MemoryGauge()
-        self._transaction.corruption, self._transaction.check_every_steps = run.corruption, run.corruption_every_steps
-        self._transaction.offload(self._spec.scaling.cpu_offload)
-        self._transaction.keeps_activations = self._spec.scaling.keep_activations
-        self._injector.flip = self._transaction.plan_flip
+        data = MemberData(task, run.timeouts.storage_s, self._while_others_work, self._tell_waiting)
+        scaling, on_gpus = self._spec.scaling, self._spec.scaling.device == "cuda"
+        cache = kernel_cache() if on_gpus else None
+        kernels = KernelAgreement(task, scaling.device, cache)
+        transaction = Transaction(task, *data.begin(), self._watch, self._options(cache))
+        transaction.before_apply = self._before_apply
+        self._injector.flip = transaction.plan_flip
         self._injector.poison = lambda: poison(self.device)
         self.start_work.begin("runs a small model once")
-        self._transaction.warm_up(self._spec.scaling.cp, self._spec.scaling.device)
+        transaction.warm_up(scaling.cp, scaling.device)
         warm_up(task)
         # What is frozen takes 4 bytes a parameter, counted as so many fewer whose state is healed.
-        frozen = 4 * num_frozen(task) // newcomer_bytes(self._spec.scaling.cpu_offload)
-        self._num_parameters = num_parameters(task) + frozen
-        if self._spec.scaling.device == "cuda":
+        frozen = 4 * num_frozen(task) // newcomer_bytes(scaling.cpu_offload)
+        gpus, environment = list[str](), dict[str, Any]()
+        if on_gpus:
             be_deterministic(task)
             seen = visible_gpus()
             self.start_work.begin(f"{len(seen)} device(s): contexts, kernels' tests, first runs")
-            warmed = warm_devices(task, seen, self._spec.scaling.cp)
-            self.gpus, self._device_lease.avoided = [gpu.name for gpu in seen], warmed.failed
-            self.environment = gpu_environment(warmed.kernels)
-            self._nondeterminism.listen()
-            self._kernels.look(attention_shapes(task))
+            warmed = warm_devices(task, seen, scaling.cp)
+            gpus, self._device_lease.avoided = [gpu.name for gpu in seen], warmed.failed
+            environment = gpu_environment(warmed.kernels)
+            self._notices.listen()
+            kernels.look(attention_shapes(task))
+        self.warm = Warmed(data, kernels, transaction, num_parameters(task) + frozen, gpus, environment)
         # Freeze long-lived objects, so that the collection in `forget_groups` takes milliseconds.
         gc.collect()
         gc.freeze()
         self.start_work.begin("")
 
+    def _options(self, cache: Path | None) -> TransactionOptions:
+        run, scaling = self._spec.run, self._spec.scaling
+        return TransactionOptions(
+            kernel_cache=cache,
+            spikes=watch_of(run.loss_spike, run.loss_spike_actions),
+            gauge=MemoryGauge() if run.memory_pressure != "off" else None,
+            corruption=run.corruption,
+            check_every_steps=run.corruption_every_steps,
+            cpu_offload=scaling.cpu_offload,
+            keeps_activations=scaling.keep_activations,
+        )
+
     def _tell_waiting(self, text: str) -> None:
         """For the console; called in any thread."""
-        self._publish([{"waiting": f"{self._spec.worker} {text}"}])
+        self.records.publish([{"waiting": f"{self._spec.worker} {text}"}])
 
     # ------------------------------------------------------------ control thread
 
     @property
-    def applied(self) -> int:
-        return self._transaction.applied
+    def _transaction(self) -> Transaction:
+        return self.warm.transaction
 
     @property
-    def fingerprint(self) -> str:
-        """Of the data."""
-        return self._data.fingerprint
+    def applied(self) -> int:
+        return self._transaction.applied
 
     @property
     def released(self) -> bool:
@@ -199,7 +218,7 @@ class Member:
 
     def moved(self) -> tuple[int, ...]:
         """Numbers that grow while a step moves; read by any thread, at any time."""
-        return self._stamps.num_stamps, self.marks.num_passed, self._num_data_waits
+        return self._stamps.num_stamps, *self.progress.moved()
 
     def exchange_error(self) -> str:
         """The error of a broken link in the current groups; empty if there is none."""
@@ -215,7 +234,8 @@ class Member:
     @property
     def writing(self) -> bool:
         """Whether the shard is being written or moved; that thread must not be abandoned: it would write later."""
-        return self._entering or self._transaction.applying
+        generation = self._generation
+        return (generation is not None and generation.entering) or self._transaction.applying
 
     def prepare(self, command: Build, extra: dict[str, Any]) -> None:
         """Begin the generation of this build, before the training thread builds it, so that it can be cancelled."""
@@ -232,10 +252,10 @@ class Member:
             collective_s=timeouts.collective_s,
             hosts=tuple(extra.get("hosts", ())),
         )
-        self._left = self._generation
-        if self._left is not None:  # by now every member of it is paused or gone
-            self._left.connector.close()
-        self._generation = Generation(command, Connector(where, self._device_lease.device), extra)
+        before = self._generation
+        if before is not None:  # by now every member of it is paused or gone
+            before.connector.close()
+        self._generation = Generation(command, Connector(where, self._device_lease.device), extra, before)
         self.records.mark_published(int(extra.get("published", -1)))
         if command.restore is not None or command.step_back is not None:
             self.records.go_back(command.step)
@@ -307,7 +327,8 @@ class Member:
         """
         begun, begun_unix_s = time.monotonic(), time.time()
         worker, state = self._spec.worker, self._transaction
-        generation, self._left, self.boundary_requested = self._now, None, False
+        generation = self._now
+        generation.before, generation.boundary_requested = None, False
         command, connector, timings = generation.command, generation.connector, generation.timings
         self._stamps.generation = command.generation
         self._stamps.stamp(command.step, Phase.REBUILD)
@@ -372,21 +393,23 @@ class Member:
         return Resumed(cause, worker, command.term, command.generation, command.step), measured
 
     def _read_corpus(self, versions: tuple[CorpusVersion, ...], skips: tuple[BatchSkip, ...]) -> None:
-        if (news := self._data.news(versions, skips)) is None:
+        if (news := self.warm.data.news(versions, skips)) is None:
             return
         loader, order, new = news
         self._transaction.read_from(loader, order)
         if self._speaks:
             named = [(skip, order.left_out(skip)[: NAMED + 1]) for skip in new]
-            self._publish([{"step": s.first_step, "num_batches": s.num_batches, "left_out": ids} for s, ids in named])
+            self.records.publish(
+                [{"step": s.first_step, "num_batches": s.num_batches, "left_out": ids} for s, ids in named]
+            )
 
     def _take_device(self, connector: Connector) -> None:
         """Take the GPU this worker owns, or a free one, and select it in this thread."""
         command = self._now.command
-        place, share = command.members.index(self._spec.worker), -(-self._num_parameters // command.mesh.cp)
+        place, share = command.members.index(self._spec.worker), -(-self.warm.num_parameters // command.mesh.cp)
         device = self._device_lease.take(place, share, self._spec.run.timeouts.report_s, connector.raise_if_aborted)
         connector.device = device
-        self.marks.move_to(device)
+        self.progress.marks.move_to(device)
         self._transaction.use(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -399,8 +422,8 @@ class Member:
         command, connector, timings = generation.command, generation.connector, generation.timings
         state = self._transaction
         with translated(connector):  # a mixed ring would add in other ways, or hang over messages of other sizes
-            state.task = self._kernels.settle(state.task, groups.world, holds)
-        self._entering = True  # a GPU whose last process is just ending may keep this thread waiting
+            state.task = self.warm.kernels.settle(state.task, groups.world, holds)
+        generation.entering = True  # a GPU whose last process is just ending may keep this thread waiting
         try:
             back = command.step_back
             keep = holds and back is None
@@ -423,16 +446,17 @@ class Member:
                     self._copies.load(back, groups.global_rank % command.mesh.cp, state.shard)
                 timings["restore_s"] = time.monotonic() - begun
         finally:
-            self._entering = False
+            generation.entering = False
 
     def _end_copies(self) -> None:
         """Until no thread reads the shard. Not to be abandoned meanwhile: the rest of the build would follow later."""
-        self._entering = True
+        generation = self._now
+        generation.entering = True
         try:
             self._copies.leave()
             self._saver.leave()
         finally:
-            self._entering = False
+            generation.entering = False
 
     def _heal(self, heal: Heal, connector: Connector) -> int:
         """This worker's part in a heal, with its planned faults."""
@@ -448,6 +472,11 @@ class Member:
             return heal_from_copies(heal, back, worker, self._copies, state, connector, inject, generation.timings)
         return heal_over_link(heal, worker, state, connector, inject, generation.timings)
 
+    def request_boundary(self) -> None:
+        """Stop after the step that the next vote agrees on. Called by the control thread."""
+        if self._generation is not None:
+            self._generation.boundary_requested = True
+
     def save_soon(self) -> None:
         """The next checkpoint is due at once. Called by the control thread."""
         self._saver.schedule.ask()
@@ -455,7 +484,7 @@ class Member:
     def become_spare(self) -> None:
         """Drop all state and release the GPU and its memory."""
         connector = None if self._generation is None else self._generation.connector
-        self._generation = self._left = None  # with their groups, which the next lines free
+        self._generation = None  # with its groups, which the next lines free
         self._context_releaser.left_mesh()
         self._copies.clear()
         self._saver.clear()
@@ -474,7 +503,7 @@ class Member:
         """Step until a boundary or the end; returns `boundary` or `finished`. Raises what breaks a step off."""
         generation = self._now
         state, step_config = self._transaction, self._spec.task.step
-        self._compiled.before_steps()  # the warm-up and the build
+        self._notices.before_steps()  # the warm-up and the build
         with translated(generation.connector):
             assert state.shard is not None
             self._copies.first(state.shard)
@@ -490,16 +519,15 @@ class Member:
                 self._send(through=step - 1)
                 outcome, local = state.run(
                     step,
-                    boundary=self.boundary_requested,
+                    boundary=generation.boundary_requested,
                     flags=partial(self._flags, step),
                 )
                 self._stamps.waited_for_data(local.data_wait_s)
                 self._prepare_host_memory()
                 self._copies.after_step(state.shard, outcome)
-                self._record(outcome, local, time.monotonic() - begun, self.pauses.within_s(begun))
+                self._record(outcome, local, time.monotonic() - begun, self.progress.pauses.within_s(begun))
                 self._save(outcome)
-                self._publish_nondeterminism(step)
-                self._report_compiled(step)
+                self._notices.after_step(step, step_config.deterministic or not self._device_lease.gpu)
                 if outcome.boundary and state.applied < step_config.steps:
                     return "boundary"
                 self._release_contexts(step)
@@ -596,23 +624,15 @@ class Member:
             return False
         begun = time.monotonic()
         self._stamps.stamp(step, Phase.VALIDATE)
-        found = self._transaction.validate(self._data.held_out_loader, self._data.held_out)
+        found = self._transaction.validate(self.warm.data.held_out_loader, self.warm.data.held_out)
         if self._speaks:
-            self._publish([{"step": step - 1, **found, "took_s": time.monotonic() - begun}])
+            self.records.publish([{"step": step - 1, **found, "took_s": time.monotonic() - begun}])
         return True
 
     def _publish_copies(self, figures: dict[str, Any]) -> None:
         """Called in the thread of an exchange; global rank 0 speaks for all."""
         if self._speaks:
-            self._publish([{"step": figures["step"], "copied": figures}])
-
-    def _publish_nondeterminism(self, step: int) -> None:
-        """Publish nondeterministic operators of this step; on GPUs also `deterministic=False`."""
-        heard = self._nondeterminism.take()
-        if step == 0 and self._device_lease.gpu and not self._spec.task.step.deterministic:
-            heard.append("deterministic=False")
-        if heard:
-            self._publish([{"step": step, "not_repeatable": "; ".join(heard)}])
+            self.records.publish([{"step": figures["step"], "copied": figures}])
 
     def _announce_compilation(self, name: str) -> None:
         """Stamp that this process is about to compile `name`, or with "" that it has."""
@@ -622,12 +642,6 @@ class Member:
             log.info("compiling %s", name)
         else:
             self._stamps.compile_ended()
-
-    def _report_compiled(self, step: int) -> None:
-        """Publish how much was compiled before this process's first step or in step 0, and what in each later step."""
-        later, before = self._compiled.of_step(step)
-        if later or before is not None:
-            self._publish([{"step": step, "worker": self._spec.worker, "compiled": later, "before": before or 0}])
 
     def _record(self, outcome: Outcome, local: Local, took_s: float, frozen_s: float) -> None:
         generation = self._now
@@ -651,7 +665,7 @@ class Member:
         if phase not in EXCHANGES:
             self._stamps.stamp(step, Phase[phase.upper()], -1 if hop is None else hop)
         if self.device.type == "cuda":
-            self.marks.leave()
+            self.progress.marks.leave()
         if phase in ABORTABLE:
             self._raise_if_aborted()
         if phase in ("forward", "backward") and hop is None:
@@ -662,7 +676,7 @@ class Member:
     def _while_others_work(self) -> None:
         """A slow data source, or a slow callback, is no stall of this rank; the ranks that wait for it have a limit
         too."""
-        self._num_data_waits += 1
+        self.progress.num_data_waits += 1
         self._raise_if_aborted()
 
     def _raise_if_aborted(self) -> None:

@@ -202,3 +202,15 @@ class PauseWatch:
         if silent_s < LEAST_S or self._cpu_s() - cpu_before_s > CPU_SHARE * silent_s:
             return None
         return before_s, now_s
+
+
+class StepProgress:
+    """Signs that a step moves: marks behind the device's work, waits for data and for others; and this process's own
+    pauses, which are no part of a step."""
+
+    def __init__(self) -> None:
+        self.marks, self.pauses, self.num_data_waits = DeviceMarks(), PauseWatch(), 0
+
+    def moved(self) -> tuple[int, int]:
+        """Numbers that grow while a step moves; read by any thread."""
+        return self.marks.num_passed, self.num_data_waits

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog
+from elastic_ring.train.startup.compilations import CompileWatch
 from elastic_ring.train.transaction import Local
 from elastic_ring.train.vote import Outcome
 
@@ -68,7 +70,7 @@ class StepRecords:
     """The newest KEPT_RECORDS of them; `publish` hands some to the coordinator."""
 
     def __init__(self, publish: Callable[[list[Record]], None]) -> None:
-        self._publish = publish
+        self.publish = publish
         self._records: list[Record] = []
         self._published = -1
         self._lock = threading.Lock()  # `_published`: read and moved on by the training thread, set by the other
@@ -82,7 +84,7 @@ class StepRecords:
         with self._lock:
             ready = [r for r in self._records if self._published < r["step"] <= through]
             if ready:
-                self._publish(ready)
+                self.publish(ready)
                 self._published = ready[-1]["step"]
 
     def go_back(self, step: int) -> None:
@@ -108,3 +110,29 @@ class StepRecords:
         """A new coordinator has the steps up to `published` only."""
         with self._lock:
             self._published = published
+
+
+class StepNotices:
+    """Publishes what a step did that it should not have: operators without a deterministic form, and compilations."""
+
+    def __init__(self, worker: str, publish: Callable[[list[Record]], None]) -> None:
+        self._worker, self._publish = worker, publish
+        self._nondeterminism, self._compiled = NondeterminismLog(), CompileWatch()
+
+    def listen(self) -> None:
+        """Hear torch's warnings, of the whole process."""
+        self._nondeterminism.listen()
+
+    def before_steps(self) -> None:
+        self._compiled.before_steps()
+
+    def after_step(self, step: int, deterministic: bool) -> None:
+        """`deterministic`: the run asks for such operators, or its device has no others."""
+        heard = self._nondeterminism.take()
+        if step == 0 and not deterministic:
+            heard.append("deterministic=False")
+        if heard:
+            self._publish([{"step": step, "not_repeatable": "; ".join(heard)}])
+        later, before = self._compiled.of_step(step)
+        if later or before is not None:
+            self._publish([{"step": step, "worker": self._worker, "compiled": later, "before": before or 0}])

@@ -166,7 +166,7 @@ def _batch(task: TrainingTask, state: Any, samples: Sequence[Sample], groups: An
         layout.repeated(len(samples)),
         cp_rank,
         groups.ring if cp > 1 else None,
-        RingOptions(cache_dir=state.kernel_cache, check=groups.check),
+        RingOptions(cache_dir=state.options.kernel_cache, check=groups.check),
         kv_wire="native",  # one rank sends nothing, so that only unrounded keys compare
     )
     return batch_of(piece, attention, state.device)

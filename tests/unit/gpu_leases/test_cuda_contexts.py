@@ -23,7 +23,7 @@ from elastic_ring.runtime.worker import member
 from elastic_ring.runtime.worker.actor import Worker
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.member import Generation, Member
-from elastic_ring.runtime.worker.stall_watchdog import PauseWatch
+from elastic_ring.runtime.worker.stall_watchdog import StepProgress
 from elastic_ring.state.pinned import loaded_runtime
 
 OWN = torch.device("cuda", 1)
@@ -236,16 +236,18 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     groups: Any = SimpleNamespace(global_rank=1)
     connector: Any = SimpleNamespace(aborted=False)
     training._generation = Generation(command, connector, {}, groups=groups)
-    training._transaction, training.boundary_requested = state, False
+    training.warm = SimpleNamespace(transaction=state)
     training._copies, training._saver = Copies(RunConfig(name="run"), "a"), saver
-    training._spec = SimpleNamespace(task=SimpleNamespace(step=SimpleNamespace(steps=9, val_every_steps=0)))
+    training._spec = SimpleNamespace(
+        task=SimpleNamespace(step=SimpleNamespace(steps=9, val_every_steps=0, deterministic=True))
+    )
     training._device_lease = SimpleNamespace(device=OWN)
-    training._compiled = SimpleNamespace(before_steps=lambda: None)
-    for name in ("_watch", "_send", "_publish_nondeterminism", "_report_compiled", "_prepare_host_memory"):
+    training._notices = SimpleNamespace(before_steps=lambda: None, after_step=lambda step, deterministic: None)
+    for name in ("_watch", "_send", "_prepare_host_memory"):
         setattr(training, name, lambda *given, **named: None)
     training._validate_if_due = lambda step: 0.0
     training._stamps = SimpleNamespace(waited_for_data=lambda waited_s: None)
-    training.pauses = PauseWatch()
+    training.progress = StepProgress()
     training._record = lambda outcome, local, took_s, frozen_s: order.append("recorded")
     training._context_releaser = SimpleNamespace(committed=lambda *given: order.append(f"told {given}"))
     assert training.train() == "boundary"

@@ -189,7 +189,7 @@ def test_who_stands_by_waits_for_its_groups_before_it_empties_the_cache() -> Non
     standing: Any = Member.__new__(Member)
     standing._generation = SimpleNamespace(connector=Connector())
     standing._context_releaser = SimpleNamespace(left_mesh=lambda: None)
-    standing._transaction = SimpleNamespace(drop=lambda: order.append("dropped"))
+    standing.warm = SimpleNamespace(transaction=SimpleNamespace(drop=lambda: order.append("dropped")))
     standing._copies = standing._saver = SimpleNamespace(clear=lambda: order.append("cleared"))
     standing._device_lease = SimpleNamespace(give_back=lambda: order.append("given back"))
     standing.become_spare()

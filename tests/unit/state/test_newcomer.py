@@ -57,7 +57,7 @@ def heal(me: Any, role: str, fires: bool) -> str:
 def report(me: Any) -> Report:
     worker_spec = SimpleNamespace(worker=f"w{me.rank}", scaling=ScalingConfig(), run=RunConfig(name="r"), task=None)
     member = Member(worker_spec, None, None, lambda records: None)  # type: ignore[arg-type]
-    member._transaction = me.state
+    member.warm = SimpleNamespace(transaction=me.state)  # type: ignore[assignment]
     return member.report("c", 1, me.membership_id[1], "aborted")
 
 

@@ -33,6 +33,7 @@ from elastic_ring.attention.warmup import NullProcessGroup, length_classes, warm
 from elastic_ring.monitor.stamps import Phase, StampReader, StampWriter
 from elastic_ring.runtime.worker.member import Member
 from elastic_ring.runtime.worker.start_reports import StartWork
+from elastic_ring.runtime.worker.step_records import StepNotices
 from elastic_ring.train.startup.compilations import EVENTS, CompileEvents, CompileWatch
 
 CONTEXT = 1024
@@ -239,9 +240,8 @@ def member(tmp_path: Path) -> Iterator[Any]:
     made: Any = Member.__new__(Member)
     made.start_work = StartWork()
     made._stamps = StampWriter(tmp_path / "w").open()
-    made._spec, made.published = SimpleNamespace(worker="w"), []
-    made._publish = made.published.extend
-    made._compiled = CompileWatch()
+    made.published = []
+    made._notices = StepNotices("w", made.published.extend)
     EVENTS.listener = made._announce_compilation
     yield made
     EVENTS.listener = None
@@ -274,13 +274,13 @@ def test_a_worker_tells_what_it_compiled_before_and_after_step_0(
     interface = plant(H100_64)
     EVENTS.attach()
     compile_one()
-    member._report_compiled(0)
+    member._notices.after_step(0, True)
     assert member.published.pop() == {"step": 0, "worker": "w", "compiled": [], "before": 1}
     with caplog.at_level(logging.WARNING):
-        member._report_compiled(1)
+        member._notices.after_step(1, True)
         compile_one(rows=400)
         interface._flash_attn_bwd.compile_cache["a kernel"] = "compiled"
-        member._report_compiled(2)
+        member._notices.after_step(2, True)
     names = ["flash-attn-4 flash_attn_fwd", "flash-attn-4 flash_attn_bwd"]
     assert member.published == [{"step": 2, "worker": "w", "compiled": names, "before": 0}]
     assert caplog.messages == [f"step 2 compiled 2 more: {'; '.join(names)}; the warm-up did not cover it"]
@@ -290,8 +290,8 @@ def test_a_spare_that_joins_later_counts_its_warm_up_as_before(plant: Any, membe
     plant(H100_64)
     EVENTS.attach()
     compile_one()
-    member._compiled.news()
-    member._report_compiled(7)
+    member._notices.before_steps()
+    member._notices.after_step(7, True)
     assert member.published == [{"step": 7, "worker": "w", "compiled": [], "before": 1}]
 
 

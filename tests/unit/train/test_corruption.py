@@ -10,6 +10,7 @@ import pytest
 
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
+from elastic_ring.train.transaction import TransactionOptions
 from elastic_ring.train.vote import ReplicasDiverged
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train.tiny_task import begin, facts, make_task, rebuild, run_steps
@@ -26,7 +27,7 @@ def four() -> Iterator[Membership]:
 
 
 def detect(me: Any, how: str) -> None:
-    me.state.corruption, me.state.check_every_steps = how, EVERY
+    me.state.options = TransactionOptions(corruption=how, check_every_steps=EVERY)
 
 
 def flip(me: Any, phase: str, stays: bool = False) -> None:

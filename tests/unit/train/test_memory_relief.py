@@ -18,6 +18,7 @@ from elastic_ring.model.transformer import Block, Transformer
 from elastic_ring.train.memory_gauge import MemoryGauge
 from elastic_ring.train.memory_relief import MemoryRelief, keep_activations
 from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.transaction import TransactionOptions
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train.tiny_task import MODEL, STEP, begin, facts, make_task, rebuild, run_steps
 
@@ -100,7 +101,7 @@ def test_a_relief_that_is_taken_between_two_steps_saves_memory_and_changes_no_bi
 
 
 def keep(me: Any) -> None:
-    me.state.keeps_activations = True
+    me.state.options = TransactionOptions(keeps_activations=True)
 
 
 def test_a_ring_that_keeps_what_its_layers_would_recompute_changes_no_bit(two: Membership) -> None:

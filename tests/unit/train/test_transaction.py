@@ -24,7 +24,7 @@ from elastic_ring.model.transformer import Transformer
 from elastic_ring.state.device import squares as device_squares
 from elastic_ring.state.device.squares import squared_norm
 from elastic_ring.state.shard import Counters
-from elastic_ring.train.transaction import sequence_seed
+from elastic_ring.train.transaction import TransactionOptions, sequence_seed
 from elastic_ring.train.vote import MustGoBack
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train import tiny_task
@@ -484,9 +484,9 @@ def test_the_norm_is_summed_piece_by_piece_in_fp64(monkeypatch: pytest.MonkeyPat
 
 def expect_losses_below(me: Any, loss: float, action: Action) -> None:
     """As if 40 steps before the first had had this loss."""
-    me.state.spikes = SpikeWatch((action,))
+    me.state.options = TransactionOptions(spikes=SpikeWatch((action,)))
     for step in range(-40, 0):
-        me.state.spikes.saw(step, loss, "")
+        me.state.options.spikes.saw(step, loss, "")
 
 
 def test_a_loss_spike_is_skipped_on_every_rank_also_by_one_that_applies_the_step_later(four: Membership) -> None:

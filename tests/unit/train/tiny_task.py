@@ -33,7 +33,7 @@ from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train import gradient
 from elastic_ring.train.optim import OptimConfig, is_balance, learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
-from elastic_ring.train.transaction import Transaction
+from elastic_ring.train.transaction import Transaction, TransactionOptions
 from elastic_ring.train.vote import NOTHING, Flag
 from elastic_ring.train.weights import gather_weights
 from tests.unit.groups.processes import connect
@@ -153,8 +153,8 @@ def begin(me: Any, where: Rendezvous, mesh: Mesh, task: TrainingTask, cpu_offloa
         me.state.loader.close()
     source = task.data.open()
     order = Order(task.step.seed, task.step.global_batch, source.num_sequences)
-    me.state = Transaction(task, Loader(source, num_ahead=task.step.sequences_per_pass), order, watch)
-    me.state.offload(cpu_offload)
+    options = TransactionOptions(cpu_offload=cpu_offload)
+    me.state = Transaction(task, Loader(source, num_ahead=task.step.sequences_per_pass), order, watch, options)
     me.membership_id = (1, 0)
     connect(me, where, mesh)
     me.state.enter(me.groups, me.membership_id, keep=False)
@@ -190,7 +190,7 @@ def limit_rows(me: Any, shares: float) -> None:
 
 def parted(me: Any, num_steps: int) -> list[int]:
     """In each of some steps, the passes of layers whose rows came in parts."""
-    return [run_steps(me, 1) and me.state._experts.num_parted for _ in range(num_steps)]
+    return [run_steps(me, 1) and me.state.now.experts.num_parted for _ in range(num_steps)]
 
 
 def loads_of_a_step(me: Any) -> tuple[float, float]:
@@ -201,7 +201,7 @@ def loads_of_a_step(me: Any) -> tuple[float, float]:
             outcome, _ = me.state.run(me.state.applied, boundary=False)
     finally:
         me.paused.set()
-    excess = me.state._gradient.counts / outcome.scale(me.state.task.optim.clip_norm)
+    excess = me.state.held.gradient.counts / outcome.scale(me.state.task.optim.clip_norm)
     return outcome.expert_load, float(excess.max()) if excess.numel() else 0.0
 
 
@@ -221,7 +221,7 @@ def ask_late(me: Any) -> tuple[bool, bool]:
             step = me.state.applied
 
             def busy() -> bool:
-                return bool(me.state._gradient.step != step)
+                return bool(me.state.held.gradient.step != step)
 
             outcome, _ = me.state.run(
                 step,
@@ -249,7 +249,7 @@ def plan_break(me: Any, phase: str, step: int, num_calls_before: int = 0) -> Non
 
 def sums_under_way(me: Any) -> tuple[int, int]:
     """Buckets whose sum over the rings has begun, and all."""
-    return len(me.state._gradient._works), len(me.state._gradient.buckets)
+    return len(me.state.held.gradient._works), len(me.state.held.gradient.buckets)
 
 
 def by_its_forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from elastic_ring.control.messages import Build, Heal
 from elastic_ring.errors import GroupAborted
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.worker import member as member_module
-from elastic_ring.runtime.worker.member import Generation, Member
+from elastic_ring.runtime.worker.member import Generation, Member, Warmed
 
 SURVIVOR, NEWCOMER = "w", "v"
 HEAL = Heal(0, SURVIVOR, (NEWCOMER,))
@@ -47,10 +47,8 @@ class Parts:
         )
         stamps = SimpleNamespace(stamp=lambda step, phase: None, generation=0)
         self.member = Member(spec, stamps, None, lambda records: None)  # type: ignore[arg-type]
-        self.member._transaction = self.state  # type: ignore[assignment]
-        self.member._num_parameters = 1
-        self.member._data = SimpleNamespace(news=lambda versions, skips: None)  # type: ignore[assignment]
-        self.member._kernels = SimpleNamespace(settle=self.settle)  # type: ignore[assignment]
+        data, kernels = SimpleNamespace(news=lambda versions, skips: None), SimpleNamespace(settle=self.settle)
+        self.member.warm = Warmed(data, kernels, self.state, 1, [], {})  # type: ignore[arg-type]
         monkeypatch.setattr(member_module, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now))
         monkeypatch.setattr(member_module, "forget_groups", lambda: None)
         monkeypatch.setattr(member_module, "heal_over_link", lambda *args: self.take("heal", 1000) or 5)

@@ -22,7 +22,7 @@ from elastic_ring.monitor.stamps import Phase
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.actor import Worker
 from elastic_ring.runtime.worker.coordinator_client import WorkerSpec
-from elastic_ring.runtime.worker.stall_watchdog import PauseWatch
+from elastic_ring.runtime.worker.stall_watchdog import StepProgress
 from tests.unit.groups.processes import Membership, connect, leave, membership
 
 MEMBERSHIP = (1, 3)
@@ -62,7 +62,7 @@ class Part:
         self.device = torch.device("cpu")
         self.applied, self.writing, self.device_failed, self.in_mesh = 7, False, False, True
         self.num_moves = 0
-        self.pauses = PauseWatch()
+        self.progress = StepProgress()
 
     @property
     def aborted(self) -> bool:

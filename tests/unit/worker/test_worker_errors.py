@@ -137,7 +137,7 @@ def test_a_worker_that_has_told_of_its_device_reports_itself_unhealthy(tmp_path:
     member = Member(spec, None, None, lambda records: None)  # type: ignore[arg-type]
     nothing = SimpleNamespace(applied=0, unapplied=None, valid=False, shard=None, has_gradient=False, last=None)
     nothing.gradient_membership_id = nothing.state_id = (0, 0)
-    member._transaction = nothing  # type: ignore[assignment]
+    member.warm = SimpleNamespace(transaction=nothing)  # type: ignore[assignment]
     assert member.report("c", 1, 4, "aborted").healthy
     member._device_lease.has_erred = True
     assert not member.report("c", 1, 4, "aborted").healthy
