@@ -201,6 +201,10 @@ DRILLS: Mapping[str, AlertDrill] = {
         plant=planted.slow_last_rank,
         after_steps=50,
     ),
+    "ElasticRingDataWait": AlertDrill(
+        "the corpus is text of many times what a worker keeps of it: most steps read a piece anew",
+        prepare=planted.large_corpus,
+    ),
     "ElasticRingHopLatency": AlertDrill(
         "one of a ring's two members is stopped for four fifths of the time, after more than a minute at its pace",
         (*PATIENT, *ON_GPUS, "--cp", "2"),

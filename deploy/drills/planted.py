@@ -40,6 +40,7 @@ POISON_BATCH, POISON_CONTEXT = 2, 256
 FIRST_CALM_STEPS = 120
 SENTENCE = "A ring that trains is a quiet ring, and nothing is to be seen of it. "
 WORDS = ("ring", "rank", "step", "vote", "shard", "spare", "mesh", "heal")
+LARGE_BYTES = 192 << 20
 HEAT_CELSIUS = 3
 BALLAST = 0.06
 """Of the node's memory."""
@@ -235,6 +236,12 @@ def poisoned(folder: Path, calm: Callable[[], str], num_steps: int = 20_000) -> 
     path = folder / "poisoned.txt"
     path.write_bytes(b"".join(pieces))
     return ("--data", str(path), "--seed", "0", "--global-batch", str(POISON_BATCH), "--context", str(POISON_CONTEXT))
+
+
+def large_corpus(folder: Path) -> tuple[str, ...]:
+    path = folder / "large.txt"
+    path.write_text(SENTENCE * (LARGE_BYTES // len(SENTENCE)))
+    return ("--data", str(path))
 
 
 def block_checkpoints(scene: Scene) -> None:

@@ -67,6 +67,7 @@ ROWS = {
         "time_seconds",
         "goodput_ratio",
         "data_wait_seconds",
+        "data_wait_ratio",
         "step_part_mean_seconds",
         "step_part_longest_seconds",
         "rank_work_seconds",

@@ -140,6 +140,15 @@ class RankStraggled(Fact, note="straggler"):
 
 
 @dataclass(frozen=True)
+class DataAwaited(Fact, note="data wait"):
+    """`share`: of the time of the last steps that global rank 0 waited for its data."""
+
+    share: float
+    step: int
+    told: str
+
+
+@dataclass(frozen=True)
 class MemoryNearlyFull(Fact, note="tight"):
     """`what`: "device" or "host"; `worker` is empty for a host."""
 

@@ -345,6 +345,7 @@ TABLE: tuple[Metric, ...] = (
         TIME_PARTS,
     ),
     _of_step("data_wait_seconds", "seconds", "how long global rank 0 waited for its data in the newest committed step"),
+    _of_step("data_wait_ratio", "1", "share of the last 20 steps' time that it waited so; 0 before there are so many"),
     _of_step(
         "step_part_mean_seconds",
         "seconds",

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from elastic_ring.control.decisions.data_waits import LIMIT
 from elastic_ring.control.decisions.overdue import TOLD_AFTER
 from elastic_ring.errors import RecordDamaged
 from elastic_ring.monitor.journal import salvage_file
@@ -109,6 +110,7 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
         lambda: [_rates_line(steps)],
         lambda: [_validation_line(steps)],
         lambda: [_checkpoint_line(status)],
+        lambda: [_data_line(status)],
         lambda: _membership_lines(status, now),
         lambda: _memory_lines(folder / CONFIG_NAME, status or summary),
         lambda: _recovery_lines(list(status.get("recoveries") or summary.get("recoveries") or [])),
@@ -195,6 +197,11 @@ def _checkpoint_line(status: Mapping[str, Any]) -> str:
         if num >= TOLD_AFTER
         else ""
     )
+
+
+def _data_line(status: Mapping[str, Any]) -> str:
+    share = float(status.get("data_wait_share", 0.0))
+    return _row("data", f"waited for in {share:.0%} of the last steps' time") if share >= LIMIT else ""
 
 
 def _status_age_s(status: Mapping[str, Any], now: float) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.decisions.data_waits import DataWatch
 from elastic_ring.control.decisions.stragglers import Straggler, StragglerWatch
 from elastic_ring.mesh import Mesh
 
@@ -79,6 +80,7 @@ class Detectors:
         is_on = run.straggler != "off"
         self.stragglers = StragglerWatch(run.straggler_window_s, run.straggler_factor) if is_on else None
         self.memory = PressureWatch(run.memory_pressure_share) if run.memory_pressure != "off" else None
+        self.data = DataWatch()
         self._found: list[tuple[Found, tuple[int, int]]] = []  # by which members
 
     def saw(

@@ -216,6 +216,7 @@ def _of_steps(recorder: RunRecorder, work: Work) -> Iterator[Sample]:
         yield "elastic_ring_tokens_per_second", "", step.tokens_per_s
         yield "elastic_ring_mfu_ratio", "", work.utilisation(step.step_s, step.mesh.size, recorder.recoveries.gpu())
         yield "elastic_ring_data_wait_seconds", "", step.data_wait_s
+        yield "elastic_ring_data_wait_ratio", "", recorder.detectors.data.share
         yield "elastic_ring_hop_sent_bytes", "", step.hop_bytes
         yield "elastic_ring_expert_load_ratio", "", step.expert_load_max
         yield "elastic_ring_expert_parts", "", step.expert_parts

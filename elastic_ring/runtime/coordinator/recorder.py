@@ -26,6 +26,7 @@ from elastic_ring.control.facts import (
     CheckpointWritten,
     CompiledLate,
     CorpusLengthened,
+    DataAwaited,
     Fact,
     ForecastSeen,
     GenerationBegan,
@@ -144,6 +145,10 @@ class Latest:
     work_s: Sequence[float] = ()
     copied: Mapping[str, Any] | None = None
     attempt_began_at: float = 0.0
+
+
+Reported = BatchesLeftOut | DataAwaited | LossSpiked | MemoryNearlyFull | RankStraggled | StepSkipped
+"""Facts with a text that the driver shows, too."""
 
 
 class RunRecorder:
@@ -330,6 +335,10 @@ class RunRecorder:
         self.latest.work_s = work_s if any(work_s) else self.latest.work_s
         membership_id = (record["membership_id"][0], record["membership_id"][1])
         self.detectors.saw(membership_id, mesh, record["step_s"], work_s, shares, self.nodes.host_share())
+        if self.detectors.data.saw(record["step_s"], record.get("data_wait_s", 0.0)):
+            share, step = round(self.detectors.data.share, 3), record["step"]
+            told = f"training waits for its data: {share:.0%} of the time of the steps up to {step}"
+            self._report(DataAwaited(share, step, told))
 
     def take_found(self, state: State, cause: Callable[[], str]) -> list[StragglerFound | MemoryTight]:
         """What the steps published last show of the present members, for the core; tells of it."""
@@ -473,6 +482,7 @@ class RunRecorder:
             "ended": False,
             "checkpoint_intervals_missed": self.overdue.num_intervals,
             "checkpoint_step": self.overdue.step,
+            "data_wait_share": round(self.detectors.data.share, 3),
             "lost_s": {cause: round(s, 3) for cause, s in self.goodput.lost.lost_s.items()},
             "error": "",
             "end": {},
@@ -540,7 +550,7 @@ class RunRecorder:
             self._saw(fact)
             self.recoveries.saw(fact)
 
-    def _report(self, fact: LossSpiked | StepSkipped | BatchesLeftOut | RankStraggled | MemoryNearlyFull) -> None:
+    def _report(self, fact: Reported) -> None:
         """A fact, whose text the driver shows, too."""
         self._tell(fact)
         self.recoveries.say(fact.told)

@@ -276,6 +276,12 @@ def test_intervals_without_a_checkpoint_are_in_the_status_from_the_third_on(run:
         assert ("no checkpoint for 3 intervals, since step 8" in render_status(run, now_unix_s=5000.0)) == told
 
 
+def test_waits_for_data_are_in_the_status_once_they_are_long(run: Path) -> None:
+    for share, told in ((0.19, False), (0.37, True)):
+        write_json(run / "status.json", live_status(data_wait_share=share))
+        assert ("data       waited for in 37% of the last steps' time" in render_status(run, now_unix_s=5000.0)) == told
+
+
 def test_an_ended_run_has_no_members_and_a_silent_one_those_of_its_last_news(run: Path) -> None:
     doubt = "members and spares are those of the last news, and may be gone"
     assert doubt not in render_status(run, now_unix_s=5000.0)
