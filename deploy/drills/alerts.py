@@ -202,7 +202,8 @@ DRILLS: Mapping[str, AlertDrill] = {
         after_steps=50,
     ),
     "ElasticRingDataWait": AlertDrill(
-        "the corpus is text of many times what a worker keeps of it: most steps read a piece anew",
+        "the corpus is text of many times what a worker keeps of it, and a step reads sixteen places",
+        ("--context", "32", "--global-batch", "16"),
         prepare=planted.large_corpus,
     ),
     "ElasticRingHopLatency": AlertDrill(

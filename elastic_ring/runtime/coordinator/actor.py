@@ -16,7 +16,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ from elastic_ring.control.state import Building, Ended, Reconnecting, Running, S
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, StorageFailed, TermLost
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_error
-from elastic_ring.runtime.agent.messages import Death
+from elastic_ring.runtime.agent.messages import Death, Said
 from elastic_ring.runtime.agent.rpc import raise_open_files
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
 from elastic_ring.runtime.coordinator.checkpoints import PRIOR_FAILURE_S, CheckpointKeeper
@@ -68,6 +68,22 @@ from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from elastic_ring.runtime.coordinator.demand import DemandKeeper
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
+from elastic_ring.runtime.coordinator.inbox import (
+    Abandoned,
+    AgentAttached,
+    CallbacksSaid,
+    CheckpointCounts,
+    CheckpointFailed,
+    CheckpointsListed,
+    DemandNoted,
+    FaultAsked,
+    Happened,
+    Inbox,
+    NodeBeat,
+    PartSaved,
+    StepsPublished,
+    WorkerFound,
+)
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, Work
 from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
@@ -99,7 +115,7 @@ class Coordinator:
         self.run_spec = run_spec
         self.clock = Clock()
         self.storage_wait = StorageWait(run_spec.run, self.clock)
-        self._queue: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
+        self._queue: Inbox = queue.Queue()
         self.driver_feed = DriverFeed()
         self._ended: dict[str, Any] | None = None
         self._cause = CauseIds("coordinator")
@@ -112,20 +128,21 @@ class Coordinator:
 
     def notify(self, event: dict[str, Any], extra: dict[str, Any]) -> None:
         """An event of a worker."""
-        self._queue.put(("event", event, extra))
+        decoded: Any = from_json(event)
+        self._queue.put(Happened(decoded, extra))
 
     def publish(self, worker: str, records: list[dict[str, Any]]) -> None:
         """Committed steps from global rank 0."""
-        self._queue.put(("publish", records, {"worker": worker}))
+        self._queue.put(StepsPublished(records))
 
     def saved(self, worker: str, part: dict[str, Any]) -> None:
         """A worker's part of a checkpoint is written, or is not, and why."""
-        self._queue.put(("saved", part, {"worker": worker}))
+        self._queue.put(PartSaved(part))
 
     def fault(self, index: int, worker: str) -> bool:
         """Whether this planned fault may fire now; true once, and again for a worker that had no answer."""
         answer: queue.Queue[bool] = queue.Queue()
-        self._queue.put(("fault", index, {"answer": answer, "worker": worker}))
+        self._queue.put(FaultAsked(index, worker, answer))
         return answer.get(timeout=self.run_spec.run.timeouts.hello_s)
 
     # ------------------------------------------------------------ called by drivers
@@ -168,7 +185,7 @@ class Coordinator:
             )
         if spares is not None and spares < 0:
             raise ValueError(f"spares={spares}: must be 0 or more")
-        self._put("event", ScaleRequested(self._cause(), max_dp, spares))
+        self._put(Happened(ScaleRequested(self._cause(), max_dp, spares)))
 
     def answer(self, step: int, stop: str, saves: bool, keeps: bool) -> bool:
         """What a driver's callbacks want after all events up to the validation of `step` steps: see
@@ -176,7 +193,7 @@ class Coordinator:
         validation."""
         counts: queue.Queue[bool] = queue.Queue()
         event = CallbacksAnswered(self._cause(), step, stop, saves, keeps)
-        self._queue.put(("answer", event, {"counts": counts}))
+        self._queue.put(CallbacksSaid(event, counts))
         try:
             return counts.get(timeout=self.run_spec.run.timeouts.hello_s)
         except queue.Empty:  # the run has ended meanwhile, or its journal waits for a disk
@@ -185,7 +202,7 @@ class Coordinator:
     def abandon(self, reason: str) -> None:
         """End the run now: clear everything at once."""
         self.storage_wait.give_up()
-        self._queue.put(("abandon", reason, {}))
+        self._queue.put(Abandoned(reason))
 
     # ------------------------------------------------------------ the deciding thread
 
@@ -290,8 +307,8 @@ class Coordinator:
         self.corpus = CorpusWatcher(
             run_spec.task.data,
             run_spec.run.corpus_look_s,
-            grew=lambda uri, digest: self._put("grew", (uri, digest)),
-            refused=partial(self._put, "told"),
+            grew=lambda uri, digest: self._put(Happened(CorpusGrew(self._cause(), uri, digest))),
+            refused=lambda told: self._put(Said(told)),
         )
         if run_spec.run.checkpoint_config.is_on or run_spec.resume.checkpoints or run_spec.resume.lineage:
             self.checkpoints.open()
@@ -301,7 +318,7 @@ class Coordinator:
             run_spec.run, self.recorder, lambda: self._checkpoints_failing_s, Work.of(run_spec.run, run_spec.task)
         )
         self.demand = DemandKeeper(
-            run_spec.run.name, run_spec.scaling, partial(self._put, "demand"), self.node_monitor.listed
+            run_spec.run.name, run_spec.scaling, lambda note: self._put(DemandNoted(note)), self.node_monitor.listed
         )
         self.demand.open(goes_on=any(line.get("note") == "demand" for line in opened.lines))
 
@@ -381,10 +398,10 @@ class Coordinator:
             if self._ended is not None:  # the run is over, so queued events no longer count
                 return
         try:
-            kind, body, extra = self._queue.get(timeout=max(0.0, due - now) + 1e-3)
+            message = self._queue.get(timeout=max(0.0, due - now) + 1e-3)
         except queue.Empty:
             return
-        self._handle(kind, body, extra)
+        self._handle(message)
 
     def _on_time(self) -> None:
         self.term_watch.check()  # first: this process may have been frozen for long
@@ -399,7 +416,7 @@ class Coordinator:
         self._end_report.doing(unfinished(self.state, num_committed, where, self.node_monitor.progress))
         self._end_report.look()
         if self.driver_feed.silent_s > self.run_spec.run.timeouts.lease_s:
-            self._handle("abandon", f"no driver for {self.run_spec.run.timeouts.lease_s:.0f} s", {})
+            self._handle(Abandoned(f"no driver for {self.run_spec.run.timeouts.lease_s:.0f} s"))
         self._end_if_checkpoints_fail()
         self._retry_checkpoint()
         self._refresh()  # a step may take longer than the age at which status calls a run silent
@@ -407,47 +424,46 @@ class Coordinator:
         self.demand.look(self.state)
         self.node_monitor.vacate(vacant_nodes(self.state))
 
-    def _handle(self, kind: str, body: Any, extra: dict[str, Any]) -> None:
-        match kind:
-            case "event":
-                self._on_event(body if not isinstance(body, dict) else from_json(body), extra)
-            case "publish":
-                self._publish(body)
-            case "answer":
-                self._on_answer(body, extra["counts"])
-            case "fault":
-                self._on_fault(body, extra["worker"], extra["answer"])
-            case "beat":
-                self.node_monitor.echo(body)
-            case "abandon":
-                self._finish({"error": "RunFailed", "message": body, "facts": {}})  # must not wait for the journal
-            case "reconnect":
-                self._check_reconnect(body, extra["reconnect_s"])
-            case "found":
-                self.dispatch.watch(body)
-            case "death":
-                self._on_death(body)
-            case "saved":
-                self.checkpoints.written(body)
+    def _handle(self, message: Any) -> None:
+        match message:
+            case Happened(event, extra):
+                self._on_event(event, extra)
+            case StepsPublished(records):
+                self._publish(records)
+            case CallbacksSaid(event, counts):
+                self._on_answer(event, counts)
+            case FaultAsked():
+                self._on_fault(message)
+            case NodeBeat(node):
+                self.node_monitor.echo(node)
+            case Abandoned(reason):
+                self._finish({"error": "RunFailed", "message": reason, "facts": {}})  # must not wait for the journal
+            case AgentAttached(node, reconnect_s):
+                self._check_reconnect(node, reconnect_s)
+            case WorkerFound(described):
+                self.dispatch.watch(described)
+            case Death():
+                self._on_death(message)
+            case PartSaved(part):
+                self.checkpoints.written(part)
                 self._commit_checkpoints()
-            case "checkpoint":
-                self.recorder.checkpoint(body)
-                if self._newest_checkpoint_stays:
-                    self.checkpoints.clean(body["step"])
-            case "checkpoints":
+            case CheckpointCounts(checkpoint):
+                self.recorder.checkpoint(checkpoint)
+                goes_back = isinstance(self.state.phase, Building) and self.state.phase.order.goes_back
+                if not goes_back and rollback.pending(self.state) is None:
+                    self.checkpoints.clean(checkpoint["step"])
+            case CheckpointsListed(known):
                 write_s = self.recorder.totals.checkpoints[-1]["total_s"] if self.recorder.totals.checkpoints else 0.0
-                self._decide(CheckpointsKnown(self._cause(), tuple(body), write_s))
-            case "checkpoint-failed":
-                self.recorder.checkpoint_failed(body)
-            case "told":
-                self.recorder.recoveries.say(body)
-            case "grew":
-                self._decide(CorpusGrew(self._cause(), *body))
-            case "demand":
-                self._note({"note": "demand", "now": self.clock(), **body})
-                self.recorder.recoveries.say(body["text"])
+                self._decide(CheckpointsKnown(self._cause(), known, write_s))
+            case CheckpointFailed(step, why):
+                self.recorder.checkpoint_failed(step, why)
+            case Said(text):
+                self.recorder.recoveries.say(text)
+            case DemandNoted(note):
+                self._note({"note": "demand", "now": self.clock(), **note})
+                self.recorder.recoveries.say(note["text"])
 
-    def _on_event(self, event: Any, extra: dict[str, Any]) -> None:
+    def _on_event(self, event: Event, extra: Mapping[str, Any]) -> None:
         if isinstance(event, MemberFailed):
             self.recorder.recoveries.member_failed(event.worker, event.kind, event.step, event.detail)
             if event.kind == "corrupt":
@@ -484,11 +500,12 @@ class Coordinator:
         place = (death.step, death.phase, death.signal)
         self._on_event(WorkerLost(self._cause(), death.worker, death.reason, detail, *place), {})
 
-    def _on_fault(self, index: int, worker: str, answer: queue.Queue[bool]) -> None:
-        new = index not in self.recorder.recoveries.fired
+    def _on_fault(self, asked: FaultAsked) -> None:
+        recoveries, index = self.recorder.recoveries, asked.index
+        new = index not in recoveries.fired
         if new:
-            self.recorder.recoveries.fault_fired(index, worker, self.clock())
-        answer.put(new or self.recorder.recoveries.fired_by.get(index) == worker)
+            recoveries.fault_fired(index, asked.worker, self.clock())
+        asked.answer.put(new or recoveries.fired_by.get(index) == asked.worker)
         if new:  # this process's own faults fire once, or it would die of one at each start
             inject_into_coordinator(self.run_spec.run.faults[index].kind)
 
@@ -556,7 +573,7 @@ class Coordinator:
         goes_back = isinstance(self.state.phase, Building) and self.state.phase.order.goes_back
         return not goes_back and rollback.pending(self.state) is None
 
-    def _publish(self, records: list[dict[str, Any]]) -> None:
+    def _publish(self, records: Sequence[Mapping[str, Any]]) -> None:
         self.term_watch.check()
         known = self.recorder.metrics.last_step
         self.driver_feed.publish(self.recorder.publish(records))
@@ -715,11 +732,11 @@ class Coordinator:
 
     # ------------------------------------------------------------ small parts
 
-    def _put(self, kind: str, body: Any, extra: dict[str, Any] | None = None) -> None:
-        if kind == "beat" and self.storage_wait.is_waiting:
-            self.node_monitor.echo(body)  # for the deciding thread, which is no hang
+    def _put(self, message: Any) -> None:
+        if isinstance(message, NodeBeat) and self.storage_wait.is_waiting:
+            self.node_monitor.echo(message.node)  # for the deciding thread, which is no hang
             return
-        self._queue.put((kind, body, extra or {}))
+        self._queue.put(message)
 
     def _note(self, note: Mapping[str, Any]) -> None:
         self.journal.append({"term": self.term_watch.own.term, **note})  # one of a replaced coordinator does not count

@@ -21,6 +21,8 @@ from elastic_ring.control.decisions.terms import is_late
 from elastic_ring.control.messages import Checkpoint
 from elastic_ring.errors import CheckpointDamaged, StaleMessage, StorageFailed, TermLost
 from elastic_ring.monitor.json_files import DAMAGED, json_bytes
+from elastic_ring.runtime.agent.messages import Said
+from elastic_ring.runtime.coordinator.inbox import CheckpointCounts, CheckpointFailed, CheckpointsListed, Put
 from elastic_ring.runtime.coordinator.resume import (
     LINEAGES,
     Resume,
@@ -51,8 +53,6 @@ ASK_AGAIN_S = 60.0
 READ_BACK_BYTES = 2 << 30
 """The coordinator reads a checkpoint of at most so many bytes back before it removes an older one."""
 
-Post = Callable[[str, Any], None]
-
 
 @dataclass
 class _Pending:
@@ -71,11 +71,8 @@ class _Pending:
 
 
 class CheckpointKeeper:
-    """Commits checkpoints of one run. `post(kind, body)` puts results into the deciding thread's queue:
-
-    `checkpoint`: a valid new one, as in summary.json; `checkpoints`: all valid ones, by step; `checkpoint-failed`: why
-    one was not written; `told`: a line for the log and the driver.
-    """
+    """Commits checkpoints of one run. `post` puts results into the deciding thread's queue: a valid new one, as in
+    summary.json; all valid ones, by step; why one was not written; lines for the log and the driver."""
 
     def __init__(
         self,
@@ -83,7 +80,7 @@ class CheckpointKeeper:
         resume: Resume,
         term: int,
         facts: Mapping[str, Any],
-        post: Post,
+        post: Put,
         resumed_from: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
         recorded: Callable[[], None] = lambda: None,
         data: Callable[[], Mapping[str, Any]] = dict,
@@ -288,17 +285,15 @@ class CheckpointKeeper:
         if step == self._kept:
             keep(self._storage, step)
         if head.get("interval"):
-            self._post("told", head["interval"])
-        self._post(
-            "checkpoint",
-            {
-                "step": step,
-                "path": uri_of(self._storage, manifest.folder.rpartition("/")[0]),
-                "bytes": manifest.num_bytes,
-                "blocked_s": max(part["blocked_s"] for part in parts),
-                "total_s": max(part["total_s"] for part in parts) + time.monotonic() - begun,
-            },
-        )
+            self._post(Said(head["interval"]))
+        counted = {
+            "step": step,
+            "path": uri_of(self._storage, manifest.folder.rpartition("/")[0]),
+            "bytes": manifest.num_bytes,
+            "blocked_s": max(part["blocked_s"] for part in parts),
+            "total_s": max(part["total_s"] for part in parts) + time.monotonic() - begun,
+        }
+        self._post(CheckpointCounts(counted))
         self._jobs.put(self._tell)  # a job of its own: trying it again must not commit again
 
     def _committed_folder(self, manifest: Manifest) -> str:
@@ -370,7 +365,7 @@ class CheckpointKeeper:
                 self._set_aside_if_damaged(folder)
         own = [one for one in found if lineage_of(one) == self._resume.lineage and not self._is_late(one)]
         first = [one for one in self._resume.checkpoints if not self._is_own(one)]
-        self._post("checkpoints", (*first, *own))
+        self._post(CheckpointsListed((*first, *own)))
 
     def _is_late(self, one: Checkpoint) -> bool:
         """Set aside what a submission that this one has replaced wrote after that."""
@@ -397,7 +392,7 @@ class CheckpointKeeper:
         if is_there and not self._set_aside_if_damaged(inside):
             # That worker's node may lack the mount, or have bad memory.
             seen = f"{folder} is whole as seen from here, but a worker could not use it"
-            self._post("told", f"{seen}: {shortened([why])}")
+            self._post(Said(f"{seen}: {shortened([why])}"))
         self._tell()
 
     def _set_aside_if_damaged(self, folder: str) -> bool:
@@ -405,7 +400,7 @@ class CheckpointKeeper:
         seen = wrong_with(self._storage, folder)
         if seen:
             set_aside(self._storage, folder, seen)
-            self._post("told", f"{folder} does not verify and is set aside: {shortened(seen)}")
+            self._post(Said(f"{folder} does not verify and is set aside: {shortened(seen)}"))
         return bool(seen)
 
     def _set_aside_later(self, step: int) -> None:
@@ -456,4 +451,4 @@ class CheckpointKeeper:
     def _failed(self, step: int, why: str) -> None:
         self._tried_s = time.monotonic()
         self._failing_since = self._failing_since or self._tried_s
-        self._post("checkpoint-failed", {"step": step, "why": why})
+        self._post(CheckpointFailed(step, why))

@@ -21,6 +21,7 @@ from elastic_ring.control.messages import (
     Command,
     DrainNode,
     EndRun,
+    Event,
     Finalize,
     Hello,
     KillWorker,
@@ -35,6 +36,7 @@ from elastic_ring.control.messages import (
 from elastic_ring.control.state import State
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.runtime.agent.stamp_dir import stamp_folder
+from elastic_ring.runtime.coordinator.inbox import Happened, Put, WorkerFound
 from elastic_ring.runtime.driver.cluster import Cluster, watch_ref
 from elastic_ring.runtime.driver.drain import leave_node
 from elastic_ring.runtime.groups.sockets import RendezvousStore, common_host
@@ -52,7 +54,7 @@ class Dispatcher:
     members may die.
     """
 
-    def __init__(self, run_spec: Any, address: str, cluster: Cluster, node_monitor: Any, me: Any, put: Any) -> None:
+    def __init__(self, run_spec: Any, address: str, cluster: Cluster, node_monitor: Any, me: Any, put: Put) -> None:
         self._address, self._cluster, self._node_monitor = address, cluster, node_monitor
         self._me, self._put = me, put
         self._clear_s = run_spec.run.timeouts.clear_s
@@ -92,7 +94,7 @@ class Dispatcher:
         for worker in state.workers.values():
             handle = self._cluster.find_worker(worker.worker)
             if handle is None:
-                self._put("event", WorkerLost(self._cause(), worker.worker, "unreachable", "Ray knows it no more"))
+                self._happened(WorkerLost(self._cause(), worker.worker, "unreachable", "Ray knows it no more"))
                 continue
             self._handles[worker.worker] = handle
             if worker.status == "starting":  # its answer went to the old coordinator
@@ -145,10 +147,13 @@ class Dispatcher:
 
     # ------------------------------------------------------------ parts
 
+    def _happened(self, event: Event) -> None:
+        self._put(Happened(event))
+
     def _start(self, command: StartWorker) -> None:
         node = self._node_monitor.info(command.node)
         if node is None:
-            self._put("event", WorkerLost(command.cause, command.worker, "died", "its node is gone"))
+            self._happened(WorkerLost(command.cause, command.worker, "died", "its node is gone"))
             return
         self._ray_calls.put(partial(self._start_on, command.worker, node))
 
@@ -159,26 +164,26 @@ class Dispatcher:
             log.exception("%s could not be started", worker)
             is_ours = isinstance(error, ElasticRingError)
             detail = f"{error}" if is_ours else f"Ray refuses to start it: {type(error).__name__}: {error}"
-            self._put("event", WorkerLost(self._cause(), worker, "start-failed", detail))
+            self._happened(WorkerLost(self._cause(), worker, "start-failed", detail))
 
     def _started(self, worker: str, started: dict[str, Any] | None, error: BaseException | None) -> None:
         if error is not None or started is None:
             reason = "start-failed" if is_own_error(error) else "died"
-            self._put("event", WorkerLost(self._cause(), worker, reason, f"{error}"))
+            self._happened(WorkerLost(self._cause(), worker, reason, f"{error}"))
             return
         if started["fingerprint"] != self._fingerprint:
             detail = (
                 f"it reads another corpus ({started['fingerprint'][:16]}) than the driver ({self._fingerprint[:16]})"
             )
-            self._put("event", WorkerLost(self._cause(), worker, "start-failed", detail))
+            self._happened(WorkerLost(self._cause(), worker, "start-failed", detail))
             return
         ready = WorkerReady(self._cause(), worker, started["node"], started["pid"])
-        self._put("event", ready, {**started, "handle": self._handles.get(worker)})
+        self._put(Happened(ready, {**started, "handle": self._handles.get(worker)}))
 
     def _found(self, described: dict[str, Any] | None, error: BaseException | None) -> None:
         # Ray calls this in its own thread, which must wait for no lock of the node monitor.
         if described is not None:
-            self._put("found", described)
+            self._put(WorkerFound(described))
 
     def _kill(self, command: KillWorker) -> None:
         told = self._node_monitor.kill(command.worker, command.reason)
@@ -187,7 +192,7 @@ class Dispatcher:
         self._killed.add(command.worker)
         if not told:
             self._ray_calls.put(partial(self._cluster.remove_worker, command.worker))
-            self._put("event", WorkerLost(command.cause, command.worker, "unreachable", command.reason))
+            self._happened(WorkerLost(command.cause, command.worker, "unreachable", command.reason))
 
     def _tell(self, command: Any, extra: dict[str, Any]) -> None:
         handle = self._handles.get(command.worker)
@@ -199,7 +204,7 @@ class Dispatcher:
             if isinstance(error, ActorDiedError):
                 # Prefer the agent's notice, which has the signal and the log tail; this one is the fallback.
                 lost = WorkerLost(self._cause(), command.worker, "died", "Ray: the actor is dead")
-                threading.Timer(AGENT_FIRST_S, self._put, args=("event", lost)).start()
+                threading.Timer(AGENT_FIRST_S, self._happened, args=(lost,)).start()
             elif error is not None:
                 log.warning("%s: %s to %s: %s", command.cause, type(command).__name__, command.worker, error)
 

@@ -22,7 +22,7 @@ from typing import Any
 import ray
 
 from elastic_ring.control.decisions.detectors import host_share
-from elastic_ring.control.messages import CauseIds, NodeDraining, NodeJoined, NodeLost
+from elastic_ring.control.messages import CauseIds, Event, NodeDraining, NodeJoined, NodeLost
 from elastic_ring.runtime.agent.messages import (
     BadGpus,
     Beat,
@@ -41,6 +41,7 @@ from elastic_ring.runtime.agent.messages import (
 )
 from elastic_ring.runtime.agent.resolver import warning
 from elastic_ring.runtime.agent.rpc import AgentServer
+from elastic_ring.runtime.coordinator.inbox import AgentAttached, Happened, NodeBeat, Put
 from elastic_ring.runtime.coordinator.recorder import NodeFigures
 from elastic_ring.runtime.doctor.verdicts import AtStart
 from elastic_ring.runtime.driver.cluster import Cluster, NodeInfo, live_nodes, watch_ref
@@ -55,8 +56,6 @@ CONFIRM_S, CONFIRM_LOOK_S, CONFIRM_TIMES = 1.0, 0.1, 3
 HEALTH_KEPT_S = 30.0
 NOTICE_AGAIN_S = 5.0
 """What an agent read of its node's health counts for so long."""
-
-Put = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class WatchedNode:
 
 
 class NodeMonitor(NodeFigures):
-    """Watches nodes and agents for one coordinator. `put(kind, body, extra)` is the coordinator's queue."""
+    """Watches nodes and agents for one coordinator. `put`: into the coordinator's queue."""
 
     def __init__(self, run_spec: Any, put: Put, key: str) -> None:
         self._scaling, self._timeouts, self._put = run_spec.scaling, run_spec.run.timeouts, put
@@ -206,13 +205,13 @@ class NodeMonitor(NodeFigures):
         match message:
             case Beat():
                 self._keep(node, message)
-                self._put("beat", node)
+                self._put(NodeBeat(node))
             case Hello():
                 for worker in self._workers_on(node):
                     self._agent_server.send(node, worker.watch)
-                self._put("reconnect", node, {"reconnect_s": message.reconnect_s})
-            case Death():
-                self._put("death", message)
+                self._put(AgentAttached(node, message.reconnect_s))
+            case Death() | Said():
+                self._put(message)
             case BadGpus():
                 names = ", ".join(message.names) or "none any more"
                 log.error("node %s: GPUs that are not used: %s", node, names)
@@ -220,9 +219,7 @@ class NodeMonitor(NodeFigures):
                     self._nodes[node].bad_gpus = message.names
             case Resolved():
                 if told := warning(node, message.address, message.took_s):
-                    self._put("told", told)
-            case Said():
-                self._put("told", message.text)
+                    self._put(Said(told))
             case Leaves():
                 threading.Thread(target=self._pass_notice, args=(node, message.in_s), daemon=True).start()
             case HungUp():
@@ -392,8 +389,8 @@ class NodeMonitor(NodeFigures):
         if not known:
             self._event(NodeLost(self._cause(), node))
 
-    def _event(self, event: Any) -> None:
-        self._put("event", event)
+    def _event(self, event: Event) -> None:
+        self._put(Happened(event))
 
 
 def without(node: NodeInfo, bad_gpus: Collection[str]) -> NodeInfo:

@@ -205,10 +205,10 @@ class RunRecorder:
             checkpoint["path"],
         )
 
-    def checkpoint_failed(self, failed: Mapping[str, Any]) -> None:
+    def checkpoint_failed(self, step: int, why: str) -> None:
         """A checkpoint of a step was due, and does not count."""
-        self._tell(CheckpointMissed(failed["step"], failed["why"]))
-        self.recoveries.say(f"no checkpoint of step {failed['step']}: {failed['why']}; training goes on")
+        self._tell(CheckpointMissed(step, why))
+        self.recoveries.say(f"no checkpoint of step {step}: {why}; training goes on")
 
     def publish(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Committed steps, in order; those that are known already change nothing. Returns what was new."""

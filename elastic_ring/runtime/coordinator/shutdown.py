@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from elastic_ring.control.state import Finishing, Running, State, end_step, members
+from elastic_ring.runtime.coordinator.inbox import Abandoned, CheckpointCounts, FaultAsked, Inbox, NodeBeat
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
 
 log = logging.getLogger(__name__)
@@ -58,12 +59,9 @@ def _last_records(end: End, recorder: RunRecorder, state: State, weights_sha256:
     return end
 
 
-EventQueue = queue.Queue[tuple[str, Any, dict[str, Any]]]
-
-
 def aside(
     work: Callable[[], End],
-    events: EventQueue,
+    events: Inbox,
     echo: Callable[[str], None],
     checkpoint: Callable[[Mapping[str, Any]], None],
     look: Callable[[], None] = lambda: None,
@@ -77,15 +75,15 @@ def aside(
         while not done.done() or not events.empty():
             look()
             with suppress(queue.Empty):
-                kind, body, extra = events.get(timeout=LOOK_S)
-                if kind == "beat":
-                    echo(body)
-                elif kind == "checkpoint":
-                    checkpoint(body)
-                elif kind == "fault":
-                    extra["answer"].put(False)
-                elif kind == "abandon" and not done.done():
-                    return None
+                match events.get(timeout=LOOK_S):
+                    case NodeBeat(node):
+                        echo(node)
+                    case CheckpointCounts(counted):
+                        checkpoint(counted)
+                    case FaultAsked(answer=answer):
+                        answer.put(False)
+                    case Abandoned() if not done.done():
+                        return None
         return done.result()
     finally:
         executor.shutdown(wait=False)

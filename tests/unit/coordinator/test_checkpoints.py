@@ -26,6 +26,7 @@ from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator import checkpoints
 from elastic_ring.runtime.coordinator import resume as resume_module
 from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper
+from elastic_ring.runtime.coordinator.inbox import CheckpointCounts, CheckpointFailed, CheckpointsListed, Inbox
 from elastic_ring.runtime.coordinator.resume import Resume, find_resume
 from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
 from elastic_ring.runtime.terms import Terms
@@ -57,19 +58,19 @@ class Run:
     ) -> None:
         """`folder`: of a file system, or s3://BUCKET/FOLDER."""
         self.config = RunConfig("kept", run_dir=str(folder), checkpoint_config=config)
-        self.told: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self.told: Inbox = queue.Queue()
         self.keeper = CheckpointKeeper(
             self.config,
             resume or Resume(),
             term,
             facts or FACTS,
-            lambda kind, body: self.told.put((kind, body)),
+            self.told.put,
             **more,
         )
         self.parts: queue.Queue[dict[str, Any]] = queue.Queue()
         self.savers = [Saver(self.config, self.parts.put) for _ in range(CP * DP)]
         self.keeper.open()
-        self.last = self.next("checkpoints")
+        self.last = self.listed()
 
     def save(self, step: int, generation: int = 1, *, ranks: int = CP * DP) -> list[dict[str, Any]]:
         """The first `ranks` ranks save; returns the parts that they tell of, by rank."""
@@ -86,17 +87,22 @@ class Run:
         for part in self.save(step, generation):
             self.keeper.written(part)
         self.keeper.look(step)
-        assert self.next("checkpoint")["step"] == step
-        self.next("checkpoints")
+        assert self.next(CheckpointCounts).checkpoint["step"] == step
+        self.listed()
         self.keeper.clean(step)
-        return [one.step for one in self.next("checkpoints")]
+        return [one.step for one in self.listed()]
 
-    def next(self, kind: str) -> Any:
+    def next(self, kind: type) -> Any:
         """What is told next of this kind; other news before it is dropped."""
         while True:
-            found, body = self.told.get(timeout=60.0)
-            if found == kind:
-                return body
+            found = self.told.get(timeout=60.0)
+            if isinstance(found, kind):
+                return found
+
+    def listed(self) -> tuple[Checkpoint, ...]:
+        """The checkpoints that count, when they are told next."""
+        found: tuple[Checkpoint, ...] = self.next(CheckpointsListed).checkpoints
+        return found
 
     def is_silent(self) -> bool:
         """Whether nothing counts that did not count before; asked in the keeper's own order."""
@@ -123,8 +129,8 @@ def test_a_checkpoint_counts_once_every_part_is_written_and_every_step_before_it
     run.keeper.look(1)
     assert run.is_silent(), "step 2 is not on record"
     run.keeper.look(2)
-    assert run.next("checkpoint")["step"] == 3
-    (found,) = run.next("checkpoints")
+    assert run.next(CheckpointCounts).checkpoint["step"] == 3
+    (found,) = run.listed()
     assert found == Checkpoint(3, "checkpoints/step-00000003/lineage-000", Mesh(DP, CP))
     empty = shard_of(1, CP, steps=0)
     open_checkpoint(run.config, found).fill(empty, CP)
@@ -173,7 +179,7 @@ def test_parts_and_checkpoints_of_steps_that_were_given_up_do_not_count(tmp_path
         run.commit(step)
     late = run.save(5)
     run.keeper.gone_back(2, (1, 2))
-    assert [one.step for one in run.next("checkpoints")] == [2]
+    assert [one.step for one in run.listed()] == [2]
     assert list(tmp_path.glob("checkpoints/step-00000004/lineage-000/*REJECTED.json"))
     for part in late:
         run.keeper.written(part)
@@ -193,7 +199,7 @@ def test_a_commit_on_its_way_does_not_count_once_the_run_has_gone_back(tmp_path:
     run.keeper.look(9)
     run.keeper.gone_back(2, (1, 2))
     stays.set()
-    assert [one.step for one in run.next("checkpoints")] == [2]
+    assert [one.step for one in run.listed()] == [2]
 
 
 def test_a_checkpoint_is_set_aside_only_where_the_keeper_sees_the_damage_too_and_none_left_is_refused(
@@ -203,11 +209,11 @@ def test_a_checkpoint_is_set_aside_only_where_the_keeper_sees_the_damage_too_and
     run.commit(1)
     folder = "checkpoints/step-00000001/lineage-000"
     run.keeper.damaged(folder, "a node without the mount says that it is missing")
-    assert [one.step for one in run.next("checkpoints")] == [1]
+    assert [one.step for one in run.listed()] == [1]
     file = next((tmp_path / folder).glob("attempt-*/*.safetensors"))
     file.write_bytes(b"?" + file.read_bytes()[1:])
     run.keeper.damaged(folder, "another digest")
-    assert run.next("checkpoints") == ()
+    assert run.listed() == ()
     with pytest.raises(ValueError, match=r"every checkpoint in .* was set aside or is damaged"):
         find_resume(run.config, IDENTITY)
 
@@ -238,7 +244,7 @@ def test_auto_begins_where_a_lineage_began_that_was_cut_before_its_first_checkpo
     run = replace(source.config, run_dir=str(folder), resume=path)
     kept = Run(folder, every_1, begun := find_resume(run, IDENTITY), term=2)
     kept.keeper._jobs.put(kept.keeper._tell)
-    assert kept.next("checkpoints") == begun.checkpoints, "another run's lineage is 0 as this one's"
+    assert kept.listed() == begun.checkpoints, "another run's lineage is 0 as this one's"
     found = find_resume(replace(run, resume="auto"), IDENTITY)
     assert (found.step, found.lineage, found.resumed_from) == (1, begun.lineage, begun.resumed_from)
     assert len(found.checkpoints) == 1
@@ -302,13 +308,13 @@ def test_a_part_that_cannot_be_written_is_told_and_the_next_checkpoint_counts(tm
     for part in run.save(1):
         assert "error" in part
         run.keeper.written(part)
-    assert run.next("checkpoint-failed")["step"] == 1
+    assert run.next(CheckpointFailed).step == 1
     assert run.keeper.failing_s > 0.0
     (folder / "checkpoints").unlink()
     for part in run.save(2):
         run.keeper.written(part)
     run.keeper.look(1)
-    assert run.next("checkpoint")["step"] == 2
+    assert run.next(CheckpointCounts).checkpoint["step"] == 2
     assert run.keeper.failing_s == 0.0
 
 
@@ -330,8 +336,8 @@ def test_a_commit_that_failed_after_its_manifest_was_there_keeps_its_files(
     for part in run.save(1):
         run.keeper.written(part)
     run.keeper.look(1)
-    assert run.next("checkpoint")["step"] == 1
-    assert [one.step for one in run.next("checkpoints")] == [1]
+    assert run.next(CheckpointCounts).checkpoint["step"] == 1
+    assert [one.step for one in run.listed()] == [1]
     assert tries == [True, False]
     found = find_resume(replace(run.config, resume="auto"), IDENTITY)
     assert checkpoints.wrong_with(Storage(str(tmp_path)).open(write=False), found.checkpoints[-1].folder) == []
@@ -385,15 +391,15 @@ def test_a_listing_that_fails_is_no_failed_checkpoint_and_a_commit_that_fails_is
         assert all(refused.acquire(timeout=60.0) for _ in range(3))
         assert (run.keeper.failing_s, run.told.empty()) == (0.0, True)
         failing = ("", "")
-        assert run.next("checkpoints") == ()
+        assert run.listed() == ()
         failing = ("PUT", "COMMIT.json")
         for part in run.save(1):
             run.keeper.written(part)
         run.keeper.look(1)
-        assert run.next("checkpoint-failed")["step"] == 1
+        assert run.next(CheckpointFailed).step == 1
         assert run.keeper.failing_s > 0.0
         failing = ("", "")
-        assert run.next("checkpoint")["step"] == 1
+        assert run.next(CheckpointCounts).checkpoint["step"] == 1
         assert run.keeper.failing_s == 0.0
 
 
@@ -407,7 +413,7 @@ def test_a_checkpoint_that_is_left_out_is_told_and_the_next_is_asked_for_soon(
     assert not run.keeper.take_retry(), "nothing was tried yet"
     run.keeper.written(run.parts.get(timeout=1.0))
     assert run.parts.empty(), "only rank 0 tells"
-    assert run.next("checkpoint-failed") == {"step": 4, "why": "the last one is still being written"}
+    assert run.next(CheckpointFailed) == CheckpointFailed(4, "the last one is still being written")
     assert (run.keeper.failing_s > 0.0, run.keeper.take_retry()) == (True, False)
     monkeypatch.setattr(checkpoints, "ASK_AGAIN_S", 0.0)
     assert run.keeper.take_retry()
@@ -430,9 +436,9 @@ def test_a_file_that_the_coordinator_does_not_see_whole_keeps_the_checkpoint_fro
         for part in parts:
             run.keeper.written(part)
         run.keeper.look(step)
-        failed = run.next("checkpoint-failed")
-        assert parts[1]["file"]["name"] in failed["why"]
-        assert "storage_path must be one place for all nodes" in failed["why"]
+        failed = run.next(CheckpointFailed)
+        assert parts[1]["file"]["name"] in failed.why
+        assert "storage_path must be one place for all nodes" in failed.why
         assert run.is_silent()
     assert not list(tmp_path.glob("checkpoints/*/*/COMMIT.json"))
 
@@ -475,7 +481,7 @@ def test_whatever_keeps_a_checkpoint_from_counting_is_told_and_counts_as_failing
         for part in run.save(step, generation=2):
             run.keeper.written(part)
         run.keeper.look(step)
-        assert why in run.next("checkpoint-failed")["why"]
+        assert why in run.next(CheckpointFailed).why
         assert run.keeper.failing_s > 0.0
 
 
@@ -489,7 +495,7 @@ def test_what_a_replaced_submission_commits_late_is_set_aside(tmp_path: Path) ->
     assert [one.step for one in known.checkpoints] == [1]
     old.commit(2)
     new.keeper.damaged("checkpoints/step-00000009/lineage-000", "to have it look")
-    assert [one.step for one in new.next("checkpoints")] == [1]
+    assert [one.step for one in new.listed()] == [1]
     (aside,) = tmp_path.glob("checkpoints/step-00000002/lineage-000/*REJECTED.json")
     assert "written under term 1 by a submission that this one, with term 2, has replaced" in aside.read_text()
 
@@ -502,12 +508,12 @@ def test_a_newer_checkpoint_with_a_wrong_byte_does_not_push_out_the_last_that_wa
         for part in parts:
             run.keeper.written(part)
         run.keeper.look(step)
-        assert run.next("checkpoint")["step"] == step
-        run.next("checkpoints")
+        assert run.next(CheckpointCounts).checkpoint["step"] == step
+        run.listed()
         file = tmp_path / parts[0]["file"]["name"]
         file.write_bytes(file.read_bytes()[:-1] + b"?")
         run.keeper.clean(step)
-        return [one.step for one in run.next("checkpoints")]
+        return [one.step for one in run.listed()]
 
     only_1 = CheckpointConfig(every_steps=1, keep_last=1)
     run = Run(tmp_path, only_1)
@@ -562,7 +568,7 @@ def test_a_store_that_ignores_conditions_is_known_to_the_coordinator_and_each_te
         with ThreadPoolExecutor(3) as pool:
             claims = [pool.submit(Terms(run, excludes=resume.excludes).open().claim, "a") for _ in range(3)]
         assert len({claim.result().term for claim in claims}) == 3
-        keeper = CheckpointKeeper(run, resume, 1, FACTS, lambda kind, body: None)
+        keeper = CheckpointKeeper(run, resume, 1, FACTS, lambda message: None)
         assert not keeper._storage.excludes
 
 
@@ -575,7 +581,7 @@ def test_a_copy_that_fails_costs_that_checkpoint_and_not_the_step(tmp_path: Path
     part = run.parts.get(timeout=60.0)
     assert "which a checkpoint cannot hold" in part["error"]
     run.keeper.written(part)
-    assert run.next("checkpoint-failed")["step"] == 1
+    assert run.next(CheckpointFailed).step == 1
     assert run.commit(2) == [2]
 
 

@@ -37,6 +37,7 @@ from elastic_ring.monitor.metrics import (
     write_json,
     write_summary,
 )
+from elastic_ring.runtime.agent.messages import Said
 from elastic_ring.runtime.coordinator.resume import find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.coordinator.startup import Startup, open_run
@@ -230,8 +231,8 @@ def restored(run: Run, folder: Path) -> tuple[int, list[str]]:
             return newest.step, told
         except CheckpointDamaged as error:
             run.keeper.damaged(newest.folder, error.message)
-            told.append(run.next("told"))
-            counting = run.next("checkpoints")
+            told.append(run.next(Said).text)
+            counting = run.listed()
 
 
 SLOW = [
@@ -382,7 +383,7 @@ def test_what_was_set_aside_stays_though_the_step_gets_a_new_checkpoint_that_goe
     resume = find_resume(trainer.run_config, trainer._identity)
     run = Run(folder, CheckpointConfig(every_steps=1, keep_last=1), resume, 2, facts={"identity": identity, "run": {}})
     run.keeper.damaged(STEP_4, "another digest")
-    assert "does not verify and is set aside: " in run.next("told")
+    assert "does not verify and is set aside: " in run.next(Said).text
     assert run.commit(4, generation=2) == [4]
     assert run.commit(6, generation=2) == [6], "the second checkpoint of step 4 is gone"
     assert shard.exists()

@@ -29,6 +29,14 @@ from elastic_ring.runtime.coordinator import actor
 from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
+from elastic_ring.runtime.coordinator.inbox import (
+    Abandoned,
+    CheckpointCounts,
+    FaultAsked,
+    Inbox,
+    NodeBeat,
+    StepsPublished,
+)
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.resume import Resume
@@ -43,14 +51,14 @@ from tests.sim.simulator.options import simulated
 
 
 def test_beats_are_echoed_and_faults_refused_while_the_end_is_being_written() -> None:
-    coordinator_client: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
+    coordinator_client: Inbox = queue.Queue()
     answer: queue.Queue[bool] = queue.Queue()
     echoed = threading.Event()
 
     def work() -> dict[str, Any]:
-        coordinator_client.put(("fault", 0, {"answer": answer}))
-        coordinator_client.put(("checkpoint", {"step": 3}, {}))
-        coordinator_client.put(("beat", "node", {}))
+        coordinator_client.put(FaultAsked(0, "w-0", answer))
+        coordinator_client.put(CheckpointCounts({"step": 3}))
+        coordinator_client.put(NodeBeat("node"))
         assert echoed.wait(30.0), "the end could not be written while nobody echoed"
         return {"error": ""}
 
@@ -69,12 +77,12 @@ def test_beats_are_echoed_and_faults_refused_while_the_end_is_being_written() ->
 
 def test_a_checkpoint_that_is_posted_last_is_known_when_the_work_is_done() -> None:
     """The summary that follows has it."""
-    events: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
+    events: Inbox = queue.Queue()
     posted, saved = threading.Event(), list[Any]()
 
     def work() -> dict[str, Any]:
-        events.put(("beat", "node", {}))
-        events.put(("checkpoint", {"step": 3}, {}))
+        events.put(NodeBeat("node"))
+        events.put(CheckpointCounts({"step": 3}))
         posted.set()
         return {"error": ""}
 
@@ -87,8 +95,8 @@ def test_a_checkpoint_that_is_posted_last_is_known_when_the_work_is_done() -> No
 
 
 def test_a_user_who_stops_the_end_waits_for_none_of_it() -> None:
-    events: queue.Queue[tuple[str, Any, dict[str, Any]]] = queue.Queue()
-    events.put(("abandon", "stopped by the user", {}))
+    events: Inbox = queue.Queue()
+    events.put(Abandoned("stopped by the user"))
     hangs = threading.Event()
     assert aside(lambda: {"error": str(hangs.wait(60.0))}, events, lambda node: None, lambda saved: None) is None
     hangs.set()
@@ -179,7 +187,7 @@ def test_nothing_is_decided_in_the_turn_in_which_the_clock_has_ended_the_run(
     """The driver was killed and its lease is over; a worker that lives still has published meanwhile."""
     monkeypatch.setattr(DriverFeed, "silent_s", 1e9)
     deciding._ready.set()
-    deciding._clear = lambda: deciding._queue.put(("publish", [], {"worker": "w-0"})) or []
+    deciding._clear = lambda: deciding._queue.put(StepsPublished([])) or []
     deciding._publish = lambda records: pytest.fail("of a run that is over")
     assert status(deciding)["ended"] is False
     deciding._take()
@@ -265,9 +273,9 @@ def test_beats_are_answered_for_a_deciding_thread_that_waits_for_the_runs_folder
     heard: list[str] = []
     deciding.node_monitor = SimpleNamespace(echo=heard.append)
     with deciding.storage_wait.declared():
-        deciding._put("beat", "node")
+        deciding._put(NodeBeat("node"))
     assert (heard, deciding._queue.qsize()) == (["node"], 0)
-    deciding._put("beat", "node")
+    deciding._put(NodeBeat("node"))
     assert (heard, deciding._queue.qsize()) == (["node"], 1), "else it answers by itself, or is hung"
 
 
@@ -313,7 +321,7 @@ def test_an_end_that_a_user_stopped_while_the_store_was_slow_writes_its_records_
         deciding.term_watch = TermWatch(in_store, terms.claim("0123456789"), terms)
         proxy.fault = lambda method, path: "delay" if "terms" in path else None
         deciding._ready.set()
-        deciding._queue.put(("abandon", "stopped by the user", {}))
+        deciding._queue.put(Abandoned("stopped by the user"))
         if is_taken:
             Terms(in_store).open().claim("fedcba")
         folder = deciding.run_spec.run.folder

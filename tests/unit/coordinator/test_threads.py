@@ -19,6 +19,7 @@ from elastic_ring.runtime.agent.messages import Beat, NodeReading
 from elastic_ring.runtime.agent.rpc import AgentServer
 from elastic_ring.runtime.coordinator import node_monitor
 from elastic_ring.runtime.coordinator.driver_feed import KEPT_STEPS, DriverFeed
+from elastic_ring.runtime.coordinator.inbox import Happened
 from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor, answers, refuses
 from elastic_ring.runtime.driver.cluster import NodeInfo
 
@@ -92,7 +93,7 @@ def monitor(monkeypatch: pytest.MonkeyPatch) -> NodeMonitor:
     spec: Any = SimpleNamespace(
         run=SimpleNamespace(timeouts=SimpleNamespace(node_silent_s=1e9, hello_s=1.0)), scaling=None, task=None
     )
-    return NodeMonitor(spec, lambda kind, event: None, "key")
+    return NodeMonitor(spec, lambda message: None, "key")
 
 
 def test_a_callback_of_ray_never_waits_for_a_thread_that_waits_for_ray(
@@ -149,7 +150,7 @@ def test_nodes_that_join_and_go_in_several_threads_leave_whole_tables(
 ) -> None:
     """What Ray lists is given here; the tables and the threads are the monitor's own."""
     events: list[Any] = []
-    monitor._put = lambda kind, event: events.append(event)
+    monitor._put = lambda message: events.append(message.event) if isinstance(message, Happened) else None
     monkeypatch.setattr(monitor, "_start_agent", lambda node: None)
     monkeypatch.setattr(AgentServer, "nodes", property(lambda self: tuple(f"n{i}" for i in range(40))))
     rounds = itertools.count()
@@ -198,7 +199,7 @@ def test_an_agent_goes_from_a_node_where_nobody_is_wanted_and_comes_back_with_th
     monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events, killed, started = list[Any](), list[Any](), list[str]()
-    monitor._put = lambda kind, event: events.append(event)
+    monitor._put = lambda message: events.append(message.event) if isinstance(message, Happened) else None
     nodes = [NodeInfo("me", "127.0.0.1", 0, False), NodeInfo("n", "127.0.0.2", 2, False)]
 
     def start_agent(node: NodeInfo) -> None:

@@ -104,11 +104,11 @@ class Refusing:
 
 
 def test_a_start_that_is_refused_at_the_call_is_told_with_its_reason() -> None:
-    told: list[tuple[str, Any]] = []
+    told: list[Any] = []
     run_spec = RunSpec(RunConfig("refused", run_dir="nowhere"), ScalingConfig(), None, "a", "", 0.0, "")  # type: ignore[arg-type]
     cluster: Any = Refusing()
-    dispatch = Dispatcher(run_spec, "", cluster, None, None, lambda kind, body: told.append((kind, body)))
+    dispatch = Dispatcher(run_spec, "", cluster, None, None, told.append)
     dispatch._start_on("w3", None)
-    ((kind, lost),) = told
-    assert (kind, lost.worker, lost.reason) == ("event", "w3", "start-failed")
+    (lost,) = [happened.event for happened in told]
+    assert (lost.worker, lost.reason) == ("w3", "start-failed")
     assert "must not contain the key 'memory'" in lost.detail

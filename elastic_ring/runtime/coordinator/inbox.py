@@ -1,0 +1,112 @@
+"""What other threads hand to the coordinator's deciding thread, through its queue. Data only.
+
+`agent.messages.Death` and `Said` go there as they are.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ring.control.messages import CallbacksAnswered, Checkpoint, Event
+
+
+@dataclass(frozen=True)
+class Happened:
+    """An event for the core. `extra` came with it and changes no decision."""
+
+    event: Event
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepsPublished:
+    """Records of committed steps, and of what is no step's, from a worker."""
+
+    records: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class CallbacksSaid:
+    """`counts` gets whether the answer counts."""
+
+    event: CallbacksAnswered
+    counts: queue.Queue[bool]
+
+
+@dataclass(frozen=True)
+class FaultAsked:
+    """`answer` gets whether this planned fault may fire now."""
+
+    index: int
+    worker: str
+    answer: queue.Queue[bool]
+
+
+@dataclass(frozen=True)
+class NodeBeat:
+    node: str
+
+
+@dataclass(frozen=True)
+class AgentAttached:
+    """`reconnect_s`: as in `agent.messages.Hello`."""
+
+    node: str
+    reconnect_s: float
+
+
+@dataclass(frozen=True)
+class WorkerFound:
+    """A worker that an earlier coordinator started; `described`: what it says of itself."""
+
+    described: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Abandoned:
+    """The driver ends the run."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class PartSaved:
+    """A rank's part of a checkpoint is written, or is not, and why."""
+
+    part: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckpointCounts:
+    """A checkpoint has been committed."""
+
+    checkpoint: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckpointFailed:
+    """A checkpoint of `step` was due, and does not count."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True)
+class CheckpointsListed:
+    """Those that count now."""
+
+    checkpoints: tuple[Checkpoint, ...]
+
+
+@dataclass(frozen=True)
+class DemandNoted:
+    """What is asked of the autoscaler now: a note for the journal, with its `text`."""
+
+    note: Mapping[str, Any]
+
+
+Inbox = queue.Queue[Any]
+Put = Callable[[Any], None]
