@@ -70,6 +70,49 @@ class _Pending:
         return next((part for part in self.parts.values() if "tensors" in part), None)
 
 
+@dataclass
+class Tries:
+    """How tries to write checkpoints went. Times are those of the monotonic clock."""
+
+    failing_since: float | None = None
+    commit_since: float | None = None  # the oldest that is queued or under way
+    tried_at: float = 0.0
+
+    def failed(self) -> None:
+        self.tried_at = time.monotonic()
+        self.failing_since = self.failing_since or self.tried_at
+
+    def failing_s(self, storage_s: float) -> float:
+        """For how long none could be written although one was tried. A listing that fails is no such try."""
+        since, queued = self.failing_since, self.commit_since
+        if since is None and queued is not None and time.monotonic() - queued > storage_s:
+            since = queued  # a store that hangs fails nothing
+        return 0.0 if since is None else time.monotonic() - since
+
+    def take_retry(self) -> bool:
+        """Whether to take a checkpoint now because the last one was not written: once in ASK_AGAIN_S."""
+        if self.failing_since is None or time.monotonic() - self.tried_at < ASK_AGAIN_S:
+            return False
+        self.tried_at = time.monotonic()
+        return True
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Who writes the manifests, and what each has beside its files: see `CheckpointKeeper`."""
+
+    term: int
+    attempt: str
+    facts: Mapping[str, Any]
+    resumed_from: Callable[[], Sequence[Mapping[str, Any]]]
+    data: Callable[[], Mapping[str, Any]]
+
+    def run(self) -> dict[str, Any]:
+        """What a reader may want to know of the run."""
+        later = {name: value for name, value in self.data().items() if value}
+        return {**self.facts["run"], "resumed_from": list(self.resumed_from()), **later}
+
+
 class CheckpointKeeper:
     """Commits checkpoints of one run. `post` puts results into the deciding thread's queue: a valid new one, as in
     summary.json; all valid ones, by step; why one was not written; lines for the log and the driver."""
@@ -93,18 +136,16 @@ class CheckpointKeeper:
         returns the later manifests of a growing corpus and the batches left out, each with its first step. `ask` looks
         for a newer term in the storage before each write or removal, and raises StaleMessage or TermLost if there is
         one. `attempt` is this submission's. `inject` fires the faults planned before the manifest of a step."""
-        self._resumed_from, self._recorded, self._data, self._ask = resumed_from, recorded, data, ask
-        self._run, self._resume, self._term, self._facts, self._post = run, resume, term, facts, post
-        self._attempt, self._inject = attempt, inject
+        self._run, self._resume, self._post = run, resume, post
+        self._writer = Writer(term, attempt, facts, resumed_from, data)
+        self._recorded, self._ask, self._inject = recorded, ask, inject
         self._storage = Storage(run.storage_uri, resume.excludes, run.timeouts.storage_s)
         self._pending: dict[tuple[int, int, int], _Pending] = {}
         self._oldest = (0, 0)
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
         self._closing = threading.Event()
-        self._failing_since: float | None = None
-        self._commit_since: float | None = None  # the oldest that is queued or under way
-        self._tried_s = 0.0
+        self._tries = Tries()
         self._kept: int | None = None  # the step whose checkpoint is to stay
         self._seen = {one.folder for one in resume.checkpoints}  # and this submission's own
         own = [one for one in resume.checkpoints if self._is_own(one)]
@@ -140,18 +181,12 @@ class CheckpointKeeper:
 
     @property
     def failing_s(self) -> float:
-        """For how long no checkpoint could be written although one was tried. A listing that fails is no such try."""
-        since, queued = self._failing_since, self._commit_since
-        if since is None and queued is not None and time.monotonic() - queued > self._run.timeouts.storage_s:
-            since = queued  # a store that hangs fails nothing
-        return 0.0 if since is None else time.monotonic() - since
+        """As `Tries.failing_s`."""
+        return self._tries.failing_s(self._run.timeouts.storage_s)
 
     def take_retry(self) -> bool:
-        """Whether to take a checkpoint now because the last one was not written: once in ASK_AGAIN_S."""
-        if self._failing_since is None or time.monotonic() - self._tried_s < ASK_AGAIN_S:
-            return False
-        self._tried_s = time.monotonic()
-        return True
+        """As `Tries.take_retry`."""
+        return self._tries.take_retry()
 
     # ------------------------------------------------------------ the deciding thread
 
@@ -181,7 +216,7 @@ class CheckpointKeeper:
                 continue
             for other in [each for each in self._pending if each <= key]:
                 del self._pending[other]
-            self._commit_since = self._commit_since or time.monotonic()
+            self._tries.commit_since = self._tries.commit_since or time.monotonic()
             self._jobs.put(lambda step=step, pending=pending: self._try_commit(step, pending))  # type: ignore[misc]
             return
 
@@ -235,7 +270,7 @@ class CheckpointKeeper:
                 pending.failed = str(error)
                 self._failed(step, pending.failed)
             raise
-        self._commit_since = None
+        self._tries.commit_since = None
 
     def _keep(self, step: int) -> None:
         """`step`: of a checkpoint that may not count yet."""
@@ -256,19 +291,15 @@ class CheckpointKeeper:
         manifest = Manifest(
             step=step,
             lineage=self._resume.lineage,
-            term=self._term,
-            identity=self._facts["identity"],
+            term=self._writer.term,
+            identity=self._writer.facts["identity"],
             folder=head["folder"],
             cp=head["cp"],
             num_parts=head["dp"],
             files=tuple(StoredFile(**part["file"]) for part in parts),
             tensors={name: Described(**{**one, "shape": tuple(one["shape"])}) for name, one in head["tensors"].items()},
             meta=head["meta"],
-            run={
-                **self._facts["run"],
-                "resumed_from": list(self._resumed_from()),
-                **{name: value for name, value in self._data().items() if value},
-            },
+            run=self._writer.run(),
         )
         begun = time.monotonic()
         self._recorded()  # what comes before a checkpoint must outlive the cluster too
@@ -278,10 +309,10 @@ class CheckpointKeeper:
         if not commit(self._storage, manifest) and (there := self._committed_folder(manifest)) != manifest.folder:
             self._storage.remove_folder(manifest.folder)
             # Members that begin at a step may save it once more, since a callback wants it.
-            if not (self._attempt and f"/attempt-{self._attempt[:8]}-" in there):
+            if not (self._writer.attempt and f"/attempt-{self._writer.attempt[:8]}-" in there):
                 self._failed(step, "there is one already, of another writer")
             return
-        self._failing_since = None
+        self._tries.failing_since = None
         if step == self._kept:
             keep(self._storage, step)
         if head.get("interval"):
@@ -344,7 +375,7 @@ class CheckpointKeeper:
         others = [located(self._storage.uri, one.folder) for one in self._resume.checkpoints if not self._is_own(one)]
         # A checkpoint of this storage by its name in it, which stays where the storage moves.
         paths = [folder if uri == self._storage.uri else f"{uri}/{folder}" for uri, folder in others[-1:]]
-        begun = {"resume": self._run.resume, "from": paths, "identity": self._facts["identity"]}
+        begun = {"resume": self._run.resume, "from": paths, "identity": self._writer.facts["identity"]}
         self._storage.create(lineage_name(self._resume.lineage), json_bytes(begun))
 
     def _set_damaged_aside(self) -> None:
@@ -355,7 +386,7 @@ class CheckpointKeeper:
                 self._storage.remove(name)
             elif lineage_of_folder(name) >= 0 and self._storage.exists(f"{name}/{COMMIT}"):
                 seen = wrong_with(self._storage, name)
-                if seen or read_manifest(self._storage, name).identity != self._facts["identity"]:
+                if seen or read_manifest(self._storage, name).identity != self._writer.facts["identity"]:
                     set_aside(self._storage, name, seen or [why])
 
     def _tell(self) -> None:
@@ -369,14 +400,15 @@ class CheckpointKeeper:
 
     def _is_late(self, one: Checkpoint) -> bool:
         """Set aside what a submission that this one has replaced wrote after that."""
-        if not self._attempt or one.folder in self._seen:
+        if not self._writer.attempt or one.folder in self._seen:
             return False
         manifest = read_manifest(self._storage, one.folder)
         writer = manifest.folder.rpartition("/attempt-")[2].split("-")[0]
-        if not is_late(self._attempt[:8], writer, one.folder, self._seen):
+        if not is_late(self._writer.attempt[:8], writer, one.folder, self._seen):
             self._seen.add(one.folder)
             return False
-        why = f"written under term {manifest.term} by a submission that this one, with term {self._term}, has replaced"
+        own = self._writer.term
+        why = f"written under term {manifest.term} by a submission that this one, with term {own}, has replaced"
         set_aside(self._storage, one.folder, [why])
         log.warning("set aside %s: %s", one.folder, why)
         return True
@@ -434,12 +466,12 @@ class CheckpointKeeper:
     def _abort_old_uploads(self) -> None:
         """Abort uploads that earlier submissions left, which no listing of objects shows: of checkpoints, whose writers
         are gone, and of weights that nobody has gone on with for an hour."""
-        own, stale_unix_s = f"/attempt-{self._attempt[:8]}-", time.time() - UNFINISHED_AFTER_S
+        own, stale_unix_s = f"/attempt-{self._writer.attempt[:8]}-", time.time() - UNFINISHED_AFTER_S
 
         def is_old(upload: Upload) -> bool:
             name = self._storage.name_of(upload)
             if name.startswith(f"{FOLDER}/"):
-                return not self._attempt or own not in name
+                return not self._writer.attempt or own not in name
             return name.startswith(WEIGHTS_FOLDER) and upload.begun_unix_s <= stale_unix_s
 
         old = [upload for upload in self._storage.uploads() if is_old(upload)]
@@ -449,6 +481,5 @@ class CheckpointKeeper:
             log.info("aborted %d upload(s) that earlier submissions left in %s", len(old), self._storage.uri)
 
     def _failed(self, step: int, why: str) -> None:
-        self._tried_s = time.monotonic()
-        self._failing_since = self._failing_since or self._tried_s
+        self._tries.failed()
         self._post(CheckpointFailed(step, why))

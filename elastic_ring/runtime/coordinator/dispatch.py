@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,45 @@ log = logging.getLogger(__name__)
 AGENT_FIRST_S = 0.5
 
 
+class RayCalls:
+    """A thread for slow calls to Ray (start, remove), so that they do not block decisions."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._make, name="ray-calls", daemon=True)
+
+    def open(self) -> None:
+        self._thread.start()
+
+    def put(self, call: Callable[..., None], *arguments: Any) -> None:
+        self._calls.put(partial(call, *arguments))
+
+    def close(self, timeout_s: float) -> None:
+        """Make no more calls; queued ones are dropped. Returns once the present one has ended."""
+        self._closed.set()
+        self._calls.put(None)
+        self._thread.join(timeout=timeout_s)
+
+    def _make(self) -> None:
+        while (call := self._calls.get()) is not None and not self._closed.is_set():
+            try:
+                call()
+            except Exception:
+                # What was not removed is reported at the end as left behind.
+                log.exception("a call to Ray failed")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the members of one generation meet: built and dropped whole. `id`: (term, generation). `hosts`: those that
+    may come; empty for any."""
+
+    id: tuple[int, int]
+    store: RendezvousStore
+    hosts: list[str]
+
+
 class Dispatcher:
     """Sends commands for one coordinator and hosts the rendezvous store.
 
@@ -59,35 +99,21 @@ class Dispatcher:
         self._me, self._put = me, put
         self._clear_s = run_spec.run.timeouts.clear_s
         self._handles: dict[str, Any] = {}
-        self._store: RendezvousStore | None = None
-        self._store_of: tuple[int, int] = (0, 0)
-        self._keeps_out, self._hosts = True, list[str]()
+        self._meeting: Meeting | None = None
+        self._keeps_out = True
         self._cause = CauseIds("dispatch")
         self._fingerprint = run_spec.fingerprint
         self._killed: set[str] = set()
         self.weights_sha256 = ""
-        self._ray_calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._closed = threading.Event()
-        self._ray_thread = threading.Thread(target=self._make_ray_calls, name="ray-calls", daemon=True)
+        self._ray_calls = RayCalls()
         self.stamp_dir = str(stamp_folder(run_spec.run.name, run_spec.attempt))
 
     def open(self) -> None:
-        """Start the thread for slow Ray calls (start, remove), so that they do not block decisions."""
-        self._ray_thread.start()
+        self._ray_calls.open()
 
     def close(self) -> None:
-        """Make no more Ray calls; queued ones are dropped. Returns once the present one has ended."""
-        self._closed.set()
-        self._ray_calls.put(None)
-        self._ray_thread.join(timeout=self._clear_s)
-
-    def _make_ray_calls(self) -> None:
-        while (call := self._ray_calls.get()) is not None and not self._closed.is_set():
-            try:
-                call()
-            except Exception:
-                # What was not removed is reported at the end as left behind.
-                log.exception("a call to Ray failed")
+        """Make no more calls to Ray."""
+        self._ray_calls.close(self._clear_s)
 
     def recall(self, state: State) -> None:
         """Find the workers that an earlier coordinator started."""
@@ -109,7 +135,7 @@ class Dispatcher:
                 case StartWorker():
                     self._start(command)
                 case DrainNode():
-                    self._ray_calls.put(partial(leave_node, command.node))
+                    self._ray_calls.put(leave_node, command.node)
                 case KillWorker():
                     self._kill(command)
                 case Build():
@@ -117,7 +143,7 @@ class Dispatcher:
                 case Release():
                     self._tell(command, {"published": published})
                     if not command.wrong:  # else it marks its GPU first, and ends by itself
-                        self._ray_calls.put(partial(self._cluster.remove_worker, command.worker))
+                        self._ray_calls.put(self._cluster.remove_worker, command.worker)
                 case Stop() | Answer() | Hello() | Standby() | Finalize():
                     self._tell(command, {"published": published})
                 case EndRun():
@@ -125,13 +151,13 @@ class Dispatcher:
 
     def end_meeting(self) -> None:
         """No member connects any more: close the store, with all that anybody has put there."""
-        self._store = None
+        self._meeting = None
 
     def lost(self, worker: str) -> None:
         """Free the place of a worker that is gone."""
         self._handles.pop(worker, None)
         self._node_monitor.forget(worker)
-        self._ray_calls.put(partial(self._cluster.remove_worker, worker))
+        self._ray_calls.put(self._cluster.remove_worker, worker)
 
     def kill_everyone(self) -> None:
         """The end: by PID first, because Ray takes seconds for a stopped process."""
@@ -155,7 +181,7 @@ class Dispatcher:
         if node is None:
             self._happened(WorkerLost(command.cause, command.worker, "died", "its node is gone"))
             return
-        self._ray_calls.put(partial(self._start_on, command.worker, node))
+        self._ray_calls.put(self._start_on, command.worker, node)
 
     def _start_on(self, worker: str, node: Any) -> None:
         try:
@@ -188,10 +214,10 @@ class Dispatcher:
     def _kill(self, command: KillWorker) -> None:
         told = self._node_monitor.kill(command.worker, command.reason)
         if told and command.worker in self._killed:  # the agent has the order already, and the worker is still there
-            self._ray_calls.put(partial(self._cluster.remove_worker, command.worker))
+            self._ray_calls.put(self._cluster.remove_worker, command.worker)
         self._killed.add(command.worker)
         if not told:
-            self._ray_calls.put(partial(self._cluster.remove_worker, command.worker))
+            self._ray_calls.put(self._cluster.remove_worker, command.worker)
             self._happened(WorkerLost(command.cause, command.worker, "unreachable", command.reason))
 
     def _tell(self, command: Any, extra: dict[str, Any]) -> None:
@@ -212,20 +238,20 @@ class Dispatcher:
 
     def _rendezvous(self, command: Build) -> dict[str, Any]:
         identity = (command.term, command.generation)
-        if self._store is None or self._store_of != identity:
-            workers = {
-                *command.members,
-                *(worker for heal in command.heals for worker in (heal.donor, *heal.newcomers)),
-            }
-            nodes = [self._node_monitor.address_of(worker) for worker in workers]
-            came_from = [self._node_monitor.came_from(worker) for worker in workers]
+        if self._meeting is None or self._meeting.id != identity:
             # After a build that did not come to its end, because one of them comes from an address that is not known.
-            self._keeps_out = self._keeps_out and self._store is None
-            self._hosts = sorted({self._address, *nodes, *came_from}) if self._keeps_out else []
-            self._store = RendezvousStore(common_host(self._address, nodes), self._hosts)
-            self._store_of = identity
-        place = {"store_host": self._store.host, "store_port": self._store.port, "store_secret": self._store.secret}
-        return {**place, "hosts": self._hosts}
+            self._keeps_out = self._keeps_out and self._meeting is None
+            self._meeting = self._meet(command, identity)
+        store = self._meeting.store
+        place = {"store_host": store.host, "store_port": store.port, "store_secret": store.secret}
+        return {**place, "hosts": self._meeting.hosts}
+
+    def _meet(self, command: Build, identity: tuple[int, int]) -> Meeting:
+        workers = {*command.members, *(worker for heal in command.heals for worker in (heal.donor, *heal.newcomers))}
+        nodes = [self._node_monitor.address_of(worker) for worker in workers]
+        came_from = [self._node_monitor.came_from(worker) for worker in workers]
+        hosts = sorted({self._address, *nodes, *came_from}) if self._keeps_out else []
+        return Meeting(identity, RendezvousStore(common_host(self._address, nodes), hosts), hosts)
 
 
 def is_own_error(error: BaseException | None) -> bool:

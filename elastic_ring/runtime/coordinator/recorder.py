@@ -72,9 +72,9 @@ from elastic_ring.monitor.metrics import (
     write_summary,
 )
 from elastic_ring.monitor.plot import draw_run
+from elastic_ring.runtime.coordinator.driver_feed import PublishedSteps
 from elastic_ring.runtime.coordinator.folds.recovery_log import Note, RecoveryLog
 from elastic_ring.runtime.coordinator.folds.run_totals import RunTotals
-from elastic_ring.runtime.coordinator.published import PublishedSteps
 from elastic_ring.runtime.coordinator.status_file import StatusFile
 from elastic_ring.runtime.stages import Stage, in_order
 from elastic_ring.state.checkpoints.manifest import located

@@ -326,8 +326,7 @@ class Member:
         `connect_s`, `roll_s` and `heal_s` add up to all of it: what is done while groups connect counts as `roll_s`.
         """
         begun, begun_unix_s = time.monotonic(), time.time()
-        worker, state = self._spec.worker, self._transaction
-        generation = self._now
+        worker, state, generation = self._spec.worker, self._transaction, self._now
         generation.before, generation.boundary_requested = None, False
         command, connector, timings = generation.command, generation.connector, generation.timings
         self._stamps.generation = command.generation

@@ -624,8 +624,8 @@ def journalled(
 
 
 def test_manifests_that_were_taken_after_the_newest_checkpoint_hold_at_the_same_steps_again(tmp_path: Path) -> None:
-    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
-    run.keeper._data = lambda: {"corpus": [vars(EIGHT)], "skips": []}
+    later = {"corpus": [vars(EIGHT)]}
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9), data=lambda: later)
     for step in (2, 3):
         run.commit(step)
     journalled(tmp_path, EIGHT, WHOLE, ran=7)
@@ -641,8 +641,8 @@ def test_manifests_that_were_taken_after_the_newest_checkpoint_hold_at_the_same_
 
 
 def test_batches_that_were_left_out_stay_so_also_those_after_the_newest_checkpoint(tmp_path: Path) -> None:
-    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
-    run.keeper._data = lambda: {"corpus": [], "skips": [vars(BatchSkip(1, 4))]}
+    later = {"skips": [vars(BatchSkip(1, 4))]}
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9), data=lambda: later)
     run.commit(2)
     acting = replace(run.config, loss_spike="act", loss_spike_actions=("back",), skip_batches=("7+1",))
     assert find_resume(acting, IDENTITY).skips == (BatchSkip(1, 4),), "no records: the checkpoint's word"
