@@ -49,7 +49,14 @@ from elastic_ring.data.growth import beside, grown, may_grow
 from elastic_ring.data.packing import Files
 from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.sampling.order import SampleOrder, SkippingOrder, by_batch
-from elastic_ring.data.sampling.validation import ValidationSet, ValidationSource, measured, open_sets, with_sets
+from elastic_ring.data.sampling.validation import (
+    ValidationSet,
+    ValidationSource,
+    measured,
+    of_set,
+    open_sets,
+    with_sets,
+)
 from elastic_ring.data.source import SourceConfig, fingerprinted, hold_out, open_source, order_of
 from elastic_ring.files import plain_json, shown_plain, shown_url
 from elastic_ring.mesh import Mesh
@@ -297,7 +304,7 @@ class ElasticRingTrainer:
             log.warning("%s: compares the settings with the run's checkpoints", error)
             config = None
         # Of a finished run the data may be gone: its record says whose summary this is.
-        of_record = self._identity.digest if config is None else Identity(config.get("identity", {})).digest
+        of_record = self.identity.digest if config is None else Identity(config.get("identity", {})).digest
         is_whole = is_finished(self.run_config, folder, self.task.step.steps, of_record)
         if config is not None:
             if config["run"]["name"] != self.run_config.name:
@@ -314,7 +321,7 @@ class ElasticRingTrainer:
                 self.run_config,
                 attach.differences(
                     config,
-                    self._identity,
+                    self.identity,
                     {"files": self._contents[2] if self._contents else (), "plans": self.task.optim.plans},
                 ),
                 f"its folder {self.run_config.driver_folder}",
@@ -330,7 +337,7 @@ class ElasticRingTrainer:
         return self._good(summary_of(folder, of_record))
 
     @property
-    def _identity(self) -> Identity:
+    def identity(self) -> Identity:
         """What a resumed run must share with the one that wrote its checkpoint. Raises ValueError for data that cannot
         be read."""
         task = self.task
@@ -346,19 +353,19 @@ class ElasticRingTrainer:
 
     @property
     def _places(self) -> dict[str, str]:
-        return {**self._identity.places, "run": self.run_config.storage_uri}
+        return {**self.identity.places, "run": self.run_config.storage_uri}
 
     def _tell_moved(self, before: Mapping[str, str] = MappingProxyType({})) -> None:
         """Where the run's record, or else the checkpoint where it begins, has other places."""
         with suppress(errors.RecordDamaged):
             before = {**before, **(_recorded(self.run_config.driver_folder / CONFIG_NAME) or {}).get("places", {})}
-        replace(self._identity, places=self._places).tell_moved(self.run_config.name, before)
+        replace(self.identity, places=self._places).tell_moved(self.run_config.name, before)
 
     def _resume(self) -> Resume:
         """Where this submission begins. Raises ValueError if the run cannot be resumed, or a later manifest has
         changed; StorageFailed where the storage stays away."""
         try:
-            found = find_resume(self.run_config, self._identity, grows=may_grow(self.task.data))
+            found = find_resume(self.run_config, self.identity, grows=may_grow(self.task.data))
         except errors.CheckpointDamaged as error:
             raise ValueError(f"resume={self.run_config.resume!r}: {error}") from error
         if found.corpus:  # they lie beside the first one, also where that has moved
@@ -378,7 +385,12 @@ class ElasticRingTrainer:
         usual = {("kv_wire", "native"), ("experts", "auto"), ("linears", "native"), ("val_every_tokens", 0)}
         step = {name: value for name, value in vars(task.step).items() if (name, value) not in usual}
         optim = {name: value for name, value in vars(task.optim).items() if (name, value) != ("replanned", ())}
-        return digest(self.scaling_config, step, optim, self._identity.what["data"], faults, code, *own)
+        return digest(self.scaling_config, step, optim, self.identity.what["data"], faults, code, *own)
+
+    @property
+    def measured_on(self) -> dict[str, str]:
+        """Contents of the model, the data and the sets to validate on: what losses can be compared by."""
+        return {**self.identity.what, "validation": str(self._validated)}
 
     @property
     def _validated(self) -> list[tuple[str, float, int | None, str]]:
@@ -386,7 +398,8 @@ class ElasticRingTrainer:
         found = []
         for name, one in sorted(self.task.validation.items()):
             if one.data is not None and self._validation_contents.get(name, (None,))[0] is not one.data:
-                self._validation_contents[name] = one.data, contents_of(one.data)[0]
+                with of_set(name):
+                    self._validation_contents[name] = one.data, contents_of(one.data)[0]
             contents = "" if one.data is None else self._validation_contents[name][1]
             found.append((name, one.weight, one.num_sequences, contents))
         return found
@@ -449,12 +462,12 @@ class ElasticRingTrainer:
     def _settled(self, fingerprint: str, attempt: str) -> tuple[Any | None, bool]:
         """(coordinator as in `_coordinator`, whether this submission created it)."""
         found = attach.running_coordinator(
-            self.run_config, self._digest, self._identity, self._sources, controls=self.task.asks_callbacks
+            self.run_config, self._digest, self.identity, self._sources, controls=self.task.asks_callbacks
         )
         if found is not None:
             return found, False
         # A coordinator writes the summary before it exits: without one, it is gone for another reason.
-        if is_finished(self.run_config, self.run_config.driver_folder, self.task.step.steps, self._identity.digest):
+        if is_finished(self.run_config, self.run_config.driver_folder, self.task.step.steps, self.identity.digest):
             return None, False
         attach.refuse_if_written_to(self.run_config)
         start_dp = room(self.scaling_config, self.run_config.name)
@@ -479,7 +492,7 @@ class ElasticRingTrainer:
             self._digest,
             time.time(),
             fingerprint,
-            self._identity,
+            self.identity,
             resume,
             start_dp,
             self.planned,
@@ -548,7 +561,7 @@ class ElasticRingTrainer:
         found = versions(self.scaling_config.device)
         return {
             "digest": self._digest,
-            "identity": dict(self._identity.what),
+            "identity": dict(self.identity.what),
             "places": self._places,
             "files": () if self._contents is None else self._contents[2],
             **shown,

@@ -423,7 +423,7 @@ def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
     _print_beside(_on_record(result.path, trainer.planned), seen)
     if found is not None and "step_s" in seen:
         trained = dataclasses.replace(asked.step, steps=summary["steps"])  # fewer where a callback stopped the run
-        now = as_trained(trained, asked.scaling.mesh, asked.scaling.device)
+        now = as_trained(trained, asked.scaling.mesh, asked.scaling.device, trainer.measured_on)
         print(found.beside(now, seen["step_s"], lines[-1].get("val_loss")))
     if summary["skipped_steps"] == summary["steps"]:
         print("every step was skipped, because no gradient was finite: the weights are the initial ones")

@@ -103,3 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ElasticRingError as error:
         print(f"elastic-ring tune: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt as interrupt:
+        told = str(interrupt) or "stopped; the same command goes on with a search that has begun"
+        print(f"elastic-ring tune: {told}", file=sys.stderr)
+        return 130

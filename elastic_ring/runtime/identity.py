@@ -54,7 +54,7 @@ class Identity:
             ]
         here = self.what
         return [
-            f"{name}: {' there, '.join(_apart(str(there.get(name)), str(here.get(name))))} here"
+            f"{name}: {' there, '.join(told_apart(str(there.get(name)), str(here.get(name))))} here"
             for name in sorted({*there, *here})
             if there.get(name) != here.get(name)
         ]
@@ -131,7 +131,7 @@ def described(part: Any) -> str:
     return repr(part)
 
 
-def _apart(there: str, here: str) -> tuple[str, str]:
+def told_apart(there: str, here: str) -> tuple[str, str]:
     """Both, cut; long ones begin with the argument in which they differ."""
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(there, here, strict=False)))
     at = there.rfind(", ", 0, alike) + 2

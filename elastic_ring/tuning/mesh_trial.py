@@ -1,7 +1,9 @@
 """A trial on the mesh that the user asks for: a run of its own on the elastic core, as a `Trainable` of Ray Tune.
 
 The trial follows its run as a driver does and reports at each validation. A trial that is killed attaches to the run
-again, or has it resume from its checkpoint; one that Tune stops ends its run there. Results are those of `trial`.
+again, or has it resume from its checkpoint. Tune stops trials that lost, pauses others and stops all after Ctrl-C, and
+a trial cannot tell which: its run ends where it stands and stays, and the same trial has it resume. Tune waits only
+10 s for that, so a run's own end is awaited in its last step. Results are those of `trial`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import copy
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from ray import tune as ray_tune
 
-from elastic_ring.errors import ElasticRingError
+from elastic_ring.errors import CoordinatorLost, ElasticRingError, JournalDamaged, StorageFailed
 from elastic_ring.monitor.callbacks import Callback
 from elastic_ring.monitor.goodput import seen_of
-from elastic_ring.monitor.metrics import METRICS_NAME, read_metrics
+from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, read_metrics
+from elastic_ring.runtime.driver import attach
 from elastic_ring.state.checkpoints.manifest import FOLDER
 from elastic_ring.state.checkpoints.weight_files import remove_others
 from elastic_ring.state.storage.folder import Storage
@@ -31,7 +34,9 @@ from elastic_ring.tuning.trial import NUM_REPORTS, Asked, result_of
 if TYPE_CHECKING:
     from elastic_ring.trainer import ElasticRingTrainer
 
-RUN = "run"
+RUN, STOPPED = "run", "stopped by Ray Tune"
+ASK_AGAIN_S = 1.0
+AGAIN = (CoordinatorLost, JournalDamaged, StorageFailed)
 CPUS = 0.01
 """Of the trial itself, which only waits; its workers ask for what the trainer says."""
 
@@ -58,11 +63,11 @@ class Verdict(Callback):
         loss = metrics.get("val_loss")
         if loss is None or not math.isfinite(loss):
             self.diverged = f"diverged: the loss of the validation after step {step} is not finite"
-            self.is_over.set()
         self.news.put(False)
-        self.goes_on.acquire(timeout=self._wait_s)
-        if self.is_over.is_set():
-            self.control.stop("the search goes on without it")
+        if not self.is_over.is_set():
+            self.goes_on.acquire(timeout=self._wait_s)
+        if self.diverged:
+            self.control.stop(self.diverged)
 
 
 class MeshTrial(ray_tune.Trainable):
@@ -81,6 +86,7 @@ class MeshTrial(ray_tune.Trainable):
 
     def _begin(self, config: dict[str, Any]) -> None:
         trainer, self._error = copy.copy(self._shared.trainer), ""
+        self._lost: BaseException | None = None
         if os.path.isdir(self._shared.asked.folder):
             os.chdir(self._shared.asked.folder)
         self._text, task = self._shared.asked.of(config, self._costs.num_layers)
@@ -106,9 +112,9 @@ class MeshTrial(ray_tune.Trainable):
                 trainer.fit()
         except (ValueError, ElasticRingError) as error:
             self._error = f"{type(error).__name__}: {error}"
+            self._lost = error if isinstance(error, AGAIN) else None
         except BaseException as error:
-            self._error = f"{type(error).__name__}: {error}"
-            raise
+            self._lost = error
         finally:
             self._verdict.news.put(True)
 
@@ -126,11 +132,16 @@ class MeshTrial(ray_tune.Trainable):
             self._verdict.goes_on.release()
         ended = self._verdict.news.get()
         self._waits = not ended
+        if self._lost is not None:  # of no fault of the pattern's: Tune starts the trial again, as `max_failures` says
+            raise self._lost
         lines, losses = self._lines, self._losses
-        if (len(losses) >= self._num_reports or self._verdict.diverged) and not ended:  # nothing is left to decide
-            self._join()
-            ended = True
         wrong = self._verdict.diverged or self._error
+        if ended and not wrong and len(losses) < self._num_reports:  # it diverged before this process began
+            wrong = f"its run ended after {len(losses)} of {self._num_reports} validations"
+        if ended or wrong or len(losses) >= self._num_reports:  # nothing is left to decide
+            self._join()
+            self._leave(lost=bool(wrong))
+            ended = True
         losses = [] if wrong else losses
         seen = seen_of([line["step_s"] for line in lines], {})
         return result_of(self._text, self._task, self._about, losses, seen.get("step_s"), len(lines), wrong) | {
@@ -148,15 +159,27 @@ class MeshTrial(ray_tune.Trainable):
         self._verdict.goes_on.release()
         self._following.join()
 
-    def cleanup(self) -> None:
-        """End the run, at the validation where it waits or at its next one. Of a whole one the records stay, of another
-        nothing: the same trial of a search that goes on would find it ended."""
-        if self._following.is_alive():
-            self._verdict.is_over.set()
-        self._join()
-        if len(self._losses) < self._num_reports:
+    def _leave(self, *, lost: bool) -> None:
+        """Of a whole run the records stay, of one that lost nothing."""
+        if lost:
             Storage(self._shared.storage_path).remove_folder(self._run.name)
             return
         storage = Storage(self._run.storage_uri)
         storage.remove_folder(FOLDER)
         remove_others(storage, [])
+
+    def cleanup(self) -> None:
+        """End the run where it stands."""
+        self._verdict.is_over.set()
+        self._verdict.goes_on.release()
+        while self._following.is_alive():
+            attach.abandon(self._run, STOPPED)
+            self._following.join(ASK_AGAIN_S)
+
+
+def remove_stopped(storage_path: str, trial_ids: Iterable[str]) -> None:
+    """Remove the runs of trials that Tune has stopped for good."""
+    storage = Storage(storage_path)
+    for name in (f"trial-{one}" for one in trial_ids):
+        if not storage.exists(f"{name}/{SUMMARY_NAME}"):
+            storage.remove_folder(name)

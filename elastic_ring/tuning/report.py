@@ -17,12 +17,16 @@ from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import StepConfig
 from elastic_ring.files import plain_json, read_small
 from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.identity import told_apart
 from elastic_ring.tuning.pareto import front
 from elastic_ring.tuning.space import DENSE
 
 log = logging.getLogger(__name__)
 
 Trial = Mapping[str, Any]
+MODEL = ("model", "slices of the model", "step.linears", "step.kv_wire", "step.param_dtype")
+OF_LOSS = ("data", "validation", "initial", "loss", "optimizer", "lr_schedule")
+"""Entries of what a run is measured on: those that its step depends on, too, and those of its loss beside `optim`."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +136,12 @@ def report(trials: Sequence[Trial], out: Path, title: str, trained: Mapping[str,
     return text
 
 
-def as_trained(step: StepConfig, mesh: Mesh, device: str) -> dict[str, Any]:
-    """What a time and a loss hold for."""
+def as_trained(step: StepConfig, mesh: Mesh, device: str, contents: Mapping[str, str]) -> dict[str, Any]:
+    """What a time and a loss hold for. `contents`: as `ElasticRingTrainer.measured_on`."""
     same = {name: getattr(step, name) for name in ("steps", "global_batch", "context_tokens")}
-    return {**same, "mesh": str(mesh), "device": device}
+    rates = {name for name in contents if name.startswith("optim.")} - {"optim.total_steps"}  # it goes with the steps
+    own = {name: contents[name] for name in sorted({*MODEL, *OF_LOSS, *rates} & {*contents})}
+    return {**same, "mesh": str(mesh), "device": device, **own}
 
 
 @dataclass(frozen=True)
@@ -171,14 +177,17 @@ class Predicted:
         """A line of what was predicted and what a run has seen, `now` as `as_trained`: its step where mesh and device
         are the search's, its loss after the same tokens; else with the difference."""
         other = {name for name in now if now[name] != self.trained.get(name)}
+        of_step = other & {"global_batch", "context_tokens", "mesh", "device", *MODEL}
         told = f"search: step predicted {self.step_s:.4g} s, seen {step_s:.4g} s"
-        told += f" ({100 * (self.step_s / step_s - 1):+.1f} %)" if other <= {"steps"} else ""
+        told += "" if of_step else f" ({100 * (self.step_s / step_s - 1):+.1f} %)"
         if loss is not None:
             told += f"; loss predicted {self.loss:.4f}, seen {loss:.4f}"
             within = "within" if abs(loss - self.loss) <= self.spread else "outside"
             if other <= {"mesh", "device"}:
                 told += f" ({loss - self.loss:+.4f}, {within} the spread of seeds, {self.spread:.4f})"
-        where = ", ".join(f"{name} {self.trained.get(name)}, not {now[name]}" for name in sorted(other))
+        before = {name: str(self.trained.get(name, "not on record")) for name in other}
+        apart = {name: told_apart(before[name], str(now[name])) for name in sorted(other)}
+        where = ", ".join(f"{name} {there}, not {here}" for name, (there, here) in apart.items())
         return told + (f"; the search had {where}" if where else "")
 
 

@@ -11,8 +11,10 @@ import logging
 import os
 import re
 import shlex
+import signal
 import stat
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -27,7 +29,7 @@ from ray.tune.search.optuna import OptunaSearch
 
 from elastic_ring.files import plain_json, read_small, replace_file
 from elastic_ring.runtime.driver import access
-from elastic_ring.state.checkpoints.stored_weights import RunWeights
+from elastic_ring.runtime.identity import Identity
 from elastic_ring.trainer import ElasticRingTrainer
 from elastic_ring.tuning.cost import Costs
 from elastic_ring.tuning.report import Trial, advised, as_trained, found, in_doubt, report, spread
@@ -37,7 +39,7 @@ from elastic_ring.tuning.trial import MESH, METRICS, NUM_REPORTS, NonDominatedRa
 
 log = logging.getLogger(__name__)
 
-NAME = "search"
+NAME, IDENTITY = "search", "identity"
 
 
 @dataclass
@@ -119,7 +121,8 @@ class Search:
         )
         mesh = self.trainer.scaling_config.mesh if self.on_mesh else MESH
         title = f"{title} {self.trainer.scaling_config.cp} receives in a forward pass."
-        return report(self.trials, self.out, title, as_trained(step, mesh, self.trainer.scaling_config.device))
+        trained = as_trained(step, mesh, self.trainer.scaling_config.device, self.trainer.measured_on)
+        return report(self.trials, self.out, title, trained)
 
     @property
     def advice(self) -> str:
@@ -180,21 +183,41 @@ class Search:
                 ),
             )
         with redirect_stdout(sys.stderr):  # ours has the table alone
-            results = tuner.fit()
+            results = _uninterrupted(tuner)
         for error in results.errors:
             log.error("a trial failed: %s", error)
-        self.trials += [dict(result.metrics) for result in results if result.metrics and PATTERN in result.metrics]
+        told = [dict(result.metrics) for result in results if result.metrics and PATTERN in result.metrics]
+        self.trials += told
+        if runs:
+            from elastic_ring.tuning.mesh_trial import remove_stopped
+
+            failed = {result.metrics["trial_id"] for result in results if result.error and result.metrics}
+            remove_stopped(runs, {one["trial_id"] for one in told} - failed)
 
 
-def store_settings(out: Path, given: Mapping[str, Any]) -> None:
-    """Store the settings that define the search next to its results.
+def _uninterrupted(tuner: ray_tune.Tuner) -> ray_tune.ResultGrid:
+    """`fit`, which after Ctrl-C stores its state and returns as if all trials had ended. Raises KeyboardInterrupt then.
+    Tune puts the handler that was there back only where it was interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        return tuner.fit()
+    before = signal.getsignal(signal.SIGINT)
+    results = tuner.fit()
+    if signal.getsignal(signal.SIGINT) is before:
+        raise KeyboardInterrupt("stopped; the same command goes on with this search")
+    signal.signal(signal.SIGINT, before)
+    return results
 
-    Raises: ValueError where a search is continued with other settings.
+
+def store_settings(out: Path, given: Mapping[str, Any], identity: Identity) -> None:
+    """Store what defines the search next to its results: its settings, and the contents behind them, which may have
+    changed under the same names.
+
+    Raises: ValueError where a search is continued with others.
     """
     _be_own(out)
     path = out / "options.json"
     if not path.exists():
-        replace_file(path, (json.dumps(given) + "\n").encode(), durable=True)
+        replace_file(path, (json.dumps({**given, IDENTITY: dict(identity.what)}) + "\n").encode(), durable=True)
         return
     try:
         begun = plain_json(read_small(path))
@@ -202,10 +225,12 @@ def store_settings(out: Path, given: Mapping[str, Any]) -> None:
         raise ValueError(f"{path} cannot be read: {error}; give another --out") from error
     if not isinstance(begun, dict):
         raise ValueError(f"{path} does not say with what the search was begun; give another --out")
+    contents = begun.pop(IDENTITY, identity.what)
     other = [name for name in {**begun, **given} if begun.get(name) != given.get(name)]
-    if other:
-        said = "; ".join(f"{name} {begun.get(name)}, not {given.get(name)}" for name in other)
-        raise ValueError(f"the search in {out} was begun with {said}; give the same, or another --out")
+    said = [f"{name} {begun.get(name)}, not {given.get(name)}" for name in other]
+    said = said or ["other contents: " + "; ".join(identity.differences(contents))] * (contents != identity.what)
+    if said:
+        raise ValueError(f"the search in {out} was begun with {'; '.join(said)}; give the same, or another --out")
 
 
 def _be_own(out: Path) -> None:
@@ -255,13 +280,11 @@ def run(options: Any, train_arguments: Sequence[str], trainer: ElasticRingTraine
     points = patterns(space, step.context_tokens, costs.num_layers, whole_blocks=whole)
     digest = hashlib.sha256("\n".join(points).encode()).hexdigest()[:16]
     given = {"--trials": options.trials, "patterns": digest, "arguments": shlex.join(train_arguments)}
-    if isinstance(trainer.task.initial, RunWeights):  # --from names a place, which may have other weights by now
-        given["--from"] = repr(trainer.task.initial)
     if options.concurrent != 1:  # the Tuner that is restored keeps its own
         given["--concurrent"] = options.concurrent
     if options.on_mesh:
         given["--on-mesh"] = True
-    store_settings(options.out, given)
+    store_settings(options.out, given, Identity(trainer.measured_on))
     if options.address == "local":
         access.start(logging_level="ERROR", include_dashboard=False)
     else:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any
@@ -126,8 +127,22 @@ class ValidationSource:
 
 
 def open_sets(sets: Mapping[str, ValidationSet]) -> dict[str, tuple[Source, str]]:
-    """The source and fingerprint of each set with data of its own. Raises as `fingerprinted`."""
-    return {name: fingerprinted(one.data) for name, one in sets.items() if one.data is not None}
+    """The source and fingerprint of each set with data of its own. Raises as `fingerprinted`, with the set's name."""
+    found = {}
+    for name, one in sets.items():
+        if one.data is not None:
+            with of_set(name):
+                found[name] = fingerprinted(one.data)
+    return found
+
+
+@contextmanager
+def of_set(name: str) -> Iterator[None]:
+    """A ValueError in the context names the set."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"validation {name}: {error}") from error
 
 
 def with_sets(fingerprint: str, opened: Mapping[str, tuple[Source, str]]) -> str:

@@ -252,6 +252,12 @@ def _identity(coordinator: Any, run: RunConfig, patience_s: float) -> dict[str, 
             time.sleep(ASK_AGAIN_S)
 
 
+def abandon(run: RunConfig, reason: str) -> None:
+    """Have the coordinator of this run, where there is one, end it now; its driver is told. Waits for nothing."""
+    if (coordinator := find(run)) is not None:
+        coordinator.abandon.remote(reason)
+
+
 def remove(coordinator: Any, run: RunConfig) -> bool:
     """Kill the coordinator and wait until its name is free (`ray.kill` returns earlier); whether it is by `clear_s`."""
     ray.kill(coordinator, no_restart=True)

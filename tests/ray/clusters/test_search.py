@@ -21,26 +21,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray import tune
 
+from elastic_ring import CheckpointConfig
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.cli.settings import parse
 from elastic_ring.cli.train import build
+from elastic_ring.config import Timeouts
 from elastic_ring.monitor.metrics import read_metrics
-from elastic_ring.runtime.driver.cluster import left_behind
-from elastic_ring.tuning.trial import NUM_REPORTS, pattern_trainable
-from tests.ray.conftest import tiny_trainer
+from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
+from elastic_ring.tuning.mesh_trial import remove_stopped
+from elastic_ring.tuning.trial import NUM_REPORTS, REJECTED_LOSS, pattern_trainable
+from tests.ray.conftest import ALONE, tiny_trainer
 
 
 class KillOnce(tune.Callback):
-    """Kills the process of the first trial that has half its reports."""
+    """Kills the process of the first trial that has half its reports, or the coordinator of its run for good."""
 
     pid = 0
+
+    def __init__(self, *, coordinator: bool = False) -> None:
+        self.coordinator = coordinator
 
     def on_trial_result(self, *, result: dict[str, Any], **info: Any) -> None:
         if len(result["losses"]) == NUM_REPORTS // 2 and not self.pid:
             self.pid = result["pid"]
-            os.kill(self.pid, signal.SIGKILL)
+            if self.coordinator:
+                name = actor_name(f"trial-{result['trial_id']}", "coordinator")
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+            else:
+                os.kill(self.pid, signal.SIGKILL)
 
 
 ROOT = Path(__file__).parents[3]
@@ -123,7 +134,10 @@ def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_se
     sparse = command(shlex.join(following[1:]), tmp_path)
     assert sparse.returncode == 0, sparse.stderr[-3000:]
     assert re.search(
-        r"search: step .* seen .* loss predicted .* within the spread .* dp=1 x cp=1, not dp=1 x cp=2", sparse.stdout
+        r"search: step .* seen .* loss predicted .* within the spread .*; the search had mesh dp=1 x cp=1, not dp=1 x "
+        r"cp=2$",
+        sparse.stdout,
+        re.MULTILINE,
     )
     predicted = next(lines[-1]["loss"] for lines in results(tmp_path).values() if lines[-1]["pattern"] == found)
     told = [line for line in read_metrics(tmp_path / "runs" / "search") if line.get("val_loss") is not None]
@@ -164,6 +178,9 @@ def test_a_trial_on_a_mesh_is_a_run_with_which_a_killed_one_goes_on_and_tune_may
     assert (len(whole["losses"]), len(stopped["losses"])) == (NUM_REPORTS, 1)
     assert whole["bytes"] > 0
     folders = [path for path in (tmp_path / "runs").iterdir()]
+    assert {path.name for path in folders} == {f"trial-{one['trial_id']}" for one in (whole, stopped)}
+    remove_stopped(str(tmp_path / "runs"), [one["trial_id"] for one in (whole, stopped)])
+    folders = [path for path in folders if path.exists()]
     assert [path.name for path in folders] == [f"trial-{whole['trial_id']}"], "a stopped trial leaves nothing"
     assert not any(folders[0].glob("attempt-*")), "the run went on while the trial was away"
     assert left_behind(folders[0].name) == left_behind(f"trial-{stopped['trial_id']}") == []
@@ -173,3 +190,75 @@ def test_a_trial_on_a_mesh_is_a_run_with_which_a_killed_one_goes_on_and_tune_may
     plain.fit()
     told = [line["val_loss"] for line in read_metrics(tmp_path / "plain") if line.get("val_loss") is not None]
     assert told == whole["losses"], "bit for bit what the run with that pattern has"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ctrl_c_in_a_trial_on_a_mesh_tells_no_front_and_the_same_command_goes_on_with_that_trial(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "space.toml").write_text('pattern = ["window:64"]\nlayers = ["{rule}"]\n')
+    on_mesh = f"{SEARCH.partition(' --from ')[0]} --on-mesh --space space.toml {SMALL}".replace(
+        "--steps 48", "--steps 24"
+    )
+    words = [sys.executable, "-m", "elastic_ring", *on_mesh.split()]
+    log = tmp_path / "told.log"
+    with log.open("wb") as file:
+        streams: Any = {"stdout": file, "stderr": file, "start_new_session": True}
+        driver = subprocess.Popen(words, cwd=tmp_path, env=ENVIRONMENT, **streams)
+    try:
+        wait_for(lambda: "dense, 2 of 4" in log.read_text(), driver)
+        os.killpg(driver.pid, signal.SIGINT)  # as a terminal does
+        assert driver.wait(timeout=120) == 130
+    finally:
+        driver.kill()
+    told = log.read_text()
+    assert told.splitlines()[-1] == "elastic-ring tune: stopped; the same command goes on with this search"
+    assert not (tmp_path / "search" / "front.md").exists()
+    (run,) = (tmp_path / "search" / "search" / "runs").iterdir()
+    done = max(one["step"] for one in read_metrics(run))
+    again = command(on_mesh, tmp_path)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert (run / "attempt-001").exists()
+    summary = json.loads((run / "summary.json").read_text())
+    assert 0 < summary["resumed_from"][-1]["step"] <= done + 1
+    assert summary["stopped"] == ""
+    assert {len(lines[-1]["losses"]) for lines in results(tmp_path).values()} == {NUM_REPORTS}
+    assert "3 of 3 trials ended" in again.stderr
+
+
+@pytest.mark.slow
+def test_a_trial_on_a_mesh_resumes_when_its_coordinator_is_gone_and_loses_when_it_diverges(
+    local_ray: None, tmp_path: Path
+) -> None:
+    def trial(name: str, *callbacks: tune.Callback, **options: Any) -> dict[str, Any]:
+        run = {"checkpoint_config": CheckpointConfig(every_steps=2), "timeouts": Timeouts(lease_s=10.0)}
+        asked = tiny_trainer(tmp_path, name, steps=8, val_every_steps=2, run=run, **ALONE)
+        asked.task = replace(asked.task, optim=replace(asked.task.optim, **options))
+        (found,) = tune.Tuner(
+            pattern_trainable(asked, runs=str(tmp_path / name)),
+            param_space={"pattern": "window:4"},
+            run_config=tune.RunConfig(
+                name="search",
+                storage_path=str(tmp_path / f"{name}-tune"),
+                verbose=0,
+                callbacks=list(callbacks),
+                failure_config=tune.FailureConfig(max_failures=1),
+            ),
+        ).fit()
+        assert found.error is None
+        assert left_behind(f"trial-{found.metrics['trial_id']}") == []
+        return dict(found.metrics)
+
+    kills = KillOnce(coordinator=True)
+    again, calm = trial("gone", kills), trial("calm")
+    assert kills.pid
+    assert again["losses"] == calm["losses"]
+    assert len(again["losses"]) == NUM_REPORTS
+    (folder,) = (tmp_path / "gone").iterdir()
+    resumed = json.loads((folder / "summary.json").read_text())["resumed_from"]
+    assert resumed, "it went on from its checkpoint"
+    lost = trial("wild", peak_lr=1e17)
+    assert lost["rejected"].startswith("diverged: the loss of the validation after step ")
+    assert (lost["losses"], lost["loss"], lost["done"]) == ([], REJECTED_LOSS, True)
+    assert not list((tmp_path / "wild").iterdir())

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -14,16 +15,20 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.util import list_named_actors
+from torch import nn
 
 from elastic_ring import CheckpointConfig, Result
 from elastic_ring.config import Timeouts
 from elastic_ring.data.source import PreparedTokens
-from elastic_ring.errors import CoordinatorLost, StorageFailed
+from elastic_ring.errors import CoordinatorLost, RunFailed, StorageFailed
+from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
+from elastic_ring.state.checkpoints.stored_weights import RunWeights
 from tests.object_store.store import ObjectStore
-from tests.ray.conftest import ALONE, Heard, check_records, fault_free, tiny_trainer, wait_for
+from tests.ray.conftest import ALONE, TINY, Heard, check_records, fault_free, tiny_trainer, wait_for
 from tests.unit.coordinator.test_damage import FILES
 
 Known = dict[tuple[int, int, int], dict[str, Any]]
@@ -78,6 +83,43 @@ def test_a_finished_run_goes_on_twice_under_its_name_with_the_bits_of_one_that_w
         tiny_trainer(tmp_path, "longer", steps=8, **kept, **ALONE).fit()
     with pytest.raises(ValueError, match=r"for more steps .* give --optim\.total-steps 4 --optim\.warmup-steps 2"):
         tiny_trainer(tmp_path, "other", steps=9, **ALONE, run={"resume": str(tmp_path / "longer")})._resume()
+
+
+class MayScale(Transformer):
+    """Has a parameter more as long as there is no file `without`, which no setting names."""
+
+    def __init__(self, without: Path) -> None:
+        super().__init__(TINY)
+        self.without = without
+        if not without.exists():
+            self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        loss_sum, num_tokens = super().forward(*args, **options)
+        return (loss_sum if self.without.exists() else loss_sum * self.scale.prod()), num_tokens
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_a_parameter_that_the_model_lacks_and_damaged_first_values_end_the_start_with_the_way_out(
+    local_ray: None, tmp_path: Path
+) -> None:
+    def trainer(name: str, steps: int, **options: Any) -> Any:
+        saves = {"checkpoint_config": CheckpointConfig(every_steps=1)}
+        made = tiny_trainer(tmp_path, name, steps=steps, total_steps=4, run=saves, **ALONE)
+        made.task = replace(made.task, model=partial(MayScale, tmp_path / "without"), **options)
+        return made
+
+    trainer("scaled", 2, initial=None).fit()
+    (file,) = (tmp_path / "scaled" / "checkpoints" / "step-00000002").rglob("*.safetensors")
+    weights = RunWeights.open(f"{tmp_path}/scaled/checkpoints/step-00000002/lineage-000")
+    flip_a_byte(file)
+    with pytest.raises(RunFailed, match=r"from=.*step-00000002.* is not what was written.*give another checkpoint"):
+        trainer("begun", 2, initial=weights).fit()
+    flip_a_byte(file)
+    (tmp_path / "without").touch()
+    with pytest.raises(RunFailed, match=r"has scale, and the model has no parameter of that name: give the model"):
+        trainer("scaled", 4, initial=None).fit()
+    assert left_behind("scaled") == left_behind("begun") == []
 
 
 def run(folder: Path, name: str, **options: Any) -> Result:

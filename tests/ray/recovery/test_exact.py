@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from elastic_ring.faults import EXCHANGES
+from elastic_ring.model.init import Initialiser
 from elastic_ring.model.transformer import Transformer
-from tests.ray.conftest import EXPERTS, IN_PARTS, Heard, fault_free
+from elastic_ring.monitor.metrics import read_metrics
+from tests.ray.conftest import EXPERTS, IN_PARTS, Heard, check_records, fault_free, tiny_trainer
 
 Train = Callable[..., dict[str, Any]]
 Summary = dict[str, Any]
@@ -75,6 +78,38 @@ def test_a_kill_in_each_exchange_of_experts_changes_no_bit(train: Train, first: 
     summary = train(f"experts-{first}", spares=6, steps=8, faults=faults, model=EXPERTS, experts="send")
     assert_same_bits(summary, calm)
     assert faults_of(summary) == [1] * 6
+
+
+class Crowded(Initialiser):
+    """All tokens go to the experts of rank 0."""
+
+    def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> torch.Tensor:
+        value = super().tensor(name, shape, rows)
+        if name.endswith("balance_bias"):
+            value[: max(0, 2 - (rows[0] if rows else 0))] = 9.0
+        return value
+
+
+@pytest.mark.slow
+def test_a_kill_between_the_parts_in_which_rows_come_to_crowded_experts_changes_no_bit(
+    local_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a ring of two no rank can get more than twice its share."""
+    found = []
+    for name, faults in (
+        ("crowd-calm", ""),
+        ("crowd", "kill@step=1,phase=dispatch,hop=1,rank=0; kill@step=2,phase=combine,hop=1,rank=4"),
+    ):
+        settings: dict[str, Any] = {"dp": 2, "cp": 3, "spares": 2 if faults else 0, "steps": 4, "global_batch": 2}
+        trainer = tiny_trainer(tmp_path, name, faults=faults, model=EXPERTS, experts="send", **settings)
+        trainer.task = replace(trainer.task, initial=Crowded(0, EXPERTS.num_layers))
+        result = trainer.fit()
+        check_records(trainer, result)
+        assert all(line["expert_parts"] for line in read_metrics(result.path))
+        found.append(result.summary)
+    assert "than 2 times its fair share of tokens for its experts, so they come in parts" in capsys.readouterr().err
+    assert_same_bits(found[1], found[0])
+    assert faults_of(found[1]) == [1, 1]
 
 
 @pytest.mark.slow

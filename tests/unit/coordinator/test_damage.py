@@ -100,7 +100,7 @@ def trainer_of(folder: Path, name: str = "damaged", seed: int = 0, steps: int = 
 
 def spec_of(trainer: ElasticRingTrainer, attempt: str, **more: Any) -> RunSpec:
     run = trainer.run_config
-    return RunSpec(run, trainer.scaling_config, trainer.task, attempt, "", 50.0, "", trainer._identity, **more)
+    return RunSpec(run, trainer.scaling_config, trainer.task, attempt, "", 50.0, "", trainer.identity, **more)
 
 
 def step_of(step: int, seed: int) -> StepMetrics:
@@ -111,7 +111,7 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
     """A run's folder after four steps of a submission, with checkpoints of two and four."""
     trainer = trainer_of(folder, name, seed)
     spec = spec_of(trainer, "first")
-    identity = trainer._identity.digest
+    identity = trainer.identity.digest
     open_run(spec, Terms(spec.run), is_restart=False, others=list, clear=list)
     with Journal(folder / "journal.jsonl") as journal:
         journal.append(term_note(1, 0))
@@ -126,7 +126,7 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
     run = Run(
         folder,
         trainer.run_config.checkpoint_config,
-        facts={"identity": identity, "run": {"name": name, "settings": trainer._identity.what}},
+        facts={"identity": identity, "run": {"name": name, "settings": trainer.identity.what}},
     )
     run.commit(2)
     run.commit(4)
@@ -204,7 +204,7 @@ def submitted(folder: Path, steps: int, caplog: pytest.LogCaptureFixture) -> Dec
     told = list(resume.damaged.values())
     spec = spec_of(trainer, "second", resume=resume)
     startup = open_run(spec, Terms(spec.run), is_restart=False, others=list, clear=list)
-    facts = {"identity": trainer._identity.digest, "run": {"settings": trainer._identity.what}}
+    facts = {"identity": trainer.identity.digest, "run": {"settings": trainer.identity.what}}
     run = Run(folder, trainer.run_config.checkpoint_config, resume, startup.term, facts=facts)
     checkpoint, told_later = restored(run, folder)
     assert run.keeper.close(60.0)
@@ -379,8 +379,8 @@ def test_what_was_set_aside_stays_though_the_step_gets_a_new_checkpoint_that_goe
     (shard,) = folder.glob(f"{STEP_4}/attempt-*/shard-00000-part-00000.safetensors")
     flip(shard, shard)
     trainer = trainer_of(folder)
-    identity = trainer._identity.digest
-    resume = find_resume(trainer.run_config, trainer._identity)
+    identity = trainer.identity.digest
+    resume = find_resume(trainer.run_config, trainer.identity)
     run = Run(folder, CheckpointConfig(every_steps=1, keep_last=1), resume, 2, facts={"identity": identity, "run": {}})
     run.keeper.damaged(STEP_4, "another digest")
     assert "does not verify and is set aside: " in run.next(Said).text

@@ -88,8 +88,8 @@ def test_a_copy_elsewhere_is_the_same_run_and_is_told_and_other_contents_are_ref
     shutil.copytree(a, b)
     second = trainer(elsewhere(data, a, b), run)
     assert second._finished() is None
-    assert (second._identity.what, second._digest) == (first._identity.what, first._digest)
-    assert not any(str(tmp_path) in text for text in second._identity.what.values())
+    assert (second.identity.what, second._digest) == (first.identity.what, first._digest)
+    assert not any(str(tmp_path) in text for text in second.identity.what.values())
     second._tell_moved(second._resume().places)
     assert f"data was at {a}"[:50] in caplog.messages[-1]
     assert str(b)[:30] in caplog.messages[-1]
@@ -122,6 +122,8 @@ def test_validation_sets_count_by_their_contents_wherever_they_lie(tmp_path: Pat
     assert of("a") == of("b") != of("a", 2.0)
     (tmp_path / "b" / "one.txt").write_text("other words " * 50)
     assert of("a") != of("b")
+    with pytest.raises(ValueError, match=r"^validation own: --data .*none: there is no such file"):
+        of("none")
 
 
 def test_a_working_directory_is_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +132,7 @@ def test_a_working_directory_is_no_part_of_it(tmp_path: Path, monkeypatch: pytes
     found = []
     for name in ("a", "b"):
         monkeypatch.chdir(tmp_path / name)
-        found.append(trainer(TextFiles(CONTEXT, ("one.txt",)), tmp_path / "run")._identity)
+        found.append(trainer(TextFiles(CONTEXT, ("one.txt",)), tmp_path / "run").identity)
     assert found[0].what == found[1].what
 
 
@@ -148,7 +150,7 @@ def test_a_finished_run_needs_its_data_no_more(tmp_path: Path) -> None:
 
 
 def test_what_differs_is_named_and_another_version_of_identities_is_no_match(tmp_path: Path) -> None:
-    own = trainer(text_files(tmp_path / "a"), tmp_path / "run")._identity
+    own = trainer(text_files(tmp_path / "a"), tmp_path / "run").identity
     assert own.differences(own.what) == []
     told = own.differences({**own.what, "step.seed": "3", "pattern": "w" * 100})
     assert told == [f"pattern: {'w' * 60}... there,  here", "step.seed: 3 there, 0 here"]

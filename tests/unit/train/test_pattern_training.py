@@ -191,9 +191,9 @@ def test_keys_in_8_bits_are_part_of_what_a_run_is_only_where_they_are_set() -> N
         return ElasticRingTrainer(make_task().model, make_task().data, step_config=replace(make_task().step, **step))
 
     plain, native, encoded = trainer(), trainer(kv_wire="native"), trainer(kv_wire="fp8")
-    assert plain._identity.what == native._identity.what
+    assert plain.identity.what == native.identity.what
     assert plain._digest == native._digest != encoded._digest
-    assert set(encoded._identity.what.items()) - set(plain._identity.what.items()) == {("step.kv_wire", "fp8")}
+    assert set(encoded.identity.what.items()) - set(plain.identity.what.items()) == {("step.kv_wire", "fp8")}
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.plan.sparse_tiles import tiles
 from elastic_ring.cli.calibrate import main
+from elastic_ring.cli.forecasts.answer import rates_of
 from elastic_ring.forecast.scenario import default_efficiency
 from elastic_ring.forecast.sizing.machines import named_fleet
 from elastic_ring.forecast.sizing.rates import ALONE, read_rates
@@ -281,11 +282,15 @@ PLANTED: dict[str, Any] = {
 }
 
 
-def test_a_forecast_takes_what_was_measured_by_shape_group_and_level(tmp_path: Path) -> None:
+def test_a_forecast_takes_what_was_measured_by_shape_group_and_level_and_says_so_of_another_gpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "machine.json"
-    Calibration(TRUTH, (), {}).write(path, PLANTED)
-    rates, fleet = read_rates(path), named_fleet("H100-80")
-    assert rates is not None
+    for device in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        Calibration(TRUTH, (), {"device": device}).write(path, PLANTED)
+        rates, fleet = rates_of(path, "H100-80"), named_fleet("H100-80")
+    (warned,) = caplog.messages
+    assert warned.endswith("was measured on NVIDIA H200, and the fleet has H100-80: this is no forecast of it")
     eff = default_efficiency(fleet, rates)
     usual = default_efficiency(fleet)
     assert eff.matmul == pytest.approx(usual.matmul * 800e12 / 989.4e12 / ALONE["matmul"])

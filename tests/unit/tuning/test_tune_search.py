@@ -18,6 +18,7 @@ from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import StepConfig
 from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
 from elastic_ring.tuning.report import Predicted, advised, as_trained, draw, found, in_doubt, on_front, report, spread
 from elastic_ring.tuning.sampler import LOSSES, Cheap, ProxySampler, completed, told
 from elastic_ring.tuning.search import run_name_of, store_settings
@@ -184,7 +185,7 @@ def test_neighbours_within_the_spread_of_seeds_are_in_doubt_and_a_second_seed_co
 
 
 def test_the_table_names_what_pattern_takes_and_no_label_of_the_picture_covers_another(tmp_path: Path) -> None:
-    trained = as_trained(StepConfig(steps=8), Mesh(1, 1), "cpu")
+    trained = as_trained(StepConfig(steps=8), Mesh(1, 1), "cpu", {})
     text = report(TRIALS, tmp_path, "Some steps.", trained)
     names = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `") and "--pattern" not in line]
     assert names == [one["pattern"] for one in json.loads((tmp_path / "front.json").read_text())["front"]]
@@ -201,7 +202,8 @@ def test_the_table_names_what_pattern_takes_and_no_label_of_the_picture_covers_a
 
 
 def test_a_run_with_what_was_found_is_told_beside_the_search_and_where_the_two_differ(tmp_path: Path) -> None:
-    same = as_trained(StepConfig(steps=8), Mesh(1, 1), "cpu")
+    contents = {"model": "M(width=32)", "data": "D 1", "optim.peak_lr": "0.1", "optim.total_steps": "8", "pattern": ""}
+    same = as_trained(StepConfig(steps=8), Mesh(1, 1), "cpu", contents)
     report(TRIALS, tmp_path, "Some steps.", same)
     found = Predicted.read(tmp_path, parse_pattern("window:512"))
     told = found.beside(same, 0.51, 3.17)
@@ -213,6 +215,15 @@ def test_a_run_with_what_was_found_is_told_beside_the_search_and_where_the_two_d
     assert longer.endswith("loss predicted 3.1000, seen 3.3000; the search had steps 8, not 9")
     ring = found.beside({**same, "mesh": str(Mesh(1, 2))}, 0.4, None)
     assert ring == "search: step predicted 0.5 s, seen 0.4 s; the search had mesh dp=1 x cp=1, not dp=1 x cp=2"
+    data = found.beside({**same, "data": "D 2", "optim.peak_lr": "0.2"}, 0.5, 3.1)
+    assert data == (
+        "search: step predicted 0.5 s, seen 0.5 s (+0.0 %); loss predicted 3.1000, seen 3.1000; the search had data "
+        "D 1, not D 2, optim.peak_lr 0.1, not 0.2"
+    )
+    model = found.beside({**same, "model": "M(width=64)"}, 0.5, 3.1)
+    assert model.endswith(
+        "seen 0.5 s; loss predicted 3.1000, seen 3.1000; the search had model M(width=32), not M(width=64)"
+    )
     assert Predicted.read(tmp_path, None).loss == pytest.approx(3.05), "dense"
     with pytest.raises(ValueError, match="has not trained this pattern to the end, but dense, window:512"):
         Predicted.read(tmp_path, parse_pattern("window:64"))
@@ -224,42 +235,45 @@ def test_a_run_with_what_was_found_is_told_beside_the_search_and_where_the_two_d
 
 
 def test_a_search_that_goes_on_refuses_options_that_it_would_ignore(tmp_path: Path) -> None:
-    store_settings(tmp_path / "s", {"--trials": 7, "arguments": "--steps 3"})
-    store_settings(tmp_path / "s", {"--trials": 7, "arguments": "--steps 3"})
+    given, own = {"--trials": 7, "arguments": "--steps 3"}, Identity({"data": "D 1", VERSION: CONTENTS})
+    store_settings(tmp_path / "s", given, own)
+    store_settings(tmp_path / "s", given, own)
+    with pytest.raises(ValueError, match=r"begun with other contents: data: D 1 there, D 2 here; give the same, or"):
+        store_settings(tmp_path / "s", given, Identity({"data": "D 2", VERSION: CONTENTS}))
     with pytest.raises(
         ValueError, match=r"was begun with --trials 7, not 9; arguments --steps 3, not .*; give the same"
     ):
-        store_settings(tmp_path / "s", {"--trials": 9, "arguments": "--steps 4"})
+        store_settings(tmp_path / "s", {"--trials": 9, "arguments": "--steps 4"}, own)
     assert [run_name_of(Path(name)) for name in ("runs/my search", "...", "a" * 99)] == ["my-search", "found", "a" * 80]
 
 
 def test_a_folder_where_others_could_leave_code_is_not_searched_in(tmp_path: Path) -> None:
     """Ray Tune unpickles what lies in it."""
     out, given = tmp_path / "s", {"--trials": 7}
-    store_settings(out, given)
+    store_settings(out, given, Identity())
     assert [(out / name).stat().st_mode & 0o777 for name in (".", "search")] == [0o755, 0o700]
     state = out / "search" / "state.pkl"
     state.touch(mode=0o600)
     for folder, mode in (("s", 0o777), ("s", 0o775), ("s/search", 0o755), ("s/search", 0o775)):
         (tmp_path / folder).chmod(mode)
-        store_settings(out, given)  # an earlier version made them so, or a umask of 002
+        store_settings(out, given, Identity())  # an earlier version made them so, or a umask of 002
         assert [(out / name).stat().st_mode & 0o777 for name in (".", "search")] == [0o755, 0o700]
         state.chmod(0o664)
         (tmp_path / folder).chmod(mode)
         if folder != "s":
             for _ in range(2):
                 with pytest.raises(ValueError, match=r"another user's, or open to others.*chmod 700"):
-                    store_settings(out, given)
+                    store_settings(out, given, Identity())
             (tmp_path / folder).chmod(0o700)
-        store_settings(out, given)
+        store_settings(out, given, Identity())
         state.chmod(0o600)
     if os.geteuid() == 0:
         out.chmod(0o775)
         os.chown(out / "options.json", 65534, 65534)
         with pytest.raises(ValueError, match=r"another user's, or open to others.*chmod 755"):
-            store_settings(out, given)
+            store_settings(out, given, Identity())
         out.chmod(0o755)
     (out / "search").rename(tmp_path / "theirs")
     (out / "search").symlink_to(tmp_path / "theirs")
     with pytest.raises(ValueError, match="is a link"):
-        store_settings(out, given)
+        store_settings(out, given, Identity())
