@@ -202,9 +202,8 @@ DRILLS: Mapping[str, AlertDrill] = {
         after_steps=50,
     ),
     "ElasticRingDataWait": AlertDrill(
-        "the corpus is text of many times what a worker keeps of it, and a step reads sixteen places",
-        ("--context", "32", "--global-batch", "16"),
-        prepare=planted.large_corpus,
+        "the corpus comes from a server that takes half a second for each part, and is more than a worker keeps of it",
+        prepare=planted.slow_corpus,
     ),
     "ElasticRingHopLatency": AlertDrill(
         "one of a ring's two members is stopped for four fifths of the time, after more than a minute at its pace",

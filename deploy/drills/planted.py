@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ POISON_BATCH, POISON_CONTEXT = 2, 256
 FIRST_CALM_STEPS = 120
 SENTENCE = "A ring that trains is a quiet ring, and nothing is to be seen of it. "
 WORDS = ("ring", "rank", "step", "vote", "shard", "spare", "mesh", "heal")
-LARGE_BYTES = 192 << 20
+LARGE_BYTES, SLOW_S = 192 << 20, 0.5
 HEAT_CELSIUS = 3
 BALLAST = 0.06
 """Of the node's memory."""
@@ -238,10 +239,37 @@ def poisoned(folder: Path, calm: Callable[[], str], num_steps: int = 20_000) -> 
     return ("--data", str(path), "--seed", "0", "--global-batch", str(POISON_BATCH), "--context", str(POISON_CONTEXT))
 
 
-def large_corpus(folder: Path) -> tuple[str, ...]:
-    path = folder / "large.txt"
-    path.write_text(SENTENCE * (LARGE_BYTES // len(SENTENCE)))
-    return ("--data", str(path))
+class SlowFile(BaseHTTPRequestHandler):
+    """One file of LARGE_BYTES over HTTP, by parts, each SLOW_S late."""
+
+    def do_HEAD(self) -> None:
+        self._answer(200, LARGE_BYTES)
+
+    def do_GET(self) -> None:
+        time.sleep(SLOW_S)
+        asked = self.headers.get("Range", f"bytes=0-{LARGE_BYTES - 1}").removeprefix("bytes=").partition("-")
+        first, last = int(asked[0]), min(int(asked[2] or LARGE_BYTES), LARGE_BYTES - 1)
+        self._answer(206, last + 1 - first, f"bytes {first}-{last}/{LARGE_BYTES}")
+        with suppress(OSError):  # a reader that has enough goes
+            self.wfile.write((SENTENCE * ((last - first) // len(SENTENCE) + 2)).encode()[: last + 1 - first])
+
+    def _answer(self, status: int, num_bytes: int, part: str = "") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(num_bytes))
+        self.send_header("Accept-Ranges", "bytes")
+        if part:
+            self.send_header("Content-Range", part)
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nothing: the drill's own lines are what is read."""
+
+
+def slow_corpus(folder: Path) -> tuple[str, ...]:
+    """Text of a store that is slow, and more of it than a worker keeps."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SlowFile)
+    threading.Thread(target=server.serve_forever, name="store", daemon=True).start()
+    return ("--data", f"http://127.0.0.1:{server.server_port}/text.txt")
 
 
 def block_checkpoints(scene: Scene) -> None:
