@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.comm.exchange import Group
+from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.kernels.registry import sparse_form
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.lowering.chosen_blocks import ChosenPlans, PastBlocks, past_blocks
@@ -74,7 +75,6 @@ class PatternedAttention:
                 SparsePattern(group_.rules, patterns.block, causal=False)
         self.patterns, self.layout, self.cp_rank, self.group = patterns, layout, cp_rank, group
         self.options = RingOptions() if options is None else options
-        self.ledger = self.options.ledger
         self.last_ring: RingAttention | None = None
         self._dense = Pattern(causal, tuple(int(start) for start in document_starts))
         self._scale, self._num_calls = scale, first_call_index
@@ -85,6 +85,10 @@ class PatternedAttention:
         self._record: _SavedCalls | None = None
         self._offload = False
         self._replay: Iterator[tuple[RingAttention, list[SavedResult]]] | None = None
+
+    @property
+    def ledger(self) -> HopLedger:
+        return self.options.ledger
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None

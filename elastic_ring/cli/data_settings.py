@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from elastic_ring.files import absolute, shown_url
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.validation import Flag, NonNegativeInt, PositiveInt, settings
+
+if TYPE_CHECKING:
+    from elastic_ring.data.source import SourceConfig
 
 
 @settings
@@ -140,3 +144,62 @@ def prepared_data(
     if not vocabulary_is_chosen:
         model = dataclasses.replace(model, vocab_size=manifest.vocab_size)
     return dataclasses.replace(data, digest=manifest.digest, **says), model
+
+
+def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:
+    """The corpus that the settings name. Raises ValueError for one that does not suit the model's vocabulary."""
+    from elastic_ring.data.source import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, StdlibText, TextFiles, TokenShards
+
+    if data.source == "stdlib":
+        return StdlibText(context_tokens, data.align_tokens)
+    if data.source == "text":
+        return TextFiles(context_tokens, data.paths, data.align_tokens, data.allow_left_out)
+    if data.source == "prepared":
+        return _prepared(data, model, context_tokens)
+    vocab_size = data.vocab_size or model.vocab_size
+    if vocab_size > model.vocab_size:
+        raise ValueError(
+            f"data.vocab_size={vocab_size} is more than model.vocab_size={model.vocab_size}: the model needs a row for "
+            "each token; raise model.vocab_size"
+        )
+    end = data.end_of_document
+    if end is None and vocab_size != BYTE_VOCAB_SIZE:
+        raise ValueError(
+            f"data.end_of_document is not given for shards of data.vocab_size={vocab_size}: give the tokenizer's "
+            "(--data.end-of-document ID)"
+        )
+    return TokenShards(
+        context_tokens,
+        data.uri,
+        data.column,
+        vocab_size,
+        END_OF_DOCUMENT if end is None else end,
+        data.rows_end_documents,
+        data.align_tokens,
+    )
+
+
+def _prepared(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:
+    from elastic_ring.data.filesystem import at_submission
+    from elastic_ring.data.manifest import read_manifest
+    from elastic_ring.data.prepared import log_long_documents
+    from elastic_ring.data.source import PreparedTokens
+
+    manifest = at_submission(lambda: read_manifest(data.uri))
+    if manifest.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"{shown_url(data.uri)}: has tokens of a vocabulary of {manifest.vocab_size:,}, and the model has rows for "
+            f"model.vocab_size={model.vocab_size:,}: prepare the corpus with the model's tokenizer, or leave "
+            "--model.vocab-size out"
+        )
+    logging.info(
+        "%s: %s documents, %s tokens, vocabulary %s%s",
+        shown_url(data.uri),
+        f"{manifest.num_documents:,}",
+        f"{manifest.num_tokens:,}",
+        f"{manifest.vocab_size:,}",
+        "" if manifest.is_complete else "; the complete beginning of a preparation",
+    )
+    log_long_documents(manifest, context_tokens)
+    assert data.vocab_size is not None
+    return PreparedTokens(context_tokens, data.uri, data.digest, data.vocab_size, data.align_tokens)

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _examine(asked: TrainSettings, *, as_json: bool) -> int:
-    from elastic_ring.cli.train import data_source
+    from elastic_ring.cli.data_settings import data_source
     from elastic_ring.runtime.doctor import examine, verdicts
     from elastic_ring.runtime.driver.ray_session import ray_session
     from elastic_ring.state.storage.folder import Storage

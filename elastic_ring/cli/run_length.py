@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 def steps_of(flags: Any, made: Mapping[str, Any], sets: str | None, *, has_steps: bool) -> int:
     """The steps in which each sequence is used so often; `sets` as `--validate` has them. Raises ValueError for
     `--steps` beside it."""
-    from elastic_ring.cli.train import data_source
+    from elastic_ring.cli.data_settings import data_source
     from elastic_ring.data.source import hold_out, open_source
 
     if has_steps:

@@ -8,16 +8,59 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from operator import add, sub
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
-
-if TYPE_CHECKING:
-    from elastic_ring.control.state import Node, Worker
+from typing import Any, NamedTuple, TypeVar, overload
 
 K = TypeVar("K")
 V = TypeVar("V")
 D = TypeVar("D")
 T = TypeVar("T")
 _ABSENT: Any = object()
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One started process. `status`: starting, ready, stopping (released or killed, its end not confirmed).
+
+    `deadline`: when a starting worker counts as failed or a stopping one is killed (again). `start_deadline`: upper
+    bound of `deadline`, however much progress a start shows. `start_cpu_s`: CPU seconds that the start has reported;
+    None: no report. `doing`: the work that it reported last. `hired_at`: when its start was ordered. `written_off`:
+    stopping, and no recovery waits for it; it still uses its slot.
+    """
+
+    worker: str
+    node: str
+    status: str
+    deadline: float
+    draining: bool = False
+    written_off: bool = False
+    start_deadline: float = 0.0
+    start_cpu_s: float | None = None
+    hired_at: float = 0.0
+    doing: str = ""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node with room for `num_slots` workers, of which `num_gpus` may be members at the same time (None: no limit).
+
+    `start_failures`: consecutive failed starts. `start_errors`: those of them that gave an error of their own, the last
+    of which is `last_failure`. No worker starts here before `backoff_until`. `leaves_at`: when a draining node is gone;
+    0: nobody says. `domains` and `is_reserved` as in `NodeJoined`. `avoided`: a member there was slow or computed
+    wrongly: the last to be hired on, and its spares the last to be taken.
+    """
+
+    node: str
+    num_slots: int
+    draining: bool = False
+    start_failures: int = 0
+    start_errors: int = 0
+    backoff_until: float = 0.0
+    last_failure: str = ""
+    num_gpus: int | None = None
+    leaves_at: float = 0.0
+    domains: tuple[str, ...] = ()
+    is_reserved: bool = False
+    avoided: bool = False
 
 
 class Versions(Mapping[K, V]):

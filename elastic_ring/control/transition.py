@@ -11,8 +11,8 @@ from typing import Any
 
 from elastic_ring.control.messages import Command, EndRun, Event, KillWorker, Release, Stop
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.pool import Pool, with_changes
-from elastic_ring.control.state import Counted, Ended, Node, Phase, State, Worker, membership_of
+from elastic_ring.control.pool import Node, Pool, Worker, with_changes
+from elastic_ring.control.state import Counted, Ended, Phase, State, membership_of
 
 
 class Transition:

@@ -19,8 +19,8 @@ from elastic_ring.control.messages import (
     WorkerReady,
     WorkerStarting,
 )
-from elastic_ring.control.pool import Pool
-from elastic_ring.control.state import LostWorker, Node, Running, State, Worker, membership_of
+from elastic_ring.control.pool import Node, Pool, Worker
+from elastic_ring.control.state import LostWorker, Running, State, membership_of
 from elastic_ring.control.transition import Transition
 
 

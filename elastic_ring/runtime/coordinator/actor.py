@@ -502,11 +502,11 @@ class Coordinator:
 
     def _on_fault(self, asked: FaultAsked) -> None:
         recoveries, index = self.recorder.recoveries, asked.index
-        new = index not in recoveries.fired
-        if new:
+        fired = recoveries.fired.get(index)
+        if fired is None:
             recoveries.fault_fired(index, asked.worker, self.clock())
-        asked.answer.put(new or recoveries.fired_by.get(index) == asked.worker)
-        if new:  # this process's own faults fire once, or it would die of one at each start
+        asked.answer.put(fired is None or fired.worker == asked.worker)
+        if fired is None:  # this process's own faults fire once, or it would die of one at each start
             inject_into_coordinator(self.run_spec.run.faults[index].kind)
 
     def _on_answer(self, event: CallbacksAnswered, counts: queue.Queue[bool]) -> None:

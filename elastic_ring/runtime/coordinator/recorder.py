@@ -461,7 +461,7 @@ class RunRecorder:
         mesh = mesh_of(state)
 
         def person(worker: str) -> dict[str, Any]:
-            known = {"worker": worker, "node": nodes.get(worker, ""), "pid": self.recoveries.pids.get(worker, 0)}
+            known = {"worker": worker, "node": nodes.get(worker, ""), "pid": self.recoveries.pid_of(worker)}
             return {**known, **self.nodes.progress(worker)}
 
         return {

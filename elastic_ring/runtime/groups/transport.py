@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import dis
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from elastic_ring.errors import GroupAborted, PeerFailed
-
-if TYPE_CHECKING:
-    from elastic_ring.runtime.groups.groups import Connector
 
 _TYPES = (PeerFailed, GroupAborted, dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError)
 _NATIVE_MARKS = ("gloo/", "Gloo connect", "NCCL error", "NCCL communicator")
@@ -49,10 +46,19 @@ def _ends_at_raise(trace: TracebackType) -> bool:
     return 0 <= trace.tb_lasti < len(code) and dis.opname[code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
 
 
+class Abortable(Protocol):
+    """As `groups.Connector`."""
+
+    where: Any
+
+    @property
+    def aborted(self) -> bool: ...
+
+
 class translated:
     """Turns torch's transport errors into GroupAborted or PeerFailed; leaves all others alone."""
 
-    def __init__(self, connector: Connector) -> None:
+    def __init__(self, connector: Abortable) -> None:
         self._connector = connector
 
     def __enter__(self) -> None:

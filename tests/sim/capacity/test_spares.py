@@ -13,7 +13,8 @@ import pytest
 from elastic_ring.control.capacity.worker_pool import STANDBY_AFTER_S, _spread
 from elastic_ring.control.messages import NodeJoined, NodeLost, StartWorker
 from elastic_ring.control.placement.coverage import OUTCOMES, covered
-from elastic_ring.control.state import Forming, Node, State, Worker, members, mesh_of, spares
+from elastic_ring.control.pool import Node, Worker
+from elastic_ring.control.state import Forming, State, members, mesh_of, spares
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench, build_in, only
 from tests.sim.simulator.options import simulated

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.state import Membership, Running, State, Worker
+from elastic_ring.control.pool import Worker
+from elastic_ring.control.state import Membership, Running, State
 from elastic_ring.errors import StorageFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal, read

@@ -13,6 +13,7 @@ from torch import nn
 
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import OptimConfig, RunConfig, StepConfig
+from elastic_ring.control.pool import Node, Worker
 from elastic_ring.control.state import (
     Building,
     Change,
@@ -21,10 +22,8 @@ from elastic_ring.control.state import (
     Incident,
     LostWorker,
     Membership,
-    Node,
     Running,
     State,
-    Worker,
 )
 from elastic_ring.data.source import StdlibText
 from elastic_ring.mesh import Mesh

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.state import Membership, Running, State, Worker
+from elastic_ring.control.pool import Worker
+from elastic_ring.control.state import Membership, Running, State
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.report import render_status

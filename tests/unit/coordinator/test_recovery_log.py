@@ -130,7 +130,7 @@ def test_a_mesh_that_was_replaced_as_a_whole_is_compared_with_the_first_one(note
 
 def test_a_granted_fault_is_known_to_the_successor_with_who_asked(notes: list[Any]) -> None:
     RecoveryLog(RUN, notes.append).fault_fired(0, "b", 10.0)
-    assert successor(notes).fired_by == {0: "b"}
+    assert {index: fault.worker for index, fault in successor(notes).fired.items()} == {0: "b"}
 
 
 def told_places(story: RecoveryLog, mesh: Mesh, **gpus: str) -> None:

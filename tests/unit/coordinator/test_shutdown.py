@@ -18,8 +18,9 @@ import pytest
 from elastic_ring.config import RunConfig
 from elastic_ring.control.decisions.terms import TermClaim
 from elastic_ring.control.messages import CauseIds
+from elastic_ring.control.pool import Worker
 from elastic_ring.control.replay import standing, term_note
-from elastic_ring.control.state import Finishing, Membership, Running, State, Worker
+from elastic_ring.control.state import Finishing, Membership, Running, State
 from elastic_ring.errors import JournalDamaged, RunFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal, read

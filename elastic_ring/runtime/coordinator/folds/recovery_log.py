@@ -44,21 +44,23 @@ class RecoveryLog:
         self._run, self._note = run, note
         self.records: list[dict[str, Any]] = []
         self.lines: list[str] = []
-        self.fired: dict[int, float] = {}
-        self.fired_by: dict[int, str] = {}
+        self.fired: dict[int, FaultFired] = {}
         self.deaths: dict[str, Death] = {}
-        self.pids: dict[str, int] = {}
+        self._started: dict[str, WorkerStarted] = {}
         self.same_environment = True
         self._open_faults: list[int] = []
         self._open: dict[str, Any] | None = None
         self._own_failures: dict[str, str] = {}
         self._own_failure_kinds: list[str] = []
         self._timings: dict[str, dict[str, Any]] = {}
-        self._environments: dict[str, Mapping[str, Any]] = {}
         self._reference: Mapping[str, Any] | None = None
         self._places: list[str] = []  # the GPU of each rank of the last generation; none on CPUs
 
     # ------------------------------------------------------------ what happens
+
+    def pid_of(self, worker: str) -> int:
+        """0 for one that has not been heard of."""
+        return self._started[worker].pid if worker in self._started else 0
 
     def fault_fired(self, index: int, worker: str, now: float) -> None:
         self._tell(FaultFired(index, worker, now))
@@ -94,7 +96,7 @@ class RecoveryLog:
 
     def gpu(self) -> str:
         """The name of the workers' GPUs; empty on CPUs, and where workers have different ones."""
-        names = {str(environment.get("gpu", "")) for environment in self._environments.values()}
+        names = {str(one.environment.get("gpu", "")) for one in self._started.values()}
         return names.pop() if len(names) == 1 else ""
 
     def num_lost(self) -> dict[str, int]:
@@ -108,7 +110,7 @@ class RecoveryLog:
 
     def compare_environments(self, members: Sequence[str]) -> None:
         """Equal bits are promised among machines equal to the first member's only; a run with others says so."""
-        known = {worker: self._environments[worker] for worker in members if worker in self._environments}
+        known = {worker: self._started[worker].environment for worker in members if worker in self._started}
         if self._reference is None and known:
             self._tell(FirstEnvironment(dict(next(iter(known.values())))))
         reference = self._reference or {}
@@ -156,7 +158,7 @@ class RecoveryLog:
         `attempt_began_at`; infinity: nobody knows."""
         assert change.resumed_at is not None
         faults = sorted(self._open_faults)
-        fault_at = min([self.fired[i] for i in faults], default=change.noticed_at)
+        fault_at = min([self.fired[i].now for i in faults], default=change.noticed_at)
         heal_s = max([self._timings.get(w, {}).get("heal_s", 0.0) for w in change.newcomers], default=0.0)
         begun = {
             "step": change.step_rerun if change.step_rerun is not None else change.step,
@@ -203,7 +205,7 @@ class RecoveryLog:
         The old one died when a planned fault hit it, else some time after its last sign of life.
         """
         last_s = now if alive_at_s is None else alive_at_s
-        fault_at = min((self.fired[i] for i in self._open_faults), default=last_s)
+        fault_at = min((self.fired[i].now for i in self._open_faults), default=last_s)
         self._add(
             {
                 "step": step,
@@ -235,11 +237,10 @@ class RecoveryLog:
         """A fact, new or from the journal of an earlier coordinator."""
         match fact:
             case FaultFired():
-                self.fired[fact.index], self.fired_by[fact.index] = fact.now, fact.worker
+                self.fired[fact.index] = fact
                 self._open_faults.append(fact.index)
             case WorkerStarted():
-                self.pids[fact.worker] = fact.pid
-                self._environments[fact.worker] = fact.environment
+                self._started[fact.worker] = fact
             case FirstEnvironment():
                 self._reference = fact.environment
             case PlacesKnown():
@@ -262,7 +263,7 @@ class RecoveryLog:
     def _survivors_kept(self, change: Change) -> bool:
         """Whether everyone who was not lost is in the mesh again, as the same process. A mesh of another size
         has other members; there only the processes are compared."""
-        same = all(self._timings.get(w, {}).get("pid", self.pids.get(w)) == self.pids.get(w) for w in change.survivors)
+        same = all(self._timings.get(w, {}).get("pid", self.pid_of(w)) == self.pid_of(w) for w in change.survivors)
         if change.mesh != change.previous_mesh:
             return same
         num_gone = sum(loss.global_rank is not None for loss in change.lost) + len(change.drained)
