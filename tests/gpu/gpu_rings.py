@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.comm.ledger import HopLedger
+from elastic_ring.attention.latent import Latents
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.content import top_ks_of
 from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.routing.router import Router
@@ -178,6 +180,34 @@ def _ring_of(
     pattern = SparsePattern(route(case.heads, q, k, 0), case.block)
     schedule = plan_sparse(pattern, case.layout, case.num_heads, case.num_kv_heads)
     return RingAttention(schedule, cp_rank, group, made)
+
+
+def run_latents_on(
+    device: str, schedule: Schedule, tensors: list[torch.Tensor], **options: Any
+) -> tuple[list[torch.Tensor], list[HopLedger]]:
+    """Of q, latents with rotated keys, projection and the gradient of out: out and the gradients of the first three, on
+    the CPU, and each rank's ledger, through the messages of a GPU."""
+    cp, layout = schedule.cp, schedule.layout
+    links = ProcessGroups(cp)
+    groups, up = links.groups(), tensors[2].to(device)
+
+    @torch.no_grad()
+    def work(cp_rank: int) -> tuple[list[torch.Tensor], torch.Tensor, HopLedger]:
+        with links.baton:
+            q, both, dout = (layout.scatter(x.to(device), cp_rank, 1) for x in (tensors[0], tensors[1], tensors[3]))
+            q, first, second = (x.contiguous() for x in (q, *both.chunk(2, -1)))
+            ring = RingAttention(schedule, cp_rank, groups[cp_rank], RingOptions(coalesced=True, **options))
+            ring.check_call(q, first, second, latent=True)
+            out, lse, call, kept = ring.run_forward(q, first, second, 0.25, up)
+            latents = Latents(up, q, first, wanted=True)
+            saved = (q, first, second, out, lse)
+            dq, *halves = ring.run_backward(dout.contiguous(), saved, 0.25, call, kept, latents)
+            assert latents.dup is not None
+            return [out, dq, torch.cat(halves, -1)], latents.dup.flatten(0, 1), ring.ledger
+
+    found = in_threads(cp, work)
+    gathered = [layout.gather([one[0][i] for one in found], 1).cpu() for i in range(3)]
+    return [*gathered, torch.stack([one[1] for one in found]).sum(0).cpu()], [one[2] for one in found]
 
 
 def run_on_gpu(case: Case, links: ProcessGroups | None = None, **options: Any) -> Outcome:

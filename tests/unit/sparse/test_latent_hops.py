@@ -23,6 +23,7 @@ from elastic_ring.attention.plan.padded_blocks import padded
 from elastic_ring.attention.plan.schedule import Schedule, plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
+from tests.gpu.gpu_rings import run_latents_on
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 
 HEADS, KEY, ROTATED, VALUE, RANK = 4, 6, 4, 7, 8
@@ -82,14 +83,15 @@ def values(length: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=made, dtype=torch.float64) for shape in (*shapes, shapes[0])]
 
 
-def on_keys(name: str) -> list[torch.Tensor]:
+def on_keys(name: str, scale: float | None = None) -> list[torch.Tensor]:
     """out and the gradients of q, latents and projection, from one rank's attention on keys that autograd projects."""
     q, both, up, dout = values(CASES[name][1])
     leaves = [x.requires_grad_() for x in (q, both, up)]
     rotated = both[..., RANK:].expand(-1, -1, HEADS, -1)
     key, value = F.linear(both[:, :, 0, :RANK], up).unflatten(2, (HEADS, -1)).split((KEY, VALUE), -1)
     v = F.pad(value, (0, KEY + ROTATED - VALUE))
-    out = of_layer(ring_of(name, 1, 0, None), 0)(q, torch.cat((key, rotated), -1), v)
+    scaled = q if scale is None else q * (scale * (KEY + ROTATED) ** 0.5)
+    out = of_layer(ring_of(name, 1, 0, None), 0)(scaled, torch.cat((key, rotated), -1), v)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -138,6 +140,14 @@ def test_values_and_gradients_are_those_of_attention_on_keys_and_only_needed_lat
         assert received <= whole * (RANK + ROTATED) / (2 * (KEY + ROTATED)) <= whole
         if CASES[name][0] is None or len(CASES[name][0].rules) == 1:
             assert received / whole == (RANK + ROTATED) / (2 * HEADS * (KEY + ROTATED))
+
+
+@pytest.mark.parametrize("name", ["dense, two hops a stage, documents", "blocks"])
+def test_through_the_messages_of_a_gpu_they_are_the_same(name: str) -> None:
+    _, length, cp, _, options = CASES[name]
+    found, _ = run_latents_on("cpu", schedule_of(name, cp, 1), values(length), **options)
+    for got, want in zip(found, on_keys(name, 0.25), strict=True):
+        assert relative_error(got, want) <= 1e-12
 
 
 def test_latents_cross_in_8_bits_as_keys_do(rings: ThreadRings) -> None:
