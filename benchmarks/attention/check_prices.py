@@ -44,7 +44,6 @@ from elastic_ring.attention.ring import RingAttention
 from elastic_ring.cli.calibrate import heads
 from elastic_ring.tuning.calibrate import Stopwatch, calibrate
 from elastic_ring.tuning.calibrate_host import join, report
-from elastic_ring.tuning.pareto import rank_correlation
 from elastic_ring.tuning.timed_cases import TimingBudget
 
 PATTERNS = ("window:128", "sinks:64+window:512", "longnet:256/1,1024/4,4096/16,unit=128", "bigbird:2,1,6", "random:8")
@@ -235,6 +234,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, args=(options.ranks, f"{folder}/store", options), nprocs=options.ranks)
     return 0
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's rank correlation; ties share their mean rank.
+
+    Nan for fewer than three pairs, or where one side is constant.
+    """
+    if len(a) < 3:
+        return float("nan")
+    x, y = _places(a), _places(b)
+    mean = (len(a) - 1) / 2
+    covariance = sum((i - mean) * (j - mean) for i, j in zip(x, y, strict=True))
+    spread = sum((i - mean) ** 2 for i in x) * sum((j - mean) ** 2 for j in y)
+    return covariance / spread**0.5 if spread else float("nan")
+
+
+def _places(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    places = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        stop = start
+        while stop < len(order) and values[order[stop]] == values[order[start]]:
+            stop += 1
+        for i in order[start:stop]:
+            places[i] = (start + stop - 1) / 2
+        start = stop
+    return places
 
 
 if __name__ == "__main__":

@@ -126,7 +126,6 @@ def _change(
         step_rerun=step if rerun else None,
         planned=bool(incident.planned) and not incident.lost,
         noticed_at=incident.noticed_at,
-        closed_at=ctx.now,
         restored=beginning.restore,
         steps_undone=incident.undone,
         source=beginning.source,

@@ -173,7 +173,6 @@ class Change:
     step_rerun: int | None
     planned: bool
     noticed_at: float
-    closed_at: float
     resumed_at: float | None = None
     restored: Checkpoint | None = None
     steps_undone: int = 0

@@ -32,14 +32,12 @@ network). Power is assumed: that of 128 hosts fails once in six years."""
 class Failures:
     """`gpu_hours`: GPU-hours between unplanned losses, P10, P50, P90. `repair_hours`: median, and log's deviation.
 
-    `process_s`: until a worker that died alone is warm again. `planned_per_day`: of the whole fleet, announced, so that
-    only a rebuild is lost."""
+    `planned_per_day`: of the whole fleet, announced, so that only a rebuild is lost."""
 
     name: str = "published"
     gpu_hours: tuple[float, float, float] = (10_000.0, 40_000.0, 66_000.0)
     repair_hours: tuple[float, float] = (12.0, 1.0)
     shares: Mapping[str, float] = field(default_factory=lambda: dict(SHARES))
-    process_s: float = 60.0
     planned_per_day: float = 0.87
     source: str = "seven published rates, 8,100 to 66,500 GPU-hours"
 

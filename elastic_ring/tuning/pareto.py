@@ -57,31 +57,3 @@ def hypervolume(points: Sequence[Point], reference: Point) -> float:
         slice_ = [p[:-1] for p in inside if p[-1] <= level]
         volume += (above - level) * hypervolume(slice_, reference[:-1])
     return volume
-
-
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's rank correlation; ties share their mean rank.
-
-    Nan for fewer than three pairs, or where one side is constant.
-    """
-    if len(a) < 3:
-        return float("nan")
-    x, y = _places(a), _places(b)
-    mean = (len(a) - 1) / 2
-    covariance = sum((i - mean) * (j - mean) for i, j in zip(x, y, strict=True))
-    spread = sum((i - mean) ** 2 for i in x) * sum((j - mean) ** 2 for j in y)
-    return covariance / spread**0.5 if spread else float("nan")
-
-
-def _places(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    places = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        stop = start
-        while stop < len(order) and values[order[stop]] == values[order[start]]:
-            stop += 1
-        for i in order[start:stop]:
-            places[i] = (start + stop - 1) / 2
-        start = stop
-    return places

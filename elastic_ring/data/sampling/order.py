@@ -54,10 +54,6 @@ class Order:
             ids += self._permutation(epoch)[offset : offset + self.global_batch - len(ids)].tolist()
         return tuple(ids)
 
-    def epoch(self, step: int) -> int:
-        """The epoch of the step's first sequence."""
-        return step * self.global_batch // self.num_sequences
-
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._epochs:
             # Sort raw words: numpy guarantees a stable raw stream, but not a stable Generator.permutation.

@@ -88,7 +88,6 @@ def change(step: int, **more: Any) -> Change:
         "step_rerun": step,
         "planned": False,
         "noticed_at": 10.0,
-        "closed_at": 10.5,
         "resumed_at": 11.0,
         **more,
     }

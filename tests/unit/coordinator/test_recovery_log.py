@@ -36,7 +36,6 @@ def change(step: int = 3, **more: Any) -> Change:
         "step_rerun": step,
         "planned": False,
         "noticed_at": 10.2,
-        "closed_at": 10.3,
         "resumed_at": 10.5,
         **more,
     }

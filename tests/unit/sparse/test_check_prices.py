@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 
 import pytest
 
-from benchmarks.attention.check_prices import Row, compare, systems_of
+from benchmarks.attention.check_prices import Row, compare, rank_correlation, systems_of
 from elastic_ring.attention.autolayout.choice import LayoutPrice
 from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layouts.layout import zigzag
@@ -40,3 +41,11 @@ def test_each_layout_runs_with_the_exact_ranges() -> None:
             system.forward()
             system.both()
     assert [system.row.candidate for system in systems] == [f"{p.layout.name}/hops" for p in prices]
+
+
+def test_rank_correlation_sees_order_only() -> None:
+    assert rank_correlation([1, 2, 3, 4], [1, 10, 100, 1000]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 1, 2, 2], [1, 2, 1, 2]) == pytest.approx(0)
+    assert math.isnan(rank_correlation([1, 2], [1, 2]))
+    assert math.isnan(rank_correlation([1, 1, 1], [1, 2, 3]))

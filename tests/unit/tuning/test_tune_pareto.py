@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from elastic_ring.tuning.pareto import dominates, front, hypervolume, rank_correlation, ranks
+from elastic_ring.tuning.pareto import dominates, front, hypervolume, ranks
 
 
 def test_domination_needs_one_better_objective_and_none_worse() -> None:
@@ -40,11 +40,3 @@ def test_a_hypervolume_agrees_with_counting_random_points() -> None:
     thrown = rng.random((200_000, 3)) * 1.1
     hit = (thrown[:, None] >= points[None]).all(-1).any(1).mean() * 1.1**3
     assert hypervolume(points.tolist(), (1.1, 1.1, 1.1)) == pytest.approx(hit, abs=6e-3)
-
-
-def test_rank_correlation_sees_order_only() -> None:
-    assert rank_correlation([1, 2, 3, 4], [1, 10, 100, 1000]) == pytest.approx(1)
-    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
-    assert rank_correlation([1, 1, 2, 2], [1, 2, 1, 2]) == pytest.approx(0)
-    assert math.isnan(rank_correlation([1, 2], [1, 2]))
-    assert math.isnan(rank_correlation([1, 1, 1], [1, 2, 3]))
