@@ -9,6 +9,7 @@ a trial cannot tell which: its run ends where it stands and stays, and the same 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import threading
@@ -20,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from ray import tune as ray_tune
 
+from elastic_ring.config import RunConfig
 from elastic_ring.errors import CoordinatorLost, ElasticRingError, JournalDamaged, StorageFailed
 from elastic_ring.monitor.callbacks import Callback
 from elastic_ring.monitor.goodput import seen_of
 from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, read_metrics
 from elastic_ring.runtime.driver import attach
+from elastic_ring.runtime.driver.session import end_run
 from elastic_ring.state.checkpoints.manifest import FOLDER
 from elastic_ring.state.checkpoints.weight_files import remove_others
 from elastic_ring.state.storage.folder import Storage
@@ -33,6 +36,8 @@ from elastic_ring.tuning.trial import NUM_REPORTS, Asked, result_of
 
 if TYPE_CHECKING:
     from elastic_ring.trainer import ElasticRingTrainer
+
+log = logging.getLogger(__name__)
 
 RUN, STOPPED = "run", "stopped by Ray Tune"
 ASK_AGAIN_S = 1.0
@@ -94,14 +99,12 @@ class MeshTrial(ray_tune.Trainable):
         self._num_reports = -(-task.step.steps // every)
         step = replace(task.step, val_every_steps=every, val_every_tokens=0)
         trainer.task = self._task = replace(task, step=step, asks_callbacks=True)
-        name, path = f"trial-{self.trial_id}", self._shared.storage_path
-        own: dict[str, Any] = {"name": name, "storage_path": path, "run_dir": None, "progress": False, "resume": "auto"}
-        trainer.run_config = replace(trainer.run_config, **own)
+        trainer.run_config = run_of(trainer.run_config, self._shared.storage_path, self.trial_id)
         self._verdict = Verdict(trainer.run_config.timeouts.callback_s / 2)
         trainer.callbacks, trainer.config_files = (self._verdict,), {}
         self._run = trainer.run_config
         self._about: Mapping[str, Any] = {"density": 1.0, "bytes": 0}
-        self._following = threading.Thread(target=self._follow, args=(trainer,), name=name, daemon=True)
+        self._following = threading.Thread(target=self._follow, args=(trainer,), name=self._run.name, daemon=True)
         self._waits = False
         self._following.start()
 
@@ -177,9 +180,18 @@ class MeshTrial(ray_tune.Trainable):
             self._following.join(ASK_AGAIN_S)
 
 
-def remove_stopped(storage_path: str, trial_ids: Iterable[str]) -> None:
-    """Remove the runs of trials that Tune has stopped for good."""
+def run_of(run: RunConfig, storage_path: str, trial_id: str) -> RunConfig:
+    """The run of a trial, with the other settings of `run`."""
+    name = f"trial-{trial_id}"
+    return replace(run, name=name, storage_path=storage_path, run_dir=None, progress=False, resume="auto")
+
+
+def remove_stopped(run: RunConfig, storage_path: str, trial_ids: Iterable[str]) -> None:
+    """Remove the runs of trials that Tune has stopped for good. One whose trial was killed before it had ended is
+    waited for, as `end_run` does."""
     storage = Storage(storage_path)
-    for name in (f"trial-{one}" for one in trial_ids):
-        if not storage.exists(f"{name}/{SUMMARY_NAME}"):
-            storage.remove_folder(name)
+    for own in (run_of(run, storage_path, one) for one in trial_ids):
+        if not storage.exists(f"{own.name}/{SUMMARY_NAME}"):
+            if told := end_run(own, STOPPED):
+                log.info("%s: %s", own.name, told)
+            storage.remove_folder(own.name)

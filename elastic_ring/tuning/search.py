@@ -192,7 +192,7 @@ class Search:
             from elastic_ring.tuning.mesh_trial import remove_stopped
 
             failed = {result.metrics["trial_id"] for result in results if result.error and result.metrics}
-            remove_stopped(runs, {one["trial_id"] for one in told} - failed)
+            remove_stopped(self.trainer.run_config, runs, {one["trial_id"] for one in told} - failed)
 
 
 def _uninterrupted(tuner: ray_tune.Tuner) -> ray_tune.ResultGrid:

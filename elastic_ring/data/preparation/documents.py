@@ -189,7 +189,7 @@ def _lacks(content: Content, names: Any) -> str:
     """Which columns something with these ones needs."""
     way_out = "--text-column names the one to take" if content.is_text else "name one of them so"
     if content.is_text and not CONVERSATIONS.isdisjoint(names):
-        way_out = "--chat takes conversations"
+        way_out = "elastic-ring data prepare --chat takes conversations"
     return f"{' or '.join(map(repr, content.columns))}: it has {', '.join(map(str, names))}; {way_out}"
 
 

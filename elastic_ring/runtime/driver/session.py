@@ -119,6 +119,16 @@ def _cleared(run: RunConfig, attempt: str, followed: list[Any], gone: threading.
     return _await_clear(coordinator, run, gone)
 
 
+def end_run(run: RunConfig, reason: str) -> str:
+    """End a run that has lost its driver, and wait as after Ctrl-C: for `clear_s`. What came of it, in words; empty
+    where it has no coordinator."""
+    coordinator = attach.find(run)
+    if coordinator is None:
+        return ""
+    coordinator.abandon.remote(reason)
+    return _await_clear(coordinator, run, threading.Event())
+
+
 def _await_clear(coordinator: Any, run: RunConfig, gone: threading.Event) -> str:
     """Wait until the coordinator has cleared the run, and say what is left.
 

@@ -29,9 +29,10 @@ from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.cli.settings import parse
 from elastic_ring.cli.train import build
 from elastic_ring.config import Timeouts
+from elastic_ring.data.source import open_source
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
-from elastic_ring.tuning.mesh_trial import remove_stopped
+from elastic_ring.tuning.mesh_trial import remove_stopped, run_of
 from elastic_ring.tuning.trial import NUM_REPORTS, REJECTED_LOSS, pattern_trainable
 from tests.ray.conftest import ALONE, tiny_trainer
 
@@ -177,15 +178,20 @@ def test_a_trial_on_a_mesh_is_a_run_with_which_a_killed_one_goes_on_and_tune_may
     assert whole["pid"] != kills.pid
     assert (len(whole["losses"]), len(stopped["losses"])) == (NUM_REPORTS, 1)
     assert whole["bytes"] > 0
+    plain = tiny_trainer(tmp_path, "plain", **on_ring)
     folders = [path for path in (tmp_path / "runs").iterdir()]
     assert {path.name for path in folders} == {f"trial-{one['trial_id']}" for one in (whole, stopped)}
-    remove_stopped(str(tmp_path / "runs"), [one["trial_id"] for one in (whole, stopped)])
-    folders = [path for path in folders if path.exists()]
+    left = tiny_trainer(tmp_path, "left", **on_ring)  # Tune has killed its trial, and its run lives
+    left.run_config = run_of(plain.run_config, str(tmp_path / "runs"), "left")
+    assert left._coordinator(open_source(left.task.data).fingerprint, "an attempt") is not None
+    ids = [whole["trial_id"], stopped["trial_id"], "left"]
+    remove_stopped(plain.run_config, str(tmp_path / "runs"), ids)
+    assert left_behind("trial-left") == []
+    folders = [*(tmp_path / "runs").iterdir()]
     assert [path.name for path in folders] == [f"trial-{whole['trial_id']}"], "a stopped trial leaves nothing"
     assert not any(folders[0].glob("attempt-*")), "the run went on while the trial was away"
     assert left_behind(folders[0].name) == left_behind(f"trial-{stopped['trial_id']}") == []
     assert not any(folders[0].glob("*.safetensors"))
-    plain = tiny_trainer(tmp_path, "plain", **on_ring)
     plain.task = replace(plain.task, pattern=parse_pattern("window:4"))
     plain.fit()
     told = [line["val_loss"] for line in read_metrics(tmp_path / "plain") if line.get("val_loss") is not None]
