@@ -311,9 +311,8 @@ class Transaction:
         self.held.gradient.attach(model, in_host=self._maker.params_in_host)
 
     def _hold(self, cp_rank: int, model: nn.Module, params: dict[str, Tensor]) -> None:
-        """A new shard takes the place of the old one, which is no longer valid even if this fails."""
-        if self._held is not None:
-            self._held.filled = False
+        """A new shard takes the place of the old one, whose memory it needs."""
+        self._held = None
         offload, optimizer = self.options.cpu_offload, self._make_optimizer(model, params)
         shard = Shard(cp_rank, params, optimizer, cpu_offload=offload, computes_on=self.device)
         self._held = HeldState(shard, Gradient.like(params, self.device))

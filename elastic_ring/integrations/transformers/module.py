@@ -120,6 +120,7 @@ def _sends_latents(module: Any, q: Tensor, latent: Tensor, rotated: Tensor, atte
     up = module.kv_b_proj
     return (
         getattr(attention, "takes_latents", False)
+        and module.v_head_dim <= q.size(3)
         and carries_latents(q.size(1), q.size(3), latent.size(3) + rotated.size(3))
         and (type(up), up.bias) == (nn.Linear, None)
         and (up.weight.shape[1:], up.weight.dtype) == (latent.shape[3:], latent.dtype)

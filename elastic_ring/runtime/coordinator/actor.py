@@ -450,7 +450,7 @@ class Coordinator:
             case CheckpointCounts(checkpoint):
                 self.recorder.checkpoint(checkpoint)
                 goes_back = isinstance(self.state.phase, Building) and self.state.phase.order.goes_back
-                if not goes_back and rollback.pending(self.state) is None:
+                if not goes_back and rollback.pending(self.state) is None:  # else older ones are still needed
                     self.checkpoints.clean(checkpoint["step"])
             case CheckpointsListed(known):
                 write_s = self.recorder.totals.checkpoints[-1]["total_s"] if self.recorder.totals.checkpoints else 0.0
@@ -567,12 +567,6 @@ class Coordinator:
             )
             self._finish({"error": "StorageFailed", "message": told, "facts": {}})
 
-    @property
-    def _newest_checkpoint_stays(self) -> bool:
-        """Whether nobody goes back to before it, so that older ones may go."""
-        goes_back = isinstance(self.state.phase, Building) and self.state.phase.order.goes_back
-        return not goes_back and rollback.pending(self.state) is None
-
     def _publish(self, records: Sequence[Mapping[str, Any]]) -> None:
         self.term_watch.check()
         known = self.recorder.metrics.last_step
@@ -686,7 +680,7 @@ class Coordinator:
         self._refuse_if_replaced()
         doing, where = self._end_report.doing, self.run_spec.run.storage_uri
         doing(f"the last checkpoint's manifest, and clearing up, in {where}")
-        if not self.checkpoints.close(self.run_spec.run.timeouts.clear_s, prunes=self._newest_checkpoint_stays):
+        if not self.checkpoints.close(self.run_spec.run.timeouts.clear_s, prunes=not end.get("error")):
             log.warning("the storage of the checkpoints does not answer at the end of the run")
         return end
 

@@ -165,7 +165,9 @@ class CheckpointKeeper:
         if not self._thread.is_alive():
             return True
         self._closing.set()
-        self._jobs.put(lambda: self._clean(None, ()) if prunes and self._has_written() else self._sweep(None))
+        if prunes:
+            self._jobs.put(self._prune_own)
+        self._jobs.put(lambda: self._sweep(None))
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -343,21 +345,29 @@ class CheckpointKeeper:
                     path=file.name,
                 )
 
-    def _has_written(self) -> bool:
-        """Whether a checkpoint of this submission counts. One that wrote none removes none."""
-        own = {one.folder for one in known(self._storage) if lineage_of(one) == self._resume.lineage}
-        return bool(own - {one.folder for one in self._resume.checkpoints})
+    def _prune_own(self) -> None:
+        """If a checkpoint of this submission counts, as one that wrote none removes none, and is not read back yet."""
+        before = {one.folder for one in self._resume.checkpoints}
+        own = [one for one in known(self._storage) if lineage_of(one) == self._resume.lineage]
+        if any(one.folder not in before for one in own) and max(one.step for one in own) != self._read_back:
+            self._prune()
+            self._tell()
 
-    def _clean(self, step: int | None, written: Collection[int]) -> None:
+    def _clean(self, step: int, written: Collection[int]) -> None:
+        self._prune()
+        try:
+            self._sweep(step, written)
+        finally:
+            self._tell()
+
+    def _prune(self) -> None:
         """What is left over stays where the store does not let it be removed: the checkpoint counts all the same."""
         config = self._run.checkpoint_config
         try:
             self._look_at_newest()
             prune(self._storage, config.keep_last, config.keep_every, self._resume.lineage, read_back=self._read_back)
-            self._sweep(step, written)
         except (StorageFailed, CheckpointDamaged) as error:
             log.warning("old checkpoints could not be removed: %s", error)
-        self._tell()
 
     def _look_at_newest(self) -> None:
         """Read the newest checkpoint back before an older one goes in its favour, unless it is large: then the newest

@@ -74,10 +74,10 @@ def keep_caches_private() -> None:
 
 
 def newcomer_bytes(cpu_offload: CpuOffload) -> int:
-    """What a newcomer allocates on its GPU per parameter of its shard: the value and two moments of Adam, twice while
-    they are received, unless they are for host memory, and the gradient."""
+    """What a newcomer allocates on its GPU per parameter of its shard: the value and two moments of Adam, unless they
+    are for host memory, and the gradient."""
     on_gpu = {"none": 4 + 8, "optimizer": 4, "all": 0}[cpu_offload]
-    return 2 * on_gpu + 4
+    return on_gpu + 4
 
 
 class DeviceLease:

@@ -51,7 +51,8 @@ class LocalFiles:
                     self._put(file.fileno(), piece, start)
                     start += len(piece)
                     if start - begun >= FLUSH_BYTES:  # or all of it waits for the fsync
-                        os.posix_fadvise(file.fileno(), begun, start - begun, os.POSIX_FADV_DONTNEED)
+                        with suppress(OSError):  # a file system need not take advice
+                            os.posix_fadvise(file.fileno(), begun, start - begun, os.POSIX_FADV_DONTNEED)
                         begun = start
                 os.fsync(file.fileno())  # not tried again: the kernel may have dropped what it could not write
             self._sync_folders(path)
