@@ -94,6 +94,7 @@ from elastic_ring.runtime.coordinator.status_file import write_end
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
 from elastic_ring.runtime.head import is_kept, warn_if_shorter
+from elastic_ring.runtime.notices import Notice
 from elastic_ring.runtime.run_storage import Mirror
 from elastic_ring.runtime.stages import Stages
 from elastic_ring.runtime.terms import Terms, TermWatch
@@ -131,7 +132,7 @@ class Coordinator:
         decoded: Any = from_json(event)
         self._queue.put(Happened(decoded, extra))
 
-    def publish(self, worker: str, records: list[dict[str, Any]]) -> None:
+    def publish(self, worker: str, records: list[Notice | dict[str, Any]]) -> None:
         """Committed steps from global rank 0."""
         self._queue.put(StepsPublished(records))
 
@@ -567,7 +568,7 @@ class Coordinator:
             )
             self._finish({"error": "StorageFailed", "message": told, "facts": {}})
 
-    def _publish(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def _publish(self, records: Sequence[Notice | Mapping[str, Any]]) -> None:
         self.term_watch.check()
         known = self.recorder.metrics.last_step
         self.driver_feed.publish(self.recorder.publish(records))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ring.control.messages import CallbacksAnswered, Checkpoint, Event
+from elastic_ring.runtime.notices import Notice
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class Happened:
 
 @dataclass(frozen=True)
 class StepsPublished:
-    """Records of committed steps, and of what is no step's, from a worker."""
+    """Records of committed steps, and notices beside them, from a worker."""
 
-    records: Sequence[Mapping[str, Any]]
+    records: Sequence[Notice | Mapping[str, Any]]
 
 
 @dataclass(frozen=True)

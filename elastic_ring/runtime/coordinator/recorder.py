@@ -72,10 +72,19 @@ from elastic_ring.monitor.metrics import (
     write_summary,
 )
 from elastic_ring.monitor.plot import draw_run
-from elastic_ring.runtime.coordinator.driver_feed import PublishedSteps
+from elastic_ring.runtime.coordinator.driver_feed import PublishedSteps, StepRecord
 from elastic_ring.runtime.coordinator.folds.recovery_log import Note, RecoveryLog
 from elastic_ring.runtime.coordinator.folds.run_totals import RunTotals
 from elastic_ring.runtime.coordinator.status_file import StatusFile
+from elastic_ring.runtime.notices import (
+    Compiled,
+    Copied,
+    LeftOut,
+    Notice,
+    NotRepeatable,
+    StorageAwaited,
+    Validated,
+)
 from elastic_ring.runtime.stages import Stage, in_order
 from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.storage.retries import ONCE, Retries
@@ -210,12 +219,16 @@ class RunRecorder:
         self._tell(CheckpointMissed(step, why))
         self.recoveries.say(f"no checkpoint of step {step}: {why}; training goes on")
 
-    def publish(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Committed steps, in order; those that are known already change nothing. Returns what was new."""
-        for record in records:
-            self._take_finding(record)
-        new: list[Mapping[str, Any]] = []
-        for record in self.steps.take([one for one in records if "loss" in one], self.metrics.last_step):
+    def publish(self, published: Sequence[Notice | StepRecord]) -> list[StepRecord]:
+        """Notices, and records of committed steps, in order; steps that are known already change nothing. Returns the
+        steps that were new."""
+        steps, new = list[StepRecord](), list[StepRecord]()
+        for one in published:
+            if isinstance(one, Notice):
+                self._noticed(one)
+            else:
+                steps.append(one)
+        for record in self.steps.take(steps, self.metrics.last_step):
             new.append(record)
             self._committed(record)
         if num_intervals := self.overdue.news():
@@ -225,26 +238,21 @@ class RunRecorder:
             )
         return new
 
-    def _take_finding(self, record: Mapping[str, Any]) -> None:
-        """Take a record that is no step's. One with a `val_loss` is what held-out sequences gave after its step, one
-        with `not_repeatable` why a step's bits would not come again, one with `compiled` the names of what a worker
-        compiled in a step after step 0, and how many it compiled before, one with `waiting` that a worker waits for
-        storage, one with `copied` the figures of copies in peers' memory, one with `left_out` sequences that the order
-        leaves out."""
-        if "waiting" in record:
-            self.waits(record["waiting"])
-        elif "val_loss" in record:
-            measured = {name: value for name, value in record.items() if name.startswith("val_")}
-            self.metrics.validated(record["step"], measured)
-            self.goodput.lost.add("validation", record.get("took_s", 0.0))
-        elif "not_repeatable" in record:
-            self.recoveries.not_repeatable(record["step"], record["not_repeatable"])
-        elif "left_out" in record:
-            self._left_out(record)
-        elif "copied" in record:
-            self.latest.copied = record["copied"]
-        elif "compiled" in record:
-            self._tell(CompiledLate(record["step"], record["worker"], record["compiled"], record["before"]))
+    def _noticed(self, notice: Notice) -> None:
+        match notice:
+            case StorageAwaited(text):
+                self.waits(text)
+            case Validated(step, measured, took_s):
+                self.metrics.validated(step, dict(measured))
+                self.goodput.lost.add("validation", took_s)
+            case NotRepeatable(step, what):
+                self.recoveries.not_repeatable(step, what)
+            case LeftOut():
+                self._left_out(notice)
+            case Copied(figures):
+                self.latest.copied = figures
+            case Compiled():
+                self._tell(CompiledLate(notice.step, notice.worker, list(notice.names), notice.num_before))
 
     def stages(self, who: str, stages: Iterable[Stage]) -> None:
         """What `who` did on its way to the first step, or to being a spare."""
@@ -320,14 +328,13 @@ class RunRecorder:
         if self.is_first("back", membership_id):
             self._report(LossSpiked(step, "back", f"loss spike in step {step}: {why}; the run goes back to before it"))
 
-    def _left_out(self, record: Mapping[str, Any]) -> None:
+    def _left_out(self, left: LeftOut) -> None:
         """Batches that the order leaves out from a step on."""
-        ids = record["left_out"]
         told = (
-            f"from step {record['step']} on the order leaves out {record['num_batches']} batch(es): "
-            f"sequences {listed(ids)}"
+            f"from step {left.step} on the order leaves out {left.num_batches} batch(es): "
+            f"sequences {listed(left.sequences)}"
         )
-        self._report(BatchesLeftOut(record["step"], record["num_batches"], ids, told))
+        self._report(BatchesLeftOut(left.step, left.num_batches, list(left.sequences), told))
 
     def _look_at(self, record: Mapping[str, Any], mesh: Mesh) -> None:
         """How long each rank worked in this step, and how near ranks and nodes came to the end of their memory."""

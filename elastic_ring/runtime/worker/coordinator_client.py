@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import Answer, CallbacksAwaited, CauseIds, DrainRequested, to_json
+from elastic_ring.runtime.notices import Notice
 from elastic_ring.runtime.worker.faults import Injector
 from elastic_ring.train.task import TrainingTask
 
@@ -50,8 +51,8 @@ class CoordinatorClient:
             event = replace(event, term=self._term())
         self.coordinator.notify.remote(to_json(event), extra or {})
 
-    def publish(self, records: list[dict[str, Any]]) -> None:
-        """Send records of committed steps."""
+    def publish(self, records: Sequence[Notice | dict[str, Any]]) -> None:
+        """Send records of committed steps, and notices."""
         self.coordinator.publish.remote(self._spec.worker, records)
 
     def saved(self, part: dict[str, Any]) -> None:

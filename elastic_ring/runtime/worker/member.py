@@ -37,6 +37,7 @@ from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
 from elastic_ring.runtime.groups.registry import forget_groups
 from elastic_ring.runtime.groups.sockets import LOOPBACK
 from elastic_ring.runtime.groups.transport import translated
+from elastic_ring.runtime.notices import Copied, LeftOut, StorageAwaited, Validated
 from elastic_ring.runtime.worker.coordinator_client import ASK_AGAIN_S, CallbackWait, WorkerSpec
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.env_fingerprint import gpu_environment
@@ -46,7 +47,7 @@ from elastic_ring.runtime.worker.member_data import MemberData
 from elastic_ring.runtime.worker.saver import Place, Saver, open_checkpoint
 from elastic_ring.runtime.worker.stall_watchdog import StepProgress
 from elastic_ring.runtime.worker.start_reports import StartWork
-from elastic_ring.runtime.worker.step_records import StepNotices, StepRecords, record_of
+from elastic_ring.runtime.worker.step_records import Publish, StepNotices, StepRecords, record_of
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.guards import watch_of
 from elastic_ring.train.memory_gauge import MemoryGauge
@@ -121,7 +122,7 @@ class Member:
         spec: WorkerSpec,
         stamps: StampWriter,
         injector: Injector,
-        publish: Callable[[list[dict[str, Any]]], None],
+        publish: Publish,
         saved: Callable[[dict[str, Any]], None] = lambda part: None,
         ask_callbacks: Callable[[int, int], None] = lambda generation, step: None,
     ) -> None:
@@ -195,7 +196,7 @@ class Member:
 
     def _tell_waiting(self, text: str) -> None:
         """For the console; called in any thread."""
-        self.records.publish([{"waiting": f"{self._spec.worker} {text}"}])
+        self.records.publish([StorageAwaited(f"{self._spec.worker} {text}")])
 
     # ------------------------------------------------------------ control thread
 
@@ -398,9 +399,7 @@ class Member:
         self._transaction.read_from(loader, order)
         if self._speaks:
             named = [(skip, order.left_out(skip)[: NAMED + 1]) for skip in new]
-            self.records.publish(
-                [{"step": s.first_step, "num_batches": s.num_batches, "left_out": ids} for s, ids in named]
-            )
+            self.records.publish([LeftOut(one.first_step, one.num_batches, ids) for one, ids in named])
 
     def _take_device(self, connector: Connector) -> None:
         """Take the GPU this worker owns, or a free one, and select it in this thread."""
@@ -625,13 +624,13 @@ class Member:
         self._stamps.stamp(step, Phase.VALIDATE)
         found = self._transaction.validate(self.warm.data.held_out_loader, self.warm.data.held_out)
         if self._speaks:
-            self.records.publish([{"step": step - 1, **found, "took_s": time.monotonic() - begun}])
+            self.records.publish([Validated(step - 1, found, time.monotonic() - begun)])
         return True
 
     def _publish_copies(self, figures: dict[str, Any]) -> None:
         """Called in the thread of an exchange; global rank 0 speaks for all."""
         if self._speaks:
-            self.records.publish([{"step": figures["step"], "copied": figures}])
+            self.records.publish([Copied(figures)])
 
     def _announce_compilation(self, name: str) -> None:
         """Stamp that this process is about to compile `name`, or with "" that it has."""

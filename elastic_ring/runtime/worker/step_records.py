@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.notices import Compiled, Notice, NotRepeatable
 from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog
 from elastic_ring.train.startup.compilations import CompileWatch
 from elastic_ring.train.transaction import Local
@@ -21,6 +22,7 @@ from elastic_ring.train.vote import Outcome
 KEPT_RECORDS = 16384
 
 Record = dict[str, Any]
+Publish = Callable[[Sequence[Notice | Record]], None]
 
 
 def record_of(outcome: Outcome, local: Local, mesh: Mesh, generation: int, lr: float, step_s: float) -> Record:
@@ -69,7 +71,7 @@ def gpu_memory() -> dict[str, int]:
 class StepRecords:
     """The newest KEPT_RECORDS of them; `publish` hands some to the coordinator."""
 
-    def __init__(self, publish: Callable[[list[Record]], None]) -> None:
+    def __init__(self, publish: Publish) -> None:
         self.publish = publish
         self._records: list[Record] = []
         self._published = -1
@@ -115,7 +117,7 @@ class StepRecords:
 class StepNotices:
     """Publishes what a step did that it should not have: operators without a deterministic form, and compilations."""
 
-    def __init__(self, worker: str, publish: Callable[[list[Record]], None]) -> None:
+    def __init__(self, worker: str, publish: Publish) -> None:
         self._worker, self._publish = worker, publish
         self._nondeterminism, self._compiled = NondeterminismLog(), CompileWatch()
 
@@ -132,7 +134,7 @@ class StepNotices:
         if step == 0 and not deterministic:
             heard.append("deterministic=False")
         if heard:
-            self._publish([{"step": step, "not_repeatable": "; ".join(heard)}])
+            self._publish([NotRepeatable(step, "; ".join(heard))])
         later, before = self._compiled.of_step(step)
         if later or before is not None:
-            self._publish([{"step": step, "worker": self._worker, "compiled": later, "before": before or 0}])
+            self._publish([Compiled(step, self._worker, later, before or 0)])

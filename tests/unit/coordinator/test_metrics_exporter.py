@@ -42,6 +42,7 @@ from elastic_ring.runtime.agent.gpu_health import GPU_KEYS
 from elastic_ring.runtime.agent.health import INFINIBAND_KEYS, NETWORK_KEYS
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, Work, of_end, samples
 from elastic_ring.runtime.coordinator.recorder import Begin, NodeFigures, RunRecorder
+from elastic_ring.runtime.notices import Copied, Validated
 from elastic_ring.train.task import TrainingTask
 from tests.sim.simulator.options import simulated
 
@@ -154,7 +155,7 @@ def recorder(tmp_path: Path) -> RunRecorder:
                 hop_latency_p99_s=None,
                 gpu_memory=MEMORY,
             ),
-            {"step": 1, "val_loss": 2.0, "val_code_loss": 1.5, "took_s": 0.125},
+            Validated(1, {"val_loss": 2.0, "val_code_loss": 1.5}, 0.125),
         ]
     )
     made.goodput.lost.add("startup", 0.5)
@@ -184,10 +185,7 @@ HEALTH = {
 MEMORY = {"allocated": 100, "reserved": 160, "fragmented": 30, "peak": 140}
 
 
-COPIED = {
-    "step": 20,
-    "copied": {"step": 20, "bytes": 512, "num_holders": 1, "blocked_s": 0.125, "total_s": 0.5, "skipped": 3},
-}
+COPIED = Copied({"step": 20, "bytes": 512, "num_holders": 1, "blocked_s": 0.125, "total_s": 0.5, "skipped": 3})
 
 
 def exported(recorder: RunRecorder, state: State = STATE) -> dict[tuple[str, str], float | None]:

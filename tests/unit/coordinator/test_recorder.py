@@ -17,6 +17,7 @@ from elastic_ring.monitor.report import render_status
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.status_file import write_end
 from elastic_ring.runtime.driver.attach import end_on_record, refuse_if_written_to
+from elastic_ring.runtime.notices import Compiled, NotRepeatable
 from tests.sim.simulator.options import simulated
 
 
@@ -97,7 +98,7 @@ def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) ->
 
 def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_exact(recorder: RunRecorder) -> None:
     recorder.steps.begun(0, (1, 1))
-    odd = {"step": 0, "not_repeatable": "put_ does not have a deterministic implementation"}
+    odd = NotRepeatable(0, "put_ does not have a deterministic implementation")
     assert [r["step"] for r in recorder.publish([odd, record(0, (1, 1))])] == [0]
     assert recorder.write_summary("", exact=True)["exact"] is None
 
@@ -119,13 +120,13 @@ def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coor
     run = RunConfig("records", run_dir=str(tmp_path))
     made = RunRecorder(run, notes.append, lambda: 100.0)
     made.open(Begin())
-    made.publish([{"step": 0, "worker": "a", "compiled": [], "before": 12}])
-    made.publish([{"step": 3, "worker": "a", "compiled": ["x", "y"], "before": 0}])
+    made.publish([Compiled(0, "a", [], 12)])
+    made.publish([Compiled(3, "a", ["x", "y"], 0)])
     again = RunRecorder(run, lambda note: None, lambda: 100.0)
     again.open(Begin())
     for note in notes:
         again.recall(note)
-    again.publish([{"step": 5, "worker": "b", "compiled": ["x"], "before": 7}])
+    again.publish([Compiled(5, "b", ["x"], 7)])
     assert made.write_summary("", exact=True)["compilations_after_step_0"] == 2
     (tmp_path / "summary.json").unlink()
     assert again.write_summary("", exact=True)["compilations_after_step_0"] == 3

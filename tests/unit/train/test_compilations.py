@@ -31,6 +31,7 @@ from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.warmup import NullProcessGroup, length_classes, warm_up_variants
 from elastic_ring.monitor.stamps import Phase, StampReader, StampWriter
+from elastic_ring.runtime.notices import Compiled
 from elastic_ring.runtime.worker.member import Member
 from elastic_ring.runtime.worker.start_reports import StartWork
 from elastic_ring.runtime.worker.step_records import StepNotices
@@ -275,14 +276,14 @@ def test_a_worker_tells_what_it_compiled_before_and_after_step_0(
     EVENTS.attach()
     compile_one()
     member._notices.after_step(0, True)
-    assert member.published.pop() == {"step": 0, "worker": "w", "compiled": [], "before": 1}
+    assert member.published.pop() == Compiled(0, "w", [], 1)
     with caplog.at_level(logging.WARNING):
         member._notices.after_step(1, True)
         compile_one(rows=400)
         interface._flash_attn_bwd.compile_cache["a kernel"] = "compiled"
         member._notices.after_step(2, True)
     names = ["flash-attn-4 flash_attn_fwd", "flash-attn-4 flash_attn_bwd"]
-    assert member.published == [{"step": 2, "worker": "w", "compiled": names, "before": 0}]
+    assert member.published == [Compiled(2, "w", names, 0)]
     assert caplog.messages == [f"step 2 compiled 2 more: {'; '.join(names)}; the warm-up did not cover it"]
 
 
@@ -292,7 +293,7 @@ def test_a_spare_that_joins_later_counts_its_warm_up_as_before(plant: Any, membe
     compile_one()
     member._notices.before_steps()
     member._notices.after_step(7, True)
-    assert member.published == [{"step": 7, "worker": "w", "compiled": [], "before": 1}]
+    assert member.published == [Compiled(7, "w", [], 1)]
 
 
 def test_a_kernel_that_is_loaded_from_disk_is_counted(plant: Any) -> None:

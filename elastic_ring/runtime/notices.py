@@ -1,0 +1,62 @@
+"""What a worker publishes beside the records of its committed steps. Frozen data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Published in one list with records of steps, in order."""
+
+
+@dataclass(frozen=True)
+class StorageAwaited(Notice):
+    """A worker waits for storage."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Validated(Notice):
+    """What held-out sequences gave after `step`, by metric."""
+
+    step: int
+    measured: Mapping[str, float]
+    took_s: float
+
+
+@dataclass(frozen=True)
+class NotRepeatable(Notice):
+    """Why the bits of `step` would not come again."""
+
+    step: int
+    what: str
+
+
+@dataclass(frozen=True)
+class LeftOut(Notice):
+    """Sequences that the order leaves out from `step` on; of many only the first are named."""
+
+    step: int
+    num_batches: int
+    sequences: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Copied(Notice):
+    """Figures of copies in peers' memory that are complete."""
+
+    figures: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Compiled(Notice):
+    """What a worker compiled in a step after step 0, and how many kernels before its first step or in step 0."""
+
+    step: int
+    worker: str
+    names: Sequence[str]
+    num_before: int
