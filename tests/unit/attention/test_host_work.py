@@ -167,7 +167,7 @@ def test_one_call_that_is_all_there_is_has_the_bits_of_the_loop(
         plan, found = ring.call_plan(q, k), []
         assert (plan.alone is not None) == (case.cp == 1 and case.document_starts == (0,)), case
         for each in (plan, replace(plan, alone=None)):
-            monkeypatch.setattr(ring, "call_plan", lambda *_, each=each: each)
+            monkeypatch.setattr(ring, "call_plan", lambda *_, each=each, **__: each)
             with torch.no_grad():
                 out, lse, call, _ = ring.run_forward(q, k, v, 1.0)
                 found.append((out, lse, *ring.run_backward(dout, (q, k, v, out, lse), 1.0, call)))
@@ -192,7 +192,7 @@ def test_own_heads_in_two_halves_give_the_gradients_of_one_run(
         program = Program(one_late(0, 2), halves, fetches=True)
         halved = replace(whole_plan, backward=program, sums=sums, alone=None)
         for each in (whole_plan, halved):
-            monkeypatch.setattr(ring, "call_plan", lambda *_, each=each: each)
+            monkeypatch.setattr(ring, "call_plan", lambda *_, each=each, **__: each)
             found.append(ring.run_backward(dout, (q, k, v, out, lse), 1.0, 0))
     for whole, halves in zip(*found, strict=True):
         assert torch.allclose(whole, halves, rtol=1e-13, atol=1e-13)
@@ -246,7 +246,7 @@ def test_where_rows_see_nothing_backward_still_gets_their_lse_as_plus_infinity(
     holes = (replace(own, forward=own.forward[1:], backward=own.backward[1:]),)
     program = call_plan.backward._replace(own=(part._replace(calls=part.calls[1:], once=False),))
     seeing = replace(call_plan, stages=holes, backward=program, every_row_sees=False)
-    monkeypatch.setattr(ring, "call_plan", lambda *_: seeing)
+    monkeypatch.setattr(ring, "call_plan", lambda *_, **__: seeing)
     with torch.no_grad():
         out, lse, call, _ = ring.run_forward(q, k, v, 1.0)
         grads = ring.run_backward(dout, (q, k, v, out, lse), 1.0, call)

@@ -114,7 +114,7 @@ def gradients_of_next(me: Any) -> dict[str, Tensor]:
     step = me.state.applied
     local = me.state.compute(step)
     me.state.reduce(step)
-    found = {name: view / float(local.num_tokens) for name, view in me.state._gradient.views.items()}
+    found = {name: view / float(local.num_tokens) for name, view in me.state.held.gradient.views.items()}
     return {name: value.clone() for name, value in found.items()}
 
 

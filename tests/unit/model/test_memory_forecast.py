@@ -97,7 +97,7 @@ class Allocations(TorchDispatchMode):
 class MetaRing(RecomputableRing):
     """A ring without kernels: what it keeps has the sizes of a ring's."""
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Result:
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, up: Tensor | None = None) -> Result:
         return Result(torch.empty_like(q), torch.empty(q.shape[:3], device=q.device), 0)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
