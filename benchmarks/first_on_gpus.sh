@@ -1,7 +1,7 @@
 #!/bin/bash
 # What a change made without GPUs still owes, in the repository's root on a host of one or two GPUs:
 #     bash benchmarks/first_on_gpus.sh            all of it, up to an hour if all parts reach their limits
-#     bash benchmarks/first_on_gpus.sh tests steps      some parts: tests steps memory search drills hosts
+#     bash benchmarks/first_on_gpus.sh tests steps      some parts: tests steps memory search drills hosts fp8 peers
 # Each part is cut at its limit and prints its end; all output comes under $OUT. Where Python's packages have no bytecode,
 # write it first (python -m compileall), or each process compiles all that it imports.
 set -u
@@ -18,7 +18,7 @@ tests() { # flash-attn-4 compiles for 10 to 30 s a shape: processes share what o
 }
 steps() {
   part host 90 22 $PY benchmarks/probes/probe_host_step.py --device cuda --context 256
-  part step 340 40 $PY benchmarks/training/bench_step.py --rows 1b,1b-keep --steps 10 --profile
+  part step 340 40 $PY benchmarks/training/bench_step.py --rows 1b-keep,8b-keep,8b --steps 8 --profile
 }
 memory() {
   part alive 90 16 $PY benchmarks/probes/probe_alive_gpu.py --model 1b
@@ -35,5 +35,27 @@ hosts() {
   part hosts-100m 200 8 $PY benchmarks/recovery/bench_hosts.py --hosts 3 --gpus "$NUM" --cases cp2,cp2-kill-host
   part hosts-1b 500 8 $PY benchmarks/recovery/bench_hosts.py --hosts 3 --gpus "$NUM" --preset 1b --context 4096 --cases cp2,cp2-kill-host
 }
-for name in "${@:-tests steps memory search drills hosts}"; do for one in $name; do "$one"; done; done
+fp8() { # equal bits through a kill, then loss over 2,000 steps beside bf16, a GPU each where there are two
+  local common="--preset 100m --dp 1 --cp 1 --context 1024 --global-batch 2" kind
+  part fp8-whole 110 3 $PY -m elastic_ring train $common --linears fp8 --steps 40 --spares 0 --run-dir "$OUT/fp8-whole"
+  part fp8-killed 130 3 $PY -m elastic_ring train $common --linears fp8 --steps 40 --spares 1 --run-dir "$OUT/fp8-killed" \
+    --checkpoint-every-steps 10 --faults kill@step=25,phase=backward,rank=0
+  part fp8-start 20 14 $PY -m elastic_ring status "$OUT/fp8-whole" --startup
+  for kind in native fp8; do
+    CUDA_VISIBLE_DEVICES=$([ $kind = native ] && echo 0 || echo $(( NUM - 1 ))) part "curve-$kind" 420 3 $PY -m elastic_ring train \
+      $common --linears $kind --steps 2000 --spares 0 --run-dir "$OUT/curve-$kind" &
+    [ "$NUM" -gt 1 ] || wait $!
+  done
+  wait
+  $PY - "$OUT" <<'P'
+import json, pathlib, statistics, sys
+def loss(kind): return [one["loss"] for line in (pathlib.Path(sys.argv[1]) / f"curve-{kind}/metrics.jsonl").open() if "loss" in (one := json.loads(line))]
+curves = {kind: loss(kind) for kind in ("native", "fp8")}
+for end in (500, 1000, 1500, 2000):
+    native, fp8 = (statistics.fmean(curve[end - 200:end]) for curve in curves.values())
+    print(f"mean loss of steps {end - 200} to {end}: bf16 {native:.4f}, fp8 {fp8:.4f}, {100 * (fp8 / native - 1):+.2f} %")
+P
+}
+peers() { part peers 300 12 $PY benchmarks/training/bench_experts.py --contexts 16K --rows send,dense,transformers,autoep --steps 5; }
+for name in "${@:-tests steps memory search drills hosts fp8 peers}"; do for one in $name; do "$one"; done; done
 echo "logs in $OUT"
