@@ -251,7 +251,9 @@ class SlowFile(BaseHTTPRequestHandler):
         first, last = int(asked[0]), min(int(asked[2] or LARGE_BYTES), LARGE_BYTES - 1)
         self._answer(206, last + 1 - first, f"bytes {first}-{last}/{LARGE_BYTES}")
         with suppress(OSError):  # a reader that has enough goes
-            self.wfile.write((SENTENCE * ((last - first) // len(SENTENCE) + 2)).encode()[: last + 1 - first])
+            begin, num_bytes = first % len(SENTENCE), last + 1 - first
+            text = SENTENCE * ((begin + num_bytes) // len(SENTENCE) + 1)
+            self.wfile.write(text.encode()[begin : begin + num_bytes])
 
     def _answer(self, status: int, num_bytes: int, part: str = "") -> None:
         self.send_response(status)

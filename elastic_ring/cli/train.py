@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from elastic_ring.cli.data_settings import data_flag, data_source, prepared_data, validation_sets
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
 from elastic_ring.config import check_copies, check_loss_spikes, check_together
-from elastic_ring.errors import ElasticRingError, TermLost
+from elastic_ring.errors import ElasticRingError, StorageFailed, TermLost
 from elastic_ring.files import shown_url
 from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
 from elastic_ring.monitor.goodput import seen_of
@@ -363,8 +363,11 @@ def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
     _print_beside(_on_record(result.path, trainer.planned), seen)
     if found is not None and "step_s" in seen:
         trained = dataclasses.replace(asked.step, steps=summary["steps"])  # fewer where a callback stopped the run
-        now = as_trained(trained, asked.scaling.mesh, asked.scaling.device, trainer.measured_on)
-        print(found.beside(now, seen["step_s"], lines[-1].get("val_loss")))
+        try:
+            now = as_trained(trained, asked.scaling.mesh, asked.scaling.device, trainer.measured_on)
+            print(found.beside(now, seen["step_s"], lines[-1].get("val_loss")))
+        except (ValueError, StorageFailed) as error:  # the run has ended well, and its data may be gone since
+            logging.warning("not compared with what the search predicted: %s", error)
     if summary["skipped_steps"] == summary["steps"]:
         print("every step was skipped, because no gradient was finite: the weights are the initial ones")
     return 0

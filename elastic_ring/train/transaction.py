@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
@@ -373,7 +374,7 @@ class Transaction:
         """
         assert step == self.applied, (step, self.applied)
         if (back := self.held.back) is not None and back.facts["step"] + 1 == step:
-            raise back  # a member died in that step, and the generation that should have heard it had ended
+            raise copy(back)  # a member died in that step, and the generation that should have heard it had ended
         local = self.compute(step)
         self.reduce(step)
         outcome = self.vote(step, local, boundary=boundary, flags=flags)
@@ -566,7 +567,7 @@ class Transaction:
         try:
             raise_for_skips(outcome, in_a_row, optim.max_skipped, self.sample_ids, goes_back=goes_back)
         except MustGoBack as back:
-            held.back = back
+            held.back = copy(back)  # without a traceback, whose frames hold this very state
             raise
 
     def roll_forward(self, vote: Vote) -> None:

@@ -27,6 +27,7 @@ from ray import tune as ray_tune
 from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.optuna import OptunaSearch
 
+from elastic_ring.config import environment
 from elastic_ring.files import plain_json, read_small, replace_file
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.identity import Identity
@@ -40,6 +41,8 @@ from elastic_ring.tuning.trial import MESH, METRICS, NUM_REPORTS, NonDominatedRa
 log = logging.getLogger(__name__)
 
 NAME, IDENTITY = "search", "identity"
+NO_HANDLER = "TUNE_DISABLE_SIGINT_HANDLER"
+"""A variable of Ray Tune's: then Ctrl-C is raised as it is elsewhere."""
 
 
 @dataclass
@@ -198,13 +201,15 @@ class Search:
 def _uninterrupted(tuner: ray_tune.Tuner) -> ray_tune.ResultGrid:
     """`fit`, which after Ctrl-C stores its state and returns as if all trials had ended. Raises KeyboardInterrupt then.
     Tune puts the handler that was there back only where it was interrupted."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or environment().get(NO_HANDLER, "0") != "0":
         return tuner.fit()
     before = signal.getsignal(signal.SIGINT)
-    results = tuner.fit()
-    if signal.getsignal(signal.SIGINT) is before:
-        raise KeyboardInterrupt("stopped; the same command goes on with this search")
-    signal.signal(signal.SIGINT, before)
+    try:
+        results = tuner.fit()
+        if signal.getsignal(signal.SIGINT) is before:
+            raise KeyboardInterrupt("stopped; the same command goes on with this search")
+    finally:
+        signal.signal(signal.SIGINT, before)
     return results
 
 
@@ -225,6 +230,8 @@ def store_settings(out: Path, given: Mapping[str, Any], identity: Identity) -> N
         raise ValueError(f"{path} cannot be read: {error}; give another --out") from error
     if not isinstance(begun, dict):
         raise ValueError(f"{path} does not say with what the search was begun; give another --out")
+    if IDENTITY not in begun:  # of an earlier version
+        begun.pop("--from", None)
     contents = begun.pop(IDENTITY, identity.what)
     other = [name for name in {**begun, **given} if begun.get(name) != given.get(name)]
     said = [f"{name} {begun.get(name)}, not {given.get(name)}" for name in other]

@@ -11,7 +11,8 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,6 +53,24 @@ ASK_AGAIN_S = 60.0
 """From a checkpoint that was not written to the next try, where the next one is due later."""
 READ_BACK_BYTES = 2 << 30
 """The coordinator reads a checkpoint of at most so many bytes back before it removes an older one."""
+
+
+@contextmanager
+def _left_over() -> Iterator[None]:
+    """What is old stays where the store does not let it be removed: the newest checkpoint counts all the same."""
+    try:
+        yield
+    except (StorageFailed, CheckpointDamaged) as error:
+        log.warning("old checkpoints could not be removed: %s", error)
+
+
+@dataclass
+class _Retention:
+    """Of this lineage. `read_back`: the newest step of which every byte was read; `pruned`: the newest checkpoint when
+    older ones were last removed."""
+
+    read_back: int | None
+    pruned: str | None = None
 
 
 @dataclass
@@ -149,7 +168,7 @@ class CheckpointKeeper:
         self._kept: int | None = None  # the step whose checkpoint is to stay
         self._seen = {one.folder for one in resume.checkpoints}  # and this submission's own
         own = [one for one in resume.checkpoints if self._is_own(one)]
-        self._read_back = own[-1].step if own else None  # the newest of this lineage of which every byte was read
+        self._retention = _Retention(own[-1].step if own else None)
 
     def open(self) -> None:
         """Start the thread, and have it tell which checkpoints count."""
@@ -346,39 +365,38 @@ class CheckpointKeeper:
                 )
 
     def _prune_own(self) -> None:
-        """If a checkpoint of this submission counts, as one that wrote none removes none, and is not read back yet."""
+        """If a checkpoint of this submission counts that `clean` has not seen: one that wrote none removes none."""
         before = {one.folder for one in self._resume.checkpoints}
-        own = [one for one in known(self._storage) if lineage_of(one) == self._resume.lineage]
-        if any(one.folder not in before for one in own) and max(one.step for one in own) != self._read_back:
+        if (newest := self._newest()) is not None and newest not in {*before, self._retention.pruned}:
             self._prune()
             self._tell()
 
     def _clean(self, step: int, written: Collection[int]) -> None:
         self._prune()
-        try:
+        with _left_over():
             self._sweep(step, written)
-        finally:
-            self._tell()
+        self._tell()
 
     def _prune(self) -> None:
-        """What is left over stays where the store does not let it be removed: the checkpoint counts all the same."""
-        config = self._run.checkpoint_config
-        try:
+        """Retention."""
+        config, known = self._run.checkpoint_config, self._retention
+        with _left_over():
             self._look_at_newest()
-            prune(self._storage, config.keep_last, config.keep_every, self._resume.lineage, read_back=self._read_back)
-        except (StorageFailed, CheckpointDamaged) as error:
-            log.warning("old checkpoints could not be removed: %s", error)
+            prune(self._storage, config.keep_last, config.keep_every, self._resume.lineage, read_back=known.read_back)
+            known.pruned = self._newest()
 
     def _look_at_newest(self) -> None:
         """Read the newest checkpoint back before an older one goes in its favour, unless it is large: then the newest
         that was read whole stays, too."""
-        newest = [folder for folder in committed(self._storage) if lineage_of_folder(folder) == self._resume.lineage][
-            :1
-        ]
-        for folder in newest:
+        if (folder := self._newest()) is not None:
             manifest = read_manifest(self._storage, folder)
             if manifest.num_bytes <= READ_BACK_BYTES and not self._set_aside_if_damaged(folder):
-                self._read_back = manifest.step
+                self._retention.read_back = manifest.step
+
+    def _newest(self) -> str | None:
+        """The folder of this lineage's newest checkpoint."""
+        own = (folder for folder in committed(self._storage) if lineage_of_folder(folder) == self._resume.lineage)
+        return next(own, None)
 
     def _begin_lineage(self) -> None:
         """So that a later submission goes on in this lineage, also where it has no checkpoint yet."""

@@ -522,7 +522,7 @@ def test_a_newer_checkpoint_with_a_wrong_byte_does_not_push_out_the_last_that_wa
     monkeypatch.setattr(checkpoints, "READ_BACK_BYTES", 0)
     assert [flipped(run, step) for step in (3, 4)] == [[1, 3], [1, 4]], "too large to be read: the last that was stays"
     resumed = Run(tmp_path, only_1, replace(find_resume(run.config, IDENTITY), excludes=True), term=2)
-    assert resumed.keeper._read_back == 4, "members read it whole where they begin"
+    assert resumed.keeper._retention.read_back == 4, "members read it whole where they begin"
 
 
 @pytest.mark.slow

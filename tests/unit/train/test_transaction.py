@@ -517,6 +517,11 @@ def test_a_loss_spike_that_is_to_end_the_run_raises_on_every_rank_and_names_its_
     assert [fact["counters"] for fact in four.all(facts, ranks=(0, 1))] == [Counters(1, 1, 1)] * 2
 
 
+def frames_that_keep_the_state(me: Any) -> bool:
+    """Of the request to go back: a new shard needs the memory of the old one at once."""
+    return me.state.held.back.__traceback__ is not None
+
+
 def test_going_back_is_asked_for_again_where_the_generation_that_should_have_heard_it_had_ended(
     four: Membership,
 ) -> None:
@@ -531,5 +536,6 @@ def test_going_back_is_asked_for_again_where_the_generation_that_should_have_hea
             with pytest.raises(MustGoBack, match=r"the loss of step 0 is .*, above 0\.54"):
                 four.result(rank)
         assert [fact["counters"] for fact in four.all(facts, ranks=ranks)] == [Counters(1, 1, 1)] * 2, attempt
+        assert four.all(frames_that_keep_the_state, ranks=ranks) == [False] * 2, attempt
         four.all(abort_until_paused, ranks=ranks)
         four.all(rebuild, four.meeting(), REPLICAS, ranks=ranks)
