@@ -379,11 +379,11 @@ class CheckpointKeeper:
 
     def _prune(self) -> None:
         """Retention."""
-        config, retention = self._run.checkpoint_config, self._retention
+        config, held = self._run.checkpoint_config, self._retention
         with _left_over():
             self._look_at_newest()
-            prune(self._storage, config.keep_last, config.keep_every, self._resume.lineage, read_back=retention.read_back)
-            retention.pruned = self._newest()
+            prune(self._storage, config.keep_last, config.keep_every, self._resume.lineage, read_back=held.read_back)
+            held.pruned = self._newest()
 
     def _look_at_newest(self) -> None:
         """Read the newest checkpoint back before an older one goes in its favour, unless it is large: then the newest
