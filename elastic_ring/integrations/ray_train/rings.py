@@ -88,7 +88,7 @@ class Rings:
             model=engine.module,
             loader=SimpleNamespace(source=source),
             device=self.device,
-            kernel_cache=self._kernel_cache,
+            options=SimpleNamespace(kernel_cache=self._kernel_cache),
         )
         check_model(self.task, groups, state, engine.gradients_of)
 

@@ -155,13 +155,14 @@ def test_a_start_that_takes_too_long_leaves_its_stacks_in_the_log(tmp_path: Path
 
 SLOW_START = """
 import sys, time
+from types import SimpleNamespace
 import ray  # which a start imports too, in its own time
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.runtime.worker import actor
 from elastic_ring.runtime.worker.coordinator_client import WorkerSpec
 
 class Slow:
-    fingerprint, environment, gpus = "", {}, []
+    warm = SimpleNamespace(data=SimpleNamespace(fingerprint=""), environment={}, gpus=[])
     def __init__(self, *_): self.device = None
     def warm_up(self): wait_for_a_driver()
     def moved(self): return (0,)
