@@ -118,13 +118,13 @@ def test_a_gpu_that_failed_in_this_process_before_is_not_taken_by_it(answers: Si
 
 
 def test_a_newcomer_waits_for_the_memory_of_the_process_before_it(answers: SimpleNamespace) -> None:
-    answers.free[0] = 27
+    answers.free[0] = 15
 
     def freed() -> None:
-        answers.free[0] = 28
+        answers.free[0] = 16
 
     assert lease_in(answers).take(0, 1, 60.0, freed).index == 0
-    assert answers.free[0] == 28
+    assert answers.free[0] == 16
 
 
 def test_given_back_only_once_the_cache_is_empty(answers: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
