@@ -64,7 +64,8 @@ class Watcher:
         return plain_json(path.read_text()) if path.exists() else {}
 
     def steps(self) -> list[dict[str, Any]]:
-        return self._metrics.read()
+        """Those that are committed, without the notes between their lines."""
+        return [line for line in self._metrics.read() if "loss_hex" in line]
 
     def journal(self) -> list[dict[str, Any]]:
         return self._journal.read()
