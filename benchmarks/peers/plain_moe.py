@@ -9,11 +9,8 @@ which has no shared experts. Batches lie on the device before the clock starts.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -41,36 +38,9 @@ class MoeRun:
     cpu: bool = False
 
 
-def run(asked: MoeRun, limit_s: float) -> list[dict[str, Any]]:
-    """Each rank's figures, or its `error`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    ends, processes = [], []
-    for rank in range(asked.num_ranks):
-        here, there = context.Pipe()
-        processes.append(context.Process(target=_rank, args=(asked, rank, port, there), daemon=True))
-        processes[-1].start()
-        ends.append(here)
-    try:
-        return [end.recv() if end.poll(limit_s) else {"error": "no answer"} for end in ends]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _rank(asked: MoeRun, rank: int, port: int, end: Any) -> None:
+def measure(asked: MoeRun, rank: int, port: int) -> dict[str, Any]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(asked.num_ranks), **({"DS_ACCELERATOR": "cpu"} if asked.cpu else {}))
-    try:
-        end.send(measure(asked, rank))
-    except BaseException:
-        end.send({"error": traceback.format_exc()[-1500:]})
-
-
-def measure(asked: MoeRun, rank: int) -> dict[str, Any]:
     device = torch.device("cpu") if asked.cpu else torch.device("cuda", rank)
     if not asked.cpu:
         torch.cuda.set_device(device)

@@ -25,8 +25,7 @@ if __name__ in ("__main__", "__mp_main__"):  # run as a script
 from benchmarks.harness import results
 from benchmarks.harness.arguments import bench_parser, list_of, num_tokens
 from benchmarks.harness.gpu_runs import GpuRun
-from benchmarks.peers.plain_moe import MoeRun
-from benchmarks.peers.plain_moe import run as run_peer
+from benchmarks.peers import plain_moe, spawned
 from benchmarks.probes import probe_steps_gpu
 from benchmarks.training.bench_step import slowest
 from elastic_ring.experts.exchange import sends
@@ -74,8 +73,8 @@ def measured(run: GpuRun, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def peer(system: Literal["transformers", "autoep"], run: GpuRun, options: argparse.Namespace) -> dict[str, Any]:
-    asked = MoeRun(system, run.model, run.context // run.cp, run.cp, options.steps + 3, options.cpu)
-    return slowest(run_peer(asked, options.limit_s))
+    asked = plain_moe.MoeRun(system, run.model, run.context // run.cp, run.cp, options.steps + 3, options.cpu)
+    return slowest(spawned.measured(plain_moe.measure, asked, run.cp, options.limit_s))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import socket
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ if __name__ in ("__main__", "__mp_main__"):  # run as a script
 from benchmarks.harness import results
 from benchmarks.harness.arguments import bench_parser, list_of
 from benchmarks.harness.gpu_runs import HF, PEAK_FLOPS, GpuRun, model_flops
-from benchmarks.peers import plain_llama
+from benchmarks.peers import plain_llama, spawned
 from benchmarks.probes import probe_steps_gpu
 
 PACKED_TOKENS = 1024
@@ -79,29 +76,7 @@ def plain(run: plain_llama.PlainRun, options: argparse.Namespace) -> dict[str, A
     run = replace(
         run, num_ranks=options.ranks, context=options.context, steps=options.steps + 2, profile=options.profile
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    ends, processes = [], []
-    for rank in range(run.num_ranks):
-        here, there = context.Pipe()
-        processes.append(context.Process(target=_plain_rank, args=(run, rank, port, there), daemon=True))
-        processes[-1].start()
-        ends.append(here)
-    try:
-        return slowest([e.recv() if e.poll(options.limit_s) else {"error": "no answer"} for e in ends])
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _plain_rank(run: plain_llama.PlainRun, rank: int, port: int, end: Any) -> None:
-    try:
-        end.send(plain_llama.measure(run, rank, port))
-    except BaseException:
-        end.send({"error": traceback.format_exc()[-1500:]})
+    return slowest(spawned.measured(plain_llama.measure, run, run.num_ranks, options.limit_s))
 
 
 def slowest(answers: list[dict[str, Any]]) -> dict[str, Any]:

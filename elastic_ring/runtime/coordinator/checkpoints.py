@@ -378,7 +378,7 @@ class CheckpointKeeper:
         self._tell()
 
     def _prune(self) -> None:
-        """Retention."""
+        """Remove the checkpoints that retention does not keep, once the newest is read back."""
         config, held = self._run.checkpoint_config, self._retention
         with _left_over():
             self._look_at_newest()

@@ -151,6 +151,23 @@ def test_old_checkpoints_and_what_never_counted_are_removed(tmp_path: Path) -> N
     assert not (tmp_path / "checkpoints" / "step-00000008").exists(), "the end sweeps what nobody completes"
 
 
+def test_a_store_that_refuses_to_remove_what_is_left_over_holds_up_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=1))
+    run.commit(1)
+    refused = []
+
+    def refuse(folder: str = "") -> list[Any]:
+        refused.append(folder)
+        raise StorageFailed("uploads may not be listed")
+
+    monkeypatch.setattr(run.keeper._storage, "uploads", refuse)
+    assert run.commit(2) == [2], "the one before is gone all the same"
+    assert len(refused) == 1, "and it is not tried again at once"
+    assert "could not be removed: uploads may not be listed" in caplog.text
+
+
 @pytest.mark.parametrize("goes_back", [False, True])
 def test_a_checkpoint_that_counts_only_at_the_end_leaves_no_more_than_retention_keeps(
     tmp_path: Path, goes_back: bool
