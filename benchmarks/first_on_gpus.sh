@@ -25,7 +25,7 @@ memory() {
   part calibrate 150 45 $PY -m elastic_ring calibrate --limit-s 20 --storage "$OUT" --out "$OUT/calibrate.json"
 }
 search() { part search 600 14 bash benchmarks/quality/search_chain.sh; }
-drills() { # a real Prometheus must be on the PATH; the first two have a GPU each where there are two
+drills() { # a real Prometheus must be on the PATH, and all of ray[default] installed; the first two have a GPU each where there are two
   CUDA_VISIBLE_DEVICES=0 part ElasticRingDeviceFails 200 4 $PY -m deploy.drills alert ElasticRingDeviceFails & local fails=$!
   CUDA_VISIBLE_DEVICES=$(( NUM - 1 )) part ElasticRingDeviceHot 200 4 $PY -m deploy.drills alert ElasticRingDeviceHot & local hot=$!
   wait "$fails" "$hot"

@@ -27,10 +27,12 @@ CLUSTERS = "tests/ray/clusters/"
 
 
 def scope_of(nodeid: str) -> str:
-    """What one of pytest-xdist's processes runs, test after test: a file, whose fixtures are then made once; or all on
-    Ray; or all on GPUs. Two clusters at a time starve each other on two cores."""
-    folder = "/".join(nodeid.split("/")[:2])
-    return folder if folder in ("tests/ray", "tests/gpu") else nodeid.split("::")[0]
+    """What one of pytest-xdist's processes runs, test after test: a file, whose fixtures are then made once; all on Ray,
+    as two clusters at a time starve each other on two cores; one test of attention on GPUs, most of whose time is the
+    compilation of its kernels."""
+    if nodeid.startswith("tests/gpu/attention/"):
+        return nodeid
+    return "tests/ray" if nodeid.startswith("tests/ray/") else nodeid.split("::")[0]
 
 
 class Scheduling(LoadScopeScheduling):
@@ -65,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """One process runs tests on Ray, then others, some of which start a Ray themselves: the shared one ends between."""
     ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized() and scope_of(item.nodeid) not in ("tests/ray", "tests/gpu"):
+    if ray is not None and ray.is_initialized() and not item.nodeid.startswith(("tests/ray/", "tests/gpu/")):
         ray.shutdown()
 
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,10 @@ def fires(name: str, options: argparse.Namespace) -> float | None:
         raise ValueError(f"--rules {rules}: there is no such file; give deploy/monitoring/rules.yml of the project")
     if shutil.which("prometheus") is None:
         raise ValueError("the program prometheus is not installed (Debian: apt install prometheus)")
+    try:
+        import_module("ray.dashboard.optional_deps")  # without them Ray's agent serves no metrics, and says nothing
+    except ImportError as error:
+        raise ValueError(f"Ray serves no metrics here ({error}): pip install 'ray[default]'") from None
     drill = DRILLS[name]
     if drill.gpus > num_gpus():
         raise ValueError(f"the drill of {name} needs {drill.gpus} GPU(s), and this machine has {num_gpus()}")
