@@ -30,7 +30,10 @@ MAX_COUNT, MAX_ROW_GROUPS = 1 << 53, 1 << 27
 """Bounds of a corpus: an index of its row groups is kept in memory."""
 _NAME = re.compile(r"^manifest(-\d+)?\.json$")
 _NOT_IN_DIGEST = frozenset(
-    {"digest", "about", "num_bytes", "sha256", "num_records", "num_bad_records", "num_bad", "bad_bytes"}
+    {
+        *("digest", "about", "num_bytes", "sha256", "num_records", "num_bad_records", "num_bad", "bad_bytes"),
+        "tokens_by_length",
+    }
 )
 
 
@@ -95,7 +98,8 @@ class Manifest:
     """A prepared corpus, or the part of it that is complete: then `is_complete` is False.
 
     Documents end in the token `end_of_document`, and are padded with it to a multiple of `align_tokens`. Each row group
-    of a shard has `row_group_tokens` tokens; the last one of a shard may have fewer.
+    of a shard has `row_group_tokens` tokens; the last one of a shard may have fewer. `tokens_by_length[i]`: of the
+    documents of 2**i to 2**(i + 1) - 1 tokens; empty where they were not counted.
     """
 
     vocab_size: PositiveInt
@@ -107,6 +111,7 @@ class Manifest:
     sources: tuple[PreparedSource, ...]
     longest_document_tokens: NonNegativeInt
     is_complete: bool
+    tokens_by_length: tuple[NonNegativeInt, ...] = ()
     dropped: Dropped = field(default_factory=Dropped)
     about: Mapping[str, Any] = field(default_factory=dict)
     format: Literal["elastic_ring tokens 1"] = "elastic_ring tokens 1"

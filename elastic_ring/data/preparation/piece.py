@@ -60,6 +60,7 @@ class PieceRecord:
     shards: tuple[Shard, ...]
     longest_document_tokens: NonNegativeInt
     dropped: Dropped = field(default_factory=Dropped)
+    tokens_by_length: tuple[NonNegativeInt, ...] = ()
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -134,7 +135,9 @@ class PieceWorker:
             tally.num_bad,
             tally.bad_bytes,
         )
-        record = PieceRecord(piece.name, writer.close(), writer.longest_tokens, dropped)
+        shards, lengths = writer.close(), writer.tokens_by_length
+        by_length = tuple(lengths[power] for power in range(max(lengths, default=-1) + 1))
+        record = PieceRecord(piece.name, shards, writer.longest_tokens, dropped, by_length)
         self.storage.replace(record_name(piece.name), record.to_json())
         return record
 

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -384,6 +385,7 @@ def assemble(
         sources=sources,
         is_complete=is_complete,
         longest_document_tokens=max((record.longest_document_tokens for record in by_name), default=0),
+        tokens_by_length=tuple(map(sum, zip_longest(*(one.tokens_by_length for one in by_name), fillvalue=0))),
         dropped=dropped,
         about={
             "sources": list(map(shown, config.sources)),

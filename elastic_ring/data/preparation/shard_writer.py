@@ -8,7 +8,7 @@ documents give the same tokens in the same rows, on any machine.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class ShardWriter:
     align_tokens: int = 1
     masked: bool = False
     longest_tokens: int = 0
+    tokens_by_length: Counter[int] = field(default_factory=Counter)
     _shards: list[Shard] = field(default_factory=list)
     _documents: deque[tuple[Tokens, Counted]] = field(default_factory=deque)
     _num_tokens: int = 0
@@ -56,6 +57,7 @@ class ShardWriter:
         self._documents.append((ended, counts))
         self._num_tokens += num_tokens
         self.longest_tokens = max(self.longest_tokens, num_tokens)
+        self.tokens_by_length[num_tokens.bit_length() - 1] += num_tokens
         while self._num_tokens >= SHARD_ROW_GROUPS * self.row_group_tokens:
             self._write(SHARD_ROW_GROUPS * self.row_group_tokens)
 

@@ -46,7 +46,13 @@ def test_every_document_of_every_format_is_there_once_and_in_order(corpus: Path,
     assert texts_of(tmp_path / "out", manifest.sources[0]) == texts(201)
     assert manifest.num_documents == 201
     assert manifest.num_tokens == sum(len(text.encode()) + 1 for text in texts(201))
-    assert manifest.longest_document_tokens == max(len(text.encode()) + 1 for text in texts(201))
+    lengths = [len(text.encode()) + 1 for text in texts(201)]
+    assert manifest.longest_document_tokens == max(lengths)
+    for power, num_tokens in enumerate(manifest.tokens_by_length):
+        assert num_tokens == sum(length for length in lengths if 2**power <= length < 2 ** (power + 1))
+    assert sum(manifest.tokens_by_length) == manifest.num_tokens
+    old = {**dataclasses.asdict(manifest), "tokens_by_length": ()}
+    assert digest_of(old) == manifest.digest, "a corpus that was prepared before is the same corpus"
     assert (manifest.vocab_size, manifest.end_of_document, manifest.is_complete) == (257, 256, True)
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from elastic_ring.cli.forecasts import command
+from elastic_ring.cli.forecasts.attention import within_documents
 from elastic_ring.cli.forecasts.seen import beside, gpu_type, losses_of, planned
 from elastic_ring.cli.settings import parse
 from elastic_ring.forecast.answers.stages import Learned, narrower, read_stages
 from elastic_ring.forecast.goodput import PRIORS
 from elastic_ring.monitor.goodput import seen_of
+from tests.unit.data.corpora import prepared
 
 ROOT = Path(__file__).parents[3]
 TIME_S = {"startup": 40.0, "steps": 100.0, "recovery": 3.0, "rerun": 1.0}
@@ -45,6 +48,21 @@ def test_the_end_of_a_run_shows_forecast_beside_seen(run: Path) -> None:
     busy = planned(parse([]), None, 2, load=4.0)
     assert busy["step_s"] == pytest.approx(2 * quiet), "half of them for others"
     assert busy["alone_step_s"] == quiet
+
+
+@pytest.mark.parametrize("context", [64, 512, 4096])
+def test_packed_documents_have_fewer_pairs(tmp_path: Path, context: int) -> None:
+    """The share by the formula beside the pairs of the sequences as they are packed."""
+    draws = np.random.default_rng(0).lognormal(5, 1, 400).astype(int) + 1
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "a" * length}) + "\n" for length in draws))
+    manifest = prepared(tmp_path / "out", tmp_path / "a.jsonl")
+    total = manifest.num_tokens
+    ends = np.union1d(np.cumsum(draws + 1), np.arange(context, total, context))
+    true = float((np.diff(ends, prepend=0).astype(float) ** 2).sum()) / (total * context)
+    uri = str(tmp_path / "out" / "manifest.json")
+    found = within_documents(parse([*SETTINGS, "--model.vocab-size", "512", "--context", str(context), "--data", uri]))
+    assert found == pytest.approx(true, rel=0.1), "one packing of 400"
+    assert within_documents(parse(SETTINGS)) == 1.0
 
 
 def test_score_says_how_wrong_each_forecast_was(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
