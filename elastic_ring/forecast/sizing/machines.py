@@ -93,6 +93,7 @@ CLASSES: Mapping[str, Efficiency] = {
             0.873,
             1.05,
             0.673,
+            host_s=0.0061,
             ring_host_s=0.0253,
             experts_host_s=0.0348,
             spread=0.048,
@@ -127,7 +128,8 @@ CLASSES: Mapping[str, Efficiency] = {
 }
 """Fitted by `benchmarks/forecast/fit.py`; `vendor` is a textbook's figures for tuned kernels, which nothing was fitted
 to. A spread is the 80th percentile of the fitted half's errors over 1.28, at least what two hosts differ by (3.5 %);
-of elastic-ring, whose fitted half is 13 cases for 11 figures, of the other half's."""
+of elastic-ring, whose fitted half is 13 cases for 11 figures, of the other half's. Its `host_s` is measured where the
+host never waits: 85 ms for the 14 layers of `8b-keep` (benchmarks/results/steps/2026-11-28-all-parts-2xH200.md)."""
 
 
 @settings
