@@ -97,40 +97,40 @@ class PeerExchange(HopExchange):
         self._returns: dict[int, list[Any]] = {}
         self._stream = torch.cuda.current_stream(self._like.device.index)
         self._ready: Any = None
-        self._itemsizes = {ARRIVED_KEYS: self._like.element_size(), ARRIVED_PARTIALS: self.partial_dtype.itemsize}
+        self._itemsizes = {ARRIVED_KEYS: self._like.element_size(), ARRIVED_PARTIALS: self._partials.dtype.itemsize}
 
     def reserve(self) -> None:
         """Reserve the buffers. Collective if one has to grow: sizes are the same on every rank, so that all ranks grow
         it or none does."""
         keys, inbox = self._most
-        for slot in range(min(2, len(self._traffic))):
-            self._memory.reserve("keys", slot, keys * self._row, self._like.dtype)
+        for slot in range(min(2, len(self._plan.stages))):
+            self._memory.reserve("keys", slot, keys * self._plain.frame.row, self._like.dtype)
             if self._direction == "backward":
-                self._memory.reserve("inbox", slot, inbox * self._row, self.partial_dtype)
+                self._memory.reserve("inbox", slot, inbox * self._plain.frame.row, self._partials.dtype)
 
     def begin(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self._source = (k, v)
         self._offer_keys(0)
 
     def _offer_keys(self, index: int) -> None:
-        if index >= len(self._traffic):
+        if index >= len(self._plan.stages):
             return
-        for leg in self._traffic[index].keys_in:
+        for leg in self._plan.stages[index].keys_in:
             self._offer(index, leg, FREE_KEYS, ARRIVED_KEYS)
         self._ready = self._stream.record_event()
 
     def free_keys(self, index: int) -> None:
         """Launch the copies of the next stage: behind the kernels, for this takes the host longer than a launch."""
-        if index + 1 < len(self._traffic):
-            for leg in self._traffic[index + 1].keys_out:
+        if index + 1 < len(self._plan.stages):
+            for leg in self._plan.stages[index + 1].keys_out:
                 self._write("keys", index + 1, leg, self._source, self._ready, FREE_KEYS, ARRIVED_KEYS)
 
     def take_keys(self, index: int) -> torch.Tensor:
-        num_rows = self._traffic[index].num_fetched
+        num_rows = self._plan.stages[index].num_fetched
         if num_rows:
             self._await(index, ARRIVED_KEYS)
         self._offer_keys(index + 1)
-        return self._memory.own("keys", index % 2, self._frame.shape(num_rows))
+        return self._memory.own("keys", index % 2, self._plain.frame.shape(num_rows))
 
     def partials_buffer(self, index: int) -> torch.Tensor:
         # The copies of its last use, two stages ago, may still be in flight.
@@ -139,7 +139,7 @@ class PeerExchange(HopExchange):
         return super().partials_buffer(index)
 
     def swap_partials(self, index: int, partials: torch.Tensor) -> None:
-        traffic = self._traffic[index]
+        traffic = self._plan.stages[index]
         for leg in traffic.partials_in:
             self._offer(index, leg, FREE_PARTIALS, ARRIVED_PARTIALS)
         ready = self._stream.record_event()
@@ -148,10 +148,10 @@ class PeerExchange(HopExchange):
             self._returns.setdefault(index, []).append(self._memory.streams[leg.peer].record_event())
 
     def take_partials(self, index: int) -> torch.Tensor:
-        num_rows = self._traffic[index].num_served
+        num_rows = self._plan.stages[index].num_served
         if num_rows:
             self._await(index, ARRIVED_PARTIALS)
-        return self._memory.own("inbox", index % 2, self._frame.shape(num_rows))
+        return self._memory.own("inbox", index % 2, self._plain.frame.shape(num_rows))
 
     def finish(self) -> None:
         """Make the kernels' stream wait for all copies, after which their sources may be freed."""

@@ -17,8 +17,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +135,17 @@ def result_of(
     }
 
 
+@dataclass
+class _Found:
+    """What a trial has come to. `times`: of this process's steps; `num_saved` of them are in a checkpoint."""
+
+    losses: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    earlier_times: Sequence[float] = ()
+    num_saved: int = 0
+    rejected: str = ""
+
+
 class PatternTrial(ray_tune.Trainable):
     """One pattern; a `step` trains to the next of `NUM_REPORTS` reports. Actors are reused: what is imported, connected
     and compiled serves the next trial."""
@@ -165,8 +176,7 @@ class PatternTrial(ray_tune.Trainable):
         self._leave()
         if os.path.isdir(self._asked.folder):
             os.chdir(self._asked.folder)
-        self._losses, self._times, self._earlier_times = list[float](), list[float](), list[float]()
-        self._rejected, self._num_saved = "", 0
+        self._found = _Found()
         self._text, self._task = self._asked.of(config, self._costs.num_layers)
         try:
             self._about = self._costs.of(self._text)
@@ -203,21 +213,21 @@ class PatternTrial(ray_tune.Trainable):
             raise RunFailed(f"{self._device}: {wrong}")
 
     def _reject(self, error: Exception) -> None:
-        self._rejected, self._losses = f"{type(error).__name__}: {error}", []
+        self._found.rejected, self._found.losses = f"{type(error).__name__}: {error}", []
         self._leave()
 
     def step(self) -> dict[str, Any]:
-        steps = self._task.step.steps
+        found, steps = self._found, self._task.step.steps
         try:
             if self._state is not None:
-                self._train(steps * (len(self._losses) + 1) // NUM_REPORTS)
+                self._train(steps * (len(found.losses) + 1) // NUM_REPORTS)
         except (ElasticRingError, torch.OutOfMemoryError) as error:
             self._reject(error)
-        done = bool(self._rejected) or len(self._losses) == NUM_REPORTS
+        done = bool(found.rejected) or len(found.losses) == NUM_REPORTS
         about = getattr(self, "_about", {"density": 1.0, "bytes": 0})
-        times, losses = self._times or self._earlier_times, list(self._losses)
+        times, losses = found.times or found.earlier_times, list(found.losses)
         step_s = statistics.median(times) if times else None
-        return result_of(self._text, self._task, about, losses, step_s, self._applied, self._rejected) | {
+        return result_of(self._text, self._task, about, losses, step_s, self._applied, found.rejected) | {
             SHOULD_CHECKPOINT: not done and self._is_worth_saving(),
             "done": done,
         }
@@ -233,17 +243,17 @@ class PatternTrial(ray_tune.Trainable):
             begun = time.monotonic()
             state.run(state.applied, boundary=False)
             times.append(time.monotonic() - begun)
-        self._times += times if self._times else times[NUM_COLD_STEPS:] or times
+        self._found.times += times if self._found.times else times[NUM_COLD_STEPS:] or times
         loss = state.validate(self._val_loader, self._validation)["val_loss"]
         if not math.isfinite(loss):
             raise ElasticRingError(f"diverged: val_loss is {loss} after {until} steps")
-        self._losses.append(loss)
+        self._found.losses.append(loss)
 
     def _is_worth_saving(self) -> bool:
         """Whether the training since the last checkpoint took `SAVE_SHARE` times what one takes."""
         assert self._state is not None
         assert self._state.shard is not None
-        trained_s = sum(self._times[self._num_saved :])
+        trained_s = sum(self._found.times[self._found.num_saved :])
         return trained_s > SAVE_SHARE * snapshot.size_of(self._state.shard) / SAVE_BYTES_PER_S
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
@@ -252,9 +262,10 @@ class PatternTrial(ray_tune.Trainable):
         taken = snapshot.take(self._state.shard, MEMBERSHIP, snapshot.Buffers(), self._stream)
         taken.finish()
         taken.data.numpy().tofile(Path(checkpoint_dir, SHARD))
-        self._num_saved = len(self._times)
-        found = {"applied": self._applied, "losses": self._losses, "times": [*self._earlier_times, *self._times]}
-        Path(checkpoint_dir, FOUND).write_text(json.dumps(found), encoding="utf-8")
+        found = self._found
+        found.num_saved = len(found.times)
+        saved = {"applied": self._applied, "losses": found.losses, "times": [*found.earlier_times, *found.times]}
+        Path(checkpoint_dir, FOUND).write_text(json.dumps(saved), encoding="utf-8")
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         assert self._state is not None
@@ -264,7 +275,7 @@ class PatternTrial(ray_tune.Trainable):
         with self._state.filling():
             wanted = SnapshotId(found["applied"], MEMBERSHIP)
             snapshot.load(data, wanted, 0, self._state.shard, f"the checkpoint of {self._text}")
-        self._losses, self._times, self._earlier_times = found["losses"], [], found["times"]
+        self._found = _Found(found["losses"], earlier_times=found["times"])
 
     def cleanup(self) -> None:
         self._leave()

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -139,6 +139,13 @@ Pack = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Called as pack(stage, buffer, k, v): gathers what others want of k and v in that stage into the buffer's rows."""
 
 
+class _Form(NamedTuple):
+    """How rows lie in a buffer."""
+
+    frame: Frame
+    dtype: torch.dtype
+
+
 @dataclass(eq=False)
 class _End:
     """The work of one message, or of all messages posted together. `is_over` on the kernels' stream, where a second
@@ -205,21 +212,17 @@ class HopExchange:
     ) -> None:
         assert plan.packed == (pack is not None)
         assert pack is not None or wire == "native"
-        self._encodes = wire == "fp8"
-        self._wire = fp8.wire_frame(frame) if self._encodes else frame
-        self._wire_dtype = torch.uint8 if self._encodes else like.dtype
-        self._plan, self._traffic, self._frame, self._row = plan, plan.stages, frame, frame.row
+        self._plain, self._partials = _Form(frame, like.dtype), _Form(frame, partial_dtype)
+        self._wire = _Form(fp8.wire_frame(frame), torch.uint8) if wire == "fp8" else self._plain
+        self._plan = plan
         self._group = group
         self._direction = direction
         self._call_index = call_index
         self._ledger = ledger
         self._buffers = buffers
         self._like = like.detach()
-        self.partial_dtype = partial_dtype
         self._pack, self._keep = pack, keep
         self._posted: dict[tuple[int, int], _Operation] = {}
-        self._open: _Operation | None = None
-        self._num_posted = 0
         # Kept until all posts are waited for: memory that is freed would be the kernels' stream's to reuse at once.
         self._source: tuple[torch.Tensor, ...] = ()
         self._first_keys: list[torch.Tensor] = []
@@ -227,13 +230,13 @@ class HopExchange:
     def begin(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Post the first stages: send what others want of k and v (B, S_local, Hkv, D), contiguous unless they are
         packed on a CPU, and receive this rank's keys."""
-        if not self._traffic:
+        if not self._plan.stages:
             return
         self._source = (k, v)
         # Allocate everything now: memory taken later may be in use by kernels that the side stream does not wait for.
-        self._first_keys = [self._keys_buffer(i) for i in range(min(len(self._plan.key_slots), len(self._traffic)))]
+        self._first_keys = [self._keys_buffer(i) for i in range(min(len(self._plan.key_slots), len(self._plan.stages)))]
         if self._pack is not None:
-            for index in range(min(self._plan.send_slots, len(self._traffic))):
+            for index in range(min(self._plan.send_slots, len(self._plan.stages))):
                 self._served_buffer(index)
             self._wait_for_kernels()
         self._post_keys_until(self._plan.ahead - 1)
@@ -242,10 +245,10 @@ class HopExchange:
         """Wait for the fetched K and V of stage `index`, as `frame` shapes them."""
         keys = self._take(_KEYS, index)
         if self._encodes:
-            arrived, num_rows = keys, self._traffic[index].num_fetched
-            shape = self._frame.shape(num_rows)
+            arrived, num_rows = keys, self._plan.stages[index].num_fetched
+            shape = self._plain.frame.shape(num_rows)
             most = max(self._plan.key_slots)
-            keys = self._like.new_empty(shape) if self._keep else self._buffer("keys", 0, most, num_rows)
+            keys = self._like.new_empty(shape) if self._keep else self._buffer("keys", 0, most, num_rows, self._plain)
             fp8.decode_(keys, arrived)
         if not self._plan.late:
             self._post_keys_until(index + self._plan.ahead)
@@ -261,12 +264,12 @@ class HopExchange:
         fetched keys of stage `index`, in the order of the keys."""
         turn = index % self._plan.turns
         self._settle(_PARTIALS, index - self._plan.turns)
-        num_rows = self._traffic[index].num_fetched
-        return self._buffer("partials", turn, self._plan.partial_slots[turn], num_rows, self.partial_dtype)
+        num_rows = self._plan.stages[index].num_fetched
+        return self._buffer("partials", turn, self._plan.partial_slots[turn], num_rows, self._partials)
 
     def swap_partials(self, index: int, partials: torch.Tensor) -> None:
         """Post the sends of dK and dV of fetched keys to their owners, and the receives for own keys."""
-        stage = self._traffic[index]
+        stage = self._plan.stages[index]
         inbox, sources = self._inbox_of(index), (partials.view(-1),)
         self._post(_PARTIALS, index, inbox, stage.partials_in, sources, stage.partials_out)
 
@@ -277,8 +280,8 @@ class HopExchange:
     @property
     def inbox(self) -> torch.Tensor:
         """The received dK and dV of the last stages, each at its `plan.inbox_rows`, as `frame` shapes them."""
-        shape = self._frame.shape(sum(self._plan.inbox_slots))
-        return self._buffers.get("inbox", 0, shape, self.partial_dtype, self._like.device)
+        num_rows = sum(self._plan.inbox_slots)
+        return self._buffer("inbox", 0, num_rows, num_rows, self._partials)
 
     def finish(self) -> None:
         """Wait until the last message has left; the pass is over."""
@@ -311,14 +314,14 @@ class HopExchange:
     # ------------------------------------------------------------ keys and buffers
 
     def _post_keys_until(self, index: int) -> None:
-        while self._num_posted <= min(index, len(self._traffic) - 1):
-            self._post_keys(self._num_posted)
-            self._num_posted += 1
+        for stage in range(min(index + 1, len(self._plan.stages))):
+            if (_KEYS, stage) not in self._posted:  # all stay there until `finish`
+                self._post_keys(stage)
 
     def _post_keys(self, index: int) -> None:
         """Send the rows requested in stage `index`, gathered or from where they lie, and receive its keys."""
         assert self._source, "a pass begins with `begin`"
-        stage, first = self._traffic[index], self._first_keys
+        stage, first = self._plan.stages[index], self._first_keys
         fetched = first[index] if index < len(first) else self._keys_buffer(index)
         before = self._forwarded(index)
         if self._pack is None:
@@ -341,7 +344,7 @@ class HopExchange:
             return self._like.new_empty(0)
         refilled = index - len(self._plan.key_slots) + 1  # forwards out of the buffer that is about to be refilled
         if not self._plan.coalesced and refilled >= 0:
-            legs = self._traffic[refilled].keys_out
+            legs = self._plan.stages[refilled].keys_out
             if any(piece.kind == FETCHED for leg in legs for piece in leg.pieces):
                 self._wait_sent(_KEYS, refilled)
         return self._posted[_KEYS, index - 1].buffer.view(-1)
@@ -352,7 +355,7 @@ class HopExchange:
         if not self._encodes:
             self._pack(index, served, *self._source)
             return
-        plain = self._buffer("plain", 0, max(self._plan.served_slots), self._traffic[index].num_served)
+        plain = self._buffer("plain", 0, max(self._plan.served_slots), self._plan.stages[index].num_served, self._plain)
         self._pack(index, plain, *self._source)
         fp8.encode_(served, plain)
         if self._buffers.wire_error is None:
@@ -364,42 +367,23 @@ class HopExchange:
     def _served_buffer(self, index: int) -> torch.Tensor:
         slot, plan = index % self._plan.send_slots, self._plan
         most, num_rows = plan.served_slots[slot], plan.stages[index].num_served
-        return self._buffer("served", slot, most, num_rows, self._wire_dtype, self._wire)
+        return self._buffer("served", slot, most, num_rows, self._wire)
 
     def _keys_buffer(self, index: int) -> torch.Tensor:
-        num_rows, slots = self._traffic[index].num_fetched, self._plan.key_slots
+        num_rows, slots = self._plan.stages[index].num_fetched, self._plan.key_slots
         if self._keep and not self._encodes:
-            return self._like.new_empty(self._frame.shape(num_rows))
+            return self._like.new_empty(self._plain.frame.shape(num_rows))
         slot = index % len(slots)
-        return self._buffer("keys", slot, slots[slot], num_rows, self._wire_dtype, self._wire)
+        return self._buffer("keys", slot, slots[slot], num_rows, self._wire)
 
     def _inbox_of(self, index: int) -> torch.Tensor:
-        plan = self._plan
-        start, stop = plan.inbox_rows(index)
-        return self._buffers.get(
-            "inbox",
-            0,
-            self._frame.shape(stop - start),
-            self.partial_dtype,
-            self._like.device,
-            sum(plan.inbox_slots) * self._row,
-            start * self._row,
-        )
+        start, stop = self._plan.inbox_rows(index)
+        return self._buffer("inbox", 0, sum(self._plan.inbox_slots), stop - start, self._partials, start)
 
-    def _buffer(
-        self,
-        name: str,
-        slot: int,
-        most: int,
-        num_rows: int,
-        dtype: torch.dtype | None = None,
-        frame: Frame | None = None,
-    ) -> torch.Tensor:
-        """A shared buffer of `num_rows`, allocated for the `most` rows of any stage that uses it; in the keys' type and
-        frame if these are left out."""
-        frame = frame or self._frame
-        shape, dtype = frame.shape(num_rows), dtype or self._like.dtype
-        return self._buffers.get(name, slot, shape, dtype, self._like.device, most * frame.row)
+    def _buffer(self, name: str, slot: int, most: int, num_rows: int, form: _Form, first: int = 0) -> torch.Tensor:
+        """`num_rows` from row `first` on of a shared buffer, allocated for the `most` rows that any stage uses."""
+        shape, row = form.frame.shape(num_rows), form.frame.row
+        return self._buffers.get(name, slot, shape, form.dtype, self._like.device, most * row, first * row)
 
     # ------------------------------------------------------------ posting and waiting
 
@@ -412,10 +396,10 @@ class HopExchange:
         sources: tuple[torch.Tensor, ...],
         outgoing: tuple[PeerTransfer, ...],
     ) -> None:
-        operation = self._posted[kind, index] = self._open = _Operation(inbox)
+        operation = self._posted[kind, index] = _Operation(inbox)
         if not (incoming or outgoing):
             return
-        unit, flat = (self._wire if kind == _KEYS else self._frame).unit, inbox.view(-1)
+        unit, flat = (self._wire if kind == _KEYS else self._plain).frame.unit, inbox.view(-1)
         with self._together(operation):
             for leg in incoming:
                 for channel, piece in enumerate(leg.pieces):
@@ -424,7 +408,7 @@ class HopExchange:
             for leg in outgoing:
                 for channel, piece in enumerate(leg.pieces):
                     part = sources[piece.kind].narrow(0, piece.source * unit, piece.size * unit)
-                    self._send(leg.hop, 2 * channel + kind, leg.peer, part)
+                    operation.sends.append(self._send(leg.hop, 2 * channel + kind, leg.peer, part))
 
     @contextmanager
     def _together(self, operation: _Operation) -> Iterator[None]:
@@ -442,15 +426,14 @@ class HopExchange:
         if operation.receives and self._ledger.keep_events:
             operation.events = HopEvents(self._direction, operation.receives[0].hop, _now())
 
-    def _send(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> None:
+    def _send(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> _Message:
         assert self._group is not None
-        assert self._open is not None
         work = self._group.send([buffer], peer, self._tag(hop, kind))
         self._ledger.sent_bytes[self._direction, hop] += buffer.nbytes
         if peer in self._plan.far:
             self._ledger.far_sent_bytes[self._direction, hop] += buffer.nbytes
         assert work is not None or self._plan.coalesced, "this rank is not in the group"
-        self._open.sends.append(_Message(hop, buffer, _End(work)))
+        return _Message(hop, buffer, _End(work))
 
     def _receive(self, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> _Message:
         assert self._group is not None
@@ -506,6 +489,10 @@ class HopExchange:
         end.is_over = end.is_over or not beside
 
     # ------------------------------------------------------------ the side stream
+
+    @property
+    def _encodes(self) -> bool:
+        return self._wire is not self._plain
 
     @property
     def _packs_beside(self) -> bool:

@@ -133,8 +133,8 @@ class Zero3Worker:
         self.rings = Rings(self.task, self.mesh, self.device)
         self.task = self.rings.task
         checkpoint = ray.train.get_checkpoint()
-        self.step, self._reason, self._resumed_from = 0, "first", ""
-        self.skipped_in_a_row = 0
+        self.step, self.skipped_in_a_row = 0, 0
+        self._begun = {"reason": "first", "resumed_from": ""}
         self._spikes = watch_of(job.zero.loss_spike, job.zero.loss_spike_actions)
         if checkpoint is None:
             self.engine = self._make_engine(universal=False, fill=True)
@@ -144,7 +144,7 @@ class Zero3Worker:
             with checkpoint.as_directory() as folder:
                 self._resume(Path(folder), checkpoint.path)
         self._generation: int | None = None
-        self._rate, self._saved_step = 0.0, self.step if checkpoint is not None else -1
+        self._saved_step = self.step if checkpoint is not None else -1
 
     # ------------------------------------------------------------ the loop
 
@@ -285,12 +285,11 @@ class Zero3Worker:
     def _resume(self, folder: Path, path: str) -> None:
         begun_s = time.monotonic()
         state = read_state(folder / STATE)
-        num_saved = state.num_workers
-        self.engine = self._make_engine(universal=num_saved != self.size, fill=False)
-        self.engine.load(folder, num_saved)
-        self.step, self._resumed_from = state.step, path
-        self.skipped_in_a_row = state.skipped_in_a_row
-        self._reason = f"from the checkpoint of {self.step} steps on {num_saved} workers"
+        self.engine = self._make_engine(universal=state.num_workers != self.size, fill=False)
+        self.engine.load(folder, state.num_workers)
+        self.step, self.skipped_in_a_row = state.step, state.skipped_in_a_row
+        reason = f"from the checkpoint of {self.step} steps on {state.num_workers} workers"
+        self._begun = {"reason": reason, "resumed_from": path}
         log.info("rank %d: step %d, %s, restored in %.1f s", self.rank, self.step, path, time.monotonic() - begun_s)
 
     def _begin(self) -> int:
@@ -304,8 +303,7 @@ class Zero3Worker:
                         "step": self.step,
                         "mesh": {"dp": self.mesh.dp, "cp": self.mesh.cp},
                         "workers": facts,
-                        "reason": self._reason,
-                        "resumed_from": self._resumed_from,
+                        **self._begun,
                     }
                 )
             )

@@ -63,7 +63,7 @@ from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_error
 from elastic_ring.runtime.agent.messages import Death, Said
 from elastic_ring.runtime.agent.rpc import raise_open_files
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
-from elastic_ring.runtime.coordinator.checkpoints import PRIOR_FAILURE_S, CheckpointKeeper
+from elastic_ring.runtime.coordinator.checkpoints import PRIOR_FAILURE_S, CheckpointKeeper, Writer
 from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from elastic_ring.runtime.coordinator.demand import DemandKeeper
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
@@ -340,21 +340,18 @@ class Coordinator:
 
     def _checkpoint_keeper(self) -> CheckpointKeeper:
         run_spec = self.run_spec
-        return CheckpointKeeper(
-            run_spec.run,
-            run_spec.resume,
+        writer = Writer(
             self.term_watch.own.term,
             {"identity": run_spec.identity.digest, "run": checkpoint_facts(run_spec)},
-            self._put,
-            lambda: self.recorder.totals.resumed_from,
-            self.mirror.flush,
-            lambda: {
+            run_spec.attempt,
+            resumed_from=lambda: self.recorder.totals.resumed_from,
+            data=lambda: {
                 name: [dataclasses.asdict(one) for one in getattr(self.state, name)] for name in ("corpus", "skips")
             },
-            self.term_watch.look,
-            run_spec.attempt,
-            self._inject_into_commit,
+            recorded=self.mirror.flush,
+            inject=self._inject_into_commit,
         )
+        return CheckpointKeeper(run_spec.run, run_spec.resume, writer, self._put, self.term_watch.look)
 
     def _opened(self, terms: Terms) -> Startup:
         """The run as `open_run` opens it. While its storage is away a coordinator that was started again waits, since

@@ -66,10 +66,11 @@ def _left_over() -> Iterator[None]:
 
 @dataclass
 class _Retention:
-    """Of this lineage. `read_back`: the newest step of which every byte was read; `pruned`: the newest checkpoint when
-    older ones were last removed."""
+    """Of this lineage. `read_back`: the newest step of which every byte was read; `kept`: the step whose checkpoint is
+    to stay; `pruned`: the newest checkpoint when older ones were last removed."""
 
     read_back: int | None
+    kept: int | None = None
     pruned: str | None = None
 
 
@@ -118,13 +119,21 @@ class Tries:
 
 @dataclass(frozen=True)
 class Writer:
-    """Who writes the manifests, and what each has beside its files: see `CheckpointKeeper`."""
+    """Who writes the manifests, and what each has beside its files.
+
+    `facts` go into each: `identity`, and under `run` what a reader may want to know. `attempt` is this submission's.
+    `resumed_from` returns the checkpoints at which this run has begun. `data` returns the later manifests of a growing
+    corpus and the batches left out, each with its first step. Before each, `recorded` returns once the records are in
+    storage, and `inject` fires the faults planned before the manifest of a step.
+    """
 
     term: int
-    attempt: str
     facts: Mapping[str, Any]
-    resumed_from: Callable[[], Sequence[Mapping[str, Any]]]
-    data: Callable[[], Mapping[str, Any]]
+    attempt: str = ""
+    resumed_from: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+    data: Callable[[], Mapping[str, Any]] = dict
+    recorded: Callable[[], None] = lambda: None
+    inject: Callable[[int], None] = lambda step: None
 
     def run(self) -> dict[str, Any]:
         """What a reader may want to know of the run."""
@@ -140,24 +149,13 @@ class CheckpointKeeper:
         self,
         run: RunConfig,
         resume: Resume,
-        term: int,
-        facts: Mapping[str, Any],
+        writer: Writer,
         post: Put,
-        resumed_from: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
-        recorded: Callable[[], None] = lambda: None,
-        data: Callable[[], Mapping[str, Any]] = dict,
         ask: Callable[[], None] = lambda: None,
-        attempt: str = "",
-        inject: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`facts` go into each manifest: `identity`, and under `run` what a reader may want to know. `resumed_from`
-        returns the checkpoints at which this run has begun. `recorded` returns once the records are in storage. `data`
-        returns the later manifests of a growing corpus and the batches left out, each with its first step. `ask` looks
-        for a newer term in the storage before each write or removal, and raises StaleMessage or TermLost if there is
-        one. `attempt` is this submission's. `inject` fires the faults planned before the manifest of a step."""
-        self._run, self._resume, self._post = run, resume, post
-        self._writer = Writer(term, attempt, facts, resumed_from, data)
-        self._recorded, self._ask, self._inject = recorded, ask, inject
+        """`ask` looks for a newer term in the storage before each write or removal, and raises StaleMessage or TermLost
+        if there is one."""
+        self._run, self._resume, self._writer, self._post, self._ask = run, resume, writer, post, ask
         self._storage = Storage(run.storage_uri, resume.excludes, run.timeouts.storage_s)
         self._pending: dict[tuple[int, int, int], _Pending] = {}
         self._oldest = (0, 0)
@@ -165,7 +163,6 @@ class CheckpointKeeper:
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
         self._closing = threading.Event()
         self._tries = Tries()
-        self._kept: int | None = None  # the step whose checkpoint is to stay
         self._seen = {one.folder for one in resume.checkpoints}  # and this submission's own
         own = [one for one in resume.checkpoints if self._is_own(one)]
         self._retention = _Retention(own[-1].step if own else None)
@@ -295,7 +292,7 @@ class CheckpointKeeper:
 
     def _keep(self, step: int) -> None:
         """`step`: of a checkpoint that may not count yet."""
-        self._kept = step
+        self._retention.kept = step
         if self._counts(step):
             keep(self._storage, step)
 
@@ -323,9 +320,9 @@ class CheckpointKeeper:
             run=self._writer.run(),
         )
         begun = time.monotonic()
-        self._recorded()  # what comes before a checkpoint must outlive the cluster too
+        self._writer.recorded()  # what comes before a checkpoint must outlive the cluster too
         self._check_files(manifest)
-        self._inject(step)
+        self._writer.inject(step)
         self._ask()
         if not commit(self._storage, manifest) and (there := self._committed_folder(manifest)) != manifest.folder:
             self._storage.remove_folder(manifest.folder)
@@ -334,7 +331,7 @@ class CheckpointKeeper:
                 self._failed(step, "there is one already, of another writer")
             return
         self._tries.failing_since = None
-        if step == self._kept:
+        if step == self._retention.kept:
             keep(self._storage, step)
         if head.get("interval"):
             self._post(Said(head["interval"]))

@@ -8,7 +8,7 @@ import os
 import queue
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, read_metrics
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator import checkpoints
 from elastic_ring.runtime.coordinator import resume as resume_module
-from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper
+from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper, Writer
 from elastic_ring.runtime.coordinator.inbox import CheckpointCounts, CheckpointFailed, CheckpointsListed, Inbox
 from elastic_ring.runtime.coordinator.resume import Resume, find_resume
 from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
@@ -53,20 +53,15 @@ class Run:
         config: CheckpointConfig,
         resume: Resume | None = None,
         term: int = 1,
-        facts: Mapping[str, Any] | None = None,
+        facts: Mapping[str, Any] = FACTS,
+        ask: Callable[[], None] = lambda: None,
         **more: Any,
     ) -> None:
         """`folder`: of a file system, or s3://BUCKET/FOLDER."""
         self.config = RunConfig("kept", run_dir=str(folder), checkpoint_config=config)
         self.told: Inbox = queue.Queue()
-        self.keeper = CheckpointKeeper(
-            self.config,
-            resume or Resume(),
-            term,
-            facts or FACTS,
-            self.told.put,
-            **more,
-        )
+        writer = Writer(term, facts, **more)
+        self.keeper = CheckpointKeeper(self.config, resume or Resume(), writer, self.told.put, ask)
         self.parts: queue.Queue[dict[str, Any]] = queue.Queue()
         self.savers = [Saver(self.config, self.parts.put) for _ in range(CP * DP)]
         self.keeper.open()
@@ -585,7 +580,7 @@ def test_a_store_that_ignores_conditions_is_known_to_the_coordinator_and_each_te
         with ThreadPoolExecutor(3) as pool:
             claims = [pool.submit(Terms(run, excludes=resume.excludes).open().claim, "a") for _ in range(3)]
         assert len({claim.result().term for claim in claims}) == 3
-        keeper = CheckpointKeeper(run, resume, 1, FACTS, lambda message: None)
+        keeper = CheckpointKeeper(run, resume, Writer(1, FACTS), lambda message: None)
         assert not keeper._storage.excludes
 
 

@@ -28,7 +28,7 @@ from elastic_ring.runtime.agent import stamp_dir
 from elastic_ring.runtime.agent.stamp_dir import hold
 from elastic_ring.runtime.coordinator import actor
 from elastic_ring.runtime.coordinator.actor import Coordinator
-from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper
+from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper, Writer
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.inbox import (
     Abandoned,
@@ -165,7 +165,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.recorder.open(Begin())
     made._end_report = EndReport(made.recorder.recoveries.say)
     made.node_monitor, made.dispatch, made.demand, made.corpus = Nobody(), Nobody(), Nobody(), Nobody()
-    made.checkpoints = CheckpointKeeper(run, Resume(), 1, {}, made._put)
+    made.checkpoints = CheckpointKeeper(run, Resume(), Writer(1, {}), made._put)
     made.mirror = Mirror(run, 1)
     terms = Terms(run)
     made.term_watch = TermWatch(run, terms.claim("0123456789"), terms)
