@@ -16,9 +16,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from elastic_ring.cli.data_settings import data_flag, data_source, prepared_data, validation_sets
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
@@ -44,17 +45,21 @@ if TYPE_CHECKING:
     from elastic_ring.train.task import Initial
     from elastic_ring.trainer import ElasticRingTrainer
 
+    Made: TypeAlias = tuple[Callable[[], nn.Module], ModelConfig, Initial | None]
+    """Factory, sizes and first values of a model."""
+
 __all__ = ["build", "main", "parse"]
 
 AUTO = "auto"
 
 
-def build(asked: TrainSettings) -> ElasticRingTrainer:
-    """The trainer that the settings describe. Raises ValueError for settings that cannot work."""
+def build(asked: TrainSettings, made: Made | None = None) -> ElasticRingTrainer:
+    """The trainer that the settings describe; of the model `made`, where it is made already. Raises ValueError for
+    settings that cannot work."""
     from elastic_ring.trainer import ElasticRingTrainer
 
     step, scaling = asked.step, asked.scaling
-    factory, model, initial = _model(asked)
+    factory, model, initial = made or _model(asked)
     if not asked.plan:  # which prints them itself
         _tell_size(asked, model)
     if asked.from_run is not None:
@@ -132,10 +137,11 @@ def plan(asked: TrainSettings, trainer: ElasticRingTrainer | None = None) -> Mod
 def planned_alone(asked: TrainSettings) -> bool:
     """Whether the sizes say all of a plan. Kernels, patterns, layouts by price and model folders need torch to be
     checked, which takes seconds to import."""
-    return (
-        not (asked.model_folder or asked.pattern or asked.search or asked.machine or asked.step.kernel)
-        and asked.step.layout != AUTO
-    )
+    return asked.model_folder is None and not _is_checked_by_torch(asked)
+
+
+def _is_checked_by_torch(asked: TrainSettings) -> bool:
+    return bool(asked.pattern or asked.search or asked.machine or asked.step.kernel) or asked.step.layout == AUTO
 
 
 def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, float]:
@@ -173,10 +179,13 @@ def _print_beside(forecast: Mapping[str, float], seen: Mapping[str, float]) -> N
 
 
 def _check(asked: TrainSettings) -> None:
-    """What the trainer would refuse in settings that are planned alone. Raises ValueError."""
+    """What the trainer would refuse in settings that are planned alone, and of a folder's what needs no look at its
+    model. Raises ValueError."""
     check_together(asked.scaling, asked.step, asked.run.faults)
     check_copies(asked.scaling.mesh, asked.run.copies)
     check_loss_spikes(asked.run, asked.optim)
+    if asked.model_folder is not None:
+        return
     if asked.step.experts != "auto" and not asked.model.num_experts:
         raise ValueError(f"step.experts={asked.step.experts!r}: the model has no experts; leave it out")
     if asked.data.source != "stdlib":
@@ -199,8 +208,8 @@ def sizes_of(trainer: ElasticRingTrainer, asked: TrainSettings) -> ModelConfig:
     return sizes
 
 
-def _model(asked: TrainSettings) -> tuple[Callable[[], nn.Module], ModelConfig, Initial | None]:
-    """(factory, sizes, first values) of the preset's decoder, or of the one in the model folder, which brings its own
+def _model(asked: TrainSettings) -> Made:
+    """That of the preset's decoder, or of the one in the model folder, which brings its own
     first values."""
     if asked.model_folder is not None:
         from elastic_ring.integrations.transformers import ring_model
@@ -312,9 +321,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _begins_at_once(asked: TrainSettings) -> bool:
-    """Whether the settings are known to be right, so that Ray may start while torch is imported. Raises ValueError."""
-    if not planned_alone(asked) or (asked.run.driver_folder / SUMMARY_NAME).exists():
+    """Whether Ray may start while torch and transformers are imported: the settings are known to be right, but for what
+    only a model of that folder says. Raises ValueError."""
+    if _is_checked_by_torch(asked) or (asked.run.driver_folder / SUMMARY_NAME).exists():
         return False
+    if asked.model_folder is not None:
+        config = readable_json(Path(asked.model_folder) / "config.json")
+        if config is None or "model_type" not in config:  # refused at once
+            return False
     _check(asked)
     if asked.data.source == "text" and not asked.run.is_remote:  # of a finished run data may be gone
         from elastic_ring.data.listing import list_source
@@ -325,19 +339,23 @@ def _begins_at_once(asked: TrainSettings) -> bool:
 
 
 def _train_beside_ray(asked: TrainSettings) -> int:
-    """Ray's start waits for processes, the imports of torch for nothing."""
-    importing = threading.Thread(target=_import_torch, name="imports", daemon=True)
-    importing.start()
+    """Ray's start waits for processes, imports and the model for nothing."""
+    making: Future[Made] = Future()
+    threading.Thread(target=_make, args=(asked, making), name="model", daemon=True).start()
     from elastic_ring.runtime.driver.ray_session import ray_session
 
     with ray_session(asked.scaling, asked.run.timeouts.lease_s):
-        importing.join()
-        return _train(asked, build(asked))
+        return _train(asked, build(asked, making.result()))
 
 
-def _import_torch() -> None:
-    """No module that imports Ray."""
-    importlib.import_module("torch")
+def _make(asked: TrainSettings, making: Future[Made]) -> None:
+    """Nothing here imports Ray."""
+    try:
+        made = _model(asked)
+        importlib.import_module("torch._dynamo")  # by a first model on the meta device
+        making.set_result(made)
+    except BaseException as error:
+        making.set_exception(error)
 
 
 def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:

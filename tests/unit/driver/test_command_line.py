@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from elastic_ring import cli
 from elastic_ring.cli import settings, train
@@ -353,6 +354,7 @@ def test_a_model_folder_is_planned_and_built_with_its_own_sizes(
     ).save_pretrained(tmp_path / "small")
     assert train.main(["--model-folder", str(tmp_path / "small")]) == 2
     assert "data.vocab_size=257 is more than the model's 200" in capsys.readouterr().err
+    assert not ray.is_initialized()  # which started beside
 
 
 def test_places_are_those_of_the_command_for_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

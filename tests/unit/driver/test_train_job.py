@@ -48,7 +48,7 @@ class Ends:
 def test_each_end_has_its_exit_status(
     how: BaseException, status: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "build", lambda arguments: Ends(how))
+    monkeypatch.setattr(train, "build", lambda asked, made: Ends(how))
     assert train.main([]) == status
     assert capsys.readouterr().err.strip() == f"elastic-ring train: {told}"
 
