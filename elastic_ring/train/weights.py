@@ -85,8 +85,9 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
     """Loads a run's final weights into `module`, strictly, on the module's device and in its types.
 
     `path`: `Result.weights` (a safetensors file, or the index of several), or the run's folder. One tensor at a time is
-    read. Tied parameters (one tensor under several names) are stored once, under the first name. Raises ValueError for
-    weights that cannot be read, and for names or shapes that differ from the module's; then nothing has been loaded.
+    read. Tied parameters (one tensor under several names) are stored once, under the first name. Buffers, which no step
+    changes, stay as the module has them. Raises ValueError for weights that cannot be read, and for names or shapes
+    that differ from the module's; then nothing has been loaded.
     """
     stored = StoredWeights.open(path)
     shapes, tied = stored.shapes, dict[int, list[str]]()
@@ -94,6 +95,9 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
     for name, value in own.items():
         tied.setdefault(id(value), []).append(name)
     found = {next((name for name in names if name in shapes), names[0]): own[names[0]] for names in tied.values()}
+    for name, _ in module.named_buffers():
+        if name not in shapes:
+            found.pop(name, None)
     wrong = [f"{name} is missing" for name in found if name not in shapes]
     wrong += [f"{name} is unknown to the module" for name in sorted(shapes.keys() - own.keys())]
     wrong += [

@@ -214,9 +214,13 @@ def _on_meta(plain: dict[str, Any]) -> Any:
 
 
 def _empty(model: Any, stored: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters of a model on the meta device in `dtype`, and its buffers that are saved. Raises ValueError where
-    other parameters are `stored`."""
-    found = {name: param.detach().to(dtype) for name, param in model.named_parameters()}
+    """The parameters of a model on the meta device in `dtype`, or in fp32 where transformers keeps that (routers), and
+    its buffers that are saved. Raises ValueError where other parameters are `stored`."""
+    kept = [f".{part}." for part in model._get_dtype_plan(dtype)]
+    found = {
+        name: param.detach() if any(part in f".{name}." for part in kept) else param.detach().to(dtype)
+        for name, param in model.named_parameters()
+    }
     saved = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     shapes = {name: tuple(param.shape) for name, param in found.items()}
