@@ -118,8 +118,12 @@ def plan(asked: TrainSettings, trainer: ElasticRingTrainer | None = None) -> Mod
 
     sizes = asked.model if trainer is None else sizes_of(trainer, asked)
     pattern = None if trainer is None else trainer.task.pattern
-    density = 1.0
+    density, latent = 1.0, 0
+    if trainer is not None and asked.step.linears == "native":
+        latent = getattr(trainer.task.model, "latent", 0)
     if pattern is not None:
+        if any(rule.awaits_content for group in pattern.groups for rule in group.rules):
+            latent = 0  # keys cross, by which content chooses
         density = pattern.density(asked.step.context_tokens, sizes.num_layers, sizes.num_heads, sizes.num_kv_heads)
     return plan_of(
         sizes,
@@ -131,6 +135,7 @@ def plan(asked: TrainSettings, trainer: ElasticRingTrainer | None = None) -> Mod
         built_in=asked.model_folder is None,
         num_own=None if trainer is None else getattr(trainer.task.model, "num_parameters", None),
         density=density,
+        latent=latent,
     )
 
 

@@ -95,6 +95,7 @@ class Scenario:
             built_in=self.built_in,
             density=self.attention.density,
             num_own=self.num_own,
+            latent=0 if self.latent is None or self.attention.is_bound else self.latent.numbers,
         )
 
     @property

@@ -70,7 +70,8 @@ class StepMemory:
     """The memory of one rank. `num_parameters`: of the whole model; where it is a model of another library, its layers
     are counted as a decoder's of the same sizes. `tokens`: of a rank in one pass. `element_bytes`: of the type that is
     computed in. `fused_norms`: RMSNorm keeps its input, no copies in fp32. `experts`: as `StepConfig.experts`.
-    `built_in`: it is the built-in decoder, whose large parts are gathered on their own."""
+    `built_in`: it is the built-in decoder, whose large parts are gathered on their own. `latent`: numbers of a token
+    that hops carry in place of K and V; 0 where they carry these."""
 
     config: ModelConfig
     num_parameters: int
@@ -82,6 +83,7 @@ class StepMemory:
     fused_norms: bool = True
     experts: Placement = "auto"
     built_in: bool = True
+    latent: int = 0
 
     # ------------------------------------------------------------ sizes
 
@@ -225,11 +227,25 @@ class StepMemory:
     @cached_property
     def hop_buffers(self) -> int:
         """For keys, their gradients, and what comes back: one slot of each with one stage of hops, else two."""
-        kv = 2 * self._heads_bytes(self.config.num_kv_heads)
         if self.cp == 1:
             return 0
-        hops = min(self.cp - 1, max(1, GATHER_LIMIT_BYTES // kv)) if self.on_gpu else 1
-        return 3 * (1 if hops == self.cp - 1 else 2) * hops * kv
+        carried = self.latent * self.tokens * self.element_bytes or self._keys_bytes
+        return 3 * (1 if self._hops == self.cp - 1 else 2) * self._hops * carried
+
+    @property
+    def _keys_bytes(self) -> int:
+        """K and V of a rank's tokens."""
+        return 2 * self._heads_bytes(self.config.num_kv_heads)
+
+    @property
+    def _hops(self) -> int:
+        """How many share a stage."""
+        return min(self.cp - 1, max(1, GATHER_LIMIT_BYTES // self._keys_bytes)) if self.on_gpu else 1
+
+    @property
+    def _projected_bytes(self) -> int:
+        """K, V and their gradients, as kernels take them and as the projection does, of one stage's latents."""
+        return 3 * self._hops * self._keys_bytes if self.latent and self.cp > 1 else 0
 
     # ------------------------------------------------------------ state
 
@@ -326,6 +342,7 @@ class StepMemory:
                 "a rank's experts and their gradients": self._own_experts,
                 "kept activations": self._kept(layer + 1),
                 "recomputed block": self.recomputed,
+                "keys projected up": self._projected_bytes,
                 "gathered embedding and head": 0 if number else self._gathered(self.root),
                 "gathered blocks": self._gathered(attention + part or 2 * self.unit),
                 "head's gradient": 0 if number else self.element_bytes * self.table,

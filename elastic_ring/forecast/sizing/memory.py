@@ -233,9 +233,10 @@ def plan_of(
     built_in: bool = True,
     density: float = 1.0,
     num_own: int | None = None,
+    latent: int = 0,
 ) -> ModelPlan:
-    """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms` and `built_in` as in `StepMemory`;
-    `num_own`: parameters of the model, where the config does not say all of them."""
+    """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms`, `built_in` and `latent` as in
+    `StepMemory`; `num_own`: parameters of the model, where the config does not say all of them."""
     if scaling.keep_activations and not config.offload_activations:
         config = dataclasses.replace(config, checkpoint_activations=False)
     number = num_own or num_parameters(config)
@@ -253,6 +254,7 @@ def plan_of(
         fused_norms,
         step.experts,
         built_in,
+        latent,
     )
     in_host = IN_HOST_BYTES[scaling.cpu_offload]
     if copies == AUTO:

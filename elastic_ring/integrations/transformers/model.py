@@ -43,7 +43,7 @@ from elastic_ring.integrations.transformers.lora import (
     adapt,
     check_lora,
 )
-from elastic_ring.integrations.transformers.module import PLAIN_HEAD, WHOLE_SLICE, build, checkpoint_layers
+from elastic_ring.integrations.transformers.module import PLAIN_HEAD, WHOLE_SLICE, build, checkpoint_layers, latent_of
 from elastic_ring.integrations.transformers.weights import FolderWeights
 from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
 from elastic_ring.model.flops import model_flops
@@ -80,6 +80,8 @@ class RingModel:
     num_parameters: int = 0
     """The module's parameters, without adapters."""
     num_adapter_parameters: int = 0
+    latent: int = 0
+    """Numbers of a token that hops carry in place of K and V."""
 
     def __call__(self) -> nn.Module:
         made: nn.Module = build(self.config)
@@ -242,6 +244,7 @@ def ring_model(
     check_experts(model, made.config, adds_loss=made.config.model_type in PLAIN_HEAD)
     number = _count(model)
     made = replace(made, layer_windows=windows_found, experts=expert_sizes(model, made.config), num_parameters=number)
+    made = replace(made, latent=latent_of(model))
     if adapters is not None:
         has_base, has_experts = folder is not None and weights, made.experts != NO_EXPERTS
         check_lora(adapters, model, has_base=has_base, has_experts=has_experts)
@@ -270,6 +273,7 @@ def _with_weights(made: RingModel, folder: Path, model: Any, adapters: Lora | No
         buffers=tuple(buffers.items()),
         lora=adapters,
         num_adapter_parameters=num_adapter_parameters,
+        latent=latent_of(model),
     )
 
 

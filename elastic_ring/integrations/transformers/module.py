@@ -127,6 +127,15 @@ def _sends_latents(module: Any, q: Tensor, latent: Tensor, rotated: Tensor, atte
     )
 
 
+def latent_of(model: Any) -> int:
+    """The numbers of a token that hops carry in place of K and V; 0 where they carry these."""
+    module = next((each for each in model.modules() if getattr(each, "expand_kv", None) is _apart), None)
+    if module is None or type(module.kv_b_proj) is not nn.Linear:
+        return 0
+    numbers = int(module.kv_lora_rank + module.qk_rope_head_dim)
+    return numbers if carries_latents(module.num_heads, module.qk_head_dim, numbers) else 0
+
+
 def _keep_latents_apart(model: nn.Module) -> None:
     """Have latent attention (DeepSeek-V2, arXiv:2405.04434) call the attention before keys are projected up."""
     module: Any

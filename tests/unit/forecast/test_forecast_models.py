@@ -63,6 +63,7 @@ def test_a_folder_has_the_sizes_and_windows_of_its_module(kind: str, windows: An
     assert model == made.sizes()
     assert same(patterns, made.pattern(CONTEXT), model.num_layers)
     assert (latent is not None) == kind.startswith("deepseek")
+    assert made.latent == (0 if latent is None else latent.numbers)
     if latent is not None:
         assert latent == Latent(16 + 8, made().model.layers[0].self_attn.kv_b_proj.weight.numel())
         assert number == pytest.approx(made.num_parameters, rel=1e-3), "but for the router's biases"

@@ -77,8 +77,12 @@ def test_loss_and_gradients_on_a_ring_are_those_of_transformers(family: str, cp:
         loss, _ = language_model_loss(ours[cp_rank], attention_context.batch_of(piece, ring, torch.device("cpu")))
         loss.backward()
         if family.startswith("deepseek"):  # in each layer 24 numbers a token crossed, where K and V have 192
-            received = sum(size for (way, _), size in ring.ledger.received_bytes.items() if way == "forward")
-            assert received == 2 * ring.schedule.received_bytes(cp_rank, 12, 4, kv_heads=1)
+            hops = [size for (way, _), size in ring.ledger.received_bytes.items() if way == "forward"]
+            assert sum(hops) == 2 * ring.schedule.received_bytes(cp_rank, 12, 4, kv_heads=1)
+            planned = plan_of(model.sizes(), ScalingConfig(cp=cp), step, built_in=False, latent=model.latent).memory
+            slots = (0, 1, 0, 2)[cp - 1]
+            if cp_rank == 0:  # which fetches all keys
+                assert planned.hop_buffers == 3 * slots * max(hops, default=0) / 2
         return loss.detach()
 
     loss = torch.stack(in_threads(cp, work)).sum()
