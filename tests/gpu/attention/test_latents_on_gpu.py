@@ -1,4 +1,4 @@
-"""Hops that carry latents on a GPU: exact to bf16, in equal bits, latents alone move. Dense at the widths of DeepSeek-V3;
+"""Hops that carry latents on a GPU: exact to bf16, in equal bits, latents alone move. Dense at widths of DeepSeek-V3,
 over blocks with keys of 64, because kernels over blocks take a head_dim of 64 or 128."""
 
 from __future__ import annotations
