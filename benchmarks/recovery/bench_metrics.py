@@ -117,7 +117,7 @@ def switch(coordinator: Any, on: bool) -> None:
     """Let the coordinator export from now on, or not: it looks when it exported last."""
 
     def exported_at(actor: Any) -> None:
-        actor.metrics_exporter._exported_at = float("-inf" if on else "inf")
+        actor.services.metrics._exported_at = float("-inf" if on else "inf")
 
     ray.get(coordinator.__ray_call__.remote(exported_at), timeout=30.0)
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from elastic_ring.config import environment
 from elastic_ring.control.capacity.worker_pool import vacant_nodes
 from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
 from elastic_ring.control.decisions import callbacks, rollback
-from elastic_ring.control.decisions.terms import Unanswered
+from elastic_ring.control.decisions.terms import TermClaim, Unanswered
 from elastic_ring.control.facts import ResumedFrom
 from elastic_ring.control.messages import (
     Build,
@@ -108,6 +109,30 @@ RESTART_PAUSE_S = 1.0
 FINAL = (JournalDamaged, IllegalTransition, RunFailed, TermLost)  # starting once more would not help
 
 
+@dataclass(frozen=True)
+class TermStorage:
+    """What a coordinator writes under its term, and the watch for a newer one."""
+
+    journal: Journal
+    watch: TermWatch
+    mirror: Mirror
+    checkpoints: CheckpointKeeper
+
+    def abandon(self) -> None:
+        """The run is another submission's: write nothing more."""
+        self.checkpoints.abandon()
+        self.mirror.abandon()
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a run has beside training."""
+
+    corpus: CorpusWatcher
+    demand: DemandKeeper
+    metrics: MetricsExporter
+
+
 class Coordinator:
     """The actor class. The constructor starts the deciding thread, because Ray restarts an actor only by calling it."""
 
@@ -118,9 +143,7 @@ class Coordinator:
         self.storage_wait = StorageWait(run_spec.run, self.clock)
         self._queue: Inbox = queue.Queue()
         self.driver_feed = DriverFeed()
-        self._ended: dict[str, Any] | None = None
         self._cause = CauseIds("coordinator")
-        self._ticked_at = 0.0
         self._is_restart = ray.get_runtime_context().was_current_actor_reconstructed
         self._ready = threading.Event()
         threading.Thread(target=self._main, name="decide", daemon=True).start()
@@ -159,7 +182,7 @@ class Coordinator:
             "attempt": run_spec.attempt,
             "pid": os.getpid(),
             "folder": run_spec.run.storage_uri,
-            "ended": self._ended,
+            "ended": self.driver_feed.ended,
             "head_is_kept": is_kept(environment()),
             "asks_callbacks": run_spec.task.asks_callbacks,
         }
@@ -171,10 +194,8 @@ class Coordinator:
     def follow(self, after_step: int, after_line: int) -> dict[str, Any]:
         """Steps and lines that are new for a driver; also renews its lease."""
         self.driver_feed.renew()
-        if not self._ready.is_set():
-            return {"steps": [], "lines": [], "ended": self._ended, "phase": "starting"}
         news = self.driver_feed.news(after_step)
-        return {**news, "lines": self.recorder.take_lines(after_line), "ended": self._ended}
+        return {**news, "lines": self.recorder.take_lines(after_line) if self._ready.is_set() else []}
 
     def scale(self, max_dp: int | None, spares: int | None) -> None:
         """At most `max_dp` rings and `spares` spares from now on. Raises: ValueError for what cannot be."""
@@ -217,15 +238,16 @@ class Coordinator:
             if not self._is_restart:
                 self.recorder.stages("driver", self.run_spec.stages)
                 self.recorder.stages("coordinator", stages.ended)
-            self._decide(CoordinatorStarted(self._cause(), self.term_watch.own.term))
+            self._decide(CoordinatorStarted(self._cause(), self.storage.watch.own.term))
             if self.run_spec.resume.checkpoints and not self._is_restart:
                 self._decide(CheckpointsKnown(self._cause(), self.run_spec.resume.checkpoints))
             resume = self.run_spec.resume
             if resume.corpus or resume.num_steps or resume.skips:  # again, where one that died did not come to it
                 self._decide(CorpusRecalled(self._cause(), resume.corpus, resume.num_steps, resume.skips))
-            self.corpus.open(self.state)
-            while self._ended is None:
-                self._take()
+            self.services.corpus.open(self.state)
+            ticked_at = 0.0
+            while self.driver_feed.ended is None:
+                ticked_at = self._take(ticked_at)
         except StaleMessage as error:
             log.warning("%s", error)
             os._exit(1)  # its successor decides now; nothing may be cleared behind its back
@@ -245,10 +267,9 @@ class Coordinator:
         end = {"error": "TermLost", "message": lost.message, "facts": lost.facts, "attempt": self.run_spec.attempt}
         if self._ready.is_set():
             self.dispatch.kill_everyone()
-            self.checkpoints.abandon()
-            self.mirror.abandon()
-            self.metrics_exporter.close(self.state, self.driver_feed.silent_s, self.clock(), failed=True)
-        self._ended = {**end, "left_behind": self._cleared()}
+            self.storage.abandon()
+            self.services.metrics.close(self.state, self.driver_feed.silent_s, self.clock(), failed=True)
+        self.driver_feed.ended = {**end, "left_behind": self._cleared()}
         self._vanish_later()
 
     def _fail(self, error: BaseException) -> None:
@@ -278,15 +299,13 @@ class Coordinator:
         options = control_options(run_spec)
         terms = Terms(run_spec.run, excludes=run_spec.resume.excludes)
         opened = self._opened(terms)
-        self.journal = Journal(run_spec.run.folder / JOURNAL_NAME, durable=True, retries=self.storage_wait).open()
-        self.term_watch = TermWatch(run_spec.run, opened.claim, terms)
-        self.term_watch.open()
-        self.mirror = Mirror(run_spec.run, opened.term, self.term_watch.look)
+        self.storage = self._term_storage(opened.claim, terms)
+        self.storage.watch.open()
         self._note(term_note(opened.term, opened.num_written))
         self.recorder = RunRecorder(run_spec.run, self._note, self.clock, self.storage_wait)
         self.storage_wait.tell = self.recorder.recoveries.say
         begin = opened.begin or self._begun()
-        self.mirror.open()  # not before: this journal replaces the one of an earlier submission in the store
+        self.storage.mirror.open()  # not before: this journal replaces the one of an earlier submission in the store
         self.recorder.open(Begin(begin["now"], run_spec.resume.step, begin.get("identity", ""), run_spec.planned))
         self._end_report = EndReport(self.recorder.recoveries.say)
         self.recorder.totals.saw(ResumedFrom([*run_spec.resume.resumed_from]))
@@ -304,24 +323,26 @@ class Coordinator:
         self.dispatch = Dispatcher(run_spec, address, cluster, self.node_monitor, me, self._put)
         self.dispatch.open()
         self.dispatch.recall(self.state)
-        self.checkpoints = self._checkpoint_keeper()
-        self.corpus = CorpusWatcher(
-            run_spec.task.data,
-            run_spec.run.corpus_look_s,
-            grew=lambda uri, digest: self._put(Happened(CorpusGrew(self._cause(), uri, digest))),
-            refused=lambda told: self._put(Said(told)),
-        )
         if run_spec.run.checkpoint_config.is_on or run_spec.resume.checkpoints or run_spec.resume.lineage:
-            self.checkpoints.open()
+            self.storage.checkpoints.open()
             if self.state.callbacks.kept is not None:  # one that died may not have written that
-                self.checkpoints.keep(self.state.callbacks.kept)
-        self.metrics_exporter = MetricsExporter(
-            run_spec.run, self.recorder, lambda: self._checkpoints_failing_s, Work.of(run_spec.run, run_spec.task)
+                self.storage.checkpoints.keep(self.state.callbacks.kept)
+        self.services = self._services()
+        self.services.demand.open(goes_on=any(line.get("note") == "demand" for line in opened.lines))
+
+    def _services(self) -> Services:
+        run_spec = self.run_spec
+        run, scaling = run_spec.run, run_spec.scaling
+        return Services(
+            CorpusWatcher(
+                run_spec.task.data,
+                run.corpus_look_s,
+                grew=lambda uri, digest: self._put(Happened(CorpusGrew(self._cause(), uri, digest))),
+                refused=lambda told: self._put(Said(told)),
+            ),
+            DemandKeeper(run.name, scaling, lambda note: self._put(DemandNoted(note)), self.node_monitor.listed),
+            MetricsExporter(run, self.recorder, lambda: self._checkpoints_failing_s, Work.of(run, run_spec.task)),
         )
-        self.demand = DemandKeeper(
-            run_spec.run.name, run_spec.scaling, lambda note: self._put(DemandNoted(note)), self.node_monitor.listed
-        )
-        self.demand.open(goes_on=any(line.get("note") == "demand" for line in opened.lines))
 
     def _begun(self) -> dict[str, Any]:
         """Journal that this submission begins."""
@@ -338,20 +359,24 @@ class Coordinator:
         self._note(begin)
         return begin
 
-    def _checkpoint_keeper(self) -> CheckpointKeeper:
-        run_spec = self.run_spec
+    def _term_storage(self, claim: TermClaim, terms: Terms) -> TermStorage:
+        run_spec, run = self.run_spec, self.run_spec.run
+        journal = Journal(run.folder / JOURNAL_NAME, durable=True, retries=self.storage_wait).open()
+        watch = TermWatch(run, claim, terms)
+        mirror = Mirror(run, claim.term, watch.look)
         writer = Writer(
-            self.term_watch.own.term,
+            claim.term,
             {"identity": run_spec.identity.digest, "run": checkpoint_facts(run_spec)},
             run_spec.attempt,
             resumed_from=lambda: self.recorder.totals.resumed_from,
             data=lambda: {
                 name: [dataclasses.asdict(one) for one in getattr(self.state, name)] for name in ("corpus", "skips")
             },
-            recorded=self.mirror.flush,
+            recorded=mirror.flush,
             inject=self._inject_into_commit,
         )
-        return CheckpointKeeper(run_spec.run, run_spec.resume, writer, self._put, self.term_watch.look)
+        checkpoints = CheckpointKeeper(run, run_spec.resume, writer, self._put, watch.look)
+        return TermStorage(journal, watch, mirror, checkpoints)
 
     def _opened(self, terms: Terms) -> Startup:
         """The run as `open_run` opens it. While its storage is away a coordinator that was started again waits, since
@@ -386,25 +411,27 @@ class Coordinator:
     def _own_name(self) -> str:
         return actor_name(self.run_spec.run.name, "coordinator")
 
-    def _take(self) -> None:
-        """Handle due deadlines, then one queued event, so that neither can starve the other."""
+    def _take(self, ticked_at: float) -> float:
+        """Handle due deadlines, then one queued event, so that neither can starve the other. Returns the time of the
+        last tick."""
         now = self.clock()
-        due = min(self._ticked_at + TICK_S, next_deadline(self.state) or math.inf)
+        due = min(ticked_at + TICK_S, next_deadline(self.state) or math.inf)
         if now >= due:
-            self._ticked_at = now
+            ticked_at = now
             self._on_time()
-            if self._ended is not None:  # the run is over, so queued events no longer count
-                return
+            if self.driver_feed.ended is not None:  # the run is over, so queued events no longer count
+                return ticked_at
         try:
             message = self._queue.get(timeout=max(0.0, due - now) + 1e-3)
         except queue.Empty:
-            return
+            return ticked_at
         self._handle(message)
+        return ticked_at
 
     def _on_time(self) -> None:
-        self.term_watch.check()  # first: this process may have been frozen for long
+        self.storage.watch.check()  # first: this process may have been frozen for long
         self._end_if_nobody_answers()
-        if self._ended is not None:
+        if self.driver_feed.ended is not None:
             return
         self._decide(Tick(self._cause()))
         told = waiting_for(self.state, self.clock())
@@ -418,8 +445,8 @@ class Coordinator:
         self._end_if_checkpoints_fail()
         self._retry_checkpoint()
         self._refresh()  # a step may take longer than the age at which status calls a run silent
-        self.metrics_exporter.export(self.state, self.driver_feed.silent_s, self.clock())
-        self.demand.look(self.state)
+        self.services.metrics.export(self.state, self.driver_feed.silent_s, self.clock())
+        self.services.demand.look(self.state)
         self.node_monitor.vacate(vacant_nodes(self.state))
 
     def _handle(self, message: Any) -> None:
@@ -443,13 +470,13 @@ class Coordinator:
             case Death():
                 self._on_death(message)
             case PartSaved(part):
-                self.checkpoints.written(part)
+                self.storage.checkpoints.written(part)
                 self._commit_checkpoints()
             case CheckpointCounts(checkpoint):
                 self.recorder.checkpoint(checkpoint)
                 goes_back = isinstance(self.state.phase, Building) and self.state.phase.order.goes_back
                 if not goes_back and rollback.pending(self.state) is None:  # else older ones are still needed
-                    self.checkpoints.clean(checkpoint["step"])
+                    self.storage.checkpoints.clean(checkpoint["step"])
             case CheckpointsListed(known):
                 write_s = self.recorder.totals.checkpoints[-1]["total_s"] if self.recorder.totals.checkpoints else 0.0
                 self._decide(CheckpointsKnown(self._cause(), known, write_s))
@@ -487,7 +514,7 @@ class Coordinator:
         if isinstance(event, MemberFailed) and event.kind == "checkpoint" and isinstance(self.state.phase, Building):
             order = self.state.phase.order
             if order.restore is not None and (event.term, event.generation) == (order.term, order.generation):
-                self.checkpoints.damaged(order.restore.folder, event.detail)
+                self.storage.checkpoints.damaged(order.restore.folder, event.detail)
         if isinstance(event, Finalized):
             self.dispatch.weights_sha256 = event.weights_sha256
         self._decide(event)
@@ -511,7 +538,7 @@ class Coordinator:
         self._decide(event)
         is_taken = callbacks.is_taken(self.state, event)
         if is_taken and event.keeps:
-            self.checkpoints.keep(event.step)
+            self.storage.checkpoints.keep(event.step)
         if is_taken and event.stop:
             self.recorder.recoveries.say(f"stopped by a callback after {event.step} steps: {event.stop}")
         counts.put(is_taken)
@@ -533,16 +560,16 @@ class Coordinator:
     def _commit_checkpoints(self) -> None:
         """Commit a checkpoint whose parts are written and whose steps are on record, on disk."""
         self.recorder.metrics.sync()
-        self.checkpoints.look(self.recorder.metrics.last_step)
+        self.storage.checkpoints.look(self.recorder.metrics.last_step)
 
     def _retry_checkpoint(self) -> None:
         """After a checkpoint that was not written the next one is not left to an interval of an hour."""
-        if isinstance(self.state.phase, Running) and self.checkpoints.take_retry():
+        if isinstance(self.state.phase, Running) and self.storage.checkpoints.take_retry():
             self._decide(CheckpointDue(self._cause()))
 
     def _end_if_nobody_answers(self) -> None:
         """A run whose term nobody can read may be another submission's by now."""
-        limit_s, silent_s = self.run_spec.run.checkpoint_config.fail_after_s, self.term_watch.silent_s()
+        limit_s, silent_s = self.run_spec.run.checkpoint_config.fail_after_s, self.storage.watch.silent_s()
         if silent_s > limit_s:
             told = (
                 f"the storage {self.run_spec.run.storage_uri} has not answered for {silent_s:.0f} s whether another "
@@ -553,7 +580,7 @@ class Coordinator:
     @property
     def _checkpoints_failing_s(self) -> float:
         """For how long no checkpoint could be written, for whatever reason, even an unreported one."""
-        return max(self.checkpoints.failing_s, self.recorder.overdue.overdue_s)
+        return max(self.storage.checkpoints.failing_s, self.recorder.overdue.overdue_s)
 
     def _end_if_checkpoints_fail(self) -> None:
         """Checked at each tick, as a store that hangs raises nothing."""
@@ -566,14 +593,14 @@ class Coordinator:
             self._finish({"error": "StorageFailed", "message": told, "facts": {}})
 
     def _publish(self, records: Sequence[Notice | Mapping[str, Any]]) -> None:
-        self.term_watch.check()
+        self.storage.watch.check()
         known = self.recorder.metrics.last_step
         self.driver_feed.publish(self.recorder.publish(records))
         if self.recorder.metrics.last_step > known:
             newest = self.recorder.latest.vote
             if newest is not None and not isinstance(self.state.phase, Running):
                 self._decide(Published(self._cause(), newest))
-            if self.checkpoints.has_parts:
+            if self.storage.checkpoints.has_parts:
                 self._commit_checkpoints()
             for found in self.recorder.take_found(self.state, self._cause):
                 self._decide(found)
@@ -581,7 +608,7 @@ class Coordinator:
 
     def _decide(self, event: Event) -> None:
         """Apply an event, after the newest published vote if a quorum may follow."""
-        if self._ended is not None:
+        if self.driver_feed.ended is not None:
             return
         newest = self.recorder.latest.vote
         if (
@@ -598,18 +625,18 @@ class Coordinator:
         self.state = decision.state
         if not isinstance(event, Tick) or decision.commands or decision.state is not before:
             # What leads to no command need not be on disk yet: the next line that does takes it along.
-            self.journal.append(journal_line(event, decision, now), sync=bool(decision.commands))
+            self.storage.journal.append(journal_line(event, decision, now), sync=bool(decision.commands))
         if not isinstance(event, Tick) or decision.commands:
             log.info("%s %s -> %s", event.cause, type(event).__name__, decision.reason)
         if decision.commands:
-            self.term_watch.check()
+            self.storage.watch.check()
         for order in [command for command in decision.commands if isinstance(command, Build)][:1]:
             is_new = self.recorder.steps.begun(order.step, (order.term, order.generation))
             if is_new:
                 self.recorder.metrics.begin_at(order.step)
             if order.goes_back and is_new:
                 self.recorder.went_back(order.step, (order.term, order.generation))
-                self.checkpoints.gone_back(order.step, (order.term, order.generation))
+                self.storage.checkpoints.gone_back(order.step, (order.term, order.generation))
         for left in [one for one in decision.commands if isinstance(one, Release) and one.wrong]:
             self.recorder.found_wrong(left.wrong, [left.worker])
         self.dispatch.send(decision.commands, self.recorder.metrics.last_step, self._told_of_checkpoints())
@@ -619,7 +646,7 @@ class Coordinator:
             self.recorder.coordinator_back(now)
         self.recorder.look(self.state)
         self._refresh()
-        if isinstance(self.state.phase, Ended) and self._ended is None:
+        if isinstance(self.state.phase, Ended) and self.driver_feed.ended is None:
             end = self.state.phase.end
             self._finish({"error": end.error, "message": end.message, "facts": dict(end.facts)})
 
@@ -638,11 +665,11 @@ class Coordinator:
 
     def _finish(self, end: dict[str, Any]) -> None:
         """Write the last records, clear everything, and let the driver know."""
-        if self._ended is not None:
+        if self.driver_feed.ended is not None:
             return
         end = {**end, "attempt": self.run_spec.attempt}
         if not self._ready.is_set():  # it may be a restart, so there may be workers
-            self._ended = {**end, "left_behind": self._cleared()}
+            self.driver_feed.ended = {**end, "left_behind": self._cleared()}
             self._vanish_later()
             return
         weights_sha256 = self.dispatch.weights_sha256
@@ -657,20 +684,20 @@ class Coordinator:
             told = "stopped while its last records were being written: submit it again to have them"
             concluded = {**end, "error": end["error"] or "RunFailed", "message": end["message"] or told}
         end = concluded
-        self.term_watch.close()
+        self.storage.watch.close()
         self._end_report.doing("")
-        self.metrics_exporter.close(self.state, self.driver_feed.silent_s, self.clock(), failed=bool(end["error"]))
+        self.services.metrics.close(self.state, self.driver_feed.silent_s, self.clock(), failed=bool(end["error"]))
         begun = time.monotonic()
         end["left_behind"] = self._cleared()
         log.info("the end of the run: processes and placement groups removed, %.1f s", time.monotonic() - begun)
-        self._ended = end
+        self.driver_feed.ended = end
         log.info("ended: %s", end)
         self._vanish_later()
 
     def _refuse_if_replaced(self) -> None:
         """This process may have been frozen for long."""
         try:
-            self.term_watch.look()
+            self.storage.watch.look()
         except StorageFailed as error:
             log.warning("could not find out whether a newer coordinator exists: %s", error)
 
@@ -678,17 +705,17 @@ class Coordinator:
         self._refuse_if_replaced()
         doing, where = self._end_report.doing, self.run_spec.run.storage_uri
         doing(f"the last checkpoint's manifest, and clearing up, in {where}")
-        if not self.checkpoints.close(self.run_spec.run.timeouts.clear_s, prunes=not end.get("error")):
+        if not self.storage.checkpoints.close(self.run_spec.run.timeouts.clear_s, prunes=not end.get("error")):
             log.warning("the storage of the checkpoints does not answer at the end of the run")
         return end
 
     def _conclude(self, end: dict[str, Any], weights_sha256: str) -> dict[str, Any]:
         doing, where = self._end_report.doing, self.run_spec.run.storage_uri
         doing("summary and plot")
-        self.term_watch.check()
+        self.storage.watch.check()
         end = conclude(end, self.recorder, self.state, weights_sha256)
         doing(f"the last records go to {where}")
-        self.mirror.close(self.run_spec.run.timeouts.clear_s)
+        self.storage.mirror.close(self.run_spec.run.timeouts.clear_s)
         return end
 
     def _conclude_unawaited(self, end: dict[str, Any], weights_sha256: str) -> None:
@@ -705,8 +732,8 @@ class Coordinator:
             if self._ready.is_set():
                 self.node_monitor.close()
                 self.dispatch.kill_everyone()
-                self.corpus.close(TICK_S)
-                self.demand.close(self.run_spec.run.timeouts.clear_s)
+                self.services.corpus.close(TICK_S)
+                self.services.demand.close(self.run_spec.run.timeouts.clear_s)
                 self.dispatch.close()  # nothing that was queued may start after the clearing
             return self._clear()
         except Exception as error:
@@ -731,7 +758,8 @@ class Coordinator:
         self._queue.put(message)
 
     def _note(self, note: Mapping[str, Any]) -> None:
-        self.journal.append({"term": self.term_watch.own.term, **note})  # one of a replaced coordinator does not count
+        # With the term, as one of a replaced coordinator does not count.
+        self.storage.journal.append({"term": self.storage.watch.own.term, **note})
 
     def _refresh(self) -> None:
         with self.storage_wait.declared():

@@ -51,9 +51,11 @@ class DriverFeed:
     """
 
     def __init__(self) -> None:
+        self.ended: dict[str, Any] | None = None
+        """How the run has ended."""
         self._renewed_at = time.monotonic()
         self._steps: tuple[Mapping[str, Any], ...] = ()
-        self._outline: dict[str, Any] = {}
+        self._outline: dict[str, Any] = {"phase": "starting"}
 
     def renew(self) -> None:
         """Renew the lease: a driver has called."""
@@ -78,5 +80,7 @@ class DriverFeed:
         }
 
     def news(self, after_step: int) -> dict[str, Any]:
-        """The steps after `after_step`, and where the run stands."""
-        return {"steps": [record for record in self._steps if record["step"] > after_step], **self._outline}
+        """The steps after `after_step`, where the run stands, and how it has ended."""
+        ended = self.ended  # first: what comes with it is then complete
+        steps = [record for record in self._steps if record["step"] > after_step]
+        return {"steps": steps, **self._outline, "ended": ended}

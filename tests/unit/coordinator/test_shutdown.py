@@ -27,7 +27,7 @@ from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.runtime.agent import stamp_dir
 from elastic_ring.runtime.agent.stamp_dir import hold
 from elastic_ring.runtime.coordinator import actor
-from elastic_ring.runtime.coordinator.actor import Coordinator
+from elastic_ring.runtime.coordinator.actor import Coordinator, Services, TermStorage
 from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper, Writer
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.inbox import (
@@ -156,20 +156,18 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     made._queue, made.driver_feed, made._ready = queue.Queue(), DriverFeed(), threading.Event()
     made._cause = CauseIds("coordinator")
-    made._ended, made._ticked_at = None, 0.0
     made._is_restart, made.clock = True, lambda: 100.0
     made._clear = lambda: []
-    made.journal = Journal(run.folder / "journal.jsonl", durable=True).open()
+    terms, journal = Terms(run), Journal(run.folder / "journal.jsonl", durable=True).open()
+    watch = TermWatch(run, terms.claim("0123456789"), terms)
+    checkpoints = CheckpointKeeper(run, Resume(), Writer(1, {}), made._put)
+    made.storage = TermStorage(journal, watch, Mirror(run, 1), checkpoints)
     made.recorder = RunRecorder(run, made._note, made.clock)
     made.storage_wait = StorageWait(run, Clock())
     made.recorder.open(Begin())
     made._end_report = EndReport(made.recorder.recoveries.say)
-    made.node_monitor, made.dispatch, made.demand, made.corpus = Nobody(), Nobody(), Nobody(), Nobody()
-    made.checkpoints = CheckpointKeeper(run, Resume(), Writer(1, {}), made._put)
-    made.mirror = Mirror(run, 1)
-    terms = Terms(run)
-    made.term_watch = TermWatch(run, terms.claim("0123456789"), terms)
-    made.metrics_exporter = MetricsExporter(run, made.recorder, lambda: 0.0)
+    made.node_monitor, made.dispatch, others = Nobody(), Nobody(), Nobody()
+    made.services = Services(others, others, MetricsExporter(run, made.recorder, lambda: 0.0))
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1")}
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
     made.state = State(simulated("over", 2, 1, 4), Running(membership), 1, 1, workers)
@@ -191,8 +189,8 @@ def test_nothing_is_decided_in_the_turn_in_which_the_clock_has_ended_the_run(
     deciding._clear = lambda: deciding._queue.put(StepsPublished([])) or []
     deciding._publish = lambda records: pytest.fail("of a run that is over")
     assert status(deciding)["ended"] is False
-    deciding._take()
-    assert deciding._ended["message"] == "no driver for 60 s"
+    deciding._take(0.0)
+    assert deciding.driver_feed.ended["message"] == "no driver for 60 s"
     assert (status(deciding)["ended"], status(deciding)["members"]) == (True, [])
     assert deciding._queue.qsize() == 1
 
@@ -211,10 +209,10 @@ def test_a_coordinator_that_cannot_open_its_run_ends_it_in_the_status_unless_the
 
     deciding._open = fail
     deciding._main()
-    assert deciding._ended["error"] == "RunFailed"
+    assert deciding.driver_feed.ended["error"] == "RunFailed"
     found = status(deciding)
     assert (found["ended"], found["members"] == [], found["error"] != "") == (told, told, told)
-    assert found["end"] == ({name: deciding._ended[name] for name in found["end"]} if told else {})
+    assert found["end"] == ({name: deciding.driver_feed.ended[name] for name in found["end"]} if told else {})
     assert found["end"].get("attempt") == ("0123456789" if told else None)
     assert [after_s for after_s, _ in deciding.timers] == [60.0], "its name and its process are free after the lease"
 
@@ -228,8 +226,8 @@ def test_a_full_disk_at_the_start_is_told_with_the_folder_and_the_way_out(decidi
     deciding._open = fail
     deciding._main()
     folder = deciding.run_spec.run.folder
-    assert deciding._ended["message"].startswith(f"run folder '{folder}': its disk is full")
-    assert "Free space there, or give another folder" in deciding._ended["message"]
+    assert deciding.driver_feed.ended["message"].startswith(f"run folder '{folder}': its disk is full")
+    assert "Free space there, or give another folder" in deciding.driver_feed.ended["message"]
 
 
 def test_an_end_whose_records_cannot_be_written_is_in_the_status_all_the_same(
@@ -298,12 +296,12 @@ def test_a_coordinator_whose_run_is_taken_over_tells_its_driver_and_writes_nothi
     if moment == "on time":
         take_over()
     else:
-        deciding._take = lambda: (take_over(), deciding._finish({"error": "", "message": "", "facts": {}}))
+        deciding._take = lambda ticked_at: (take_over(), deciding._finish({"error": "", "message": "", "facts": {}}))
     deciding._main()
-    assert deciding._ended["error"] == "TermLost"
+    assert deciding.driver_feed.ended["error"] == "TermLost"
     for named in ("run over", "elsewhere", "term 2", "term 1", "submit this command again"):
-        assert named in deciding._ended["message"]
-    assert deciding._ended["facts"]["host"] == "elsewhere"
+        assert named in deciding.driver_feed.ended["message"]
+    assert deciding.driver_feed.ended["facts"]["host"] == "elsewhere"
     assert {(folder / name).read_text() for name in ("status.json", "journal.jsonl")} == {"the other's"}
     assert not (folder / "summary.json").exists()
     assert killed
@@ -319,7 +317,8 @@ def test_an_end_that_a_user_stopped_while_the_store_was_slow_writes_its_records_
             monkeypatch.setenv(name, value)
         in_store = RunConfig("over", run_dir=f"s3://{object_store.new_bucket()}/runs")
         terms = Terms(in_store).open()
-        deciding.term_watch = TermWatch(in_store, terms.claim("0123456789"), terms)
+        watch = TermWatch(in_store, terms.claim("0123456789"), terms)
+        deciding.storage = dataclasses.replace(deciding.storage, watch=watch)
         proxy.fault = lambda method, path: "delay" if "terms" in path else None
         deciding._ready.set()
         deciding._queue.put(Abandoned("stopped by the user"))
@@ -330,24 +329,27 @@ def test_an_end_that_a_user_stopped_while_the_store_was_slow_writes_its_records_
         begun = time.monotonic()
         deciding._finish({"error": "", "message": "", "facts": {}})
         assert time.monotonic() - begun < DELAY_S, "nobody waits"
-        assert deciding._ended["message"].startswith("stopped while its last records were being written")
+        assert deciding.driver_feed.ended["message"].startswith("stopped while its last records were being written")
         for thread in [one for one in threading.enumerate() if one.name.startswith("conclude")]:
             thread.join(60.0)
     assert ((folder / "status.json").read_text() == "the other's") is is_taken
 
 
 def test_a_run_whose_storage_tells_nothing_of_terms_ends_after_fail_after_s(deciding: Any) -> None:
-    deciding.term_watch.silent_s = lambda: 3601.0
+    deciding.storage.watch.silent_s = lambda: 3601.0
     deciding._end_if_nobody_answers()
-    assert deciding._ended["error"] == "StorageFailed"
-    assert "has not answered for 3601 s whether another submission has taken the run" in deciding._ended["message"]
+    assert deciding.driver_feed.ended["error"] == "StorageFailed"
+    assert (
+        "has not answered for 3601 s whether another submission has taken the run"
+        in deciding.driver_feed.ended["message"]
+    )
 
 
 def test_a_note_of_a_replaced_coordinator_does_not_count(deciding: Any) -> None:
     deciding._note(term_note(1, 0))
-    deciding.journal.append(term_note(2, 1))  # its successor has read one line
+    deciding.storage.journal.append(term_note(2, 1))  # its successor has read one line
     deciding._note({"note": "checkpoint", "of": "the old one"})
-    deciding.term_watch.own = TermClaim(2, "")
+    deciding.storage.watch.own = TermClaim(2, "")
     deciding._note({"note": "checkpoint", "of": "the new one"})
     lines = standing(read(deciding.run_spec.run.folder / "journal.jsonl"))
     assert [line["of"] for line in lines if "of" in line] == ["the new one"]
