@@ -49,6 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def refused(command: str, error: BaseException, stopped: str = "stopped") -> int:
+    """Print why a command ends, and return its exit status: 2 for a mistake of the user, 130 after Ctrl-C (`stopped`
+    says what that left), else 1."""
+    match error:
+        case ValueError():
+            told, status = f"{error}", 2
+        case KeyboardInterrupt():
+            told, status = str(error) or stopped, 130
+        case _:
+            told, status = f"{type(error).__name__}: {error}", 1
+    print(f"{command}: {told}", file=sys.stderr)
+    return status
+
+
 def _run(argv: Sequence[str] | None) -> int:
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     lines = [f"  {name:<13}{says}" for name, (_, says) in COMMANDS.items()]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elastic_ring.cli import refused
 from elastic_ring.errors import ElasticRingError
 
 if TYPE_CHECKING:
@@ -72,12 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = {"list": _list, "verify": _verify, "prune": _prune, "export": _export}
     try:
         return verbs[options.verb](open_or_refuse(options.run, write=False, setting="RUN"), options)
-    except ValueError as error:
-        print(f"elastic-ring checkpoints: {error}", file=sys.stderr)
-        return 2
-    except ElasticRingError as error:
-        print(f"elastic-ring checkpoints: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    except (ValueError, ElasticRingError) as error:
+        return refused("elastic-ring checkpoints", error)
 
 
 def _list(storage: Storage, options: argparse.Namespace) -> int:

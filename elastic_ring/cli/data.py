@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from elastic_ring.cli import refused
+
 if TYPE_CHECKING:
     from elastic_ring.data.manifest import Manifest
     from elastic_ring.data.preparation.prepare import PrepareConfig
@@ -69,15 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         manifest = _prepare(options)
-    except ValueError as error:
-        print(f"elastic-ring data prepare: {error}", file=sys.stderr)
-        return 2
-    except ElasticRingError as error:
-        print(f"elastic-ring data prepare: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("elastic-ring data prepare: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+    except (ValueError, ElasticRingError, KeyboardInterrupt) as error:
+        return refused("elastic-ring data prepare", error, "stopped; the same command goes on from here")
     print("\n".join(report(manifest, options.out)))
     return 0
 

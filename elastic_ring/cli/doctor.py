@@ -14,6 +14,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from elastic_ring.cli import refused
 from elastic_ring.cli.settings import TrainSettings, parse
 from elastic_ring.errors import ElasticRingError
 
@@ -32,12 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = own.parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
         return _examine(parse(rest), as_json=options.json)
-    except ValueError as error:
-        print(f"elastic-ring doctor: {error}", file=sys.stderr)
-        return 2
-    except ElasticRingError as error:
-        print(f"elastic-ring doctor: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    except (ValueError, ElasticRingError) as error:
+        return refused("elastic-ring doctor", error)
 
 
 def _examine(asked: TrainSettings, *, as_json: bool) -> int:

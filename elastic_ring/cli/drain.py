@@ -16,7 +16,7 @@ from elastic_ring.errors import ElasticRingError
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="elastic-ring drain", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--node-id", metavar="ID", help="Ray's id of the node (the one that this runs on)")
-    parser.add_argument("--deadline-s", type=_positive, default=100.0, metavar="S", help="when the node goes (100)")
+    parser.add_argument("--deadline-s", type=positive, default=100.0, metavar="S", help="when the node goes (100)")
     options = parser.parse_args(arguments)
     from elastic_ring.runtime.driver.drain import drain
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text}: must be above 0 seconds")

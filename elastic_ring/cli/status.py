@@ -20,6 +20,7 @@ from pathlib import Path
 if __name__ == "__main__":  # run from a checkout, where the package may not be installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from elastic_ring.cli.drain import positive
 from elastic_ring.control.facts import fact_of
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.monitor.journal import salvage_file
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "--watch",
         nargs="?",
         const=1.0,
-        type=_positive,
+        type=positive,
         metavar="SECONDS",
         help="show again every SECONDS (1 if left out) until Ctrl-C",
     )
@@ -99,13 +100,6 @@ def _serve(records: RunRecords, host: str, port: int) -> int:
         print(f"{page.url} shows the run until Ctrl-C", flush=True)
         page.serve()
     return 0
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0 seconds")
-    return value
 
 
 def _port(text: str) -> int:

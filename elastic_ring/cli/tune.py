@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from elastic_ring.cli import refused
 from elastic_ring.cli.settings import PRESETS, TrainSettings, has_flag, parse
 from elastic_ring.config import RunConfig
 from elastic_ring.errors import ElasticRingError
@@ -97,13 +98,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_named = asked.run.name != f"train-1t-{asked.preset}"
         anew = replace(asked, run=replace(asked.run, resume="never"))  # no run's record says where a search begins
         return run(options, rest, build(anew), is_named=is_named)
-    except ValueError as error:
-        print(f"elastic-ring tune: {error}", file=sys.stderr)
-        return 2
-    except ElasticRingError as error:
-        print(f"elastic-ring tune: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as interrupt:
-        told = str(interrupt) or "stopped; the same command goes on with a search that has begun"
-        print(f"elastic-ring tune: {told}", file=sys.stderr)
-        return 130
+    except (ValueError, ElasticRingError, KeyboardInterrupt) as error:
+        return refused("elastic-ring tune", error, "stopped; the same command goes on with a search that has begun")

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elastic_ring.cli import refused
 from elastic_ring.cli.settings import PRESETS, SECTIONS, SHORT, TrainSettings, has_flag, parse
 from elastic_ring.config import RunConfig, StepConfig
 from elastic_ring.errors import ElasticRingError
@@ -173,15 +174,8 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         own, asked = parse_zero3(sys.argv[1:] if argv is None else argv)
         result = build(own, asked).fit()
-    except ValueError as error:
-        print(f"train_zero3: {error}", file=sys.stderr)
-        return 2
-    except ElasticRingError as error:
-        print(f"train_zero3: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("train_zero3: stopped", file=sys.stderr)
-        return 130
+    except (ValueError, ElasticRingError, KeyboardInterrupt) as error:
+        return refused("train_zero3", error)
     summary = result.summary
     first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
     print(

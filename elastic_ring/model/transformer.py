@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -167,28 +166,6 @@ class Transformer(nn.Module):
         if not self._has_own_tables:
             return []
         return [self.embedding, *(self.head.children() if isinstance(self.head, SlicedHead) else (self.head,))]
-
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        positions: Tensor,
-        document_ids: Tensor,
-        attention: AttentionFn,
-        targets: None = None,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        positions: Tensor,
-        document_ids: Tensor,
-        attention: AttentionFn,
-        targets: Tensor,
-    ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
         self,

@@ -29,6 +29,7 @@ from elastic_ring.monitor.metrics import (
     JOURNAL_NAME,
     METRICS_NAME,
     SUMMARY_NAME,
+    RecoveryEvent,
     StepMetrics,
     read_status,
     write_json,
@@ -59,25 +60,6 @@ class RunInfo:
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
-
-
-class RecoveryEvent(TypedDict):
-    """A recovery as summary.json has it; seconds are None for what did not happen."""
-
-    step: int
-    faults: list[str]
-    cause: str
-    action: str
-    detect_s: float | None
-    close_s: float | None
-    heal_s: float | None
-    rerun_s: float | None
-    total_s: float | None
-    steps_undone: int
-    steps_rerun: int
-    source: str | None
-    survivor_pids_kept: bool
-    exact: bool
 
 
 class CheckpointEvent(TypedDict):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from elastic_ring.errors import RecordDamaged, RunFailed
 from elastic_ring.files import replace_file
@@ -59,22 +59,28 @@ SUMMARY_KEYS = (
     "validation",
 )
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
-RECOVERY_KEYS = (
-    "step",
-    "faults",
-    "cause",
-    "action",
-    "detect_s",
-    "close_s",
-    "heal_s",
-    "rerun_s",
-    "total_s",
-    "steps_undone",
-    "steps_rerun",
-    "source",
-    "survivor_pids_kept",
-    "exact",
-)
+
+
+class RecoveryEvent(TypedDict):
+    """A recovery as summary.json has it; seconds are None for what did not happen."""
+
+    step: int
+    faults: list[str]
+    cause: str
+    action: str
+    detect_s: float | None
+    close_s: float | None
+    heal_s: float | None
+    rerun_s: float | None
+    total_s: float | None
+    steps_undone: int
+    steps_rerun: int
+    source: str | None
+    survivor_pids_kept: bool
+    exact: bool
+
+
+RECOVERY_KEYS = tuple(RecoveryEvent.__annotations__)
 
 
 @dataclass(frozen=True)

@@ -15,25 +15,8 @@ from elastic_ring.cli.settings import TrainSettings
 from elastic_ring.files import plain_json, read_small
 from elastic_ring.forecast.sizing.step_time import Latent
 from elastic_ring.model.config import ModelConfig, num_parameters
+from elastic_ring.model.hugging_face import KNOWN_TYPES
 
-KNOWN = frozenset(
-    {
-        *(
-            "deepseek_v2",
-            "deepseek_v3",
-            "dots1",
-            "ernie4_5_moe",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "glm4_moe",
-            "gpt_oss",
-        ),
-        *("granitemoe", "llama", "mistral", "mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3"),
-        *("qwen3_moe", "smollm3"),
-    }
-)
-"""Types whose keys say all of their sizes; `unit/forecast/test_forecast_models.py` holds each against the module."""
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "moe_k")
 ALL_WINDOWS, NO_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"}), frozenset({"qwen2_moe"})
@@ -49,11 +32,11 @@ def sizes_of(asked: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None, i
         plain = plain_json(read_small(folder / "config.json"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--model-folder {folder}: its config.json cannot be read ({error})") from error
-    if not isinstance(plain, dict) or plain.get("model_type") not in KNOWN:
+    if not isinstance(plain, dict) or plain.get("model_type") not in KNOWN_TYPES:
         kind = plain.get("model_type") if isinstance(plain, dict) else None
         raise ValueError(
-            f"--model-folder {folder}: model_type={kind!r}: forecast are {', '.join(sorted(KNOWN))}; give a preset's "
-            "sizes instead: --model.num-layers ..."
+            f"--model-folder {folder}: model_type={kind!r}: forecast are {', '.join(sorted(KNOWN_TYPES))}; give a "
+            "preset's sizes instead: --model.num-layers ..."
         )
     try:
         model = _model(plain, asked.model)

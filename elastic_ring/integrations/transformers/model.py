@@ -43,10 +43,11 @@ from elastic_ring.integrations.transformers.lora import (
     adapt,
     check_lora,
 )
-from elastic_ring.integrations.transformers.module import PLAIN_HEAD, WHOLE_SLICE, build, checkpoint_layers, latent_of
+from elastic_ring.integrations.transformers.module import WHOLE_SLICE, build, checkpoint_layers, latent_of
 from elastic_ring.integrations.transformers.weights import FolderWeights
 from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
 from elastic_ring.model.flops import model_flops
+from elastic_ring.model.hugging_face import KNOWN_TYPES
 from elastic_ring.model.init import Initialiser
 from elastic_ring.train.task import Initial, ModelParts
 from elastic_ring.wording import few
@@ -155,7 +156,7 @@ class RingModel:
             **asdict(self.experts),
             tie_embeddings=bool(config.tie_word_embeddings),
             checkpoint_activations=self.checkpoint_activations,
-            loss_chunk_tokens=self.loss_chunk_tokens if config.model_type in PLAIN_HEAD else WHOLE_SLICE,
+            loss_chunk_tokens=self.loss_chunk_tokens if config.model_type in KNOWN_TYPES else WHOLE_SLICE,
         )
 
     def flops(self, context_tokens: int, density: float = 1.0) -> float:
@@ -241,7 +242,7 @@ def ring_model(
     with torch.device("meta"):
         model = build(made.config)
     windows_found = trace(model, made.config)
-    check_experts(model, made.config, adds_loss=made.config.model_type in PLAIN_HEAD)
+    check_experts(model, made.config, adds_loss=made.config.model_type in KNOWN_TYPES)
     number = _count(model)
     made = replace(made, layer_windows=windows_found, experts=expert_sizes(model, made.config), num_parameters=number)
     made = replace(made, latent=latent_of(model))

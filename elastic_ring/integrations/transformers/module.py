@@ -15,42 +15,11 @@ from elastic_ring.attention.layers import of_layer
 from elastic_ring.attention.plan.traffic import carries_latents
 from elastic_ring.integrations.transformers import experts
 from elastic_ring.integrations.transformers.fused import fuse_layers
+from elastic_ring.model.hugging_face import KNOWN_TYPES
 from elastic_ring.model.loss import chunked_cross_entropy
 from elastic_ring.train.wrap import largest_list
 
 NAME = "elastic_ring"
-PLAIN_HEAD = frozenset(
-    {
-        *(
-            "deepseek_v2",
-            "deepseek_v3",
-            "dots1",
-            "ernie4_5_moe",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "glm4_moe",
-            "gpt_oss",
-        ),
-        *(
-            "granitemoe",
-            "llama",
-            "mistral",
-            "mixtral",
-            "olmo2",
-            "olmoe",
-            "phi3",
-            "qwen2",
-            "qwen2_moe",
-            "qwen3",
-            "qwen3_moe",
-            "smollm3",
-        ),
-    }
-)
-"""Model types whose logits are `lm_head(hidden)`, with a softcap where the config has `final_logit_softcapping` and
-divided where it has `logits_scaling`: their loss is computed in chunks of tokens. Others make the logits of a whole
-slice at once, as transformers does."""
 WHOLE_SLICE = 1 << 40
 """More tokens than any slice has."""
 
@@ -196,7 +165,7 @@ def _ring_class(base: Any) -> Any:
     ) -> Any:
         # The loss is computed in here because FSDP2 keeps the head's weight gathered only there.
         named = {"input_ids": tokens, "position_ids": positions, "ring": attention, "use_cache": False}
-        if targets is None or self.config.model_type not in PLAIN_HEAD:
+        if targets is None or self.config.model_type not in KNOWN_TYPES:
             logits = base.forward(self, **named).logits
             return logits if targets is None else _cross_entropy(logits, targets)
         balances = self.training and experts.has_balancing_loss(self.config)

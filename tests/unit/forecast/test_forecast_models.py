@@ -14,7 +14,7 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.cli.forecasts import command
 from elastic_ring.cli.forecasts.attention import attention_of, read
-from elastic_ring.cli.forecasts.folders import KNOWN, sizes_of
+from elastic_ring.cli.forecasts.folders import sizes_of
 from elastic_ring.cli.settings import parse
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.forecast.sizing import step_time
@@ -22,6 +22,7 @@ from elastic_ring.forecast.sizing.jobs import job_of
 from elastic_ring.forecast.sizing.machines import GPUS, efficiency_of
 from elastic_ring.forecast.sizing.step_time import Latent
 from elastic_ring.model.config import ModelConfig, preset
+from elastic_ring.model.hugging_face import KNOWN_TYPES
 
 CONTEXT = 64
 SMALL: dict[str, Any] = {
@@ -49,7 +50,7 @@ def same(patterns: LayerPatterns | None, wanted: LayerPatterns | None, num_layer
 
 
 @pytest.mark.parametrize("windows", ["exact", "blocks"])
-@pytest.mark.parametrize("kind", sorted(KNOWN))
+@pytest.mark.parametrize("kind", sorted(KNOWN_TYPES))
 def test_a_folder_has_the_sizes_and_windows_of_its_module(kind: str, windows: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from elastic_ring.integrations.transformers import ring_model

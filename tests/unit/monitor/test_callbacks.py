@@ -23,7 +23,6 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import (
     CALLBACKS_NAME,
     Callback,
-    RecoveryEvent,
     RunInfo,
     Telling,
     check_callbacks,
@@ -34,7 +33,6 @@ from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import (
     JOURNAL_NAME,
     METRICS_NAME,
-    RECOVERY_KEYS,
     STATUS_NAME,
     MetricsLog,
     StepMetrics,
@@ -105,10 +103,6 @@ def records(tmp_path: Path) -> Records:
 
 def telling(folder: Path, *callbacks: Callback) -> Telling:
     return Telling(callbacks, RunInfo("first", folder))
-
-
-def test_events_have_the_keys_of_the_records() -> None:
-    assert tuple(RecoveryEvent.__annotations__) == RECOVERY_KEYS
 
 
 def test_each_event_is_told_once_over_drivers_and_new_records(tmp_path: Path, records: Records) -> None:
