@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -139,7 +138,3 @@ def report(manifest: Manifest, out: str) -> list[str]:
             for source in manifest.sources
         ]
     return [*lines, f"{out.rstrip('/')}/{MANIFEST}", manifest.digest]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -62,7 +62,3 @@ def _examine(asked: TrainSettings, *, as_json: bool) -> int:
     else:
         print("\n".join(finding.line() for finding in findings))
     return 1 if verdicts.will_fail(findings) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -66,7 +66,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"all of it in {done.folder}"
     )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

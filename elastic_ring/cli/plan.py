@@ -11,7 +11,3 @@ from elastic_ring.cli import train
 def main(argv: Sequence[str] | None = None) -> int:
     """What `elastic-ring train --plan` prints for the same settings."""
     return train.main(["--plan", *(sys.argv[1:] if argv is None else argv)])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,9 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-if __name__ == "__main__":  # run from a checkout, where the package may not be installed
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from elastic_ring.cli.drain import positive
 from elastic_ring.control.facts import fact_of
 from elastic_ring.errors import ElasticRingError
@@ -107,7 +104,3 @@ def _port(text: str) -> int:
     if not 0 <= value < 65536:
         raise argparse.ArgumentTypeError(f"{text}: must be a port, 0 to 65535")
     return value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

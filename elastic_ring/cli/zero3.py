@@ -185,7 +185,3 @@ def _main(argv: Sequence[str] | None) -> int:
         f"{asked.run.storage_uri}"
     )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -61,7 +61,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ElasticRingError as error:  # of a run that is read
         print(f"elastic-ring forecast: {error}", file=sys.stderr)
         return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
