@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elastic_ring.config import ScalingConfig, StepConfig, check_together
 from elastic_ring.experts import compute
 from elastic_ring.experts.compute import grouped_linear, product_kind
 from elastic_ring.experts.order import Order
@@ -156,6 +157,11 @@ def test_biases_even_out_the_load() -> None:
 def test_experts_that_do_not_fit_are_named(settings: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         partial(replace, CONFIG)(**settings)
+
+
+def test_experts_that_tokens_are_sent_to_do_not_wait_in_host_memory() -> None:
+    with pytest.raises(ValueError, match=r"experts='send' and cpu_offload='all'.*take experts='auto', or cpu_offload"):
+        check_together(ScalingConfig(cpu_offload="all"), StepConfig(experts="send"), ())
 
 
 def test_parts_have_whole_experts_where_they_fit_and_cuts_of_those_that_do_not() -> None:

@@ -230,6 +230,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: T.MixtralConfig(**SMALL, router_jitter_noise=0.1),
         r"router_jitter_noise=0\.1: .* a step that runs again must choose the same experts",
     ),
+    "capacity": (lambda: T.MixtralConfig(**SMALL, capacity_factor=1.5), "which tokens are dropped would depend on"),
     "dropout": (lambda: T.LlamaConfig(**SMALL, attention_dropout=0.1), r"attention_dropout=0\.1: .* set it to 0\.0"),
     "dynamic rope": (
         lambda: T.LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
