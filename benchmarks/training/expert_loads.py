@@ -2,7 +2,8 @@
 
     python benchmarks/training/expert_loads.py                200 steps of 8 x 1,024 tokens, one process
 
-Loads are those of the training sequences themselves, summed over the last `--over` of them: single files differ.
+Loads are those of the training sequences themselves, in the order in which a run takes them, summed over the last
+`--over` of them: single files differ.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from benchmarks.harness import results
 from benchmarks.harness.arguments import at_least_one, bench_parser
 from elastic_ring.config import OptimConfig
+from elastic_ring.data.sampling.order import Order
 from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import preset
 from elastic_ring.model.feed_forward import MoE
@@ -55,10 +57,11 @@ def trained_loads(steps: int) -> list[list[Tensor]]:
     rates = OptimConfig(peak_lr=3e-3, min_lr=3e-4, warmup_steps=min(10, steps), total_steps=steps)
     optimizer = make_optimizer(named, rates, {name: param.dim() for name, param in named})
     source, positions = StdlibText(CONTEXT).open(), torch.arange(CONTEXT)[None]
+    order = Order(0, BATCH, source.num_sequences)
     for step in range(steps):
         optimizer.zero_grad()
-        for number in range(step * BATCH, (step + 1) * BATCH):
-            tokens = torch.from_numpy(source.read(number % source.num_sequences).tokens.astype("int64"))[None]
+        for number in order.sample_ids(step):
+            tokens = torch.from_numpy(source.read(number).tokens.astype("int64"))[None]
             loss, _ = model(
                 tokens[:, :-1],
                 positions=positions,
