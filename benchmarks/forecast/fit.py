@@ -26,7 +26,7 @@ BOUNDS = {
     "narrow_heads": (0.5, 1.0),
     "elementwise": (0.3, 4.0),
     "overlap": (0.3, 1.0),
-    "host_s": (2e-4, 6e-3),
+    "host_s": (2e-4, 1e-2),
     "ring_host_s": (2e-4, 0.05),
     "experts_host_s": (2e-4, 0.1),
 }

@@ -162,7 +162,7 @@ def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, flo
     gpu = torch.cuda.get_device_name(0) if on_gpus and torch.cuda.is_available() else None
     try:
         return found | planned(asked, gpu, os.cpu_count() or 1, os.getloadavg()[0])
-    except ValueError:  # a model that is not forecast trains all the same
+    except (ValueError, StorageFailed):  # what cannot be forecast trains all the same
         return found
 
 
@@ -331,8 +331,11 @@ def _begins_at_once(asked: TrainSettings) -> bool:
     if _is_checked_by_torch(asked) or (asked.run.driver_folder / SUMMARY_NAME).exists():
         return False
     if asked.model_folder is not None:
-        config = readable_json(Path(asked.model_folder) / "config.json")
-        if config is None or "model_type" not in config:  # refused at once
+        try:
+            config = readable_json(Path(asked.model_folder) / "config.json")
+        except OSError:  # what reads the model says so
+            return False
+        if "model_type" not in config:  # refused at once
             return False
     _check(asked)
     if asked.data.source == "text" and not asked.run.is_remote:  # of a finished run data may be gone
@@ -347,8 +350,10 @@ def _train_beside_ray(asked: TrainSettings) -> int:
     """Ray's start waits for processes, imports and the model for nothing."""
     making: Future[Made] = Future()
     threading.Thread(target=_make, args=(asked, making), name="model", daemon=True).start()
-    from elastic_ring.runtime.driver.ray_session import ray_session
+    from elastic_ring.runtime.driver.ray_session import is_local, ray_session
 
+    if not is_local():  # nothing to start: a wrong model is refused before a cluster is asked
+        making.result()
     with ray_session(asked.scaling, asked.run.timeouts.lease_s):
         return _train(asked, build(asked, making.result()))
 

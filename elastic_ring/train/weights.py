@@ -7,6 +7,7 @@ written. No rank holds the whole model.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import secrets
@@ -35,6 +36,8 @@ from elastic_ring.state.shard import raw_bytes
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.state.storage.stored import StoredFile, pieces
 from elastic_ring.wording import few
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 """How soon a rank that waits for its file notices an abort."""
@@ -86,8 +89,8 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
 
     `path`: `Result.weights` (a safetensors file, or the index of several), or the run's folder. One tensor at a time is
     read. Tied parameters (one tensor under several names) are stored once, under the first name. Buffers, which no step
-    changes, stay as the module has them. Raises ValueError for weights that cannot be read, and for names or shapes
-    that differ from the module's; then nothing has been loaded.
+    changes, stay as the module has them; a warning names them. Raises ValueError for weights that cannot be read, and
+    for names or shapes that differ from the module's; then nothing has been loaded.
     """
     stored = StoredWeights.open(path)
     shapes, tied = stored.shapes, dict[int, list[str]]()
@@ -95,9 +98,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
     for name, value in own.items():
         tied.setdefault(id(value), []).append(name)
     found = {next((name for name in names if name in shapes), names[0]): own[names[0]] for names in tied.values()}
-    for name, _ in module.named_buffers():
-        if name not in shapes:
-            found.pop(name, None)
+    kept = [name for name, _ in module.named_buffers() if name not in shapes and found.pop(name, None) is not None]
     wrong = [f"{name} is missing" for name in found if name not in shapes]
     wrong += [f"{name} is unknown to the module" for name in sorted(shapes.keys() - own.keys())]
     wrong += [
@@ -111,6 +112,8 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
     with torch.no_grad():
         for name, value in found.items():
             value.copy_(stored.tensor(name))
+    if kept:
+        log.warning("%s: has no buffers; the module's own stay: %s", os.fspath(path), few(kept, NUM_NAMED))
 
 
 class _Gather:

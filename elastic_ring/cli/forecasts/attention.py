@@ -19,6 +19,7 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import head_groups, owned_positions, rank_hops
 from elastic_ring.cli.settings import TrainSettings
 from elastic_ring.config import StepConfig
+from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.forecast.sizing.step_time import Attention
 from elastic_ring.model.config import ModelConfig
@@ -36,6 +37,7 @@ def work_of(asked: TrainSettings) -> dict[str, Any]:
         from elastic_ring.cli.forecasts.folders import sizes_of
 
         model, patterns, number, latent = sizes_of(asked)
+        latent = latent if asked.step.linears == "native" else None  # hops carry keys
     if asked.pattern is not None:
         patterns = read(asked.pattern, model)
     found, sent_heads = None, model.num_kv_heads if latent is None else 1
@@ -53,12 +55,13 @@ def _always(attention: Attention, cp: int) -> Attention:
 
 def within_documents(asked: TrainSettings) -> float:
     """The share of the causal pairs that are within a document of a prepared corpus; 1.0 for other data, whose
-    documents nobody has measured. Sequences of S tokens begin anywhere: the pieces of a document of L tokens have
-    L² (1 - L / 3S) pairs in the mean, S L - S² / 3 where it is longer than a sequence, both times a half."""
+    documents nobody has measured. Sources count by their tokens, without weights. Sequences of S tokens begin anywhere:
+    the pieces of a document of L tokens have L² (1 - L / 3S) pairs in the mean, S L - S² / 3 where it is longer than a
+    sequence, both times a half."""
     if asked.data.source != "prepared":
         return 1.0
     context, share = asked.step.context_tokens, 0.0
-    manifest = read_manifest(asked.data.uri)
+    manifest = at_submission(lambda: read_manifest(asked.data.uri))
     for power, num_tokens in enumerate(manifest.tokens_by_length):
         length = 1.5 * 2**power
         keys = length * (1 - length / (3 * context)) if length < context else context - context**2 / (3 * length)

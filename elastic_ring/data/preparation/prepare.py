@@ -385,7 +385,7 @@ def assemble(
         sources=sources,
         is_complete=is_complete,
         longest_document_tokens=max((record.longest_document_tokens for record in by_name), default=0),
-        tokens_by_length=tuple(map(sum, zip_longest(*(one.tokens_by_length for one in by_name), fillvalue=0))),
+        tokens_by_length=_by_length(by_name),
         dropped=dropped,
         about={
             "sources": list(map(shown, config.sources)),
@@ -394,6 +394,12 @@ def assemble(
             "files": {what: [dataclasses.asdict(group) for group in groups] for what, groups in plan.groups.items()},
         },
     ).sealed()
+
+
+def _by_length(records: Sequence[PieceRecord]) -> tuple[int, ...]:
+    """The sums over pieces; none where pieces of an earlier version have not counted them."""
+    counts = [one.tokens_by_length for one in records if one.shards]
+    return tuple(map(sum, zip_longest(*counts, fillvalue=0))) if all(counts) else ()
 
 
 def _dropped(records: Sequence[PieceRecord]) -> Dropped:

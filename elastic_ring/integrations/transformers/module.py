@@ -86,20 +86,24 @@ def attend(
 def _sends_latents(module: Any, q: Tensor, latent: Tensor, rotated: Tensor, attention: Any) -> bool:
     """Whether a layer's hops carry what its keys and values are projected from: where there are hops, it is less, and
     the projection is a plain one."""
-    up = module.kv_b_proj
+    up = module.kv_b_proj.weight
     return (
         getattr(attention, "takes_latents", False)
-        and module.v_head_dim <= q.size(3)
+        and _projects_plainly(module, q.size(3))
         and carries_latents(q.size(1), q.size(3), latent.size(3) + rotated.size(3))
-        and (type(up), up.bias) == (nn.Linear, None)
-        and (up.weight.shape[1:], up.weight.dtype) == (latent.shape[3:], latent.dtype)
+        and (up.shape[1:], up.dtype) == (latent.shape[3:], latent.dtype)
     )
+
+
+def _projects_plainly(module: Any, head_dim: int) -> bool:
+    up = module.kv_b_proj
+    return module.v_head_dim <= head_dim and (type(up), up.bias) == (nn.Linear, None)
 
 
 def latent_of(model: Any) -> int:
     """The numbers of a token that hops carry in place of K and V; 0 where they carry these."""
     module = next((each for each in model.modules() if getattr(each, "expand_kv", None) is _apart), None)
-    if module is None or type(module.kv_b_proj) is not nn.Linear:
+    if module is None or not _projects_plainly(module, module.qk_head_dim):
         return 0
     numbers = int(module.kv_lora_rank + module.qk_rope_head_dim)
     return numbers if carries_latents(module.num_heads, module.qk_head_dim, numbers) else 0

@@ -49,7 +49,7 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
         access.warn_if_open(ray.get_runtime_context().gcs_address)
         yield
         return
-    if (environment().get("RAY_ADDRESS") or access.local_head() or "local") != "local":
+    if not is_local():
         outlast_head(lease_s)
         try:
             access.connect(namespace=NAMESPACE)
@@ -67,6 +67,11 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
     finally:
         with leaving():
             ray.shutdown()
+
+
+def is_local() -> bool:
+    """Whether `cluster` starts a Ray of its own."""
+    return (environment().get("RAY_ADDRESS") or access.local_head() or "local") == "local"
 
 
 def _start_local(num_cpus: int) -> None:

@@ -21,7 +21,7 @@ import ray
 from elastic_ring.cli import data as command
 from elastic_ring.data.manifest import Manifest, digest_of, read_manifest
 from elastic_ring.data.preparation import prepare as prepare_module
-from elastic_ring.data.preparation.piece import PieceWorker
+from elastic_ring.data.preparation.piece import PieceRecord, PieceWorker
 from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 from tests.unit.data.corpora import prepared, texts, texts_of, tokens_of, write_jsonl, write_table
 
@@ -51,6 +51,10 @@ def test_every_document_of_every_format_is_there_once_and_in_order(corpus: Path,
     for power, num_tokens in enumerate(manifest.tokens_by_length):
         assert num_tokens == sum(length for length in lengths if 2**power <= length < 2 ** (power + 1))
     assert sum(manifest.tokens_by_length) == manifest.num_tokens
+    counted = [PieceRecord("a", manifest.sources[0].shards, 1, tokens_by_length=lengths) for lengths in ((8,), (2, 3))]
+    assert prepare_module._by_length(counted) == (10, 3)
+    earlier = dataclasses.replace(counted[0], tokens_by_length=())
+    assert prepare_module._by_length([*counted, earlier]) == (), "a piece of an earlier version has not counted"
     old = {**dataclasses.asdict(manifest), "tokens_by_length": ()}
     assert digest_of(old) == manifest.digest, "a corpus that was prepared before is the same corpus"
     assert (manifest.vocab_size, manifest.end_of_document, manifest.is_complete) == (257, 256, True)

@@ -104,7 +104,9 @@ def test_loss_and_gradients_on_a_ring_are_those_of_transformers(family: str, cp:
 @pytest.mark.thinned(num=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mixtral, balanced"])
-def test_a_folder_goes_in_and_comes_out_bit_for_bit(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_a_folder_goes_in_and_comes_out_bit_for_bit(
+    tmp_path: Path, family: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     """Experts lie in it one by one; the correction bias that nothing trains is among the rest, in fp32 like routers."""
     torch.manual_seed(0)
     saved = T.AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=dtype)
@@ -126,7 +128,11 @@ def test_a_folder_goes_in_and_comes_out_bit_for_bit(tmp_path: Path, family: str,
             assert torch.equal(model.weights.tensor(name, param.shape, rows=(2, 5)), param[2:5]), name
     save_file(values, run / WEIGHTS, metadata={"format": "pt", "sha256": ""})
     trained = model()
+    caplog.clear()
     load_weights(trained, run)
+    named = {name for name, _ in saved.named_buffers() if name in biases}
+    assert all(name in caplog.text for name in named), "a run keeps no buffers"
+    assert ("has no buffers" in caplog.text) == bool(named)
     assert all(torch.equal(value, trained.state_dict()[name]) for name, value in biases.items())
     export(run, tmp_path / "out", dtype=str(dtype).removeprefix("torch."), max_file_size="30KB")
     stored = {
