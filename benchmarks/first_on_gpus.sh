@@ -1,7 +1,7 @@
 #!/bin/bash
 # What a change made without GPUs still owes, in the repository's root on a host of one or two GPUs:
 #     bash benchmarks/first_on_gpus.sh            all of it, up to an hour if all parts reach their limits
-#     bash benchmarks/first_on_gpus.sh tests steps      some parts: tests steps memory search drills hosts fp8 peers
+#     bash benchmarks/first_on_gpus.sh tests steps      some parts: tests steps bars memory search drills hosts fp8 peers
 # Each part is cut at its limit and prints its end; all output comes under $OUT. Where Python's packages have no bytecode,
 # write it first (python -m compileall), or each process compiles all that it imports.
 set -u
@@ -20,6 +20,12 @@ tests() { # flash-attn-4 compiles for 10 to 30 s a shape: processes share what o
 steps() {
   part host 90 22 $PY benchmarks/probes/probe_host_step.py --device cuda --context 256
   part step 340 40 $PY benchmarks/training/bench_step.py --rows 1b-keep,8b-keep,8b --steps 8 --profile
+}
+bars() { # of the ordinary step: repeatable bits against any, 32 K tokens, a ring of two at 8 K a GPU, a sparse call
+  part repeatable 170 12 $PY benchmarks/training/bench_step.py --rows 1b-keep,1b-fast,hf,hf-fast --steps 8
+  part 32k 110 8 $PY benchmarks/training/bench_step.py --rows 8b-keep --context 32768 --steps 5
+  part ring 110 8 $PY benchmarks/attention/bench_ring.py --heads 8:8 --head-dims 128 --tokens 16K --systems ours-nccl,ceiling
+  part sparse 110 12 $PY benchmarks/attention/pattern_speed_gpu.py
 }
 memory() {
   part alive 90 16 $PY benchmarks/probes/probe_alive_gpu.py --model 1b
@@ -58,5 +64,5 @@ for end in (500, 1000, 1500, 2000):
 P
 }
 peers() { part peers 300 12 $PY benchmarks/training/bench_experts.py --contexts 16K --rows send,dense,transformers,autoep --steps 5; }
-for name in "${@:-tests steps memory search drills hosts fp8 peers}"; do for one in $name; do "$one"; done; done
+for name in "${@:-tests steps bars memory search drills hosts fp8 peers}"; do for one in $name; do "$one"; done; done
 echo "logs in $OUT"
