@@ -226,6 +226,7 @@ def _lines(
 
     end_bytes = 0
     hole = 0
+    is_signed = False
     for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
         if hole:
             tell(hole)
@@ -238,9 +239,11 @@ def _lines(
         if b"\0" in line:
             hole = number
             continue
-        record = record_of(line)
-        if record is None:
+        record, was_signed = record_of(line), is_signed
+        is_signed = _CRC.search(line) is not None
+        if record is None or (was_signed and not is_signed):  # a wrong byte in the checksum's name takes it away
             tell(number)
+            is_signed = was_signed
             continue
         end_bytes += len(line)
         yield record, end_bytes

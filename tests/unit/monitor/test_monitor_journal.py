@@ -13,7 +13,7 @@ import pytest
 
 from elastic_ring.errors import JournalDamaged, StorageFailed
 from elastic_ring.monitor import journal as journal_module
-from elastic_ring.monitor.journal import Journal, read
+from elastic_ring.monitor.journal import Journal, line_of, read
 
 RECORDS = [{"now": 0.5, "event": {"type": "Tick", "text": "a\nb\u00e9"}}, {"commands": []}, {"n": 3}]
 
@@ -81,6 +81,17 @@ def test_damage_in_the_middle_is_named_with_its_line(tmp_path: Path, damage: byt
     assert caught.value.facts["line"] == 2
     with pytest.raises(JournalDamaged, match="line 2 of"):
         Journal(path).open()
+
+
+def test_any_wrong_byte_after_the_first_line_is_damage(tmp_path: Path) -> None:
+    """Also one in the name of a line's checksum, which takes the checksum away."""
+    path = tmp_path / "journal.jsonl"
+    write(path, RECORDS)
+    data = path.read_bytes()
+    for index in range(data.index(b"\n") + 1, len(data) - 1):  # without its end the last line is a torn one
+        path.write_bytes(data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :])
+        with pytest.raises(JournalDamaged):
+            list(read(path))
 
 
 def test_a_whole_last_line_that_is_no_record_is_damage(tmp_path: Path) -> None:
@@ -196,27 +207,28 @@ def test_whoever_opens_it_cuts_nothing_off_that_another_is_just_writing(tmp_path
 def test_what_comes_between_the_last_look_and_the_cut_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal.jsonl"
     write(path, RECORDS[:1])
-    whole_bytes = journal_module._whole_bytes
+    whole_bytes, last = journal_module._whole_bytes, line_of({"n": 2})
 
     def look(of: Path) -> int:
         found = whole_bytes(of)
         with path.open("ab") as other:
-            other.write(b'{"n": 1}\n{"n":')
+            other.write(line_of({"n": 1}) + last[:5])
         return found
 
     monkeypatch.setattr(journal_module, "_whole_bytes", look)
     Journal(path).open().close()
     with path.open("ab") as other:
-        other.write(b" 2}\n")
+        other.write(last[5:])
     assert list(read(path)) == [RECORDS[0], {"n": 1}, {"n": 2}]
 
 
 def test_a_half_line_whose_other_half_comes_is_not_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal.jsonl"
     write(path, RECORDS[:1])
+    line = line_of({"n": 42})
     with path.open("ab") as other:
-        other.write(b'{"n":')
-    pauses = iter([b" 4", b"2", b"}\n"])
+        other.write(line[:5])
+    pauses = iter([line[5:7], line[7:8], line[8:]])
 
     def pause(seconds: float) -> None:
         with path.open("ab") as other:
