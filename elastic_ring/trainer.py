@@ -7,13 +7,10 @@ within the lease and it attaches to the same run. No training and no recovery de
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -64,9 +61,6 @@ from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_cal
 from elastic_ring.monitor.json_files import read_json, set_aside
 from elastic_ring.monitor.metrics import (
     CONFIG_NAME,
-    JOURNAL_NAME,
-    STATUS_NAME,
-    SUMMARY_NAME,
     StepMetrics,
     storage_error,
     write_json,
@@ -95,9 +89,10 @@ from elastic_ring.runtime.driver.ray_session import cluster, leaving, ray_sessio
 from elastic_ring.runtime.driver.session import interruptible, lease
 from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
 from elastic_ring.runtime.identity import Identity, contents_of, described, identity_of
+from elastic_ring.runtime.run_folder import check_writable
 from elastic_ring.runtime.stages import Stages
 from elastic_ring.runtime.worker.env_fingerprint import versions
-from elastic_ring.state.checkpoints.manifest import FOLDER, located
+from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.checkpoints.stored_weights import RunWeights
 from elastic_ring.state.storage.folder import open_or_refuse
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule, check_cpu_offload, check_schedule
@@ -118,10 +113,6 @@ log = logging.getLogger(__name__)
 
 FOLLOW_S = 0.4
 FETCH_S = 5.0
-FIRST_RECORDS_BYTES = 64 * 1024  # more than a run writes before its first step
-RECORDS = frozenset(
-    {CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, "terms"}
-)  # one of them at least is in a run's folder
 
 
 class ElasticRingTrainer:
@@ -718,31 +709,6 @@ def check_portable(task: TrainingTask) -> None:
         raise ValueError(
             f"the model, loss, optimizer, data or initial cannot be sent to workers ({type(error).__name__}: {error}): "
             "give functions and classes of a module, or plain objects, without open files, locks or threads in them"
-        ) from error
-
-
-def check_writable(folder: Path) -> None:
-    """Raises ValueError for a run folder that cannot be written to, or that holds files and no run's records."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"run_dir={str(folder)!r} is a file: give a folder, or a name that does not exist yet")
-    for parent in folder.parents:
-        if parent.exists() and not parent.is_dir():
-            raise ValueError(f"run_dir={str(folder)!r} cannot be written to: {parent} is a file; give a folder")
-    try:
-        names = {path.name for path in folder.iterdir()} if folder.exists() else set[str]()
-        has_checkpoints = any(folder.glob(f"{FOLDER}/step-*/lineage-*"))
-        if names and not has_checkpoints and not any(name in RECORDS or name.startswith("attempt-") for name in names):
-            raise ValueError(f"run_dir={str(folder)!r} holds other files: give a new folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder if folder.is_dir() else folder.parent) as file:
-            file.write(bytes(FIRST_RECORDS_BYTES))  # a full disk often still accepts an empty file
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise ValueError(
-            f"run_dir={str(folder)!r} cannot be written to ({error.strerror or error}): "
-            f"{'free space there, or ' * full}give a folder that can"
         ) from error
 
 

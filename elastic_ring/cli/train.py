@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from elastic_ring.cli.data_settings import data_flag, data_source, prepared_data, validation_sets
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
-from elastic_ring.config import check_copies, check_loss_spikes, check_together
+from elastic_ring.config import check_copies, check_lasting, check_loss_spikes, check_together
 from elastic_ring.errors import ElasticRingError, StorageFailed, TermLost
 from elastic_ring.files import shown_url
 from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
@@ -31,6 +31,7 @@ from elastic_ring.monitor.goodput import seen_of
 from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, read_metrics
 from elastic_ring.monitor.report import forecast_line, goodput_line
+from elastic_ring.runtime.run_folder import check_writable
 from elastic_ring.validation import from_plain
 
 if TYPE_CHECKING:
@@ -338,6 +339,8 @@ def _begins_at_once(asked: TrainSettings) -> bool:
         if "model_type" not in config:  # refused at once
             return False
     _check(asked)
+    check_lasting(asked.run.driver_folder)
+    check_writable(asked.run.driver_folder)
     if asked.data.source == "text" and not asked.run.is_remote:  # of a finished run data may be gone
         from elastic_ring.data.listing import list_source
 

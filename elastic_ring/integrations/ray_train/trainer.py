@@ -38,10 +38,11 @@ from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.ray_session import cluster
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.identity import Identity, contents_of, described, identity_of
+from elastic_ring.runtime.run_folder import check_writable
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.task import description_of
-from elastic_ring.trainer import ElasticRingTrainer, check_task, check_writable, training_order
+from elastic_ring.trainer import ElasticRingTrainer, check_task, training_order
 
 log = logging.getLogger(__name__)
 

@@ -41,12 +41,12 @@ from elastic_ring.runtime.agent.messages import Said
 from elastic_ring.runtime.coordinator.resume import find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.coordinator.startup import Startup, open_run
+from elastic_ring.runtime.run_folder import check_writable
 from elastic_ring.runtime.terms import Terms
 from elastic_ring.state.checkpoints.checkpoint import Reader, committed
 from elastic_ring.state.checkpoints.manifest import read_manifest
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.optim import OptimConfig
-from elastic_ring.trainer import check_writable
 from tests.unit.coordinator.test_checkpoints import CP, Run
 from tests.unit.state.test_checkpoint import shard_of
 

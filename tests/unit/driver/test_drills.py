@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from deploy.drills import alert
 from deploy.drills.healthy import Findings, notes_of
 from deploy.drills.planted import FIRST_CALM_STEPS, SENTENCE, poisoned
 from elastic_ring.data.sampling.order import Order
@@ -59,3 +62,11 @@ def test_findings_are_read_from_the_journal(tmp_path: Path) -> None:
         ):
             journal.append(line)
     assert notes_of(tmp_path / "journal.jsonl") == {"spike": 2}
+
+
+def test_a_drill_names_a_ray_that_serves_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alert.shutil, "which", lambda program: program)
+    monkeypatch.setitem(sys.modules, "ray.dashboard.optional_deps", None)
+    options = argparse.Namespace(rules=Path(__file__).parents[3] / "deploy" / "monitoring" / "rules.yml")
+    with pytest.raises(ValueError, match=r"Ray serves no metrics here .*pip install 'ray\[default\]'"):
+        alert.fires(next(iter(alert.DRILLS)), options)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +17,24 @@ import pytest
 
 from elastic_ring import trainer
 from elastic_ring.cli import train
+from elastic_ring.cli.forecasts import seen
+from elastic_ring.cli.settings import parse
 from elastic_ring.config import RunConfig
 from elastic_ring.data.source import StdlibText
-from elastic_ring.errors import ShardLost
+from elastic_ring.errors import ShardLost, StorageFailed
 from elastic_ring.monitor import metrics
 from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME
+from elastic_ring.runtime import run_folder
+from elastic_ring.runtime.driver import ray_session
 from elastic_ring.runtime.identity import described
+from elastic_ring.runtime.run_folder import check_writable
 from elastic_ring.runtime.worker import env_fingerprint
-from elastic_ring.trainer import check_writable
+
+
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it would be started."""
+    for place in (trainer, ray_session):
+        monkeypatch.setattr(place, "ray_session", lambda scaling, lease_s: pytest.fail("Ray is started"))
 
 
 class Ends:
@@ -48,7 +59,9 @@ class Ends:
 def test_each_end_has_its_exit_status(
     how: BaseException, status: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(train, "_model", lambda asked: None)
     monkeypatch.setattr(train, "build", lambda asked, made: Ends(how))
+    monkeypatch.setattr(ray_session, "ray_session", lambda scaling, lease_s: nullcontext())
     assert train.main([]) == status
     assert capsys.readouterr().err.strip() == f"elastic-ring train: {told}"
 
@@ -112,7 +125,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = tmp_path / "session_2026" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123456789abcdef"
     made.mkdir(parents=True)
     monkeypatch.chdir(made)
-    monkeypatch.setattr(trainer, "ray_session", lambda scaling, lease_s: pytest.fail("Ray is started"))
+    without_ray(monkeypatch)
     return made
 
 
@@ -134,12 +147,37 @@ def test_a_run_in_rays_copy_of_a_jobs_working_directory_is_refused_before_anythi
 def test_a_run_dir_that_is_a_file_is_refused_before_ray_is_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainer, "ray_session", lambda scaling, lease_s: pytest.fail("Ray is started"))
+    without_ray(monkeypatch)
     (tmp_path / "run").write_text("")
     assert train.main(["--run-dir", str(tmp_path / "run")]) == 2
     assert f"run_dir='{tmp_path}/run' is a file: give a folder" in capsys.readouterr().err
     assert train.main(["--run-dir", str(tmp_path / "run" / "x" / "y")]) == 2
     assert f"run/x/y' cannot be written to: {tmp_path}/run is a file; give a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_model_folder_that_cannot_be_is_refused_before_a_cluster_is_joined(
+    is_local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_ray(monkeypatch)
+    monkeypatch.setattr(ray_session, "is_local", lambda: is_local)
+    flags = ["--model-folder", str(tmp_path), "--dp", "1", "--cp", "1", "--run-dir", str(tmp_path / "run")]
+    (tmp_path / "config.json").mkdir()
+    assert train.main(flags) == 2
+    assert "its config.json cannot be read" in capsys.readouterr().err
+    (tmp_path / "config.json").rmdir()
+    if not is_local:  # a Ray of its own is started beside the model
+        (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+        assert train.main(flags) == 2
+        assert "nothing" in capsys.readouterr().err
+
+
+def test_a_run_trains_whose_forecast_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: Any) -> dict[str, float]:
+        raise StorageFailed("the store of the manifest is away")
+
+    monkeypatch.setattr(seen, "planned", away)
+    assert train._planned(parse([]), None) == {}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("record", ["config.json", "journal.jsonl", "terms", "attempt-001"])
@@ -157,7 +195,7 @@ def test_only_a_full_disk_is_told_to_be_freed(tmp_path: Path, monkeypatch: pytes
     def refused(fd: int) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/a/temporary/name")
 
-    monkeypatch.setattr(trainer.os, "fsync", refused)
+    monkeypatch.setattr(run_folder.os, "fsync", refused)
     with pytest.raises(ValueError, match=r"cannot be written to \(Permission denied\): give a folder that can$"):
         check_writable(tmp_path / "run")
 
