@@ -31,7 +31,6 @@ from elastic_ring.monitor.goodput import seen_of
 from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, read_metrics
 from elastic_ring.monitor.report import forecast_line, goodput_line
-from elastic_ring.runtime.run_folder import check_writable
 from elastic_ring.validation import from_plain
 
 if TYPE_CHECKING:
@@ -338,6 +337,8 @@ def _begins_at_once(asked: TrainSettings) -> bool:
             return False
         if "model_type" not in config:  # refused at once
             return False
+    from elastic_ring.runtime.run_folder import check_writable
+
     _check(asked)
     check_lasting(asked.run.driver_folder)
     check_writable(asked.run.driver_folder)
