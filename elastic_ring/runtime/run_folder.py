@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME
-from elastic_ring.state.checkpoints.manifest import FOLDER
+from elastic_ring.state.checkpoints import FOLDER
 
 FIRST_RECORDS_BYTES = 64 * 1024
 """More than a run writes before its first step."""

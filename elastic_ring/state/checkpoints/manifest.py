@@ -21,11 +21,11 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from elastic_ring.control.messages import BatchSkip, CorpusVersion
 from elastic_ring.errors import CheckpointDamaged
 from elastic_ring.files import name_below, plain_json
+from elastic_ring.state.checkpoints import FOLDER as FOLDER
 from elastic_ring.state.header import Counters
 from elastic_ring.state.storage.folder import Storage, StoredFile
 
 FORMAT = 1
-FOLDER = "checkpoints"
 COMMIT = "COMMIT.json"
 REJECTED = "REJECTED.json"
 MAX_BYTES = 1 << 28
