@@ -22,7 +22,7 @@ steps() {
   part step 340 40 $PY benchmarks/training/bench_step.py --rows 1b-keep,8b-keep,8b --steps 8 --profile
 }
 bars() { # of the ordinary step: repeatable bits against any, 32 K tokens, a ring of two at 8 K a GPU, a sparse call
-  part repeatable 170 12 $PY benchmarks/training/bench_step.py --rows 1b-keep,1b-fast,hf,hf-fast --steps 8
+  part repeatable 170 12 $PY benchmarks/training/bench_step.py --rows 1b-keep,1b-keep-fast,hf,hf-fast --steps 8
   part 32k 110 8 $PY benchmarks/training/bench_step.py --rows 8b-keep --context 32768 --steps 5
   part ring 110 8 $PY benchmarks/attention/bench_ring.py --heads 8:8 --head-dims 128 --tokens 16K --systems ours-nccl,ceiling
   part sparse 110 12 $PY benchmarks/attention/pattern_speed_gpu.py
