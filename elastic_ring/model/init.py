@@ -21,7 +21,7 @@ from torch import Tensor, nn
 InitFn = Callable[[str, Tensor, torch.Generator], None]
 
 _BLOCK_ELEMENTS = 2**20
-_MOST_THREADS = 8
+_MOST_THREADS = 16
 _STD = 0.02
 _GAINS = re.compile(r"(^|\.)(weight|scale|gain|gamma|g)$")
 _BIASES = re.compile(r"bias$|(^|\.|_)(b|beta)$")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -130,11 +131,18 @@ class ModuleMaker:
     def read(self, model: nn.Module, values: Initial, names: Iterable[str], cp_rank: int, cp: int) -> None:
         """Fill this rank's slices of the parameters `names` of a wrapped module with `values`."""
         params, locals_ = dict(model.named_parameters()), local_params(model)
-        for name in names:
-            shape, local = tuple(params[name].shape), locals_[name]
-            start, stop = slice_rows(shape, cp_rank, cp)
-            if stop > start:
-                local.copy_(values.tensor(name, shape, rows=(start, stop)).reshape(local.shape))
+        wanted = [(name, tuple(params[name].shape)) for name in names]
+        wanted = [(name, shape) for name, shape in wanted if len(range(*slice_rows(shape, cp_rank, cp)))]
+        with ThreadPoolExecutor(1) as pool:  # makes the next one while this one is copied to the device
+
+            def begin(name: str, shape: tuple[int, ...]) -> Future[Tensor]:
+                return pool.submit(values.tensor, name, shape, rows=slice_rows(shape, cp_rank, cp))
+
+            coming = [begin(*one) for one in wanted[:1]]
+            for position, (name, _) in enumerate(wanted, 1):
+                value = coming.pop().result()
+                coming += [begin(*one) for one in wanted[position : position + 1]]
+                locals_[name].copy_(value.reshape(locals_[name].shape))
 
     def _real(self) -> nn.Module:
         """The module in host memory with its own initialisation, the same on every rank."""
