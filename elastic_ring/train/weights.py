@@ -175,6 +175,8 @@ class _Gather:
 
     def _gathered(self, own: Tensor) -> Tensor:
         """`own` of every rank, one after another, in host memory."""
+        if self.num_ranks == 1:
+            return own.cpu()
         own = own.to(self._device)
         found = own.new_empty((self.num_ranks * own.shape[0], *own.shape[1:]))
         work = self._all_gather(found, own, self._groups.shard, async_op=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,12 +35,14 @@ from elastic_ring.state.transfer import Link
 
 
 def self_test(groups: Groups) -> None:
-    """A known sum over each group, and over the ring a known number from every rank to every other.
+    """A known sum over each group of several ranks, and over the ring a known number from every rank to every other.
 
     Raises PeerFailed for a wrong result, GroupAborted when the groups were aborted meanwhile.
     """
     for name in ("world", "shard", "ring", "replica"):
         group: Any = getattr(groups, name)
+        if group.size() == 1:
+            continue
         on = groups.connector.device if name != "world" else torch.device("cpu")
         probe = torch.tensor([1.0, float(group.rank())], device=on)
         # The other groups' launches take the gate's lock themselves, and it is not reentrant.
@@ -83,9 +86,6 @@ def shift(ring: Any, device: torch.device) -> list[float]:
 _ABORT_AGAIN_S = 0.02
 _STORE_TRY_S = 0.3
 
-LinkCall = tuple[str, Sequence[str], str]
-"""What `Connector.link` is called with."""
-
 
 @dataclass(frozen=True)
 class Rendezvous:
@@ -100,6 +100,32 @@ class Rendezvous:
     collective_s: float
     secret: str = ""
     hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some `ranks` of a group, counted from 0, for sends and receives between them."""
+
+    group: Any
+    ranks: tuple[int, ...]
+
+    def rank(self) -> int:
+        return self.ranks.index(self.group.rank())
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any:
+        return self.group.send(tensors, self.ranks[dst], tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
+        return self.group.recv(tensors, self.ranks[src], tag)
+
+    def _start_coalescing(self) -> None:
+        self.group._start_coalescing()
+
+    def _end_coalescing(self) -> Any:
+        return self.group._end_coalescing()
 
 
 @dataclass
@@ -123,14 +149,29 @@ class Groups:
         """Wraps each launch, so that an abort waits for it. Raises as `check`."""
         return self.connector.gate.launching()
 
+    def link(self, ranks: Sequence[int]) -> Link | None:
+        """The link of a heal between members, by global rank, the donor first: parts of `world` and, on a device, of
+        `replica`. None where not all of them hold the same shard in this mesh. Raises GroupAborted, PeerFailed."""
+        replicas = self.mesh.replicas(self.mesh.coordinate(self.global_rank).cp_rank)
+        if not set(ranks) <= set(replicas):
+            return None
+        host = Part(self.world, tuple(ranks))
+        if self.connector.device.type != "cuda":
+            return Link(host)
+        device = Part(self.replica, tuple(replicas.index(rank) for rank in ranks))
+        with translated(self.connector):
+            nccl.first_exchange(device, self.connector.device)
+            self.check()  # an abort ends the exchange and raises nothing
+        return Link(host, device)
+
 
 @dataclass
 class Connector:
     """Builds the groups of one generation in the training thread; the control thread may cancel it.
 
     `open` starts and `join` completes it; in between a caller may do what needs no group but `world`. Groups on a
-    device connect in parallel: `timings` has `shard_s`, `ring_s`, `replica_s` and a link's `link_group_s`, and
-    `groups_s` until the last of them is connected.
+    device connect in parallel, those of one rank not at all: `timings` has `shard_s`, `ring_s` and `replica_s`, and
+    `groups_s` until the last of them is connected. A link of its own, whose donor has no rank, has `link_group_s`.
     """
 
     where: Rendezvous
@@ -142,7 +183,6 @@ class Connector:
     _nccl: list[Any] = field(default_factory=list)
     _connecting: nccl.Builds | None = None
     _opened: NewListeners | None = None
-    _ahead: dict[str, Link] = field(default_factory=dict)
     _aborter: nccl.Aborter = field(default_factory=nccl.Aborter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -156,12 +196,9 @@ class Connector:
         self.join(groups)
         return groups
 
-    def open(self, mesh: Mesh, global_rank: int, ahead: Sequence[LinkCall] = ()) -> Groups:
-        """All groups of this rank, those on a device still connecting: until `join` only `world` may be used.
-
-        `ahead`: later calls of `link`, whose links connect beside the groups on a device. All workers of such a link
-        must pass it here, and links that share workers in the same order. Raises as `connect`.
-        """
+    def open(self, mesh: Mesh, global_rank: int) -> Groups:
+        """All groups of this rank, those on a device still connecting: until `join` only `world` may be used. Raises as
+        `connect`."""
         with translated(self), self._sockets.admitting():
             begun = time.monotonic()
             store = self._open_store()
@@ -178,7 +215,7 @@ class Connector:
             hops: dist.ProcessGroup | BatchedGroup
             sums: dist.ProcessGroup | BatchedGroup
             if self.device.type == "cuda":
-                shard, *others = self._open_nccl(named, ahead, global_rank, voting)
+                shard, *others = self._open_nccl(named, global_rank, voting)
                 hops, sums = (BatchedGroup(each._get_backend(self.device), self.gate.launching) for each in others)
             else:
                 shard, hops, sums = (self._group(store, *name_ranks, global_rank) for name_ranks in named)
@@ -191,16 +228,16 @@ class Connector:
         """Wait until all groups are connected and test them. Every rank must call it. Raises as `connect`."""
         with translated(self):
             if self._connecting is not None:
-                self.timings["groups_s"] = max(self._connecting.results(self._look))
+                self.timings["groups_s"] = max(self._connecting.results(self._look), default=0.0)
                 self._connecting = None
             connected = time.monotonic()
             self_test(groups)
             self.timings["test_s"] = time.monotonic() - connected
 
     def link(self, name: str, workers: Sequence[str], worker: str) -> Link:
-        """The groups of a donor (first) and its newcomers, by worker id; the donor may have no rank."""
+        """Groups of their own for a donor (first) and its newcomers, by worker id; they need no rank."""
         with translated(self):
-            link = self._ahead.pop(name, None) or self._make_link(name, workers, worker)
+            link = self._make_link(name, workers, worker)
             if link.device is not None:
                 nccl.first_exchange(link.device, self.device)
                 self.raise_if_aborted()  # an abort ends the exchange and raises nothing
@@ -235,8 +272,8 @@ class Connector:
         return self._aborter.wait(timeout_s)
 
     def retire(self, link: Link) -> None:
-        """Abort the device group of a finished heal, which would keep memory for the whole generation."""
-        if link.device is not None:
+        """Abort the device group of a finished heal, if it has its own: it would keep memory for the generation."""
+        if isinstance(link.device, BatchedGroup):
             self._aborter.abort([link.device.backend])
 
     def abort_until(self, paused: threading.Event, timeout_s: float) -> bool:
@@ -297,25 +334,19 @@ class Connector:
         return self._sockets.connect(store, rank, size, self.where.timeout_s, self.where.collective_s)
 
     def _open_nccl(
-        self, named: Sequence[tuple[str, Sequence[int]]], ahead: Sequence[LinkCall], global_rank: int, since: float
+        self, named: Sequence[tuple[str, Sequence[int]]], global_rank: int, since: float
     ) -> list[dist.ProcessGroup]:
-        """Start to connect all NCCL groups, and the links beside them; `join` waits for them."""
+        """Start to connect all NCCL groups; `join` waits for them. One of a single rank is not used, and each takes as
+        long to connect as one of many."""
         groups, connects = [], []
         for name, ranks in named:
             store, backend = self._nccl_backend(name, list(ranks).index(global_rank), len(ranks))
             full_name = f"{self.where.prefix}/{name}"
             groups.append(register_group(full_name, store, backend, "nccl", "cuda", ranks, global_rank))
-            connects.append(partial(self._connect, backend, name.rstrip("0123456789"), since))
+            if len(ranks) > 1:
+                connects.append(partial(self._connect, backend, name.rstrip("0123456789"), since))
         self._opened = NewListeners(self.where.address, self.where.hosts)
-        device_groups = [self._link_device_group(*call) for call in ahead]
-        connects += [
-            partial(self._connect, device_group.backend, "link_group", since) for device_group in device_groups
-        ]
         self._connecting = nccl.Builds(connects)
-        for call, device_group in zip(
-            ahead, device_groups, strict=True
-        ):  # this waits for peers, and they for nobody's device
-            self._ahead[call[0]] = Link(self._link_host_group(*call), device_group)
         return groups
 
     def _make_link(self, name: str, workers: Sequence[str], worker: str) -> Link:

@@ -9,46 +9,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elastic_ring.control.messages import Build, Heal
+from elastic_ring.control.messages import Heal
 from elastic_ring.control.placement.copies import SnapshotId
-from elastic_ring.runtime.groups.groups import Connector, LinkCall
+from elastic_ring.runtime.groups.groups import Connector, Groups
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.state import sealed
 from elastic_ring.state.snapshot import named
-from elastic_ring.state.transfer import receive_shard, send_shard
+from elastic_ring.state.transfer import Link, receive_shard, send_shard
 from elastic_ring.train.transaction import Transaction
 
 log = logging.getLogger(__name__)
 
 
-def links_ahead(command: Build, worker: str) -> list[LinkCall]:
-    """The links of this worker that can connect beside the groups: those whose workers are all members. All of them get
-    the same links in the same order. The link of a donor that is no member connects later."""
-    members = set(command.members)
-    ready = [heal for heal in command.heals if members.issuperset(_workers_of(heal))]
-    return [link_call(heal, worker) for heal in ready if worker in _workers_of(heal)]
-
-
-def _workers_of(heal: Heal) -> tuple[str, ...]:
-    return (heal.donor, *heal.newcomers)
-
-
-def link_call(heal: Heal, worker: str) -> LinkCall:
-    """The arguments of `Connector.link` for `worker`'s end of a heal."""
-    return f"{heal.cp_rank}/{heal.donor}", _workers_of(heal), worker
-
-
 def heal_over_link(
     heal: Heal,
     worker: str,
+    members: Sequence[str],
     state: Transaction,
+    groups: Groups | None,
     connector: Connector,
     inject: Callable[[str], None],
     timings: dict[str, float],
@@ -59,7 +44,7 @@ def heal_over_link(
     Raises GroupAborted, PeerFailed, DigestMismatch; a newcomer's shard is not valid after any of them.
     """
     role, begun = "donor" if worker == heal.donor else "spare", time.monotonic()
-    link = connector.link(*link_call(heal, worker))
+    link = _link(heal, worker, members, groups, connector)
     timings["link_s"] = time.monotonic() - begun
 
     def after_chunk() -> None:
@@ -76,6 +61,16 @@ def heal_over_link(
     connector.retire(link)
     timings.update(link.timings)
     return num_bytes
+
+
+def _link(heal: Heal, worker: str, members: Sequence[str], groups: Groups | None, connector: Connector) -> Link:
+    """The generation's own groups where all workers of the heal are members, else a link beside them."""
+    workers = (heal.donor, *heal.newcomers)
+    if groups is not None and set(workers) <= set(members):
+        link = groups.link([members.index(one) for one in workers])
+        if link is not None:
+            return link
+    return connector.link(f"{heal.cp_rank}/{heal.donor}", workers, worker)
 
 
 def takes_part(heal: Heal, worker: str) -> bool:

@@ -42,7 +42,7 @@ from elastic_ring.runtime.worker.coordinator_client import ASK_AGAIN_S, Callback
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.env_fingerprint import gpu_environment
 from elastic_ring.runtime.worker.faults import Injector
-from elastic_ring.runtime.worker.heals import heal_from_copies, heal_over_link, links_ahead, takes_part
+from elastic_ring.runtime.worker.heals import heal_from_copies, heal_over_link, takes_part
 from elastic_ring.runtime.worker.member_data import MemberData
 from elastic_ring.runtime.worker.saver import Place, Saver, open_checkpoint
 from elastic_ring.runtime.worker.stall_watchdog import StepProgress
@@ -343,8 +343,7 @@ class Member:
         if self.in_mesh:
             self._take_device(connector)
             timings["device_s"] = time.monotonic() - begun - timings["free_s"]
-            ahead = links_ahead(command, worker) if command.step_back is None else []
-            generation.groups = connector.open(command.mesh, command.members.index(worker), ahead)
+            generation.groups = connector.open(command.mesh, command.members.index(worker))
             self._read_corpus(command.corpus, command.skips)
         opened = time.monotonic()
         receives = [heal for heal in command.heals if worker in heal.newcomers]
@@ -468,7 +467,8 @@ class Member:
         worker, state, back = self._spec.worker, self._transaction, generation.command.step_back
         if back is not None:
             return heal_from_copies(heal, back, worker, self._copies, state, connector, inject, generation.timings)
-        return heal_over_link(heal, worker, state, connector, inject, generation.timings)
+        members, groups = generation.command.members, generation.groups
+        return heal_over_link(heal, worker, members, state, groups, connector, inject, generation.timings)
 
     def request_boundary(self) -> None:
         """Stop after the step that the next vote agrees on. Called by the control thread."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,18 +15,20 @@ import pytest
 import torch
 from torch.distributed import HashStore, ProcessGroupGloo
 
-from elastic_ring.control.messages import Build, Heal
-from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
+from elastic_ring.control.messages import Heal
+from elastic_ring.errors import ElasticRingError, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups import groups as groups_module
-from elastic_ring.runtime.groups.groups import Connector, Rendezvous, nccl
+from elastic_ring.runtime.groups.groups import Connector, Part, Rendezvous, nccl
 from elastic_ring.runtime.groups.transport import translated
-from elastic_ring.runtime.worker.heals import link_call, links_ahead
+from elastic_ring.runtime.worker.heals import _link
 from tests.unit.groups.processes import HOST, Membership, abort, connect, leave, membership
 from tests.unit.train.tiny_task import begin, facts, make_task, rebuild, run_steps
 
 PAIR, REPLICAS = Mesh(1, 2), Mesh(2, 1)
 WAIT_S = 60.0
+MOMENT_S = 0.3
+"""In which what connects has begun to."""
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +68,16 @@ def stand_in(me: Any) -> None:
         mock.patch.object(nccl, "end", me.ended.append),
         mock.patch.object(torch.cuda, "set_device", set_device),
         mock.patch.object(groups_module, "self_test", me.tested.append),
-        mock.patch.object(nccl, "first_exchange", lambda group, device: me.exchanged.append((group.backend, device))),
+        mock.patch.object(
+            nccl, "first_exchange", lambda group, device: me.exchanged.append((backend_of(group), device))
+        ),
     ]
     for patch in me.patches:
         patch.start()
+
+
+def backend_of(group: Any) -> Any:
+    return (group.group if isinstance(group, Part) else group).backend
 
 
 def unpatch(me: Any) -> None:
@@ -79,18 +86,16 @@ def unpatch(me: Any) -> None:
     me.patches = []
 
 
-def open_on_device(me: Any, where: Rendezvous, command: Build | None = None) -> tuple[int, float]:
+def open_on_device(me: Any, where: Rendezvous, mesh: Mesh = PAIR) -> tuple[int, float]:
     """Open, and exchange something over `world` while the others connect: (how many connect, the sum)."""
     leave(me)
     me.connector = Connector(where, torch.device("cuda", 1))
-    mesh, ahead = (PAIR, []) if command is None else (command.mesh, links_ahead(command, f"w{me.rank}"))
-    me.groups = me.connector.open(mesh, me.rank, ahead)
-    for _ in me.created:
-        assert me.connecting.acquire(timeout=WAIT_S)
+    me.groups = me.connector.open(mesh, me.rank)
     probe = torch.tensor([me.rank + 1.0])
     with translated(me.connector):
         me.groups.world.allreduce([probe]).wait()
-    return len(me.created), probe.item()
+    num_connecting = sum(1 for _ in iter(lambda: me.connecting.acquire(timeout=MOMENT_S), False))
+    return num_connecting, probe.item()
 
 
 def let_connect(me: Any, breaks_at: int | None = None) -> None:
@@ -121,15 +126,17 @@ def seen(me: Any) -> dict[str, Any]:
 
 def test_the_training_thread_is_free_while_groups_on_a_device_connect(pair: Membership) -> None:
     pair.all(stand_in)
-    assert pair.all(open_on_device, pair.meeting()) == [(3, 3.0)] * 2
+    assert pair.all(open_on_device, pair.meeting()) == [(2, 3.0)] * 2, (
+        "the replicas are one rank, which has nobody to connect to"
+    )
     before = pair.call(0, seen)
     assert (before["num_tested"], before["timings"]) == (0, ["meet_s", "world_s"]), "nothing of them stands yet"
     pair.all(let_connect)
     assert pair.all(join) == ["joined", "joined"]
     after = pair.call(0, seen)
     assert (after["num_tested"], after["all_ended"]) == (1, False)
-    assert after["timings"] == ["groups_s", "meet_s", "replica_s", "ring_s", "shard_s", "test_s", "world_s"]
-    assert after["devices"] == [(f"nccl-{index}", torch.device("cuda", 1)) for index in range(3)]
+    assert after["timings"] == ["groups_s", "meet_s", "ring_s", "shard_s", "test_s", "world_s"]
+    assert after["devices"] == [(f"nccl-{index}", torch.device("cuda", 1)) for index in range(2)]
     pair.all(unpatch)
 
 
@@ -156,7 +163,7 @@ def test_an_abort_while_join_waits_ends_the_wait(pair: Membership) -> None:
     pair.all(unpatch)
 
 
-@pytest.mark.parametrize("breaks_at", [0, 2])
+@pytest.mark.parametrize("breaks_at", [0, 1])
 def test_one_group_that_does_not_connect_fails_the_join(pair: Membership, breaks_at: int) -> None:
     pair.all(stand_in)
     pair.all(open_on_device, pair.meeting())
@@ -176,21 +183,16 @@ def test_groups_of_a_generation_that_is_given_up_already_do_not_begin_to_connect
     assert asked == [torch.device("cpu")]
 
 
-# ------------------------------------------------------------ a heal's link beside them
+# ------------------------------------------------------------ a heal's link
 
 
-def order(*heals: Heal, members: tuple[str, ...] = ("w0", "w1"), mesh: Mesh = REPLICAS) -> Build:
-    return Build("c", "", 1, 3, mesh, members, 7, None, heals, False)
-
-
-def say_over_link(me: Any, heal: Heal) -> dict[str, Any]:
+def say_over_link(me: Any, heal: Heal, members: tuple[str, ...]) -> dict[str, Any]:
     """A word from the donor to the newcomers over the link, as a heal gets it; and what making it still took."""
     num_before, worker = len(me.created), f"w{me.rank}"
-    link = me.connector.link(*link_call(heal, worker))
+    link = _link(heal, worker, members, me.groups if worker in members else None, me.connector)
     word = torch.tensor([7.0 if worker == heal.donor else 0.0])
-    peers = range(1, link.size())
     if worker == heal.donor:
-        works = [link.host.send([word], peer, 0) for peer in peers]
+        works = [link.host.send([word], peer, 0) for peer in range(1, link.size())]
     else:
         works = [link.host.recv([word], 0, 0)]
     for work in works:
@@ -206,80 +208,50 @@ def say_over_link(me: Any, heal: Heal) -> dict[str, Any]:
     }
 
 
-def test_a_link_whose_workers_all_have_ranks_connects_beside_the_groups(pair: Membership) -> None:
-    heal = Heal(0, "w0", ("w1",))
+def opened_and_joined(pair: Membership, mesh: Mesh) -> None:
     pair.all(stand_in)
-    assert pair.all(open_on_device, pair.meeting(), order(heal)) == [(4, 3.0)] * 2
+    pair.all(open_on_device, pair.meeting(), mesh)
     pair.all(let_connect)
     assert pair.all(join) == ["joined", "joined"]
-    assert "link_group_s" in pair.call(0, seen)["timings"]
-    device = torch.device("cuda", 1)
-    whole = {"word": 7.0, "num_made_late": 0, "exchanged": [(3, device)], "retired": [3]}
-    assert pair.all(say_over_link, heal) == [whole, whole]
+
+
+def test_members_that_hold_the_same_shard_heal_over_the_groups_that_they_have(pair: Membership) -> None:
+    opened_and_joined(pair, REPLICAS)
+    replicas = (2, torch.device("cuda", 1))
+    found = {"word": 7.0, "num_made_late": 0, "exchanged": [replicas], "retired": []}
+    assert pair.all(say_over_link, Heal(0, "w0", ("w1",)), ("w0", "w1")) == [found, found]
+    found["exchanged"] = [replicas] * 2
+    assert pair.all(say_over_link, Heal(0, "w1", ("w0",)), ("w0", "w1")) == [found, found], "the donor is any of them"
     pair.all(unpatch)
 
 
-def test_a_link_that_was_not_told_of_is_made_when_it_is_asked_for(pair: Membership) -> None:
-    heal = Heal(0, "w0", ("w1",))
-    pair.all(stand_in)
-    assert pair.all(open_on_device, pair.meeting(), order()) == [(3, 3.0)] * 2
-    pair.all(let_connect)
-    pair.all(join)
+@pytest.mark.parametrize(("members", "mesh"), [(("w1", "w2"), REPLICAS), (("w0", "w1"), PAIR)])
+def test_a_donor_without_a_rank_or_with_another_shard_in_this_mesh_gets_a_link_of_its_own(
+    pair: Membership, members: tuple[str, ...], mesh: Mesh
+) -> None:
+    opened_and_joined(pair, mesh)
     late = {"word": 7.0, "num_made_late": 1, "exchanged": [(3, torch.device("cuda", 1))], "retired": [3]}
-    assert pair.all(say_over_link, heal) == [late, late]
+    assert pair.all(say_over_link, Heal(0, "w0", ("w1",)), members) == [late, late]
     pair.all(unpatch)
 
 
-def test_an_abort_before_join_ends_a_link_that_connects_beside_the_groups(pair: Membership) -> None:
-    pair.all(stand_in)
-    pair.all(open_on_device, pair.meeting(), order(Heal(0, "w0", ("w1",))))
-    pair.now(0, abort)
-    pair.now(1, abort)
-    assert pair.all(join) == ["GroupAborted", "GroupAborted"]
-    assert [found["all_ended"] for found in pair.all(seen)] == [True, True]
-    pair.all(let_connect)
-    pair.all(unpatch)
-
-
-def test_an_abort_releases_one_that_waits_for_its_donor_while_the_groups_connect(pair: Membership) -> None:
-    """The donor came to the group of all and not to the link."""
-    where = pair.meeting()
-    pair.all(stand_in)
-    pair.start(0, open_on_device, where, order())
-    pair.start(1, open_on_device, where, order(Heal(0, "w0", ("w1",))))
-    pair.now(1, await_connecting, 4)
-    pair.now(1, abort)
-    with pytest.raises(GroupAborted):
-        pair.result(1)
-    pair.now(0, abort)
-    with suppress(ElasticRingError):  # its sum over the group of all, of which only one came
-        pair.result(0)
-    pair.all(let_connect)
-    pair.all(unpatch)
-
-
-def await_connecting(me: Any, num_groups: int) -> None:
-    for _ in range(num_groups):
-        assert me.connecting.acquire(timeout=WAIT_S)
-
-
-def test_links_that_share_workers_do_not_wait_for_each_other_in_a_circle() -> None:
-    heals = Heal(0, "w0", ("w1",)), Heal(1, "w1", ("w2",)), Heal(2, "w2", ("w0",))
+def test_a_part_of_a_group_counts_from_its_donor_and_reaches_nobody_else() -> None:
     with membership(3) as three:
-        three.all(stand_in)
-        command = order(*heals, members=("w0", "w1", "w2"), mesh=Mesh(1, 3))
-        assert three.all(open_on_device, three.meeting(), command) == [(5, 6.0)] * 3
+        three.all(connect, three.meeting(), Mesh(3, 1))
+        assert three.all(tell_from, (2, 0)) == [9.0, 0.0, 9.0]
+        assert three.all(tell_from, (1, 2, 0)) == [9.0, 9.0, 9.0]
 
 
-def test_everyone_of_a_heal_finds_the_same_in_the_command() -> None:
-    """A donor that leaves has no rank, and builds no groups that its link could connect beside."""
-    heals = Heal(0, "w0", ("w2", "w4")), Heal(1, "leaving", ("w3",)), Heal(1, "w1", ("w5",))
-    command = order(*heals, members=("w0", "w1", "w2", "w3", "w4", "w5"), mesh=Mesh(3, 2))
-    ahead = {worker: links_ahead(command, worker) for worker in (*command.members, "leaving")}
-    assert ahead.pop("leaving") == ahead.pop("w3") == []
-    for worker, heal in (("w0", 0), ("w2", 0), ("w4", 0), ("w1", 2), ("w5", 2)):
-        assert ahead[worker] == [link_call(heals[heal], worker)]
-    assert ahead["w2"] == [("0/w0", ("w0", "w2", "w4"), "w2")]
+def tell_from(me: Any, ranks: tuple[int, ...]) -> float:
+    """What this process holds once the first of `ranks` has sent a 9 to the others over a link on a CPU."""
+    if me.rank not in ranks:
+        return 0.0
+    link = me.groups.link(ranks)
+    word = torch.tensor([9.0 if link.host.rank() == 0 else 0.0])
+    peers = range(1, link.size()) if link.host.rank() == 0 else ()
+    for work in [link.host.send([word], peer, 0) for peer in peers] or [link.host.recv([word], 0, 0)]:
+        work.wait()
+    return float(word.item())
 
 
 # ------------------------------------------------------------ what a survivor holds
