@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
 from statistics import median
@@ -130,23 +131,27 @@ def measure(run: PlainRun, rank: int, port: int) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
 
+    row = timed(step, run.steps)
+    row |= {"peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 1), "loss": float(losses[-1])}
+    if run.profile:
+        found = profiled(lambda: step(0))
+        row |= {"profile": found} if rank == 0 else {}
+    dist.destroy_process_group()
+    return row
+
+
+def timed(step: Callable[[int], None], num_steps: int) -> dict[str, Any]:
+    """Seconds of the first step, which compiles, and the median of those after the third."""
     seconds = []
-    for index in range(run.steps):
+    for index in range(num_steps):
         torch.cuda.synchronize()
         begun = time.perf_counter()
         step(index)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     steady = seconds[3:]
-    row: dict[str, Any] = {
+    return {
         "first_s": round(seconds[0], 2),
         "step_s": round(median(steady), 4),
         "spread": round((max(steady) - min(steady)) / median(steady), 3),
-        "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 1),
-        "loss": float(losses[-1]),
     }
-    if run.profile:
-        found = profiled(lambda: step(0))
-        row |= {"profile": found} if rank == 0 else {}
-    dist.destroy_process_group()
-    return row

@@ -4,7 +4,7 @@
     python benchmarks/training/bench_step.py --rows hf,plain --profile  with a table of kernels, host waits and all
 
 Rows of one table are measured one after the other on the same GPUs. Ours has default settings (deterministic kernels)
-where a row's name says nothing else. `plain`: `benchmarks/peers/plain_llama.py`. Both count a step as complete when
+where a row's name says nothing else. `plain`, `titan`: of `benchmarks/peers/`. All count a step as complete when
 its weights have changed. Utilisation counts a sequence as one document, also where it is packed.
 """
 
@@ -24,7 +24,7 @@ if __name__ in ("__main__", "__mp_main__"):  # run as a script
 from benchmarks.harness import results
 from benchmarks.harness.arguments import bench_parser, list_of
 from benchmarks.harness.gpu_runs import HF, PEAK_FLOPS, GpuRun, model_flops
-from benchmarks.peers import plain_llama, spawned
+from benchmarks.peers import plain_llama, spawned, titan_llama
 from benchmarks.probes import probe_steps_gpu
 
 PACKED_TOKENS = 1024
@@ -32,7 +32,8 @@ OURS = GpuRun(HF, dp=1, cp=1, batch=1)
 LAYERS_8B = replace(OURS, preset="8b", num_layers=14, vocab_size=32_000)
 """As many layers of the preset as fit on one GPU of 80 GB."""
 PLAIN = plain_llama.PlainRun()
-ROWS: dict[str, GpuRun | plain_llama.PlainRun] = {
+TITAN = titan_llama.TitanRun()
+ROWS: dict[str, GpuRun | plain_llama.PlainRun | titan_llama.TitanRun] = {
     "hf": OURS,
     "hf-fast": replace(OURS, deterministic=False),
     "hf-packed": replace(OURS, document_tokens=PACKED_TOKENS),
@@ -56,6 +57,8 @@ ROWS: dict[str, GpuRun | plain_llama.PlainRun] = {
     "plain-fsdp": replace(PLAIN, parallel="fsdp"),
     "plain-packed": replace(PLAIN, document_tokens=PACKED_TOKENS),
     "plain-packed-liger": replace(PLAIN, document_tokens=PACKED_TOKENS, liger=True),
+    "titan": TITAN,
+    "titan-keep": replace(TITAN, checkpoint=False),
 }
 
 
@@ -74,11 +77,12 @@ def ours(run: GpuRun, options: argparse.Namespace) -> dict[str, Any]:
     return slowest(probe_steps_gpu.measure(run, asked))
 
 
-def plain(run: plain_llama.PlainRun, options: argparse.Namespace) -> dict[str, Any]:
+def peer(run: plain_llama.PlainRun | titan_llama.TitanRun, options: argparse.Namespace) -> dict[str, Any]:
     run = replace(
         run, num_ranks=options.ranks, context=options.context, steps=options.steps + 2, profile=options.profile
     )
-    return slowest(spawned.measured(plain_llama.measure, run, run.num_ranks, options.limit_s))
+    measure: Any = titan_llama.measure if isinstance(run, titan_llama.TitanRun) else plain_llama.measure
+    return slowest(spawned.measured(measure, run, run.num_ranks, options.limit_s))
 
 
 def slowest(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -104,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     for name in options.rows:
         run = ROWS[name]
-        found = ours(run, options) if isinstance(run, GpuRun) else plain(run, options)
+        found = ours(run, options) if isinstance(run, GpuRun) else peer(run, options)
         row: dict[str, Any] = {"row": name, **found}
         if "error" not in row:
             sizes, context = (run if isinstance(run, GpuRun) else OURS).model, options.context
