@@ -82,7 +82,7 @@ class Rings:
             ring=self.ring,
             check=lambda: None,
             launching=nullcontext,
-            shard=SimpleNamespace(allreduce=self._add_over_a_ring),
+            shard=SimpleNamespace(allreduce=self._add_over_a_ring, size=dist.get_world_size),
         )
         state = SimpleNamespace(
             model=engine.module,
