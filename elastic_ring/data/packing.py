@@ -53,7 +53,7 @@ class PackedSource:
 
     Caches at most `cache_bytes` of chunks, but always the last one. `read` and `read_ahead` are thread-safe. `ends`:
     the stream's tokens up to the end of each chunk, where they are known without asking every chunk. `how`: what
-    decides about sequences beside the files, for the fingerprint.
+    decides about sequences beside the files, for the fingerprint. `told`: what of the files is used, for the console.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class PackedSource:
         ends: Starts | None = None,
         padding: int | None = None,
         cache_bytes: int = 128 * 2**20,
+        told: Sequence[str] = (),
     ) -> None:
+        self.told = told
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
         self.describe = describe

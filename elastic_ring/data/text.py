@@ -7,7 +7,6 @@ and compressed files as `elastic-ring data prepare` reads them. Empty files are 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import sysconfig
 from collections.abc import Sequence
@@ -26,8 +25,6 @@ from elastic_ring.data.preparation.documents import Tally, TextIn, read_document
 from elastic_ring.data.preparation.inputs import Piece, cut
 from elastic_ring.files import absolute
 from elastic_ring.validation import Must, settings
-
-log = logging.getLogger(__name__)
 
 # Larger files are read in pieces of this size, to bound memory.
 PIECE_BYTES = 16 * 2**20
@@ -81,7 +78,7 @@ class TextFiles:
 
     In the given order, and in path order within each entry; a file named twice counts once. A text file is a document;
     JSON, JSON lines, Parquet and Arrow have one in each record's `text`. Files that are no text are left out of a
-    directory or pattern, with a line in the log; it is an error where they have more bytes than the others, unless
+    directory or pattern, which the driver tells once; it is an error where they have more bytes than the others, unless
     `allow_left_out`. The fingerprint covers every byte, so computing it reads the corpus once. `align_tokens` as for
     `StdlibText`.
     """
@@ -113,11 +110,15 @@ class TextFiles:
             list_source(entry, allow_left_out=self.allow_left_out, flag="--data", allow="--data.allow-left-out")
             for entry in self.paths
         ]
-        for listing in listings:
-            if any(file.kind != "text" for file in listing.files) or listing.left_out:
-                told = [*summary("used", used_groups([listing])), *summary("left out", left_out_groups([listing]))]
-                log.info("%s: %s", shown(listing.uri), "\n".join(told))
         return _open(listings, self.context_tokens, self.align_tokens, shown(f"TextFiles{self.paths!r}"))
+
+
+def _told(listing: Listing) -> list[str]:
+    """What of an entry is used and left out, where it is not all text."""
+    if listing.left_out or any(file.kind != "text" for file in listing.files):
+        told = [*summary("used", used_groups([listing])), *summary("left out", left_out_groups([listing]))]
+        return [f"{shown(listing.uri)}: " + "\n".join(told)]
+    return []
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,7 @@ def _open(listings: Sequence[Listing], context_tokens: int, align_tokens: int, d
         chunks,
         context_tokens=context_tokens,
         vocab_size=BYTE_VOCAB_SIZE,
+        told=[told for listing in listings for told in _told(listing)],
         describe=describe,
         digests=digests,
         how=["text", context_tokens, BYTE_VOCAB_SIZE, END_OF_DOCUMENT, align_tokens],

@@ -235,15 +235,15 @@ class Away:
 
     def add(self, draws: NDArray[np.intp], at: Array, hosts: Array) -> None:
         """In place of the last one where no slot is free."""
+        is_full = self._used[draws] == self.slots
         place = np.minimum(self._used[draws], self.slots - 1)
         self.hosts[draws] += hosts - self._hosts[draws, place]
         self._at[draws, place], self._hosts[draws, place] = at, hosts
         self._used[draws] = place + 1
-        sooner = draws[at < self.soonest_at[draws]]
-        self.soonest_at[sooner], self._soonest[sooner] = (
-            self._at[sooner, self._used[sooner] - 1],
-            self._used[sooner] - 1,
-        )
+        sooner = at < self.soonest_at[draws]
+        self.soonest_at[draws[sooner]], self._soonest[draws[sooner]] = at[sooner], place[sooner]
+        if is_full.any():  # the one that was replaced may have been the soonest
+            self._find(draws[is_full])
 
     def take_back(self, draws: NDArray[np.intp]) -> None:
         """The soonest of each of these."""

@@ -74,9 +74,12 @@ def contents_of(data: SourceConfig) -> tuple[str, Files]:
     """What a source holds, and its files, if it has some and not very many. Raises ValueError where it cannot be read,
     StorageFailed where its storage stays away.
 
-    The first decides; the files say which of them changed, with the beginnings of their digests.
+    The first decides; the files say which of them changed, with the beginnings of their digests. Logs what of the files
+    is used.
     """
     source, fingerprint = at_submission(lambda: fingerprinted(data))
+    for told in getattr(source, "told", ()):
+        log.info("%s", told)
     whole, files = f"{type(data).__qualname__} {fingerprint}", getattr(source, "files", ())
     return whole, tuple((name, digest[:DIGITS]) for name, digest in files) if len(files) <= MAX_FILES else ()
 

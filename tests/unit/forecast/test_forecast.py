@@ -30,7 +30,7 @@ from elastic_ring.forecast.goodput import (
     mean_goodput,
     rings_left,
 )
-from elastic_ring.forecast.renewal import Luck, mean_walked, rates_of, simulate_goodput
+from elastic_ring.forecast.renewal import Away, Luck, mean_walked, rates_of, simulate_goodput
 from elastic_ring.forecast.scenario import Scenario, curves, default_efficiency, forecast, tornado
 from elastic_ring.forecast.sizing.machines import GPUS, named_fleet
 from elastic_ring.forecast.sizing.step_time import Attention, _hops
@@ -428,3 +428,14 @@ def test_tier_1_runs_the_control_core_and_agrees_with_tier_2(spot: Spot | None) 
 def test_tier_1_refuses_a_mesh_with_too_many_members() -> None:
     with pytest.raises(ValueError, match="129 members are more than 128"):
         Tier1(shape(dp=129, cp=8), PRIORS["published"], 4e4, 1e6, Luck(np.random.default_rng(0), 1))
+
+
+def test_a_host_that_takes_the_last_slot_of_a_full_draw_is_not_forgotten_as_the_soonest() -> None:
+    away = Away(draws=2, slots=2)
+    both = np.array([0, 1])
+    for at, hosts in (([9.0, 5.0], [1.0, 1.0]), ([4.0, 7.0], [2.0, 1.0]), ([6.0, 6.0], [3.0, 2.0])):
+        away.add(both, np.array(at), np.array(hosts))
+    assert away.soonest_at.tolist() == [6.0, 5.0]
+    assert away.hosts.tolist() == [4.0, 3.0]
+    away.take_back(both)
+    assert (away.soonest_at.tolist(), away.hosts.tolist()) == ([9.0, 6.0], [1.0, 2.0])
