@@ -146,8 +146,9 @@ class Process:
         x, why = torch.ones(16 << 20, device=self.device), ""
         try:
             while True:
-                groups.shard.allreduce([x]).wait()
-                groups.replica.allreduce([x]).wait()
+                for group in (groups.shard, groups.replica):
+                    if group.size() > 1:
+                        group.allreduce([x]).wait()
                 x.fill_(1.0)
                 torch.cuda.synchronize()
                 groups.check()

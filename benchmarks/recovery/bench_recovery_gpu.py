@@ -5,9 +5,9 @@
 dp 2 x cp 2 on four GPUs (`--cp 1`: dp 2 on two) and standby processes that hold none. First a short run without faults
 and the same with a planned kill, once for each of `--faults` (a phase of the step, or the heal after a kill): their
 losses and weights are compared bit for bit. Then a run whose members are killed from outside at any moment of a step;
-for each kill the phases from SIGKILL to the next committed step: detect (as the run tells it; what it cannot know of
-counts as rerun), close
-(abort, probe, rendezvous, groups and their self-test), heal (link, transfer, digests), rerun (the step itself, apart).
+for each kill the phases from SIGKILL to the next committed step: detect (until the run's first event that says
+so), close (abort, probe, rendezvous, groups and their self-test), heal (link, transfer, digests), rerun (the step
+itself, apart).
 Then `--in-building` pairs of kills, the second of which comes while the ring is being closed after the first. Rank 0
 is never killed: its process lives through all kills and shows whether memory grows.
 
@@ -76,14 +76,14 @@ def kill_once(run: runs.Watcher, number: int, num_spares: int, paced: int) -> di
     step = runs.first_step_of(run, status["generation"])
     recovery = run.until("its record", lambda: run.recoveries()[number] if len(run.recoveries()) > number else None)
     phases, next_step_s = recovery["phases"], step["committed_monotonic_s"] - injected_s
-    # All by the coordinator's clock, which does not follow a host's that is set: one was, by 0.2 s, between two kills.
-    told = {name: recovery[name] for name in ("detect_s", "close_s", "heal_s")}
+    # Lengths alone, each by one clock: a host's was set by 0.2 s between two kills. The run's begin with its notice.
+    told = {"detect_s": max(0.0, next_step_s - recovery["total_s"])}
+    told |= {name: recovery[name] for name in ("close_s", "heal_s", "rerun_s")}
     wire_GB_s = phases.get("heal_bytes", 0.0) / max(phases.get("wire_s", 0.0), 1e-9) / 1e9
     row = {
         "kill": number,
         "rank": rank,
         **told,
-        "rerun_s": next_step_s - sum(told.values()),
         "next_step_s": next_step_s,
         "wire_GB_s": wire_GB_s,
         **{

@@ -1,9 +1,9 @@
 """Healing: a donor sends its shard to newcomers over a link, and the digest decides.
 
 A newcomer's shard counts only after its own digest over what arrived equals the donor's digest over what was sent. A
-link is two process groups with the donor at rank 0: one for host memory, which also carries the header
-(`state.header`), and one for tensors on a device, and for large ones in host memory by way of it. On CPUs there is only
-the first.
+link is two process groups, or parts of groups, with the donor at rank 0: one for host memory, which also carries the
+header (`state.header`), and one for tensors on a device, and for large ones in host memory by way of it. On CPUs there
+is only the first.
 """
 
 from __future__ import annotations

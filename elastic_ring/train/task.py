@@ -45,7 +45,7 @@ LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, int | Tensor]]
 
 
 class Initial(Protocol):
-    """First values by name, the same on every mesh."""
+    """First values by name, the same on every mesh. One thread asks for them, which need not be the main one."""
 
     def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor: ...
 

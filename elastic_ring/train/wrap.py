@@ -133,7 +133,8 @@ class ModuleMaker:
         params, locals_ = dict(model.named_parameters()), local_params(model)
         wanted = [(name, tuple(params[name].shape)) for name in names]
         wanted = [(name, shape) for name, shape in wanted if len(range(*slice_rows(shape, cp_rank, cp)))]
-        with ThreadPoolExecutor(1) as pool:  # makes the next one while this one is copied to the device
+        # A thread makes the next one while this one is copied to the device.
+        with ThreadPoolExecutor(1, initializer=self._begin_thread) as pool:
 
             def begin(name: str, shape: tuple[int, ...]) -> Future[Tensor]:
                 return pool.submit(values.tensor, name, shape, rows=slice_rows(shape, cp_rank, cp))
@@ -143,6 +144,12 @@ class ModuleMaker:
                 value = coming.pop().result()
                 coming += [begin(*one) for one in wanted[position : position + 1]]
                 locals_[name].copy_(value.reshape(locals_[name].shape))
+
+    def _begin_thread(self) -> None:
+        """What torch keeps for each thread."""
+        torch.set_grad_enabled(False)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def _real(self) -> nn.Module:
         """The module in host memory with its own initialisation, the same on every rank."""

@@ -292,8 +292,7 @@ def _head_dim(config: Any) -> int:
 class FirstValues:
     """First values by transformers' own rules: a function of the run's seed and a parameter's name and shape.
 
-    Experts are drawn one by one. Of another parameter a rank that holds some rows draws the whole; never more than one
-    exists.
+    Experts are drawn one by one. Of another parameter a rank that holds some rows draws the whole; at most two exist.
     """
 
     config_json: str

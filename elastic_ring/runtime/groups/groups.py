@@ -171,7 +171,7 @@ class Connector:
 
     `open` starts and `join` completes it; in between a caller may do what needs no group but `world`. Groups on a
     device connect in parallel, those of one rank not at all: `timings` has `shard_s`, `ring_s` and `replica_s`, and
-    `groups_s` until the last of them is connected. A link of its own, whose donor has no rank, has `link_group_s`.
+    `groups_s` until the last of them is connected. A link of its own has `link_group_s`.
     """
 
     where: Rendezvous
@@ -336,8 +336,7 @@ class Connector:
     def _open_nccl(
         self, named: Sequence[tuple[str, Sequence[int]]], global_rank: int, since: float
     ) -> list[dist.ProcessGroup]:
-        """Start to connect all NCCL groups; `join` waits for them. One of a single rank is not used, and each takes as
-        long to connect as one of many."""
+        """Start to connect all NCCL groups; `join` waits for them. One of a single rank is not used."""
         groups, connects = [], []
         for name, ranks in named:
             store, backend = self._nccl_backend(name, list(ranks).index(global_rank), len(ranks))

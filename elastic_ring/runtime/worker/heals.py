@@ -64,7 +64,7 @@ def heal_over_link(
 
 
 def _link(heal: Heal, worker: str, members: Sequence[str], groups: Groups | None, connector: Connector) -> Link:
-    """The generation's own groups where all workers of the heal are members, else a link beside them."""
+    """The generation's own groups where all workers of the heal hold one shard in its mesh, else a link of its own."""
     workers = (heal.donor, *heal.newcomers)
     if groups is not None and set(workers) <= set(members):
         link = groups.link([members.index(one) for one in workers])

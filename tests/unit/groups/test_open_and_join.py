@@ -16,7 +16,7 @@ import torch
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from elastic_ring.control.messages import Heal
-from elastic_ring.errors import ElasticRingError, PeerFailed
+from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups import groups as groups_module
 from elastic_ring.runtime.groups.groups import Connector, Part, Rendezvous, nccl
@@ -27,8 +27,8 @@ from tests.unit.train.tiny_task import begin, facts, make_task, rebuild, run_ste
 
 PAIR, REPLICAS = Mesh(1, 2), Mesh(2, 1)
 WAIT_S = 60.0
-MOMENT_S = 0.3
-"""In which what connects has begun to."""
+MOMENT_S = 0.05
+"""In which a group that should not connect might begin to."""
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +94,10 @@ def open_on_device(me: Any, where: Rendezvous, mesh: Mesh = PAIR) -> tuple[int, 
     probe = torch.tensor([me.rank + 1.0])
     with translated(me.connector):
         me.groups.world.allreduce([probe]).wait()
-    num_connecting = sum(1 for _ in iter(lambda: me.connecting.acquire(timeout=MOMENT_S), False))
-    return num_connecting, probe.item()
+    num_connecting = sum(size > 1 for size in (mesh.cp, mesh.cp, mesh.dp))
+    for _ in range(num_connecting):
+        assert me.connecting.acquire(timeout=WAIT_S)
+    return num_connecting + me.connecting.acquire(timeout=MOMENT_S), probe.item()
 
 
 def let_connect(me: Any, breaks_at: int | None = None) -> None:
@@ -223,6 +225,29 @@ def test_members_that_hold_the_same_shard_heal_over_the_groups_that_they_have(pa
     found["exchanged"] = [replicas] * 2
     assert pair.all(say_over_link, Heal(0, "w1", ("w0",)), ("w0", "w1")) == [found, found], "the donor is any of them"
     pair.all(unpatch)
+
+
+def test_an_abort_releases_one_that_waits_for_its_donor_and_one_whose_first_exchange_it_ended(pair: Membership) -> None:
+    opened_and_joined(pair, REPLICAS)
+    pair.start(1, say_over_link, Heal(0, "leaving", ("w1",)), ("w0", "w1"))
+    pair.now(1, abort)
+    with pytest.raises(GroupAborted):
+        pair.result(1)
+    pair.call(0, abort_in_exchange)
+    with pytest.raises(GroupAborted):
+        pair.call(0, say_over_link, Heal(0, "w0", ("w1",)), ("w0", "w1"))
+    pair.all(unpatch)
+
+
+def abort_in_exchange(me: Any) -> None:
+    """On a device an abort ends an exchange without an error."""
+
+    def aborted(group: Any, on: torch.device) -> None:
+        me.connector.abort()
+
+    patch = mock.patch.object(nccl, "first_exchange", aborted)
+    patch.start()
+    me.patches.append(patch)
 
 
 @pytest.mark.parametrize(("members", "mesh"), [(("w1", "w2"), REPLICAS), (("w0", "w1"), PAIR)])

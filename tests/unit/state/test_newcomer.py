@@ -48,7 +48,7 @@ def heal(me: Any, role: str, fires: bool) -> str:
             raise Struck
 
     try:
-        heal_over_link(HEAL, role, me.state, me.connector, inject, {})
+        heal_over_link(HEAL, role, ("donor", "newcomer"), me.state, me.groups, me.connector, inject, {})
     except (Struck, ElasticRingError) as error:
         return type(error).__name__
     return "healed"

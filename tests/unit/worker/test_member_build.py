@@ -63,8 +63,7 @@ class Parts:
         self.take("settle", 2)
         return task
 
-    def open(self, mesh: Mesh, rank: int, ahead: list[Any]) -> Any:
-        self.ahead = ahead
+    def open(self, mesh: Mesh, rank: int) -> Any:
         self.take("open", 1)
         return self.groups
 
@@ -97,7 +96,6 @@ def test_so_does_a_newcomer_whose_shard_is_empty_and_a_member_of_a_fresh_run(mon
     newcomer = Parts(monkeypatch, NEWCOMER)
     newcomer.build()
     assert [what for what, _ in newcomer.notes] == ["open", "settle", "enter empty", "join", "heal"]
-    assert newcomer.ahead == [("0/w", (SURVIVOR, NEWCOMER), NEWCOMER)], "its link connects beside the groups"
     member = Parts(monkeypatch, SURVIVOR)
     member.build(fresh=True)
     assert [what for what, _ in member.notes] == ["open", "settle", "enter empty", "initialise", "join"]
