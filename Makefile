@@ -39,7 +39,7 @@ train: venv
 	exec $(BIN)/python jobs/train_1t.py --preset laptop --run-dir $(RUNS)/laptop-$$n \
 	    --faults kill@step=21,phase=backward,rank=3 $(ARGS)
 
-# Three processes on two cores: the tests on Ray stay in one of them and wait most of the time.
+# Three processes on two cores: the tests on Ray stay in one of them, at last in two, and wait half of the time.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --durations 10 --durations-min 0.5 tests
 
 lint: venv

@@ -27,11 +27,13 @@ CLUSTERS = "tests/ray/clusters/"
 
 
 def scope_of(nodeid: str) -> str:
-    """What one of pytest-xdist's processes runs, test after test: a file, whose fixtures are then made once; all on
-    Ray, as two clusters at a time starve each other on two cores; all that measure or fill a GPU; one test of attention
-    on GPUs, most of whose time is the compilation of its kernels."""
+    """What one of pytest-xdist's processes runs, test after test: a file, whose fixtures are then made once; all on the
+    shared Ray, and all with clusters of their own, as three of them at a time would starve each other on two cores; all
+    that measure or fill a GPU; one test of attention on GPUs, most of whose time is the compilation of its kernels."""
     if nodeid.startswith("tests/gpu/attention/"):
         return nodeid
+    if nodeid.startswith(CLUSTERS):
+        return CLUSTERS
     folder = "/".join(nodeid.split("/")[:2])
     return folder if folder in ("tests/ray", "tests/gpu") else nodeid.split("::")[0]
 

@@ -1,6 +1,6 @@
 """One run on a real autoscaling Ray cluster (autoscaler v2) on this machine, from an empty cluster to an empty one.
 
-    python benchmarks/recovery/autoscaling.py              about three minutes on two quiet cores
+    python benchmarks/recovery/autoscaling.py              about two minutes on two quiet cores
     python benchmarks/recovery/autoscaling.py --save       results, and the timeline as a picture
 
 Nodes have two CPUs each, a ring has two ranks, the run may have one or two rings. In turn: the run is submitted to a
@@ -25,9 +25,10 @@ if __name__ == "__main__":  # run as a script
 from benchmarks.harness import results, runs
 from benchmarks.harness.arguments import bench_parser
 from deploy.drills import autoscaling
-from deploy.drills.autoscaling import STEP_S, STEPS, SlowUntil, Timeline
+from deploy.drills.autoscaling import SlowUntil, Timeline
 
 NAME = "autoscaling"
+STEPS, STEP_S = 160, 0.4  # the story needs some 60 steps, of two or four sequences for each ring
 
 
 def changing_run(folder: Path, timeline: Timeline) -> tuple[dict[str, Any], list[str]]:

@@ -24,6 +24,7 @@ from elastic_ring.control.replay import replay, standing
 from elastic_ring.control.state import Ended
 from elastic_ring.data.sampling.validation import ValidationSet
 from elastic_ring.data.source import PreparedTokens, SourceConfig, StdlibText
+from elastic_ring.files import replace_file
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
@@ -195,24 +196,28 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> PreparedTokens:
 
 
 @pytest.fixture(scope="session")
-def undisturbed() -> dict[tuple[int, int, int], dict[str, Any]]:
-    """Fault-free runs by (dp, cp, steps), filled as they are needed: their bits are the same on any cluster here."""
-    return {}
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of fault-free runs by (dp, cp, steps), which pytest-xdist's processes share: each is made when one
+    needs it first, and its bits are the same on any cluster here."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "undisturbed"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
-def fault_free(
-    known: dict[tuple[int, int, int], dict[str, Any]], folder: Path, dp: int = 2, cp: int = 2, steps: int = 12
-) -> dict[str, Any]:
+def fault_free(known: Path, folder: Path, dp: int = 2, cp: int = 2, steps: int = 12) -> dict[str, Any]:
     """The summary of the run that `tiny_trainer` describes, without a fault."""
-    if (dp, cp, steps) not in known:
-        name = f"calm-{dp}x{cp}x{steps}"
+    name = f"calm-{dp}x{cp}x{steps}"
+    kept = known / f"{name}.json"
+    if not kept.exists():
         trainer = tiny_trainer(folder, name, dp=dp, cp=cp, steps=steps, spares=0)
         result = trainer.fit()
         assert left_behind(name) == []
         check_records(trainer, result)
         assert result.summary["recoveries"] == []
-        known[dp, cp, steps] = result.summary
-    return known[dp, cp, steps]
+        replace_file(kept, json.dumps(result.summary).encode())
+    summary: dict[str, Any] = json.loads(kept.read_text())
+    return summary
 
 
 @pytest.fixture

@@ -91,9 +91,10 @@ def become_worker(connection: socket.socket) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    words = [
-        word for word in request["argv"] if not word.startswith(("--serialized-runtime-env-context", "--language"))
-    ]
+    of_setup = ("--serialized-runtime-env-context=", "--language=")  # what Ray's own `setup_worker.py` takes
+    words = [word for word in request["argv"] if not word.startswith(of_setup)]
+    for context in (word.partition("=")[2] for word in request["argv"] if word.startswith(of_setup[0])):
+        os.environ.update(json.loads(context).get("env_vars") or {})
     sys.argv = words
     sys.path[0] = str(Path(words[0]).parent)
     if walk.FOLDER in request["env"]:
@@ -110,6 +111,32 @@ def become_worker(connection: socket.socket) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def run(address: str) -> None:
+    """What `python` does with the words after this script's: a script, or `-m` and a module."""
+    os.environ[SOCKET] = address
+    fork_workers()
+    sys.argv = sys.argv[1:]
+    if sys.argv[0] == "-m":
+        sys.argv = sys.argv[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def fork_workers(patch: pytest.MonkeyPatch | None = None) -> None:
+    """The nodes of a Ray that this process starts have their workers forked."""
+    from ray._private.node import Node  # not at the top: the server's process imports this file
+
+    start = Node.start_raylet
+
+    def start_raylet(node: Node, *words: Any, **options: Any) -> None:
+        node._ray_params.setup_worker_path = str(CLIENT)
+        start(node, *words, **options)
+
+    (patch or pytest.MonkeyPatch()).setattr(Node, "start_raylet", start_raylet)
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
@@ -141,15 +168,11 @@ class ForkServer:
     @contextmanager
     def forking(self) -> Iterator[None]:
         """The nodes of a Ray that is started meanwhile have their workers forked."""
-        from ray._private.node import Node  # not at the top: the server's process imports this file
-
-        start = Node.start_raylet
-
-        def start_raylet(node: Node, *words: Any, **options: Any) -> None:
-            node._ray_params.setup_worker_path = str(CLIENT)
-            start(node, *words, **options)
-
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Node, "start_raylet", start_raylet)
+            fork_workers(patch)
             patch.setenv(SOCKET, self._address)
             yield
+
+    def python(self, *words: str) -> list[str]:
+        """A command: `python` with these words, a Ray of whose own has its workers forked."""
+        return [sys.executable, "-c", f"from tests.ray.fork_server import run; run({self._address!r})", *words]

@@ -19,6 +19,7 @@ from elastic_ring.data.source import PreparedTokens
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
 from tests.object_store.store import ObjectStore
 from tests.ray.conftest import ALONE, tiny_trainer, wait_for
+from tests.ray.fork_server import ForkServer
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
 STEPS = 10
@@ -26,12 +27,15 @@ SAME = ("losses", "weights_sha256", "samples_sha256")
 
 
 @pytest.fixture
-def ray_with_credentials(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def ray_with_credentials(
+    fork_server: ForkServer, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Processes of a Ray that started before would not have them."""
     for name, value in object_store.environment.items():
         monkeypatch.setenv(name, value)
     ray.shutdown()
-    ray.init(address="local", num_cpus=8, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
+    with fork_server.forking():
+        ray.init(address="local", num_cpus=8, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

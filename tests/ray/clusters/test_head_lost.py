@@ -29,8 +29,6 @@ HEAD, WORKER, PORT, REDIS_PORT = "127.0.0.2", "127.0.0.3", 7491, 7493
 SHORT_LEASE_S = 4.0
 SAME = ("losses", "weights_sha256", "samples_sha256")
 
-Known = dict[tuple[int, int, int], dict[str, Any]]
-
 
 @dataclass
 class Driver:
@@ -192,7 +190,7 @@ def nodes(outage: Outage) -> Iterator[TwoNodes]:
 
 
 @pytest.fixture
-def calm(local_ray: None, undisturbed: Known, tmp_path: Path) -> dict[str, Any]:
+def calm(local_ray: None, undisturbed: Path, tmp_path: Path) -> dict[str, Any]:
     return fault_free(undisturbed, tmp_path, steps=STEPS)
 
 

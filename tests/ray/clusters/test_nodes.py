@@ -25,8 +25,7 @@ from elastic_ring.runtime.coordinator.node_monitor import POLL_S
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
 from elastic_ring.runtime.driver.drain import workers_on
 from tests.ray.conftest import check_records, fault_free, tiny_trainer, wait_for
-
-Known = dict[tuple[int, int, int], dict[str, Any]]
+from tests.ray.fork_server import ForkServer
 
 
 @pytest.fixture
@@ -74,9 +73,7 @@ def started_on(folder: Path, node: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(
-    cluster: Cluster, tmp_path: Path, undisturbed: Known
-) -> None:
+def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(cluster: Cluster, tmp_path: Path, undisturbed: Path) -> None:
     calm = fault_free(undisturbed, tmp_path)
     trainer = tiny_trainer(tmp_path, "node", spares=2, faults="kill-node@step=4,phase=backward,rank=1")
     result = trainer.fit()
@@ -94,7 +91,7 @@ def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(
 @pytest.mark.slow
 @pytest.mark.soak
 def test_a_ring_over_two_nodes_sends_keys_between_them_once_and_loses_one_of_them(
-    cluster: Cluster, tmp_path: Path, undisturbed: Known
+    cluster: Cluster, tmp_path: Path, undisturbed: Path
 ) -> None:
     """Two ranks of each node: the second gets from its neighbour what the first has fetched. The bits are those of a
     ring on one node, where that ran before."""
@@ -152,7 +149,7 @@ def test_a_node_that_falls_silent_is_lost_once_and_nothing_is_started_there(clus
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_node_that_dies_at_a_random_moment_is_replaced_by_one_that_joins(
-    cluster: Cluster, tmp_path: Path, seed: int, undisturbed: Known
+    cluster: Cluster, tmp_path: Path, seed: int, undisturbed: Path
 ) -> None:
     calm = fault_free(undisturbed, tmp_path, steps=30)
     folder, gate = tmp_path / "random-node", tmp_path / "gate"
@@ -210,12 +207,13 @@ def test_a_drained_node_is_left_before_the_command_returns_and_no_step_is_lost(
 
 
 @pytest.fixture
-def labelled() -> Iterator[Cluster]:
+def labelled(fork_server: ForkServer) -> Iterator[Cluster]:
     """A head without CPUs, two spot machines of one zone, and a machine of another zone that is not spot."""
     ray.shutdown()  # the other modules' Ray
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for zone, market in (("a", "spot"), ("a", "spot"), ("b", "on-demand")):
-        cluster.add_node(num_cpus=1, labels={"ray.io/availability-zone": zone, "ray.io/market-type": market})
+    with fork_server.forking():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        for zone, market in (("a", "spot"), ("a", "spot"), ("b", "on-demand")):
+            cluster.add_node(num_cpus=1, labels={"ray.io/availability-zone": zone, "ray.io/market-type": market})
     ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     yield cluster
     ray.shutdown()

@@ -15,45 +15,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from ray import tune
 
-from elastic_ring import CheckpointConfig
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.cli.settings import parse
 from elastic_ring.cli.train import build
-from elastic_ring.config import Timeouts
-from elastic_ring.data.source import open_source
 from elastic_ring.monitor.metrics import read_metrics
-from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
-from elastic_ring.tuning.mesh_trial import remove_stopped, run_of
-from elastic_ring.tuning.trial import NUM_REPORTS, REJECTED_LOSS, pattern_trainable
-from tests.ray.conftest import ALONE, tiny_trainer
-
-
-class KillOnce(tune.Callback):
-    """Kills the process of the first trial that has half its reports, or the coordinator of its run for good."""
-
-    pid = 0
-
-    def __init__(self, *, coordinator: bool = False) -> None:
-        self.coordinator = coordinator
-
-    def on_trial_result(self, *, result: dict[str, Any], **info: Any) -> None:
-        if len(result["losses"]) == NUM_REPORTS // 2 and not self.pid:
-            self.pid = result["pid"]
-            if self.coordinator:
-                name = actor_name(f"trial-{result['trial_id']}", "coordinator")
-                ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
-            else:
-                os.kill(self.pid, signal.SIGKILL)
-
+from elastic_ring.tuning.trial import NUM_REPORTS, pattern_trainable
+from tests.ray.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
@@ -64,8 +38,8 @@ SPACE = 'pattern = ["window:{w}", "window:{w};dense@1"]\nw = [64, 128]\nlayers =
 TUNE = f"{SEARCH} --space space.toml --trials 4 --concurrent 2 {SMALL}"
 
 
-def command(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "elastic_ring", *shlex.split(text)]
+def command(server: ForkServer, text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = server.python("-m", "elastic_ring", *shlex.split(text))
     return subprocess.run(words, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
 
 
@@ -90,10 +64,10 @@ def wait_for(what: Callable[[], Any], driver: subprocess.Popen[bytes]) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "space.toml").write_text(SPACE)
-    dense = command(f"{TRAIN} {SMALL}", tmp_path)
+    dense = command(fork_server, f"{TRAIN} {SMALL}", tmp_path)
     assert dense.returncode == 0, dense.stderr[-3000:]
     words = [sys.executable, "-m", "elastic_ring", *TUNE.split()]
     streams: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -116,10 +90,10 @@ def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_se
     assert len({line["pid"] for line in results(tmp_path)[killed]}) == 2
     assert [line["training_iteration"] for line in results(tmp_path)[killed]][-1] == NUM_REPORTS
 
-    refused = command(f"{TUNE} --seed 5", tmp_path)
+    refused = command(fork_server, f"{TUNE} --seed 5", tmp_path)
     assert refused.returncode == 2
     assert "was begun with arguments" in refused.stderr
-    again = command(TUNE, tmp_path)
+    again = command(fork_server, TUNE, tmp_path)
     assert again.returncode == 0, again.stderr[-3000:]
     assert {name: lines for name, lines in results(tmp_path).items() if name in before} == before
     assert "6 of 6 trials ended" in again.stderr
@@ -132,7 +106,7 @@ def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_se
     following = shlex.split(again.stdout.splitlines()[-1])
     assert following[:2] == ["elastic-ring", "train"]
     found = following[following.index("--pattern") + 1]
-    sparse = command(shlex.join(following[1:]), tmp_path)
+    sparse = command(fork_server, shlex.join(following[1:]), tmp_path)
     assert sparse.returncode == 0, sparse.stderr[-3000:]
     assert re.search(
         r"search: step .* seen .* loss predicted .* within the spread .*; the search had mesh dp=1 x cp=1, not dp=1 x "
@@ -158,49 +132,9 @@ def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_se
 
 
 @pytest.mark.slow
-def test_a_trial_on_a_mesh_is_a_run_with_which_a_killed_one_goes_on_and_tune_may_stop_it(
-    local_ray: None, tmp_path: Path
-) -> None:
-    on_ring = {"dp": 1, "cp": 2, "spares": 0, "steps": 8, "val_every_steps": 2}
-    trainable = pattern_trainable(tiny_trainer(tmp_path, "asked", **on_ring), runs=str(tmp_path / "runs"))
-    kills, run = KillOnce(), tune.RunConfig(name="search", storage_path=str(tmp_path / "tune"), verbose=0)
-    run.callbacks, run.failure_config = [kills], tune.FailureConfig(max_failures=1)
-    run.stop = lambda _, result: result["pattern"] == "window:8" and len(result["losses"]) == 1
-    found = tune.Tuner(
-        trainable,
-        param_space={"pattern": tune.grid_search(["window:4", "window:8"])},
-        tune_config=tune.TuneConfig(max_concurrent_trials=1, reuse_actors=True),
-        run_config=run,
-    ).fit()
-    assert found.num_errors == 0
-    whole, stopped = (one.metrics for one in found)
-    assert kills.pid
-    assert whole["pid"] != kills.pid
-    assert (len(whole["losses"]), len(stopped["losses"])) == (NUM_REPORTS, 1)
-    assert whole["bytes"] > 0
-    plain = tiny_trainer(tmp_path, "plain", **on_ring)
-    folders = [path for path in (tmp_path / "runs").iterdir()]
-    assert {path.name for path in folders} == {f"trial-{one['trial_id']}" for one in (whole, stopped)}
-    left = tiny_trainer(tmp_path, "left", **on_ring)  # Tune has killed its trial, and its run lives
-    left.run_config = run_of(plain.run_config, str(tmp_path / "runs"), "left")
-    assert left._coordinator(open_source(left.task.data).fingerprint, "an attempt") is not None
-    ids = [whole["trial_id"], stopped["trial_id"], "left"]
-    remove_stopped(plain.run_config, str(tmp_path / "runs"), ids)
-    assert left_behind("trial-left") == []
-    folders = [*(tmp_path / "runs").iterdir()]
-    assert [path.name for path in folders] == [f"trial-{whole['trial_id']}"], "a stopped trial leaves nothing"
-    assert not any(folders[0].glob("attempt-*")), "the run went on while the trial was away"
-    assert left_behind(folders[0].name) == left_behind(f"trial-{stopped['trial_id']}") == []
-    assert not any(folders[0].glob("*.safetensors"))
-    plain.task = replace(plain.task, pattern=parse_pattern("window:4"))
-    plain.fit()
-    told = [line["val_loss"] for line in read_metrics(tmp_path / "plain") if line.get("val_loss") is not None]
-    assert told == whole["losses"], "bit for bit what the run with that pattern has"
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ctrl_c_in_a_trial_on_a_mesh_tells_no_front_and_the_same_command_goes_on_with_that_trial(
+    fork_server: ForkServer,
     tmp_path: Path,
 ) -> None:
     (tmp_path / "space.toml").write_text('pattern = ["window:64"]\nlayers = ["{rule}"]\n')
@@ -223,7 +157,7 @@ def test_ctrl_c_in_a_trial_on_a_mesh_tells_no_front_and_the_same_command_goes_on
     assert not (tmp_path / "search" / "front.md").exists()
     (run,) = (tmp_path / "search" / "search" / "runs").iterdir()
     done = max(one["step"] for one in read_metrics(run))
-    again = command(on_mesh, tmp_path)
+    again = command(fork_server, on_mesh, tmp_path)
     assert again.returncode == 0, again.stderr[-3000:]
     assert (run / "attempt-001").exists()
     summary = json.loads((run / "summary.json").read_text())
@@ -231,40 +165,3 @@ def test_ctrl_c_in_a_trial_on_a_mesh_tells_no_front_and_the_same_command_goes_on
     assert summary["stopped"] == ""
     assert {len(lines[-1]["losses"]) for lines in results(tmp_path).values()} == {NUM_REPORTS}
     assert "3 of 3 trials ended" in again.stderr
-
-
-@pytest.mark.slow
-def test_a_trial_on_a_mesh_resumes_when_its_coordinator_is_gone_and_loses_when_it_diverges(
-    local_ray: None, tmp_path: Path
-) -> None:
-    def trial(name: str, *callbacks: tune.Callback, **options: Any) -> dict[str, Any]:
-        run = {"checkpoint_config": CheckpointConfig(every_steps=2), "timeouts": Timeouts(lease_s=10.0)}
-        asked = tiny_trainer(tmp_path, name, steps=8, val_every_steps=2, run=run, **ALONE)
-        asked.task = replace(asked.task, optim=replace(asked.task.optim, **options))
-        (found,) = tune.Tuner(
-            pattern_trainable(asked, runs=str(tmp_path / name)),
-            param_space={"pattern": "window:4"},
-            run_config=tune.RunConfig(
-                name="search",
-                storage_path=str(tmp_path / f"{name}-tune"),
-                verbose=0,
-                callbacks=list(callbacks),
-                failure_config=tune.FailureConfig(max_failures=1),
-            ),
-        ).fit()
-        assert found.error is None
-        assert left_behind(f"trial-{found.metrics['trial_id']}") == []
-        return dict(found.metrics)
-
-    kills = KillOnce(coordinator=True)
-    again, calm = trial("gone", kills), trial("calm")
-    assert kills.pid
-    assert again["losses"] == calm["losses"]
-    assert len(again["losses"]) == NUM_REPORTS
-    (folder,) = (tmp_path / "gone").iterdir()
-    resumed = json.loads((folder / "summary.json").read_text())["resumed_from"]
-    assert resumed, "it went on from its checkpoint"
-    lost = trial("wild", peak_lr=1e17)
-    assert lost["rejected"].startswith("diverged: the loss of the validation after step ")
-    assert (lost["losses"], lost["loss"], lost["done"]) == ([], REJECTED_LOSS, True)
-    assert not list((tmp_path / "wild").iterdir())

@@ -28,6 +28,7 @@ from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.trainer import training_order
+from tests.ray.fork_server import ForkServer
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
 ROOT = Path(__file__).parents[3]
@@ -60,14 +61,14 @@ LIMIT_S = 240.0
 
 
 def command(folder: Path, *more: str, small: Sequence[str] = SMALL) -> list[str]:
+    """The words after `python`."""
     script = str(ROOT / "jobs" / "train_zero3.py")
-    return [sys.executable, script, *small, f"--storage-path={folder}", "--run-name=zero3", *more]
+    return [script, *small, f"--storage-path={folder}", "--run-name=zero3", *more]
 
 
-def trained(folder: Path, *more: str, small: Sequence[str] = SMALL) -> dict[str, Any]:
-    done = subprocess.run(
-        command(folder, *more, small=small), env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S
-    )
+def trained(server: ForkServer, folder: Path, *more: str, small: Sequence[str] = SMALL) -> dict[str, Any]:
+    words = server.python(*command(folder, *more, small=small))
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return summary_of(folder)
 
@@ -114,12 +115,13 @@ def in_one_process(num_steps: int, small: Sequence[str] = SMALL) -> list[float]:
     return found
 
 
-def test_a_ring_of_two_trains_what_one_process_and_the_elastic_ring_train(tmp_path: Path) -> None:
-    summary = trained(tmp_path, "--steps=6", "--workers=2", "--cp=2")
+def test_a_ring_of_two_trains_what_one_process_and_the_elastic_ring_train(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    summary = trained(fork_server, tmp_path, "--steps=6", "--workers=2", "--cp=2")
     assert losses(summary) == pytest.approx(in_one_process(6), abs=1e-4)
     done = subprocess.run(
-        [
-            sys.executable,
+        fork_server.python(
             str(ROOT / "jobs" / "train_1t.py"),
             *SMALL,
             "--steps=6",
@@ -128,7 +130,7 @@ def test_a_ring_of_two_trains_what_one_process_and_the_elastic_ring_train(tmp_pa
             "--spares=0",
             f"--storage-path={tmp_path}",
             "--run-name=elastic",
-        ],
+        ),
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -141,7 +143,9 @@ def test_a_ring_of_two_trains_what_one_process_and_the_elastic_ring_train(tmp_pa
     assert set(summary) == set(elastic)
 
     poisoned = command(tmp_path / "poisoned", "--steps=9", "--cp=2", "--optim.peak-lr=1e30", "--optim.max-skipped=2")
-    done = subprocess.run(poisoned, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run(
+        fork_server.python(*poisoned), env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.returncode == 1
     assert "TooManySkipped: step 3: 3 steps in a row were skipped" in done.stderr
     folder = tmp_path / "poisoned" / "zero3"
@@ -149,10 +153,14 @@ def test_a_ring_of_two_trains_what_one_process_and_the_elastic_ring_train(tmp_pa
     assert [line["note"] for line in notes(folder)] == ["attempt", *["skipped"] * 3, "gave up"], "nobody tried again"
 
 
-def test_a_killed_worker_comes_back_and_another_number_of_workers_goes_on(tmp_path: Path) -> None:
+def test_a_killed_worker_comes_back_and_another_number_of_workers_goes_on(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     own = ["--cp=2", "--checkpoint-every-steps=2", "--steps=8"]
     with (tmp_path / "out.txt").open("w") as out:
-        run = subprocess.Popen(command(tmp_path, "--workers=2", *own), env=ENVIRONMENT, stdout=out, stderr=out)
+        run = subprocess.Popen(
+            [sys.executable, *command(tmp_path, "--workers=2", *own)], env=ENVIRONMENT, stdout=out, stderr=out
+        )
         try:
             # Ray Train fetches a report some time later. That of step 4 has returned, so it has that of step 2.
             pid = kill_after(tmp_path / "zero3", 5, run)
@@ -168,7 +176,7 @@ def test_a_killed_worker_comes_back_and_another_number_of_workers_goes_on(tmp_pa
     assert [line["generation"] for line in groups] == [1, 2]
     assert pid not in [worker["pid"] for worker in groups[1]["workers"]]
 
-    longer = trained(tmp_path, "--workers=4", "--cp=2", "--checkpoint-every-steps=2", "--steps=12")
+    longer = trained(fork_server, tmp_path, "--workers=4", "--cp=2", "--checkpoint-every-steps=2", "--steps=12")
     assert losses(longer) == pytest.approx(reference, abs=1e-4)
     assert longer["generations"][-1]["mesh"] == {"dp": 2, "cp": 2}
     assert longer["resumed_from"][-1]["step"] == 8
@@ -176,7 +184,9 @@ def test_a_killed_worker_comes_back_and_another_number_of_workers_goes_on(tmp_pa
 
 
 @pytest.mark.soak
-def test_a_saved_llama_with_a_pattern_trains_on_a_manifest_and_is_exported(tmp_path: Path) -> None:
+def test_a_saved_llama_with_a_pattern_trains_on_a_manifest_and_is_exported(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     """Beside one process with the same pattern, and back to what transformers loads, in the type of the run."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -204,7 +214,7 @@ def test_a_saved_llama_with_a_pattern_trains_on_a_manifest_and_is_exported(tmp_p
         "--optim.warmup-steps=2",
         "--optim.peak-lr=1e-2",
     ]
-    summary = trained(tmp_path, "--steps=4", "--workers=2", "--cp=2", small=tuned)
+    summary = trained(fork_server, tmp_path, "--steps=4", "--workers=2", "--cp=2", small=tuned)
     assert losses(summary) == pytest.approx(in_one_process(4, tuned), abs=1e-4)
     dense = in_one_process(4, [flag for flag in tuned if "window" not in flag])
     assert losses(summary) != pytest.approx(dense, abs=1e-3), "a comparison that a lost pattern would pass"
@@ -245,11 +255,12 @@ def lines_of(path: Path) -> list[str]:
 
 
 @pytest.mark.soak
-def test_what_is_offloaded_to_the_cpu_trains_the_same(tmp_path: Path) -> None:
+def test_what_is_offloaded_to_the_cpu_trains_the_same(fork_server: ForkServer, tmp_path: Path) -> None:
     """The optimizer's state in pinned memory, by DeepSpeed's own configuration, and parameters in pageable memory."""
     own = {"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}
     (tmp_path / "deepspeed.json").write_text(json.dumps(own))
     summary = trained(
+        fork_server,
         tmp_path,
         "--steps=4",
         "--workers=2",
@@ -285,11 +296,13 @@ trainer.fit()
     not ops.is_built(ops.extensions_folder()),
     reason="DeepSpeed's operators for NVMe take minutes to build: `make nvme`, then run this again",
 )
-def test_what_is_offloaded_to_nvme_trains_the_same_and_goes_on_with_another_number(tmp_path: Path) -> None:
+def test_what_is_offloaded_to_nvme_trains_the_same_and_goes_on_with_another_number(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     """A partition is swapped from 1 MiB on, so this model is larger."""
     swap = tmp_path / "swap"
     own = ["--offload-optimizer=nvme", "--offload-param=nvme", f"--nvme-path={swap}"]
-    arguments = command(tmp_path, "--steps=4", "--workers=2", "--cp=2", *own, small=LARGER)[2:]
+    arguments = command(tmp_path, "--steps=4", "--workers=2", "--cp=2", *own, small=LARGER)[1:]
     done = subprocess.run(
         [sys.executable, "-c", SWAPS, str(tmp_path), *arguments],
         env=ENVIRONMENT,
@@ -304,7 +317,7 @@ def test_what_is_offloaded_to_nvme_trains_the_same_and_goes_on_with_another_numb
         assert int((tmp_path / f"swapped-{rank}").read_text()) > 2**20, "nothing was on NVMe"
     assert not list(swap.rglob("*.swp")), "swap files are left"
 
-    longer = trained(tmp_path, "--steps=6", "--workers=3", "--cp=3", *own, small=LARGER)
+    longer = trained(fork_server, tmp_path, "--steps=6", "--workers=3", "--cp=3", *own, small=LARGER)
     assert losses(longer) == pytest.approx(reference, abs=1e-4)
 
 
@@ -340,7 +353,9 @@ trainer.fit()
 
 
 @pytest.mark.soak
-def test_a_ray_dataset_feeds_a_number_of_workers_that_ray_train_chooses(tmp_path: Path) -> None:
+def test_a_ray_dataset_feeds_a_number_of_workers_that_ray_train_chooses(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     """Two to three workers where there is room for five: three start, which is no multiple of cp."""
     done = subprocess.run(
         [sys.executable, "-c", DATASET, str(tmp_path)], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S

@@ -19,6 +19,7 @@ from elastic_ring.runtime.driver.cluster import left_behind
 from elastic_ring.state.storage.folder import Storage
 from tests.object_store.store import ObjectStore
 from tests.ray.conftest import tiny_trainer
+from tests.ray.fork_server import ForkServer
 
 DOCS = Path(__file__).parents[3] / "docs"
 SMALL = "--dp 1 --cp 1 --spares 0 --context 128 --global-batch 64 --step.sequences-per-pass 16 --model.num-layers 1"
@@ -60,6 +61,7 @@ def test_the_commands_of_the_page_validate_keep_and_go_on(
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_on_storage_need_a_bucket_and_make_the_keys(
+    fork_server: ForkServer,
     object_store: ObjectStore,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -72,8 +74,9 @@ def test_the_commands_of_the_page_on_storage_need_a_bucket_and_make_the_keys(
     page = (DOCS / "operating" / "storage.md").read_text(encoding="utf-8").split("## S3")[1].split("\n## ")[0]
     shutil.copytree(Path(shlex.__file__).parent / "json", tmp_path / "corpus")
     bucket = object_store.new_bucket()
-    for words in commands(page.replace("s3://bucket/", f"s3://{bucket}/")):
-        assert command(words) == 0, words
+    with fork_server.forking():
+        for words in commands(page.replace("s3://bucket/", f"s3://{bucket}/")):
+            assert command(words) == 0, words
     assert "20" in capsys.readouterr().out
     made = {name.split("/")[0] for name, _ in Storage(f"s3://{bucket}/").names()}
     assert made == {"prepared", "runs", "weights"}

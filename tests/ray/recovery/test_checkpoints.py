@@ -31,7 +31,6 @@ from tests.object_store.store import ObjectStore
 from tests.ray.conftest import ALONE, TINY, Heard, check_records, fault_free, tiny_trainer, wait_for
 from tests.unit.coordinator.test_damage import FILES
 
-Known = dict[tuple[int, int, int], dict[str, Any]]
 EVERY_3 = {"checkpoint_config": CheckpointConfig(every_steps=3)}
 
 
@@ -44,7 +43,7 @@ EVERY_3 = {"checkpoint_config": CheckpointConfig(every_steps=3)}
     ],
 )
 def test_both_holders_of_a_shard_lost_at_once_come_back_from_the_checkpoint_or_a_copy_with_equal_bits(
-    local_ray: None, undisturbed: Known, tmp_path: Path, copies: str, source: str, most_undone: int
+    local_ray: None, undisturbed: Path, tmp_path: Path, copies: str, source: str, most_undone: int
 ) -> None:
     reference = fault_free(undisturbed, tmp_path)
     settings = {**EVERY_3, "copies": copies, "copy_every_steps": 1}
@@ -137,7 +136,7 @@ def same(summary: dict[str, Any], reference: dict[str, Any]) -> bool:
 
 
 def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its_records_span_both(
-    local_ray: None, undisturbed: Known, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    local_ray: None, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All processes of the run are killed at once; its newest checkpoint and its journal have a wrong byte, the record
     of its lineage is empty. Its planned fault lies before that checkpoint: the same submission again does not wait for
@@ -229,7 +228,7 @@ def test_never_and_a_step_begin_a_lineage_of_their_own_and_other_settings_are_re
 
 @pytest.mark.soak
 def test_state_in_host_memory_changes_no_bit_through_kills_and_in_resuming_with_another_setting(
-    local_ray: None, undisturbed: Known, tmp_path: Path
+    local_ray: None, undisturbed: Path, tmp_path: Path
 ) -> None:
     """A donor heals one newcomer, and copies in peers' memory bring both holders of a shard back. The undisturbed run
     has its state on the devices."""
@@ -257,7 +256,7 @@ def test_state_in_host_memory_changes_no_bit_through_kills_and_in_resuming_with_
 
 @pytest.mark.slow
 def test_at_dp_1_the_loss_of_a_rank_costs_the_steps_since_the_checkpoint_and_no_bit(
-    local_ray: None, undisturbed: Known, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    local_ray: None, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = fault_free(undisturbed, tmp_path, dp=1)
     summary = run(

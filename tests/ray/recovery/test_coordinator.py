@@ -198,7 +198,7 @@ def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_i
 
 @pytest.mark.slow
 def test_a_coordinator_that_dies_while_the_ring_is_being_built_changes_no_bit(
-    local_ray: None, tmp_path: Path, undisturbed: dict[tuple[int, int, int], dict[str, Any]]
+    local_ray: None, tmp_path: Path, undisturbed: Path
 ) -> None:
     calm = fault_free(undisturbed, tmp_path)
     trainer = tiny_trainer(

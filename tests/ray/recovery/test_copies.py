@@ -16,7 +16,7 @@ from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.runtime.worker.copy_exchange import Held
 from elastic_ring.train.optim import learning_rate
 from tests.ray.conftest import Heard, fault_free
-from tests.ray.recovery.test_checkpoints import Known, run, same
+from tests.ray.recovery.test_checkpoints import run, same
 
 NO_CHECKPOINTS = CheckpointConfig(every_steps=0)
 PHASES = ("forward", "backward", "reduce", "vote", "apply")
@@ -38,7 +38,7 @@ def keeping(copies: str, **others: Any) -> dict[str, Any]:
     ],
 )
 def test_one_ring_that_loses_any_rank_in_any_phase_goes_back_to_the_copies_and_loses_no_bit(
-    local_ray: None, undisturbed: Known, tmp_path: Path, copies: str, shift: int
+    local_ray: None, undisturbed: Path, tmp_path: Path, copies: str, shift: int
 ) -> None:
     """Each rank dies once, in another phase; over all shifts each rank dies in each phase."""
     reference = fault_free(undisturbed, tmp_path, dp=1, cp=4)
@@ -72,7 +72,7 @@ def test_one_ring_that_loses_any_rank_in_any_phase_goes_back_to_the_copies_and_l
     ],
 )
 def test_one_ring_with_two_copies_may_lose_any_two_ranks_at_once(
-    local_ray: None, undisturbed: Known, tmp_path: Path, pairs: tuple[tuple[int, int], ...]
+    local_ray: None, undisturbed: Path, tmp_path: Path, pairs: tuple[tuple[int, int], ...]
 ) -> None:
     reference = fault_free(undisturbed, tmp_path, dp=1, cp=4)
     faults = "; ".join(
@@ -95,7 +95,7 @@ def test_one_ring_with_two_copies_may_lose_any_two_ranks_at_once(
     ],
 )
 def test_who_dies_while_a_copy_heals_a_newcomer_and_one_more_rank_cost_no_bit(
-    local_ray: None, undisturbed: Known, tmp_path: Path, copies: str, role: str
+    local_ray: None, undisturbed: Path, tmp_path: Path, copies: str, role: str
 ) -> None:
     reference = fault_free(undisturbed, tmp_path, dp=1, cp=4)
     faults = f"kill@step=7,phase=backward,rank=1; kill@step=4,phase=heal,role={role}; kill@step=10,phase=vote,rank=3"
@@ -119,7 +119,7 @@ def flipping_schedule(marker: Path, optim: OptimConfig, step: int) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_flipped_byte_in_a_copy_is_named_and_the_checkpoint_is_taken(
-    local_ray: None, undisturbed: Known, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    local_ray: None, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Copies of step 4 and a checkpoint of step 3: the copy comes first, and does not verify."""
     reference = fault_free(undisturbed, tmp_path, dp=1)

@@ -18,7 +18,6 @@ from tests.ray.conftest import EXPERTS, IN_PARTS, Heard, check_records, fault_fr
 
 Train = Callable[..., dict[str, Any]]
 Summary = dict[str, Any]
-Known = dict[tuple[int, int, int], Summary]
 
 EVERY_PHASE = (
     "kill@step=1,phase=forward,hop=1,rank=0; kill@step=2,phase=backward,rank=1; kill@step=3,phase=reduce,rank=2;"
@@ -56,7 +55,7 @@ def faults_of(summary: Summary) -> list[int]:
     return [len(recovery["faults"]) for recovery in summary["recoveries"]]
 
 
-def test_a_kill_in_each_phase_and_of_each_rank_changes_no_bit(train: Train, undisturbed: Known, tmp_path: Path) -> None:
+def test_a_kill_in_each_phase_and_of_each_rank_changes_no_bit(train: Train, undisturbed: Path, tmp_path: Path) -> None:
     reference = fault_free(undisturbed, tmp_path, 2, 2)
     heard = Heard()
     summary = train("every-phase", spares=6, faults=EVERY_PHASE, callbacks=(heard,))
@@ -129,7 +128,7 @@ def test_kills_change_no_bit_of_a_model_whose_large_layers_are_gathered_in_parts
 
 @pytest.mark.slow
 def test_two_kills_at_once_and_a_newcomer_that_dies_while_it_heals_change_no_bit(
-    train: Train, undisturbed: Known, tmp_path: Path
+    train: Train, undisturbed: Path, tmp_path: Path
 ) -> None:
     reference = fault_free(undisturbed, tmp_path, 2, 2)
     summary = train("at-once", spares=4, faults=AT_ONCE_AND_IN_HEAL)
@@ -139,7 +138,7 @@ def test_two_kills_at_once_and_a_newcomer_that_dies_while_it_heals_change_no_bit
 
 @pytest.mark.soak
 def test_three_rings_of_three_survive_a_donor_that_dies_in_a_heal(
-    train: Train, undisturbed: Known, tmp_path: Path
+    train: Train, undisturbed: Path, tmp_path: Path
 ) -> None:
     reference = fault_free(undisturbed, tmp_path, 3, 3)
     summary = train("three-rings", dp=3, cp=3, spares=6, faults=THREE_RINGS)
@@ -148,7 +147,7 @@ def test_three_rings_of_three_survive_a_donor_that_dies_in_a_heal(
 
 
 @pytest.mark.soak
-def test_each_other_rank_of_three_rings_may_die_too(train: Train, undisturbed: Known, tmp_path: Path) -> None:
+def test_each_other_rank_of_three_rings_may_die_too(train: Train, undisturbed: Path, tmp_path: Path) -> None:
     reference = fault_free(undisturbed, tmp_path, 3, 3)
     summary = train("three-rings-more", dp=3, cp=3, spares=4, faults=THREE_RINGS_MORE)
     assert_same_bits(summary, reference)
@@ -173,7 +172,7 @@ def test_an_optimizer_a_schedule_and_passes_of_ones_own_survive_a_kill_with_thei
 
 @pytest.mark.slow
 def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_bit(
-    train: Train, undisturbed: Known, tmp_path: Path
+    train: Train, undisturbed: Path, tmp_path: Path
 ) -> None:
     reference = fault_free(undisturbed, tmp_path, 2, 2)
     summary = train("other-ways", spares=3, faults=OTHER_WAYS_TO_GO)
@@ -186,7 +185,7 @@ def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_
 
 @pytest.mark.slow
 def test_an_exception_is_survived_in_place_and_a_drained_rank_hands_its_place_over_without_a_lost_step(
-    train: Train, undisturbed: Known, tmp_path: Path
+    train: Train, undisturbed: Path, tmp_path: Path
 ) -> None:
     reference = fault_free(undisturbed, tmp_path, 2, 2)
     summary = train("raise", spares=1, faults="raise@step=3,phase=backward,rank=2; drain@step=6,rank=1")
@@ -199,7 +198,7 @@ def test_an_exception_is_survived_in_place_and_a_drained_rank_hands_its_place_ov
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_training_goes_on_while_the_coordinator_is_gone(
-    train: Train, undisturbed: Known, tmp_path: Path, kind: str
+    train: Train, undisturbed: Path, tmp_path: Path, kind: str
 ) -> None:
     reference = fault_free(undisturbed, tmp_path, 2, 2)
     heard = Heard()
