@@ -3,6 +3,7 @@ after it has read its arguments."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -71,7 +72,9 @@ def _run(argv: Sequence[str] | None) -> int:
         print(usage)
         return 0
     if command not in COMMANDS:
-        print(f"elastic-ring: there is no command {command!r}\n{usage}", file=sys.stderr)
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        meant = f": did you mean {close[0]}?" if close else ""
+        print(f"elastic-ring: there is no command {command!r}{meant}\n{usage}", file=sys.stderr)
         return 2
     try:
         status: int = importlib.import_module(COMMANDS[command][0]).main(rest)

@@ -101,6 +101,8 @@ def _list(storage: Storage, options: argparse.Namespace) -> int:
                 storage.at(folder),
             )
         )
+    if len(rows) == 1 and storage.is_local and not Path(storage.root).is_dir():
+        raise ValueError(f"{storage.uri}: there is no such folder: give the run's, storage path and name")
     print(table(rows) if len(rows) > 1 else f"no checkpoint in {storage.uri}")
     for rejected in retention.set_aside_checkpoints(storage):
         print(f"set aside: {rejected.folder}, {size(rejected.num_bytes)}: {'; '.join(rejected.reasons)}")

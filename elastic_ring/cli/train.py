@@ -293,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = parse(sys.argv[1:] if argv is None else argv)
         if asked.plan and planned_alone(asked):
             _check(asked)
+            _list_text(asked)
             print("\n".join(plan(asked).lines()))
             return 0
         if asked.plan and asked.lora is not None:
@@ -342,12 +343,18 @@ def _begins_at_once(asked: TrainSettings) -> bool:
     _check(asked)
     check_lasting(asked.run.driver_folder)
     check_writable(asked.run.driver_folder)
-    if asked.data.source == "text" and not asked.run.is_remote:  # of a finished run data may be gone
+    if not asked.run.is_remote:  # of a finished run data may be gone
+        _list_text(asked)
+    return True
+
+
+def _list_text(asked: TrainSettings) -> None:
+    """Raises ValueError for text that is not there."""
+    if asked.data.source == "text":
         from elastic_ring.data.listing import list_source
 
         for entry in asked.data.paths:
             list_source(entry, allow_left_out=asked.data.allow_left_out, flag="--data", allow="--data.allow-left-out")
-    return True
 
 
 def _train_beside_ray(asked: TrainSettings) -> int:

@@ -121,6 +121,15 @@ def test_a_ray_without_a_file_is_found_by_its_raylet_if_it_is_this_users(monkeyp
             assert (own in access._heads_of_raylets()) == (os.getuid() == 0)
 
 
+def test_of_several_clusters_on_this_machine_none_is_taken_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(access, "local_head", lambda: None)
+    for heads, told in (({"b:2", "a:1"}, "a:1, b:2 run on this machine: set RAY_ADDRESS"), (set(), "no Ray cluster")):
+        monkeypatch.setattr(access, "_heads_of_raylets", lambda heads=heads: heads)
+        with pytest.raises(ConnectionError, match=told):
+            access.connect()
+
+
 @contextmanager
 def raylet(address: str, code: str) -> Iterator[None]:
     words = ["raylet", "-c", code, f"--gcs-address={address}"]

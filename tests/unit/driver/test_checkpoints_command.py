@@ -91,6 +91,7 @@ def test_prune_keeps_the_newest_that_verifies(storage: Storage) -> None:
     ("arguments", "told"),
     [
         (["verify", "{run}"], "no checkpoint in .*give the run's folder"),
+        (["list", "{run}"], "run: there is no such folder"),
         (["list", "gs://bucket/run"], "use a folder, file:///folder or s3://bucket/prefix"),
         (["export", "{run}", "--to", "{out}"], "no such checkpoint in"),
         (["export", "{run}", "--to", "{out}", "--step", "7"], "--step 7: no such checkpoint"),

@@ -43,7 +43,7 @@ def test_help_imports_neither_torch_nor_ray_and_an_unknown_command_is_answered_w
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip().endswith("[]"), done.stdout[-200:]
-    assert "there is no command 'trian'" in done.stderr
+    assert "there is no command 'trian': did you mean train?" in done.stderr
     assert all(name in done.stderr for name in cli.COMMANDS)
 
 

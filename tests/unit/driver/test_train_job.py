@@ -201,6 +201,8 @@ def test_only_a_full_disk_is_told_to_be_freed(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_plan_may_be_asked_for_in_such_a_copy(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--plan", "--data", "nosuch.txt"]) == 2
+    assert "nosuch.txt: there is no such file" in capsys.readouterr().err
     assert train.main(["--plan"]) == 0
     assert "MiB" in capsys.readouterr().out
     assert list(copy.iterdir()) == []
