@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
+from elastic_ring.train.wrap import ModuleMaker
 
 TINY = ModelConfig(31, 2, 24, 4, 2, 8, 40)
 
@@ -104,3 +106,20 @@ def test_tied_parameters_are_filled_once_and_stay_tied() -> None:
 def test_no_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="num_layers=0"):
         Initialiser(0, num_layers=0)
+
+
+def test_first_values_are_made_one_ahead_in_order_and_without_gradients() -> None:
+    made: list[int] = []
+
+    def make(number: int) -> torch.Tensor:
+        made.append(number)
+        return torch.nn.Parameter(torch.zeros(2)).fill_(number)  # in place, which gradients would forbid
+
+    maker = ModuleMaker(None)  # type: ignore[arg-type]
+    values = maker._made_ahead([partial(make, number) for number in range(4)])
+    assert next(values)[0] == 0.0
+    assert [value[0].item() for value in values] == [1.0, 2.0, 3.0]
+    assert made == [0, 1, 2, 3]
+    assert list(maker._made_ahead([])) == []
+    with pytest.raises(ZeroDivisionError):
+        list(maker._made_ahead([lambda: torch.zeros(1 // 0)]))
