@@ -5,6 +5,7 @@ It runs in the training thread; the control thread calls `abort`, `report` and `
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -37,7 +38,6 @@ from elastic_ring.runtime.groups.registry import forget_groups
 from elastic_ring.runtime.groups.sockets import LOOPBACK
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.notices import Copied, LeftOut, StorageAwaited, Validated
-from elastic_ring.runtime.worker import garbage
 from elastic_ring.runtime.worker.coordinator_client import ASK_AGAIN_S, CallbackWait, WorkerSpec
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.env_fingerprint import gpu_environment
@@ -177,7 +177,9 @@ class Member:
             self._notices.listen()
             kernels.look(attention_shapes(task))
         self.warm = Warmed(data, kernels, transaction, num_parameters(task) + frozen, gpus, environment)
-        garbage.settle()  # so the collection in `forget_groups` takes milliseconds, too
+        # Freeze long-lived objects, so that the collection in `forget_groups` takes milliseconds.
+        gc.collect()
+        gc.freeze()
         self.start_work.begin("")
 
     def _options(self, cache: Path | None) -> TransactionOptions:
@@ -527,7 +529,6 @@ class Member:
                 if outcome.boundary and state.applied < step_config.steps:
                     return "boundary"
                 self._release_contexts(step)
-                garbage.collect_if_due(state.applied)
             if self._validate_if_due(state.applied):
                 self._stops_at(state.applied)
         return self._finished()
