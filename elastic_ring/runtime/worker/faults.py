@@ -9,7 +9,6 @@ import ctypes
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,6 +21,7 @@ log = logging.getLogger(__name__)
 SLOW_FACTOR, SLOW_LEAST_S, SLOW_MOST_S = 4.0, 0.02, 0.25
 """What each part of a slow process's passes takes longer: a multiple of its own time, so that it stays the slowest on a
 busy machine too, within bounds below the time after which silence counts as a stall."""
+ANSWER_LEAVES_S = 0.02
 SLOW_SAVE_S = 5.0
 """What a file, or a manifest, of a checkpoint takes longer with slow@...,phase=upload or commit."""
 
@@ -95,10 +95,12 @@ def hold_gil() -> None:
 
 
 def inject_into_coordinator(kind: str) -> None:
-    """The coordinator's own faults, shortly after the request is granted."""
+    """The coordinator's own faults, called by the thread that decides once the request is granted: nothing is decided
+    between the grant and the fault, however short the phase is. The answer has time to leave."""
     signals = {"kill-coordinator": signal.SIGKILL, "freeze-coordinator": signal.SIGSTOP}
     if kind in signals:
-        threading.Timer(0.02, os.kill, args=(os.getpid(), signals[kind])).start()
+        time.sleep(ANSWER_LEAVES_S)
+        os.kill(os.getpid(), signals[kind])
 
 
 def signal_node(number: signal.Signals) -> None:
