@@ -170,9 +170,9 @@ class ScalingConfig:
     cpu_offload: Annotated[CpuOffload, Flag("cpu_offload")] = "none"
     """What of a rank's state waits in host memory and visits its GPU when it is needed, with equal bits: nothing, the
     optimizer's moments (8 bytes a parameter), or all but the gradients that are summed over the rings (16)."""
-    keep_activations: bool = False
-    """Keep on the device what layers of the built-in decoder would compute again in backward: faster, with equal bits.
-    `elastic-ring train` turns it on where a rank fits 40 GB with it, unless a setting says otherwise."""
+    keep_activations: Annotated[bool | Literal["auto"], Must("auto, true or false")] = "auto"
+    """Keep on the device what layers would compute again in backward: faster, with equal bits. "auto": where the plan
+    of a rank fits the run's GPU with it, decided at each submission. For presets and Hugging Face decoders."""
     release_contexts: bool = True
     """Members on GPUs destroy their unused CUDA contexts after step 2; such a worker exits instead of becoming a
     spare again."""
@@ -223,9 +223,11 @@ class StepConfig:
     """Optimizer steps to train."""
     global_batch: Annotated[PositiveInt, Flag("global_batch")] = 4
     """Sequences in a step."""
-    sequences_per_pass: PositiveInt = 1
+    sequences_per_pass: Annotated[PositiveInt | Literal["auto"], Must("auto, or a whole number of at least 1")] = "auto"
     """Sequences that a ring computes in one forward and backward pass. More than one: fewer gathers and exchanges, and
-    activations of so many sequences in memory. A ring's last pass has what is left of its share."""
+    activations of so many sequences in memory. A ring's last pass has what is left of its share. "auto": the fewest
+    within 2 % of the fastest step that the forecast finds among those that fit the run's GPU; on CPUs as many as have
+    1,024 tokens a rank. A run on record keeps its number."""
     context_tokens: Annotated[PositiveInt, Flag("context")] = 2048
     """Tokens of a sequence."""
     seed: Annotated[int, Field(ge=0, lt=2**64), Must("a whole number of at least 0 and below 2**64"), Flag("seed")] = 0
@@ -262,7 +264,7 @@ class StepConfig:
             raise ValueError(
                 f"val_every_steps={self.val_every_steps} beside val_every_tokens={self.val_every_tokens}: give one"
             )
-        if self.sequences_per_pass > self.global_batch:
+        if self.micro_batch > self.global_batch:
             raise ValueError(
                 f"sequences_per_pass={self.sequences_per_pass} is more than global_batch={self.global_batch}: no ring "
                 "has so many sequences in a step; lower sequences_per_pass or raise global_batch"
@@ -272,6 +274,11 @@ class StepConfig:
                 f"linears='fp8' and param_dtype={self.param_dtype!r}: what is not multiplied in 8 bits is computed in "
                 "bfloat16 then; set param_dtype='bfloat16', or leave linears out"
             )
+
+    @property
+    def micro_batch(self) -> int:
+        """`sequences_per_pass` as a number; 1 until "auto" is resolved."""
+        return 1 if self.sequences_per_pass == "auto" else self.sequences_per_pass
 
     @property
     def validates(self) -> bool:

@@ -56,6 +56,7 @@ from elastic_ring.data.sampling.validation import (
 )
 from elastic_ring.data.source import SourceConfig, fingerprinted, hold_out, open_source, order_of
 from elastic_ring.files import plain_json, shown_plain, shown_url
+from elastic_ring.forecast.pass_choice import choose_pass
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
 from elastic_ring.monitor.json_files import read_json, set_aside
@@ -85,6 +86,7 @@ from elastic_ring.runtime.driver.cluster import (
     worker_environment,
 )
 from elastic_ring.runtime.driver.loss_cost import with_settled_copies
+from elastic_ring.runtime.driver.pass_size import gpu_of_run, recorded_pass
 from elastic_ring.runtime.driver.ray_session import cluster, leaving, ray_session
 from elastic_ring.runtime.driver.session import interruptible, lease
 from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
@@ -190,8 +192,11 @@ class ElasticRingTrainer:
         self._stages: Stages | None = None
         self._contents: tuple[SourceConfig, str, Files] | None = None
         self._validation_contents: dict[str, tuple[Any, str]] = {}
+        self._sizes = parts.sizes if loss is None or loss is parts.loss else None
+        self._keeps_as_set = self.scaling_config.keep_activations
         self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
-        self.planned: dict[str, float] = {}  # what somebody has forecast: step_s, gpu_bytes of a rank, goodput
+        self.planned: dict[str, float] = {}  # what `forecast` says: step_s, gpu_bytes of a rank, goodput
+        self.forecast: Callable[[], dict[str, float]] | None = None  # asked once the sequences of a pass are chosen
         check_parts(self.task)
         for source in (data, *(one.data for one in sets.values() if one.data is not None)):
             check_vocabulary(parts, source)
@@ -256,6 +261,9 @@ class ElasticRingTrainer:
             notices.find(self.run_config.notices)
         stages.begin("starts Ray, or finds it")
         with ray_session(self.scaling_config, self.run_config.timeouts.lease_s):
+            self.choose_pass(gpu_of_run(self.scaling_config))
+            if self.forecast is not None:
+                self.planned = self.forecast()
             stages.begin("looks for the run and for room")
             attempt = secrets.token_hex(8)
             with interruptible(self.run_config, attempt) as followed:
@@ -271,6 +279,27 @@ class ElasticRingTrainer:
                 if not attach.remove(coordinator, self.run_config):
                     log.error("left behind: the coordinator of run %s, which was killed", self.run_config.name)
         return self._result(end)
+
+    def choose_pass(self, gpu: str | None) -> None:
+        """Resolve "auto" of `sequences_per_pass` and `keep_activations` for GPUs of this type, None for an unknown one.
+        A run on record keeps its number. Raises what `_resume` raises."""
+        step, scaling, pattern = self.task.step, self.scaling_config, self.task.pattern
+        if AUTO not in (step.sequences_per_pass, scaling.keep_activations):
+            return
+        on_record, density, config = "", 1.0, None
+        if step.sequences_per_pass == AUTO and self.run_config.resume != "never":
+            with suppress(errors.RecordDamaged):  # `_finished` has reported it
+                config = _recorded(self.run_config.driver_folder / CONFIG_NAME)
+            number = recorded_pass(step, config, self._resume())
+            if number is not None:
+                step, on_record = replace(step, sequences_per_pass=number), ", on record"
+        if pattern is not None and self._sizes is not None:
+            shape = self._sizes.config
+            density = pattern.density(step.context_tokens, shape.num_layers, shape.num_heads, shape.num_kv_heads)
+        choice = choose_pass(self._sizes, scaling, step, self.run_config, gpu, density)
+        log.info("%s%s", choice.reason, on_record)
+        step, self.scaling_config = choice.settings(step, scaling)
+        self.task = replace(self.task, step=step)
 
     def _materialise(self) -> None:
         """Write datasets out beside the run's folder."""
@@ -376,7 +405,8 @@ class ElasticRingTrainer:
         usual = {("kv_wire", "native"), ("experts", "auto"), ("linears", "native"), ("val_every_tokens", 0)}
         step = {name: value for name, value in vars(task.step).items() if (name, value) not in usual}
         optim = {name: value for name, value in vars(task.optim).items() if (name, value) != ("replanned", ())}
-        return digest(self.scaling_config, step, optim, self.identity.what["data"], faults, code, *own)
+        scaling = replace(self.scaling_config, keep_activations=self._keeps_as_set)  # what is chosen may change
+        return digest(scaling, step, optim, self.identity.what["data"], faults, code, *own)
 
     @property
     def measured_on(self) -> dict[str, str]:

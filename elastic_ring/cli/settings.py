@@ -85,8 +85,6 @@ FITS: dict[str, str] = {
     **{"1t": "H100-80", "30b-a3b": "H100-80", "1t-moe": "H100-80"},
 }
 """The smallest GPU of `model.flops` that a rank of a preset fits. The laptops need none."""
-KEEPS_ON = "A100-40"
-"""Activations are kept where a rank fits this GPU of `model.flops` with them."""
 NESTED = {"timeouts", "checkpoint_config"}
 """Settings of RunConfig that have settings of their own."""
 NONE = "none"
@@ -187,8 +185,6 @@ class TrainSettings:
     stop_early: str | None = None
     keep_best: str | None = None
     plan: bool = False
-    keeps_by_plan: bool = False
-    """Nobody asked whether activations are kept: the plan decides, again for each submission."""
 
     def toml(self) -> str:
         """As a file for `--config`, without what may be secret: values of run.env, passwords and queries of URIs. Also
@@ -201,8 +197,6 @@ class TrainSettings:
         steps, of_preset = self.step.steps, PRESETS[self.preset]()["optim"]
         follow = {"total_steps": steps, "warmup_steps": min(of_preset.warmup_steps, steps)}
         plain["optim"] = {name: value for name, value in plain["optim"].items() if follow.get(name) != value}
-        if self.keeps_by_plan:
-            del plain["scaling"]["keep_activations"], plain["model"]["checkpoint_activations"]
         if self.model_folder is not None:
             plain["model"] = {name: plain["model"][name] for name in sorted(FREE_OF_FOLDER)}
         own = {name: value for name in TOP if (value := getattr(self, name)) is not None}
@@ -264,9 +258,8 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         sets = flags.validate or file.get("validate")
         steps = steps_of(flags, made, sets, has_steps=has_flag(argv, "step.steps"))
         made["step"] = dataclasses.replace(made["step"], steps=steps)
-    by_plan = flags.model_folder is None and "model_folder" not in file and _keeps_by_plan(argv, file, made)
-    if by_plan:
-        made["scaling"] = _keeping(made)
+    if made["scaling"].keep_activations == "auto" and _recomputes(argv, file, made["model"]):
+        made["scaling"] = dataclasses.replace(made["scaling"], keep_activations=False)
     optim, steps = given["optim"], made["step"].steps
     asked = {*file.get("optim", {}), *(setting for setting in optim if has_flag(argv, f"optim.{setting}"))}
     if flags.replan and not flags.extend:
@@ -290,29 +283,13 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         top["search"] = os.path.abspath(top["search"])
     if top["validate"] is not None:
         top["validate"] = "; ".join(map(str, validation_sets(top["validate"])))
-    return TrainSettings(name, **made, **top, plan=flags.plan, keeps_by_plan=by_plan)
+    return TrainSettings(name, **made, **top, plan=flags.plan)
 
 
-def _keeps_by_plan(argv: Sequence[str], file: Mapping[str, Any], made: Mapping[str, Any]) -> bool:
-    """Whether layers recompute on GPUs and neither flags nor file say anything about that."""
-    if made["scaling"].device == "cpu" or made["model"].offload_activations or not made["model"].checkpoint_activations:
-        return False
-    settings = ("scaling", "keep_activations"), ("model", "checkpoint_activations")
-    return not any(
-        name in file.get(section, {}) or has_flag(argv, f"{section}.{name}") or has_flag(argv, f"{section}.no_{name}")
-        for section, name in settings
-    )
-
-
-def _keeping(made: Mapping[str, Any]) -> ScalingConfig:
-    """Activations are kept where there is room for them on any GPU that a preset is for, with the fewest rings too."""
-    from elastic_ring.forecast.sizing.memory import plan_of
-
-    scaling: ScalingConfig = made["scaling"]
-    kept, saves = dataclasses.replace(scaling, keep_activations=True), made["run"].checkpoint_config.is_on
-    meshes = [dataclasses.replace(kept, dp=dp) for dp in {scaling.min_dp, scaling.dp}]
-    plans = [plan_of(made["model"], mesh, made["step"], made["run"].copies, saves=saves) for mesh in meshes]
-    return kept if all(plan.verdicts[KEEPS_ON] for plan in plans) else scaling
+def _recomputes(argv: Sequence[str], file: Mapping[str, Any], model: ModelConfig) -> bool:
+    """Whether layers are to recompute by a flag, or by a file that does not say what is kept, as config.toml does."""
+    by_file = "checkpoint_activations" in file.get("model", {}) and "keep_activations" not in file.get("scaling", {})
+    return model.checkpoint_activations and (by_file or has_flag(argv, "model.checkpoint_activations"))
 
 
 def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file: Mapping[str, Any]) -> None:

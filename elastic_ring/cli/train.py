@@ -139,6 +139,27 @@ def plan(asked: TrainSettings, trainer: ElasticRingTrainer | None = None) -> Mod
     )
 
 
+def _with_choice(asked: TrainSettings) -> TrainSettings:
+    """The settings of a preset's plan with the sequences of a pass as a run on this host's GPUs would choose them."""
+    from elastic_ring.forecast.pass_choice import choose_pass
+    from elastic_ring.model.config import ModelSizes
+
+    sizes = ModelSizes(asked.model, is_built_in=True)
+    choice = choose_pass(sizes, asked.scaling, asked.step, asked.run, _gpu_of_host())
+    logging.info("%s", choice.reason)
+    step, scaling = choice.settings(asked.step, asked.scaling)
+    return dataclasses.replace(asked, step=step, scaling=scaling)
+
+
+def _gpu_of_host() -> str | None:
+    """The type of this host's first GPU, as its driver says, without CUDA; None without one of a forecast's types."""
+    from elastic_ring.model.flops import gpu_type
+
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        return gpu_type(path.read_text(encoding="utf-8", errors="replace"))
+    return None
+
+
 def planned_alone(asked: TrainSettings) -> bool:
     """Whether the sizes say all of a plan. Kernels, patterns, layouts by price and model folders need torch to be
     checked, which takes seconds to import."""
@@ -150,26 +171,27 @@ def _is_checked_by_torch(asked: TrainSettings) -> bool:
 
 
 def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, float]:
-    """What is forecast of the run on this host's GPUs or cores: step and goodput where the config says the sizes."""
-    import torch
-
+    """What is forecast of the run on its GPUs or this host's cores: step and goodput where the config says the
+    sizes."""
     from elastic_ring.cli.forecasts.seen import planned
+    from elastic_ring.runtime.driver.pass_size import gpu_of_run
 
     if asked.lora is not None:
         return {}
+    asked = dataclasses.replace(asked, step=trainer.task.step, scaling=trainer.scaling_config)
     on_gpus = asked.scaling.device == "cuda"
-    found = {"gpu_bytes": float(plan(asked, trainer).gpu_bytes)} if on_gpus else {}
-    gpu = torch.cuda.get_device_name(0) if on_gpus and torch.cuda.is_available() else None
+    memory = {"gpu_bytes": float(plan(asked, trainer).gpu_bytes)} if on_gpus else {}
     try:
-        return found | planned(asked, gpu, os.cpu_count() or 1, os.getloadavg()[0])
+        return memory | planned(asked, gpu_of_run(asked.scaling), os.cpu_count() or 1, os.getloadavg()[0])
     except (ValueError, StorageFailed):  # what cannot be forecast trains all the same
-        return found
+        return memory
 
 
-def _on_record(folder: Path, planned: Mapping[str, float]) -> dict[str, float]:
-    """The forecast with which the run began: of one that was finished before, `planned` is of this host's load now."""
+def _on_record(folder: Path) -> dict[str, float]:
+    """The forecast with which the run began."""
     recorded = readable_json(folder / CONFIG_NAME) or {}
-    return {name: float(recorded.get(f"planned_{name}", value)) for name, value in planned.items()}
+    names = ("gpu_bytes", "step_s", "goodput")
+    return {name: float(recorded[f"planned_{name}"]) for name in names if f"planned_{name}" in recorded}
 
 
 def _print_beside(forecast: Mapping[str, float], seen: Mapping[str, float]) -> None:
@@ -294,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked.plan and planned_alone(asked):
             _check(asked)
             _list_text(asked)
-            print("\n".join(plan(asked).lines()))
+            print("\n".join(plan(_with_choice(asked)).lines()))
             return 0
         if asked.plan and asked.lora is not None:
             raise ValueError(f"lora={asked.lora!r}: what adapters need is not planned; leave --plan or --lora out")
@@ -309,6 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             layouts.choice(asked.scaling.cp, asked.scaling.device)  # logs what "auto" chooses
             if asked.scaling.device == "cuda":
                 check_pattern(trainer.task, asked.scaling.cp, layouts)
+            trainer.choose_pass(_gpu_of_host())
+            asked = dataclasses.replace(asked, step=trainer.task.step, scaling=trainer.scaling_config)
             print("\n".join(plan(asked, trainer).lines()))
             return 0
         return _train(asked, trainer)
@@ -382,7 +406,7 @@ def _make(asked: TrainSettings, making: Future[Made]) -> None:
 def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
     from elastic_ring.tuning.report import Predicted, as_trained
 
-    trainer.planned = _planned(asked, trainer)
+    trainer.forecast = partial(_planned, asked, trainer)
     found = None if asked.search is None else Predicted.read(Path(asked.search), trainer.task.pattern)
     result = trainer.fit()
     summary = result.summary
@@ -399,9 +423,11 @@ def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
     )
     lines = read_metrics(result.path) if (result.path / METRICS_NAME).exists() else []
     seen = seen_of([line["step_s"] for line in lines], summary)
-    _print_beside(_on_record(result.path, trainer.planned), seen)
+    _print_beside(_on_record(result.path), seen)
     if found is not None and "step_s" in seen:
-        trained = dataclasses.replace(asked.step, steps=summary["steps"])  # fewer where a callback stopped the run
+        trained = dataclasses.replace(
+            trainer.task.step, steps=summary["steps"]
+        )  # fewer where a callback stopped the run
         try:
             now = as_trained(trained, asked.scaling.mesh, asked.scaling.device, trainer.measured_on)
             print(found.beside(now, seen["step_s"], lines[-1].get("val_loss")))

@@ -54,9 +54,10 @@ COPY_SHARE = 0.003
 class Scenario:
     """One configuration on one fleet. `pattern`: what it leaves of attention in a ring of so many ranks;
     `measured_step_s`: in place of the model of step time; `correction`: by which an earlier run's step differed from
-    its forecast, with what is left of its spread; `built_in` as in `StepMemory`, `num_own` as in `plan_of`, `latent` as
-    in `Job`; `doubled_s`: what each doubling of the ranks adds to a rebuild, in place of `REBUILD_S`; `alone_step_s`: a
-    step on cores that nothing else wants, since a recovery takes as many times longer as a step does."""
+    its forecast, with what is left of its spread; `built_in` and `num_trained` as in `StepMemory`, `num_own` as in
+    `plan_of`, `latent` as in `Job`; `doubled_s`: what each doubling of the ranks adds to a rebuild, in place of
+    `REBUILD_S`; `alone_step_s`: a step on cores that nothing else wants, since a recovery takes
+    as many times longer as a step does."""
 
     model: ModelConfig
     scaling: ScalingConfig
@@ -73,8 +74,12 @@ class Scenario:
     built_in: bool = True
     num_own: int | None = None
     latent: Latent | None = None
+    num_trained: int | None = None
     doubled_s: float | None = None
     alone_step_s: float | None = None
+
+    def with_settings(self, step: StepConfig, scaling: ScalingConfig) -> Scenario:
+        return dataclasses.replace(self, step=step, scaling=scaling)
 
     @cached_property
     def attention(self) -> Attention:
@@ -96,6 +101,7 @@ class Scenario:
             density=self.attention.density,
             num_own=self.num_own,
             latent=0 if self.latent is None or self.attention.is_bound else self.latent.numbers,
+            num_trained=self.num_trained,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -133,6 +133,21 @@ def _slices(rows: int, row_parameters: int) -> tuple[int, ...]:
     number = -(-rows * row_parameters // UNIT_PARAMETERS)
     each = rows if number == 1 else -(-rows // (number * _TILE)) * _TILE
     return tuple(min(each, rows - first) for first in range(0, rows, each))
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What plans and forecasts know of a model. `config`: the sizes, as those of the built-in decoder;
+    `num_parameters`: where these do not say all of them; `num_trained`: parameters of adapters on a frozen base;
+    `latent`: numbers of a token that hops carry in place of K and V; `one_a_pass`: why a pass takes one sequence; empty
+    where it may take more."""
+
+    config: ModelConfig
+    num_parameters: int | None = None
+    num_trained: int | None = None
+    latent: int = 0
+    is_built_in: bool = False
+    one_a_pass: str = ""
 
 
 def built_in(model: Any) -> ModelConfig | None:

@@ -38,6 +38,17 @@ def peak_tflops(gpu: str) -> float | None:
     return next((peak for pattern, peak in PEAK_TFLOPS if re.search(pattern, gpu)), None)
 
 
+def gpu_type(name: str) -> str | None:
+    """A type of `GPU_GIB` by its name in CUDA or Ray; None for others. An A100 of unknown size counts as the
+    smaller one."""
+    match = re.search(r"A100|H100|H200|B200", name)
+    if match is None:
+        return None
+    sizes = {"A100": "A100-80" if re.search("80 ?G", name) else "A100-40", "H100": "H100-80"}
+    kind = sizes.get(match[0], match[0])
+    return kind if kind in GPU_GIB else None
+
+
 def model_flops(config: ModelConfig, context_tokens: int, density: float = 1.0, num_active: int | None = None) -> float:
     """6 for each parameter and token that are multiplied (rows of a table that is only read are not), and 6 S^2 H D for
     each layer: the causal half of attention, forward + backward as 1 + 2, of which a pattern keeps the share

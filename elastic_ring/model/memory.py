@@ -71,7 +71,8 @@ class StepMemory:
     are counted as a decoder's of the same sizes. `tokens`: of a rank in one pass. `element_bytes`: of the type that is
     computed in. `fused_norms`: RMSNorm keeps its input, no copies in fp32. `experts`: as `StepConfig.experts`.
     `built_in`: it is the built-in decoder, whose large parts are gathered on their own. `latent`: numbers of a token
-    that hops carry in place of K and V; 0 where they carry these."""
+    that hops carry in place of K and V; 0 where they carry these. `num_trained`: parameters of adapters on a frozen
+    base; None where all are trained."""
 
     config: ModelConfig
     num_parameters: int
@@ -84,6 +85,7 @@ class StepMemory:
     experts: Placement = "auto"
     built_in: bool = True
     latent: int = 0
+    num_trained: int | None = None
 
     # ------------------------------------------------------------ sizes
 
@@ -91,6 +93,11 @@ class StepMemory:
     def shard(self) -> int:
         """Parameters of a rank."""
         return -(-self.num_parameters // self.cp)
+
+    @cached_property
+    def trained_shard(self) -> int:
+        """Those that have moments and gradients."""
+        return self.shard if self.num_trained is None else -(-self.num_trained // self.cp)
 
     @cached_property
     def block(self) -> int:
@@ -255,10 +262,12 @@ class StepMemory:
         moments = MOMENTS_BYTES if self.cpu_offload == "none" else 0
         masters = 0 if self.cpu_offload == "all" else MASTER_BYTES
         computed = self.element_bytes * self.shard if self._is_whole and self.element_bytes < MASTER_BYTES else 0
+        # A ring of one reads a frozen base in the type that is computed in (`train.wrap.keep_whole`).
+        num_masters = self.trained_shard if computed else self.shard
         return {
-            "fp32 masters": masters * self.shard,
-            "Adam's moments": moments * self.shard,
-            "gradients": GRADIENT_BYTES * self.shard,
+            "fp32 masters": masters * num_masters,
+            "Adam's moments": moments * self.trained_shard,
+            "gradients": GRADIENT_BYTES * self.trained_shard,
             **({"parameters to compute with": computed} if computed else {}),
             "hop buffers": self.hop_buffers,
             **({"matmul workspace": WORKSPACE_BYTES} if self.on_gpu else {}),

@@ -17,7 +17,7 @@ from elastic_ring.config import StepConfig
 from elastic_ring.data.sampling.validation import LOSS, PERPLEXITY, ValidationSet, check_sets, holds_out, measured
 from elastic_ring.data.source import SourceConfig
 from elastic_ring.files import shown_plain
-from elastic_ring.model.config import built_in
+from elastic_ring.model.config import ModelSizes, built_in
 from elastic_ring.model.flops import flops_of
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule
@@ -64,7 +64,8 @@ class ModelParts:
     A factory with a method `ring_parts(step_config)` returns it. `vocab_size` bounds the tokens of the data; `files`,
     name -> text, are written into the run's folder. `check_data` raises ValueError for data whose tokens mean something
     else to the model. `frozen` has the values of parameters that need no gradient. `flops` of one sequence, forward and
-    backward, with dense causal attention: from it comes the metric of utilisation (MFU).
+    backward, with dense causal attention: from it comes the metric of utilisation (MFU). `sizes` is for the plan of a
+    rank and the forecast of a step; None for a model without them.
     """
 
     loss: LossFunction = language_model_loss
@@ -75,12 +76,17 @@ class ModelParts:
     flops: float | None = None
     check_data: Callable[[SourceConfig], None] | None = None
     frozen: FrozenValues | None = None
+    sizes: ModelSizes | None = None
 
 
 def parts_of(model: Any, step: StepConfig) -> ModelParts:
     """The parts that the factory `model` brings along, or defaults. Only our own decoder has a known FLOP count."""
     bring = getattr(model, "ring_parts", None)
-    return ModelParts(flops=flops_of(model, step.context_tokens)) if bring is None else bring(step)
+    if bring is not None:
+        return bring(step)
+    shape = built_in(model)
+    sizes = None if shape is None else ModelSizes(shape, is_built_in=True)
+    return ModelParts(flops=flops_of(model, step.context_tokens), sizes=sizes)
 
 
 @dataclass(frozen=True)

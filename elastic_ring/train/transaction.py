@@ -405,7 +405,7 @@ class Transaction:
         slices, hops, own = [], HopTally(self.device.type == "cuda", step), 0.0
         arrived = ArrivedCopies(hops.is_watched)
         waited_s, clock = self.loader.waited_s, WorkClock(self.device, self._waits, self.loader, hops.is_watched)
-        groups = list(passes(len(mine), self.relief.together(self.task.step.sequences_per_pass)))
+        groups = list(passes(len(mine), self.relief.together(self.task.step.micro_batch)))
         for group in groups:
             gradient.begin_pass(self._sum_bucket if group is groups[-1] and self._sums_beside(step) else None)
             pieces = [self._load(mine[i:], following) for i in group]
@@ -447,7 +447,7 @@ class Transaction:
     def _load(self, mine: Pairs, following: Pairs) -> Slice:
         """This rank's slice of the first sequence of `mine`. Starts to read the others, and the next step's, ahead."""
         (index, sample_id), *later = mine
-        ahead = self.relief.read_ahead or max(READ_AHEAD, self.task.step.sequences_per_pass)
+        ahead = self.relief.read_ahead or max(READ_AHEAD, self.task.step.micro_batch)
         upcoming = [each for _, each in (*later, *following)][:ahead]
         return self.loader.load(sample_id, index, self.layout, self.now.coordinate.cp_rank, upcoming=upcoming)
 
@@ -465,7 +465,7 @@ class Transaction:
         gradient.begin_pass()
         before = (now.coordinate.dp_rank - 1) % now.mesh.dp
         first = share(self._order.sample_ids(step), before, now.mesh.dp)
-        first = first[: self.relief.together(self.task.step.sequences_per_pass)]
+        first = first[: self.relief.together(self.task.step.micro_batch)]
         pieces = [self.loader.load(id_, index, self.layout, now.coordinate.cp_rank) for index, id_ in first]
         piece = joined(pieces, self.task.step.context_tokens)
         self._seed(piece, step)

@@ -195,7 +195,7 @@ class PatternTrial(ray_tune.Trainable):
         opened = open_sets(task.validation)
         self._validation = ValidationSource(task.validation, held, {name: one for name, (one, _) in opened.items()})
         order = order_of(training, task.step.seed, task.step.global_batch)
-        loader = Loader(training, num_ahead=task.step.sequences_per_pass)
+        loader = Loader(training, num_ahead=task.step.micro_batch)
         self._val_loader = Loader(self._validation, num_ahead=1)
         options = TransactionOptions(kernel_cache=cache, cpu_offload=self._asked.scaling.cpu_offload)
         state = Transaction(task, loader, order, lambda *_: None, options)

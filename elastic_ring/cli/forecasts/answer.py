@@ -20,9 +20,11 @@ from elastic_ring.forecast.answers import asked, report
 from elastic_ring.forecast.answers.money import PriceList, read_prices
 from elastic_ring.forecast.answers.stages import Stage, read_stages, with_learned
 from elastic_ring.forecast.answers.stages import lines as stage_lines
+from elastic_ring.forecast.pass_choice import with_choice
 from elastic_ring.forecast.scenario import Scenario, default_efficiency, forecast
 from elastic_ring.forecast.sizing.machines import GPUS, Fleet, read_fleet
 from elastic_ring.forecast.sizing.rates import Rates, read_rates
+from elastic_ring.model.flops import gpu_type
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
         doubled_s=None if rates is None else rates.doubled_s(),
         **work,
     )
+    made = with_choice(made)
     return made if given.from_run is None else with_learned(made, seen.learned(given.from_run, fleet, rates))
 
 
@@ -113,7 +116,7 @@ def rates_of(path: Path, gpu: str) -> Rates:
     if found is None:
         raise ValueError(f"--machine {path}: has no rates for a forecast; measure it again with elastic-ring calibrate")
     device = plain_json(read_small(path)).get("about", {}).get("device")
-    if device is not None and seen.gpu_type(device) != gpu:
+    if device is not None and gpu_type(device) != gpu:
         log.warning(
             "--machine %s: was measured on %s, and the fleet has %s: this is no forecast of it", path, device, gpu
         )

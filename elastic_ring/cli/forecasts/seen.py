@@ -16,8 +16,9 @@ from elastic_ring.cli.forecasts.attention import work_of
 from elastic_ring.cli.settings import TrainSettings
 from elastic_ring.forecast.answers.stages import Learned
 from elastic_ring.forecast.goodput import PRIORS, goodput_with
+from elastic_ring.forecast.pass_choice import PassChoice
 from elastic_ring.forecast.scenario import Scenario, default_efficiency
-from elastic_ring.forecast.sizing.machines import GPUS, Fleet, Links, named_fleet
+from elastic_ring.forecast.sizing.machines import Fleet, Links, named_fleet
 from elastic_ring.forecast.sizing.rates import Rates
 from elastic_ring.monitor.goodput import WARM_STEPS, seen_of
 from elastic_ring.monitor.json_files import as_written, read_json
@@ -43,15 +44,6 @@ class Seen:
     gpu_hours: float
     mean_step_s: float
     alone_step_s: float | None = None
-
-
-def gpu_type(name: str) -> str | None:
-    """A type of `machines.GPUS` by CUDA's name and size of it; None for others."""
-    found = re.search(r"A100|H100|H200|B200", name)
-    if found is None:
-        return None
-    kind = {"A100": "A100-40" if "40GB" in name else "A100-80", "H100": "H100-80"}.get(found[0], found[0])
-    return kind if kind in GPUS else None
 
 
 def scenario_of_run(asked: TrainSettings, fleet: Fleet) -> Scenario:
@@ -86,13 +78,12 @@ def on_cores(asked: TrainSettings, num_cores: int, load: float = 0.0) -> Scenari
 
 
 def planned(asked: TrainSettings, gpu: str | None, num_cores: int, load: float = 0.0) -> dict[str, float]:
-    """A step and the goodput that are forecast for ranks on GPUs of that name, or on so many cores that are shared with
-    `load` other threads; empty for GPUs that no class is of."""
+    """A step and the goodput that are forecast for ranks on GPUs of that type, or on so many cores that are shared with
+    `load` other threads; empty for GPUs of no type of a forecast."""
     if asked.scaling.device == "cuda":
-        kind = gpu_type(gpu or "")
-        if kind is None:
+        if gpu is None:
             return {}
-        scenario = scenario_of_run(asked, named_fleet(kind))
+        scenario = scenario_of_run(asked, named_fleet(gpu))
     else:
         scenario = on_cores(asked, num_cores, load)
     found = scenario.evaluate(scenario.medians())
@@ -106,12 +97,17 @@ def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
     if not summary or not (folder / "config.toml").exists() or not (folder / METRICS_NAME).exists():
         raise ValueError(f"{folder}: is no run that has ended: summary.json, config.toml or metrics.jsonl is not there")
     asked = settings.parse(["--config", str(folder / "config.toml")])
+    recorded = (read_json(folder / CONFIG_NAME) or {}) if (folder / CONFIG_NAME).exists() else {}
+    with as_written(str(folder)):  # what was "auto" is a number there
+        number = recorded.get("step", {}).get("sequences_per_pass", 1)
+        kept = recorded.get("scaling", {}).get("keep_activations", False)
+        step, scaling = PassChoice(number, kept, "").settings(asked.step, asked.scaling)
+        asked = dataclasses.replace(asked, step=step, scaling=scaling)
     with as_written(str(folder / METRICS_NAME)):
         steps_s = [float(line["step_s"]) for line in read_metrics(folder)]
         figures = seen_of(steps_s, summary)
     if "step_s" not in figures:
         raise ValueError(f"{folder}: its metrics.jsonl has no steps")
-    recorded = (read_json(folder / CONFIG_NAME) or {}) if (folder / CONFIG_NAME).exists() else {}
     with as_written(str(folder)):
         forecast = {name: float(recorded[f"planned_{name}"]) for name in UNITS if f"planned_{name}" in recorded}
         parts = summary.get("time_s") or {}

@@ -98,7 +98,7 @@ def pass_sizes(step: StepConfig) -> tuple[int, ...]:
     """How many sequences a pass may have on some mesh, ascending; validation takes one at a time."""
     batch = step.global_batch
     shares = {share for dp in range(1, batch + 1) for share in (batch // dp, -(-batch // dp))}
-    sizes = {len(group) for share in shares for group in passes(share, step.sequences_per_pass)}
+    sizes = {len(group) for share in shares for group in passes(share, step.micro_batch)}
     return tuple(sorted(sizes | ({1} if step.validates else set())))
 
 

@@ -34,7 +34,7 @@ class Candidate:
         s = self.scenario
         chance = "" if self.success is None else f", success {self.success:.0%}"
         return (
-            f"{s.num_gpus} {s.fleet.gpu}: dp {s.scaling.dp} cp {s.scaling.cp}, {s.step.sequences_per_pass} sequences a "
+            f"{s.num_gpus} {s.fleet.gpu}: dp {s.scaling.dp} cp {s.scaling.cp}, {s.step.micro_batch} sequences a "
             f"pass, offload {s.scaling.cpu_offload}{' + activations' * s.model.offload_activations}"
             f"{', the pattern' * (s.pattern is not None)}, copies "
             f"{s.run.copies}, spares {s.scaling.spares}, checkpoint every {s.run.checkpoint_config.every_s or 600:.0f} "

@@ -18,11 +18,11 @@ def job_of(
 ) -> Job:
     """What one rank computes and sends in a step of `elastic-ring train`; `num_own` as in `plan_of`."""
     of_ring = -(-step.global_batch // scaling.dp)
-    together = min(step.sequences_per_pass, of_ring)
+    together = min(step.micro_batch, of_ring)
     ffn_width = config.experts_per_token * config.expert_width + config.shared_width or config.ffn_width
     beside = (num_own or num_parameters(config)) - num_parameters(config)
     qkvo = 2.0 * config.width * config.head_dim * (config.num_heads + config.num_kv_heads) + beside / config.num_layers
-    recomputes = config.checkpoint_activations and not (scaling.keep_activations and not config.offload_activations)
+    recomputes = config.checkpoint_activations and (scaling.keep_activations is not True or config.offload_activations)
     tokens, gathered, sent = together * -(-step.context_tokens // scaling.cp), None, 0
     if config.num_experts:
         number = expert_parameters(config)

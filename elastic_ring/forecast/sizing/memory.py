@@ -234,15 +234,16 @@ def plan_of(
     density: float = 1.0,
     num_own: int | None = None,
     latent: int = 0,
+    num_trained: int | None = None,
 ) -> ModelPlan:
-    """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms`, `built_in` and `latent` as in
-    `StepMemory`; `num_own`: parameters of the model, where the config does not say all of them."""
-    if scaling.keep_activations and not config.offload_activations:
+    """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms`, `built_in`, `latent` and
+    `num_trained` as in `StepMemory`; `num_own`: parameters of the model, where the config does not say all of them."""
+    if scaling.keep_activations is True and not config.offload_activations:
         config = dataclasses.replace(config, checkpoint_activations=False)
     number = num_own or num_parameters(config)
     num_active = number - num_parameters(config) + active_parameters(config)
     of_ring = -(-step.global_batch // scaling.dp)
-    together = min(step.sequences_per_pass, of_ring)
+    together = min(step.micro_batch, of_ring)
     memory = StepMemory(
         config,
         number,
@@ -255,6 +256,7 @@ def plan_of(
         step.experts,
         built_in,
         latent,
+        num_trained,
     )
     in_host = IN_HOST_BYTES[scaling.cpu_offload]
     if copies == AUTO:

@@ -141,7 +141,7 @@ def check_deepspeed(given: Mapping[str, Any], own: Zero3Config) -> None:
 
 def check_mesh(num_workers: tuple[int, int], cp: int, step: StepConfig, own: Zero3Config) -> None:
     """Raises ValueError where no mesh of these workers runs such steps: `num_workers` is (fewest, most)."""
-    if step.sequences_per_pass > 1:
+    if step.micro_batch > 1:
         raise ValueError(
             f"sequences_per_pass={step.sequences_per_pass}: ZeRO-3 in Ray Train computes one sequence at "
             "a time; set it to 1"

@@ -35,6 +35,7 @@ from elastic_ring.integrations.transformers.experts import (
     check_experts,
     expert_modules,
     expert_sizes,
+    has_balancing_loss,
 )
 from elastic_ring.integrations.transformers.lora import (
     AdapterValues,
@@ -45,7 +46,7 @@ from elastic_ring.integrations.transformers.lora import (
 )
 from elastic_ring.integrations.transformers.module import WHOLE_SLICE, build, checkpoint_layers, latent_of
 from elastic_ring.integrations.transformers.weights import FolderWeights
-from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
+from elastic_ring.model.config import ModelConfig, ModelSizes, active_parameters, num_parameters
 from elastic_ring.model.flops import model_flops
 from elastic_ring.model.hugging_face import KNOWN_TYPES
 from elastic_ring.model.init import Initialiser
@@ -93,8 +94,7 @@ class RingModel:
         if self.lora is not None:
             adapt(made, self.lora)
         made.loss_chunk_tokens = self.loss_chunk_tokens  # type: ignore[assignment]
-        if self.checkpoint_activations:
-            checkpoint_layers(made)
+        checkpoint_layers(made, checkpoint_activations=self.checkpoint_activations)
         return made
 
     def __repr__(self) -> str:
@@ -125,6 +125,20 @@ class RingModel:
             files={CONFIG_FILE: record},
             flops=flops,
             check_data=self.check_data,
+            sizes=self._planned_sizes(),
+        )
+
+    def _planned_sizes(self) -> ModelSizes | None:
+        """None for types that the forecast does not know."""
+        if self.config.model_type not in KNOWN_TYPES:
+            return None
+        balances = has_balancing_loss(self.config)
+        return ModelSizes(
+            self.sizes(),
+            self.num_parameters + self.num_adapter_parameters,
+            None if self.lora is None else self.num_adapter_parameters,
+            self.latent,
+            one_a_pass="its balancing loss is one of a whole pass" if balances else "",
         )
 
     def check_data(self, data: Any) -> None:

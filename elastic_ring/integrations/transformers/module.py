@@ -148,10 +148,12 @@ def class_of(config: Any) -> Any:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def checkpoint_layers(model: nn.Module) -> None:
-    """Have each layer keep its inputs and its attention's result only, and recompute the rest in backward."""
+def checkpoint_layers(model: nn.Module, *, checkpoint_activations: bool = True) -> None:
+    """Give each layer the switch `checkpoint_activations`: keep its inputs and its attention's result only, and
+    recompute the rest in backward."""
     for layer in largest_list(model):
-        layer.forward = partial(_checkpointed, layer.forward)
+        layer.checkpoint_activations = checkpoint_activations  # type: ignore[assignment]
+        layer.forward = partial(_checkpointed, layer, layer.forward)
 
 
 @lru_cache(maxsize=16)
@@ -201,9 +203,9 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return loss, (targets != -100).sum()
 
 
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs inside the layer's hooks, so that FSDP2 sees one call."""
-    if not torch.is_grad_enabled():
+    if not (layer.checkpoint_activations and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     contexts = getattr(kwargs.get("ring"), "recomputation", noop_context_fn)
     return checkpoint(

@@ -101,6 +101,8 @@ class Resume:
     """Whether the run's storage keeps two writers of one name apart, as the driver has tried."""
     places: Mapping[str, str] = field(default_factory=dict)
     """Where the contents were when the newest checkpoint was written."""
+    sequences_per_pass: int | None = None
+    """As that checkpoint's manifest says."""
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Why checkpoints and records do not count, by name; by URI where they lie in another storage than the run's."""
 
@@ -383,8 +385,16 @@ def _resume(
     corpus = max(by_then, before.corpus, key=len)  # of one lineage, so the longer begins with the shorter
     if before.skips is None and "skips" in manifest.run:
         skips = tuple(BatchSkip(**skip) for skip in manifest.run["skips"])
-    places = manifest.run.get("places", {})
-    return Resume(lineage, tuple(usable), resumed_from, corpus, before.num_steps, skips, places=places)
+    return Resume(
+        lineage,
+        tuple(usable),
+        resumed_from,
+        corpus,
+        before.num_steps,
+        skips,
+        places=manifest.run.get("places", {}),
+        sequences_per_pass=manifest.run.get("sequences_per_pass"),
+    )
 
 
 def _lengths(manifest: Manifest, told: Sequence[str]) -> str:

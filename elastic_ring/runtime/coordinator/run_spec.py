@@ -85,7 +85,7 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
     scaling, step = run_spec.scaling, run_spec.task.step
     if run_spec.start_dp is not None:
         scaling = replace(scaling, dp=run_spec.start_dp, max_dp=scaling.most_rings)
-    reliefs = reliefs_on(scaling.device, step.sequences_per_pass)
+    reliefs = reliefs_on(scaling.device, step.micro_batch)
     # Planned faults are planned for a mesh with its spares. A spare's warm-up on a member's GPU would run beside its
     # first steps.
     waits_for_spares = bool(run_spec.run.faults) or scaling.device == "cuda"
@@ -123,6 +123,7 @@ def checkpoint_facts(run_spec: RunSpec) -> dict[str, Any]:
         "settings": dict(run_spec.identity.what),
         "places": dict(run_spec.identity.places),
         "total_steps": run_spec.task.step.steps,
+        "sequences_per_pass": run_spec.task.step.micro_batch,
         "versions": versions(run_spec.scaling.device),
     }
 

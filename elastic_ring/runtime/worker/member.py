@@ -191,7 +191,7 @@ class Member:
             corruption=run.corruption,
             check_every_steps=run.corruption_every_steps,
             cpu_offload=scaling.cpu_offload,
-            keeps_activations=scaling.keep_activations,
+            keeps_activations=scaling.keep_activations is True,
         )
 
     def _tell_waiting(self, text: str) -> None:

@@ -60,7 +60,7 @@ class MemberData:
         return order_of(self._training, self._task.step.seed, self._task.step.global_batch)
 
     def _loader(self, source: Source, num_ahead: int = 0) -> Loader:
-        num_ahead = num_ahead or self._task.step.sequences_per_pass
+        num_ahead = num_ahead or self._task.step.micro_batch
         return Loader(source, self._look, num_ahead, patience_s=self._patience_s, tell=self._tell)
 
     def _patiently(self, read: Callable[[], T]) -> T:

@@ -52,7 +52,7 @@ def check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: Gradi
     _refuse_changing_buffers(task, state, sample, groups)
     model.eval()
     cp = groups.mesh.cp
-    together = [(sample,)] if task.step.sequences_per_pass == 1 else [(sample,), (sample, _reversed(sample))]
+    together = [(sample,)] if task.step.micro_batch == 1 else [(sample,), (sample, _reversed(sample))]
     for samples in together:
         alone, alone_gradient = _added([_pass(task, state, [each], groups, gradients_of, cp=1) for each in samples])
         if cp == len(samples) == 1:
@@ -67,7 +67,7 @@ def check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: Gradi
             ]
         )
         _sum(groups, parts)
-        where = "on a ring" if len(samples) == 1 else f"with sequences_per_pass={task.step.sequences_per_pass}"
+        where = "on a ring" if len(samples) == 1 else f"with sequences_per_pass={task.step.micro_batch}"
         _compare(task, alone, ring, _worst(parts), where)
     model.train()
 

@@ -23,6 +23,10 @@ from elastic_ring.cli import settings, train
 from elastic_ring.cli.settings import NESTED, SECTIONS, parse
 from elastic_ring.data.preparation.prepare import PrepareConfig
 from elastic_ring.data.source import StdlibText, TextFiles, TokenShards
+from elastic_ring.forecast.pass_choice import PassChoice, choose_pass
+from elastic_ring.model.config import ModelSizes
+from elastic_ring.monitor.json_files import read_json
+from elastic_ring.monitor.metrics import write_json
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.train.wrap import num_parameters
 
@@ -156,8 +160,8 @@ def test_data_that_are_not_there_are_refused_before_ray_starts(
 
 
 def test_a_finished_run_is_told_beside_the_forecast_with_which_it_began(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"planned_step_s": 4.04}))
-    assert train._on_record(tmp_path, {"step_s": 7.25, "goodput": 0.9}) == {"step_s": 4.04, "goodput": 0.9}
+    (tmp_path / "config.json").write_text(json.dumps({"planned_step_s": 4.04, "planned_alone_step_s": 1.0}))
+    assert train._on_record(tmp_path) == {"step_s": 4.04}
 
 
 def test_other_steps_over_the_file_of_an_earlier_run_change_the_schedule(tmp_path: Path) -> None:
@@ -237,9 +241,15 @@ def test_a_wrong_file_is_refused_in_one_line(
     assert named in capsys.readouterr().err
 
 
-def test_activations_are_kept_where_the_plan_has_room_for_them_and_nothing_else_was_asked_for(tmp_path: Path) -> None:
+def chosen(argv: list[str], gpu: str | None = "A100-40") -> PassChoice:
+    asked = parse(argv)
+    sizes = ModelSizes(asked.model, is_built_in=True)
+    return choose_pass(sizes, asked.scaling, asked.step, asked.run, gpu)
+
+
+def test_activations_are_kept_where_the_plan_fits_the_runs_gpu_and_nothing_else_was_asked_for(tmp_path: Path) -> None:
     small, file = ["--preset", "1b", "--cp", "1", "--context", "8192"], tmp_path / "no.toml"
-    file.write_text("[scaling]\nkeep_activations = false\n")
+    file.write_text("[model]\ncheckpoint_activations = true\n")
     rings = ["--cp", "1", "--context", "4096", "--dp", "4", "--global-batch", "4", "--step.sequences-per-pass", "4"]
     kept = {
         True: (small, [*small, "--preset", "100m"], ["--preset", "1b", *rings, "--min-dp", "4"]),
@@ -247,7 +257,7 @@ def test_activations_are_kept_where_the_plan_has_room_for_them_and_nothing_else_
             ["--preset", "1b"],
             ["--preset", "laptop"],
             [*small, "--offload-activations"],
-            [*small, "--scaling.no-keep-activations"],
+            [*small, "--scaling.keep-activations", "False"],
             [*small, "--config", str(file)],
             ["--preset", "1b", *rings, "--min-dp", "1"],
             ["--preset", "1b", "--cp", "1", "--context", "16384"],
@@ -255,14 +265,53 @@ def test_activations_are_kept_where_the_plan_has_room_for_them_and_nothing_else_
         ),
     }
     for wanted, asked in kept.items():
-        assert [parse(each).scaling.keep_activations for each in asked] == [wanted] * len(asked)
-    assert train.plan(parse(small)).verdicts[settings.KEEPS_ON]
+        assert [chosen(each).keeps_activations for each in asked] == [wanted] * len(asked)
+    assert chosen(["--preset", "1b"], "H200").keeps_activations, "the same run on a larger GPU"
     file.write_text(parse(small).toml())
     again = ["--config", str(file)]
     assert parse(again) == parse(small)
-    assert not parse([*again, "--context", "131072"]).scaling.keep_activations, "what was chosen is no setting"
-    file.write_text(parse([*small, "--scaling.keep-activations"]).toml())
-    assert parse([*again, "--context", "131072"]).scaling.keep_activations, "what was asked for is one"
+    assert not chosen([*again, "--context", "131072"]).keeps_activations, "what was chosen is no setting"
+    file.write_text(parse([*small, "--scaling.keep-activations", "True"]).toml())
+    assert parse([*again, "--context", "131072"]).scaling.keep_activations is True, "what was asked for is one"
+
+
+def test_a_pass_takes_as_many_sequences_as_the_forecast_finds_fast_and_the_gpu_holds() -> None:
+    short = ["--preset", "1b", "--dp", "1", "--cp", "1", "--context", "2048", "--global-batch", "16"]
+    on_h200, on_a100 = chosen(short, "H200"), chosen(short, "A100-40")
+    assert (on_h200.num_sequences, on_h200.keeps_activations) == (8, True)
+    assert on_a100.num_sequences < 8, "more would not fit"
+    assert re.fullmatch(r"8 sequences a pass, activations kept: 0.\d+ s a step on H200 by the forecast", on_h200.reason)
+    assert chosen([*short, "--step.sequences-per-pass", "2"], "H200").num_sequences == 2
+    assert chosen([*short[:-4], "--context", "131072", "--global-batch", "2"], "H200").num_sequences == 1
+    assert chosen(short, None).reason.startswith("one sequence a pass, activations kept: no forecast of this GPU")
+    asked = parse([*short, "--device", "cuda"])
+    for model in (None, ModelSizes(asked.model, one_a_pass="its balancing loss is one of a whole pass")):
+        choice = choose_pass(model, asked.scaling, asked.step, asked.run, "H200")
+        assert choice.num_sequences == 1
+        assert "its " in choice.reason
+    laptop = ["--preset", "laptop", "--global-batch", "16"]
+    assert [chosen([*laptop, "--context", context], None).num_sequences for context in ("512", "2048")] == [4, 1]
+
+
+def test_a_run_on_record_keeps_the_sequences_of_its_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    words = ["--run-dir", str(tmp_path / "run"), "--global-batch", "16", "--context", "256"]
+
+    def number(*more: str) -> int:
+        trainer = train.build(parse([*words, *more]))
+        trainer.choose_pass(None)
+        trainer._write_config()
+        assert trainer.task.step.micro_batch == trainer._config()["step"]["sequences_per_pass"]
+        return trainer.task.step.micro_batch
+
+    assert number() == 8
+    assert number("--cp", "1") == 8, "on record; a new run would take 4"
+    assert "8 sequences a pass: at most 1,024 tokens a rank on CPUs, on record" in caplog.text
+    assert number("--cp", "1", "--run.resume", "never") == 4
+    path = tmp_path / "run" / "config.json"
+    write_json(path, {**(read_json(path) or {}), "step": {}})
+    assert number() == 1, "a run of before passes had several"
+    assert number("--step.sequences-per-pass", "2") == 2
 
 
 def test_no_preset_kills_its_own_worker() -> None:

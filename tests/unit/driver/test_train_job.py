@@ -177,7 +177,9 @@ def test_a_run_trains_whose_forecast_cannot_be_made(monkeypatch: pytest.MonkeyPa
         raise StorageFailed("the store of the manifest is away")
 
     monkeypatch.setattr(seen, "planned", away)
-    assert train._planned(parse([]), None) == {}  # type: ignore[arg-type]
+    asked = parse([])
+    trainer = SimpleNamespace(task=SimpleNamespace(step=asked.step), scaling_config=asked.scaling)
+    assert train._planned(asked, trainer) == {}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("record", ["config.json", "journal.jsonl", "terms", "attempt-001"])

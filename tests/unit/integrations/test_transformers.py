@@ -33,6 +33,7 @@ from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import RingModel, ring_model
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train import attention_context
+from elastic_ring.train.memory_relief import keep_activations, recompute
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.wrap import ModuleMaker, check_buildable, parameters_on_meta
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
@@ -176,9 +177,13 @@ def test_a_window_that_is_ignored_changes_the_loss() -> None:
 def test_recomputing_a_layer_gives_the_same_bits_and_calls_attention_once() -> None:
     tokens, targets = torch.randint(0, 301, (2, 1, CONTEXT))
     gradients, calls = [], []
-    for kept in (True, False):
-        model = ring_model(FAMILIES["mistral"](), checkpoint_activations=kept)
+    kept, taken_back = [keep_activations], [keep_activations, recompute]
+    for recomputed, change in ((True, []), (False, []), (True, kept), (True, taken_back)):
+        model = ring_model(FAMILIES["mistral"](), checkpoint_activations=recomputed)
         made, ring = filled(model).train(), attention_of(model)
+        for switch in change:  # as a rank with room does, and the memory ladder after it
+            for layer in made.model.layers:
+                switch(layer)
         run_forward, seen = ring.layer, []
         ring.layer = lambda index, run=run_forward, seen=seen: (seen.append(index), run(index))[1]
         positions = torch.arange(CONTEXT)[None]
@@ -186,8 +191,9 @@ def test_recomputing_a_layer_gives_the_same_bits_and_calls_attention_once() -> N
         loss.backward()
         gradients.append([param.grad for param in made.parameters()])
         calls.append((len(seen), ring._num_calls))
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    assert calls == [(6, 3), (3, 3)], "each layer runs twice, and its attention is planned and run once"
+    for first, *others in zip(*gradients, strict=True):
+        assert all(torch.equal(first, other) for other in others)
+    assert calls == [(6, 3), (3, 3), (3, 3), (6, 3)], "each layer runs twice, its attention is planned and run once"
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def begin(me: Any, where: Rendezvous, mesh: Mesh, task: TrainingTask, cpu_offloa
     source = task.data.open()
     order = Order(task.step.seed, task.step.global_batch, source.num_sequences)
     options = TransactionOptions(cpu_offload=cpu_offload)
-    me.state = Transaction(task, Loader(source, num_ahead=task.step.sequences_per_pass), order, watch, options)
+    me.state = Transaction(task, Loader(source, num_ahead=task.step.micro_batch), order, watch, options)
     me.membership_id = (1, 0)
     connect(me, where, mesh)
     me.state.enter(me.groups, me.membership_id, keep=False)
