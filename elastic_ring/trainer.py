@@ -143,6 +143,9 @@ class ElasticRingTrainer:
     Raises: ValueError for settings that cannot work, before anything is started.
     """
 
+    forecast: Callable[[], dict[str, float]] | None = None
+    """Asked for `planned` once the sequences of a pass are chosen."""
+
     def __init__(
         self,
         model: Callable[[], nn.Module],
@@ -192,11 +195,8 @@ class ElasticRingTrainer:
         self._stages: Stages | None = None
         self._contents: tuple[SourceConfig, str, Files] | None = None
         self._validation_contents: dict[str, tuple[Any, str]] = {}
-        self._sizes = parts.sizes if loss is None or loss is parts.loss else None
-        self._keeps_as_set = self.scaling_config.keep_activations
         self.config_files: dict[str, str] = {**parts.files}  # name -> text of files written next to config.json
-        self.planned: dict[str, float] = {}  # what `forecast` says: step_s, gpu_bytes of a rank, goodput
-        self.forecast: Callable[[], dict[str, float]] | None = None  # asked once the sequences of a pass are chosen
+        self.planned: dict[str, float] = {}  # step_s, gpu_bytes of a rank, goodput
         check_parts(self.task)
         for source in (data, *(one.data for one in sets.values() if one.data is not None)):
             check_vocabulary(parts, source)
@@ -293,10 +293,12 @@ class ElasticRingTrainer:
             number = recorded_pass(step, config, self._resume())
             if number is not None:
                 step, on_record = replace(step, sequences_per_pass=number), ", on record"
-        if pattern is not None and self._sizes is not None:
-            shape = self._sizes.config
+        parts = parts_of(self.task.model, step)
+        sizes = parts.sizes if self.task.loss is parts.loss else None
+        if pattern is not None and sizes is not None:
+            shape = sizes.config
             density = pattern.density(step.context_tokens, shape.num_layers, shape.num_heads, shape.num_kv_heads)
-        choice = choose_pass(self._sizes, scaling, step, self.run_config, gpu, density)
+        choice = choose_pass(sizes, scaling, step, self.run_config, gpu, density)
         log.info("%s%s", choice.reason, on_record)
         step, self.scaling_config = choice.settings(step, scaling)
         self.task = replace(self.task, step=step)
@@ -405,7 +407,7 @@ class ElasticRingTrainer:
         usual = {("kv_wire", "native"), ("experts", "auto"), ("linears", "native"), ("val_every_tokens", 0)}
         step = {name: value for name, value in vars(task.step).items() if (name, value) not in usual}
         optim = {name: value for name, value in vars(task.optim).items() if (name, value) != ("replanned", ())}
-        scaling = replace(self.scaling_config, keep_activations=self._keeps_as_set)  # what is chosen may change
+        scaling = replace(self.scaling_config, keep_activations="auto")  # bits do not depend on it
         return digest(scaling, step, optim, self.identity.what["data"], faults, code, *own)
 
     @property
