@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import statistics
 import sys
 import tempfile
@@ -23,7 +24,7 @@ if __name__ in ("__main__", "__mp_main__"):  # run as a script
 from benchmarks.harness import results
 from benchmarks.harness.arguments import bench_parser, list_of
 from benchmarks.harness.gpu_runs import HF, HF_LLAMA, TIMEOUTS, GpuRun, RandomTokens
-from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
+from elastic_ring import CheckpointConfig, ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.integrations.transformers import ring_model
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import SUMMARY_NAME, read_metrics
@@ -73,7 +74,9 @@ def measure(model: Any, folder: Path, case: str, settings: tuple[Any, Any], step
         ),
         optim_config=OptimConfig(peak_lr=3e-4, min_lr=3e-5, warmup_steps=2, total_steps=steps),
         scaling_config=replace(SCALING, keep_activations=kept),
-        run_config=RunConfig(name, run_dir=str(folder / name), progress=False, timeouts=TIMEOUTS),
+        run_config=RunConfig(
+            name, run_dir=str(folder / name), progress=False, timeouts=TIMEOUTS, checkpoint_config=NONE
+        ),
         initial=None if adapts else GpuRun(HF).trainer(folder, name, steps).task.initial,
     )
     found = trainer.fit()
@@ -83,9 +86,11 @@ def measure(model: Any, folder: Path, case: str, settings: tuple[Any, Any], step
     step, scaling = trainer.task.step, trainer.scaling_config
     chosen = f"{step.sequences_per_pass}, {'kept' if scaling.keep_activations else 'recomputed'}"
     peak_gib = round(summary.get("peak_gpu_bytes", 0) / 2**30, 1)
+    shutil.rmtree(found.path)  # weights of each run would fill a small disk
     return [case, f"{number}, {kept}", chosen, step_s, context * batch / step_s, peak_gib, float(min(steps_s))]
 
 
+NONE = CheckpointConfig(every_steps=0)
 SCALING = ScalingConfig(dp=1, cp=1, spares=0, device="cuda", resources_per_worker={"CPU": 1.0})
 
 
