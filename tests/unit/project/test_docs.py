@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -292,6 +293,24 @@ def test_python_in_the_readme_is_quoted_from_the_examples() -> None:
     for block in blocks:
         pieces = [piece for piece in re.split(r"^ *\.\.\.\n", block, flags=re.MULTILINE) if piece]
         assert any(all(piece in source for piece in pieces) for source in sources), block
+
+
+def test_what_python_on_a_page_imports_of_the_package_is_there() -> None:
+    blocks = [block for text in TEXTS.values() for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)]
+    imports = [
+        (node.module, alias.name)
+        for statement in re.findall(r"^from elastic_ring\b.* import (?:\([^)]*\)|.*)$", "\n".join(blocks), re.M)
+        for node in ast.parse(statement).body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    ]
+    assert len(imports) > 5
+    absent = [
+        f"{module}.{name}"
+        for module, name in imports
+        if not importlib.util.find_spec(module) or not hasattr(importlib.import_module(module), name)
+    ]
+    assert absent == []
 
 
 def test_the_quickstart_includes_the_examples_whole() -> None:
