@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from elastic_ring.data.manifest import Manifest
     from elastic_ring.data.preparation.prepare import PrepareConfig
 
+CONTEXTS = (2_048, 8_192, 32_768)
+
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="elastic-ring data", description=(__doc__ or "").split("\n")[0])
@@ -69,10 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from elastic_ring.errors import ElasticRingError
 
     try:
-        manifest = _prepare(options)
+        print("\n".join(report(_prepare(options), options.out)))
     except (ValueError, ElasticRingError, KeyboardInterrupt) as error:
         return refused("elastic-ring data prepare", error, "stopped; the same command goes on from here")
-    print("\n".join(report(manifest, options.out)))
     return 0
 
 
@@ -116,10 +117,11 @@ def sources_of(given: Sequence[str]) -> list[str]:
 
 def report(manifest: Manifest, out: str) -> list[str]:
     """Lines on the result, on what was left out, and where the manifest is; its digest last."""
+    from elastic_ring.data.cuts import cut_shares
     from elastic_ring.data.listing import Group, summary
     from elastic_ring.data.manifest import MANIFEST
 
-    dropped = manifest.dropped
+    dropped, uri = manifest.dropped, f"{out.rstrip('/')}/{MANIFEST}"
     lines = [
         f"{manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens in {manifest.num_shards} shards; "
         f"vocabulary {manifest.vocab_size:,}, the longest document has {manifest.longest_document_tokens:,} tokens",
@@ -129,6 +131,8 @@ def report(manifest: Manifest, out: str) -> list[str]:
     if manifest.num_counted is not None:
         share = manifest.num_counted / max(manifest.num_tokens, 1)
         lines.append(f"{manifest.num_counted:,} of the tokens count in the loss ({share:.1%})")
+        cut = zip(CONTEXTS, cut_shares(uri, manifest, CONTEXTS), strict=True)
+        lines.append(f"conversations cut by --context: {', '.join(f'{share:.1%} at {size:,}' for size, share in cut)}")
     for what, groups in manifest.about.get("files", {}).items():
         lines += summary(what.replace("_", " "), [Group(**group) for group in groups])
     if len(manifest.sources) > 1:
@@ -137,4 +141,4 @@ def report(manifest: Manifest, out: str) -> list[str]:
             f"source {source.name}: {source.num_tokens:,} tokens, {(source.weight or 0.0) / total:.1%} of training"
             for source in manifest.sources
         ]
-    return [*lines, f"{out.rstrip('/')}/{MANIFEST}", manifest.digest]
+    return [*lines, uri, manifest.digest]

@@ -180,9 +180,9 @@ def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> So
 
 
 def _prepared(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:
+    from elastic_ring.data.cuts import log_documents
     from elastic_ring.data.filesystem import at_submission
     from elastic_ring.data.manifest import read_manifest
-    from elastic_ring.data.prepared import log_long_documents
     from elastic_ring.data.source import PreparedTokens
 
     manifest = at_submission(lambda: read_manifest(data.uri))
@@ -200,6 +200,6 @@ def _prepared(data: DataConfig, model: ModelConfig, context_tokens: int) -> Sour
         f"{manifest.vocab_size:,}",
         "" if manifest.is_complete else "; the complete beginning of a preparation",
     )
-    log_long_documents(manifest, context_tokens)
+    at_submission(lambda: log_documents(data.uri, manifest, context_tokens))
     assert data.vocab_size is not None
     return PreparedTokens(context_tokens, data.uri, data.digest, data.vocab_size, data.align_tokens)

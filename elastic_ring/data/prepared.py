@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from elastic_ring.data.cuts import log_documents
 from elastic_ring.data.manifest import Manifest, PreparedSource, read_manifest
 from elastic_ring.data.packing import MAX_VOCAB_SIZE, Files, PackedSource, Sample, check_context
 from elastic_ring.data.row_groups import RowGroups
 from elastic_ring.data.sampling.mixed_order import MixedOrder, Numbering, Version
 from elastic_ring.files import absolute, shown_url
 from elastic_ring.validation import PositiveInt, settings
-
-log = logging.getLogger(__name__)
 
 CACHE_BYTES, LEAST_CACHE_BYTES = 256 << 20, 32 << 20
 BLOCK_ROW_GROUPS, WINDOW_BLOCKS = 8, 8
@@ -65,10 +63,10 @@ class PreparedTokens:
 
     @classmethod
     def of(cls, uri: str, context_tokens: int) -> PreparedTokens:
-        """Read the manifest and pin its digest; documents that are longer than a sequence are logged. Raises ValueError
-        for one that cannot be read."""
+        """Read the manifest and pin its digest; log documents that are longer than a sequence and, from a sample of the
+        shards, conversations that are cut. Raises ValueError for what cannot be read."""
         manifest = read_manifest(uri)
-        log_long_documents(manifest, context_tokens)
+        log_documents(uri, manifest, context_tokens)
         return cls(context_tokens, uri, manifest.digest, manifest.vocab_size, manifest.align_tokens)
 
     def open(self) -> PreparedCorpus:
@@ -113,15 +111,6 @@ class PreparedTokens:
 
 def files_of(source: PreparedSource) -> Files:
     return tuple((shard.name, shard.tokens_sha256) for shard in source.shards)
-
-
-def log_long_documents(manifest: Manifest, context_tokens: int) -> None:
-    if manifest.longest_document_tokens > context_tokens:
-        log.info(
-            "documents of up to %s tokens are packed over several sequences of context_tokens=%d",
-            f"{manifest.longest_document_tokens:,}",
-            context_tokens,
-        )
 
 
 class PreparedCorpus:

@@ -24,7 +24,12 @@ from elastic_ring.files import plain_json
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 SHAREGPT = {**ROLES, "human": "user", "gpt": "assistant"}
 """The role for each value of `role` or of ShareGPT's `from`."""
+IN_LOSS = ("weight", "train", "loss")
+"""Keys of a message that say whether it counts: 0 or false leaves it out."""
+RULES = 2
+"""Version of what records become. Raise it with every change: no preparation then goes on under other rules."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PUT_MARKS = "put {% generation %} and {% endgeneration %} around the assistant's text in the template"
 
 
 # ------------------------------------------------------------ from records to messages
@@ -32,8 +37,8 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Conversations:
-    """Records that are conversations. A document is one as JSON: its messages, from which on assistant turns count,
-    and the tools that it may call."""
+    """Records that are conversations. A document is one as JSON: its messages, the numbers of those that count, and
+    the tools that it may call."""
 
     is_text: bool = False
 
@@ -58,11 +63,15 @@ class Conversations:
             raise ValueError("it has no messages")
         if all(message["role"] != "assistant" for message in rest):
             raise ValueError("it has no assistant turn, so that nothing counts in the loss")
+        messages = _with_system(record.get("system"), begin + rest)
+        first, in_loss = len(messages) - len(rest), [message.pop(IN_LOSS[0], True) for message in messages]
+        turns = [at for at in range(first, len(messages)) if in_loss[at] and messages[at]["role"] == "assistant"]
+        if not turns:
+            raise ValueError("nothing counts in the loss: its assistant turns are all marked so; leave the record out")
         tools = _given(record.get("tools"))
         if tools is not None and not isinstance(tools, list):
             raise ValueError(f"its tools are a {type(tools).__name__} and no list")
-        made = {"messages": begin + rest, "first": len(begin), "tools": tools}
-        return json.dumps(made, ensure_ascii=False).encode()
+        return json.dumps({"messages": messages, "turns": turns, "tools": tools}, ensure_ascii=False).encode()
 
 
 def _messages(value: Any, role: str = "") -> list[dict[str, Any]]:
@@ -86,7 +95,30 @@ def _message(number: int, turn: Any) -> dict[str, Any]:
         raise ValueError(f"message {number} has the role {found!r}: known are {', '.join(roles)}")
     if not isinstance(content, str) and not (content is None and "tool_calls" in turn):
         raise ValueError(f"message {number} has {type(content).__name__} and no text in it")
-    return {**turn, "role": roles[found], "content": content}
+    in_loss = _pop_in_loss(number, turn)
+    return {**turn, "role": roles[found], "content": content, IN_LOSS[0]: in_loss}
+
+
+def _with_system(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages after a record's own `system`. Raises ValueError where they begin with another one."""
+    if not isinstance(system, str | None):
+        raise ValueError(f"its system is a {type(system).__name__} and no text")
+    if not system:
+        return messages
+    if messages[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0]["content"] != system:
+        raise ValueError("its system and the system message in its list differ: keep one of them")
+    return messages
+
+
+def _pop_in_loss(number: int, turn: dict[str, Any]) -> bool:
+    """Whether a message may count, by keys that no template sees."""
+    flags = {key: turn.pop(key) for key in IN_LOSS if key in turn}
+    for key, flag in flags.items():
+        if flag not in (0, 1):  # False and True are
+            raise ValueError(f"message {number} has {key}={flag!r}: 0 or false leaves it out of the loss, 1 counts it")
+    return all(flags.values())
 
 
 def _given(value: Any) -> Any:
@@ -116,7 +148,10 @@ class ChatTokenizer:
                 "(chat_template.jinja), or give the tokenizer of a model that chats"
             ) from error
         self._has_marks = bool(MARKS.search(template)) and self._tokenizer.is_fast
-        identity = [plain.sha256, template, self._tokenizer.special_tokens_map]
+        self._way_out = "leave such conversations out"
+        if not self._has_marks:
+            self._way_out = f"{PUT_MARKS}, or {self._way_out}"
+        identity = [RULES, plain.sha256, template, self._tokenizer.special_tokens_map]
         self.sha256 = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def encode(self, conversations: Sequence[bytes]) -> list[tuple[Tokens, Counted]]:
@@ -125,16 +160,19 @@ class ChatTokenizer:
         the template raises."""
         return [self._encode(**plain_json(conversation, len(conversation))) for conversation in conversations]
 
-    def _encode(self, messages: list[dict[str, Any]], first: int, tools: list[Any] | None) -> tuple[Tokens, Counted]:
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if self._has_marks and turns[0] >= first:
+    def _encode(
+        self, messages: list[dict[str, Any]], turns: list[int], tools: list[Any] | None
+    ) -> tuple[Tokens, Counted]:
+        masks: list[Any] = []
+        if self._has_marks:
             found = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
-            ids, mask = found["input_ids"], found["assistant_masks"]
-        else:
-            ids, mask = self._by_prefixes(messages, [turn for turn in turns if turn >= first], tools)
-        tokens, counted = np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_)
+            ids, masks = found["input_ids"], [found["assistant_masks"]]
+        if not masks or len(turns) < sum(message["role"] == "assistant" for message in messages):
+            ids, in_turns = self._by_prefixes(messages, turns, tools)
+            masks.append(in_turns)
+        tokens, counted = np.asarray(ids, dtype=np.int32), np.all(masks, axis=0)
         if not counted.any():
             raise ValueError("no token counts: its assistant turns are empty, or {% generation %} marks other turns")
         if tokens[-1] == self._end:
@@ -151,19 +189,17 @@ class ChatTokenizer:
             texts.append(render(messages[: turn + 1]))
         whole, *parts = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         counted = np.zeros(len(whole), dtype=np.bool_)
-        if turns[0] == 0:
+        if turns[0] == 0 and not self._has_marks:
             raise ValueError(
-                "it begins with an assistant turn, before which the chat template writes nothing: put {% generation %} "
-                "and {% endgeneration %} around the assistant's text in the template, or leave such conversations out"
+                f"it begins with an assistant turn, before which the chat template writes nothing: {self._way_out}"
             )
         for number, turn in enumerate(turns):
             before, after = parts[2 * number : 2 * number + 2]
-            is_prefix = before and len(before) <= len(after) and whole[: len(before)] == before
+            is_prefix = (before or not turn) and len(before) <= len(after) and whole[: len(before)] == before
             if not is_prefix or whole[: len(after)] != after:
                 raise ValueError(
                     f"what the chat template writes up to message {turn + 1} is not how it begins with more messages, "
-                    "so that nothing tells which tokens are the assistant's: put {% generation %} and "
-                    "{% endgeneration %} around its text in the template, or leave such conversations out"
+                    f"so that nothing tells which tokens are the assistant's: {self._way_out}"
                 )
             counted[len(before) : len(after)] = True
         return whole, counted

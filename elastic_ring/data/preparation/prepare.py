@@ -47,7 +47,7 @@ from elastic_ring.data.manifest import (
     Shard,
     read_manifest,
 )
-from elastic_ring.data.preparation.chat import ChatTokenizer, Conversations
+from elastic_ring.data.preparation.chat import RULES, ChatTokenizer, Conversations
 from elastic_ring.data.preparation.documents import OnBadInput
 from elastic_ring.data.preparation.inputs import Piece, cut
 from elastic_ring.data.preparation.piece import (
@@ -222,7 +222,7 @@ def plan_of(config: PrepareConfig, tokenizer: Tokenizer, chat: ChatTokenizer | N
         del decides[name]
     decides |= {"tokenizer_sha256": tokenizer.sha256, "weights": list(config.weights)}
     if chat is not None:
-        decides["chat_sha256"] = chat.sha256
+        decides |= {"chat_rules": RULES, "chat_sha256": chat.sha256}
     groups = {"used": used_groups(listings), "bad": bad_groups(listings), "left_out": left_out_groups(listings)}
     return Plan(decides, _input_digest(listings), tuple(_by_turns(pieces, config.weights)), groups)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from elastic_ring.data.manifest import Manifest, digest_of, read_manifest
 from elastic_ring.data.preparation.piece import PieceWorker
 from elastic_ring.data.prepared import PreparedCorpus, PreparedTokens
 from elastic_ring.data.shards import TokenShards
+from elastic_ring.data.tokenizer import open_tokenizer
 from elastic_ring.integrations.transformers import ring_model
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.attention_context import attention_of, batch_of
@@ -164,6 +166,50 @@ def test_of_a_prompt_and_its_completion_the_completion_counts(saved: Path, tmp_p
     assert chat(tmp_path / "single", single, saved).num_documents == 1
 
 
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by prefixes"])
+def test_messages_that_a_record_leaves_out_of_the_loss_are_masked_and_its_system_is_its_first_message(
+    saved: Path, tmp_path: Path, template: str
+) -> None:
+    """Equal text is a duplicate only where the same turns count."""
+    folder = other(saved, tmp_path / "tokenizer", template)
+    names = ("one", "two", "three", "four", "five", "six")
+    marked: list[dict[str, Any]] = [
+        *({"weight": weight} for weight in (0, 0.0, 1, None)),
+        *({key: flag} for key in ("train", "loss") for flag in (False, True)),
+        {"weight": 1, "train": False},
+    ]
+    rows: list[dict[str, Any]] = [{"messages": messages(*names)} for _ in marked]
+    for row, keys in zip(rows, marked, strict=True):
+        row["messages"][3] |= keys
+    rows.append({"system": "be brief", "conversations": of_sharegpt(messages("one", "two"))})
+    rows[-1]["conversations"][0]["weight"] = 0  # of a turn that does not count anyway
+    rows.append({"system": "be brief", "messages": [{"role": "system", "content": "be brief"}, *messages("a", "b")]})
+    rows.append({"system": "be brief", "prompt": "one", "completion": "two"})
+    rows.append({"system": "", "messages": [{"role": "developer", "content": "terse"}, *messages("a", "b")]})
+    rows.append({"messages": messages("one", "two", "three")[1:]})
+    rows[-1]["messages"].append({"role": "assistant", "content": "four", "weight": 0})
+    if template == PLAIN:
+        rows.pop()
+    manifest = chat(tmp_path / "out", write(tmp_path / "a.jsonl", rows), folder)
+    documents = counted_of(tmp_path / "out", manifest)
+    all_turns, masked = (f"two{CLOSE}four{CLOSE}six{CLOSE}", f"two{CLOSE}six{CLOSE}")
+    expected = [masked, masked, all_turns, all_turns, masked, all_turns, masked, all_turns, masked]
+    expected += [
+        f"two{CLOSE}",
+        f"b{CLOSE}",
+        f"two{CLOSE}",
+        f"b{CLOSE}",
+        *([f"two{CLOSE}"] if template == MARKED else []),
+    ]
+    assert [counted_text(saved, document) for document in documents] == expected
+    decoded = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    whole = [decoded.decode([token for token, _ in each], skip_special_tokens=False) for each in documents]
+    assert [text.count(f"{OPEN}system\nbe brief{CLOSE}") for text in whole[9:13]] == [1, 1, 1, 0]
+    assert whole[9] == whole[11]
+    once = chat(tmp_path / "once", tmp_path / "a.jsonl", folder, drop_duplicates=True)
+    assert once.dropped.num_duplicates == 8, "of nine two remain, and a prompt is its conversation's"
+
+
 def test_an_end_that_the_template_writes_is_the_documents_and_counts(saved: Path, tmp_path: Path) -> None:
     folder = other(saved, tmp_path / "tokenizer", ENDS)
     manifest = chat(tmp_path / "out", write(tmp_path / "a.jsonl", [{"messages": messages("one", "two")}]), folder)
@@ -219,6 +265,54 @@ def test_equal_conversations_are_dropped_and_a_stopped_preparation_goes_on(
     manifest = chat(tmp_path / "out", source, saved, drop_duplicates=True, piece_bytes=700)
     assert (manifest.num_documents, manifest.dropped.num_duplicates) == (10, 2)
     assert counted_of(tmp_path / "out", manifest) == counted_of(tmp_path / "once", chat(tmp_path / "once", once, saved))
+
+
+def test_no_preparation_goes_on_under_other_rules_and_what_is_prepared_trains(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The identity of the first rules had no version."""
+    source = write(tmp_path / "a.jsonl", [{"messages": each} for each in conversations()])
+    tokenizer = T.AutoTokenizer.from_pretrained(saved)
+    plain = [open_tokenizer(str(saved)).sha256, tokenizer.get_chat_template(), tokenizer.special_tokens_map]
+    first_rules = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    manifest = chat(tmp_path / "out", source, saved)
+    path = tmp_path / "out" / "preparation.json"
+    record = json.loads(path.read_text())
+    record["settings"] |= {"chat_sha256": first_rules}
+    record["settings"].pop("chat_rules", None)
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"another preparation: chat_rules was None, is 2; chat_sha256 was .* folder"):
+        chat(tmp_path / "out", source, saved)
+    assert PreparedTokens.of(str(tmp_path / "out" / "manifest.json"), 48).open().read(0).counted is not None
+    assert read_manifest(str(tmp_path / "out" / "manifest.json")) == manifest
+
+
+@pytest.mark.parametrize("row_group_tokens", [512, 4096])
+def test_the_share_of_conversations_that_a_context_cuts_is_said_before_training(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, row_group_tokens: int
+) -> None:
+    """Of a short corpus that of all, of a long one that of a sample; by `data prepare` for three contexts."""
+    rows = [{"messages": messages(text, *texts(3, number))} for number, text in enumerate(texts(90))]
+    settings = {"row_group_tokens": row_group_tokens, "piece_bytes": 1 << 20}
+    manifest = chat(tmp_path / "out", write(tmp_path / "a.jsonl", rows), saved, **settings)
+    uri, stop = str(tmp_path / "out" / "manifest.json"), 0
+    is_cut: dict[int, list[bool]] = {128: [], 512: [], 2048: [], 8192: [], 32768: []}
+    for document in tokens_of(tmp_path / "out", manifest.sources[0]):
+        begin, stop = stop, stop + len(document)
+        for context, flags in is_cut.items():
+            flags.append(any(begin < edge < stop - 1 for edge in range(0, stop, context)))
+    shares = {context: sum(flags) / len(rows) for context, flags in is_cut.items()}
+    assert 1 > shares[128] > shares[512] > shares[2048] > shares[8192] > 0
+    for context in (128, 512):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            PreparedTokens.of(uri, context)
+        (said,) = re.findall(rf"context_tokens={context} cuts (.*) % of the conversations: the rest", caplog.text)
+        is_sample = row_group_tokens == 512
+        assert abs(float(said) / 100 - shares[context]) < (0.1 if is_sample else 0.001), shares
+    told = ", ".join(f"{shares[context]:.1%} at {context:,}" for context in (2048, 8192, 32768))
+    if row_group_tokens == 4096:
+        assert f"conversations cut by --context: {told}" in command.report(manifest, str(tmp_path / "out"))
 
 
 # ------------------------------------------------------------ in training
@@ -309,6 +403,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "parts": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1 has list and no text in it"),
     "no assistant": ({"messages": messages("a")}, "it has no assistant turn, so that nothing counts in the loss"),
     "tools": ({**GOOD, "tools": "[]"}, "its tools are a str and no list"),
+    "weight": ({"messages": [{**GOOD["messages"][0], "weight": 0.5}]}, "message 1 has weight=0.5: 0 or false leaves"),
+    "train": ({"messages": [{**GOOD["messages"][0], "train": "no"}]}, "message 1 has train='no': 0 or false leaves"),
+    "none counts": (
+        {"messages": [*messages("a"), {"role": "assistant", "content": "b", "loss": False}]},
+        "nothing counts in the loss: its assistant turns are all marked so",
+    ),
+    "two systems": (
+        {"system": "a", "messages": [{"role": "system", "content": "b"}, *messages("c", "d")]},
+        "its system and the system message in its list differ: keep one of them",
+    ),
+    "system": ({**GOOD, "system": ["a"]}, "its system is a list and no text"),
 }
 
 
