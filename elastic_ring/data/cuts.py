@@ -38,17 +38,15 @@ def log_documents(uri: str, manifest: Manifest, context_tokens: int) -> None:
 
 
 def cut_shares(uri: str, manifest: Manifest, contexts: Sequence[int]) -> list[float]:
-    """For each context, the share of documents with a sequence's edge inside. Raises StorageFailed; ValueError for a
-    shard that cannot be read."""
+    """For each context, the share of documents with a sequence's edge inside. Raises ValueError and StorageFailed."""
     shares = np.zeros(len(contexts))
     for source in manifest.sources:
         stretches = _stretches(RowGroups(uri, manifest, source), max(1, NUM_STRETCHES // len(manifest.sources)))
         starts, ends = (np.concatenate(parts) for parts in zip(*stretches, strict=True))
-        for number, context in enumerate(contexts):
-            # A document's last token is only a target: an edge may lie before it.
-            is_cut = starts // context != np.maximum(ends - 2, starts) // context
-            share = is_cut.mean() if len(is_cut) else 1.0  # no document ends in the stretch in which it begins
-            shares[number] += share * source.num_documents / manifest.num_documents
+        # A document's last token is only a target: an edge may lie before it.
+        is_cut = starts[:, None] // contexts != np.maximum(ends - 2, starts)[:, None] // contexts
+        share = is_cut.mean(axis=0) if len(is_cut) else 1.0  # no document ends in the stretch in which it begins
+        shares += share * source.num_documents / manifest.num_documents
     return [float(share) for share in shares]
 
 

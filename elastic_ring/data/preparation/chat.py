@@ -29,7 +29,7 @@ IN_LOSS = ("weight", "train", "loss")
 RULES = 2
 """Version of what records become. Raise it with every change: no preparation then goes on under other rules."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PUT_MARKS = "put {% generation %} and {% endgeneration %} around the assistant's text in the template"
+PUT_MARKS = "put {% generation %} and {% endgeneration %} around the assistant's text in the template, or "
 
 
 # ------------------------------------------------------------ from records to messages
@@ -103,11 +103,9 @@ def _with_system(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, 
     """The messages after a record's own `system`. Raises ValueError where they begin with another one."""
     if not isinstance(system, str | None):
         raise ValueError(f"its system is a {type(system).__name__} and no text")
-    if not system:
-        return messages
-    if messages[0]["role"] not in ("system", "developer"):
+    if system and messages[0]["role"] not in ("system", "developer"):
         return [{"role": "system", "content": system}, *messages]
-    if messages[0]["content"] != system:
+    if system and messages[0]["content"] != system:
         raise ValueError("its system and the system message in its list differ: keep one of them")
     return messages
 
@@ -148,9 +146,7 @@ class ChatTokenizer:
                 "(chat_template.jinja), or give the tokenizer of a model that chats"
             ) from error
         self._has_marks = bool(MARKS.search(template)) and self._tokenizer.is_fast
-        self._way_out = "leave such conversations out"
-        if not self._has_marks:
-            self._way_out = f"{PUT_MARKS}, or {self._way_out}"
+        self._way_out = ("" if self._has_marks else PUT_MARKS) + "leave such conversations out"
         identity = [RULES, plain.sha256, template, self._tokenizer.special_tokens_map]
         self.sha256 = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
