@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from elastic_ring.config import StepConfig
 from elastic_ring.data.manifest import Manifest
 from elastic_ring.data.tokenizer import FAST, folder_digest
 from elastic_ring.files import plain_json, read_small, shown_url
 from elastic_ring.integrations.transformers.module import TracedRing, class_of
+from elastic_ring.model.hugging_face import KNOWN_TYPES
 
 NUM_TRACED_TOKENS = 16
+OTHER_HEADS = ("classifier_", "summary_")
+"""Settings that begin so belong to heads for other tasks."""
+ABSOLUTE = {
+    "beam": "scales queries by their position",
+    "ctrl": "adds a function of the position to each token",
+    "hunyuan_v1_dense": "norms queries and keys after their rotation",
+    "hunyuan_v1_moe": "norms queries and keys after their rotation",
+}
+"""Model types that see a token's absolute position in any context."""
+NO_RESTART = "positions do not restart at packed documents"
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
@@ -81,13 +96,14 @@ def check_config(config: Any) -> None:
         raise ValueError(f"{kind} has more than a decoder of text: give the config of its text model")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{kind} is quantised (quantization_config): give weights in float32, bfloat16 or float16")
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout_prob"):
-        if getattr(config, name, 0.0):
-            raise ValueError(f"{kind} {name}={getattr(config, name)}: rings train without dropout; set it to 0.0")
+    if config.model_type in ABSOLUTE:
+        raise ValueError(
+            f"{kind} {ABSOLUTE[config.model_type]}, and {NO_RESTART}: choose a decoder that sees only how far tokens "
+            "are apart"
+        )
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(f"{kind} use_bidirectional_attention=True: rings of a trainer are causal")
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
+    for part in _rope_parts(config):
         if part.get("rope_type") in ("dynamic", "longrope"):
             raise ValueError(
                 f"{kind} rope_type={part['rope_type']!r} depends on the largest position at hand, and a rank sees its "
@@ -98,16 +114,105 @@ def check_config(config: Any) -> None:
         raise ValueError(f"{kind} layer_types has {', '.join(sorted(others))}: rings have full and sliding attention")
 
 
-def trace(model: Any, config: Any) -> tuple[int | None, ...]:
-    """Each layer's sliding window, as the layers give it to the attention in a pass on the meta device.
+def _rope_parts(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The settings of a config's rotary embedding, and those of its kinds of layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    yield from (rope, *(value for value in rope.values() if isinstance(value, Mapping)))
+
+
+def check_module(model: Any, config: Any, traced: TracedRing) -> None:
+    """Raises ValueError for what the module does in a pass of training."""
+    kind, dropout_rates = f"model_type={config.model_type!r}", traced.dropout_rates - {0.0}
+    for name, module in model.named_modules():
+        is_used = isinstance(module, nn.Embedding) and id(module.weight) in traced.tables
+        if is_used and ("position" in name or name.endswith("wpe")):
+            raise ValueError(
+                f"{kind} adds an embedding of positions ({name}), and {NO_RESTART}: choose a decoder that sees only "
+                "how far tokens are apart"
+            )
+    if dropout_rates:
+        settings = [
+            f"{name}={value}"
+            for name, value in config.to_dict().items()
+            if "drop" in name and not name.startswith(OTHER_HEADS) and value in [*dropout_rates]
+        ]
+        named = ", ".join(settings) or f"dropout={max(dropout_rates)}"
+        raise ValueError(f"{kind} {named}: rings train without dropout; set it to 0.0")
+    if config.model_type in KNOWN_TYPES and getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(
+            f"{kind} use_bias=True: its head has a bias, which the loss in chunks of tokens leaves out; set it to "
+            "False, which changes the model, or choose another"
+        )
+
+
+def check_step(config: Any, windows: Sequence[int | None] | None, step: StepConfig) -> None:
+    """Raises ValueError for a context in which the config asks for what rings do not compute. `windows` are those of
+    the trace; None: the run takes none of the config."""
+    kind, context = f"model_type={config.model_type!r}", step.context_tokens
+    for part in _rope_parts(config):
+        beta, floor = part.get("llama_4_scaling_beta"), part.get("original_max_position_embeddings") or context
+        if beta and context > floor:
+            raise ValueError(
+                f"{kind} llama_4_scaling_beta={beta} scales queries from position original_max_position_embeddings="
+                f"{floor} on, and {NO_RESTART}: set context_tokens={context} to at most {floor}"
+            )
+    scales, floor = getattr(config, "attn_temperature_tuning", False), getattr(config, "floor_scale", None)
+    num_tokens = context * step.sequences_per_pass  # Llama 4 counts positions from the start of a pass
+    if scales and floor and num_tokens >= floor and not all(config.no_rope_layers):
+        raise ValueError(
+            f"{kind} attn_temperature_tuning={scales} scales queries of a pass of floor_scale={floor} tokens or more, "
+            f"and {NO_RESTART}: set context_tokens={context} x sequences_per_pass={step.sequences_per_pass} to less"
+        )
+    pairs = [] if windows is None else zip(config_windows(config), windows, strict=True)
+    hidden = {layer: own for layer, (own, traced) in enumerate(pairs) if own and own < context and traced is None}
+    if hidden:
+        window = max(hidden.values())
+        raise ValueError(
+            f"{kind} sliding_window={window}: layers {', '.join(map(str, hidden))} have it in their mask alone, which "
+            f"rings do not read: set context_tokens={context} to at most {window}, or windows='dense' (--windows "
+            "dense), if you like with a pattern (--pattern)"
+        )
+
+
+def config_windows(config: Any) -> list[int | None]:
+    """Each layer's sliding window by the config, where transformers has masks with windows for its type."""
+    number, window = int(config.num_hidden_layers), getattr(config, "sliding_window", None)
+    is_masked = hasattr(sys.modules[class_of(config).__module__], "create_sliding_window_causal_mask")
+    if not window or not is_masked or not getattr(config, "use_sliding_window", True):
+        return [None] * number
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * number
+    return [int(window) if kind == "sliding_attention" else None for kind in kinds]
+
+
+class _Calls(TorchFunctionMode):
+    """Writes down the rates of dropout and the tables of embeddings that a pass uses."""
+
+    def __init__(self, traced: TracedRing) -> None:
+        super().__init__()
+        self.traced = traced
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, options = getattr(func, "__name__", ""), kwargs or {}
+        if name == "embedding":
+            self.traced.tables.add(id(args[1]))
+        elif name == "scaled_dot_product_attention":
+            self.traced.dropout_rates.add(options.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+        elif "dropout" in name and options.get("training", True):
+            self.traced.dropout_rates.add(options.get("p", args[1] if len(args) > 1 else 0.0))
+        return func(*args, **options)
+
+
+def trace(model: Any, config: Any) -> tuple[tuple[int | None, ...], TracedRing]:
+    """(each layer's sliding window, as the layers give it to the attention, all that was traced) of a pass of training
+    on the meta device.
 
     Raises ValueError for layers that do not attend through the interface, or ask for what a ring does not have.
     """
     kind, traced = f"model_type={config.model_type!r}", TracedRing()
     integers = torch.zeros(1, NUM_TRACED_TOKENS, dtype=torch.int64, device="meta")
     try:
-        with torch.no_grad():
-            model(integers, positions=integers, document_ids=integers, attention=traced)
+        with torch.no_grad(), _Calls(traced):
+            model.train()(integers, positions=integers, document_ids=integers, attention=traced)
     except ValueError:
         raise
     except Exception as error:
@@ -121,4 +226,4 @@ def trace(model: Any, config: Any) -> tuple[int | None, ...]:
             f"{kind}: layer {min(missing)} does not attend through transformers' AttentionInterface, so its tokens "
             "would see their own slice only; choose a decoder that attends in every layer"
         )
-    return tuple(traced.windows[layer] for layer in range(config.num_hidden_layers))
+    return tuple(traced.windows[layer] for layer in range(config.num_hidden_layers)), traced

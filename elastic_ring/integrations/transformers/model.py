@@ -22,7 +22,9 @@ from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.source import PreparedTokens
 from elastic_ring.integrations.transformers.checks import (
     check_config,
+    check_module,
     check_same_tokenizer,
+    check_step,
     check_tokenizer,
     config_of,
     read_config,
@@ -106,6 +108,7 @@ class RingModel:
 
     def ring_parts(self, step: StepConfig) -> ModelParts:
         """What the trainer uses unless it is given something else: first values, pattern, vocabulary, records."""
+        check_step(self.config, None if self.windows == "dense" else self.layer_windows, step)
         adapters: dict[str, Any] = {}
         initial: Initial = self.weights or FirstValues(self.config_json, step.seed)
         frozen, flops = None, self.flops(step.context_tokens)
@@ -235,8 +238,8 @@ def ring_model(
         lora: `r=16,alpha=32,target=q_proj+v_proj` trains adapters of peft on these layers; the folder's weights stay
             frozen.
 
-    Raises: ValueError for what cannot train on a ring (softcap, dropout, layers without attention of
-    transformers' interface), for weights that do not fit the model, and for a tokenizer with more tokens than it.
+    Raises: ValueError for what cannot train on a ring (softcap, dropout, absolute positions, layers without attention
+    of transformers' interface), for weights that do not fit the model, and for a tokenizer with more tokens than it.
     """
     if windows not in ("exact", "blocks", "dense"):
         raise ValueError(f"windows={windows!r}: must be one of exact, blocks, dense")
@@ -255,7 +258,8 @@ def ring_model(
         check_tokenizer(folder, made.vocab_size)
     with torch.device("meta"):
         model = build(made.config)
-    windows_found = trace(model, made.config)
+    windows_found, traced = trace(model, made.config)
+    check_module(model, made.config, traced)
     check_experts(model, made.config, adds_loss=made.config.model_type in KNOWN_TYPES)
     number = _count(model)
     made = replace(made, layer_windows=windows_found, experts=expert_sizes(model, made.config), num_parameters=number)

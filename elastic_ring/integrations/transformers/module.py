@@ -26,9 +26,12 @@ WHOLE_SLICE = 1 << 40
 
 @dataclass
 class TracedRing:
-    """Takes the place of a ring in a pass on the meta device: hears which layers call, and computes nothing."""
+    """Takes the place of a ring in a pass on the meta device: hears which layers call, and computes nothing. `tables`
+    are the ids of the embeddings' weights that the pass reads."""
 
     windows: dict[int, int | None] = field(default_factory=dict)
+    dropout_rates: set[float] = field(default_factory=set)
+    tables: set[int] = field(default_factory=set)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return torch.empty_like(q)
@@ -60,12 +63,13 @@ def attend(
             f"{kind}: attn_logit_softcapping={softcap}: attention on rings has no softcap; set it to None "
             "in the config, which changes the model, or choose another"
         )
-    if dropout:
+    if dropout and not isinstance(ring, TracedRing):
         raise ValueError(f"{kind}: attention on rings has no dropout, and {dropout} is set; set it to 0.0")
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{kind}: layer {layer} is not causal, and rings of a trainer are; choose a decoder")
     if isinstance(ring, TracedRing):
         ring.windows[layer] = sliding_window
+        ring.dropout_rates.add(dropout)
     usual, width = q.size(-1) ** -0.5, v.size(-1)
     if scaling is not None and abs(scaling - usual) > 1e-9 * usual:
         q = q * (scaling / usual)

@@ -11,14 +11,14 @@ import torch
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule, Window
-from elastic_ring.integrations.transformers.checks import config_of, trace
+from elastic_ring.integrations.transformers.checks import config_of, config_windows, trace
 from elastic_ring.integrations.transformers.model import BLOCK_TOKENS
 from elastic_ring.integrations.transformers.module import build
 
 BY_LAYER = frozenset({"gemma2", "ministral", "qwen2", "qwen3", "smollm3"})
 """Model types whose `layer_types` say which layers have a window, and nothing beside it. In others they also choose a
 rotary embedding (gemma3, olmo3), or whether there is one (cohere2, exaone4)."""
-IN_ALL = frozenset({"mistral", "phi3"})
+IN_ALL = frozenset({"mistral", "phi3", "phimoe"})
 """Model types whose `sliding_window` holds for all layers; None for no window."""
 SAME_MODEL = {"llama": ("mistral", "ministral"), "mistral": ("ministral",)}
 """Model types that differ only in windows."""
@@ -140,7 +140,8 @@ def _candidates(plain: dict[str, Any], wanted: Sequence[int | None], beyond: int
 def _windows(plain: dict[str, Any]) -> list[int | None]:
     config = config_of(plain)
     with torch.device("meta"):
-        return list(trace(build(config), config))
+        windows, _ = trace(build(config), config)
+    return [window or own for window, own in zip(windows, config_windows(config), strict=True)]
 
 
 def _shapes(plain: dict[str, Any]) -> dict[str, tuple[int, ...]]:

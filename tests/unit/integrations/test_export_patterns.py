@@ -173,6 +173,8 @@ def config_of(kind: str, **more: Any) -> Any:
             "eos_token_id": None,
             "pad_token_id": None,
             **({"attn_logit_softcapping": None} if kind == "gemma2" else {}),
+            **({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if "moe" in kind else {}),
+            **({"num_local_experts": 4, "router_jitter_noise": 0.0} if kind == "phimoe" else {}),
             **more,
         }
     )
@@ -184,6 +186,8 @@ def config_of(kind: str, **more: Any) -> Any:
         *((kind, "window:8@0;dense@1") for kind in sorted(BY_LAYER - {"ministral"})),
         *((kind, "window:8") for kind in sorted(IN_ALL - {"mistral"})),
         ("qwen2", "dense"),
+        ("qwen2_moe", "dense"),
+        ("phimoe", "dense"),
         ("mistral", "dense@0;window:8@1"),
         ("gemma3_text", "dense"),
         ("gemma3_text", "window:8@0;dense@1"),
@@ -194,7 +198,10 @@ def test_a_pattern_of_windows_is_exported_for_the_models_that_have_layers_of_the
 ) -> None:
     types = {"layer_types": ["sliding_attention", "full_attention"]} if kind == "gemma3_text" else {}
     windows = {"sliding_window": 16, "use_sliding_window": True} if kind != "phi3" else {"sliding_window": None}
-    module = run_of(ring_model(config_of(kind, **windows, **types)), tmp_path / "run", pattern)
+    config = config_of(kind, **windows, **types)
+    in_masks = kind.endswith("moe")
+    model = ring_model(config, windows="dense" if in_masks else "exact")
+    module = run_of(model, tmp_path / "run", pattern)
     export(tmp_path / "run", tmp_path / "out")
     loaded = load(tmp_path / "out")
     tokens = torch.randint(0, 257, (1, CONTEXT))

@@ -31,6 +31,8 @@ from elastic_ring.data.loader import joined, slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import RingModel, ring_model
+from elastic_ring.integrations.transformers.checks import check_module, trace
+from elastic_ring.integrations.transformers.module import build
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train import attention_context
 from elastic_ring.train.memory_relief import keep_activations, recompute
@@ -69,7 +71,32 @@ FAMILIES: dict[str, Any] = {
     ),
     "gemma3": lambda: T.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=24),
     "granite, logits scaled": lambda: T.GraniteConfig(**SMALL, attention_multiplier=0.3, logits_scaling=3.0),
+    "llama4 below its floor": lambda: llama4(floor_scale=CONTEXT + 1),
 }
+
+
+def llama4(**settings: Any) -> Any:
+    """Without experts; its second layer has no rotary embedding and scales queries by their position."""
+    full = ["full_attention"] * 3
+    return T.Llama4TextConfig(
+        **SMALL,
+        head_dim=8,
+        intermediate_size_mlp=64,
+        moe_layers=[],
+        layer_types=full,
+        no_rope_layers=[1, 0, 1],
+        **settings,
+    )
+
+
+def ministral3(floor: int) -> Any:
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": floor}
+    return T.Ministral3Config(**SMALL, head_dim=8, rope_parameters={**rope, "llama_4_scaling_beta": 0.1})
+
+
+def qwen2_moe(**settings: Any) -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return T.Qwen2MoeConfig(**SMALL, **experts, use_sliding_window=True, sliding_window=24, **settings)
 
 
 def attention_of(model: RingModel) -> Any:
@@ -122,7 +149,9 @@ def test_loss_and_gradient_are_those_of_transformers_own_attention(family: str) 
 
 
 @pytest.mark.thinned(num=2)
-@pytest.mark.parametrize("family", ["gemma2, final softcap and scale of its own", "mistral", "gemma3", "qwen2"])
+@pytest.mark.parametrize(
+    "family", ["gemma2, final softcap and scale of its own", "mistral", "llama4 below its floor", "gemma3", "qwen2"]
+)
 def test_two_sequences_on_a_ring_of_two_have_loss_and_gradient_of_transformers_own_attention(family: str) -> None:
     """Both in one pass. What the ranks find, summed, is what transformers finds for each sequence alone, summed."""
     config = FAMILIES[family]()
@@ -238,6 +267,22 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "capacity": (lambda: T.MixtralConfig(**SMALL, capacity_factor=1.5), "which tokens are dropped would depend on"),
     "dropout": (lambda: T.LlamaConfig(**SMALL, attention_dropout=0.1), r"attention_dropout=0\.1: .* set it to 0\.0"),
+    "dropout by other names": (
+        lambda: T.Starcoder2Config(**SMALL, residual_dropout=0.1, embedding_dropout=0.2, classifier_dropout=0.1),
+        r"'starcoder2' residual_dropout=0\.1, embedding_dropout=0\.2: .* set it to 0\.0",
+    ),
+    "a bias of the head": (
+        lambda: T.Ernie4_5_MoeConfig(**SMALL, moe_intermediate_size=16, moe_num_experts=6, moe_k=2, use_bias=True),
+        "'ernie4_5_moe' use_bias=True: its head has a bias, .* set it to False",
+    ),
+    "norms after the rotation": (
+        lambda: T.HunYuanDenseV1Config(**SMALL, head_dim=8),
+        "'hunyuan_v1_dense' norms queries and keys after their rotation, and positions do not restart at packed",
+    ),
+    "an embedding of positions": (
+        lambda: T.BertConfig(**SMALL, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+        r"'bert' adds an embedding of positions \(bert\.embeddings\.position_embeddings\)",
+    ),
     "dynamic rope": (
         lambda: T.LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "rope_type='dynamic' depends on the largest position",
@@ -260,6 +305,68 @@ def test_what_a_ring_cannot_do_is_refused_by_name(what: str) -> None:
     config, told = REFUSED[what]
     with pytest.raises(ValueError, match=told):
         ring_model(config())
+
+
+REFUSED_IN_A_CONTEXT: dict[str, tuple[Any, int, str]] = {
+    "windows of the mask in some layers": (
+        lambda: qwen2_moe(max_window_layers=9),
+        24,
+        r"'qwen2_moe' sliding_window=24: layers 0, 2 have it in their mask alone, .* at most 24, or windows='dense'",
+    ),
+    "windows of the mask in all layers": (
+        lambda: T.PhimoeConfig(**SMALL, num_local_experts=4, router_jitter_noise=0.0, sliding_window=24),
+        24,
+        "'phimoe' sliding_window=24: layers 0, 1, 2 have it",
+    ),
+    "queries scaled by their position": (
+        lambda: ministral3(48),
+        48,
+        r"llama_4_scaling_beta=0\.1 scales queries from position original_max_position_embeddings=48 on, .* at most 48",
+    ),
+    "queries scaled by their position in a pass": (
+        lambda: llama4(floor_scale=48),
+        47,
+        "attn_temperature_tuning=True scales queries of a pass of floor_scale=48 tokens or more, .* to less",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_IN_A_CONTEXT)
+def test_a_context_in_which_a_ring_computes_something_else_is_refused_and_a_shorter_one_is_not(what: str) -> None:
+    config, longest, told = REFUSED_IN_A_CONTEXT[what]
+    model = ring_model(config())
+    model.ring_parts(StepConfig(context_tokens=longest))
+    with pytest.raises(ValueError, match=told):
+        model.ring_parts(StepConfig(context_tokens=longest + 1))
+    dense = replace(model, windows="dense")
+    if "sliding_window" in told:
+        assert dense.ring_parts(StepConfig(context_tokens=CONTEXT)).pattern is None
+
+
+def test_sequences_of_a_pass_count_together_where_positions_are_counted_in_it() -> None:
+    model, step = (
+        ring_model(llama4(floor_scale=48)),
+        StepConfig(context_tokens=24, global_batch=4, sequences_per_pass=2),
+    )
+    with pytest.raises(ValueError, match="set context_tokens=24 x sequences_per_pass=2 to less"):
+        model.ring_parts(step)
+    off = ring_model(llama4(floor_scale=48, attn_temperature_tuning=False))
+    off.ring_parts(replace(step, context_tokens=48))
+
+
+def test_rates_of_dropout_that_the_decoder_does_not_apply_are_no_reason_to_refuse_it() -> None:
+    rates = {"classifier_dropout": 0.1, "summary_first_dropout": 0.1, "hidden_dropout": 0.1}
+    assert ring_model(T.LlamaConfig(**SMALL, **rates)).num_parameters > 0
+
+
+def test_dropout_of_an_attention_beside_the_interface_is_seen() -> None:
+    config = FAMILIES["llama, tied"]()
+    with torch.device("meta"):
+        made = build(config)
+    made.model.norm.forward = lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)
+    _, traced = trace(made, config)
+    with pytest.raises(ValueError, match=r"'llama' dropout=0\.2: rings train without dropout"):
+        check_module(made, config, traced)
 
 
 def test_folders_and_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
