@@ -162,14 +162,17 @@ class Zero3Engine:
     def _load(self, folder: Path, num_saved: int) -> None:
         if self._swaps_optimizer:
             self._restore_fragments(folder, num_saved)
-        elif num_saved == dist.get_world_size():
+            return
+        module, is_same_size = self._engine.module, num_saved == dist.get_world_size()
+        names = {name for name, _ in module.named_parameters()} | set(module.state_dict())
+        check_names(folder / TAG, names, dist.get_rank() if is_same_size else None)
+        if is_same_size:
             self._engine.load_checkpoint(str(folder), tag=TAG)
         else:
             groups = [
                 {k: v for k, v in group.items() if k != "params"}
                 for group in self._engine.optimizer.optimizer.param_groups
             ]
-            check_names(folder / TAG, {name for name, _ in self._engine.module.named_parameters()})
             with _universal(folder, self._engine.device) as converted:
                 self._engine.load_checkpoint(str(converted), tag=TAG)
                 dist.barrier()  # before anybody removes it

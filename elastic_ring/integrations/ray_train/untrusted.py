@@ -7,6 +7,7 @@ torch's collectives of objects unpickle what any process on the network may have
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +24,8 @@ from elastic_ring.files import plain_json
 ROW_BYTES = 512
 """The most bytes of one rank's report to the others, as JSON."""
 _ONLY_DATA = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-_MODEL_STATES = "*_model_states.pt"
-_SHAPES = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments")
+_FILE = re.compile(r"(bf16_)?zero_pp_rank_[0-9]+_mp_rank_00_(model|optim)_states\.pt")
+_NAMES = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "module")
 _EXPERTS = ("ds_autoep_layers", "autoep_layers", "universal_checkpoint_info")
 
 
@@ -53,19 +54,30 @@ def data_only(folder: Path) -> Iterator[None]:
             found[_ONLY_DATA] = before
 
 
-def check_names(folder: Path, known: Set[str]) -> None:
-    """DeepSpeed's conversion makes paths of the parameters' names in its files: they must be those of the model.
+def check_names(folder: Path, names: Set[str], rank: int | None = None) -> None:
+    """DeepSpeed's conversion makes paths of keys in its files: those must be `names` of the model. Files must be of
+    stage 3: of others it takes other keys. `rank`: look at this one's files only, which alone DeepSpeed reads then.
 
     Call it in `data_only`. Raises CheckpointDamaged.
     """
-    for path in sorted(folder.glob(_MODEL_STATES)):
-        state = torch.load(path, map_location="cpu", mmap=True)
-        parts = [part for key in _SHAPES for part in _parts_of(state.get(key))]
-        names = [name for part in parts for name in (part if isinstance(part, dict) else [part])]
-        odd = [name for name in names if not isinstance(name, str) or name not in known]
-        odd += [key for key in _EXPERTS if state.get(key)]
-        if odd or not isinstance(state.get("param_shapes"), list):
-            raise CheckpointDamaged(f"{path} names {str(odd[:1])[:200]}, which the model does not have", path=str(path))
+    for path in sorted(folder.glob("*_states.pt" if rank is None else f"*zero_pp_rank_{rank}_*_states.pt")):
+        kind = _FILE.fullmatch(path.name)
+        state = torch.load(path, map_location="cpu", mmap=True) if kind else None
+        if not kind or not isinstance(state, dict):
+            reason = "is no file of ZeRO stage 3"
+        elif kind[2] == "optim":
+            optimizer = state.get("optimizer_state_dict")
+            is_right = isinstance(optimizer, dict) and optimizer.get("zero_stage") == 3
+            reason = "" if is_right else "is not of ZeRO stage 3"
+        else:
+            parts = [part for key in _NAMES for part in _parts_of(state.get(key))]
+            keys = [key for part in parts for key in (part if isinstance(part, dict) else [part])]
+            odd = [key for key in keys if not isinstance(key, str) or key not in names]
+            odd += [key for key in _EXPERTS if state.get(key)]
+            is_right = not odd and isinstance(state.get("param_shapes"), list)
+            reason = "" if is_right else f"names {str(odd[:1])[:200]}, which the model does not have"
+        if reason:
+            raise CheckpointDamaged(f"{path} {reason}, and was not loaded", path=str(path))
 
 
 def _parts_of(found: Any) -> list[Any]:

@@ -138,20 +138,50 @@ for kind in ("model_states", "optim_states"):
         assert "mkdir" in str(error), error
     shutil.move(f"{found}.whole", found)
     assert not Path("ran").exists(), "its code ran"
-with data_only(whole):
-    names = {name for name, _ in engine._engine.module.named_parameters()}
-    check_names(whole / "zero3", names)
-    strange = {"/etc/stranger": torch.Size([1])}
-    for odd in ({"param_shapes": [strange]}, {"ds_autoep_layers": [{}]}, {"param_shapes": 1}):
-        state = torch.load(next((whole / "zero3").glob("*model_states.pt")), weights_only=False)
-        other = Path(f"names-{dist.get_rank()}")
-        other.mkdir(exist_ok=True)
-        torch.save({**state, **odd}, other / "a_model_states.pt")
+dist.barrier()
+module = engine._engine.module
+names = {name for name, _ in module.named_parameters()} | set(module.state_dict())
+strange = {"/etc/stranger": torch.Size([1])}
+model, optim = (next((whole / "zero3").glob(f"*_pp_rank_0_*{kind}.pt")) for kind in ("model_states", "optim_states"))
+in_optim = torch.load(optim, weights_only=False)["optimizer_state_dict"]
+of_stage_1 = {"optimizer_state_dict": {**in_optim, "zero_stage": 1}}
+without_stage = {"optimizer_state_dict": {key: value for key, value in in_optim.items() if key != "zero_stage"}}
+cases = [
+    (model, model.name, {"param_shapes": [strange]}),
+    (model, model.name, {"ds_autoep_layers": [{}]}),
+    (model, model.name, {"param_shapes": 1}),
+    (model, model.name, {"module": strange}),
+    (optim, optim.name, of_stage_1),
+    (optim, optim.name, without_stage),
+    (optim, optim.name, {"optimizer_state_dict": []}),
+    (optim, "zero_pp_rank_7_mp_rank_00_optim_states.pt", of_stage_1),  # beside right ones
+    (model, "mp_rank_00_model_states.pt", {}),
+    (model, "layer_0_expert_0_mp_rank_00_model_states.pt", {}),
+    (model, "zero_pp_rank_0_mp_rank_01_model_states.pt", {}),
+]
+for number, (path, name, odd) in enumerate(cases):
+    other = Path(f"names-{dist.get_rank()}-{number}")
+    shutil.copytree(whole / "zero3", other)
+    with data_only(whole):
+        check_names(other, names)
+    torch.save({**torch.load(path, weights_only=False), **odd}, other / name)
+    with data_only(whole):
         try:
             check_names(other, names)
-            raise AssertionError("names of a stranger become paths")
-        except CheckpointDamaged:
-            pass
+            raise AssertionError(f"names of a stranger become paths: {name}, {list(odd)}")
+        except CheckpointDamaged as error:
+            assert name in str(error), error
+dist.barrier()
+ours = next((whole / "zero3").glob(f"*_pp_rank_{dist.get_rank()}_*optim_states.pt"))
+state = torch.load(ours, weights_only=False)
+torch.save({"optimizer_state_dict": {**state["optimizer_state_dict"], "zero_stage": 1}}, ours)
+for num_saved in (2, 3):  # as it is, and by DeepSpeed's conversion
+    dist.barrier()
+    try:
+        engine.load(whole, num_saved)
+        raise AssertionError("a checkpoint of stage 1 was loaded")
+    except CheckpointDamaged as error:
+        assert "stage 3" in str(error), error
 print("passed", dist.get_rank())
 """
 
