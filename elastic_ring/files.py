@@ -13,6 +13,7 @@ import secrets
 import stat
 import tempfile
 import tomllib
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ _USER = r"""[^/?#\s'"]*|[^/?#\s'"@:\[]*:(?!\d{1,5}[/?#])[^\s'"]*"""
 _URL = re.compile(rf"""(\b[A-Za-z][A-Za-z0-9+.-]*)://(?:({_USER})@)?([^?#\s'"]*)([?#][^\s'"]*)?""")
 _AZURE = ("abfs", "abfss", "az", "wasb", "wasbs")  # there the name before the @ is the container's
 _PATTERNS = ("file", "gs", "gcs", "local", "s3")  # there a question mark is part of a name or a pattern
+
+_SNAPSHOTS = re.compile(r"/(?:models|datasets|spaces)--[^/]+/snapshots$")
 
 
 def sync_directory(folder: str | os.PathLike[str]) -> None:
@@ -186,6 +189,26 @@ def name_below(name: object, where: str = "") -> str:
         shown = shown if len(shown) <= MAX_NAME_BYTES else f"{shown[:MAX_NAME_BYTES]}..."
         raise ValueError(f"{where + ': ' if where else ''}names {shown}, which is not in its folder")
     return text
+
+
+def is_below(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bool:
+    """Whether `path` stays in `folder`, where links lead; or in the blobs of its repository in Hugging Face's cache."""
+    base, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    blobs = (above.parent / "blobs" for above in (base, *base.parents) if _SNAPSHOTS.search(str(above)))
+    return any(target.is_relative_to(root) for root in (base, *blobs))
+
+
+def check_links(folder: str | os.PathLike[str], paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Raises ValueError for a path of which a link leads out of `folder`."""
+    for path in paths:
+        if not is_below(path, folder):
+            raise ValueError(f"{path}: is a link to {os.path.realpath(path)}, out of its folder: copy that there")
+
+
+def check_model_links(folder: Path) -> None:
+    """Raises ValueError for a file of a model's or tokenizer's folder that is a link out of it."""
+    files = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
+    check_links(folder, (path for path in files if path.is_file()))
 
 
 def printable(text: str) -> str:

@@ -23,7 +23,7 @@ from pyarrow import fs
 from elastic_ring.data.filesystem import located, raise_if_away, read_file
 from elastic_ring.data.kinds import hint_of, kind_of
 from elastic_ring.data.manifest import MANIFEST, PREPARATION
-from elastic_ring.files import MAX_JSON_BYTES, plain_json, shown_url
+from elastic_ring.files import MAX_JSON_BYTES, check_links, is_below, name_below, plain_json, shown_url
 
 NAMES = 5
 """How many names of each group are printed."""
@@ -86,6 +86,7 @@ OPENED_AT_ONCE = 16
 HIDDEN = "a name that begins with . or _"
 BESIDE = "beside a saved dataset"
 NO_LOSS = (HIDDEN, BESIDE)
+LEADS_OUT = "a link that leads out of its folder"
 """What nobody takes for a part of a corpus, as the folder .git of a clone, which may be larger than its text."""
 
 
@@ -210,7 +211,7 @@ def _sorted_out(
     for entry in sorted(found, key=lambda entry: entry.path):
         name = entry.path.removeprefix(base).lstrip("/")
         why = entry.why
-        if not why and hides and any(part.startswith(HIDING) for part in name.split("/")):
+        if why in ("", LEADS_OUT) and hides and any(part.startswith(HIDING) for part in name.split("/")):
             why = HIDDEN  # what Spark, git and editors leave
         if not why and shown(entry.path) != entry.path:
             why = "a name that is not UTF-8: rename it"
@@ -227,7 +228,11 @@ def _sorted_out(
 
 
 def _check(listing: Listing, told: str, allow: str) -> None:
-    """Raises ValueError where nothing is left to read, or less than what is left out and might belong to a corpus."""
+    """Raises ValueError where nothing is left to read, or less than what is left out and might belong to a corpus; and
+    for a link to files of others."""
+    for one in listing.left_out:
+        if one.why == LEADS_OUT:
+            raise ValueError(f"{told}: {one.name}: {LEADS_OUT}: name its target, or go on without it: {allow}")
     if not listing.files:
         told_lost = "; ".join(lines(left_out_groups([listing])))
         beside = f". Left out: {told_lost}" if told_lost else ""
@@ -333,13 +338,13 @@ def _first_magic(pattern: str) -> int:
 def _saved_dataset(filesystem: Any, path: str, uri: str, told: str) -> Listing | None:
     """The files of a folder that `datasets.Dataset.save_to_disk` wrote, in its order; none for other folders."""
     if _is_file(filesystem, f"{path}/dataset_dict.json"):
-        splits = _json(filesystem, f"{path}/dataset_dict.json", told).get("splits") or ["?"]
+        splits = _names(filesystem, path, "dataset_dict.json", "splits", told) or ["?"]
         if len(splits) != 1:
             raise ValueError(f"{told}: holds the splits {', '.join(splits)}: name one, {shown(uri)}/{splits[0]}")
         path = f"{path}/{splits[0]}"
     if not _is_file(filesystem, f"{path}/state.json"):
         return None
-    listed = [part["filename"] for part in _json(filesystem, f"{path}/state.json", told).get("_data_files") or ()]
+    listed = _names(filesystem, path, "state.json", "_data_files", told)
     infos = filesystem.get_file_info([f"{path}/{name}" for name in listed])
     files = [
         File(info.path, name, "arrow", max(int(info.size or 0), 0)) for name, info in zip(listed, infos, strict=True)
@@ -349,6 +354,17 @@ def _saved_dataset(filesystem: Any, path: str, uri: str, told: str) -> Listing |
     }
     beside = [LeftOut(shown(name.removeprefix(path).lstrip("/")), size, BESIDE) for name, size in sorted(others)]
     return Listing(uri, filesystem, tuple(files), tuple(beside))
+
+
+def _names(filesystem: Any, folder: str, file: str, key: str, told: str) -> list[str]:
+    """The names in a list of a saved dataset's file. Raises ValueError for one that leads out of the folder."""
+    parts = _json(filesystem, f"{folder}/{file}", told).get(key)
+    parts = parts if isinstance(parts, list) else []
+    names = [part.get("filename") if isinstance(part, dict) else part for part in parts]
+    paths = [f"{folder}/{name_below(name, f'{told}: {folder}/{file}')}" for name in names]
+    if isinstance(filesystem, fs.LocalFileSystem):
+        check_links(folder, paths)
+    return names
 
 
 def _is_file(filesystem: Any, path: str) -> bool:
@@ -398,7 +414,7 @@ def walk(
 
 def _walk_local(root: str, enters: Callable[[str], bool], wanted: Callable[[str], bool]) -> Iterator[Found]:
     """Real folders and files first, then those that only links lead to, last hidden ones: so names do not depend on
-    links, and what is left out hides nothing that is read."""
+    links, and what is left out hides nothing that is read. Links that leave `root` are not followed."""
     seen: set[tuple[int, int]] = set()
     waiting = [(False, False, root)] if os.path.isdir(root) else []
     while waiting:
@@ -411,7 +427,11 @@ def _walk_local(root: str, enters: Callable[[str], bool], wanted: Callable[[str]
             if wanted(path):
                 yield Found(path, 0, "a link to nothing")
             continue
-        if not stat.S_ISDIR(status.st_mode):
+        is_folder = stat.S_ISDIR(status.st_mode)
+        if linked and not is_below(path, root):
+            if (enters if is_folder else wanted)(path):
+                yield Found(path, 0, LEADS_OUT)
+        elif not is_folder:
             if wanted(path):  # else a file that is not read would hide its link that is
                 yield _entry(path, status, seen)
         elif path != root and not enters(path):

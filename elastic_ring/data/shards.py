@@ -33,7 +33,7 @@ from elastic_ring.data.packing import (
     aligned,
     check_context,
 )
-from elastic_ring.files import absolute, shown_url
+from elastic_ring.files import absolute, check_links, shown_url
 from elastic_ring.validation import settings
 
 SAMPLE_BYTES = 1 << 16
@@ -156,6 +156,8 @@ def _list_shards(uri: str) -> tuple[Any, list[tuple[str, int]]]:
     shards = sorted((file.path, file.size) for file in found if file.is_file and file.path.lower().endswith(endings))
     if not shards:
         raise ValueError(f"TokenShards uri={shown_url(uri)!r}: no file here ends in {', '.join(endings)}")
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        check_links(info.path, (shard for shard, _ in shards))
     return filesystem, shards
 
 

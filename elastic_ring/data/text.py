@@ -21,15 +21,13 @@ from elastic_ring.data.chunks import Loaded
 from elastic_ring.data.filesystem import reading
 from elastic_ring.data.listing import File, Listing, left_out_groups, list_source, shown, size, summary, used_groups
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, Files, PackedSource, aligned, check_context
-from elastic_ring.data.preparation.documents import Tally, TextIn, read_documents
+from elastic_ring.data.preparation.documents import MAX_RECORD_BYTES, Tally, TextIn, read_documents
 from elastic_ring.data.preparation.inputs import Piece, cut
 from elastic_ring.files import absolute
 from elastic_ring.validation import Must, settings
 
 # Larger files are read in pieces of this size, to bound memory.
 PIECE_BYTES = 16 * 2**20
-MAX_RECORD_BYTES = 64 * 2**20
-"""Records are counted by reading them all, in every process: more of them are prepared once instead."""
 TEXT_COLUMN = "text"
 
 # Not every distribution installs the standard library's own tests, so the corpus leaves them out.
@@ -212,7 +210,7 @@ def _once(listings: Sequence[Listing]) -> list[tuple[Listing, File]]:
     found = {file.path: (listing, file) for listing in reversed(listings) for file in reversed(listing.files)}
     ordered = [found.pop(file.path) for listing in listings for file in listing.files if file.path in found]
     record_bytes = sum(file.num_bytes for _, file in ordered if file.kind != "text" or file.compression)
-    if record_bytes > MAX_RECORD_BYTES:
+    if record_bytes > MAX_RECORD_BYTES:  # counted by reading them all, in every process: prepared once instead
         where = shown(listings[0].uri)
         raise ValueError(
             f"--data {where}: {size(record_bytes)} of records and compressed text, which every process would read "

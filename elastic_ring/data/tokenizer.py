@@ -15,7 +15,7 @@ import numpy as np
 
 from elastic_ring.data.chunks import Tokens
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT
-from elastic_ring.files import plain_json, read_small
+from elastic_ring.files import check_model_links, plain_json, read_small
 
 BYTES = "bytes"
 PART_BYTES = 1 << 20
@@ -110,6 +110,7 @@ def open_tokenizer(where: str, end_of_document: str | None = None) -> Tokenizer:
     folder = Path(where).expanduser()
     if not folder.is_dir():
         raise ValueError(f"tokenizer={where!r}: no such folder; give bytes, or a folder with a saved tokenizer")
+    check_model_links(folder)
     fast = folder / FAST
     if not fast.exists() and not any((folder / name).exists() for name in (CONFIG, "tokenizer.model", "vocab.json")):
         raise ValueError(f"tokenizer={where!r}: holds no {FAST} and no other tokenizer's files")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -21,13 +21,16 @@ from elastic_ring.data.filesystem import READ_ERRORS, located, raise_if_away, re
 from elastic_ring.data.kinds import BOM, NO_TEXT, no_text
 from elastic_ring.data.listing import File
 from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow
+from elastic_ring.data.preparation.pages import row_bytes
 from elastic_ring.files import plain_json
 from elastic_ring.wording import cut
 
 log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 1 << 20
-NUM_ROWS = 256  # of Parquet that are decoded at once
+NUM_ROWS = 256  # of Parquet that are decoded at once, at most
+MAX_RECORD_BYTES = 64 * 2**20
+"""The most bytes of a line, of a record's document, and of a document out of a compressed file."""
 MAX_NAMED = 20
 """How many bad inputs of a piece are named; all are counted."""
 MAX_WORDS = 500  # characters about one bad input
@@ -148,13 +151,12 @@ def _json_lines(filesystem: Any, span: Span, content: Content, tally: Tally) -> 
     for number, (at, line) in enumerate(_lines(filesystem, span), 1):
         if line.strip():
             where = f"line {number} at byte {at}" if not span.start else f"the line at byte {at}"
-            yield from _record(partial(plain_json, line, len(line)), f"{span.name}: {where}", content, tally)
+            yield from _record(partial(plain_json, line, MAX_RECORD_BYTES), f"{span.name}: {where}", content, tally)
 
 
 def _json(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
     """One list of records, or one record, over all lines of a file."""
-    with _stream(filesystem, span.file) as file:
-        data = file.read()
+    data = _content(filesystem, span.file)
     try:
         found = plain_json(data, len(data))
     except ValueError as error:
@@ -173,6 +175,8 @@ def _record(load: Callable[[], Any], where: str, content: Content, tally: Tally)
     try:
         value = load()
         document = content.document(value)
+        if len(document) > MAX_RECORD_BYTES:
+            raise ValueError(f"it has {len(document):,} bytes: there may be {MAX_RECORD_BYTES:,}")
     except KeyError:
         tally.num_records += 1
         tally.leave_out_record(f"{where} has no {_lacks(content, value)}")
@@ -194,20 +198,17 @@ def _lacks(content: Content, names: Any) -> str:
 
 
 def _lines(filesystem: Any, span: Span) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of the lines that begin in the span."""
+    """(offset, line) of the lines that begin in the span; of a line that is too long its first bytes."""
     whole = span.stop == WHOLE
     opened = _stream(filesystem, span.file) if whole else filesystem.open_input_file(span.file.path)
     with opened as file, io.BufferedReader(file, BUFFER_BYTES) as reader:
-        at = 0
-        if span.start:
-            at = reader.seek(span.start - 1)
-            at += len(reader.readline())  # the end of a line that began before
-        while whole or at < span.stop:
-            line = reader.readline()
-            if not line:
-                return
-            yield at, line
-            at += len(line)
+        at = reader.seek(span.start - 1) if span.start else 0
+        begins = not span.start  # else the end of a line that began before
+        while (whole or at < span.stop) and (part := reader.readline(MAX_RECORD_BYTES + 1)):
+            if begins:
+                yield at, part
+            at += len(part)
+            begins = part.endswith(b"\n")
 
 
 def _parquet(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
@@ -216,8 +217,16 @@ def _parquet(filesystem: Any, span: Span, content: Content, tally: Tally) -> Ite
         stop = parquet.metadata.num_row_groups if span.stop == WHOLE else span.stop
         columns = _columns(parquet.schema_arrow, content, span, tally)
         if columns:
-            batches = parquet.iter_batches(NUM_ROWS, row_groups=range(span.start, stop), columns=columns)
+            batches = _batches(file, parquet, range(span.start, stop), columns)
             yield from _rows(batches, content, span, tally)
+
+
+def _batches(file: Any, parquet: Any, row_groups: range, columns: Sequence[str]) -> Iterator[Any]:
+    """As many rows at a time as surely fit in memory."""
+    for group in row_groups:
+        largest = row_bytes(file, parquet.metadata.row_group(group), columns, 2 * MAX_RECORD_BYTES)
+        num_rows = min(max(MAX_RECORD_BYTES // largest, 1), NUM_ROWS)
+        yield from parquet.iter_batches(num_rows, row_groups=[group], columns=columns)
 
 
 def _arrow(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
@@ -248,21 +257,26 @@ def _columns(schema: Any, content: Content, span: Span, tally: Tally) -> list[st
 
 
 def _rows(batches: Iterator[Any], content: Content, span: Span, tally: Tally) -> Iterator[bytes]:
-    if content.is_text:
-        for batch in batches:
-            for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()).to_pylist():
-                yield value or b""
-        return
-    for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-        yield from _record(partial(_same, row), f"{span.name}: row {number}{_from(span)}", content, tally)
+    """The documents of tables, row by row: many rows may have one large value."""
+    rows = (row for batch in batches for row in (batch.column(0) if content.is_text else batch.to_struct_array()))
+    for number, row in enumerate(rows, 1):
+        where = f"{span.name}: row {number}{_from(span)}"
+        if not content.is_text:
+            yield from _record(row.as_py, where, content, tally)
+            continue
+        value = getattr(row, "value", row).as_buffer()  # a dictionary's row has its value in it
+        if value is not None and len(value) > MAX_RECORD_BYTES:
+            tally.num_records += 1
+            tally.leave_out_record(f"{where} has {len(value):,} bytes: there may be {MAX_RECORD_BYTES:,}")
+        else:
+            yield b"" if value is None else value.to_pybytes()
 
 
 def _text(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
     if not content.is_text:
         tally.leave_out(f"{span.name}: is text: give records with {content.told}", span.num_bytes)
         return
-    with _stream(filesystem, span.file) as file:
-        document: bytes = file.read().removeprefix(BOM)
+    document = _content(filesystem, span.file).removeprefix(BOM)
     try:
         document.decode()
         why = ""
@@ -272,6 +286,15 @@ def _text(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterat
         tally.leave_out(f"{span.name}: looks like {NO_TEXT}{why}", span.num_bytes)
     else:
         yield document
+
+
+def _content(filesystem: Any, file: File) -> bytes:
+    """All bytes of a file. Raises ArrowInvalid for a compressed one that has more than a document may have."""
+    with _stream(filesystem, file) as stream:
+        data: bytes = stream.read(MAX_RECORD_BYTES + 1 if file.compression else None)
+    if file.compression and len(data) > MAX_RECORD_BYTES:
+        raise pa.ArrowInvalid(f"it expands to more than {MAX_RECORD_BYTES:,} bytes: decompress it, or write JSON lines")
+    return data
 
 
 def _stream(filesystem: Any, file: File) -> Any:

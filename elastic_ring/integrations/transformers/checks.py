@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from elastic_ring.config import StepConfig
 from elastic_ring.data.manifest import Manifest
 from elastic_ring.data.tokenizer import FAST, folder_digest
-from elastic_ring.files import plain_json, read_small, shown_url
+from elastic_ring.files import check_model_links, plain_json, read_small, shown_url
 from elastic_ring.integrations.transformers.module import TracedRing, class_of
 from elastic_ring.model.hugging_face import KNOWN_TYPES
 
@@ -33,6 +33,7 @@ NO_RESTART = "positions do not restart at packed documents"
 
 def read_config(folder: Path) -> Mapping[str, Any]:
     """The content of a folder's config.json. Raises ValueError."""
+    check_model_links(folder)
     path = folder / "config.json"
     try:
         found = plain_json(read_small(path))

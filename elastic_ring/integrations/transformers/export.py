@@ -21,7 +21,7 @@ from torch import Tensor
 
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE
 from elastic_ring.data.tokenizer import BYTES
-from elastic_ring.files import plain_json, read_small
+from elastic_ring.files import check_model_links, plain_json, read_small
 from elastic_ring.integrations.transformers.checks import check_tokenizer, config_of
 from elastic_ring.integrations.transformers.lora_export import (
     ADAPTERS,
@@ -293,6 +293,7 @@ def _check_tokenizer(where: str, vocab_size: int) -> None:
                 f"tokenizer='bytes' has {BYTE_VOCAB_SIZE} tokens, and the model {vocab_size}: name its own"
             )
     elif where:
+        check_model_links(Path(where).expanduser())
         check_tokenizer(Path(where).expanduser(), vocab_size)
 
 

@@ -141,6 +141,26 @@ def test_another_type_and_another_tokenizer_can_be_asked_for(tmp_path: Path) -> 
         export(tmp_path / "run", tmp_path / "more", tokenizer=tmp_path / "run")
 
 
+def test_an_export_copies_no_file_that_a_link_leads_to_out_of_the_tokenizers_folder(tmp_path: Path) -> None:
+    folder, private = saved(tmp_path / "model"), tmp_path / "private"
+    finished(tmp_path / "run", ring_model(folder))
+    private.write_text("secret")
+    (folder / "merges.txt").symlink_to(private)
+    for tokenizer in (None, folder):
+        with pytest.raises(ValueError, match=r"model/merges\.txt: is a link to .*private, out of its folder"):
+            export(tmp_path / "run", tmp_path / "out", tokenizer=tokenizer)
+    assert not (tmp_path / "out").exists()
+    repository = tmp_path / "models--a--b"
+    (repository / "snapshots").mkdir(parents=True)
+    folder.rename(repository / "snapshots" / "0f")
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "1").write_text("merges")
+    (repository / "snapshots" / "0f" / "merges.txt").unlink()
+    (repository / "snapshots" / "0f" / "merges.txt").symlink_to("../../blobs/1")
+    export(tmp_path / "run", tmp_path / "out", tokenizer=repository / "snapshots" / "0f")
+    assert (tmp_path / "out" / "merges.txt").read_text() == "merges"
+
+
 def test_what_cannot_be_exported_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, run = ring_model(saved(tmp_path / "model")), tmp_path / "run"
     values = finished(run, model)

@@ -1,0 +1,273 @@
+"""Data of strangers: what expands beyond its bound is refused before it is expanded, and names and links stay in their
+folder or in its repository of Hugging Face's cache."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_ring.data.listing import LEADS_OUT, list_source
+from elastic_ring.data.preparation import documents, pages
+from elastic_ring.data.shards import TokenShards
+from elastic_ring.data.text import TextFiles
+from elastic_ring.data.tokenizer import open_tokenizer
+from elastic_ring.integrations.transformers.model import ring_model
+from tests.unit.data.corpora import prepared, texts, texts_of, write_jsonl, write_table
+
+ROOT = Path(__file__).parents[3]
+MIB = 1 << 20
+RECORD = b'{"text": "%s"}\n'
+
+
+def write_compressed(path: Path, content: bytes) -> Path:
+    with pa.CompressedOutputStream(str(path), {".zst": "zstd", ".gz": "gzip"}[path.suffix]) as stream:
+        stream.write(content)
+    return path
+
+
+# ---------------------------------------------------------------- what expands
+
+MEASURED = """
+import sys
+from elastic_ring.data.listing import list_source
+from elastic_ring.data.preparation import documents, pages
+from elastic_ring.data.preparation.inputs import cut
+
+def peak_bytes():
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(lines["VmHWM"].split()[0]) << 10
+
+def read(name):
+    content, tally = documents.TextIn("text"), documents.Tally("skip")
+    (piece,) = cut(list_source(f"{sys.argv[1]}/{name}"), 0, 1 << 30)
+    num_documents = sum(1 for _ in documents.read_documents(piece, content, tally))
+    return num_documents, tally.bad
+
+documents.MAX_RECORD_BYTES = int(sys.argv[2])
+assert read(sys.argv[3]) == (2, [])
+before = peak_bytes()
+num_documents, bad = read(sys.argv[4])
+print(num_documents, len(bad), peak_bytes() - before, os.path.getsize(f"{sys.argv[1]}/{sys.argv[4]}"), *bad)
+"""
+
+
+def measured(folder: Path, name: str, small: str) -> tuple[int, int, int, int, str]:
+    """(documents, bad ones, growth in memory, size, what is told) of reading a file with a bound of 4 MiB."""
+    words = [str(folder), str(4 * MIB), small, name]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os\n{MEASURED}", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *numbers, told = done.stdout.split(maxsplit=4) if done.stdout.count(" ") > 3 else [*done.stdout.split(), ""]
+    num_documents, num_bad, grown, size = map(int, numbers)
+    return num_documents, num_bad, grown, size, told
+
+
+@pytest.mark.parametrize("name", ["line.jsonl.zst", "list.json.zst", "text.txt.gz", "value.parquet"])
+def test_what_a_few_bytes_expand_to_is_refused_before_it_is_in_memory(tmp_path: Path, name: str) -> None:
+    num_bytes = 192 * MIB
+    bomb, lines = b"a" * num_bytes, RECORD % b"one" + RECORD % b"two"
+    if name.endswith(".parquet"):
+        small = write_table(tmp_path / "small.parquet", ["one", "two"]).name
+        pq.write_table(pa.table({"text": ["one", "two", bomb.decode()]}), tmp_path / name, compression="zstd")
+    else:
+        small = write_compressed(tmp_path / "small.jsonl.zst", lines).name
+        content = {"line": lines + RECORD % bomb, "list": b"[" + RECORD % bomb + b"]", "text": bomb}
+        write_compressed(tmp_path / name, content[name.partition(".")[0]])
+    num_documents, num_bad, grown, size, told = measured(tmp_path, name, small)
+    assert size < num_bytes / 500
+    assert num_bad == 1
+    assert name in told
+    assert "there may be" in told or "expands to more than 4,194,304 bytes: decompress it" in told
+    assert num_documents == (2 if name.startswith("line") else 0)
+    assert grown < 48 * MIB, f"{grown / MIB:.0f} MiB for what expands to {num_bytes // MIB} MiB"
+
+
+def test_one_large_value_in_many_rows_is_in_memory_once(tmp_path: Path) -> None:
+    """Each row is a document; a dictionary has the value once."""
+    write_table(tmp_path / "small.parquet", ["one", "two"])
+    pq.write_table(pa.table({"text": ["a" * MIB] * 256}), tmp_path / "rows.parquet", compression="zstd")
+    num_documents, num_bad, grown, size, _ = measured(tmp_path, "rows.parquet", "small.parquet")
+    assert (num_documents, num_bad) == (256, 0)
+    assert size < MIB / 10
+    assert grown < 48 * MIB, f"{grown / MIB:.0f} MiB"
+
+
+def test_the_bound_is_in_force_at_both_doors(tmp_path: Path) -> None:
+    assert documents.MAX_RECORD_BYTES == 64 * MIB
+    path = write_compressed(tmp_path / "a.jsonl.zst", RECORD % (b"a" * 65 * MIB))
+    for read in (lambda: TextFiles(4, (str(path),)).open(), lambda: prepared(tmp_path / "out", path)):
+        with pytest.raises(ValueError, match=r"a\.jsonl\.zst: line 1 at byte 0 .*there may be 67108864"):
+            read()
+
+
+@pytest.mark.parametrize("piece_bytes", [300, 10**9])
+def test_a_line_that_is_too_long_is_left_out_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    """Wherever the file is cut."""
+    monkeypatch.setattr(documents, "MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr(documents, "BUFFER_BYTES", 128)
+    path = write_jsonl(tmp_path / "a.jsonl", [*texts(5), "x" * 2000, *texts(5, 5)])
+    manifest = prepared(
+        tmp_path / "out", path, piece_bytes=piece_bytes, row_group_tokens=64, on_bad_input="skip", max_bad_share=0.5
+    )
+    assert texts_of(tmp_path / "out", manifest.sources[0]) == texts(10)
+    assert manifest.dropped.num_bad_records == 1
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.ipc"])
+def test_a_row_that_is_too_long_is_left_out_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(documents, "MAX_RECORD_BYTES", 1000)
+    for kind in (pa.string(), pa.large_string()):
+        path = write_table(tmp_path / name, ["one", "x" * 1001, "two", None], kind=kind)
+        out = tmp_path / f"out-{kind}"
+        manifest = prepared(out, path, piece_bytes=10**9, on_bad_input="skip", max_bad_share=0.5)
+        assert texts_of(out, manifest.sources[0]) == ["one", "two"]
+        assert manifest.dropped.bad == (f"{name}: row 2 has 1,001 bytes: there may be 1,000",)
+
+
+def test_plain_text_and_lists_that_are_not_compressed_are_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "MAX_RECORD_BYTES", 1000)
+    (tmp_path / "a.txt").write_text("x" * 2000)
+    (tmp_path / "b.json").write_text(json.dumps([{"text": "y" * 900}] * 3))
+    manifest = prepared(tmp_path / "out", tmp_path / "a.txt", tmp_path / "b.json")
+    assert texts_of(tmp_path / "out", manifest.sources[0]) == ["x" * 2000, *["y" * 900] * 3]
+
+
+def test_headers_of_pages_that_two_readers_read_differently_are_refused() -> None:
+    """Thrift takes 32 bits of a number and 16 of a field, and each field may come again."""
+
+    def varint(number: int) -> bytes:
+        return bytes([number & 127 | 128]) + varint(number >> 7) if number > 127 else bytes([number])
+
+    def header(expanded: int, stored: int, more: bytes = b"") -> bytes:
+        return b"\x15\x00\x15" + varint(expanded << 1) + b"\x15" + varint(stored << 1) + more + b"\x00"
+
+    large = header(1 << 30, 0)
+    in_page = b"\x2c\x15\x02\x18\x03abc\x11\x17" + bytes(8) + b"\x00"  # a struct with a number, text, true, a double
+    assert pages._largest_page(header(7, 3, in_page) + b"xyz" + header(9, 0)) == 9
+    assert pages._largest_page(header(7, 3 + (1 << 31)) + b"xyz" + large) == 1 << 30
+    assert pages._largest_page(header(7, -1 % (1 << 31)) + large) == 7, "pyarrow reads no page behind one of 2 GiB"
+    for odd in (
+        header(1 << 30, 0, b"\x05\x04\x0e"),  # field 2 again
+        header(1 << 30, 0, b"\x05" + varint((1 << 17) + 4) + b"\x0e"),
+        b"\x15\x00",
+        b"\x15" + b"\xff" * 11,
+        b"\x19\x05",
+        b"\x1c" * 9999,
+        bytes(9),
+    ):
+        with pytest.raises(pa.ArrowInvalid, match="page header"):
+            pages._largest_page(odd + bytes(20))
+
+
+# ---------------------------------------------------------------- names and links
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    """Somebody's files beside a stranger's folder `in`."""
+    (tmp_path / "private").mkdir()
+    write_table(tmp_path / "private" / "data.arrow", ["secret"])
+    (tmp_path / "private" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    (tmp_path / "private" / "merges.txt").write_text("secret")
+    (tmp_path / "in").mkdir()
+    return tmp_path / "private"
+
+
+@pytest.mark.parametrize("name", ["../private/data.arrow", "/etc/passwd", "a\\b", 7, None, ["x"]])
+def test_names_of_a_saved_dataset_stay_in_its_folder(private: Path, name: object) -> None:
+    folder = private.parent / "in"
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(ValueError, match=r"in/state\.json: names .* not in its folder"):
+        list_source(str(folder), allow_left_out=True)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["../private" if name == "/etc/passwd" else name]}))
+    with pytest.raises(ValueError, match=r"in/dataset_dict\.json: names .* not in its folder"):
+        list_source(str(folder), allow_left_out=True)
+
+
+def test_links_of_a_saved_dataset_stay_in_its_folder(private: Path) -> None:
+    folder = private.parent / "in"
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    (folder / "data.arrow").symlink_to(private / "data.arrow")
+    with pytest.raises(ValueError, match=r"in/data\.arrow: is a link to .*private/data\.arrow, out of its folder"):
+        list_source(str(folder), allow_left_out=True)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
+    (folder / "train").symlink_to(private)
+    with pytest.raises(ValueError, match=r"in/train: is a link to .*private, out of its folder"):
+        list_source(str(folder), allow_left_out=True)
+
+
+def test_links_out_of_a_data_folder_are_refused_by_name_or_left_out(private: Path) -> None:
+    folder = private.parent / "in"
+    (folder / "a.txt").write_text("a")
+    (folder / "b.txt").symlink_to(private / "merges.txt")
+    (folder / "c").symlink_to(private)
+    (folder / ".git").symlink_to(private)
+    for uri in (str(folder), f"{folder}/[a-c]*"):
+        with pytest.raises(ValueError, match=rf"b\.txt: {LEADS_OUT}: .*--allow-left-out"):
+            list_source(uri)
+        listing = list_source(uri, allow_left_out=True)
+        assert [file.name for file in listing.files] == ["a.txt"]
+        left_out = {one.name for one in listing.left_out if one.why == LEADS_OUT}
+        assert left_out == {"b.txt", "c"} if uri == str(folder) else "b.txt" in left_out
+    (folder / "b.txt").unlink()
+    (folder / "c").unlink()
+    assert [file.name for file in list_source(str(folder)).files] == ["a.txt"], "hidden links are not read anyway"
+    assert [file.name for file in list_source(str(private / "merges.txt")).files] == ["merges.txt"]
+    (private.parent / "own").symlink_to(private / "merges.txt")
+    assert [file.name for file in list_source(str(private.parent / "own")).files] == ["own"], "named by the user"
+    (folder / ".git").unlink()
+    (folder / "t.parquet").symlink_to(private / "data.arrow")
+    with pytest.raises(ValueError, match=r"in/t\.parquet: is a link to .*, out of its folder"):
+        TokenShards(4, str(folder)).open()
+
+
+def test_links_into_the_blobs_of_the_same_repository_are_followed(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "datasets--a--b"
+    snapshot = repository / "snapshots" / "0f" / "data"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "1").write_text("text")
+    (snapshot / "a.txt").symlink_to("../../../blobs/1")
+    for folder in (snapshot, snapshot.parent):
+        assert [file.path for file in list_source(str(folder)).files] == [str(snapshot / "a.txt")]
+    other = tmp_path / "hub" / "datasets--a--c"
+    (other / "blobs").mkdir(parents=True)
+    (other / "blobs" / "1").write_text("another's")
+    (snapshot / "b.txt").symlink_to(other / "blobs" / "1")
+    with pytest.raises(ValueError, match=rf"b\.txt: {LEADS_OUT}"):
+        list_source(str(snapshot))
+    own = tmp_path / "snapshots" / "x"
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "1").write_text("no cache")
+    own.mkdir(parents=True)
+    (own / "c.txt").symlink_to(tmp_path / "blobs" / "1")
+    with pytest.raises(ValueError, match=rf"c\.txt: {LEADS_OUT}"):
+        list_source(str(own))
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "config.json", "additional_chat_templates/a.jinja"])
+def test_links_out_of_a_tokenizers_or_models_folder_are_refused_by_name(private: Path, name: str) -> None:
+    folder = private.parent / "in"
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).symlink_to(private / "merges.txt")
+    (folder / "runs").symlink_to(private)  # is not read
+    for read in (open_tokenizer, ring_model):
+        with pytest.raises(ValueError, match=rf"in/{name}: is a link to .*merges\.txt, out of its folder"):
+            read(str(folder))
