@@ -361,10 +361,10 @@ def _names(filesystem: Any, folder: str, file: str, key: str, told: str) -> list
     parts = _json(filesystem, f"{folder}/{file}", told).get(key)
     parts = parts if isinstance(parts, list) else []
     names = [part.get("filename") if isinstance(part, dict) else part for part in parts]
-    paths = [f"{folder}/{name_below(name, f'{told}: {folder}/{file}')}" for name in names]
+    below = [name_below(name, f"{told}: {folder}/{file}") for name in names]
     if isinstance(filesystem, fs.LocalFileSystem):
-        check_links(folder, paths)
-    return names
+        check_links(folder, (f"{folder}/{name}" for name in below))
+    return below
 
 
 def _is_file(filesystem: Any, path: str) -> bool:

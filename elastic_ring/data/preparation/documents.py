@@ -21,7 +21,7 @@ from elastic_ring.data.filesystem import READ_ERRORS, located, raise_if_away, re
 from elastic_ring.data.kinds import BOM, NO_TEXT, no_text
 from elastic_ring.data.listing import File
 from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow
-from elastic_ring.data.preparation.pages import row_bytes
+from elastic_ring.data.preparation.pages import row_bytes, row_groups
 from elastic_ring.files import plain_json
 from elastic_ring.wording import cut
 
@@ -221,12 +221,13 @@ def _parquet(filesystem: Any, span: Span, content: Content, tally: Tally) -> Ite
             yield from _rows(batches, content, span, tally)
 
 
-def _batches(file: Any, parquet: Any, row_groups: range, columns: Sequence[str]) -> Iterator[Any]:
+def _batches(file: Any, parquet: Any, groups: range, names: Sequence[str]) -> Iterator[Any]:
     """As many rows at a time as surely fit in memory."""
-    for group in row_groups:
-        largest = row_bytes(file, parquet.metadata.row_group(group), columns, 2 * MAX_RECORD_BYTES)
-        num_rows = min(max(MAX_RECORD_BYTES // largest, 1), NUM_ROWS)
-        yield from parquet.iter_batches(num_rows, row_groups=[group], columns=columns)
+    columns = row_groups(file)
+    for group in groups:
+        num_bytes = row_bytes(file, columns[group], names, 2 * MAX_RECORD_BYTES)
+        num_rows = min(max(MAX_RECORD_BYTES // num_bytes, 1), NUM_ROWS)
+        yield from parquet.iter_batches(num_rows, row_groups=[group], columns=names)
 
 
 def _arrow(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:

@@ -1,4 +1,8 @@
-"""What a Parquet page expands to, by its header: pyarrow expands it whole. Nothing is expanded in here."""
+"""What the pages of a Parquet file expand to, by their headers: pyarrow expands them whole. Nothing is expanded here.
+
+Headers and footer are structs in Thrift's compact protocol. pyarrow's view of a footer ends the process where its
+statistics are damaged.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,38 @@ from typing import Any
 
 import pyarrow as pa
 
-EXPANDED, STORED = 2, 3  # bytes of a page: fields of its header, a struct in Thrift's compact protocol
-INT32, INTEGERS, BINARY, STRUCT = 5, (4, 5, 6, 8), 8, 12  # types there; a binary value begins with its length
-MAX_FIELD = 99
-SIZES = {1: 0, 2: 0, 3: 1, 7: 8}  # bytes of other types; page headers have no lists
+DAMAGED = (LookupError, RecursionError, StopIteration, TypeError, UnicodeDecodeError)
+FOOTER_END_BYTES, MAX_FIELD = 8, 99
+BOOL, INT64, DOUBLE, BINARY, STRUCT = (1, 2), 6, 7, 8, 12
+LISTS, INTEGERS = (9, 10), (4, 5, INT64)
 
 
-def row_bytes(file: Any, row_group: Any, names: Sequence[str], most_bytes: int) -> int:
-    """The most bytes that a row of these columns may have: those of their largest pages. Raises ArrowInvalid for a page
-    of more than `most_bytes`."""
+def row_groups(file: Any) -> list[list[tuple[str, int, int]]]:
+    """(path, start, bytes) of the columns of each row group. Raises ArrowInvalid."""
+    end = file.size() - FOOTER_END_BYTES
+    num_bytes = min(int.from_bytes(file.read_at(4, max(end, 0)), "little"), end)
+    try:
+        footer, _ = _struct(file.read_at(num_bytes, end - num_bytes), 0)
+        return [[_column(chunk[3], end) for chunk in group[1]] for group in footer[4]]
+    except DAMAGED as error:
+        raise pa.ArrowInvalid("the footer is damaged") from error
+
+
+def _column(about: dict[int, Any], most_bytes: int) -> tuple[str, int, int]:
+    first, dictionary = about[9], about.get(11, 0)
+    start = dictionary if 0 < dictionary < first else first
+    return ".".join(part.decode() for part in about[3]), max(start, 0), max(min(about[7], most_bytes), 0)
+
+
+def row_bytes(file: Any, columns: Sequence[tuple[str, int, int]], names: Sequence[str], most_bytes: int) -> int:
+    """The most bytes that a row of a row group may have in the columns of these names: those of their largest pages.
+    Raises ArrowInvalid for a page of more than `most_bytes`."""
     total = 1
-    for column in map(row_group.column, range(row_group.num_columns)):
-        if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names):
-            start = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
-            largest = _largest_page(file.read_at(column.total_compressed_size, start))
+    for path, start, num_bytes in columns:
+        if any(f"{path}.".startswith(f"{name}.") for name in names):
+            largest = _largest_page(file.read_at(num_bytes, start))
             if largest > most_bytes:
-                told = f"a page of {column.path_in_schema!r} expands to {largest:,} bytes"
-                raise pa.ArrowInvalid(f"{told}: there may be {most_bytes:,}")
+                raise pa.ArrowInvalid(f"a page of {path!r} expands to {largest:,} bytes: there may be {most_bytes:,}")
             total += largest
     return total
 
@@ -32,31 +51,44 @@ def _largest_page(chunk: bytes) -> int:
     at = largest = 0
     try:
         while at < len(chunk):
-            header, at = _int32s(chunk, at)
-            largest, at = max(largest, header[EXPANDED]), at + max(header[STORED], 0)
-    except (LookupError, RecursionError, StopIteration) as error:
+            header, at = _struct(chunk, at)
+            largest, at = max(largest, header[2]), at + max(header[3], 0)
+    except DAMAGED as error:
         raise pa.ArrowInvalid(f"the page header before byte {at} of a column is damaged") from error
     return largest
 
 
-def _int32s(data: bytes, at: int) -> tuple[dict[int, int], int]:
-    """A struct's 32-bit numbers by field, and where it ends. Fields rise by 15 or less: else pyarrow's may differ."""
-    numbers, field = dict[int, int](), 0
+def _struct(data: bytes, at: int) -> tuple[dict[int, Any], int]:
+    """Values by field, and where they end. Fields rise by at most 15: else pyarrow may read others."""
+    fields, field = dict[int, Any](), 0
     while head := data[at]:
         field, kind, at = field + (head >> 4), head & 15, at + 1
         if not head >> 4 or field > MAX_FIELD:
             raise LookupError(f"field {field}")
-        if kind in INTEGERS:
-            value, at = _number(data, at)
-            at += value if kind == BINARY else 0
-            if kind == INT32:
-                numbers[field] = value >> 1 ^ -(value & 1)
-        else:
-            at = _int32s(data, at)[1] if kind == STRUCT else at + SIZES[kind]
-    return numbers, at + 1
+        fields[field], at = (None, at) if kind in BOOL else _value(data, at, kind)
+    return fields, at + 1
 
 
-def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Its last 32 bits, and where it ends."""
+def _value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
+    if kind == STRUCT:
+        return _struct(data, at)
+    if kind in LISTS:
+        num, kind, at = data[at] >> 4, data[at] & 15, at + 1
+        num, at = _number(data, at) if num == 15 else (num, at)
+        values = []
+        for _ in range(min(num, len(data))):
+            value, at = _value(data, at, kind)
+            values.append(value)
+        return values, at
+    if kind == BINARY:
+        num, at = _number(data, at)
+        return data[at : at + num], at + num
+    if kind in INTEGERS:
+        number, at = _number(data, at, 64 if kind == INT64 else 32)
+        return number >> 1 ^ -(number & 1), at
+    return None, at + {**dict.fromkeys((*BOOL, 3), 1), DOUBLE: 8}[kind]
+
+
+def _number(data: bytes, at: int, num_bits: int = 32) -> tuple[int, int]:
     end = next(end for end in range(at, at + 10) if data[end] < 128) + 1
-    return sum((byte & 127) << 7 * place for place, byte in enumerate(data[at:end])) & 0xFFFFFFFF, end
+    return sum((byte & 127) << 7 * place for place, byte in enumerate(data[at:end])) % (1 << num_bits), end

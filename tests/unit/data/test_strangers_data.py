@@ -167,7 +167,7 @@ def test_headers_of_pages_that_two_readers_read_differently_are_refused() -> Non
         header(1 << 30, 0, b"\x05" + varint((1 << 17) + 4) + b"\x0e"),
         b"\x15\x00",
         b"\x15" + b"\xff" * 11,
-        b"\x19\x05",
+        b"\x19\xf5" + b"\xff" * 4 + b"\x0f",
         b"\x1c" * 9999,
         bytes(9),
     ):
