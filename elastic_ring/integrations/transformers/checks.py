@@ -158,11 +158,11 @@ def check_step(config: Any, windows: Sequence[int | None] | None, step: StepConf
                 f"{floor} on, and {NO_RESTART}: set context_tokens={context} to at most {floor}"
             )
     scales, floor = getattr(config, "attn_temperature_tuning", False), getattr(config, "floor_scale", None)
-    num_tokens = context * step.sequences_per_pass  # Llama 4 counts positions from the start of a pass
+    num_tokens = context * step.micro_batch  # Llama 4 counts positions from the start of a pass
     if scales and floor and num_tokens >= floor and not all(config.no_rope_layers):
         raise ValueError(
             f"{kind} attn_temperature_tuning={scales} scales queries of a pass of floor_scale={floor} tokens or more, "
-            f"and {NO_RESTART}: set context_tokens={context} x sequences_per_pass={step.sequences_per_pass} to less"
+            f"and {NO_RESTART}: set context_tokens={context} x sequences_per_pass={step.micro_batch} to less"
         )
     pairs = [] if windows is None else zip(config_windows(config), windows, strict=True)
     hidden = {layer: own for layer, (own, traced) in enumerate(pairs) if own and own < context and traced is None}
