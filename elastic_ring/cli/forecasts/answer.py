@@ -32,11 +32,6 @@ log = logging.getLogger(__name__)
 def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
     fleet, prices = read_fleet(given.fleet), read_prices(given.prices)
     check_dates(prices)
-    if given.claims:
-        from elastic_ring.forecast.answers.claims import claims, page
-
-        print(page(claims(prices)))
-        return 0
     if given.score:
         print("\n".join(seen.score(given.score, fleet)))
         return 0

@@ -40,7 +40,6 @@ def options() -> argparse.ArgumentParser:
     add("--stages", metavar="FILE", help="a TOML file of [[stage]] tables: each stage and the chance that all pass")
     add("--from-run", type=Path, metavar="RUN", help="a run's folder: its step and losses correct the forecast")
     add("--score", type=Path, nargs="+", metavar="RUN", help="how wrong the forecast was of runs that have ended")
-    add("--claims", action="store_true", help="hold thirty claims on training 1T")
     add("--plot", type=Path, metavar="DIR", help="write five pictures there; needs matplotlib")
     add("--json", action="store_true", help="print JSON")
     return parser

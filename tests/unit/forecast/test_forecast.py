@@ -16,7 +16,6 @@ from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.cli.forecasts import command
 from elastic_ring.cli.settings import parse
 from elastic_ring.forecast.answers.asked import amount
-from elastic_ring.forecast.answers.claims import claims, page
 from elastic_ring.forecast.answers.money import Owned, read_prices
 from elastic_ring.forecast.answers.search import FRONT_DRAWS, changed, fitting_changes, pareto, search
 from elastic_ring.forecast.goodput import (
@@ -398,18 +397,6 @@ def test_amounts() -> None:
 def test_unknown_settings_of_a_search_are_refused() -> None:
     with pytest.raises(ValueError, match="search: width_of_gpu"):
         changed(scenario(), width_of_gpu=3)
-
-
-def test_thirty_claims_have_thirty_rows_each_with_a_verdict_and_what_it_needs() -> None:
-    found = claims(read_prices(None))
-    assert [one.number for one in found] == list(range(1, 31))
-    assert all(one.computed and one.needs for one in found)
-    by_number = {one.number: one for one in found}
-    assert by_number[1].verdict == "holds in part"
-    assert "0.79 EFLOP/s" in by_number[6].computed
-    assert "21%" in by_number[21].computed
-    text = (Path(__file__).parents[3] / "docs" / "forecast.md").read_text(encoding="utf-8")
-    assert page(found) in text, "python -m elastic_ring forecast --claims prints the page's table"
 
 
 @pytest.mark.parametrize("spot", [None, Spot(4e5, 4e3, 3e6)])
