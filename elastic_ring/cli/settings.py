@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 
 from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data, validation_sets
+from elastic_ring.cli.rates import RATES, DefaultRates, default_rates, warmup_of
 from elastic_ring.cli.run_length import schedule_before, steps_of
 from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_plain
@@ -185,6 +186,8 @@ class TrainSettings:
     stop_early: str | None = None
     keep_best: str | None = None
     plan: bool = False
+    rates: DefaultRates | None = dataclasses.field(default=None, compare=False)
+    """What of the learning rate nobody gave, in a run on trained weights."""
 
     def toml(self) -> str:
         """As a file for `--config`, without what may be secret: values of run.env, passwords and queries of URIs. Also
@@ -194,8 +197,10 @@ class TrainSettings:
 
         plain = {name: plain_of(getattr(self, name)) for name in SECTIONS}
         plain["run"].pop("env")
-        steps, of_preset = self.step.steps, PRESETS[self.preset]()["optim"]
-        follow = {"total_steps": steps, "warmup_steps": min(of_preset.warmup_steps, steps)}
+        steps, warmup = self.step.steps, PRESETS[self.preset]()["optim"].warmup_steps
+        on_weights = self.model_folder is not None or self.from_run is not None
+        warmup = warmup_of(self.optim.total_steps) if on_weights else min(warmup, steps)
+        follow = {"total_steps": steps, "warmup_steps": warmup}
         plain["optim"] = {name: value for name, value in plain["optim"].items() if follow.get(name) != value}
         if self.model_folder is not None:
             plain["model"] = {name: plain["model"][name] for name in sorted(FREE_OF_FOLDER)}
@@ -274,16 +279,20 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     # The schedule is as long as the run, unless the settings give its length.
     if "total_steps" not in asked:
         optim["total_steps"] = steps
-    if "warmup_steps" not in asked:
+    top: dict[str, Any] = {key: file.get(key) if (value := getattr(flags, key)) is None else value for key in TOP}
+    rates, free = None, {*RATES} - asked
+    if free and not flags.plan and (top["model_folder"] is not None or top["from_run"] is not None):
+        rates = default_rates(optim, free, made["run"], lora=top["lora"] is not None)
+        optim |= rates.values
+    elif "warmup_steps" not in asked:
         optim["warmup_steps"] = min(optim["warmup_steps"], steps)
     make("optim")
-    top: dict[str, Any] = {key: file.get(key) if (value := getattr(flags, key)) is None else value for key in TOP}
     _check_folder(top, argv, flags, file)
     if top["search"] is not None:  # the same command may be given again elsewhere, with the run's config.toml
         top["search"] = os.path.abspath(top["search"])
     if top["validate"] is not None:
         top["validate"] = "; ".join(map(str, validation_sets(top["validate"])))
-    return TrainSettings(name, **made, **top, plan=flags.plan)
+    return TrainSettings(name, **made, **top, plan=flags.plan, rates=rates)
 
 
 def _recomputes(argv: Sequence[str], file: Mapping[str, Any], model: ModelConfig) -> bool:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from elastic_ring.cli.data_settings import data_flag, data_source, prepared_data, validation_sets
+from elastic_ring.cli.rates import at_rate_of, rate_line
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
 from elastic_ring.config import check_copies, check_lasting, check_loss_spikes, check_together
 from elastic_ring.errors import ElasticRingError, StorageFailed, TermLost
@@ -63,7 +64,10 @@ def build(asked: TrainSettings, made: Made | None = None) -> ElasticRingTrainer:
     if not asked.plan:  # which prints them itself
         _tell_size(asked, model)
     if asked.from_run is not None:
-        initial = _weights_of(asked.from_run, asked.run, factory)
+        weights = initial = _weights_of(asked.from_run, asked.run, factory)
+        asked = at_rate_of(asked, weights)
+    if asked.rates is not None:
+        logging.info("%s", rate_line(asked.optim, asked.rates))
     trainer = ElasticRingTrainer(
         factory,
         data_source(asked.data, model, step.context_tokens),
@@ -256,7 +260,7 @@ def _model(asked: TrainSettings) -> Made:
     return partial(Transformer, asked.model), asked.model, Initialiser(asked.step.seed, asked.model.num_layers)
 
 
-def _weights_of(source: str, run: RunConfig, factory: Callable[[], nn.Module]) -> Initial:
+def _weights_of(source: str, run: RunConfig, factory: Callable[[], nn.Module]) -> RunWeights:
     """Those that `run` began with, where its record names the same source: that may have saved again, or be gone."""
     import torch
 

@@ -152,7 +152,7 @@ def build(own: argparse.Namespace, asked: TrainSettings) -> Zero3Trainer:
         cp=own.cp,
         zero=zero,
         step_config=asked.step,
-        optim_config=asked.optim,
+        optim_config=base.task.optim,
         initial=base.task.initial,
         pattern=base.task.pattern,
         loss=base.task.loss,
