@@ -95,6 +95,9 @@ class Timeouts:
     """At a validation, the answer of callbacks with `controls`."""
     clear_s: PositiveSeconds = 30.0
     """The end of actors and placement groups; at a start, the removal of stamps."""
+    stop_save_s: PositiveSeconds = 2.0
+    """From SIGTERM or SIGHUP to the last checkpoint; a run that needs longer ends without. To raise it, set Ray's
+    RAY_JOB_STOP_WAIT_TIME_S (3) above it."""
     probe_s: PositiveSeconds = 20.0
     """A host's answer to `elastic-ring doctor`."""
 
@@ -116,6 +119,7 @@ class Timeouts:
             ("heart_cap_s", "collective_s"),
             ("build_s", "collective_s"),
             ("build_s", "restore_s"),
+            ("stop_save_s", "boundary_s"),
         )
         for shorter, longer in ordered:
             if getattr(self, shorter) >= getattr(self, longer):

@@ -237,8 +237,8 @@ class ElasticRingTrainer:
         """Train to the last step, recovering from failures on the way. Blocks.
 
         Raises: ValueError for settings that the data or the cluster rules out; a class of `elastic_ring.errors` when
-        the run fails; KeyboardInterrupt after Ctrl-C or SIGTERM, once the run's actors are removed (its message says
-        what is left).
+        the run fails; KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, once the run's actors are removed (its
+        message says what is left).
         """
         self._stages = stages = Stages("process, imports, settings")
         _ = self._sources  # before anybody edits a file

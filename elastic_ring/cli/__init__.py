@@ -71,6 +71,11 @@ def _run(argv: Sequence[str] | None) -> int:
     if command in ("-h", "--help"):
         print(usage)
         return 0
+    if command == "--version":
+        from importlib.metadata import version
+
+        print(f"elastic-ring {version('elastic-ring')}")
+        return 0
     if command not in COMMANDS:
         close = difflib.get_close_matches(command, COMMANDS, n=1)
         meant = f": did you mean {close[0]}?" if close else ""

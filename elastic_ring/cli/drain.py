@@ -1,7 +1,8 @@
 """`elastic-ring drain`: tell Ray that a node leaves, and wait until no run has a worker on it.
 
 Members hand their place over at the end of the step under way, spares leave at once. Exit status: 0 when all have left,
-1 when some are still there at the deadline (the run then loses them as it loses any other) or when Ray refuses.
+1 when some are still there at the deadline (the run then loses them as it loses any other) or when Ray refuses, 2 for
+the head and for a node that Ray does not know.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         left = drain(options.node_id, options.deadline_s)
     except (ElasticRingError, ConnectionError, ValueError) as error:
         print(f"elastic-ring drain: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     if left:
         print(f"elastic-ring drain: still here after {options.deadline_s:g} s: {', '.join(left)}", file=sys.stderr)
         return 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_ring.config import OptimConfig, RunConfig
 from elastic_ring.errors import RecordDamaged
 from elastic_ring.files import shown_url
-from elastic_ring.monitor.json_files import parse_json
+from elastic_ring.monitor.json_files import as_written, parse_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME
 from elastic_ring.state.checkpoints import FOLDER
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
@@ -37,21 +37,16 @@ class DefaultRates:
     awaits_run: bool = False
 
 
-def warmup_of(total_steps: int) -> int:
-    return math.ceil(WARMUP_SHARE * total_steps)
-
-
-def least_of(peak_lr: float) -> float:
-    """A tenth, as people write it."""
-    return float(f"{peak_lr / 10:.9g}")
+def usual_rates(peak_lr: float, total_steps: int) -> dict[str, Any]:
+    least = float(f"{peak_lr / 10:.9g}")  # as people write it
+    return {"peak_lr": peak_lr, "min_lr": least, "warmup_steps": math.ceil(WARMUP_SHARE * total_steps)}
 
 
 def default_rates(optim: Mapping[str, Any], free: set[str], run: RunConfig, *, lora: bool) -> DefaultRates:
     """Of the settings `free`; `optim` has the others. A run on record keeps its own: they are part of its identity.
     Raises ValueError where its storage does not answer."""
     peak_lr = optim["peak_lr"] if "peak_lr" not in free else ADAPTERS_LR if lora else FOLDER_LR
-    usual = {"peak_lr": peak_lr, "min_lr": least_of(peak_lr), "warmup_steps": warmup_of(optim["total_steps"])}
-    kept = _optim_on_record(run)
+    usual, kept = usual_rates(peak_lr, optim["total_steps"]), _optim_on_record(run)
     if kept is not None:
         return DefaultRates({name: kept.get(name, usual[name]) for name in free}, "as on record of this run")
     source = f"the default for {'adapters' if lora else 'trained weights'}; {OTHERWISE}"
@@ -63,36 +58,30 @@ def _optim_on_record(run: RunConfig) -> Mapping[str, Any] | None:
     places = [run.storage_uri]
     if run.resume not in ("auto", "never") and not run.resume.isdigit():
         places.append(run.resume.rpartition(f"/{FOLDER}/")[0] or run.resume)
-    for place in places:
-        storage = open_or_refuse(place, write=False, timeout_s=run.timeouts.storage_s)
-        if isinstance(optim := _record(storage, CONFIG_NAME).get("optim"), dict):
-            return optim
-    return None
+    storages = (open_or_refuse(place, write=False, timeout_s=run.timeouts.storage_s) for place in places)
+    records = (_record(storage, CONFIG_NAME).get("optim") for storage in storages)
+    return next((optim for optim in records if isinstance(optim, dict)), None)
 
 
 def _record(storage: Storage, name: str) -> dict[str, Any]:
     """Empty where there is none, and where it is damaged: then the trainer says so, and compares the checkpoints."""
-    if not storage.exists(name):
-        return {}
     try:
-        return parse_json(storage.read_record(name), storage.at(name))
+        return parse_json(storage.read_record(name), storage.at(name)) if storage.exists(name) else {}
     except RecordDamaged:
         return {}
 
 
 def at_rate_of(asked: TrainSettings, weights: RunWeights) -> TrainSettings:
     """With the rate that the run of `--from` has at the step of its weights, where nothing else gives one. Raises
-    ValueError for a record that cannot be read."""
+    RecordDamaged."""
     rates = asked.rates
-    if rates is None or not rates.awaits_run:
+    if rates is None or not rates.awaits_run or not (end := _rate_at_end(weights))[0]:
         return asked
-    peak_lr, step = _rate_at_end(weights)
-    if not peak_lr:
-        source = f"the default, as {shown_url(weights.uri)} names no rate to go on with; {OTHERWISE}"
-        return replace(asked, rates=replace(rates, source=source))
-    values = {**rates.values, "peak_lr": peak_lr, **({"min_lr": least_of(peak_lr)} if "min_lr" in rates.values else {})}
-    source = f"the rate of step {step} of {shown_url(weights.uri)}; {OTHERWISE}"
-    return replace(asked, optim=replace(asked.optim, **values), rates=DefaultRates(values, source))
+    peak_lr, step = end
+    usual = usual_rates(peak_lr, asked.optim.total_steps)
+    values = {name: usual[name] for name in rates.values}
+    rates = DefaultRates(values, f"the rate of step {step} of {shown_url(weights.uri)}; {OTHERWISE}")
+    return replace(asked, optim=replace(asked.optim, **values), rates=rates)
 
 
 def _rate_at_end(weights: RunWeights) -> tuple[float, int]:
@@ -103,13 +92,10 @@ def _rate_at_end(weights: RunWeights) -> tuple[float, int]:
     storage = Storage(weights.uri)
     config = _record(storage, CONFIG_NAME)
     step = age_key(weights.folder)[1] if weights.folder else _record(storage, SUMMARY_NAME).get("steps")
-    try:
+    with as_written(storage.at(CONFIG_NAME)):
         if type(step) is not int or "optim" not in config or "lr_schedule" in config.get("code", {}):
             return 0.0, 0
         return learning_rate(step, from_plain(OptimConfig, config["optim"], "optim.")), step
-    except (ValueError, TypeError) as error:
-        told = f"from={shown_url(weights.uri)!r}: its {CONFIG_NAME} has no rate that can be read ({error})"
-        raise ValueError(f"{told}: give --optim.peak-lr") from error
 
 
 def rate_line(optim: OptimConfig, rates: DefaultRates) -> str:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 
 from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data, validation_sets
-from elastic_ring.cli.rates import RATES, DefaultRates, default_rates, warmup_of
+from elastic_ring.cli.rates import RATES, DefaultRates, default_rates, usual_rates
 from elastic_ring.cli.run_length import schedule_before, steps_of
 from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_plain
@@ -197,10 +197,10 @@ class TrainSettings:
 
         plain = {name: plain_of(getattr(self, name)) for name in SECTIONS}
         plain["run"].pop("env")
-        steps, warmup = self.step.steps, PRESETS[self.preset]()["optim"].warmup_steps
-        on_weights = self.model_folder is not None or self.from_run is not None
-        warmup = warmup_of(self.optim.total_steps) if on_weights else min(warmup, steps)
-        follow = {"total_steps": steps, "warmup_steps": warmup}
+        steps, of_preset = self.step.steps, PRESETS[self.preset]()["optim"]
+        follow = {"total_steps": steps, "warmup_steps": min(of_preset.warmup_steps, steps)}
+        if self.model_folder is not None or self.from_run is not None:
+            follow["warmup_steps"] = usual_rates(self.optim.peak_lr, self.optim.total_steps)["warmup_steps"]
         plain["optim"] = {name: value for name, value in plain["optim"].items() if follow.get(name) != value}
         if self.model_folder is not None:
             plain["model"] = {name: plain["model"][name] for name in sorted(FREE_OF_FOLDER)}

@@ -66,6 +66,12 @@ def save_by(state: State, now: float) -> float | None:
     return max(now, leaves_at - min(state.options.handover_s + state.write_s, left_s / 2))
 
 
+def can_save(state: State, step_s: float, within_s: float) -> bool:
+    """Whether a checkpoint that is asked for now is expected to be written in time: steps take `step_s`."""
+    saves = isinstance(state.phase, Running) and state.options.run.checkpoint_config.is_on
+    return saves and step_s + state.write_s <= within_s
+
+
 def _save_at_once(ctx: Transition, phase: Running) -> None:
     why = f"the step under way does not end before node {', '.join(sorted(phase.saved_for))} leaves"
     incident = recovery.open_incident(ctx, phase.membership, why, planned=("save",))

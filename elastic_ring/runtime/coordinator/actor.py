@@ -25,6 +25,7 @@ from typing import Any
 import ray
 
 from elastic_ring.config import environment
+from elastic_ring.control.capacity.notices import can_save
 from elastic_ring.control.capacity.worker_pool import vacant_nodes
 from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
 from elastic_ring.control.decisions import callbacks, rollback
@@ -146,6 +147,7 @@ class Coordinator:
         self._cause = CauseIds("coordinator")
         self._is_restart = ray.get_runtime_context().was_current_actor_reconstructed
         self._ready = threading.Event()
+        self._stopping = math.inf, ""  # a checkpoint of a later step ends the run, for this reason
         threading.Thread(target=self._main, name="decide", daemon=True).start()
 
     # ------------------------------------------------------------ called by workers
@@ -225,6 +227,11 @@ class Coordinator:
         """End the run now: clear everything at once."""
         self.storage_wait.give_up()
         self._queue.put(Abandoned(reason))
+
+    def stop(self, reason: str) -> None:
+        """End the run after a checkpoint, within `stop_save_s`; at once where step and writing take longer."""
+        threading.Timer(self.run_spec.run.timeouts.stop_save_s, self.abandon, (reason,)).start()
+        self._queue.put(Abandoned(reason, saves=True))
 
     # ------------------------------------------------------------ the deciding thread
 
@@ -461,8 +468,9 @@ class Coordinator:
                 self._on_fault(message)
             case NodeBeat(node):
                 self.node_monitor.echo(node)
-            case Abandoned(reason):
-                self._finish({"error": "RunFailed", "message": reason, "facts": {}})  # must not wait for the journal
+            case Abandoned(reason, saves):
+                if not (saves and self._saves_first(reason)):  # then it must not wait for the journal
+                    self._finish({"error": "RunFailed", "message": reason, "facts": {}})
             case AgentAttached(node, reconnect_s):
                 self._check_reconnect(node, reconnect_s)
             case WorkerFound(described):
@@ -477,6 +485,9 @@ class Coordinator:
                 goes_back = isinstance(self.state.phase, Building) and self.state.phase.order.goes_back
                 if not goes_back and rollback.pending(self.state) is None:  # else older ones are still needed
                     self.storage.checkpoints.clean(checkpoint["step"])
+                newest, reason = self._stopping
+                if (step := checkpoint["step"]) > newest:
+                    self._finish({"error": "RunFailed", "message": reason, "facts": {}, "saved_step": step})
             case CheckpointsListed(known):
                 write_s = self.recorder.totals.checkpoints[-1]["total_s"] if self.recorder.totals.checkpoints else 0.0
                 self._decide(CheckpointsKnown(self._cause(), known, write_s))
@@ -591,6 +602,17 @@ class Coordinator:
                 f"{self.recorder.totals.last_checkpoint_missed or 'nobody has said why'}"
             )
             self._finish({"error": "StorageFailed", "message": told, "facts": {}})
+
+    def _saves_first(self, reason: str) -> bool:
+        """Ask for a checkpoint before the end, if there is a step to save and time for it."""
+        newest, within_s = self.recorder.metrics.newest.step, self.run_spec.run.timeouts.stop_save_s
+        if newest is None or newest.step < self.recorder.begin.first_step:
+            return False
+        if not can_save(self.state, newest.step_s, within_s):
+            return False
+        self._stopping = newest.step, reason
+        self._decide(CheckpointDue(self._cause()))
+        return True
 
     def _publish(self, records: Sequence[Notice | Mapping[str, Any]]) -> None:
         self.storage.watch.check()

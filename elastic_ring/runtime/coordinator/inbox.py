@@ -68,9 +68,10 @@ class WorkerFound:
 
 @dataclass(frozen=True)
 class Abandoned:
-    """The driver ends the run."""
+    """The driver ends the run; if it `saves`, after a checkpoint where there is time for one."""
 
     reason: str
+    saves: bool = False
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,14 @@ KEPT = ("coordinator", "agent:")
 def drain(node: str | None, deadline_s: float) -> list[str]:
     """Names of the runs' workers that are still on the node at the deadline; none if all have left before it.
 
-    `node`: Ray's id of it in hexadecimal; None for the one that this process is on. Raises: ValueError for the head;
-    RunFailed when Ray refuses; ConnectionError without a cluster that lets this process in.
+    `node`: Ray's id of it in hexadecimal; None for the one that this process is on. Raises: ValueError for the head and
+    for a node that Ray does not list, dead or alive; RunFailed when Ray refuses; ConnectionError without a cluster that
+    lets this process in.
     """
     access.connect(namespace=NAMESPACE, logging_level="ERROR")
     try:
         node = node or ray.get_runtime_context().get_node_id()
-        _refuse_head(node)
+        _check_node(node)
         deadline = time.monotonic() + deadline_s
         give_notice(node, deadline_s)
         while (left := workers_on(node)) and time.monotonic() < deadline:
@@ -45,9 +46,12 @@ def drain(node: str | None, deadline_s: float) -> list[str]:
         ray.shutdown()
 
 
-def _refuse_head(node: str) -> None:
-    """Ray ends a drained node once nothing runs there that counts, and the coordinators of runs do not count."""
-    heads = [one["NodeID"] for one in ray.nodes() if one["Alive"] and ON_HEAD.keys() <= one["Resources"].keys()]
+def _check_node(node: str) -> None:
+    """Ray accepts any id. It ends a drained node once nothing runs there that counts, and coordinators do not count."""
+    nodes = ray.nodes()
+    if node not in {one["NodeID"] for one in nodes}:
+        raise ValueError(f"node-id={node!r}: Ray lists no such node; `ray list nodes` has the ids")
+    heads = [one["NodeID"] for one in nodes if one["Alive"] and ON_HEAD.keys() <= one["Resources"].keys()]
     if node in heads:
         raise ValueError(
             f"node {node} is the cluster's head: Ray would end it once its workers have left, and the coordinator of "

@@ -113,6 +113,12 @@ def outlast_head(lease_s: float) -> None:
     environment().setdefault(RECONNECT, str(math.ceil(max(RECONNECT_S, lease_s) + OUTLAST_S)))
 
 
+def stop_signals() -> list[int]:
+    """SIGTERM; and SIGHUP, unless this process was started to ignore it (nohup)."""
+    heeds_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGTERM, *([signal.SIGHUP] if heeds_hangup else [])]
+
+
 @contextmanager
 def leaving() -> Iterator[None]:
     """A signal ends this process at once: the run has ended or is cleared, and only Ray is still being shut down. The
@@ -127,7 +133,7 @@ def leaving() -> Iterator[None]:
         )
         os._exit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, leave) for number in (*stop_signals(), signal.SIGINT)}
     try:
         yield
     finally:

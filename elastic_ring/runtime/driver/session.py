@@ -1,4 +1,4 @@
-"""Context managers of a driver: the run's lease, and Ctrl-C.
+"""Context managers of a driver: the run's lease, and signals that stop it.
 
 A driver nests them around following a run. No training and no decision belongs here.
 """
@@ -20,6 +20,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.monitor.callbacks import STOPPED_BY_USER
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.absence import is_listening
+from elastic_ring.runtime.driver.ray_session import stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,10 @@ HEAD_IS_GONE = "stopped; the head of the Ray cluster is gone, and nothing can cl
 GOES_ON = (
     "the coordinator goes on clearing the run by itself, and what runs in a Ray that this command started ends with it"
 )
+
+
+class StopSignal(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, which leave a run the time for a checkpoint; Ctrl-C leaves none."""
 
 
 @contextmanager
@@ -51,29 +56,32 @@ def lease(coordinator: Any, period_s: float) -> Iterator[None]:
 
 @contextmanager
 def interruptible(run: RunConfig, attempt: str) -> Iterator[list[Any]]:
-    """Ctrl-C and SIGTERM (`ray job stop`) clear the run before they end this process.
+    """Ctrl-C, SIGTERM (`ray job stop`) and SIGHUP clear the run before they end this process.
 
     Clears only a run that this process follows (the caller appends the coordinator to the yielded list) or has just
     started as `attempt`; a run of the same name from another submission is left alone.
     """
 
     def on_term(number: int, frame: object) -> None:
-        raise KeyboardInterrupt(f"signal {number}")
+        raise StopSignal(f"signal {number}")
 
     in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, on_term) if in_main_thread else None
+    before = {number: signal.signal(number, on_term) for number in stop_signals()} if in_main_thread else {}
     followed: list[Any] = []
     try:
         yield followed
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        saves = isinstance(interrupt, StopSignal)
         try:
-            told = _stopped(run, attempt, followed)
+            told = _stopped(run, attempt, followed, saves=saves)
         except KeyboardInterrupt:  # once more: this process waits for nothing any longer
+            for coordinator in followed if saves else ():
+                coordinator.abandon.remote(STOPPED_BY_USER)
             told = f"stopped at once; {GOES_ON}"
         raise KeyboardInterrupt(told) from None
     finally:
-        if in_main_thread:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def head_is_gone() -> bool:
@@ -81,7 +89,7 @@ def head_is_gone() -> bool:
     return ray.is_initialized() and not is_listening(ray.get_runtime_context().gcs_address)
 
 
-def _stopped(run: RunConfig, attempt: str, followed: list[Any]) -> str:
+def _stopped(run: RunConfig, attempt: str, followed: list[Any], *, saves: bool) -> str:
     """As `_cleared`, while the head of the cluster is there. A signal to the whole process group ends a Ray that this
     process started, too, a moment later perhaps, and each call to it would wait for a minute."""
     clearing: Future[str] = Future()
@@ -89,7 +97,7 @@ def _stopped(run: RunConfig, attempt: str, followed: list[Any]) -> str:
 
     def clear() -> None:
         try:
-            clearing.set_result(_cleared(run, attempt, followed, gone))
+            clearing.set_result(_cleared(run, attempt, followed, gone, saves=saves))
         except BaseException as error:
             clearing.set_exception(error)
 
@@ -105,18 +113,22 @@ def _stopped(run: RunConfig, attempt: str, followed: list[Any]) -> str:
     return clearing.result()
 
 
-def _cleared(run: RunConfig, attempt: str, followed: list[Any], gone: threading.Event) -> str:
-    """Have the run cleared, if it is this process's to clear; what came of it, in words. `gone` ends the wait."""
+def _cleared(run: RunConfig, attempt: str, followed: list[Any], gone: threading.Event, *, saves: bool) -> str:
+    """Have the run cleared, if it is this process's to clear; what came of it, in words. `gone` ends the wait. `saves`:
+    the run takes a checkpoint first, if there is time."""
     coordinator = attach.find(run)
     if coordinator is None:
         return "stopped; the run has no coordinator, so nothing is left to clear"
     if not (followed or attach.attempt_of(coordinator, run) == attempt):
         return f"stopped; the run {run.name} is another submission's, and goes on"
-    coordinator.abandon.remote(STOPPED_BY_USER)
+    (coordinator.stop if saves else coordinator.abandon).remote(STOPPED_BY_USER)
+    save_s = run.timeouts.stop_save_s if saves else 0.0
     log.info(
-        "stopping: the run is cleared, for up to %.0f s; once more ends this command at once", run.timeouts.clear_s
+        "stopping: %sthe run is cleared, for up to %.0f s; once more ends this command at once",
+        f"after a checkpoint, if that takes at most {save_s:g} s (timeouts.stop_save_s), " if saves else "",
+        run.timeouts.clear_s,
     )
-    return _await_clear(coordinator, run, gone)
+    return _await_clear(coordinator, run, gone, save_s)
 
 
 def end_run(run: RunConfig, reason: str) -> str:
@@ -129,13 +141,13 @@ def end_run(run: RunConfig, reason: str) -> str:
     return _await_clear(coordinator, run, threading.Event())
 
 
-def _await_clear(coordinator: Any, run: RunConfig, gone: threading.Event) -> str:
-    """Wait until the coordinator has cleared the run, and say what is left.
+def _await_clear(coordinator: Any, run: RunConfig, gone: threading.Event, save_s: float = 0.0) -> str:
+    """Wait until the coordinator has cleared the run, which it may save for `save_s` first, and say what is left.
 
     The coordinator goes on clearing if this process is killed.
     """
     clear_s = run.timeouts.clear_s
-    deadline, ended = time.monotonic() + clear_s + ASK_S, None
+    deadline, ended = time.monotonic() + save_s + clear_s + ASK_S, None
     while ended is None and not gone.is_set() and time.monotonic() < deadline:
         try:
             ended = ray.get(coordinator.follow.remote(1 << 60, 1 << 30), timeout=ASK_S)["ended"]
@@ -151,6 +163,6 @@ def _await_clear(coordinator: Any, run: RunConfig, gone: threading.Event) -> str
         return f"stopped, but the coordinator has not cleared the run within {clear_s:.0f} s; it goes on by itself"
     if not attach.remove(coordinator, run):
         ended["left_behind"] = [*ended["left_behind"], "its coordinator, which was killed"]
-    if ended["left_behind"]:
-        return f"stopped; left behind: {', '.join(ended['left_behind'])}"
-    return "stopped; nothing is left running"
+    left = f"left behind: {', '.join(ended['left_behind'])}" if ended["left_behind"] else "nothing is left running"
+    saved = f", with a checkpoint of step {ended['saved_step']}" if "saved_step" in ended else ""
+    return f"stopped{saved}; {left}"

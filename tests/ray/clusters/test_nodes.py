@@ -192,7 +192,7 @@ def test_a_drained_node_is_left_before_the_command_returns_and_no_step_is_lost(
         environment = {**os.environ, "RAY_ADDRESS": cluster.address}
         own = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
         refused = subprocess.run([*command, cluster.head_node.node_id], **own)
-        assert refused.returncode == 1, refused.stdout
+        assert refused.returncode == 2, refused.stdout
         assert "is the cluster's head: Ray would end it" in refused.stderr
         done = subprocess.run([*command, node], **own)
         assert (done.returncode, done.stdout) == (0, f"no run has a worker on {node}\n"), done.stderr

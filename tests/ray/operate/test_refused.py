@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -216,6 +218,15 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_node_that_ray_does_not_know_is_not_drained(local_ray: None) -> None:
+    """What runs before a machine goes would let it go."""
+    command = [sys.executable, "-m", "elastic_ring", "drain", "--node-id", 56 * "a"]
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert f"node-id='{56 * 'a'}': Ray lists no such node" in done.stderr
+
+
 def test_too_many_skipped_steps_stop_the_run(local_ray: None, tmp_path: Path) -> None:
     with pytest.raises(TooManySkipped, match="3 steps in a row"):
         trainer(tmp_path, "nan", loss=nan_loss, scaling_config=ScalingConfig(**ALONE)).fit()

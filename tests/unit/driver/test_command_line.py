@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ def test_help_imports_neither_torch_nor_ray_and_an_unknown_command_is_answered_w
     assert done.stdout.strip().endswith("[]"), done.stdout[-200:]
     assert "there is no command 'trian': did you mean train?" in done.stderr
     assert all(name in done.stderr for name in cli.COMMANDS)
+
+
+def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"elastic-ring {version('elastic-ring')}\n"
 
 
 def test_every_setting_is_a_flag_and_the_short_flags_keep_their_spelling(capsys: pytest.CaptureFixture[str]) -> None:

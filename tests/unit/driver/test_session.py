@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.dashboard.modules.job.job_supervisor import JobSupervisor
 
-from elastic_ring.config import RunConfig
+from elastic_ring.config import RunConfig, Timeouts
 from elastic_ring.runtime.driver import access, ray_session, session
 from elastic_ring.runtime.driver.session import interruptible
 
+ROOT = Path(__file__).parents[3]
 LEAVES = """
 import sys, threading
 from elastic_ring.runtime.driver.ray_session import leaving
@@ -24,10 +26,10 @@ with leaving():
 """
 
 
-def interrupted(run: RunConfig) -> str:
+def interrupted(run: RunConfig, number: signal.Signals = signal.SIGTERM) -> str:
     try:
         with interruptible(run, "attempt"):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             signal.pause()
     except KeyboardInterrupt as stopped:
         return str(stopped)
@@ -37,12 +39,38 @@ def interrupted(run: RunConfig) -> str:
 def test_a_second_interrupt_ends_at_once_and_says_that_the_run_is_still_being_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def again(*_: object) -> str:
+    def again(*_: object, saves: bool) -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(session, "_stopped", again)
     told = interrupted(RunConfig("twice", run_dir=str(tmp_path)))
     assert told.startswith("stopped at once; the coordinator goes on clearing the run by itself")
+
+
+def test_a_hangup_lets_a_run_save_unless_this_process_was_started_to_ignore_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_stopped", lambda *_, saves: f"saves: {saves}")
+    run = RunConfig("hangup", run_dir=str(tmp_path))
+    told = [interrupted(run, number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)]
+    assert told == ["saves: True", "saves: True", "saves: False"]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interruptible(run, "attempt"), ray_session.leaving():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_time_for_the_last_checkpoint_is_less_than_ray_and_a_pod_give_a_driver() -> None:
+    of_pods = [
+        int(line.split()[1])
+        for path in (ROOT / "deploy").rglob("*.yaml")
+        for line in path.read_text().splitlines()
+        if "terminationGracePeriodSeconds:" in line
+    ]
+    assert Timeouts().stop_save_s < min(JobSupervisor.DEFAULT_RAY_JOB_STOP_WAIT_TIME_S, *of_pods)
 
 
 def test_where_the_head_is_gone_nothing_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

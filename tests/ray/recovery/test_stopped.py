@@ -1,0 +1,104 @@
+"""A run that somebody ends by a signal: what it saves first, and where it goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ring import CheckpointConfig, ElasticRingTrainer
+from elastic_ring.config import Timeouts
+from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.runtime.driver.cluster import left_behind
+from tests.ray.conftest import ALONE, fault_free, tiny_trainer, wait_for
+
+
+def steps_in(folder: Path) -> int:
+    return len(read_metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def trainer_of(folder: Path, name: str, stop_save_s: float, **options: Any) -> ElasticRingTrainer:
+    """Of a run that is slow until there is a file `gate`. No checkpoint is due before its end."""
+    settings = {"checkpoint_config": CheckpointConfig(every_steps=4000), "timeouts": Timeouts(stop_save_s=stop_save_s)}
+    return tiny_trainer(folder, name, gate=folder / "gate", run=settings, **{"gate_s": 0.04, **options}, **ALONE)
+
+
+def stopped_by(number: signal.Signals, folder: Path, name: str, stop_save_s: float) -> tuple[str, int]:
+    """What the driver says of a run that gets this signal after three steps; how many steps were on record then."""
+    trainer = trainer_of(folder, name, stop_save_s)
+    seen: list[int] = []
+
+    def send() -> None:
+        wait_for(lambda: steps_in(folder / name) >= 3)
+        seen.append(steps_in(folder / name))
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        trainer.fit()
+    thread.join()
+    assert left_behind(name) == []
+    return str(stopped.value), seen[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_a_run_that_gets_a_stop_signal_saves_its_steps_and_the_next_submission_goes_on_from_them(
+    local_ray: None, undisturbed: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    reference = fault_free(undisturbed, tmp_path, dp=1, cp=1)
+    told, num_seen = stopped_by(number, tmp_path, "saved", stop_save_s=30.0)
+    found = re.fullmatch(r"stopped, with a checkpoint of step (\d+); nothing is left running", told)
+    assert found is not None, told
+    step = int(found[1])
+    assert num_seen <= step < 12
+    (commit,) = (tmp_path / "saved").glob("checkpoints/*/*/COMMIT.json")
+    assert commit.parent.parent.name == f"step-{step:08d}"
+    (tmp_path / "gate").touch()
+    summary = trainer_of(tmp_path, "saved", 30.0).fit().summary
+    assert [one["step"] for one in summary["resumed_from"]] == [step]
+    assert (summary["losses"], summary["weights_sha256"]) == (reference["losses"], reference["weights_sha256"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "stop_save_s"), [(signal.SIGTERM, 0.01), pytest.param(signal.SIGINT, 30.0, marks=pytest.mark.soak)]
+)
+def test_ctrl_c_and_a_step_that_takes_longer_than_there_is_time_end_a_run_at_once(
+    local_ray: None, tmp_path: Path, number: signal.Signals, stop_save_s: float
+) -> None:
+    told, _ = stopped_by(number, tmp_path, "at-once", stop_save_s)
+    assert told == "stopped; nothing is left running"
+    assert not list((tmp_path / "at-once").glob("checkpoints/*/*/COMMIT.json"))
+
+
+@pytest.mark.slow
+def test_a_second_signal_waits_for_no_checkpoint(
+    local_ray: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    gate = tmp_path / "gate"
+    gate.touch()
+    trainer = trainer_of(tmp_path, "twice", 30.0, steps=4000, gate_s=4.0)
+
+    def send() -> None:
+        wait_for(lambda: steps_in(tmp_path / "twice") >= 3)
+        gate.unlink()  # the step under way does not end soon
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: "stopping: after a checkpoint" in caplog.text)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt, match="stopped at once; the coordinator goes on clearing"):
+        trainer.fit()
+    thread.join()
+    begun = time.monotonic()
+    wait_for(lambda: left_behind("twice") in ([], ["er:twice:coordinator"]))
+    assert time.monotonic() - begun < 20.0, "sooner than stop_save_s"
