@@ -20,8 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 
 from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data, validation_sets
-from elastic_ring.cli.rates import RATES, DefaultRates, default_rates, usual_rates
-from elastic_ring.cli.run_length import schedule_before, steps_of
+from elastic_ring.cli.schedule import RATES, DefaultRates, default_rates, schedule_before, steps_of, usual_rates
 from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_plain
 from elastic_ring.model.config import ModelConfig, preset

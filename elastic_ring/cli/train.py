@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from elastic_ring.cli.data_settings import data_flag, data_source, prepared_data, validation_sets
-from elastic_ring.cli.rates import at_rate_of, rate_line
+from elastic_ring.cli.schedule import at_rate_of, rate_line
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
 from elastic_ring.config import check_copies, check_lasting, check_loss_spikes, check_together
 from elastic_ring.errors import ElasticRingError, StorageFailed, TermLost

@@ -147,7 +147,6 @@ class Coordinator:
         self._cause = CauseIds("coordinator")
         self._is_restart = ray.get_runtime_context().was_current_actor_reconstructed
         self._ready = threading.Event()
-        self._stopping = math.inf, ""  # a checkpoint of a later step ends the run, for this reason
         threading.Thread(target=self._main, name="decide", daemon=True).start()
 
     # ------------------------------------------------------------ called by workers
@@ -485,7 +484,7 @@ class Coordinator:
                 goes_back = isinstance(self.state.phase, Building) and self.state.phase.order.goes_back
                 if not goes_back and rollback.pending(self.state) is None:  # else older ones are still needed
                     self.storage.checkpoints.clean(checkpoint["step"])
-                newest, reason = self._stopping
+                newest, reason = self.driver_feed.stopping
                 if (step := checkpoint["step"]) > newest:
                     self._finish({"error": "RunFailed", "message": reason, "facts": {}, "saved_step": step})
             case CheckpointsListed(known):
@@ -610,7 +609,7 @@ class Coordinator:
             return False
         if not can_save(self.state, newest.step_s, within_s):
             return False
-        self._stopping = newest.step, reason
+        self.driver_feed.stopping = newest.step, reason
         self._decide(CheckpointDue(self._cause()))
         return True
 

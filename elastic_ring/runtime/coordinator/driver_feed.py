@@ -3,6 +3,7 @@ them; and the lease that the drivers' calls renew. No decisions here."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,8 @@ class DriverFeed:
     def __init__(self) -> None:
         self.ended: dict[str, Any] | None = None
         """How the run has ended."""
+        self.stopping = math.inf, ""
+        """A checkpoint of a later step ends the run, for this reason: a driver waits for it."""
         self._renewed_at = time.monotonic()
         self._steps: tuple[Mapping[str, Any], ...] = ()
         self._outline: dict[str, Any] = {"phase": "starting"}
