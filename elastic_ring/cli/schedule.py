@@ -92,15 +92,15 @@ def usual_rates(peak_lr: float, total_steps: int) -> dict[str, Any]:
     return {"peak_lr": peak_lr, "min_lr": least, "warmup_steps": math.ceil(WARMUP_SHARE * total_steps)}
 
 
-def default_rates(optim: Mapping[str, Any], free: set[str], run: RunConfig, *, lora: bool) -> DefaultRates:
-    """Of the settings `free`; `optim` has the others. A run on record keeps its own: they are part of its identity.
+def default_rates(optim: Mapping[str, Any], unset: set[str], run: RunConfig, *, lora: bool) -> DefaultRates:
+    """Of the settings `unset`; `optim` has the others. A run on record keeps its own: they are part of its identity.
     Raises ValueError where its storage does not answer."""
-    peak_lr = optim["peak_lr"] if "peak_lr" not in free else ADAPTERS_LR if lora else FOLDER_LR
-    usual, kept = usual_rates(peak_lr, optim["total_steps"]), _optim_on_record(run)
-    if kept is not None:
-        return DefaultRates({name: kept.get(name, usual[name]) for name in free}, "as on record of this run")
+    peak_lr = optim["peak_lr"] if "peak_lr" not in unset else ADAPTERS_LR if lora else FOLDER_LR
+    rates, recorded_optim = usual_rates(peak_lr, optim["total_steps"]), _optim_on_record(run)
+    if recorded_optim is not None:
+        return DefaultRates({name: recorded_optim.get(name, rates[name]) for name in unset}, "as on record of this run")
     source = f"the default for {'adapters' if lora else 'trained weights'}; {OTHERWISE}"
-    return DefaultRates({name: usual[name] for name in free}, source, awaits_run="peak_lr" in free)
+    return DefaultRates({name: rates[name] for name in unset}, source, awaits_run="peak_lr" in unset)
 
 
 def _optim_on_record(run: RunConfig) -> Mapping[str, Any] | None:
@@ -125,11 +125,11 @@ def at_rate_of(asked: TrainSettings, weights: RunWeights) -> TrainSettings:
     """With the rate that the run of `--from` has at the step of its weights, where nothing else gives one. Raises
     RecordDamaged."""
     rates = asked.rates
-    if rates is None or not rates.awaits_run or not (end := _rate_at_end(weights))[0]:
+    if rates is None or not rates.awaits_run or not (rate_and_step := _rate_at_end(weights))[0]:
         return asked
-    peak_lr, step = end
-    usual = usual_rates(peak_lr, asked.optim.total_steps)
-    values = {name: usual[name] for name in rates.values}
+    peak_lr, step = rate_and_step
+    defaults = usual_rates(peak_lr, asked.optim.total_steps)
+    values = {name: defaults[name] for name in rates.values}
     rates = DefaultRates(values, f"the rate of step {step} of {shown_url(weights.uri)}; {OTHERWISE}")
     return replace(asked, optim=replace(asked.optim, **values), rates=rates)
 

@@ -484,8 +484,8 @@ class Coordinator:
                 goes_back = isinstance(self.state.phase, Building) and self.state.phase.order.goes_back
                 if not goes_back and rollback.pending(self.state) is None:  # else older ones are still needed
                     self.storage.checkpoints.clean(checkpoint["step"])
-                newest, reason = self.driver_feed.stopping
-                if (step := checkpoint["step"]) > newest:
+                last_step, reason = self.driver_feed.stopping
+                if (step := checkpoint["step"]) > last_step:
                     self._finish({"error": "RunFailed", "message": reason, "facts": {}, "saved_step": step})
             case CheckpointsListed(known):
                 write_s = self.recorder.totals.checkpoints[-1]["total_s"] if self.recorder.totals.checkpoints else 0.0
@@ -604,12 +604,12 @@ class Coordinator:
 
     def _saves_first(self, reason: str) -> bool:
         """Ask for a checkpoint before the end, if there is a step to save and time for it."""
-        newest, within_s = self.recorder.metrics.newest.step, self.run_spec.run.timeouts.stop_save_s
-        if newest is None or newest.step < self.recorder.begin.first_step:
+        last, within_s = self.recorder.metrics.newest.step, self.run_spec.run.timeouts.stop_save_s
+        if last is None or last.step < self.recorder.begin.first_step:
             return False
-        if not can_save(self.state, newest.step_s, within_s):
+        if not can_save(self.state, last.step_s, within_s):
             return False
-        self.driver_feed.stopping = newest.step, reason
+        self.driver_feed.stopping = last.step, reason
         self._decide(CheckpointDue(self._cause()))
         return True
 

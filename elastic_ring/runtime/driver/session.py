@@ -163,6 +163,6 @@ def _await_clear(coordinator: Any, run: RunConfig, gone: threading.Event, save_s
         return f"stopped, but the coordinator has not cleared the run within {clear_s:.0f} s; it goes on by itself"
     if not attach.remove(coordinator, run):
         ended["left_behind"] = [*ended["left_behind"], "its coordinator, which was killed"]
-    left = f"left behind: {', '.join(ended['left_behind'])}" if ended["left_behind"] else "nothing is left running"
-    saved = f", with a checkpoint of step {ended['saved_step']}" if "saved_step" in ended else ""
-    return f"stopped{saved}; {left}"
+    leftovers = f"left behind: {', '.join(ended['left_behind'])}" if ended["left_behind"] else "nothing is left running"
+    checkpoint = f", with a checkpoint of step {ended['saved_step']}" if "saved_step" in ended else ""
+    return f"stopped{checkpoint}; {leftovers}"

@@ -32,11 +32,11 @@ def trainer_of(folder: Path, name: str, stop_save_s: float, **options: Any) -> E
 def stopped_by(number: signal.Signals, folder: Path, name: str, stop_save_s: float) -> tuple[str, int]:
     """What the driver says of a run that gets this signal after three steps; how many steps were on record then."""
     trainer = trainer_of(folder, name, stop_save_s)
-    seen: list[int] = []
+    counts: list[int] = []
 
     def send() -> None:
         wait_for(lambda: steps_in(folder / name) >= 3)
-        seen.append(steps_in(folder / name))
+        counts.append(steps_in(folder / name))
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=send)
@@ -45,7 +45,7 @@ def stopped_by(number: signal.Signals, folder: Path, name: str, stop_save_s: flo
         trainer.fit()
     thread.join()
     assert left_behind(name) == []
-    return str(stopped.value), seen[0]
+    return str(stopped.value), counts[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
@@ -53,11 +53,11 @@ def test_a_run_that_gets_a_stop_signal_saves_its_steps_and_the_next_submission_g
     local_ray: None, undisturbed: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     reference = fault_free(undisturbed, tmp_path, dp=1, cp=1)
-    told, num_seen = stopped_by(number, tmp_path, "saved", stop_save_s=30.0)
-    found = re.fullmatch(r"stopped, with a checkpoint of step (\d+); nothing is left running", told)
-    assert found is not None, told
-    step = int(found[1])
-    assert num_seen <= step < 12
+    message, num_steps = stopped_by(number, tmp_path, "saved", stop_save_s=30.0)
+    match = re.fullmatch(r"stopped, with a checkpoint of step (\d+); nothing is left running", message)
+    assert match is not None, message
+    step = int(match[1])
+    assert num_steps <= step < 12
     (commit,) = (tmp_path / "saved").glob("checkpoints/*/*/COMMIT.json")
     assert commit.parent.parent.name == f"step-{step:08d}"
     (tmp_path / "gate").touch()
@@ -73,8 +73,8 @@ def test_a_run_that_gets_a_stop_signal_saves_its_steps_and_the_next_submission_g
 def test_ctrl_c_and_a_step_that_takes_longer_than_there_is_time_end_a_run_at_once(
     local_ray: None, tmp_path: Path, number: signal.Signals, stop_save_s: float
 ) -> None:
-    told, _ = stopped_by(number, tmp_path, "at-once", stop_save_s)
-    assert told == "stopped; nothing is left running"
+    message, _ = stopped_by(number, tmp_path, "at-once", stop_save_s)
+    assert message == "stopped; nothing is left running"
     assert not list((tmp_path / "at-once").glob("checkpoints/*/*/COMMIT.json"))
 
 

@@ -52,8 +52,8 @@ def test_a_hangup_lets_a_run_save_unless_this_process_was_started_to_ignore_it(
 ) -> None:
     monkeypatch.setattr(session, "_stopped", lambda *_, saves: f"saves: {saves}")
     run = RunConfig("hangup", run_dir=str(tmp_path))
-    told = [interrupted(run, number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)]
-    assert told == ["saves: True", "saves: True", "saves: False"]
+    messages = [interrupted(run, number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)]
+    assert messages == ["saves: True", "saves: True", "saves: False"]
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with interruptible(run, "attempt"), ray_session.leaving():
