@@ -75,6 +75,8 @@ class Timeouts:
     """The coordinator's silence before it is killed and restarted. Raise it for slow storage under RUN."""
     hello_s: PositiveSeconds = 30.0
     """Workers' answer to a new coordinator; a driver's question."""
+    gather_s: PositiveSeconds = 5.0
+    """At the start, from the last news of nodes to the first worker, while a node that Ray lists has not joined."""
     start_s: PositiveSeconds = 120.0
     """A worker's start, or its next sign of progress. Raise it for slow imports and large corpora."""
     start_max_s: PositiveSeconds = 1800.0
@@ -114,6 +116,7 @@ class Timeouts:
             ("report_s", "build_s"),
             ("beat_s", "node_silent_s"),
             ("beat_s", "coordinator_silent_s"),
+            ("gather_s", "start_s"),
             ("start_s", "start_max_s"),
             ("build_s", "boundary_s"),
             ("heart_cap_s", "collective_s"),

@@ -32,6 +32,7 @@ from elastic_ring.control.messages import (
     NodeDraining,
     NodeJoined,
     NodeLost,
+    NodesListed,
     Published,
     Report,
     Resumed,
@@ -181,6 +182,7 @@ _EVERYWHERE: dict[type, Handler] = {
     CoordinatorStarted: reconnect.restart,
     NodeJoined: worker_pool.node_joined,
     NodeLost: _node_lost,
+    NodesListed: forming.nodes_listed,
     NodeDraining: worker_pool.node_draining,
     WorkerStarting: worker_pool.worker_starting,
     WorkerReady: _worker_ready,
@@ -272,6 +274,7 @@ def _settle(ctx: Transition) -> None:
         phases.expire_closing(ctx)
         recovery.try_close(ctx)
     if isinstance(ctx.phase, Forming):
+        forming.gather(ctx)
         forming.try_form(ctx)
     if isinstance(ctx.phase, Forming) and ctx.state.last_change is None:
         worker_pool.refuse_if_nobody_starts(ctx)
@@ -287,14 +290,14 @@ def _may_start_workers_at(state: State) -> float | None:
         return None
     if isinstance(phase, Running) and change is not None and change.resumed_at is not None:
         return change.resumed_at + state.options.restart_delay_s
-    return 0.0
+    return forming.gathers_until(state) or 0.0
 
 
 def next_deadline(state: State) -> float | None:
     """The latest time for the next `Tick`, in seconds on the clock of `now`; None if there is no deadline."""
     if isinstance(state.phase, _WITHOUT_RUN):
         return None
-    due = [] if state.pool.earliest is None else [state.pool.earliest]
+    due = [at for at in (state.pool.earliest, forming.gathers_until(state)) if at is not None]
     # Where nobody may be started, a backoff that is over must not tick without end.
     allowed_at = _may_start_workers_at(state)
     due += [max(at, allowed_at) for at in worker_pool.start_deadlines(state)] if allowed_at is not None else []

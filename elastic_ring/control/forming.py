@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_ring.control.decisions import rollback
-from elastic_ring.control.messages import Build, Checkpoint, CheckpointsKnown, MemberFailed, Standby
+from elastic_ring.control.messages import Build, Checkpoint, CheckpointsKnown, MemberFailed, NodesListed, Standby
 from elastic_ring.control.ordering import Beginning, order_build
 from elastic_ring.control.placement import policy
 from elastic_ring.control.state import (
@@ -13,6 +13,7 @@ from elastic_ring.control.state import (
     Forming,
     Incident,
     Membership,
+    State,
     avoided,
     domains_of,
     gpus_on,
@@ -38,6 +39,35 @@ def begin_again(ctx: Transition, membership: Membership, incident: Incident | No
     ctx.release(draining)
     ctx.enter(Forming(ctx.now, incident=incident))
     ctx.explain(why)
+
+
+def nodes_listed(ctx: Transition, event: NodesListed) -> None:
+    """All holders of a shard would start on the node that joins first. A restarted coordinator does not wait again."""
+    if not isinstance(ctx.phase, Forming) or not ctx.phase.gathers:
+        ctx.explain("no start waits for nodes")
+        return
+    ctx.edit_phase(awaited=frozenset(event.nodes).difference(ctx.state.nodes), news_at=ctx.now)
+    ctx.explain(f"Ray lists {len(event.nodes)} node(s) with room")
+
+
+def gather(ctx: Transition) -> None:
+    """Wait for the nodes that Ray lists, for `gather_s` after the last news of them."""
+    phase = ctx.phase
+    assert isinstance(phase, Forming)
+    missing = phase.awaited.difference(ctx.state.nodes)
+    if len(missing) < len(phase.awaited):
+        ctx.edit_phase(awaited=missing, news_at=ctx.now)
+    elif (until := gathers_until(ctx.state)) is not None and ctx.now >= until:
+        ctx.edit_phase(awaited=frozenset())
+        ctx.explain(f"workers start without {len(missing)} node(s) that Ray lists: {', '.join(sorted(missing)[:4])}")
+
+
+def gathers_until(state: State) -> float | None:
+    """Until when the first workers wait for nodes that Ray lists; None where all have joined."""
+    phase = state.phase
+    if not isinstance(phase, Forming) or not phase.awaited:
+        return None
+    return phase.news_at + state.options.timeouts.gather_s
 
 
 def try_form(ctx: Transition) -> None:

@@ -108,6 +108,13 @@ class NodeJoined(Event):
 
 
 @dataclass(frozen=True)
+class NodesListed(Event):
+    """The nodes that Ray lists and that have room for a worker; most have yet to join. Sent whenever they change."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class NodeLost(Event):
     """A node and all its workers are gone, confirmed by a second source."""
 

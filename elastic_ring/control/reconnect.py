@@ -27,7 +27,7 @@ from elastic_ring.control.transition import Transition
 def adopt(ctx: Transition, event: CoordinatorStarted) -> None:
     """The first coordinator of a run: no workers exist yet."""
     ctx.set(term=event.term, pool_changed_at=ctx.now)
-    ctx.enter(Forming(ctx.now))
+    ctx.enter(Forming(ctx.now, gathers=True))
     ctx.explain(f"coordinator of term {event.term} forms the run")
 
 

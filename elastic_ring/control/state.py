@@ -192,11 +192,16 @@ class Forming:
     """No live state exists; wait for workers to begin from a checkpoint or the seed.
 
     `full_since`: since when there are enough for dp rings. `incident`: what took the state that a checkpoint replaces.
+    `gathers`: before the first mesh, no worker starts while nodes are `awaited`: listed by Ray, not joined. `news_at`:
+    when the last was listed or joined.
     """
 
     since: float
     full_since: float | None = None
     incident: Incident | None = None
+    gathers: bool = False
+    awaited: frozenset[str] = frozenset()
+    news_at: float = 0.0
 
 
 @dataclass(frozen=True)

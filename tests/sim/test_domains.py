@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import Any
 
-from elastic_ring.control.messages import NodeJoined
+from elastic_ring.control.coordination import Decision, next_deadline
+from elastic_ring.control.messages import Build, CoordinatorStarted, Event, NodeJoined, NodesListed, StartWorker
 from elastic_ring.control.placement import policy
 from elastic_ring.control.state import domains_of, members, node_of, reserved
 from elastic_ring.mesh import Mesh
-from tests.sim.bench import Bench
+from tests.sim.bench import Bench, only
+from tests.sim.simulator.faults import random_schedule
+from tests.sim.simulator.options import simulated
+from tests.sim.truth import simulate
 
 
 def _formed(dp: int, cp: int, nodes: dict[str, int], **more: Any) -> policy.Plan:
@@ -100,3 +105,39 @@ def test_labels_of_nodes_reach_the_placement_and_a_lost_zone_takes_no_shard() ->
     on = node_of(run.state)
     rings = [{on[worker][0] for worker in members(run.state)[ring * 2 : ring * 2 + 2]} for ring in range(2)]
     assert sorted(map(sorted, rings)) == [["a"], ["b"]]
+
+
+def test_nodes_that_join_one_after_the_other_share_the_first_mesh() -> None:
+    """Whatever the order and the delay in which their news comes: no two holders of a shard stand on one node."""
+    options = simulated("gathered", dp=2, cp=2, total_steps=3, spares=1)
+    calm = replace(random_schedule(0), options=options, faults=(), lost=0.0, faults_end_s=60.0, gpus=(), save_every=0)
+    for seed in range(40):
+        builds: list[tuple[Build, dict[str, str]]] = []
+
+        def listen(now: float, term: int, event: Event, decision: Decision) -> None:
+            builds.extend((order, node_of(decision.state)) for order in only(Build, decision.commands))  # noqa: B023
+
+        assert simulate(seed, replace(calm, nodes=(8, 8, 2)[: 2 + seed % 2]), listen=listen).end.error == ""
+        order, on = builds[0]
+        for rank in range(order.mesh.cp):
+            held_on = [on[worker] for worker in order.members[rank :: order.mesh.cp]]
+            assert len(set(held_on)) == len(held_on), f"seed {seed}: {held_on}"
+
+
+def test_the_first_workers_wait_for_listed_nodes_and_not_for_long() -> None:
+    run = Bench({}, spares=1)
+    gather_s = run.options.timeouts.gather_s
+    run.handle(NodesListed("n", ("a", "b", "c")))
+    assert only(StartWorker, run.handle(NodeJoined("n", "a", 8), 0.9 * gather_s)) == []
+    assert only(StartWorker, run.handle(NodeJoined("n", "b", 8), 0.9 * gather_s)) == []
+    assert next_deadline(run.state) == run.now + gather_s, "news of a node renews the wait"
+    started = only(StartWorker, run.wait(gather_s))
+    assert Counter(start.node for start in started).keys() == {"a", "b"}, "the third does not come"
+    assert next_deadline(run.state) != run.now
+    single = Bench({}, spares=1)
+    single.handle(NodesListed("n", ("a",)))
+    assert len(only(StartWorker, single.handle(NodeJoined("n", "a", 8)))) == 5, "one node waits for nothing"
+    restarted = Bench({}, spares=1)
+    restarted.handle(CoordinatorStarted("c", 2))
+    restarted.handle(NodesListed("n", ("a", "b")))
+    assert len(only(StartWorker, restarted.handle(NodeJoined("n", "a", 8)))) == 5, "nor does a restarted coordinator"

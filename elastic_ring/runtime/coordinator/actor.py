@@ -45,6 +45,7 @@ from elastic_ring.control.messages import (
     MemberFailed,
     NodeJoined,
     NodeLost,
+    NodesListed,
     Published,
     Release,
     Report,
@@ -791,5 +792,5 @@ class Coordinator:
 def starts_closing(event: Event) -> bool:
     """Whether this event may lead to a quorum, which the newest published result must then be part of; or to a
     checkpoint, for which the step under way must be known."""
-    pool = NodeJoined | ScaleRequested | WorkerStarting | WorkerReady
+    pool = NodeJoined | NodesListed | ScaleRequested | WorkerStarting | WorkerReady
     return not isinstance(event, Tick | Published | pool | Resumed | CheckpointsKnown)

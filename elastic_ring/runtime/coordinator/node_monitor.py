@@ -22,7 +22,7 @@ from typing import Any
 import ray
 
 from elastic_ring.control.decisions.detectors import host_share
-from elastic_ring.control.messages import CauseIds, Event, NodeDraining, NodeJoined, NodeLost
+from elastic_ring.control.messages import CauseIds, Event, NodeDraining, NodeJoined, NodeLost, NodesListed
 from elastic_ring.runtime.agent.messages import (
     BadGpus,
     Beat,
@@ -93,6 +93,7 @@ class NodeMonitor(NodeFigures):
         self._agent_server = AgentServer(key, self._on_message)
         self._cluster = Cluster(run_spec.run, run_spec.scaling, run_spec.task)
         self._nodes: defaultdict[str, WatchedNode] = defaultdict(WatchedNode)
+        self._with_room: tuple[str, ...] = ()
         self._workers: dict[str, WatchedWorker] = {}
         self._vacant: frozenset[str] = frozenset()
         self._cause = CauseIds("monitor")
@@ -268,6 +269,10 @@ class NodeMonitor(NodeFigures):
         listed = {node.node: node for node in live_nodes(self._scaling)}
         with self._lock:
             self._drop_unattached()
+            with_room = tuple(name for name, node in listed.items() if node.num_members and not node.draining)
+            if with_room != self._with_room:  # before any of them joins
+                self._with_room = with_room
+                self._event(NodesListed(self._cause(), with_room))
             for node in listed.values():
                 self._update(node)
             for name in [name for name, node in self._nodes.items() if node.info and name not in listed]:

@@ -13,7 +13,7 @@ UNSEEN = {
     **{"stopped_s": 0.001, "heart_floor_s": 0.002, "heart_cap_s": 0.003, "heart_computing_s": 0.004, "compile_s": 1e9},
     **{"park_s": 0.005, "beat_s": 0.001, "collective_s": 1e9},
 }
-TIMEOUTS = Timeouts(**{**UNSEEN, "report_s": 2.0, "hello_s": 5.0, "boundary_s": 61.0})
+TIMEOUTS = Timeouts(**{**UNSEEN, "report_s": 2.0, "gather_s": 1.0, "hello_s": 5.0, "boundary_s": 61.0})
 RUN = RunConfig(
     timeouts=TIMEOUTS,
     copies="0",

@@ -30,6 +30,7 @@ from elastic_ring.control.messages import (
     NodeDraining,
     NodeJoined,
     NodeLost,
+    NodesListed,
     Published,
     ScaleRequested,
     StartWorker,
@@ -117,6 +118,7 @@ class World:
         self._start_coordinator(coordination.initial(self.options), [])
         for index, slots in enumerate(self.schedule.nodes):
             self._join(slots, self.schedule.gpus[index] if self.schedule.gpus else None)
+        self.advance(self.coordinators[-1], NodesListed("n", tuple(self.nodes)))
         for at, kind in self.schedule.faults:
             self.later(at, lambda kind=kind: self.fault(kind))  # type: ignore[misc]
         self.later(self.schedule.faults_end_s, self.relieve)
