@@ -206,18 +206,48 @@ def test_a_drained_node_is_left_before_the_command_returns_and_no_step_is_lost(
     assert "must be above 0 seconds" in capsys.readouterr().err
 
 
-@pytest.fixture
-def labelled(fork_server: ForkServer) -> Iterator[Cluster]:
-    """A head without CPUs, two spot machines of one zone, and a machine of another zone that is not spot."""
+def forked(fork_server: ForkServer, *nodes: dict[str, Any]) -> Iterator[Cluster]:
+    """A head without CPUs, and these nodes, whose workers are forked."""
     ray.shutdown()  # the other modules' Ray
     with fork_server.forking():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        for zone, market in (("a", "spot"), ("a", "spot"), ("b", "on-demand")):
-            cluster.add_node(num_cpus=1, labels={"ray.io/availability-zone": zone, "ray.io/market-type": market})
+        for node in nodes:
+            cluster.add_node(**node)
     ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture
+def roomy(fork_server: ForkServer) -> Iterator[Cluster]:
+    """Two nodes, each of which has room for a whole run."""
+    yield from forked(fork_server, {"num_cpus": 8}, {"num_cpus": 8})
+
+
+def test_with_two_free_nodes_no_two_holders_of_a_shard_begin_on_one(roomy: Cluster, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, "apart", spares=1, steps=2)
+    result = trainer.fit()
+    check_records(trainer, result)
+    lines = [line for line in read(result.path / "journal.jsonl") if "event" in line]
+    (build,) = [
+        line["commands"][0] for line in lines if line["commands"][:1] and line["commands"][0]["type"] == "Build"
+    ]
+    assert build["nodes"][:2] != build["nodes"][2:], build["nodes"]
+    assert len(set(build["nodes"])) == 2
+    at_s = {
+        line["event"]["type"]: line["now"] for line in lines if line["event"]["type"] in ("NodesListed", "NodeJoined")
+    }
+    begun_s = next(line["now"] for line in lines if any(c["type"] == "StartWorker" for c in line["commands"]))
+    assert begun_s == at_s["NodeJoined"], "with the last node's news, not later"
+
+
+@pytest.fixture
+def labelled(fork_server: ForkServer) -> Iterator[Cluster]:
+    """Two spot machines of one zone, and a machine of another zone that is not spot."""
+    machines = (("a", "spot"), ("a", "spot"), ("b", "on-demand"))
+    labels = [{"ray.io/availability-zone": zone, "ray.io/market-type": market} for zone, market in machines]
+    yield from forked(fork_server, *({"num_cpus": 1, "labels": of_node} for of_node in labels))
 
 
 @pytest.mark.slow
