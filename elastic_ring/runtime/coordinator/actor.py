@@ -71,6 +71,7 @@ from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from elastic_ring.runtime.coordinator.demand import DemandKeeper
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
+from elastic_ring.runtime.coordinator.failed_starts import FailedStarts
 from elastic_ring.runtime.coordinator.inbox import (
     Abandoned,
     AgentAttached,
@@ -95,7 +96,7 @@ from elastic_ring.runtime.coordinator.shutdown import EndReport, aside, conclude
 from elastic_ring.runtime.coordinator.startup import Startup, open_run
 from elastic_ring.runtime.coordinator.status_file import write_end
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
-from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, clear, left_behind
+from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, built_generation, clear, left_behind
 from elastic_ring.runtime.head import is_kept, warn_if_shorter
 from elastic_ring.runtime.notices import Notice
 from elastic_ring.runtime.run_storage import Mirror
@@ -147,6 +148,7 @@ class Coordinator:
         self.driver_feed = DriverFeed()
         self._cause = CauseIds("coordinator")
         self._is_restart = ray.get_runtime_context().was_current_actor_reconstructed
+        self._failed_starts = FailedStarts(self._own_name, run_spec.attempt)
         self._ready = threading.Event()
         threading.Thread(target=self._main, name="decide", daemon=True).start()
 
@@ -240,6 +242,8 @@ class Coordinator:
         try:
             stages.begin("claims a term, opens the run")
             self._open()
+            if self._is_restart:
+                self._failed_starts.forget()
             stages.begin("")
             self._ready.set()
             if not self._is_restart:
@@ -262,7 +266,8 @@ class Coordinator:
             self._lose(error)
         except BaseException as error:
             log.exception("the coordinator fails")
-            if self._is_restart and not self._ready.is_set() and not isinstance(error, FINAL):
+            is_starting = self._is_restart and not self._ready.is_set()
+            if is_starting and not isinstance(error, FINAL) and not self._failed_starts.is_last(error):
                 # Training goes on without a coordinator: a storage that is away for a while must not end it.
                 time.sleep(RESTART_PAUSE_S)
                 os._exit(1)
@@ -398,6 +403,7 @@ class Coordinator:
                     is_restart=self._is_restart,
                     clear=self._clear,
                     others=lambda: left_behind(run.name, keep=self._own_name),
+                    built=lambda: built_generation(run.name, run.timeouts.hello_s),
                 )
             except StorageFailed as error:
                 if not self._is_restart:

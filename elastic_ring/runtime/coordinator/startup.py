@@ -6,8 +6,11 @@ No decisions on events here; `shutdown` writes the end of a run.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from elastic_ring.control.decisions.terms import Action, TermClaim, begin
@@ -62,19 +65,21 @@ def open_run(
     is_restart: bool,
     others: Callable[[], Sequence[str]],
     clear: Callable[[], Sequence[str]],
+    built: Callable[[], int] = int,
 ) -> Startup:
     """Claim a term, and go on with the journal of this attempt or make room for a first one.
 
     `is_restart`: in a process that Ray started again. `others()` names what exists of the run beside this coordinator;
-    `clear()` removes that, and names what stays. Raises: as `begin` of the terms and `refuse_to_begin`; RunFailed when
+    `built()` is the newest generation that its workers have built, 0 for none; `clear()` removes them, and names what
+    stays. Raises: as `begin` of the terms and `refuse_to_begin`; RunFailed when
     something stays; JournalDamaged; StorageFailed.
     """
     folder, run = run_spec.run.folder, run_spec.run
-    folder.mkdir(parents=True, exist_ok=True)
-    reading = _Reading(run_spec, is_restart, others)
+    reading = _Reading(run_spec, partial(refuse_to_begin, run_spec, is_restart=is_restart, others=others, built=built))
     has_claimed = is_restart and terms.has_claimed(run_spec.attempt)
     steps = begin(run.name, run.storage_uri, run_spec.attempt, has_claimed=has_claimed)
     claim = _carried_out(steps, terms, run_spec.attempt, reading.read)
+    folder.mkdir(parents=True, exist_ok=True)  # not before: a folder that was moved away must not seem to be there
     if reading.is_own:
         return Startup(claim, reading.num_written, tuple(reading.lines))
     # Actors of a dead coordinator would use the resources that this run needs.
@@ -124,8 +129,8 @@ def _carried_out(
 class _Reading:
     """The run's records as they were last read."""
 
-    def __init__(self, run_spec: RunSpec, is_restart: bool, others: Callable[[], Sequence[str]]) -> None:
-        self._run_spec, self._is_restart, self._others = run_spec, is_restart, others
+    def __init__(self, run_spec: RunSpec, refuse: Callable[[Sequence[JournalLine]], None]) -> None:
+        self._run_spec, self._refuse = run_spec, refuse
         self.num_written = 0
         self.damaged: list[int] = []
         self.lines: list[JournalLine] = []
@@ -136,12 +141,14 @@ class _Reading:
         run_spec = self._run_spec
         path = run_spec.run.folder / JOURNAL_NAME
         run_storage.fetch(run_spec.run, run_spec.run.folder, keep_longer=True)
+        with suppress(FileNotFoundError):
+            path.stat()  # any other error: its storage is away
         written, self.damaged = salvage_file(path)
         self.num_written, self.lines = len(written), standing(written)
         begins = [line for line in self.lines if line.get("note") == "begin"]
         self.is_own = bool(begins) and begins[-1]["attempt"] == run_spec.attempt
         if not self.is_own:
-            refuse_to_begin(run_spec, begins, is_restart=self._is_restart, others=self._others)
+            self._refuse(begins)
         elif self.damaged:
             raise JournalDamaged(
                 f"line {self.damaged[0]} of {path} is damaged, so a new coordinator cannot tell what was decided: "
@@ -192,16 +199,29 @@ def _metrics(run_spec: RunSpec) -> list[str]:
 
 
 def refuse_to_begin(
-    run_spec: RunSpec, begins: Sequence[JournalLine], *, is_restart: bool, others: Callable[[], Sequence[str]]
+    run_spec: RunSpec,
+    begins: Sequence[JournalLine],
+    *,
+    is_restart: bool,
+    others: Callable[[], Sequence[str]],
+    built: Callable[[], int],
 ) -> None:
     """Whether a first coordinator of `run_spec` may begin where the journal has these beginnings.
 
     Raises RunFailed when the run has finished. In a process that Ray started again: RunFailed when the folder is
-    another submission's now, CoordinatorLost when workers of this run live whose journal is not to be seen from here.
+    another submission's now, CoordinatorLost when workers of this run live whose journal is not to be seen from here,
+    JournalDamaged when there is none although they have trained: nobody can tell what was decided.
     """
     run = run_spec.run
     if is_restart and begins and begins[-1]["now"] > run_spec.submitted_unix_s:
         raise RunFailed(f"another submission has taken {run.folder}: this one ends", run=run.name)
+    if is_restart and not begins and (generation := built()):
+        raise JournalDamaged(
+            f"no journal of run {run.name} is in {run.folder} on host {socket.gethostname()}, although its workers "
+            f"have built generation {generation}: the folder was moved, emptied or is not mounted. The run ends; put "
+            "the folder back and submit again: it goes on from its newest checkpoint",
+            path=str(run.folder / JOURNAL_NAME),
+        )
     if is_restart and others():
         raise CoordinatorLost(f"the run has workers, but its journal is not in {run.folder} on this node")
     if is_finished(run, run.folder, run_spec.task.step.steps, run_spec.identity.digest):

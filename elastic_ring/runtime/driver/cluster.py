@@ -18,6 +18,7 @@ from typing import Any
 import ray
 import torch
 from ray._private.state import state as gcs_state
+from ray.exceptions import RayError
 from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup, get_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -290,6 +291,21 @@ def _actors(run: str, keep: str) -> list[str]:
         for actor in found
         if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix) and actor["name"] != keep
     )
+
+
+def built_generation(run: str, wait_s: float) -> int:
+    """The newest generation that a worker of the run has built, as those say that answer in time; 0 for none."""
+    asked = []
+    for name in _actors(run, actor_name(run, "coordinator")):
+        if not name.startswith(actor_name(run, "agent:")):
+            with suppress(ValueError):  # it has gone meanwhile
+                asked.append(ray.get_actor(name, namespace=NAMESPACE).generation.remote())
+    answered = ray.wait(asked, num_returns=len(asked), timeout=wait_s)[0] if asked else []
+    generations = [0]
+    for answer in answered:
+        with suppress(RayError):  # its process is gone
+            generations.append(ray.get(answer))
+    return max(generations)
 
 
 def _groups(run: str) -> list[str]:

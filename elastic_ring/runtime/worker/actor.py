@@ -150,6 +150,10 @@ class Worker:
             "limits": host.limits(str(Path(_stderr_path()).parent)),
         }
 
+    def generation(self) -> int:
+        """The last that this worker was built into; 0 if it never was."""
+        return self._built[1]
+
     def ping(self) -> str:
         """Show that the actor answers Ray calls."""
         return self.spec.worker

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.messages import Checkpoint
-from elastic_ring.errors import CoordinatorLost, RunFailed
+from elastic_ring.errors import CoordinatorLost, JournalDamaged, RunFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.coordinator.resume import Resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, control_options
@@ -31,8 +31,9 @@ def test_a_start_on_gpus_waits_for_its_spares_whose_warm_up_would_run_beside_its
     assert [control_options(made).waits_for_spares for made in (on_cpus, on_gpus)] == [False, True]
 
 
-def opened(made: RunSpec, *, is_restart: bool = False, others: list[str] | None = None) -> Startup:
-    return open_run(made, Terms(made.run), is_restart=is_restart, others=lambda: others or [], clear=lambda: [])
+def opened(made: RunSpec, *, is_restart: bool = False, others: list[str] | None = None, built: int = 0) -> Startup:
+    also: Any = {"others": lambda: others or [], "clear": list, "built": lambda: built}
+    return open_run(made, Terms(made.run), is_restart=is_restart, **also)
 
 
 def begun(folder: Path, attempt: str, now: float = 10.0) -> None:
@@ -84,6 +85,9 @@ def test_a_restart_gives_way_to_a_later_submission_and_to_workers_of_a_journal_t
         opened(run_spec(tmp_path / "taken", "a"), is_restart=True)
     with pytest.raises(CoordinatorLost, match="its journal is not in"):
         opened(run_spec(tmp_path / "elsewhere", "a"), is_restart=True, others=["er:opened:w-1"])
+    with pytest.raises(JournalDamaged, match=r"no journal of run opened is in .*workers have built generation 7"):
+        opened(run_spec(tmp_path / "elsewhere", "a"), is_restart=True, others=["er:opened:w-1"], built=7)
+    assert not (tmp_path / "elsewhere").exists(), "nothing remakes a folder that was moved away"
 
 
 def test_a_finished_run_and_actors_that_stay_are_no_beginning(tmp_path: Path) -> None:
