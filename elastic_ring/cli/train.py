@@ -415,14 +415,15 @@ def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
     result = trainer.fit()
     summary = result.summary
     first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
-    kept = "bit-exact" if summary["exact"] else "sample-exact"
+    samples = (summary["samples_sha256"] or "unknown")[:16]
+    kept = "bit-exact" if summary["exact"] else "sample-exact" if summary["samples_sha256"] else "not all on record"
     changed = " (the mesh changed)" if summary.get("mesh_changed") and not summary["exact"] else ""
     print(
         f"{summary['steps']} steps, loss {first:.3f} -> {last:.3f}, {len(summary['recoveries'])} "
         f"{'recovery' if len(summary['recoveries']) == 1 else 'recoveries'}, "
         f"{kept}{changed}\n"
         f"{goodput_line(summary)}\n"
-        f"weights {summary['weights_sha256'][:16]}, samples {summary['samples_sha256'][:16]}; all of it in "
+        f"weights {summary['weights_sha256'][:16]}, samples {samples}; all of it in "
         f"{asked.run.storage_uri}"
     )
     lines = read_metrics(result.path) if (result.path / METRICS_NAME).exists() else []

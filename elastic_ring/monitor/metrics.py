@@ -388,7 +388,7 @@ def build_summary(
     *,
     losses_hex: Sequence[str],
     weights_sha256: str,
-    samples_sha256: str,
+    samples_sha256: str | None,
     goodput: float,
     exact: bool,
     generations: Iterable[Mapping[str, Any]],
@@ -410,6 +410,7 @@ def build_summary(
     """The content of summary.json, with exactly the documented keys in the documented order.
 
     `exact`: whether equal bits are promised. Where they are not, the summary says null: they may be equal all the same.
+    `samples_sha256`: None where records of steps are missing.
     `num_steps`: how many there were, where not all losses are on record. `stopped`: why a callback has stopped the run,
     empty if none has. `planned_steps`: those of the settings. `validation`: what the last one found. Raises: KeyError
     when a generation or recovery lacks a key. Additional keys of these are dropped.

@@ -19,6 +19,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.control.decisions.terms import LOOK_S, TermClaim, Unanswered, newest_claim, refuse_if_replaced
 from elastic_ring.errors import ElasticRingError, StaleMessage, StorageFailed, TermLost
 from elastic_ring.files import plain_json
+from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,11 @@ class Terms:
                 return True
         return False
 
+    def is_away(self, own: TermClaim) -> bool:
+        """Whether the run's folder was moved, removed or unmounted: neither this claim nor the journal is there."""
+        names = (_name(own.term), JOURNAL_NAME)
+        return self._storage.is_local and not any(os.path.exists(self._storage.at(name)) for name in names)
+
     def _listed(self) -> tuple[list[int], set[int]]:
         """The terms that are claimed, and those that are withdrawn."""
         found = [_NAME.fullmatch(name.rpartition("/")[2]) for name, _ in self._storage.names(FOLDER, recursive=False)]
@@ -102,6 +108,8 @@ class TermWatch:
         self._newest = own
         self._silence = Unanswered()
         self._is_heard = True
+        self.is_away = False
+        """As `Terms.is_away` at the last look."""
         self._told_s = -TELL_AGAIN_S
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="terms", daemon=True)
@@ -115,6 +123,9 @@ class TermWatch:
     def look(self) -> None:
         """Ask the storage now; before every write that others may rely on. Raises StorageFailed, and as `check`."""
         newest = self._terms.newest()
+        self.is_away = self._terms.is_away(self.own)
+        if self.is_away:
+            raise StorageFailed(f"{self._run.storage_uri} has neither this run's journal nor its term")
         self._is_heard = True
         if newest.term > self._newest.term:
             self._newest = newest

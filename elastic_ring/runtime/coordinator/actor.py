@@ -587,12 +587,27 @@ class Coordinator:
     def _end_if_nobody_answers(self) -> None:
         """A run whose term nobody can read may be another submission's by now."""
         limit_s, silent_s = self.run_spec.run.checkpoint_config.fail_after_s, self.storage.watch.silent_s()
-        if silent_s > limit_s:
-            told = (
-                f"the storage {self.run_spec.run.storage_uri} has not answered for {silent_s:.0f} s whether another "
-                f"submission has taken the run (checkpoint.fail_after_s={limit_s:g})"
+        is_away = self.storage.watch.is_away
+        if self.recorder.is_first("folder", is_away) and is_away:
+            self.recorder.recoveries.say(
+                f"{self._folder_is_away}. Training goes on without it; the run ends after {limit_s:g} s "
+                "(checkpoint.fail_after_s), and at its last step: put the folder back"
             )
+        if silent_s > limit_s:
+            what = "has not answered whether another submission has taken the run"
+            told = (
+                f"the storage {self.run_spec.run.storage_uri} {what}, for {silent_s:.0f} s "
+                f"(checkpoint.fail_after_s={limit_s:g})"
+            )
+            told = self._folder_is_away if is_away else told
             self._finish({"error": "StorageFailed", "message": told, "facts": {}})
+
+    @property
+    def _folder_is_away(self) -> str:
+        return (
+            f"the run's folder {self.run_spec.run.folder} was moved, removed or unmounted: its journal and metrics are "
+            "not there"
+        )
 
     @property
     def _checkpoints_failing_s(self) -> float:
@@ -704,6 +719,7 @@ class Coordinator:
         beside = self._queue, self.node_monitor.echo, self.recorder.checkpoint, self._end_report.look
         # The summary counts the last checkpoint.
         settled = aside(lambda: self._settle(end), *beside)
+        end = settled or end
         concluded = settled and aside(lambda: self._conclude(end, weights_sha256), *beside)
         if settled is None:  # nobody waits for the last records, but they are written
             alone = partial(self._conclude_unawaited, end, weights_sha256)
@@ -731,6 +747,9 @@ class Coordinator:
 
     def _settle(self, end: dict[str, Any]) -> dict[str, Any]:
         self._refuse_if_replaced()
+        if self.storage.watch.is_away and not end["error"]:
+            message = f"{self._folder_is_away}. Put it back and submit again: it goes on from its newest checkpoint"
+            end = {**end, "error": "StorageFailed", "message": message, "facts": {}}
         doing, where = self._end_report.doing, self.run_spec.run.storage_uri
         doing(f"the last checkpoint's manifest, and clearing up, in {where}")
         if not self.storage.checkpoints.close(self.run_spec.run.timeouts.clear_s, prunes=not end.get("error")):

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from elastic_ring.config import RunConfig
@@ -68,6 +67,7 @@ from elastic_ring.monitor.metrics import (
     MetricsLog,
     StepMetrics,
     build_summary,
+    missing_steps,
     read_metrics,
     write_summary,
 )
@@ -509,16 +509,26 @@ class RunRecorder:
         if known:
             return known
         self.recoveries.finish(self._clock())
+        lines, uri = read_metrics(self._run.folder), self._run.storage_uri.rstrip("/")
+        elsewhere = (one["step"] for one in self.totals.resumed_from if not one["path"].startswith(f"{uri}/"))
+        begun = max(elsewhere, default=0)  # what another run's folder has, this one need not have
+        missing = [step for step in missing_steps(lines, self.metrics.last_step + 1) if step >= begun]
+        if missing:
+            self.recoveries.say(
+                f"{self.metrics.path} has no lines of {len(missing)} step(s), {missing[0]} to {missing[-1]}, that this "
+                "run has trained: samples_sha256 and exact are null"
+            )
+        exact = exact and not missing
         summary = build_summary(
             losses_hex=self.metrics.losses_hex(),
             weights_sha256=weights_sha256,
-            samples_sha256=samples_digest(self._run.folder),
+            samples_sha256=None if missing else samples_digest(lines),
             goodput=self.goodput.ratio(self._clock()),
             exact=exact and self.recoveries.same_environment and all(r["exact"] for r in self.recoveries.records),
             generations=self.totals.generations,
             recoveries=self.recoveries.records,
             compilations_after_step_0=self.totals.num_compiled_late,
-            skipped_steps=sum(bool(line["skipped"]) for line in read_metrics(self._run.folder)),
+            skipped_steps=sum(bool(line["skipped"]) for line in lines),
             lost_workers=self.recoveries.num_lost(),
             resumed_from=self.totals.resumed_from,
             checkpoints=self.totals.checkpoints,
@@ -584,9 +594,9 @@ def lost_to(state: State) -> str:
     return "startup" if isinstance(phase, Building) and phase.incident.base is None else ""
 
 
-def samples_digest(folder: Path) -> str:
+def samples_digest(lines: Iterable[Mapping[str, Any]]) -> str:
     """sha256 over the consumed-samples digests of all committed steps, in order."""
     total = hashlib.sha256()
-    for line in read_metrics(folder):
+    for line in lines:
         total.update(f"{line['step']}:{line['samples']}\n".encode())
     return total.hexdigest()

@@ -22,12 +22,14 @@ from benchmarks.harness.runs import actor_pids
 from elastic_ring import Callback, CheckpointConfig, EarlyStopping, Result
 from elastic_ring.data.sampling.validation import ValidationSet, measured
 from elastic_ring.data.source import TextFiles, open_source
-from elastic_ring.monitor.journal import read
+from elastic_ring.errors import RunFailed, StorageFailed
+from elastic_ring.monitor.journal import line_of, read
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import read_metrics, write_json
 from elastic_ring.monitor.report import render_status
 from elastic_ring.runtime.agent.stamp_dir import hold, stamp_folder
 from elastic_ring.runtime.coordinator.actor import Coordinator
+from elastic_ring.runtime.coordinator.failed_starts import LIMIT
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
 from tests.ray.conftest import ALONE, Heard, check_records, fault_free, tiny_trainer, wait_for
@@ -257,3 +259,57 @@ def test_a_frozen_agent_is_replaced_and_the_next_death_is_seen_by_the_new_one(lo
     assert "killed by SIGKILL" in recovery["cause"], "only an agent can tell the signal"
     assert summary["exact"]
     assert left_behind("agent") == []
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_is_moved_away_says_so_and_ends_without_a_digest_of_what_is_left(
+    local_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, gate = tmp_path / "moved", tmp_path / "gate"
+    trainer = tiny_trainer(tmp_path, "moved", steps=8, gate=gate, **ALONE)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
+        folder.rename(tmp_path / "moved.old")
+        heard = list[str]()
+        wait_for(lambda: heard.append(capsys.readouterr().err) or "was moved, removed or unmounted" in "".join(heard))
+        gate.touch()
+        with pytest.raises(StorageFailed, match=r"was moved, removed or unmounted.*submit again"):
+            run.result()
+    assert not (folder / "summary.json").exists()
+    assert len(read_metrics(tmp_path / "moved.old")) == 8, "the open files moved along"
+    assert left_behind("moved") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("no-journal", r"no journal of run no-journal is in .*have built generation 1.*goes on from its newest"),
+        ("odd-journal", "KeyError"),
+    ],
+)
+def test_a_coordinator_that_cannot_begin_for_its_journal_ends_the_run(
+    local_ray: None, tmp_path: Path, name: str, error: str
+) -> None:
+    folder, gate = tmp_path / name, tmp_path / "gate"
+    trainer = tiny_trainer(tmp_path, name, steps=40, gate=gate, **ALONE)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
+        coordinator = ray.get_actor(actor_name(name, "coordinator"), namespace=NAMESPACE)
+        process = psutil.Process(ray.get(coordinator.identity.remote())["pid"])
+        process.suspend()
+        if name == "no-journal":
+            folder.rename(tmp_path / "elsewhere")
+        else:
+            with (folder / "journal.jsonl").open("ab") as file:
+                file.write(line_of({"note": "checkpoint", "checkpoint": {}, "unix_s": 0.0}))
+        process.kill()
+        with pytest.raises(RunFailed, match=error):
+            run.result()
+    assert left_behind(name) == []
+    if name == "odd-journal":
+        assert len(notes(folder, "term")) == 1 + LIMIT
+    else:
+        assert not folder.exists(), "nothing makes the folder anew"

@@ -139,6 +139,23 @@ def test_the_summary_counts_the_steps_that_were_skipped(recorder: RunRecorder) -
     assert (summary["steps"], summary["skipped_steps"], summary["lost_workers"]) == (2, 2, {})
 
 
+@pytest.mark.parametrize("kept", [0, 2, 3], ids=["moved away", "cut", "whole"])
+def test_a_digest_of_fewer_records_than_steps_is_null_and_says_why(recorder: RunRecorder, kept: int) -> None:
+    recorder.steps.begun(0, (1, 1))
+    recorder.publish([record(step, (1, 1)) for step in range(3)])
+    path = recorder.metrics.path
+    lines = path.read_text().splitlines(keepends=True)
+    path.rename(path.with_name("elsewhere"))
+    if kept:
+        path.write_text("".join(lines[:kept]))
+    summary = recorder.write_summary("", exact=True)
+    told = [line for line in recorder.take_lines(0) if "samples_sha256 and exact are null" in line]
+    assert (summary["steps"], summary["exact"], summary["samples_sha256"] is not None, len(told)) == (
+        (3, True, True, 0) if kept == 3 else (3, None, False, 1)
+    )
+    assert kept == 3 or f"has no lines of {3 - kept} step(s), {kept} to 2" in told[0]
+
+
 def test_after_the_end_nobody_is_a_member_whatever_phase_it_came_in(recorder: RunRecorder) -> None:
     """Stopped by the user in the middle of training: the core itself has not ended anything."""
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
