@@ -76,7 +76,7 @@ class Timeouts:
     hello_s: PositiveSeconds = 30.0
     """Workers' answer to a new coordinator; a driver's question."""
     gather_s: PositiveSeconds = 5.0
-    """At the start, from the last news of nodes to the first worker, while a node that Ray lists has not joined."""
+    """The first workers' wait for a node that Ray lists, after the last news."""
     start_s: PositiveSeconds = 120.0
     """A worker's start, or its next sign of progress. Raise it for slow imports and large corpora."""
     start_max_s: PositiveSeconds = 1800.0

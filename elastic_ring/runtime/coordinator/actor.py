@@ -71,7 +71,6 @@ from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from elastic_ring.runtime.coordinator.demand import DemandKeeper
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
-from elastic_ring.runtime.coordinator.failed_starts import FailedStarts
 from elastic_ring.runtime.coordinator.inbox import (
     Abandoned,
     AgentAttached,
@@ -93,7 +92,7 @@ from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, checkpoint_facts, control_options
 from elastic_ring.runtime.coordinator.shutdown import EndReport, aside, conclude, unfinished
-from elastic_ring.runtime.coordinator.startup import Startup, open_run
+from elastic_ring.runtime.coordinator.startup import FailedStarts, Startup, open_run
 from elastic_ring.runtime.coordinator.status_file import write_end
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, built_generation, clear, left_behind
@@ -148,7 +147,6 @@ class Coordinator:
         self.driver_feed = DriverFeed()
         self._cause = CauseIds("coordinator")
         self._is_restart = ray.get_runtime_context().was_current_actor_reconstructed
-        self._failed_starts = FailedStarts(self._own_name, run_spec.attempt)
         self._ready = threading.Event()
         threading.Thread(target=self._main, name="decide", daemon=True).start()
 
@@ -239,11 +237,12 @@ class Coordinator:
 
     def _main(self) -> None:
         stages = Stages("its process and imports", self.run_spec.submitted_unix_s)
+        failed_starts = FailedStarts(self._own_name, self.run_spec.attempt)
         try:
             stages.begin("claims a term, opens the run")
             self._open()
             if self._is_restart:
-                self._failed_starts.forget()
+                failed_starts.forget()
             stages.begin("")
             self._ready.set()
             if not self._is_restart:
@@ -267,7 +266,7 @@ class Coordinator:
         except BaseException as error:
             log.exception("the coordinator fails")
             is_starting = self._is_restart and not self._ready.is_set()
-            if is_starting and not isinstance(error, FINAL) and not self._failed_starts.is_last(error):
+            if is_starting and not isinstance(error, FINAL) and not failed_starts.is_last(error):
                 # Training goes on without a coordinator: a storage that is away for a while must not end it.
                 time.sleep(RESTART_PAUSE_S)
                 os._exit(1)

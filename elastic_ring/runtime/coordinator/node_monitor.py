@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -93,7 +93,6 @@ class NodeMonitor(NodeFigures):
         self._agent_server = AgentServer(key, self._on_message)
         self._cluster = Cluster(run_spec.run, run_spec.scaling, run_spec.task)
         self._nodes: defaultdict[str, WatchedNode] = defaultdict(WatchedNode)
-        self._with_room: tuple[str, ...] = ()
         self._workers: dict[str, WatchedWorker] = {}
         self._vacant: frozenset[str] = frozenset()
         self._cause = CauseIds("monitor")
@@ -269,10 +268,10 @@ class NodeMonitor(NodeFigures):
         listed = {node.node: node for node in live_nodes(self._scaling)}
         with self._lock:
             self._drop_unattached()
-            with_room = tuple(name for name, node in listed.items() if node.num_members and not node.draining)
-            if with_room != self._with_room:  # before any of them joins
-                self._with_room = with_room
-                self._event(NodesListed(self._cause(), with_room))
+            known = with_room(node.info for node in self._nodes.values() if node.info)
+            listed_now = with_room(without(node, self._nodes[name].bad_gpus) for name, node in listed.items())
+            if listed_now != known:  # told before any of them joins
+                self._event(NodesListed(self._cause(), tuple(sorted(listed_now))))
             for node in listed.values():
                 self._update(node)
             for name in [name for name, node in self._nodes.items() if node.info and name not in listed]:
@@ -286,8 +285,8 @@ class NodeMonitor(NodeFigures):
                     self._nodes[name].beat_at = now  # asked once for each such silence
                     self._confirm_in_thread(name, f"no beat for {limit_s:.1f} s", now)
             vacant = self._long_vacant(now)
-            known = {name: self._nodes[name] for name in listed}
-            without_agent = [n.info for n in known.values() if n.agent is None and n.vacant_since is None and n.info]
+            nodes = [self._nodes[name] for name in listed]
+            without_agent = [n.info for n in nodes if n.agent is None and n.vacant_since is None and n.info]
         for name in vacant:
             self._remove_agent(name)
         for node in without_agent:
@@ -396,6 +395,11 @@ class NodeMonitor(NodeFigures):
 
     def _event(self, event: Event) -> None:
         self._put(Happened(event))
+
+
+def with_room(nodes: Iterable[NodeInfo]) -> set[str]:
+    """Those on which a worker may start."""
+    return {node.node for node in nodes if node.num_members and not node.draining}
 
 
 def without(node: NodeInfo, bad_gpus: Collection[str]) -> NodeInfo:

@@ -13,9 +13,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+
 from elastic_ring.control.decisions.terms import Action, TermClaim, begin
 from elastic_ring.control.replay import standing
-from elastic_ring.errors import CoordinatorLost, ElasticRingError, JournalDamaged, RecordDamaged, RunFailed
+from elastic_ring.errors import (
+    CoordinatorLost,
+    ElasticRingError,
+    JournalDamaged,
+    RecordDamaged,
+    RunFailed,
+    StorageFailed,
+)
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.journal import Journal, salvage, salvage_file
 from elastic_ring.monitor.json_files import read_json
@@ -35,6 +44,30 @@ from elastic_ring.state.storage.folder import Storage
 log = logging.getLogger(__name__)
 
 JournalLine = Mapping[str, Any]
+
+MOST_FAILED_STARTS = 3
+OF_CONTENT = (ElasticRingError, LookupError, TypeError, ValueError, AttributeError)
+"""What reading a journal raises. A storage that is away raises others, and is waited for."""
+
+
+class FailedStarts:
+    """How often in a row a restarted coordinator could not begin for what its journal holds. Each try is a process of
+    its own, so the head of the cluster keeps the number."""
+
+    def __init__(self, coordinator: str, attempt: str) -> None:
+        self._key = f"{coordinator}:{attempt}:failed starts".encode()
+
+    def is_last(self, error: BaseException) -> bool:
+        """Count a start that failed; whether no other is tried."""
+        if not isinstance(error, OF_CONTENT) or isinstance(error, StorageFailed):
+            self.forget()
+            return False
+        number = 1 + int(_internal_kv_get(self._key) or 0)
+        _internal_kv_put(self._key, b"%d" % number)
+        return number >= MOST_FAILED_STARTS
+
+    def forget(self) -> None:
+        _internal_kv_del(self._key)
 
 
 @dataclass(frozen=True)

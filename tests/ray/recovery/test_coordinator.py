@@ -29,8 +29,8 @@ from elastic_ring.monitor.metrics import read_metrics, write_json
 from elastic_ring.monitor.report import render_status
 from elastic_ring.runtime.agent.stamp_dir import hold, stamp_folder
 from elastic_ring.runtime.coordinator.actor import Coordinator
-from elastic_ring.runtime.coordinator.failed_starts import LIMIT
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
+from elastic_ring.runtime.coordinator.startup import MOST_FAILED_STARTS
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
 from tests.ray.conftest import ALONE, Heard, check_records, fault_free, tiny_trainer, wait_for
 
@@ -310,6 +310,6 @@ def test_a_coordinator_that_cannot_begin_for_its_journal_ends_the_run(
             run.result()
     assert left_behind(name) == []
     if name == "odd-journal":
-        assert len(notes(folder, "term")) == 1 + LIMIT
+        assert len(notes(folder, "term")) == 1 + MOST_FAILED_STARTS
     else:
         assert not folder.exists(), "nothing makes the folder anew"
