@@ -114,11 +114,10 @@ class Records:
         keys = ("note", "unix_s")
         recoveries = [{k: v for k, v in line.items() if k not in keys} for line in self._of("recovery")]
         num_failures = len(self._of("failed"))
-        steps = read_metrics(self._folder)
         summary = build_summary(
             losses_hex=self._metrics.losses_hex(),
             weights_sha256=weights_sha256,
-            samples_sha256=samples_digest(steps),
+            samples_sha256=samples_digest(read_metrics(self._folder)),
             goodput=self._goodput.ratio(time.monotonic()),
             exact=not recoveries and all(line["mesh"] == attempts[0]["mesh"] for line in attempts),
             generations=[
@@ -126,7 +125,7 @@ class Records:
                 for line in attempts
             ],
             recoveries=recoveries,
-            skipped_steps=sum(bool(line["skipped"]) for line in steps),
+            skipped_steps=sum(bool(line["skipped"]) for line in read_metrics(self._folder)),
             lost_workers={"worker group failed": num_failures} if num_failures else {},
             resumed_from=[
                 {"path": line["resumed_from"], "step": line["step"]} for line in attempts if line["resumed_from"]

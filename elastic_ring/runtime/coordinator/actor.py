@@ -92,7 +92,7 @@ from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, checkpoint_facts, control_options
 from elastic_ring.runtime.coordinator.shutdown import EndReport, aside, conclude, unfinished
-from elastic_ring.runtime.coordinator.startup import FailedStarts, Startup, open_run
+from elastic_ring.runtime.coordinator.startup import MOST_FAILED_STARTS, Startup, num_failed_starts, open_run
 from elastic_ring.runtime.coordinator.status_file import write_end
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, built_generation, clear, left_behind
@@ -237,12 +237,12 @@ class Coordinator:
 
     def _main(self) -> None:
         stages = Stages("its process and imports", self.run_spec.submitted_unix_s)
-        failed_starts = FailedStarts(self._own_name, self.run_spec.attempt)
+        num_failed = partial(num_failed_starts, self._own_name, self.run_spec.attempt)
         try:
             stages.begin("claims a term, opens the run")
             self._open()
             if self._is_restart:
-                failed_starts.forget()
+                num_failed(None)
             stages.begin("")
             self._ready.set()
             if not self._is_restart:
@@ -266,7 +266,7 @@ class Coordinator:
         except BaseException as error:
             log.exception("the coordinator fails")
             is_starting = self._is_restart and not self._ready.is_set()
-            if is_starting and not isinstance(error, FINAL) and not failed_starts.is_last(error):
+            if is_starting and not isinstance(error, FINAL) and num_failed(error) < MOST_FAILED_STARTS:
                 # Training goes on without a coordinator: a storage that is away for a while must not end it.
                 time.sleep(RESTART_PAUSE_S)
                 os._exit(1)
@@ -588,25 +588,19 @@ class Coordinator:
         limit_s, silent_s = self.run_spec.run.checkpoint_config.fail_after_s, self.storage.watch.silent_s()
         is_away = self.storage.watch.is_away
         if self.recorder.is_first("folder", is_away) and is_away:
-            self.recorder.recoveries.say(
-                f"{self._folder_is_away}. Training goes on without it; the run ends after {limit_s:g} s "
-                "(checkpoint.fail_after_s), and at its last step: put the folder back"
-            )
+            told = f"training goes on for at most {limit_s:g} s (checkpoint.fail_after_s), or to its last step"
+            self.recorder.recoveries.say(f"{self._folder_is_away}: put it back; {told}")
         if silent_s > limit_s:
-            what = "has not answered whether another submission has taken the run"
             told = (
-                f"the storage {self.run_spec.run.storage_uri} {what}, for {silent_s:.0f} s "
-                f"(checkpoint.fail_after_s={limit_s:g})"
+                f"the storage {self.run_spec.run.storage_uri} has not answered for {silent_s:.0f} s whether another "
+                f"submission has taken the run (checkpoint.fail_after_s={limit_s:g})"
             )
-            told = self._folder_is_away if is_away else told
+            told = f"{self._folder_is_away}, for {silent_s:.0f} s" if is_away else told
             self._finish({"error": "StorageFailed", "message": told, "facts": {}})
 
     @property
     def _folder_is_away(self) -> str:
-        return (
-            f"the run's folder {self.run_spec.run.folder} was moved, removed or unmounted: its journal and metrics are "
-            "not there"
-        )
+        return f"the run's folder {self.run_spec.run.folder} was moved, removed or unmounted with its records"
 
     @property
     def _checkpoints_failing_s(self) -> float:

@@ -268,10 +268,10 @@ class NodeMonitor(NodeFigures):
         listed = {node.node: node for node in live_nodes(self._scaling)}
         with self._lock:
             self._drop_unattached()
-            known = with_room(node.info for node in self._nodes.values() if node.info)
-            listed_now = with_room(without(node, self._nodes[name].bad_gpus) for name, node in listed.items())
-            if listed_now != known:  # told before any of them joins
-                self._event(NodesListed(self._cause(), tuple(sorted(listed_now))))
+            before = with_room(node.info for node in self._nodes.values() if node.info)
+            after = with_room(without(node, self._nodes[name].bad_gpus) for name, node in listed.items())
+            if before != after:  # told before any of them joins
+                self._event(NodesListed(self._cause(), tuple(sorted(after))))
             for node in listed.values():
                 self._update(node)
             for name in [name for name, node in self._nodes.items() if node.info and name not in listed]:
@@ -285,8 +285,8 @@ class NodeMonitor(NodeFigures):
                     self._nodes[name].beat_at = now  # asked once for each such silence
                     self._confirm_in_thread(name, f"no beat for {limit_s:.1f} s", now)
             vacant = self._long_vacant(now)
-            nodes = [self._nodes[name] for name in listed]
-            without_agent = [n.info for n in nodes if n.agent is None and n.vacant_since is None and n.info]
+            known = {name: self._nodes[name] for name in listed}
+            without_agent = [n.info for n in known.values() if n.agent is None and n.vacant_since is None and n.info]
         for name in vacant:
             self._remove_agent(name)
         for node in without_agent:

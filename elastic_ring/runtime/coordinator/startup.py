@@ -13,18 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from elastic_ring.control.decisions.terms import Action, TermClaim, begin
 from elastic_ring.control.replay import standing
-from elastic_ring.errors import (
-    CoordinatorLost,
-    ElasticRingError,
-    JournalDamaged,
-    RecordDamaged,
-    RunFailed,
-    StorageFailed,
-)
+from elastic_ring.errors import CoordinatorLost, ElasticRingError, JournalDamaged, RecordDamaged, RunFailed
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.journal import Journal, salvage, salvage_file
 from elastic_ring.monitor.json_files import read_json
@@ -44,30 +37,24 @@ from elastic_ring.state.storage.folder import Storage
 log = logging.getLogger(__name__)
 
 JournalLine = Mapping[str, Any]
+Names = Callable[[], Sequence[str]]
 
 MOST_FAILED_STARTS = 3
-OF_CONTENT = (ElasticRingError, LookupError, TypeError, ValueError, AttributeError)
+OF_CONTENT = (CoordinatorLost, RecordDamaged, LookupError, TypeError, ValueError, AttributeError)
 """What reading a journal raises. A storage that is away raises others, and is waited for."""
 
 
-class FailedStarts:
-    """How often in a row a restarted coordinator could not begin for what its journal holds. Each try is a process of
-    its own, so the head of the cluster keeps the number."""
-
-    def __init__(self, coordinator: str, attempt: str) -> None:
-        self._key = f"{coordinator}:{attempt}:failed starts".encode()
-
-    def is_last(self, error: BaseException) -> bool:
-        """Count a start that failed; whether no other is tried."""
-        if not isinstance(error, OF_CONTENT) or isinstance(error, StorageFailed):
-            self.forget()
-            return False
-        number = 1 + int(_internal_kv_get(self._key) or 0)
-        _internal_kv_put(self._key, b"%d" % number)
-        return number >= MOST_FAILED_STARTS
-
-    def forget(self) -> None:
-        _internal_kv_del(self._key)
+def num_failed_starts(coordinator: str, attempt: str, error: BaseException | None) -> int:
+    """How many starts in a row have failed for what the journal holds, with this `error`; None: this one has not. Each
+    is another process, so the head of the cluster keeps the number."""
+    key, number = f"{coordinator}:{attempt}:failed starts".encode(), 0
+    try:
+        if isinstance(error, OF_CONTENT):
+            number = 1 + int(_internal_kv_get(key) or 0)
+        _internal_kv_put(key, b"%d" % number)
+    except Exception:
+        log.exception("could not count a failed start")
+    return number
 
 
 @dataclass(frozen=True)
@@ -96,16 +83,16 @@ def open_run(
     terms: Terms,
     *,
     is_restart: bool,
-    others: Callable[[], Sequence[str]],
-    clear: Callable[[], Sequence[str]],
+    others: Names,
+    clear: Names,
     built: Callable[[], int] = int,
 ) -> Startup:
     """Claim a term, and go on with the journal of this attempt or make room for a first one.
 
     `is_restart`: in a process that Ray started again. `others()` names what exists of the run beside this coordinator;
     `built()` is the newest generation that its workers have built, 0 for none; `clear()` removes them, and names what
-    stays. Raises: as `begin` of the terms and `refuse_to_begin`; RunFailed when
-    something stays; JournalDamaged; StorageFailed.
+    stays. Raises: as `begin` of the terms and `refuse_to_begin`; RunFailed when something stays; JournalDamaged;
+    StorageFailed.
     """
     folder, run = run_spec.run.folder, run_spec.run
     reading = _Reading(run_spec, partial(refuse_to_begin, run_spec, is_restart=is_restart, others=others, built=built))
@@ -232,12 +219,7 @@ def _metrics(run_spec: RunSpec) -> list[str]:
 
 
 def refuse_to_begin(
-    run_spec: RunSpec,
-    begins: Sequence[JournalLine],
-    *,
-    is_restart: bool,
-    others: Callable[[], Sequence[str]],
-    built: Callable[[], int],
+    run_spec: RunSpec, begins: Sequence[JournalLine], *, is_restart: bool, others: Names, built: Callable[[], int]
 ) -> None:
     """Whether a first coordinator of `run_spec` may begin where the journal has these beginnings.
 

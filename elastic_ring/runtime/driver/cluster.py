@@ -300,9 +300,8 @@ def built_generation(run: str, wait_s: float) -> int:
         if not name.startswith(actor_name(run, "agent:")):
             with suppress(ValueError):  # it has gone meanwhile
                 asked.append(ray.get_actor(name, namespace=NAMESPACE).generation.remote())
-    answered = ray.wait(asked, num_returns=len(asked), timeout=wait_s)[0] if asked else []
     generations = [0]
-    for answer in answered:
+    for answer in ray.wait(asked, num_returns=len(asked), timeout=wait_s)[0] if asked else ():
         with suppress(RayError):  # its process is gone
             generations.append(ray.get(answer))
     return max(generations)
