@@ -108,8 +108,7 @@ class TermWatch:
         self._newest = own
         self._silence = Unanswered()
         self._is_heard = True
-        self.is_away = False
-        """As `Terms.is_away` at the last look."""
+        self.is_away = False  # at the last look
         self._told_s = -TELL_AGAIN_S
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="terms", daemon=True)
