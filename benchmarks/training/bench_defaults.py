@@ -98,6 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--cases", type=list_of(str), default=["2k", "8k", "512"], help=f"some of {','.join(CASES)}")
     parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--skip", type=int, default=0, help="of each case's settings, the first so many")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     rows = []
@@ -105,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = Path(made).absolute()
         for case in options.cases:
             model = ring_model(seven_b(folder / "7b"), lora=LORA) if CASES[case][2] else ring_model(HF_LLAMA)
-            for settings in CASES[case][3]:
+            for settings in CASES[case][3][options.skip :]:
                 rows.append(measure(model, folder, case, settings, options.steps))
                 results.show(json.dumps(rows[-1]))
     results.show(results.table(("case", "asked", "taken", "step_s", "tokens_a_s", "peak_gib", "least_s"), rows))
