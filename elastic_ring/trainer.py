@@ -56,7 +56,7 @@ from elastic_ring.data.sampling.validation import (
 )
 from elastic_ring.data.source import SourceConfig, fingerprinted, hold_out, open_source, order_of
 from elastic_ring.files import plain_json, shown_plain, shown_url
-from elastic_ring.forecast.pass_choice import choose_pass
+from elastic_ring.forecast.pass_choice import AS_SET, choose_pass
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
 from elastic_ring.monitor.json_files import read_json, set_aside
@@ -286,20 +286,20 @@ class ElasticRingTrainer:
         step, scaling, pattern = self.task.step, self.scaling_config, self.task.pattern
         if AUTO not in (step.sequences_per_pass, scaling.keep_activations):
             return
-        on_record, density, config = "", 1.0, None
+        on_record, density, config = False, 1.0, None
         if step.sequences_per_pass == AUTO and self.run_config.resume != "never":
             with suppress(errors.RecordDamaged):  # `_finished` has reported it
                 config = _recorded(self.run_config.driver_folder / CONFIG_NAME)
             number = recorded_pass(step, config, self._resume())
             if number is not None:
-                step, on_record = replace(step, sequences_per_pass=number), ", on record"
+                step, on_record = replace(step, sequences_per_pass=number), True
         parts = parts_of(self.task.model, step)
         sizes = parts.sizes if self.task.loss is parts.loss else None
         if pattern is not None and sizes is not None:
             shape = sizes.config
             density = pattern.density(step.context_tokens, shape.num_layers, shape.num_heads, shape.num_kv_heads)
         choice = choose_pass(sizes, scaling, step, self.run_config, gpu, density)
-        log.info("%s%s", choice.reason, on_record)
+        log.info("%s", choice.reason.replace(AS_SET, "as on record of this run") if on_record else choice.reason)
         step, self.scaling_config = choice.settings(step, scaling)
         self.task = replace(self.task, step=step)
 

@@ -79,12 +79,10 @@ def schedule_before(run: RunConfig, steps: int, *, replans: bool) -> dict[str, A
 
 @dataclass(frozen=True)
 class DefaultRates:
-    """`values` of the settings in `RATES` that nobody gave, and their `source`, in words. `awaits_run`: the run of
-    `--from` decides them, once its weights are open."""
+    """`values` of the settings in `RATES` that nobody gave, and their `source`, in words."""
 
     values: Mapping[str, Any]
     source: str
-    awaits_run: bool = False
 
 
 def usual_rates(peak_lr: float, total_steps: int) -> dict[str, Any]:
@@ -92,15 +90,36 @@ def usual_rates(peak_lr: float, total_steps: int) -> dict[str, Any]:
     return {"peak_lr": peak_lr, "min_lr": least, "warmup_steps": math.ceil(WARMUP_SHARE * total_steps)}
 
 
-def default_rates(optim: Mapping[str, Any], unset: set[str], run: RunConfig, *, lora: bool) -> DefaultRates:
-    """Of the settings `unset`; `optim` has the others. A run on record keeps its own: they are part of its identity.
-    Raises ValueError where its storage does not answer."""
-    peak_lr = optim["peak_lr"] if "peak_lr" not in unset else ADAPTERS_LR if lora else FOLDER_LR
-    rates, recorded_optim = usual_rates(peak_lr, optim["total_steps"]), _optim_on_record(run)
+def default_rates(optim: Mapping[str, Any], unset: set[str], *, lora: bool, has_run: bool) -> DefaultRates:
+    """Of the settings `unset`; `optim` has the others. `has_run`: the rate of a run may replace them, so a `min_lr`
+    above them is no mistake yet."""
+    peak_lr, source = ADAPTERS_LR if lora else FOLDER_LR, f"the default for {'adapters' if lora else 'trained weights'}"
+    if "peak_lr" not in unset:
+        peak_lr, source = optim["peak_lr"], "peak_lr as set"
+    values = {name: value for name, value in usual_rates(peak_lr, optim["total_steps"]).items() if name in unset}
+    if has_run and "peak_lr" in unset and "min_lr" not in unset:
+        values["peak_lr"] = max(peak_lr, optim["min_lr"])
+    return DefaultRates(values, source if "peak_lr" not in unset else f"{source}; {OTHERWISE}")
+
+
+def with_rates(asked: TrainSettings, weights: RunWeights | None) -> TrainSettings:
+    """With the rates on record of the run, which are part of its identity; else with the rate that the run of `--from`
+    has at the step of its `weights`. Raises ValueError where a storage does not answer, RecordDamaged."""
+    rates, optim = asked.rates, asked.optim
+    if rates is None:
+        return asked
+    recorded_optim = None if asked.run.resume == "never" else _optim_on_record(asked.run)
     if recorded_optim is not None:
-        return DefaultRates({name: recorded_optim.get(name, rates[name]) for name in unset}, "as on record of this run")
-    source = f"the default for {'adapters' if lora else 'trained weights'}; {OTHERWISE}"
-    return DefaultRates({name: rates[name] for name in unset}, source, awaits_run="peak_lr" in unset)
+        values = {name: recorded_optim.get(name, value) for name, value in rates.values.items()}
+        rates = DefaultRates(values, "as on record of this run")
+    elif weights is not None and "peak_lr" in rates.values:
+        peak_lr, step = _rate_at_end(weights)
+        source = f"the rate of step {step} of {shown_url(weights.uri)}; {OTHERWISE}" if peak_lr else rates.source
+        defaults = usual_rates(peak_lr or FOLDER_LR, optim.total_steps)
+        rates = DefaultRates({name: defaults[name] for name in rates.values}, source)
+    optim = replace(optim, **rates.values)
+    log.info("learning rate: %s (%s)", ", ".join(f"{name}={getattr(optim, name):g}" for name in RATES), rates.source)
+    return replace(asked, optim=optim, rates=rates)
 
 
 def _optim_on_record(run: RunConfig) -> Mapping[str, Any] | None:
@@ -121,19 +140,6 @@ def _record(storage: Storage, name: str) -> dict[str, Any]:
         return {}
 
 
-def at_rate_of(asked: TrainSettings, weights: RunWeights) -> TrainSettings:
-    """With the rate that the run of `--from` has at the step of its weights, where nothing else gives one. Raises
-    RecordDamaged."""
-    rates = asked.rates
-    if rates is None or not rates.awaits_run or not (rate_and_step := _rate_at_end(weights))[0]:
-        return asked
-    peak_lr, step = rate_and_step
-    defaults = usual_rates(peak_lr, asked.optim.total_steps)
-    values = {name: defaults[name] for name in rates.values}
-    rates = DefaultRates(values, f"the rate of step {step} of {shown_url(weights.uri)}; {OTHERWISE}")
-    return replace(asked, optim=replace(asked.optim, **values), rates=rates)
-
-
 def _rate_at_end(weights: RunWeights) -> tuple[float, int]:
     """(rate, step) where the weights' run goes on; a rate of 0 without a record, and where a function gave it."""
     from elastic_ring.state.checkpoints.manifest import age_key
@@ -146,8 +152,3 @@ def _rate_at_end(weights: RunWeights) -> tuple[float, int]:
         if type(step) is not int or "optim" not in config or "lr_schedule" in config.get("code", {}):
             return 0.0, 0
         return learning_rate(step, from_plain(OptimConfig, config["optim"], "optim.")), step
-
-
-def rate_line(optim: OptimConfig, rates: DefaultRates) -> str:
-    values = ", ".join(f"{name}={getattr(optim, name):g}" for name in RATES)
-    return f"learning rate: {values} ({rates.source})"

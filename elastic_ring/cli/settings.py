@@ -281,7 +281,7 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     top: dict[str, Any] = {key: file.get(key) if (value := getattr(flags, key)) is None else value for key in TOP}
     rates, unset = None, {*RATES} - asked
     if unset and not flags.plan and (top["model_folder"] is not None or top["from_run"] is not None):
-        rates = default_rates(optim, unset, made["run"], lora=top["lora"] is not None)
+        rates = default_rates(optim, unset, lora=top["lora"] is not None, has_run=top["from_run"] is not None)
         optim |= rates.values
     elif "warmup_steps" not in asked:
         optim["warmup_steps"] = min(optim["warmup_steps"], steps)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from elastic_ring.cli.data_settings import data_flag, data_source, prepared_data, validation_sets
-from elastic_ring.cli.schedule import at_rate_of, rate_line
+from elastic_ring.cli.schedule import with_rates
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
 from elastic_ring.config import check_copies, check_lasting, check_loss_spikes, check_together
 from elastic_ring.errors import ElasticRingError, StorageFailed, TermLost
@@ -63,11 +63,10 @@ def build(asked: TrainSettings, made: Made | None = None) -> ElasticRingTrainer:
     factory, model, initial = made or _model(asked)
     if not asked.plan:  # which prints them itself
         _tell_size(asked, model)
+    weights = None
     if asked.from_run is not None:
         weights = initial = _weights_of(asked.from_run, asked.run, factory)
-        asked = at_rate_of(asked, weights)
-    if asked.rates is not None:
-        logging.info("%s", rate_line(asked.optim, asked.rates))
+    asked = with_rates(asked, weights)
     trainer = ElasticRingTrainer(
         factory,
         data_source(asked.data, model, step.context_tokens),
@@ -148,10 +147,14 @@ def _with_choice(asked: TrainSettings) -> TrainSettings:
     from elastic_ring.forecast.pass_choice import choose_pass
     from elastic_ring.model.config import ModelSizes
 
-    sizes = ModelSizes(asked.model, is_built_in=True)
-    choice = choose_pass(sizes, asked.scaling, asked.step, asked.run, _gpu_of_host())
+    sizes, step, record = ModelSizes(asked.model, is_built_in=True), asked.step, {}
+    if asked.run.resume != "never":
+        record = readable_json(asked.run.driver_folder / CONFIG_NAME) or {}
+    if record and step.sequences_per_pass == AUTO:
+        step = dataclasses.replace(step, sequences_per_pass=record.get("step", {}).get("sequences_per_pass", 1))
+    choice = choose_pass(sizes, asked.scaling, step, asked.run, _gpu_of_host())
     logging.info("%s", choice.reason)
-    step, scaling = choice.settings(asked.step, asked.scaling)
+    step, scaling = choice.settings(step, asked.scaling)
     return dataclasses.replace(asked, step=step, scaling=scaling)
 
 

@@ -83,7 +83,7 @@ def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]
     for flag in ("validate", "stop_early", "keep_best", "search", "extend"):
         if has_flag(rest, flag):
             raise ValueError(f"--{flag.replace('_', '-')}: is the elastic ring's; here {NONE_HERE}")
-    asked = parse([*rest, "--scaling.no-keep-activations"])  # this door recomputes as the model says
+    asked = parse(rest)
     refuse_ignored(asked)
     return found, asked
 
@@ -181,7 +181,7 @@ def _main(argv: Sequence[str] | None) -> int:
     print(
         f"{summary['steps']} steps, loss {first:.3f} -> {last:.3f}, {len(summary['generations'])} worker group(s), "
         f"goodput {summary['goodput']:.0%}\n"
-        f"weights {summary['weights_sha256'][:16]}, samples {summary['samples_sha256'][:16]}; all of it in "
-        f"{asked.run.storage_uri}"
+        f"weights {summary['weights_sha256'][:16]}, samples {(summary['samples_sha256'] or 'unknown')[:16]}; all of it "
+        f"in {asked.run.storage_uri}"
     )
     return 0

@@ -13,6 +13,7 @@ import numpy as np
 from elastic_ring.data.chunks import Starts
 from elastic_ring.data.manifest import Manifest
 from elastic_ring.data.row_groups import RowGroups
+from elastic_ring.errors import StorageFailed
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +22,12 @@ NUM_STRETCHES, ROW_GROUPS = 4, 8
 
 
 def log_documents(uri: str, manifest: Manifest, context_tokens: int) -> None:
-    """Say which documents do not fit into a sequence; of conversations, how many are cut. Raises as `cut_shares`."""
-    shares = [] if manifest.num_counted is None else cut_shares(uri, manifest, [context_tokens])
+    """Say which documents do not fit into a sequence; of conversations, how many are cut, where shards can be read."""
+    shares: list[float] = []
+    try:
+        shares += [] if manifest.num_counted is None else cut_shares(uri, manifest, [context_tokens])
+    except (ValueError, StorageFailed) as error:  # what reads them to train says so where it matters
+        log.warning("how many conversations context_tokens=%d cuts is not known: %s", context_tokens, error)
     if manifest.longest_document_tokens > context_tokens:
         log.info(
             "documents of up to %s tokens are packed over several sequences of context_tokens=%d",
@@ -41,6 +46,8 @@ def cut_shares(uri: str, manifest: Manifest, contexts: Sequence[int]) -> list[fl
     """For each context, the share of documents with a sequence's edge inside. Raises ValueError and StorageFailed."""
     shares = np.zeros(len(contexts))
     for source in manifest.sources:
+        if not source.num_documents:
+            continue
         stretches = _stretches(RowGroups(uri, manifest, source), max(1, NUM_STRETCHES // len(manifest.sources)))
         starts, ends = (np.concatenate(parts) for parts in zip(*stretches, strict=True))
         # A document's last token is only a target: an edge may lie before it.

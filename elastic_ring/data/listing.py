@@ -85,8 +85,8 @@ def size(num_bytes: int) -> str:
 OPENED_AT_ONCE = 16
 HIDDEN = "a name that begins with . or _"
 BESIDE = "beside a saved dataset"
-NO_LOSS = (HIDDEN, BESIDE)
 LEADS_OUT = "a link that leads out of its folder"
+NO_LOSS = (HIDDEN, BESIDE)
 """What nobody takes for a part of a corpus, as the folder .git of a clone, which may be larger than its text."""
 
 

@@ -13,7 +13,7 @@ from elastic_ring.forecast.sizing.machines import named_fleet
 from elastic_ring.forecast.sizing.step_time import Attention, Latent
 from elastic_ring.model.config import ModelSizes
 
-AUTO = "auto"
+AUTO, AS_SET = "auto", "as set"
 SLACK = 1.02
 """Fewer sequences are taken where a step is at most so many times the fastest."""
 CPU_PASS_TOKENS = 1024
@@ -54,16 +54,16 @@ def choose_pass(
     the fewest sequences within 2 % of the fastest step (`SLACK`).
     """
     why_one = "its model has no plan" if model is None else model.one_a_pass
-    if model is None or (scaling.device == "cpu" and why_one):
-        return PassChoice(step.micro_batch, scaling.keep_activations is True, f"one sequence a pass: {why_one}")
-    if scaling.device == "cpu":
-        share = -(-step.global_batch // scaling.dp)
-        fitting = min(share, max(1, CPU_PASS_TOKENS // -(-step.context_tokens // scaling.cp)))
-        number = fitting if step.sequences_per_pass == AUTO else step.micro_batch
-        reason = f"{_sequences(number)}: at most {CPU_PASS_TOKENS:,} tokens a rank on CPUs"
-        return PassChoice(number, scaling.keep_activations is True, reason)
+    if model is None or scaling.device == "cpu":
+        number, reason = step.micro_batch, why_one or f"at most {CPU_PASS_TOKENS:,} tokens a rank on CPUs"
+        if step.sequences_per_pass != AUTO:
+            reason = AS_SET
+        elif not why_one:
+            share = -(-step.global_batch // scaling.dp)
+            number = min(share, max(1, CPU_PASS_TOKENS // -(-step.context_tokens // scaling.cp)))
+        return PassChoice(number, scaling.keep_activations is True, f"{_sequences(number)}: {reason}")
     if gpu is None and not why_one:
-        why_one = "no forecast of this GPU"
+        why_one = "no forecast of the run's GPUs"
     return fastest_pass(_scenario(model, scaling, step, run, gpu or SMALLEST_GPU, density), why_one)
 
 
@@ -90,6 +90,8 @@ def fastest_pass(base: Scenario, one_a_pass: str = "") -> PassChoice:
         key=lambda choice: (choice[0], steps_s[choice]),
     )
     activations = f", activations {'kept' if kept else 'recomputed'}" if model.checkpoint_activations else ""
+    if step.sequences_per_pass != AUTO:
+        one_a_pass = ""
     because = one_a_pass or f"{steps_s[number, kept]:.3g} s a step on {base.fleet.gpu} by the forecast"
     return PassChoice(number, kept, f"{_sequences(number)}{activations}: {because}")
 

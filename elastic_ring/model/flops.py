@@ -39,10 +39,10 @@ def peak_tflops(gpu: str) -> float | None:
 
 
 def gpu_type(name: str) -> str | None:
-    """A type of `GPU_GIB` by its name in CUDA or Ray; None for others. An A100 of unknown size counts as the
-    smaller one."""
-    match = re.search(r"A100|H100|H200|B200", name)
-    if match is None:
+    """A type of `GPU_GIB` by its name in CUDA or Ray; None for others, parts of a GPU (MIG) too. An A100 of unknown
+    size counts as the smaller one."""
+    match = re.search(r"\b(A100|H100|H200|B200)\b", name)
+    if match is None or "MIG" in name:
         return None
     sizes = {"A100": "A100-80" if re.search("80 ?G", name) else "A100-40", "H100": "H100-80"}
     kind = sizes.get(match[0], match[0])

@@ -15,7 +15,14 @@ from typing import Any
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.monitor.goodput import Goodput
 from elastic_ring.monitor.journal import Journal, read
-from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, build_summary, read_metrics, write_summary
+from elastic_ring.monitor.metrics import (
+    MetricsLog,
+    StepMetrics,
+    build_summary,
+    missing_steps,
+    read_metrics,
+    write_summary,
+)
 from elastic_ring.runtime.coordinator.recorder import samples_digest
 
 log = logging.getLogger(__name__)
@@ -114,18 +121,21 @@ class Records:
         keys = ("note", "unix_s")
         recoveries = [{k: v for k, v in line.items() if k not in keys} for line in self._of("recovery")]
         num_failures = len(self._of("failed"))
+        lines = read_metrics(self._folder)
+        begun = lines[0]["step"] if lines else 0  # a run that begins at another's checkpoint has no lines before
+        missing = any(step >= begun for step in missing_steps(lines, self._metrics.last_step + 1))
         summary = build_summary(
             losses_hex=self._metrics.losses_hex(),
             weights_sha256=weights_sha256,
-            samples_sha256=samples_digest(read_metrics(self._folder)),
+            samples_sha256=None if missing else samples_digest(lines),
             goodput=self._goodput.ratio(time.monotonic()),
-            exact=not recoveries and all(line["mesh"] == attempts[0]["mesh"] for line in attempts),
+            exact=not missing and not recoveries and all(line["mesh"] == attempts[0]["mesh"] for line in attempts),
             generations=[
                 {"term": TERM, "generation": line["generation"], "mesh": line["mesh"], "reason": line["reason"]}
                 for line in attempts
             ],
             recoveries=recoveries,
-            skipped_steps=sum(bool(line["skipped"]) for line in read_metrics(self._folder)),
+            skipped_steps=sum(bool(line["skipped"]) for line in lines),
             lost_workers={"worker group failed": num_failures} if num_failures else {},
             resumed_from=[
                 {"path": line["resumed_from"], "step": line["step"]} for line in attempts if line["resumed_from"]

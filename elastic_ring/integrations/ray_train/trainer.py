@@ -11,6 +11,7 @@ import logging
 import math
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Literal
@@ -97,6 +98,9 @@ class Zero3Trainer:
         self.cp, self.dataset, self.train_loop = cp, dataset, train_loop
         self.vocab_size, self.end_of_document = vocab_size, end_of_document
         check_mesh(self.num_workers, cp, step, self.zero)
+        if step.sequences_per_pass == "auto":
+            step = replace(step, sequences_per_pass=1)
+            log.info("one sequence a pass: ZeRO-3 in Ray Train computes one at a time")
         if step.validates:
             raise ValueError(
                 f"val_every_steps={step.val_every_steps}, val_every_tokens={step.val_every_tokens}: ZeRO-3 in Ray "

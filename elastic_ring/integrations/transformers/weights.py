@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from elastic_ring.files import name_below, plain_json, read_small
+from elastic_ring.files import check_links, name_below, plain_json, read_small
 from elastic_ring.integrations.transformers.conversions import Pieces, StoredNames
 from elastic_ring.wording import few
 
@@ -192,9 +192,11 @@ def _files_of(folder: Path) -> list[str]:
         return [SINGLE] if (folder / SINGLE).exists() else []
     try:
         found: Any = plain_json(read_small(index))
-        return sorted({name_below(name) for name in found["weight_map"].values()})
+        names = sorted({name_below(name) for name in found["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: cannot be read as an index of weights ({type(error).__name__}: {error})") from error
+    check_links(folder, [folder / name for name in names])
+    return names
 
 
 def _names_of(model: nn.Module) -> dict[str, list[str]]:

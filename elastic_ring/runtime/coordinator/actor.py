@@ -624,7 +624,8 @@ class Coordinator:
             return False
         if not can_save(self.state, last.step_s, within_s):
             return False
-        self.driver_feed.stopping = last.step, reason
+        if not self.driver_feed.stopping[1]:  # a second driver's stop waits for the first one's checkpoint
+            self.driver_feed.stopping = last.step, reason
         self._decide(CheckpointDue(self._cause()))
         return True
 

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from elastic_ring import ElasticRingTrainer, OptimConfig, cli
 from elastic_ring.cli import settings, train
+from elastic_ring.cli.schedule import with_rates
 from elastic_ring.cli.settings import NESTED, SECTIONS, parse
 from elastic_ring.data.preparation.prepare import PrepareConfig
 from elastic_ring.data.source import StdlibText, TextFiles, TokenShards
@@ -181,11 +182,13 @@ def test_a_model_folder_takes_a_small_rate_and_a_run_on_record_keeps_the_one_tha
     (tmp_path / "run").mkdir()
     write_json(tmp_path / "run" / "config.json", {"step": {"steps": 90}, "optim": before})
     for more in (["90"], ["120", "--extend"]):
-        asked = parse([*folder, *more])
+        asked = with_rates(parse([*folder, *more]), None)
         assert (rates(asked.optim), asked.optim.total_steps) == ((3e-3, 3e-4, 10), 90)
+    assert rates(with_rates(parse([*folder, "90", "--resume", "never"]), None).optim) == (2e-5, 2e-6, 3)
     elsewhere = [*folder[:-2], str(tmp_path / "next"), "--resume"]
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000010" / "lineage-000"):
-        assert rates(parse([*elsewhere, str(path)]).optim) == (3e-3, 3e-4, 10), "checkpoints share its identity"
+        asked = with_rates(parse([*elsewhere, str(path)]), None)
+        assert rates(asked.optim) == (3e-3, 3e-4, 10), "checkpoints share its identity"
 
 
 def ended(run: Path, steps: int = 40, min_lr: float | None = None, **settings: Any) -> OptimConfig:
@@ -219,6 +222,8 @@ def test_weights_of_another_run_go_on_at_its_rate_unless_that_is_none(
     assert trainer.task.optim.min_lr == pytest.approx(at_end / 10)
     assert trainer.task.optim.warmup_steps == 3
     assert f"peak_lr = {at_end!r}" in trainer.config_files["config.toml"]
+    lower = train.build(parse([*second, str(tmp_path / "a"), "--optim.min-lr", "1e-4"]))
+    assert rates(lower.task.optim) == (at_end, 1e-4, 3), "above the default rate, and below the run's"
     assert f"(the rate of step 40 of {tmp_path / 'a'}; --optim.peak-lr sets another)" in caplog.text
     trainer._write_config()
     ended(tmp_path / "a", min_lr=0.0)
@@ -368,12 +373,14 @@ def test_a_pass_takes_as_many_sequences_as_the_forecast_finds_fast_and_the_gpu_h
     assert re.fullmatch(r"8 sequences a pass, activations kept: 0.\d+ s a step on H200 by the forecast", on_h200.reason)
     assert chosen([*short, "--step.sequences-per-pass", "2"], "H200").num_sequences == 2
     assert chosen([*short[:-4], "--context", "131072", "--global-batch", "2"], "H200").num_sequences == 1
-    assert chosen(short, None).reason.startswith("one sequence a pass, activations kept: no forecast of this GPU")
+    assert chosen(short, None).reason.startswith("one sequence a pass, activations kept: no forecast of the run's GPUs")
     asked = parse([*short, "--device", "cuda"])
     for model in (None, ModelSizes(asked.model, one_a_pass="its balancing loss is one of a whole pass")):
         choice = choose_pass(model, asked.scaling, asked.step, asked.run, "H200")
         assert choice.num_sequences == 1
         assert "its " in choice.reason
+    by_hand = choose_pass(None, asked.scaling, dataclasses.replace(asked.step, sequences_per_pass=4), asked.run, None)
+    assert by_hand.reason == "4 sequences a pass: as set"
     laptop = ["--preset", "laptop", "--global-batch", "16"]
     assert [chosen([*laptop, "--context", context], None).num_sequences for context in ("512", "2048")] == [4, 1]
 
@@ -391,7 +398,7 @@ def test_a_run_on_record_keeps_the_sequences_of_its_pass(tmp_path: Path, caplog:
 
     assert number() == 8
     assert number("--cp", "1") == 8, "on record; a new run would take 4"
-    assert "8 sequences a pass: at most 1,024 tokens a rank on CPUs, on record" in caplog.text
+    assert "8 sequences a pass: as on record of this run" in caplog.text
     assert number("--cp", "1", "--run.resume", "never") == 4
     path = tmp_path / "run" / "config.json"
     write_json(path, {**(read_json(path) or {}), "step": {}})

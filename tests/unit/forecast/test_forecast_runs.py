@@ -150,6 +150,9 @@ def test_gpus_have_their_type_by_the_name_that_cuda_tells() -> None:
         "NVIDIA H100 80GB HBM3": "H100-80",
         "NVIDIA B200": "B200",
         "NVIDIA L4": None,
+        "accelerator_type:GH200": None,
+        "accelerator_type:A100": "A100-40",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
     }
     assert {name: gpu_type(name) for name in names} == names
 
