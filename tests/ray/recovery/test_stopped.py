@@ -17,6 +17,7 @@ from elastic_ring.config import Timeouts
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver.cluster import left_behind
 from tests.ray.conftest import ALONE, fault_free, tiny_trainer, wait_for
+from tests.signals import heeding_hangups
 
 
 def steps_in(folder: Path) -> int:
@@ -41,7 +42,7 @@ def stopped_by(number: signal.Signals, folder: Path, name: str, stop_save_s: flo
 
     thread = threading.Thread(target=send)
     thread.start()
-    with pytest.raises(KeyboardInterrupt) as stopped:
+    with heeding_hangups(), pytest.raises(KeyboardInterrupt) as stopped:
         trainer.fit()
     thread.join()
     assert left_behind(name) == []

@@ -15,11 +15,13 @@ from ray.dashboard.modules.job.job_supervisor import JobSupervisor
 from elastic_ring.config import RunConfig, Timeouts
 from elastic_ring.runtime.driver import access, ray_session, session
 from elastic_ring.runtime.driver.session import interruptible
+from tests.signals import heeding_hangups
 
 ROOT = Path(__file__).parents[3]
 LEAVES = """
 import sys, threading
 from elastic_ring.runtime.driver.ray_session import leaving
+from tests.signals import heeding_hangups
 with leaving():
     print("leaves", flush=True)
     threading.Event().wait(60.0)
@@ -52,7 +54,8 @@ def test_a_hangup_lets_a_run_save_unless_this_process_was_started_to_ignore_it(
 ) -> None:
     monkeypatch.setattr(session, "_stopped", lambda *_, saves: f"saves: {saves}")
     run = RunConfig("hangup", run_dir=str(tmp_path))
-    messages = [interrupted(run, number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)]
+    with heeding_hangups():
+        messages = [interrupted(run, number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)]
     assert messages == ["saves: True", "saves: True", "saves: False"]
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

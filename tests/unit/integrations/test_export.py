@@ -159,6 +159,13 @@ def test_an_export_copies_no_file_that_a_link_leads_to_out_of_the_tokenizers_fol
     (repository / "snapshots" / "0f" / "merges.txt").symlink_to("../../blobs/1")
     export(tmp_path / "run", tmp_path / "out", tokenizer=repository / "snapshots" / "0f")
     assert (tmp_path / "out" / "merges.txt").read_text() == "merges"
+    split = saved(tmp_path / "split")
+    (tmp_path / "elsewhere").mkdir()
+    (split / "model.safetensors").rename(tmp_path / "elsewhere" / "a.safetensors")
+    (split / "sub").symlink_to(tmp_path / "elsewhere")
+    (split / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "sub/a.safetensors"}}))
+    with pytest.raises(ValueError, match=r"sub/a\.safetensors: is a link to .*elsewhere/a\.safetensors, out of its"):
+        ring_model(split)
 
 
 def test_what_cannot_be_exported_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
