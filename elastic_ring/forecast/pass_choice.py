@@ -18,7 +18,7 @@ SLACK = 1.02
 """Fewer sequences are taken where a step is at most so many times the fastest."""
 CPU_PASS_TOKENS = 1024
 """Tokens of a rank in a pass on CPUs, at most: a rank of the laptop preset computes no faster with more
-(benchmarks/results/steps/2026-11-29-auto.md)."""
+(benchmarks/results/steps/2026-11-29-defaults-CPU.md)."""
 SMALLEST_GPU = "A100-40"
 """For GPUs that no forecast is of, activations are kept where a rank fits this one."""
 
@@ -90,9 +90,8 @@ def fastest_pass(base: Scenario, one_a_pass: str = "") -> PassChoice:
         key=lambda choice: (choice[0], steps_s[choice]),
     )
     activations = f", activations {'kept' if kept else 'recomputed'}" if model.checkpoint_activations else ""
-    if step.sequences_per_pass != AUTO:
-        one_a_pass = ""
     because = one_a_pass or f"{steps_s[number, kept]:.3g} s a step on {base.fleet.gpu} by the forecast"
+    because = because if step.sequences_per_pass == AUTO else AS_SET
     return PassChoice(number, kept, f"{_sequences(number)}{activations}: {because}")
 
 
