@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from elastic_ring.attention.merge import MOST_AT_ONCE
+from elastic_ring.attention.layouts.rows import MOST_AT_ONCE
 
 
 # Arguments that depend on a document's length and position must not be specialized: Triton recompiles when an integer

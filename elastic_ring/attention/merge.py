@@ -18,16 +18,12 @@ from types import ModuleType
 import torch
 
 from elastic_ring.attention.layouts.layout import Range
-from elastic_ring.attention.layouts.rows import Rows
+from elastic_ring.attention.layouts.rows import MOST_AT_ONCE, Rows
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which partial results of inputs of `dtype` are added up."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-MOST_AT_ONCE = 3
-"""Parts merged in one pass over memory: the limit of the fused kernel."""
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:

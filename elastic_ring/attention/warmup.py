@@ -17,7 +17,8 @@ import torch
 from elastic_ring.attention.comm.exchange import Group
 from elastic_ring.attention.kernels.kernel import Documents, Kernel
 from elastic_ring.attention.layouts.layout import Layout
-from elastic_ring.attention.merge import MOST_AT_ONCE, accumulate_dtype, add_, merge_all_
+from elastic_ring.attention.layouts.rows import MOST_AT_ONCE
+from elastic_ring.attention.merge import accumulate_dtype, add_, merge_all_
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ring.control.placement.copies import HeldCopy, ParityGroup, SnapshotId
 from elastic_ring.mesh import Mesh
 
 
@@ -59,6 +58,42 @@ class BatchSkip:
 
     first_step: int
     num_batches: int
+
+
+@dataclass(frozen=True, order=True)
+class SnapshotId:
+    """The snapshots of all ranks after `step` steps, taken in the generation `membership_id`, (term, generation).
+
+    Snapshots of one step from different generations may differ in bits, so they are never used together.
+    """
+
+    step: int
+    membership_id: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class HeldCopy:
+    """A verified snapshot, copy or parity in a worker's memory.
+
+    `cp_ranks`: whose state it is. `own`: the worker's own snapshot. `parity_of`: the workers whose snapshots were
+    XORed, in the order of `cp_ranks`; empty for others, which have one entry in `cp_ranks`.
+    """
+
+    snapshot: SnapshotId
+    cp_ranks: tuple[int, ...]
+    own: bool = False
+    parity_of: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ParityGroup:
+    """The global rank `holder` keeps the XOR of the snapshots of the global ranks `ranks`; it is none of them.
+
+    Of one rank it keeps, and reports, a copy.
+    """
+
+    ranks: tuple[int, ...]
+    holder: int
 
 
 # ---------------------------------------------------------------- events

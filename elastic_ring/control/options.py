@@ -5,8 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elastic_ring.config import RunConfig, ScalingConfig, Timeouts
-from elastic_ring.control.placement.copies import CopyMode, parse_copies
 from elastic_ring.mesh import Mesh
+
+MAX_COPIES = 2
+AUTO = "auto"
+"""One copy of each shard wherever it has one holder, a mesh of one ring; none on all others."""
+
+
+@dataclass(frozen=True)
+class CopyMode:
+    """`num_copies` full copies of each shard, or one parity for each group of up to `group_size` ranks."""
+
+    num_copies: int = 0
+    group_size: int = 0
+
+    def __bool__(self) -> bool:
+        return self.num_copies > 0 or self.group_size > 0
+
+    @property
+    def num_ranks_needed(self) -> int:
+        """The smallest mesh on which every holder is another rank than those whose state it keeps."""
+        return 1 + max(self.num_copies, self.group_size)
 
 
 @dataclass(frozen=True)
@@ -49,3 +68,20 @@ class ControlOptions:
         """The same with so many rings at most, and so many spares."""
         dp = min(self.scaling.dp, dp_limit)
         return replace(self, scaling=replace(self.scaling, dp=dp, max_dp=dp_limit, spares=spares))
+
+
+def parse_copies(text: str, dp: int = 1) -> CopyMode:
+    """The mode of the setting `copies` on a mesh of `dp` rings: "0", "1", "2", "parity:G" with G of at least 2, or
+    "auto".
+
+    Raises: ValueError naming the setting, its value and what is allowed.
+    """
+    if text == AUTO:
+        return CopyMode(num_copies=int(dp == 1))
+    allowed = f"must be auto, 0 to {MAX_COPIES}, or parity:G with a group of G >= 2 ranks"
+    kind, _, size = text.partition(":")
+    if kind == "parity" and size.isdecimal() and int(size) >= 2:
+        return CopyMode(group_size=int(size))
+    if text.isdecimal() and int(text) <= MAX_COPIES:
+        return CopyMode(num_copies=int(text))
+    raise ValueError(f"copies={text!r}: {allowed}")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elastic_ring.control.decisions import corpus, rollback, third_opinion
-from elastic_ring.control.messages import Build, Checkpoint, Standby, Vote
+from elastic_ring.control.messages import Build, Checkpoint, SnapshotId, Standby, Vote
 from elastic_ring.control.placement import copies, policy
-from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.control.state import Building, Change, Incident, Membership, State, end_step
 from elastic_ring.control.transition import Transition
 

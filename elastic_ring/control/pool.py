@@ -5,6 +5,7 @@ All values are immutable: a change makes a new version, which shares what stays.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from operator import add, sub
@@ -325,3 +326,30 @@ def _is_over(worker: Worker | None, deadline: float) -> bool:
 
 def pool_of(workers: Mapping[str, Worker], nodes: Mapping[str, Node], num_spares: int, mesh_size: int) -> Pool:
     return Pool(num_spares, mesh_size).having_nodes(nodes).having(workers.values())
+
+
+def placeable(
+    workers: Iterable[str], using_gpu: Iterable[str], node_of: Mapping[str, str], gpus_on: Mapping[str, int]
+) -> list[str]:
+    """The `workers` that can be members at the same time, in the given order; earlier ones take precedence.
+
+    `using_gpu`: workers that use a GPU now; they need not be in `workers` (draining ones are not). `gpus_on`: number
+    of GPUs of each node that has a limit. Any subset of the result respects every limit: on a node with g GPUs, u of
+    them in use, at most min(u, g) users and at most max(0, g - u) others are returned: a member of the last mesh keeps
+    its GPU until it gets `Standby`, whether or not it is in the next mesh.
+    """
+    if not gpus_on:
+        return list(workers)
+    users = set(using_gpu)
+    used_on = Counter(node_of[worker] for worker in users)
+    for_users = dict(gpus_on)
+    for_others = {node: num_gpus - used_on[node] for node, num_gpus in gpus_on.items()}
+    able = []
+    for worker in workers:
+        node, left = node_of[worker], for_users if worker in users else for_others
+        if left.get(node, 1) <= 0:
+            continue
+        able.append(worker)
+        if node in left:
+            left[node] -= 1
+    return able

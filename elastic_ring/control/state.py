@@ -19,13 +19,12 @@ from elastic_ring.control.messages import (
     CorpusVersion,
     EndRun,
     Report,
+    SnapshotId,
     Status,
     Vote,
 )
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.placement.copies import SnapshotId
-from elastic_ring.control.placement.gpu_capacity import placeable
-from elastic_ring.control.pool import Node, Pool, Versions, Worker, pool_of
+from elastic_ring.control.pool import Node, Pool, Versions, Worker, placeable, pool_of
 from elastic_ring.mesh import Mesh
 
 PROCESS_START = "start of the process, imports"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
-from elastic_ring.control.placement.copies import AUTO, parse_copies
+from elastic_ring.control.options import AUTO, parse_copies
 from elastic_ring.forecast.answers.money import Price, energy_kw
 from elastic_ring.forecast.goodput import HOUR, Failures, RunShape, Spot, mean_goodput
 from elastic_ring.forecast.renewal import Luck, mean_walked, simulate_goodput

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ring.control.placement.copies import SnapshotId
+from elastic_ring.control.messages import SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state import pinned
 from elastic_ring.state.header import Header

@@ -30,7 +30,7 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import ScalingConfig, environment
-from elastic_ring.control.placement.copies import SnapshotId
+from elastic_ring.control.messages import SnapshotId
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.sampling.validation import ValidationSource, open_sets
 from elastic_ring.data.source import hold_out, open_source, order_of

@@ -21,7 +21,7 @@ from benchmarks.harness.gpu_runs import GpuRun
 from benchmarks.probes.gpu_steps import build, connected, one_step
 from benchmarks.probes.probe_steps_gpu import warm
 from elastic_ring.config import CpuOffload
-from elastic_ring.control.placement.copies import SnapshotId
+from elastic_ring.control.messages import SnapshotId
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.state import host_optimizer
 from elastic_ring.state.checkpoints.checkpoint import tensors_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from elastic_ring.control.placement.copies import SnapshotId
+from elastic_ring.control.messages import SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state import pinned
 from elastic_ring.state.checkpoints import checkpoint

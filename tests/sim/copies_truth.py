@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic_ring.control.decisions.rollback import pending
-from elastic_ring.control.messages import Build
-from elastic_ring.control.placement.copies import SnapshotId
+from elastic_ring.control.messages import Build, SnapshotId
 from elastic_ring.control.state import Closing, Ended, State
 from tests.sim.invariants import require
 from tests.sim.simulator.worker import Group, SimWorker

@@ -19,14 +19,15 @@ from elastic_ring.control.messages import (
     EndRun,
     Event,
     Finalized,
+    HeldCopy,
     KillWorker,
     MemberFailed,
     Report,
     Resumed,
+    SnapshotId,
     StartWorker,
     Stop,
 )
-from elastic_ring.control.placement.copies import HeldCopy, SnapshotId
 from elastic_ring.control.state import Building, Closing, Ended, Forming, Reconnecting, Running, State, spares
 
 _FROM_MEMBERS = (MemberFailed, Report, Resumed, BuildFailed, Finalized)

@@ -11,9 +11,9 @@ import pytest
 from elastic_ring.control import coordination, recovery
 from elastic_ring.control.capacity import worker_pool
 from elastic_ring.control.decisions import corpus, quorum, rollback
-from elastic_ring.control.messages import Report
+from elastic_ring.control.messages import HeldCopy, Report
 from elastic_ring.control.placement import copies, policy
-from elastic_ring.control.placement.gpu_capacity import placeable
+from elastic_ring.control.pool import placeable
 from tests.sim.simulator import corpus as simulated_corpus
 from tests.sim.simulator.copies import SimCopies
 from tests.sim.simulator.shard import Shard
@@ -169,7 +169,7 @@ def _parity_without_its_members(patch: pytest.MonkeyPatch) -> None:
 
     def trusting(snapshot: Any, held: Any) -> Any:
         named = {name for _, copy in held for name in copy.parity_of}
-        claimed = [(name, copies.HeldCopy(snapshot, (0,), own=True)) for name in named]
+        claimed = [(name, HeldCopy(snapshot, (0,), own=True)) for name in named]
         return replace(honest(snapshot, [*held, *claimed]), holders=honest(snapshot, held).holders)
 
     patch.setattr(quorum, "_restorable", trusting)

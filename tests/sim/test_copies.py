@@ -8,17 +8,9 @@ from collections import Counter
 
 import pytest
 
-from elastic_ring.control.messages import Build, Report, from_json, to_json
-from elastic_ring.control.placement.copies import (
-    CopyMode,
-    CopyPlacement,
-    HeldCopy,
-    ParityGroup,
-    SnapshotId,
-    failure_places,
-    parse_copies,
-    place,
-)
+from elastic_ring.control.messages import Build, HeldCopy, ParityGroup, Report, SnapshotId, from_json, to_json
+from elastic_ring.control.options import CopyMode, parse_copies
+from elastic_ring.control.placement.copies import CopyPlacement, failure_places, place
 from elastic_ring.mesh import Mesh
 from tests.sim.simulator.options import simulated
 

@@ -12,6 +12,9 @@ import torch
 
 from elastic_ring.attention.layouts.layout import Range
 
+MOST_AT_ONCE = 3
+"""Parts of the same rows that are merged in one pass over memory: the limit of the fused kernel."""
+
 
 class Rows(Protocol):
     """Selects (token, query head) pairs of a rank. `take` gathers x (B, S, H, ...) to (B, n, h, ...), and `put_back`

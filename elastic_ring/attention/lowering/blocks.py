@@ -12,7 +12,7 @@ import torch
 from elastic_ring.attention.comm.exchange import HopExchange, row_frame
 from elastic_ring.attention.comm.packing import gather_rows_
 from elastic_ring.attention.kernels.kernel import Kernel
-from elastic_ring.attention.layouts.rows import Places, Span
+from elastic_ring.attention.layouts.rows import MOST_AT_ONCE, Places, Span
 from elastic_ring.attention.lowering.call_plan import (
     Call,
     CallPlan,
@@ -25,7 +25,7 @@ from elastic_ring.attention.lowering.call_plan import (
 )
 from elastic_ring.attention.lowering.device_blocks import DeviceBlocks, on_device
 from elastic_ring.attention.lowering.keys import TokenSpan
-from elastic_ring.attention.merge import MOST_AT_ONCE, accumulate_dtype, add_placed_
+from elastic_ring.attention.merge import accumulate_dtype, add_placed_
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.caches import LRUCache
 from elastic_ring.attention.plan.padded_blocks import padded_rows

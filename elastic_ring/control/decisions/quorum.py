@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from elastic_ring.control.messages import Report, Vote
-from elastic_ring.control.placement.copies import MAX_COPIES, HeldCopy, SnapshotId
+from elastic_ring.control.messages import HeldCopy, Report, SnapshotId, Vote
+from elastic_ring.control.options import MAX_COPIES
 from elastic_ring.control.placement.policy import Source
 
 

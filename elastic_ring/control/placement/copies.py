@@ -1,4 +1,4 @@
-"""Copies of shards in peers' memory: snapshots' ids, their holders, and where copies go.
+"""Where copies of shards go in peers' memory.
 
 Pure: no transfer, no buffers, no recovery decisions. A *snapshot* is a rank's whole state after a step, in the rank's
 own host memory; a *copy* is a snapshot of another rank; a *parity* is the XOR of several ranks' snapshots.
@@ -11,67 +11,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from elastic_ring.control.messages import ParityGroup
+from elastic_ring.control.options import CopyMode
 from elastic_ring.mesh import Mesh
 
-MAX_COPIES = 2
-AUTO = "auto"
-"""One copy of each shard wherever it has one holder, a mesh of one ring; none on all others."""
 _MAX_TRIES = 64
 """How many shifts, swaps or holders are tried: placing 2,000 ranks must not delay a recovery."""
 _SAME_SHARD, _SAME_NODE, _NODE_OF_REPLICA = 100, 10, 1
 """Costs of a holder: one of the same shard is lost together with the shard, so its copy protects nothing."""
-
-
-@dataclass(frozen=True, order=True)
-class SnapshotId:
-    """The snapshots of all ranks after `step` steps, taken in the generation `membership_id`, (term, generation).
-
-    Snapshots of one step from different generations may differ in bits, so they are never used together.
-    """
-
-    step: int
-    membership_id: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class HeldCopy:
-    """A verified snapshot, copy or parity in a worker's memory.
-
-    `cp_ranks`: whose state it is. `own`: the worker's own snapshot. `parity_of`: the workers whose snapshots were
-    XORed, in the order of `cp_ranks`; empty for others, which have one entry in `cp_ranks`.
-    """
-
-    snapshot: SnapshotId
-    cp_ranks: tuple[int, ...]
-    own: bool = False
-    parity_of: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ParityGroup:
-    """The global rank `holder` keeps the XOR of the snapshots of the global ranks `ranks`; it is none of them.
-
-    Of one rank it keeps, and reports, a copy.
-    """
-
-    ranks: tuple[int, ...]
-    holder: int
-
-
-@dataclass(frozen=True)
-class CopyMode:
-    """`num_copies` full copies of each shard, or one parity for each group of up to `group_size` ranks."""
-
-    num_copies: int = 0
-    group_size: int = 0
-
-    def __bool__(self) -> bool:
-        return self.num_copies > 0 or self.group_size > 0
-
-    @property
-    def num_ranks_needed(self) -> int:
-        """The smallest mesh on which every holder is another rank than those whose state it keeps."""
-        return 1 + max(self.num_copies, self.group_size)
 
 
 @dataclass(frozen=True)
@@ -80,23 +27,6 @@ class CopyPlacement:
 
     copy_holders: tuple[tuple[int, ...], ...] = ()
     parity_groups: tuple[ParityGroup, ...] = ()
-
-
-def parse_copies(text: str, dp: int = 1) -> CopyMode:
-    """The mode of the setting `copies` on a mesh of `dp` rings: "0", "1", "2", "parity:G" with G of at least 2, or
-    "auto".
-
-    Raises: ValueError naming the setting, its value and what is allowed.
-    """
-    if text == AUTO:
-        return CopyMode(num_copies=int(dp == 1))
-    allowed = f"must be auto, 0 to {MAX_COPIES}, or parity:G with a group of G >= 2 ranks"
-    kind, _, size = text.partition(":")
-    if kind == "parity" and size.isdecimal() and int(size) >= 2:
-        return CopyMode(group_size=int(size))
-    if text.isdecimal() and int(text) <= MAX_COPIES:
-        return CopyMode(num_copies=int(text))
-    raise ValueError(f"copies={text!r}: {allowed}")
 
 
 def place(mesh: Mesh, nodes: Sequence[str], mode: CopyMode) -> CopyPlacement:

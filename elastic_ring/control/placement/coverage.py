@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations_with_replacement
 
-from elastic_ring.control.placement.copies import CopyMode, failure_places, place
+from elastic_ring.control.options import CopyMode
+from elastic_ring.control.placement.copies import failure_places, place
 from elastic_ring.control.state import State, domains_of, gpus_on, members, mesh_of, node_of, spares
 from elastic_ring.mesh import Mesh
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from elastic_ring.control.messages import Heal
-from elastic_ring.control.placement.gpu_capacity import placeable
+from elastic_ring.control.pool import placeable
 from elastic_ring.mesh import Mesh
 
 

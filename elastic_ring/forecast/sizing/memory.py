@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_ring.config import ScalingConfig, StepConfig
-from elastic_ring.control.placement.copies import AUTO, parse_copies
+from elastic_ring.control.options import AUTO, parse_copies
 from elastic_ring.model.config import ModelConfig, active_parameters, expert_parameters, num_parameters
 from elastic_ring.model.flops import CONTEXT_BYTES, GPU_GIB, RESERVE, model_flops
 from elastic_ring.model.memory import (

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.placement.copies import AUTO, parse_copies
+from elastic_ring.control.options import AUTO, parse_copies
 from elastic_ring.control.placement.coverage import COPIES, OUTCOMES, PROCESS, said, without_holder
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.driver.cluster import NodeInfo

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.messages import Build
-from elastic_ring.control.placement.copies import HeldCopy, SnapshotId
+from elastic_ring.control.messages import Build, HeldCopy, SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.runtime.worker.copy_exchange import DONE, FAILED, RUNNING, Exchange, Held, Placement
 from elastic_ring.state import sealed, snapshot

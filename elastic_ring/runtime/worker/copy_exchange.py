@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from elastic_ring.control.messages import Build
-from elastic_ring.control.placement.copies import SnapshotId
+from elastic_ring.control.messages import Build, SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.transport import is_transport_error

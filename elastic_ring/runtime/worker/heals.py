@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ring.control.messages import Heal
-from elastic_ring.control.placement.copies import SnapshotId
+from elastic_ring.control.messages import Heal, SnapshotId
 from elastic_ring.runtime.groups.groups import Connector, Groups
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.copies import Copies

@@ -18,12 +18,13 @@ from elastic_ring.control.messages import (
     Command,
     CoordinatorStarted,
     CorpusRecalled,
+    HeldCopy,
     MemberFailed,
+    SnapshotId,
     Standby,
     Status,
     WorkerLost,
 )
-from elastic_ring.control.placement.copies import HeldCopy, SnapshotId
 from elastic_ring.control.replay import replay
 from elastic_ring.control.state import Building
 from elastic_ring.data.sampling.order import Order, SkippingOrder

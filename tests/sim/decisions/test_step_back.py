@@ -12,13 +12,14 @@ from elastic_ring.control.messages import (
     Checkpoint,
     CheckpointsKnown,
     Command,
+    HeldCopy,
     MemberFailed,
     Published,
     Report,
+    SnapshotId,
     Standby,
     WorkerLost,
 )
-from elastic_ring.control.placement.copies import HeldCopy, SnapshotId
 from elastic_ring.control.replay import replay
 from elastic_ring.control.state import spares, waiting_for
 from elastic_ring.mesh import Mesh

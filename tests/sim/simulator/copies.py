@@ -11,8 +11,7 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from elastic_ring.control.messages import Build, Heal, Vote
-from elastic_ring.control.placement.copies import HeldCopy, ParityGroup, SnapshotId
+from elastic_ring.control.messages import Build, Heal, HeldCopy, ParityGroup, SnapshotId, Vote
 from tests.sim.simulator.shard import Shard
 
 if TYPE_CHECKING:

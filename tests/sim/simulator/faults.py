@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from elastic_ring.control.options import ControlOptions
-from elastic_ring.control.placement.copies import parse_copies
+from elastic_ring.control.options import ControlOptions, parse_copies
 from tests.sim.simulator.options import changed, simulated
 
 FAULTS = {

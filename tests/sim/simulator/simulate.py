@@ -33,6 +33,7 @@ from elastic_ring.control.messages import (
     NodesListed,
     Published,
     ScaleRequested,
+    SnapshotId,
     StartWorker,
     Tick,
     Vote,
@@ -40,7 +41,6 @@ from elastic_ring.control.messages import (
     WorkerLost,
     WorkerReady,
 )
-from elastic_ring.control.placement.copies import SnapshotId
 from elastic_ring.control.state import State
 from tests.sim import invariants
 from tests.sim.invariants import require

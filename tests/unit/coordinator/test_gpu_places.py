@@ -22,7 +22,7 @@ from elastic_ring.control.messages import (
     to_json,
 )
 from elastic_ring.control.placement import policy
-from elastic_ring.control.placement.gpu_capacity import placeable
+from elastic_ring.control.pool import placeable
 from elastic_ring.control.state import members, mesh_of, spares, waiting_for
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench, build_in, only

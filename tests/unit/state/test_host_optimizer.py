@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from elastic_ring.config import CpuOffload, OptimConfig
-from elastic_ring.control.placement.copies import SnapshotId
+from elastic_ring.control.messages import SnapshotId
 from elastic_ring.state import host_optimizer, snapshot, transfer
 from elastic_ring.state.checkpoints import checkpoint
 from elastic_ring.state.checkpoints.manifest import attempt_folder

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_ring.control.placement.copies import SnapshotId
+from elastic_ring.control.messages import SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state import sealed
 from elastic_ring.state.shard import Shard

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.messages import Build, Vote
-from elastic_ring.control.placement.copies import HeldCopy, ParityGroup, SnapshotId
+from elastic_ring.control.messages import Build, HeldCopy, ParityGroup, SnapshotId, Vote
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.worker.copies import Copies

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.messages import Build, Heal
-from elastic_ring.control.placement.copies import ParityGroup, SnapshotId
+from elastic_ring.control.messages import Build, Heal, ParityGroup, SnapshotId
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.transport import translated
