@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.forecast.cases import Case, all_cases
-from elastic_ring.forecast.sizing.machines import GPUS, Efficiency
+from elastic_ring.forecast.sizing.machines import Efficiency
 from elastic_ring.forecast.sizing.step_time import step_time
+from elastic_ring.gpus import GPUS
 
 FREE = (
     *("matmul", "half_width", "attention", "narrow_heads", "elementwise", "overlap"),

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elastic_ring.forecast.sizing.machines import CLASSES, GPUS, Efficiency
+from elastic_ring.forecast.sizing.machines import CLASSES, Efficiency
+from elastic_ring.gpus import GPUS
 
 CLASS_OF = {"A100-80": "fsdp-fa2/ampere", "H100-80": "vendor/hopper"}
 LONG = (0.8e12, 65_536)

@@ -26,14 +26,17 @@ from elastic_ring.cli.forecasts.seen import on_cores, scenario_of_run
 from elastic_ring.cli.settings import parse
 from elastic_ring.config import CpuOffload
 from elastic_ring.forecast.goodput import HOUR, PRIORS, Failures, RunShape, goodput_with, mean_goodput
-from elastic_ring.forecast.sizing.machines import CLASSES, GPUS, Gpu, named_fleet
+from elastic_ring.forecast.sizing.machines import CLASSES, named_fleet
 from elastic_ring.forecast.sizing.memory import RESERVED, RESERVED_EXPANDABLE
 from elastic_ring.forecast.sizing.step_time import step_time
 from elastic_ring.forecast.sizing.uncertain import Z, around, quantiles
+from elastic_ring.gpus import GPUS
 from elastic_ring.model.config import num_parameters
 from elastic_ring.model.memory import StepMemory
 
-LOW_POWER = Gpu("H100-96-500W", "hopper", 912e12, 2.4e12, 450e9, 50e9, 55e9, 1000)
+LOW_POWER = dataclasses.replace(
+    GPUS["H100-80"], name="H100-96-500W", gib=89.4, peak_flops=912e12, hbm_bytes_s=2.4e12, host_watts=1000
+)
 """G3's card: 2.4 TB/s; its peak lies between SXM and NVL, as its source says, so their mean."""
 NULL_MFU, NULL_GOODPUT = 0.40, 0.90
 THEN, NOW = "code of then", "code since 2026-11-27"

@@ -23,6 +23,7 @@ from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConf
 from elastic_ring.config import CpuOffload, Timeouts
 from elastic_ring.data.packing import Sample
 from elastic_ring.experts.price import Placement
+from elastic_ring.gpus import GPUS
 from elastic_ring.model.config import EXPERT_FIELDS, ModelConfig, preset
 from elastic_ring.model.flops import model_flops
 from elastic_ring.model.transformer import Transformer
@@ -31,8 +32,7 @@ from elastic_ring.model.transformer import Transformer
 TIMEOUTS = Timeouts(heart_floor_s=15.0, heart_cap_s=25.0, build_s=300.0, start_s=300.0)
 BLOCK_ELEMENTS = (1 << 22) + 3
 COPY_BYTES = 4 << 30
-PEAK_FLOPS = 989.4e12
-"""One H200 in bf16 without sparsity (vendor's data sheet)."""
+PEAK_FLOPS = GPUS["H200"].peak_flops
 
 
 DOCUMENT_SPREAD = 1.2

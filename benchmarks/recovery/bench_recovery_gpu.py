@@ -36,8 +36,8 @@ import psutil
 from benchmarks.harness import gpu_runs, results, runs
 from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.gpu_runs import GpuRun
+from elastic_ring.gpus import CONTEXT_BYTES
 from elastic_ring.model.config import num_parameters
-from elastic_ring.model.flops import CONTEXT_BYTES
 
 LIMIT_S, LEAST_SHARE = 1.0, 0.5
 NEVER = 1_000_000

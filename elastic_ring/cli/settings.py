@@ -84,7 +84,7 @@ FITS: dict[str, str] = {
     **{"100m": "A100-40", "1b": "A100-40", "8b": "H100-80", "70b": "H200"},
     **{"1t": "H100-80", "30b-a3b": "H100-80", "1t-moe": "H100-80"},
 }
-"""The smallest GPU of `model.flops` that a rank of a preset fits. The laptops need none."""
+"""The smallest GPU of `gpus` that a rank of a preset fits. The laptops need none."""
 NESTED = {"timeouts", "checkpoint_config"}
 """Settings of RunConfig that have settings of their own."""
 NONE = "none"

@@ -160,7 +160,7 @@ def _with_choice(asked: TrainSettings) -> TrainSettings:
 
 def _gpu_of_host() -> str | None:
     """The type of this host's first GPU, as its driver says, without CUDA; None without one of a forecast's types."""
-    from elastic_ring.model.flops import gpu_type
+    from elastic_ring.gpus import gpu_type
 
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         return gpu_type(path.read_text(encoding="utf-8", errors="replace"))

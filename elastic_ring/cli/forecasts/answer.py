@@ -22,9 +22,9 @@ from elastic_ring.forecast.answers.stages import Stage, read_stages, with_learne
 from elastic_ring.forecast.answers.stages import lines as stage_lines
 from elastic_ring.forecast.pass_choice import with_choice
 from elastic_ring.forecast.scenario import Scenario, default_efficiency, forecast
-from elastic_ring.forecast.sizing.machines import GPUS, Fleet, read_fleet
+from elastic_ring.forecast.sizing.machines import Fleet, read_fleet
 from elastic_ring.forecast.sizing.rates import Rates, read_rates
-from elastic_ring.model.flops import gpu_type
+from elastic_ring.gpus import GPUS, gpu_type
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from elastic_ring.forecast.scenario import Forecast, Scenario, curves
 from elastic_ring.forecast.sizing.machines import Origin
 from elastic_ring.forecast.sizing.memory import EXPANDABLE, ModelPlan
 from elastic_ring.forecast.sizing.step_time import Attention
-from elastic_ring.model.flops import GPU_GIB
+from elastic_ring.gpus import GPUS
 
 NAMES: Mapping[str, str] = {
     "step": "step time",
@@ -47,7 +47,7 @@ def origins(found: Forecast) -> dict[str, Origin]:
 
 def verdicts(plan: ModelPlan, own_gib: float, own: str) -> dict[str, tuple[float, float]]:
     """(memory, margin) in GiB by GPU type, the fleet's own first."""
-    types = {own: own_gib, **{gpu: gib for gpu, gib in GPU_GIB.items() if gpu != own}}
+    types = {own: own_gib, **{gpu.name: gpu.gib for gpu in GPUS.values() if gpu.name != own}}
     return {gpu: (gib, plan.margin_gib(gib)) for gpu, gib in types.items()}
 
 

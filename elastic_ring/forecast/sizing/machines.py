@@ -1,6 +1,6 @@
-"""What a fleet is made of: spec sheets of GPUs, links, efficiency classes; a fleet as a TOML file or by name.
+"""What a fleet is made of: GPUs, links, efficiency classes; a fleet as a TOML file or by name.
 
-Specified figures are the vendors'. Efficiencies are fitted (`benchmarks/forecast/fit.py` says on which cases), and each
+Efficiencies are fitted (`benchmarks/forecast/fit.py` says on which cases), and each
 has its spread. Bytes a second are one way, of one GPU.
 """
 
@@ -16,40 +16,13 @@ import numpy as np
 from pydantic import Field
 
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small
-from elastic_ring.model.flops import GPU_GIB
+from elastic_ring.gpus import GB, GPUS, Gpu
 from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, from_plain, settings
 
 Number = Any
 """A float, or an array of draws: all arithmetic here is numpy's."""
 Origin = Literal["measured", "calibrated", "specified", "assumed"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a number above 0")]
-GB = 1e9
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """The spec sheet of a type: dense bf16 FLOP/s, memory and links in bytes/s, watts of its share of a host."""
-
-    name: str
-    arch: str
-    peak_flops: float
-    hbm_bytes_s: float
-    nvlink_bytes_s: float
-    nic_bytes_s: float
-    pcie_bytes_s: float
-    host_watts: float
-
-
-GPUS: Mapping[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("A100-40", "ampere", 312e12, 1.555e12, 300 * GB, 25 * GB, 25 * GB, 812),
-        Gpu("A100-80", "ampere", 312e12, 2.039e12, 300 * GB, 25 * GB, 25 * GB, 812),
-        Gpu("H100-80", "hopper", 989.4e12, 3.35e12, 450 * GB, 50 * GB, 55 * GB, 1275),
-        Gpu("H200", "hopper", 989.4e12, 4.8e12, 450 * GB, 50 * GB, 55 * GB, 1275),
-        Gpu("B200", "blackwell", 2250e12, 8.0e12, 900 * GB, 50 * GB, 55 * GB, 1790),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -181,7 +154,7 @@ class Fleet:
 
     @property
     def memory_gib(self) -> float:
-        return self.gpu_gib or GPU_GIB[self.gpu]
+        return self.gpu_gib or GPUS[self.gpu].gib
 
 
 def named_fleet(name: str) -> Fleet:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.control.options import AUTO, parse_copies
+from elastic_ring.gpus import CONTEXT_BYTES, GPUS, RESERVE
 from elastic_ring.model.config import ModelConfig, active_parameters, expert_parameters, num_parameters
-from elastic_ring.model.flops import CONTEXT_BYTES, GPU_GIB, RESERVE, model_flops
+from elastic_ring.model.flops import model_flops
 from elastic_ring.model.memory import (
     GRADIENT_BYTES,
     IN_HOST_BYTES,
@@ -120,7 +121,7 @@ class ModelPlan:
     @property
     def verdicts(self) -> dict[str, bool]:
         """Whether a rank fits a GPU, by its type."""
-        return {gpu: self.needed_bytes <= gib * 2**30 for gpu, gib in GPU_GIB.items()}
+        return {gpu.name: self.needed_bytes <= gpu.gib * 2**30 for gpu in GPUS.values()}
 
     @property
     def host_terms(self) -> dict[str, int]:
@@ -182,14 +183,14 @@ class ModelPlan:
             f"with {RESERVE:.0%} that the allocator holds beside tensors, and {self.num_contexts} "
             f"context{'s' * (self.num_contexts > 1)} and communicators, a rank takes {size(self.needed_bytes)}:",
             *(
-                f"  {gpu:<8} {GPU_GIB[gpu]:5.1f} GiB: {'fits' if fits else 'does not fit'}{self._of_ring(gpu)}"
+                f"  {gpu:<8} {GPUS[gpu].gib:5.1f} GiB: {'fits' if fits else 'does not fit'}{self._of_ring(gpu)}"
                 for gpu, fits in self.verdicts.items()
             ),
             f"{size(self.floor_bytes)} of it no number of ranks takes away",
         ]
 
     def _of_ring(self, gpu: str) -> str:
-        found = self.smallest_ring(GPU_GIB[gpu])
+        found = self.smallest_ring(GPUS[gpu].gib)
         return ", nor does any ring" if found is None else f"; the smallest ring that does is cp={found}"
 
     def _of_copies(self) -> str:

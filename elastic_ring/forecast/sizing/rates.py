@@ -16,7 +16,8 @@ import numpy as np
 from pydantic import Field
 
 from elastic_ring.files import plain_json, read_small
-from elastic_ring.forecast.sizing.machines import GB, Efficiency, Fleet, Links, Number, Positive
+from elastic_ring.forecast.sizing.machines import Efficiency, Fleet, Links, Number, Positive
+from elastic_ring.gpus import GB
 from elastic_ring.validation import Must, PositiveInt, from_plain, settings
 
 ALONE: Mapping[str, float] = {"matmul": 0.72, "attention": 0.612}

@@ -12,7 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from elastic_ring.forecast.sizing.machines import Efficiency, Gpu, Number, slowest_of
+from elastic_ring.forecast.sizing.machines import Efficiency, Number, slowest_of
+from elastic_ring.gpus import Gpu
 
 MESSAGE_S = 20e-6
 """Latency of a collective for each rank that its ring passes, and of a hop."""

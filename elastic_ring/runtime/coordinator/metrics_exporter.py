@@ -18,7 +18,7 @@ from ray.util.metrics import Gauge, Histogram
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.state import State, members, mesh_of, phase_name, spares
-from elastic_ring.model.flops import peak_tflops
+from elastic_ring.gpus import peak_flops
 from elastic_ring.monitor.metrics_table import (
     BUCKETS_S,
     CAUSES,
@@ -60,8 +60,8 @@ class Work:
         return cls((task.flops or 0.0) * task.step.global_batch if known else None, run.peak_tflops)
 
     def utilisation(self, step_s: float, num_ranks: int, gpu: str) -> float | None:
-        peak = self.peak_tflops or peak_tflops(gpu)
-        return self.flops / (step_s * num_ranks * peak * 1e12) if self.flops is not None and peak else None
+        peak = self.peak_tflops * 1e12 if self.peak_tflops else peak_flops(gpu)
+        return self.flops / (step_s * num_ranks * peak) if self.flops is not None and peak else None
 
 
 class MetricsExporter:

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from elastic_ring.config import ScalingConfig, StepConfig
-from elastic_ring.model.flops import GPU_GIB, gpu_type
+from elastic_ring.gpus import GPUS, gpu_type
 from elastic_ring.runtime.coordinator.resume import Resume
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def gpu_of_run(scaling: ScalingConfig) -> str | None:
         odd = ", ".join(name.removeprefix(ACCELERATOR) for name, kind in types.items() if kind is None)
         log.info("%s: set step.sequences_per_pass for more than one", odd or "no GPU has joined the cluster yet")
         return None
-    return min((kind for kind in types.values() if kind), key=lambda kind: GPU_GIB[kind])
+    return min((kind for kind in types.values() if kind), key=lambda kind: GPUS[kind].gib)
 
 
 def recorded_pass(step: StepConfig, config: Mapping[str, Any] | None, resume: Resume) -> int | None:

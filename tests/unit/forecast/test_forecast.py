@@ -31,9 +31,10 @@ from elastic_ring.forecast.goodput import (
 )
 from elastic_ring.forecast.renewal import Away, Luck, mean_walked, rates_of, simulate_goodput
 from elastic_ring.forecast.scenario import Scenario, curves, default_efficiency, forecast, tornado
-from elastic_ring.forecast.sizing.machines import GPUS, named_fleet
+from elastic_ring.forecast.sizing.machines import named_fleet
 from elastic_ring.forecast.sizing.step_time import Attention, _hops
 from elastic_ring.forecast.sizing.uncertain import Range, around
+from elastic_ring.gpus import GPUS
 from tests.sim.simulator.tier1 import Tier1
 
 ODD_RATES = {

@@ -19,8 +19,9 @@ from elastic_ring.cli.settings import parse
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.forecast.sizing import step_time
 from elastic_ring.forecast.sizing.jobs import job_of
-from elastic_ring.forecast.sizing.machines import GPUS, efficiency_of
+from elastic_ring.forecast.sizing.machines import efficiency_of
 from elastic_ring.forecast.sizing.step_time import Latent
+from elastic_ring.gpus import GPUS
 from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.model.hugging_face import KNOWN_TYPES
 

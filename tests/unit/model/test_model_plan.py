@@ -14,8 +14,9 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.cli import train
 from elastic_ring.cli.settings import FITS, PRESETS
 from elastic_ring.forecast.sizing.memory import COMMUNICATOR_BYTES, STATE_BYTES, plan_of
+from elastic_ring.gpus import CONTEXT_BYTES, GPUS
 from elastic_ring.model.config import num_parameters
-from elastic_ring.model.flops import CONTEXT_BYTES, GPU_GIB, model_flops
+from elastic_ring.model.flops import model_flops
 from elastic_ring.model.transformer import Transformer
 
 
@@ -48,7 +49,7 @@ def test_a_preset_has_about_the_parameters_that_its_name_says_and_fits_its_ranks
 def test_a_preset_fits_the_gpu_that_it_names_and_no_smaller_one(name: str) -> None:
     preset = PRESETS[name]()
     verdicts = plan_of(preset["model"], preset["scaling"], preset["step"]).verdicts
-    assert next((gpu for gpu in GPU_GIB if verdicts[gpu] and gpu != "A100-80"), None) == FITS.get(name)
+    assert next((gpu for gpu in GPUS if verdicts[gpu] and gpu != "A100-80"), None) == FITS.get(name)
     assert verdicts["A100-80"] == (name in FITS and FITS[name] != "H200"), "as much memory as an H100"
 
 
@@ -74,7 +75,7 @@ def test_a_plan_says_a_verdict_for_each_gpu_and_imports_neither_torch_nor_ray() 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     lines = done.stdout.splitlines()
     assert lines[-1] == "[]"
-    assert [line.split()[0] for line in lines if ": fits" in line or ": does not fit" in line] == list(GPU_GIB)
+    assert [line.split()[0] for line in lines if ": fits" in line or ": does not fit" in line] == list(GPUS)
     assert "  A100-40   39.4 GiB: does not fit; the smallest ring that does is cp=16" in lines
     assert "  H100-80   79.1 GiB: fits; the smallest ring that does is cp=4" in lines
     plan = plan_of(*(PRESETS["8b"]()[part] for part in ("model", "scaling", "step")))
@@ -118,12 +119,12 @@ def test_one_ring_of_640_gpus_of_80_gb_takes_one_trillion_with_its_moments_on_th
     scaling = replace(sizes["scaling"], dp=1, cp=640, cpu_offload="none")
     plan = plan_of(sizes["model"], scaling, replace(sizes["step"], global_batch=1))
     assert plan.verdicts["H100-80"]
-    assert plan.smallest_ring(GPU_GIB["H100-80"]) == 432
+    assert plan.smallest_ring(GPUS["H100-80"].gib) == 432
     whole = plan_of(sizes["model"], scaling, sizes["step"], built_in=False)
-    assert whole.smallest_ring(GPU_GIB["H100-80"]) is None, "gathered by the layer, as a model of another library"
+    assert whole.smallest_ring(GPUS["H100-80"].gib) is None, "gathered by the layer, as a model of another library"
     experts = PRESETS["1t-moe"]()
     assert (
-        plan_of(*(experts[part] for part in ("model", "scaling", "step"))).smallest_ring(GPU_GIB["H100-80"]) == 384
+        plan_of(*(experts[part] for part in ("model", "scaling", "step"))).smallest_ring(GPUS["H100-80"].gib) == 384
     ), "of rings that divide its experts"
 
 
