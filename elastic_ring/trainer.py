@@ -62,7 +62,6 @@ from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_cal
 from elastic_ring.monitor.json_files import read_json, set_aside
 from elastic_ring.monitor.metrics import (
     CONFIG_NAME,
-    StepMetrics,
     storage_error,
     write_json,
 )
@@ -617,14 +616,14 @@ class ElasticRingTrainer:
                 if news is None:
                     continue
                 if not opened and (news["steps"] or news["ended"]):
-                    progress.open(news["steps"][0]["step"] if news["steps"] else 0)
+                    progress.open(news["steps"][0].step if news["steps"] else 0)
                     opened = True
                 for line in news["lines"]:
                     progress.note(line)
                 num_lines += len(news["lines"])
-                for record in news["steps"] if self.run_config.progress else ():
-                    progress.step(_shown(record))
-                last_step = max([last_step, *(record["step"] for record in news["steps"])])
+                for metrics in news["steps"] if self.run_config.progress else ():
+                    progress.step(metrics)
+                last_step = max([last_step, *(metrics.step for metrics in news["steps"])])
                 if news.get("phase") != "starting":  # until then the folder may hold an earlier attempt's records
                     awaited = news.get("awaited")
                     self._bring_news(at_once=news["ended"] is not None or awaited is not None)
@@ -767,24 +766,6 @@ def fingerprint_of(task: TrainingTask) -> str:
     _, held = hold_out(source, num_sequences=task.num_held_out)
     ValidationSource(task.validation, held, {name: one for name, (one, _) in opened.items()})
     return with_sets(fingerprint, opened)
-
-
-def _shown(record: dict[str, Any]) -> StepMetrics:
-    mesh = Mesh(record["dp"], record["cp"])
-    return StepMetrics(
-        step=record["step"],
-        loss=record["loss"],
-        grad_norm=record["grad_norm"],
-        lr=record["lr"],
-        num_tokens=record["num_tokens"],
-        tokens_per_s=record["num_tokens"] / max(record["step_s"], 1e-9),
-        step_s=record["step_s"],
-        skipped=record["skipped"],
-        generation=record["generation"],
-        mesh=mesh,
-        num_members=mesh.size,
-        expert_load_max=record.get("expert_load_max"),
-    )
 
 
 def _recorded(path: Path) -> dict[str, Any] | None:

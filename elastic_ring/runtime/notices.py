@@ -1,15 +1,34 @@
-"""What a worker publishes beside the records of its committed steps. Frozen data only."""
+"""What a worker publishes: records of its committed steps, and notices. Frozen data only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from elastic_ring.monitor.metrics import StepMetrics
+from elastic_ring.train.vote import Outcome
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Published in one list with records of steps, in order."""
+    """All are published in one list, in order."""
+
+
+@dataclass(frozen=True)
+class StepRecord(Notice):
+    """A committed step: its metrics, and what only the coordinator uses.
+
+    `remark`: what the driver shows of a loss spike or a skipped step. `gpu_memory`: of global rank 0, in bytes by kind.
+    `frozen_s`: for how long its host ran nothing.
+    """
+
+    metrics: StepMetrics
+    outcome: Outcome
+    checkpoint_interval_s: float
+    remark: str = ""
+    frozen_s: float = 0.0
+    gpu_memory: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

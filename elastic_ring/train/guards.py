@@ -21,19 +21,20 @@ def listed(sample_ids: Sequence[int]) -> str:
     return f"{shown}, ..." if len(sample_ids) > NUM_NAMED else shown
 
 
-def told_of(step: int, loss: float, skipped: bool, spike: str, spike_limit: float, sample_ids: Sequence[int]) -> str:
+def remark_on(outcome: Outcome, sample_ids: Callable[[int], Sequence[int]]) -> str:
     """A step's report besides its metrics: a spike, or that it was skipped; empty for an ordinary step."""
-    named = f"; its sequences are {listed(sample_ids)}" if sample_ids else ""
-    if spike:
-        did = {"clip": "gradients are clipped harder", "skip": "the step changes nothing"}.get(spike)
-        return (
-            f"loss spike in step {step}: {loss:.4g}, above {spike_limit:.4g}; "
-            f"{did or 'nothing is done (loss_spike=log)'}{named}"
-        )
-    if not skipped:
+    step, loss, spike = outcome.vote.step, outcome.loss, outcome.spike
+    if not spike and not outcome.skip:
         return ""
-    what = "its gradient is not finite" if math.isfinite(loss) else f"its loss is {loss}"
-    return f"step {step} is skipped and changes nothing: {what}{named}"
+    sequences = f"; its sequences are {listed(sample_ids(step))}"
+    if spike:
+        response = {"clip": "gradients are clipped harder", "skip": "the step changes nothing"}.get(spike)
+        return (
+            f"loss spike in step {step}: {loss:.4g}, above {outcome.spike_limit:.4g}; "
+            f"{response or 'nothing is done (loss_spike=log)'}{sequences}"
+        )
+    cause = "its gradient is not finite" if math.isfinite(loss) else f"its loss is {loss}"
+    return f"step {step} is skipped and changes nothing: {cause}{sequences}"
 
 
 def watch_of(loss_spike: str, actions: Sequence[Action]) -> SpikeWatch | None:

@@ -7,6 +7,7 @@ completes on one rank only if every rank entered it, which makes the step a tran
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from enum import IntFlag, auto
@@ -19,8 +20,10 @@ import torch
 from elastic_ring.control.decisions.corruption import LOCAL, STATE, WHATS, Digests, Finding, judge
 from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, VERDICTS, SpikeBallot
 from elastic_ring.control.messages import Vote
+from elastic_ring.data.loader import samples_text
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.metrics import StepMetrics
 
 
 class Flag(IntFlag):
@@ -173,6 +176,24 @@ class Outcome:
     def clips_harder(self) -> bool:
         """Whether the gradient is clipped at `CLIP_SHARE` of the usual bound, for this step's spike or a recent one."""
         return self.spike == "clip" or self.tally.spike.clips_harder
+
+    def metrics(self, lr: float, step_s: float, mesh: Mesh, generation: int) -> StepMetrics:
+        """The metrics that follow from the vote, of a step that is committed now and took `step_s`."""
+        return StepMetrics(
+            step=self.vote.step,
+            loss=self.loss,
+            grad_norm=self.grad_norm,
+            lr=lr,
+            num_tokens=int(self.num_tokens),
+            tokens_per_s=self.num_tokens / max(step_s, 1e-9),
+            step_s=step_s,
+            skipped=self.skip,
+            generation=generation,
+            mesh=mesh,
+            num_members=mesh.size,
+            samples=samples_text(self.samples),
+            committed_monotonic_s=time.monotonic(),
+        )
 
     @property
     def boundary(self) -> bool:

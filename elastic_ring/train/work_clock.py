@@ -54,14 +54,14 @@ class WorkClock:
         if self._ended is not None:
             self._ended.record()
         elif not self._on_gpu:
-            self._work_s += self._now_s() - float(hops.figures()["hop_wait_s"] or 0.0)
+            self._work_s += self._now_s() - (hops.figures()["exposed_hop_wait_s"] or 0.0)
 
     def per_sequence_s(self, num_sequences: int) -> float:
         """Work for each sequence, in seconds; 0 if it was not measured. Call after the device is synchronized."""
         if self._ended is not None and self._hops is not None:
             if not self._ended.query():
                 return 0.0
-            stalled_s = float(self._hops.figures()["hop_wait_s"] or 0.0)
+            stalled_s = self._hops.figures()["exposed_hop_wait_s"] or 0.0
             self._work_s = float(self._begun.elapsed_time(self._ended)) / 1e3 - stalled_s
         return max(0.0, self._work_s) / num_sequences if num_sequences else 0.0
 

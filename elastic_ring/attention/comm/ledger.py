@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from elastic_ring.attention.comm.fp8 import WireError
 from elastic_ring.attention.plan.schedule import Direction
@@ -103,6 +103,16 @@ EVENT_STEPS = 10
 """On a GPU hop times are measured in one step of so many; not in the first, which is cold."""
 
 
+class HopFigures(TypedDict):
+    """K/V exchange of a step, as `StepMetrics` has it."""
+
+    hop_bytes: int
+    far_hop_bytes: int
+    exposed_hop_wait_s: float | None
+    hop_latency_mean_s: float | None
+    hop_latency_p99_s: float | None
+
+
 @dataclass
 class HopTally:
     """Totals over the hops of one rank's sequences in one step. With `on_gpu` the host waits for no hop: events of some
@@ -130,13 +140,13 @@ class HopTally:
         self._host_wait_s += ledger.all_wait_s
         self.events += ledger.events
 
-    def figures(self) -> dict[str, float | int | None]:
-        """For the step's record: None for what was not measured. Waits for nothing."""
+    def figures(self) -> HopFigures:
+        """None for what was not measured. Waits for nothing."""
         times = hop_times(self.events)
         return {
             "hop_bytes": self.num_bytes,
             "far_hop_bytes": self.num_far_bytes,
-            "hop_wait_s": times.exposed_s if times else None if self.on_gpu else self._host_wait_s,
+            "exposed_hop_wait_s": times.exposed_s if times else None if self.on_gpu else self._host_wait_s,
             "hop_latency_mean_s": times.latency_mean_s if times else None,
             "hop_latency_p99_s": times.latency_p99_s if times else None,
         }

@@ -81,14 +81,14 @@ class Records:
         self._noticed, self._begun = None, True
         return generation
 
-    def step(self, line: StepMetrics, told: str = "") -> None:
-        """A step that every rank has applied or skipped. `told`: further remarks on it."""
+    def step(self, metrics: StepMetrics, remark: str = "") -> None:
+        """A step that every rank has applied or skipped."""
         now = time.monotonic()
-        if told:
-            log.warning("%s", told)
-            self._note({"note": "skipped" if line.skipped else "spike", "step": line.step, "told": told})
-        self._metrics.record(line)
-        self._goodput.committed(line.step, line.step_s)
+        if remark:
+            log.warning("%s", remark)
+            self._note({"note": "skipped" if metrics.skipped else "spike", "step": metrics.step, "told": remark})
+        self._metrics.record(metrics)
+        self._goodput.committed(metrics.step, metrics.step_s)
         self._last_s = now
         if self._recovery is not None:
             known = {key: value for key, value in self._recovery.items() if not key.startswith("_")}

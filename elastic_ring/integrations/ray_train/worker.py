@@ -28,7 +28,7 @@ from torch import Tensor
 from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, SpikeBallot
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.filesystem import patiently
-from elastic_ring.data.loader import consumed_digest, samples_text
+from elastic_ring.data.loader import consumed_digest
 from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.errors import CheckpointDamaged, LossSpike, RunFailed, TooManySkipped
 from elastic_ring.files import plain_json, private_folder, read_small
@@ -40,10 +40,9 @@ from elastic_ring.integrations.ray_train.run_records import TERM
 from elastic_ring.integrations.ray_train.settings import Zero3Config, deepspeed_config, mesh_of
 from elastic_ring.integrations.ray_train.untrusted import gathered
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.runtime.gpu.device import be_deterministic, keep_caches_private
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.train.guards import raise_for_skips, told_of, watch_of
+from elastic_ring.train.guards import raise_for_skips, remark_on, watch_of
 from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.task import TrainingTask
@@ -313,22 +312,6 @@ class Zero3Worker:
         if self.rank != 0:
             return
         assert self._generation is not None
-        step, ids = outcome.vote.step, self.feed.sample_ids(outcome.vote.step)
         self.job.records.step.remote(
-            StepMetrics(
-                step=step,
-                loss=outcome.loss,
-                grad_norm=outcome.grad_norm,
-                lr=rate,
-                num_tokens=int(outcome.num_tokens),
-                tokens_per_s=outcome.num_tokens / max(step_s, 1e-9),
-                step_s=step_s,
-                skipped=outcome.skip,
-                generation=self._generation,
-                mesh=self.mesh,
-                num_members=self.size,
-                samples=samples_text(outcome.samples),
-                committed_monotonic_s=time.monotonic(),
-            ),
-            told_of(step, outcome.loss, outcome.skip, outcome.spike, outcome.spike_limit, ids),
+            outcome.metrics(rate, step_s, self.mesh, self._generation), remark_on(outcome, self.feed.sample_ids)
         )

@@ -157,7 +157,7 @@ class Coordinator:
         decoded: Any = from_json(event)
         self._queue.put(Happened(decoded, extra))
 
-    def publish(self, worker: str, records: list[Notice | dict[str, Any]]) -> None:
+    def publish(self, worker: str, records: list[Notice]) -> None:
         """Committed steps from global rank 0."""
         self._queue.put(StepsPublished(records))
 
@@ -629,7 +629,7 @@ class Coordinator:
         self._decide(CheckpointDue(self._cause()))
         return True
 
-    def _publish(self, records: Sequence[Notice | Mapping[str, Any]]) -> None:
+    def _publish(self, records: Sequence[Notice]) -> None:
         self.storage.watch.check()
         known = self.recorder.metrics.last_step
         self.driver_feed.publish(self.recorder.publish(records))

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from elastic_ring.control.state import State
+from elastic_ring.monitor.metrics import StepMetrics
+from elastic_ring.runtime.notices import StepRecord
 
 KEPT_STEPS = 256
-StepRecord = Mapping[str, Any]
 
 
 class PublishedSteps:
@@ -33,7 +34,7 @@ class PublishedSteps:
 
     def take(self, steps: Iterable[StepRecord], last_step: int) -> Iterator[StepRecord]:
         """Those of `steps` and of earlier calls that follow `last_step` without a gap."""
-        self._waiting.update({record["step"]: record for record in steps if self.counts(record)})
+        self._waiting.update({record.metrics.step: record for record in steps if self.counts(record)})
         self._waiting = {step: record for step, record in self._waiting.items() if step > last_step}
         while (found := self._waiting.pop(last_step + 1, None)) is not None and self.counts(found):
             last_step += 1
@@ -41,8 +42,8 @@ class PublishedSteps:
 
     def counts(self, record: StepRecord) -> bool:
         """Whether a step's record is of the members that committed it: the last that began at it or before."""
-        ids = [known for first_step, known in self._builds if first_step <= record["step"]]
-        return bool(ids) and tuple(record["membership_id"]) == ids[-1]
+        ids = [known for first_step, known in self._builds if first_step <= record.metrics.step]
+        return bool(ids) and record.outcome.vote.membership_id == ids[-1]
 
 
 class DriverFeed:
@@ -57,7 +58,7 @@ class DriverFeed:
         self.stopping = math.inf, ""
         """A checkpoint of a later step ends the run, for this reason: a driver waits for it."""
         self._renewed_at = time.monotonic()
-        self._steps: tuple[Mapping[str, Any], ...] = ()
+        self._steps: tuple[StepMetrics, ...] = ()
         self._outline: dict[str, Any] = {"phase": "starting"}
 
     def renew(self) -> None:
@@ -69,9 +70,9 @@ class DriverFeed:
         """Seconds since a driver last called."""
         return time.monotonic() - self._renewed_at
 
-    def publish(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def publish(self, steps: Sequence[StepMetrics]) -> None:
         """Add committed steps; the newest KEPT_STEPS are kept."""
-        self._steps = (*self._steps, *records)[-KEPT_STEPS:]
+        self._steps = (*self._steps, *steps)[-KEPT_STEPS:]
 
     def outline(self, state: State) -> None:
         """Where the run stands now."""
@@ -85,5 +86,5 @@ class DriverFeed:
     def news(self, after_step: int) -> dict[str, Any]:
         """The steps after `after_step`, where the run stands, and how it has ended."""
         ended = self.ended  # first: what comes with it is then complete
-        steps = [record for record in self._steps if record["step"] > after_step]
+        steps = [metrics for metrics in self._steps if metrics.step > after_step]
         return {"steps": steps, **self._outline, "ended": ended}

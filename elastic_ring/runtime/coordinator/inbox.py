@@ -26,7 +26,7 @@ class Happened:
 class StepsPublished:
     """Records of committed steps, and notices beside them, from a worker."""
 
-    records: Sequence[Notice | Mapping[str, Any]]
+    records: Sequence[Notice]
 
 
 @dataclass(frozen=True)

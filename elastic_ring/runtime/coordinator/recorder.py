@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -56,9 +56,7 @@ from elastic_ring.control.state import (
     phase_name,
     spares,
 )
-from elastic_ring.data.loader import samples_text
 from elastic_ring.experts.price import MOST_SHARES
-from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.goodput import Goodput, seen_of, time_by_part
 from elastic_ring.monitor.journal import Retried
 from elastic_ring.monitor.json_files import readable_json
@@ -72,7 +70,7 @@ from elastic_ring.monitor.metrics import (
     write_summary,
 )
 from elastic_ring.monitor.plot import draw_run
-from elastic_ring.runtime.coordinator.driver_feed import PublishedSteps, StepRecord
+from elastic_ring.runtime.coordinator.driver_feed import PublishedSteps
 from elastic_ring.runtime.coordinator.folds.recovery_log import Note, RecoveryLog
 from elastic_ring.runtime.coordinator.folds.run_totals import RunTotals
 from elastic_ring.runtime.coordinator.status_file import StatusFile
@@ -82,13 +80,14 @@ from elastic_ring.runtime.notices import (
     LeftOut,
     Notice,
     NotRepeatable,
+    StepRecord,
     StorageAwaited,
     Validated,
 )
 from elastic_ring.runtime.stages import Stage, in_order
 from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.storage.retries import ONCE, Retries
-from elastic_ring.train.guards import listed, told_of
+from elastic_ring.train.guards import listed
 
 log = logging.getLogger(__name__)
 
@@ -219,17 +218,15 @@ class RunRecorder:
         self._tell(CheckpointMissed(step, why))
         self.recoveries.say(f"no checkpoint of step {step}: {why}; training goes on")
 
-    def publish(self, published: Sequence[Notice | StepRecord]) -> list[StepRecord]:
-        """Notices, and records of committed steps, in order; steps that are known already change nothing. Returns the
-        steps that were new."""
-        steps, new = list[StepRecord](), list[StepRecord]()
-        for one in published:
-            if isinstance(one, Notice):
-                self._noticed(one)
-            else:
-                steps.append(one)
-        for record in self.steps.take(steps, self.metrics.last_step):
-            new.append(record)
+    def publish(self, published: Sequence[Notice]) -> list[StepMetrics]:
+        """Takes notices, and records of committed steps, in order; recorded steps change nothing. Returns the metrics
+        of the new steps."""
+        for notice in published:
+            self._noticed(notice)
+        new = list[StepMetrics]()
+        records = [notice for notice in published if isinstance(notice, StepRecord)]
+        for record in self.steps.take(records, self.metrics.last_step):
+            new.append(record.metrics)
             self._committed(record)
         if num_intervals := self.overdue.news():
             self.recoveries.say(
@@ -265,41 +262,22 @@ class RunRecorder:
             took_s = [(what, float(timings.get(key, 0.0))) for key, what in BUILT]
             self.stages(worker, in_order(timings["begun_unix_s"], took_s))
 
-    def _committed(self, record: Mapping[str, Any]) -> None:
-        began, now = self.latest.attempt_began_at, self._clock()
-        self.latest.attempt_began_at = now
-        if record["step"] == self.begin.first_step and began:
+    def _committed(self, record: StepRecord) -> None:
+        metrics, step, now = record.metrics, record.metrics.step, self._clock()
+        began, self.latest.attempt_began_at = self.latest.attempt_began_at, now
+        if step == self.begin.first_step and began:
             self.stages("run", [("first step", began, now - began)])
-        mesh = Mesh(record["dp"], record["cp"])
-        step_s = max(record["step_s"], 1e-9)
-        same = {part.name: record[part.name] for part in fields(StepMetrics) if part.name in record}
-        told = {
-            "step_s": step_s,
-            "tokens_per_s": record["num_tokens"] / step_s,
-            "mesh": mesh,
-            "num_members": mesh.size,
-            "exposed_hop_wait_s": record["hop_wait_s"],
-            "samples": samples_text(record["samples"]),
-        }
-        self.metrics.record(StepMetrics(**{**same, **told}))
-        self._tell_of(record)
-        self._look_at(record, mesh)
-        if record.get("gpu_memory"):
-            self.latest.gpu_memory = record["gpu_memory"]
-            self.latest.peak_gpu_bytes = max(self.latest.peak_gpu_bytes, self.latest.gpu_memory["peak"])
-        if record.get("wrong"):
-            self.found_wrong(record["wrong"])
-        if record.get("frozen_s"):
-            self.goodput.lost.add("frozen", record["frozen_s"])
-            self.recoveries.say(
-                f"step {record['step']}: for {record['frozen_s']:.0f} s nothing ran on the host of "
-                "rank 0 (paused, suspended or stopped); that is no time of the step"
-            )
-        self.goodput.committed(record["step"], record["step_s"])
-        self.latest.vote = Vote(record["step"], tuple(record["vote"]), tuple(record["membership_id"]))
-        self.recoveries.committed(record["step"], now)
-        self.overdue.interval_s = record.get("checkpoint_interval_s", self.overdue.interval_s)
-        self.overdue.committed(record["step"] + 1, now)
+        self.metrics.record(metrics)
+        self._report_incidents(record)
+        self._look_at(record)
+        if record.gpu_memory:
+            self.latest.gpu_memory = record.gpu_memory
+            self.latest.peak_gpu_bytes = max(self.latest.peak_gpu_bytes, record.gpu_memory["peak"])
+        self.goodput.committed(step, metrics.step_s)
+        self.latest.vote = record.outcome.vote
+        self.recoveries.committed(step, now)
+        self.overdue.interval_s = record.checkpoint_interval_s
+        self.overdue.committed(step + 1, now)
 
     def waits(self, told: str) -> None:
         """Somebody waits for storage. Many do at once, so one speaks for all."""
@@ -308,20 +286,26 @@ class RunRecorder:
             self._said_at["waits"] = now
             self.recoveries.say(told)
 
-    def _tell_of(self, record: Mapping[str, Any]) -> None:
-        """A loss far above those before, or a step that was skipped; the first rows for experts that came in parts."""
-        if record.get("expert_parts") and self.is_first("expert parts", True):
+    def _report_incidents(self, record: StepRecord) -> None:
+        """Reports a loss spike or skipped step, a wrong result, a frozen host, and the first experts in parts."""
+        step, outcome = record.metrics.step, record.outcome
+        if record.metrics.expert_parts and self.is_first("expert parts", True):
             self.recoveries.say(
-                f"step {record['step']}: one rank would have had more than {MOST_SHARES:g} times its fair share of "
+                f"step {step}: one rank would have had more than {MOST_SHARES:g} times its fair share of "
                 "tokens for its experts, so they come in parts there, which takes longer"
             )
-        spike, step = record.get("spike", ""), record["step"]
-        told = told_of(
-            step, record["loss"], record["skipped"], spike, record.get("spike_limit", 0.0), record.get("sample_ids", ())
-        )
-        if not told:
-            return
-        self._report(LossSpiked(step, spike, told) if spike else StepSkipped(step, told))
+        if outcome.spike:
+            self._report(LossSpiked(step, outcome.spike, record.remark))
+        elif record.remark:
+            self._report(StepSkipped(step, record.remark))
+        if outcome.finding:
+            self.found_wrong(outcome.finding.told(step))
+        if record.frozen_s:
+            self.goodput.lost.add("frozen", record.frozen_s)
+            self.recoveries.say(
+                f"step {step}: for {record.frozen_s:.0f} s nothing ran on the host of "
+                "rank 0 (paused, suspended or stopped); that is no time of the step"
+            )
 
     def goes_back(self, step: int, why: str, membership_id: tuple[int, int]) -> None:
         """A spike, or a streak of skipped steps, for which everyone is to go back; every member says so."""
@@ -336,16 +320,18 @@ class RunRecorder:
         )
         self._report(BatchesLeftOut(left.step, left.num_batches, list(left.sequences), told))
 
-    def _look_at(self, record: Mapping[str, Any], mesh: Mesh) -> None:
+    def _look_at(self, record: StepRecord) -> None:
         """How long each rank worked in this step, and how near ranks and nodes came to the end of their memory."""
-        work_s, shares = record.get("work_s", ()), record.get("memory_shares", ())
-        self.latest.work_s = work_s if any(work_s) else self.latest.work_s
-        membership_id = (record["membership_id"][0], record["membership_id"][1])
-        self.detectors.saw(membership_id, mesh, record["step_s"], work_s, shares, self.nodes.host_share())
-        if self.detectors.data.saw(record["step_s"], record.get("data_wait_s", 0.0)):
-            share, step = round(self.detectors.data.share, 3), record["step"]
-            told = f"training waits for its data: {share:.0%} of the time of the steps up to {step}"
-            self._report(DataAwaited(share, step, told))
+        metrics, outcome = record.metrics, record.outcome
+        self.latest.work_s = outcome.work_s if any(outcome.work_s) else self.latest.work_s
+        host_share = self.nodes.host_share()
+        self.detectors.saw(
+            outcome.vote.membership_id, metrics.mesh, metrics.step_s, outcome.work_s, outcome.memory_shares, host_share
+        )
+        if self.detectors.data.saw(metrics.step_s, metrics.data_wait_s):
+            share = round(self.detectors.data.share, 3)
+            reason = f"training waits for its data: {share:.0%} of the time of the steps up to {metrics.step}"
+            self._report(DataAwaited(share, metrics.step, reason))
 
     def take_found(self, state: State, cause: Callable[[], str]) -> list[StragglerFound | MemoryTight]:
         """What the steps published last show of the present members, for the core; tells of it."""

@@ -51,7 +51,7 @@ class CoordinatorClient:
             event = replace(event, term=self._term())
         self.coordinator.notify.remote(to_json(event), extra or {})
 
-    def publish(self, records: Sequence[Notice | dict[str, Any]]) -> None:
+    def publish(self, records: Sequence[Notice]) -> None:
         """Send records of committed steps, and notices."""
         self.coordinator.publish.remote(self._spec.worker, records)
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
 from elastic_ring.runtime.groups.registry import forget_groups
 from elastic_ring.runtime.groups.sockets import LOOPBACK
 from elastic_ring.runtime.groups.transport import translated
-from elastic_ring.runtime.notices import Copied, LeftOut, StorageAwaited, Validated
+from elastic_ring.runtime.notices import Copied, LeftOut, StepRecord, StorageAwaited, Validated
 from elastic_ring.runtime.worker.coordinator_client import ASK_AGAIN_S, CallbackWait, WorkerSpec
 from elastic_ring.runtime.worker.copies import Copies
 from elastic_ring.runtime.worker.env_fingerprint import gpu_environment
@@ -47,9 +47,9 @@ from elastic_ring.runtime.worker.member_data import MemberData
 from elastic_ring.runtime.worker.saver import Place, Saver, open_checkpoint
 from elastic_ring.runtime.worker.stall_watchdog import StepProgress
 from elastic_ring.runtime.worker.start_reports import StartWork
-from elastic_ring.runtime.worker.step_records import Publish, StepNotices, StepRecords, record_of
+from elastic_ring.runtime.worker.step_records import Publish, StepNotices, StepRecords, gpu_memory
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.train.guards import watch_of
+from elastic_ring.train.guards import remark_on, watch_of
 from elastic_ring.train.memory_gauge import MemoryGauge
 from elastic_ring.train.memory_relief import MemoryRelief, free_caches
 from elastic_ring.train.optim import learning_rate
@@ -300,7 +300,7 @@ class Member:
             state_id=state.state_id,
         )
 
-    def unsent(self) -> list[dict[str, Any]]:
+    def unsent(self) -> list[StepRecord]:
         """Records that global rank 0 has not published; empty on other ranks."""
         return self.records.unsent() if self._speaks else []
 
@@ -644,14 +644,17 @@ class Member:
     def _record(self, outcome: Outcome, local: Local, took_s: float, frozen_s: float) -> None:
         generation = self._now
         lr = learning_rate(outcome.vote.step, self._spec.task.optim, self._spec.task.lr_schedule)
-        step_s = max(0.0, took_s - frozen_s)
-        record = record_of(outcome, local, generation.joined.mesh, generation.command.generation, lr, step_s)
-        record["checkpoint_interval_s"] = self._saver.schedule.interval_s
-        if frozen_s:
-            record["frozen_s"] = frozen_s
-        if outcome.spike or outcome.skip:
-            record["sample_ids"] = [int(sample_id) for sample_id in self._transaction.sample_ids(outcome.vote.step)]
-        self.records.add(record)
+        step_s = max(1e-9, took_s - frozen_s)
+        metrics = replace(
+            outcome.metrics(lr, step_s, generation.joined.mesh, generation.command.generation),
+            data_wait_s=local.data_wait_s,
+            expert_load_max=outcome.expert_load or None,
+            expert_parts=local.expert_parts,
+            **local.hops.figures(),  # their CUDA events completed before the vote
+        )
+        remark = remark_on(outcome, self._transaction.sample_ids)
+        interval_s = self._saver.schedule.interval_s
+        self.records.add(StepRecord(metrics, outcome, interval_s, remark, frozen_s, gpu_memory()))
 
     def _send(self, through: int) -> None:
         if self._speaks:

@@ -6,53 +6,17 @@ The training thread adds and publishes; the control thread reads, and resets wha
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.notices import Compiled, Notice, NotRepeatable
+from elastic_ring.runtime.notices import Compiled, Notice, NotRepeatable, StepRecord
 from elastic_ring.runtime.worker.env_fingerprint import NondeterminismLog
 from elastic_ring.train.startup.compilations import CompileWatch
-from elastic_ring.train.transaction import Local
-from elastic_ring.train.vote import Outcome
 
 KEPT_RECORDS = 16384
 
-Record = dict[str, Any]
-Publish = Callable[[Sequence[Notice | Record]], None]
-
-
-def record_of(outcome: Outcome, local: Local, mesh: Mesh, generation: int, lr: float, step_s: float) -> Record:
-    """The record of a committed step."""
-    return {
-        "step": outcome.vote.step,
-        "loss": outcome.loss,
-        "grad_norm": outcome.grad_norm,
-        "lr": lr,
-        "num_tokens": int(outcome.num_tokens),
-        "samples": list(outcome.samples),
-        "skipped": outcome.skip,
-        "spike": outcome.spike,
-        "spike_limit": outcome.spike_limit,
-        "step_s": step_s,
-        "data_wait_s": local.data_wait_s,
-        "wrong": outcome.finding.told(outcome.vote.step) if outcome.finding else "",
-        "work_s": list(outcome.work_s),
-        "memory_shares": list(outcome.memory_shares),
-        "expert_load_max": outcome.expert_load or None,
-        "expert_parts": local.expert_parts,
-        "generation": generation,
-        "dp": mesh.dp,
-        "cp": mesh.cp,
-        "gpu_memory": gpu_memory(),
-        **local.hops.figures(),  # their CUDA events completed before the vote
-        "committed_monotonic_s": time.monotonic(),
-        "vote": list(outcome.vote.values),
-        "membership_id": list(outcome.vote.membership_id),
-    }
+Publish = Callable[[Sequence[Notice]], None]
 
 
 def gpu_memory() -> dict[str, int]:
@@ -73,33 +37,33 @@ class StepRecords:
 
     def __init__(self, publish: Publish) -> None:
         self.publish = publish
-        self._records: list[Record] = []
+        self._records: list[StepRecord] = []
         self._published = -1
         self._lock = threading.Lock()  # `_published`: read and moved on by the training thread, set by the other
 
-    def add(self, record: Record) -> None:
+    def add(self, record: StepRecord) -> None:
         self._records.append(record)
         del self._records[:-KEPT_RECORDS]
 
     def send(self, through: int) -> None:
         """Publish what has not been, up to step `through`."""
         with self._lock:
-            ready = [r for r in self._records if self._published < r["step"] <= through]
+            ready = [r for r in self._records if self._published < r.metrics.step <= through]
             if ready:
                 self.publish(ready)
-                self._published = ready[-1]["step"]
+                self._published = ready[-1].metrics.step
 
     def go_back(self, step: int) -> None:
         """The run goes back to a checkpoint: `step` runs next, records of it and of later steps do not count."""
         with self._lock:
-            self._records = [record for record in self._records if record["step"] < step]
+            self._records = [record for record in self._records if record.metrics.step < step]
             self._published = step - 1
 
-    def after(self, step: int) -> list[Record]:
+    def after(self, step: int) -> list[StepRecord]:
         """Those of committed steps newer than `step`."""
-        return [record for record in self._records if record["step"] > step]
+        return [record for record in self._records if record.metrics.step > step]
 
-    def unsent(self) -> list[Record]:
+    def unsent(self) -> list[StepRecord]:
         """Those that `send` has not published yet."""
         return self.after(self._published)
 

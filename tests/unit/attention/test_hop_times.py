@@ -69,11 +69,11 @@ def test_on_a_gpu_one_step_of_ten_is_watched_and_the_hosts_clock_is_no_answer() 
     assert figures == {
         "hop_bytes": 200,
         "far_hop_bytes": 0,
-        "hop_wait_s": pytest.approx(0.002),
+        "exposed_hop_wait_s": pytest.approx(0.002),
         "hop_latency_mean_s": pytest.approx(0.002),
         "hop_latency_p99_s": pytest.approx(0.002),
     }
-    unmeasured = {"hop_wait_s": None, "hop_latency_mean_s": None, "hop_latency_p99_s": None}
+    unmeasured = {"exposed_hop_wait_s": None, "hop_latency_mean_s": None, "hop_latency_p99_s": None}
     nothing = {"hop_bytes": 200, "far_hop_bytes": 0, **unmeasured}
     assert told(True, 2, event)[1] == nothing
     assert told(True, 1)[1] == nothing, "a ring of one has no hops"
@@ -84,7 +84,7 @@ def test_on_a_cpu_the_hosts_wait_is_measured_in_every_step_and_no_latency() -> N
         assert told(False, step, exchange(2.0))[1] == {
             "hop_bytes": 200,
             "far_hop_bytes": 0,
-            "hop_wait_s": 0.5,
+            "exposed_hop_wait_s": 0.5,
             "hop_latency_mean_s": None,
             "hop_latency_p99_s": None,
         }

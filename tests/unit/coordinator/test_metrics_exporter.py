@@ -13,6 +13,8 @@ from torch import nn
 
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import OptimConfig, RunConfig, StepConfig
+from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S
+from elastic_ring.control.messages import Vote
 from elastic_ring.control.pool import Node, Worker
 from elastic_ring.control.state import (
     Building,
@@ -27,6 +29,7 @@ from elastic_ring.control.state import (
 )
 from elastic_ring.data.source import StdlibText
 from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.monitor.metrics_table import (
     CAUSES,
     CLOCK_PARTS,
@@ -42,8 +45,9 @@ from elastic_ring.runtime.agent.gpu_health import GPU_KEYS
 from elastic_ring.runtime.agent.health import INFINIBAND_KEYS, NETWORK_KEYS
 from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, Work, of_end, samples
 from elastic_ring.runtime.coordinator.recorder import Begin, NodeFigures, RunRecorder
-from elastic_ring.runtime.notices import Copied, Validated
+from elastic_ring.runtime.notices import Copied, StepRecord, Validated
 from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.vote import Outcome, Tally
 from tests.sim.simulator.options import simulated
 
 OF_OTHERS = {
@@ -95,33 +99,29 @@ def change(step: int, **more: Any) -> Change:
     return Change(**fields)
 
 
-def record(step: int, **more: Any) -> dict[str, Any]:
-    return {
-        "step": step,
-        "loss": 2.5,
-        "grad_norm": 1.5,
-        "lr": 0.1,
-        "num_tokens": 80,
-        "samples": [1.0, 0.0, 2.0, 0.0],
-        "skipped": False,
-        "step_s": 4.0,
-        "generation": 1,
-        "dp": 2,
-        "cp": 1,
-        "hop_bytes": 64,
-        "far_hop_bytes": 0,
-        "hop_wait_s": 0.25,
-        "data_wait_s": 0.125,
-        "expert_load_max": 1.25,
-        "expert_parts": 6,
-        "work_s": [0.5, 0.75],
-        "hop_latency_mean_s": 0.125,
-        "hop_latency_p99_s": 0.5,
-        "committed_monotonic_s": 1.0,
-        "vote": [1.0],
-        "membership_id": [1, 1],
-        **more,
-    }
+def record(step: int, gpu_memory: dict[str, int] | None = None, **changes: Any) -> StepRecord:
+    metrics = StepMetrics(
+        step=step,
+        loss=2.5,
+        grad_norm=1.5,
+        lr=0.1,
+        num_tokens=80,
+        tokens_per_s=20.0,
+        step_s=4.0,
+        skipped=False,
+        generation=1,
+        mesh=Mesh(2, 1),
+        num_members=2,
+        hop_bytes=64,
+        exposed_hop_wait_s=0.25,
+        data_wait_s=0.125,
+        expert_load_max=1.25,
+        expert_parts=6,
+        hop_latency_mean_s=0.125,
+        hop_latency_p99_s=0.5,
+    )
+    outcome = Outcome(Vote(step, Tally().numbers(), (1, 1)), work_s=(0.5, 0.75))
+    return StepRecord(replace(metrics, **changes), outcome, FIRST_INTERVAL_S, gpu_memory=gpu_memory or {})
 
 
 class Told(NodeFigures):
@@ -150,7 +150,7 @@ def recorder(tmp_path: Path) -> RunRecorder:
                 1,
                 skipped=True,
                 loss=math.nan,
-                hop_wait_s=None,
+                exposed_hop_wait_s=None,
                 hop_latency_mean_s=None,
                 hop_latency_p99_s=None,
                 gpu_memory=MEMORY,

@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S
+from elastic_ring.control.messages import Vote
 from elastic_ring.control.pool import Worker
 from elastic_ring.control.state import Membership, Running, State
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.json_files import read_json
+from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.monitor.report import render_status
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.status_file import write_end
 from elastic_ring.runtime.driver.attach import end_on_record, refuse_if_written_to
-from elastic_ring.runtime.notices import Compiled, NotRepeatable
+from elastic_ring.runtime.notices import Compiled, NotRepeatable, StepRecord
+from elastic_ring.train.guards import remark_on
+from elastic_ring.train.vote import Outcome, Tally
 from tests.sim.simulator.options import simulated
 
 
@@ -28,37 +33,21 @@ def recorder(tmp_path: Path) -> RunRecorder:
     return made
 
 
-def record(step: int, membership_id: tuple[int, int], loss: float = 1.0) -> dict[str, Any]:
-    return {
-        "step": step,
-        "loss": loss,
-        "grad_norm": 1.0,
-        "lr": 0.1,
-        "num_tokens": 8,
-        "samples": [1.0, 0.0, 2.0, 0.0],
-        "skipped": False,
-        "step_s": 0.1,
-        "generation": membership_id[1],
-        "dp": 2,
-        "cp": 2,
-        "hop_bytes": 0,
-        "far_hop_bytes": 0,
-        "hop_wait_s": 0.0,
-        "data_wait_s": 0.0,
-        "hop_latency_mean_s": None,
-        "hop_latency_p99_s": None,
-        "committed_monotonic_s": 1.0,
-        "vote": [1.0],
-        "membership_id": list(membership_id),
-    }
+def record(
+    step: int, membership_id: tuple[int, int], loss: float = 1.0, *, skipped: bool = False, **changes: Any
+) -> StepRecord:
+    generation = membership_id[1]
+    metrics = StepMetrics(step, loss, 1.0, 0.1, 8, 80.0, 0.1, skipped, generation, Mesh(2, 2), 4, samples="ab")
+    outcome = Outcome(Vote(step, Tally().numbers(), membership_id))
+    return StepRecord(metrics, outcome, **{"checkpoint_interval_s": FIRST_INTERVAL_S, **changes})
 
 
 def test_a_late_record_of_a_step_that_is_to_run_again_is_not_published(recorder: RunRecorder) -> None:
     recorder.steps.begun(0, (1, 1))
-    assert [r["step"] for r in recorder.publish([record(0, (1, 1)), record(1, (1, 1))])] == [0, 1]
+    assert [metrics.step for metrics in recorder.publish([record(0, (1, 1)), record(1, (1, 1))])] == [0, 1]
     recorder.steps.begun(2, (1, 3))  # nobody held the result of step 2
     assert recorder.publish([record(2, (1, 1), loss=9.0)]) == []
-    assert [r["loss"] for r in recorder.publish([record(2, (1, 3), loss=2.0)])] == [2.0]
+    assert [metrics.loss for metrics in recorder.publish([record(2, (1, 3), loss=2.0)])] == [2.0]
     assert recorder.metrics.last_step == 2
 
 
@@ -66,20 +55,20 @@ def test_a_record_that_came_too_early_and_was_given_up_meanwhile_is_not_publishe
     recorder.steps.begun(0, (1, 1))
     assert recorder.publish([record(1, (1, 1), loss=9.0)]) == [], "step 0 is on its way still"
     recorder.steps.begun(1, (1, 3))
-    assert [r["step"] for r in recorder.publish([record(0, (1, 1))])] == [0]
-    assert [r["loss"] for r in recorder.publish([record(1, (1, 3), loss=2.0)])] == [2.0]
+    assert [metrics.step for metrics in recorder.publish([record(0, (1, 1))])] == [0]
+    assert [metrics.loss for metrics in recorder.publish([record(1, (1, 3), loss=2.0)])] == [2.0]
 
 
 def test_a_step_that_was_rolled_forward_keeps_the_record_of_those_that_voted(recorder: RunRecorder) -> None:
     recorder.steps.begun(0, (1, 1))
     recorder.publish([record(0, (1, 1))])
     recorder.steps.begun(2, (1, 3))  # step 1's vote travelled
-    assert [r["step"] for r in recorder.publish([record(1, (1, 1)), record(2, (1, 3))])] == [1, 2]
+    assert [metrics.step for metrics in recorder.publish([record(1, (1, 1)), record(2, (1, 3))])] == [1, 2]
 
 
 def test_time_in_which_the_host_stood_still_is_no_training(recorder: RunRecorder) -> None:
     recorder.steps.begun(0, (1, 1))
-    recorder.publish([{**record(0, (1, 1)), "frozen_s": 60.0}, record(1, (1, 1))])
+    recorder.publish([record(0, (1, 1), frozen_s=60.0), record(1, (1, 1))])
     assert recorder.goodput.lost.lost_s["frozen"] == 60.0
     assert recorder.take_lines(0) == [
         "step 0: for 60 s nothing ran on the host of rank 0 (paused, suspended or stopped); that is no time of the step"
@@ -99,7 +88,7 @@ def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) ->
 def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_exact(recorder: RunRecorder) -> None:
     recorder.steps.begun(0, (1, 1))
     odd = NotRepeatable(0, "put_ does not have a deterministic implementation")
-    assert [r["step"] for r in recorder.publish([odd, record(0, (1, 1))])] == [0]
+    assert [metrics.step for metrics in recorder.publish([odd, record(0, (1, 1))])] == [0]
     assert recorder.write_summary("", exact=True)["exact"] is None
 
 
@@ -109,8 +98,10 @@ def test_a_step_that_is_not_finite_is_told_on_console_and_journal(tmp_path: Path
     made = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), notes.append, lambda: 100.0)
     made.open(Begin())
     made.steps.begun(0, (1, 1))
-    made.publish([record(0, (1, 1), loss) | {"skipped": True, "sample_ids": [7, 9]}])
-    told = f"step 0 is skipped and changes nothing: {what}; its sequences are 7, 9"
+    tally = Tally(1.0, 1, 8 * loss, 8, (0.0,) * 4)
+    told = remark_on(Outcome(Vote(0, tally.numbers())), lambda step: [7, 9])
+    assert told == f"step 0 is skipped and changes nothing: {what}; its sequences are 7, 9"
+    made.publish([record(0, (1, 1), loss, skipped=True, remark=told)])
     assert notes == [{"note": "skipped", "step": 0, "told": told}]
     assert made.take_lines(0) == [told]
 
@@ -134,7 +125,7 @@ def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coor
 
 def test_the_summary_counts_the_steps_that_were_skipped(recorder: RunRecorder) -> None:
     recorder.steps.begun(0, (1, 1))
-    recorder.publish([{**record(step, (1, 1), loss=float("nan")), "skipped": True} for step in range(2)])
+    recorder.publish([record(step, (1, 1), loss=float("nan"), skipped=True) for step in range(2)])
     summary = recorder.write_summary("", exact=True)
     assert (summary["steps"], summary["skipped_steps"], summary["lost_workers"]) == (2, 2, {})
 
@@ -250,7 +241,7 @@ def test_nothing_is_overdue_in_a_coordinator_that_was_started_again_between_chec
     recorder.steps.begun(0, (1, 1))
     for step in range(60):
         monkeypatch.setattr(recorder, "_clock", lambda now=60.0 * step: now)
-        recorder.publish([{**record(step, (1, 1)), "checkpoint_interval_s": 3600.0}])
+        recorder.publish([record(step, (1, 1), checkpoint_interval_s=3600.0)])
     assert (recorder.overdue.num_intervals, recorder.take_lines(0)) == (0, [])
 
 
@@ -261,5 +252,5 @@ def test_the_journal_ends_with_the_forecast_beside_what_was_seen(tmp_path: Path)
     made.steps.begun(0, (1, 1))
     made.publish([record(0, (1, 1))])
     made.write_summary("", exact=True)
-    seen = {"step_s": record(0, (1, 1))["step_s"], "goodput": pytest.approx(1.0)}
+    seen = {"step_s": record(0, (1, 1)).metrics.step_s, "goodput": pytest.approx(1.0)}
     assert notes[-1] == {"note": "forecast", "forecast": {"step_s": 1.5, "goodput": 0.99}, "seen": seen}

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
+from elastic_ring.control.messages import Vote
+from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.metrics import StepMetrics
+from elastic_ring.runtime.notices import Notice, StepRecord
 from elastic_ring.runtime.worker import step_records
 from elastic_ring.runtime.worker.step_records import StepRecords
+from elastic_ring.train.vote import Outcome
 
 
 def filled(number: int) -> tuple[StepRecords, list[list[int]]]:
     """The records of so many steps, and the steps of each publication."""
     told: list[list[int]] = []
 
-    def publish(ready: list[dict[str, Any]]) -> None:
-        told.append([record["step"] for record in ready])
+    def publish(ready: Sequence[Notice]) -> None:
+        told.append(steps(ready))
 
     made = StepRecords(publish)
     for step in range(number):
-        made.add({"step": step})
+        metrics = StepMetrics(step, 1.0, 1.0, 0.1, 8, 80.0, 0.1, False, 1, Mesh(1, 1), 1)
+        made.add(StepRecord(metrics, Outcome(Vote(step, ())), 60.0))
     return made, told
 
 
-def steps(found: list[dict[str, Any]]) -> list[int]:
-    return [record["step"] for record in found]
+def steps(records: Sequence[Notice]) -> list[int]:
+    return [record.metrics.step for record in records if isinstance(record, StepRecord)]
 
 
 def test_each_step_is_published_once_and_no_further_than_asked() -> None:
