@@ -58,6 +58,7 @@ SUMMARY_KEYS = (
     "planned_steps",
     "validation",
 )
+Line = dict[str, Any]
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
 
 
@@ -145,6 +146,29 @@ class StepMetrics:
         return cls(**values)
 
 
+class Lineage:
+    """Which lines of a metrics.jsonl count, by step: those that stand, those that are to run again, and validations."""
+
+    def __init__(self, lines: Iterable[Line]) -> None:
+        self.standing: dict[int, Line] = {}
+        self.undone: dict[int, Line] = {}
+        self.validations: dict[int, Line] = {}
+        self.notes: list[Line] = []
+        for line in lines:
+            step, note = int(line["step"]), line.get("note")
+            if note == WENT_BACK:
+                self.undone |= {later: self.standing.pop(later) for later in [*self.standing] if later >= step}
+            elif note == AGAIN:
+                self.standing |= {step: self.undone.pop(step)} if step in self.undone else {}  # that line may be lost
+            elif "loss_hex" in line:
+                self.undone.pop(step, None)
+                self.standing[step] = line
+            elif "note" not in line:
+                self.validations[step] = line
+            if "note" in line:
+                self.notes.append(line)
+
+
 @dataclass
 class Newest:
     """What a run last measured: its newest committed step, the Unix time of that, the newest step that timed its
@@ -157,16 +181,14 @@ class Newest:
     num_skipped: int = 0
 
     @classmethod
-    def of(cls, lines: Sequence[Mapping[str, Any]]) -> Newest:
-        """As the lines of a metrics.jsonl tell it."""
-        steps = [line for line in lines if "loss_hex" in line]
+    def of(cls, lineage: Lineage) -> Newest:
+        steps = [line for _, line in sorted(lineage.standing.items())]
         timed = next((line for line in reversed(steps) if line["exposed_hop_wait_s"] is not None), None)
-        validated = next((dict(line) for line in reversed(lines) if "loss_hex" not in line), {})
         return cls(
             step=StepMetrics.from_json(steps[-1]) if steps else None,
             unix_s=steps[-1]["unix_s"] if steps else None,
             timed=StepMetrics.from_json(timed) if timed else None,
-            validation=validated,
+            validation=next((dict(line) for line in reversed(lineage.validations.values())), {}),
             num_skipped=sum(bool(line["skipped"]) for line in steps),
         )
 
@@ -190,7 +212,7 @@ class MetricsLog:
         self._journal = Journal(self.path, durable=False, retries=retries)
         self._by_step: dict[int, tuple[str, float]] = {}  # step -> (loss_hex, step_s)
         self._undone: dict[int, tuple[str, float]] = {}  # the same of steps that are to run again
-        self._last_step = -1
+        self.last_step = -1  # the last step written, -1 for none
         self._validated: set[int] = set()
         self._went_back: set[tuple[int, int]] = set()
         self._begun: set[int] = set()  # steps before which others are missing
@@ -205,16 +227,16 @@ class MetricsLog:
         return self
 
     def _read(self) -> None:
-        lines = list(read(self.path))
-        standing, undone = _standing(lines)
-        self._by_step = {step: (line["loss_hex"], line["step_s"]) for step, line in standing.items()}
-        self._undone = {step: (line["loss_hex"], line["step_s"]) for step, line in undone.items()}
-        validations = [line for line in lines if _is_validation(line)]
-        self._validated = {line["step"] for line in validations}
-        self._went_back = {tuple(line["build"]) for line in lines if line.get("note") == WENT_BACK}
-        self._begun = {line["step"] for line in lines if line.get("note") == BEGINS}
-        self._last_step = max([*self._by_step, *(step - 1 for step in self._begun)], default=-1)
-        self.newest = Newest.of([*(standing[step] for step in sorted(standing)), *validations])
+        lineage = Lineage(read(self.path))
+        self._by_step, self._undone = (
+            {step: (line["loss_hex"], line["step_s"]) for step, line in lines.items()}
+            for lines in (lineage.standing, lineage.undone)
+        )
+        self._validated = set(lineage.validations)
+        self._went_back = {tuple(line["build"]) for line in lineage.notes if line["note"] == WENT_BACK}
+        self._begun = {line["step"] for line in lineage.notes if line["note"] == BEGINS}
+        self.last_step = max([*self._by_step, *(step - 1 for step in self._begun)], default=-1)
+        self.newest = Newest.of(lineage)
 
     def go_back(self, step: int, build: tuple[int, int]) -> int:
         """The members of `build`, (term, generation), begin at a checkpoint of `step` steps: later ones run again.
@@ -230,25 +252,20 @@ class MetricsLog:
 
     def begin_at(self, step: int) -> None:
         """A build begins at `step`: steps missing before it will not come any more, and are reported once."""
-        if step > self._last_step + 1:
+        if step > self.last_step + 1:
             log.error(
                 "%s has no lines for steps %d to %d: they were lost with their writer, or it began elsewhere",
                 self.path,
-                self._last_step + 1,
+                self.last_step + 1,
                 step - 1,
             )
             self._journal.append({"step": step, "note": BEGINS})
             self._begun.add(step)
-            self._last_step = step - 1
+            self.last_step = step - 1
 
     def sync(self) -> None:
         """All lines are on disk when this returns."""
         self._journal.sync()
-
-    @property
-    def last_step(self) -> int:
-        """The last step written, -1 for none."""
-        return self._last_step
 
     def record(self, metrics: StepMetrics) -> bool:
         """Write a step; False if it is there already (members report recent steps again to a new coordinator).
@@ -273,7 +290,7 @@ class MetricsLog:
             self._journal.append({**line, **replaces, "unix_s": unix_s})
         self.newest.committed(metrics, unix_s)
         self._by_step[metrics.step] = (line["loss_hex"], metrics.step_s)
-        self._last_step = max(self._last_step, metrics.step)
+        self.last_step = max(self.last_step, metrics.step)
         return True
 
     def validated(self, step: int, found: Mapping[str, float]) -> None:
@@ -317,71 +334,38 @@ def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return committed_lines(list(read(Path(directory) / METRICS_NAME)))
 
 
-def committed_lines(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def committed_lines(lines: Iterable[Line]) -> list[dict[str, Any]]:
     """The same of lines that are read already; what is no line of a run's metrics is left out."""
-    lines = [line for line in lines if isinstance(line.get("step"), int)]
-    validated = {line["step"]: line for line in lines if _is_validation(line)}
-    standing, _ = _standing(lines)
-    return [{**line, **validated.get(step, {})} for step, line in sorted(standing.items())]
+    lineage = Lineage(line for line in lines if isinstance(line.get("step"), int))
+    return [{**line, **lineage.validations.get(step, {})} for step, line in sorted(lineage.standing.items())]
 
 
-def lines_before(lines: Sequence[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl for committed steps before `step`."""
-    standing, _ = _standing(lines)
-    steps = [dict(standing[known]) for known in sorted(standing) if known < step]
-    return [*steps, *(dict(line) for line in lines if _is_validation(line) and line["step"] < step)]
-
-
-def rebuilt(
-    found: tuple[list[dict[str, Any]], list[int]], identity: str, before: int
-) -> tuple[str, list[dict[str, Any]]]:
-    """(what is wrong with a metrics.jsonl in which `salvage` has `found` that, empty if nothing; the lines of a new one
+def rebuilt(salvaged: tuple[Sequence[Line], Sequence[int]], identity: str, before: int) -> tuple[str, list[Line]]:
+    """(what is wrong with a metrics.jsonl that `salvage` read as `salvaged`, empty if nothing; the lines of a new one
     in its place).
 
     The new one has what is right of the steps before `before`, and says where lines are missing; nothing of another
     run, which has another `identity`.
     """
-    lines, damaged = found
+    lines, damaged = salvaged
     owner = next((line.get("identity") for line in lines if line.get("note") == OF_RUN), identity)
-    own: dict[str, Any] = {"step": 0, "note": OF_RUN, "identity": identity}
+    kept: list[Line] = [{"step": 0, "note": OF_RUN, "identity": identity}]
     if owner != identity:
-        return "it is another run's", [own]
-    lines = [line for line in lines if isinstance(line.get("step"), int)]
-    kept, last_step = [own], -1
-    for line in lines_before(lines, before):
-        if "loss_hex" in line and line["step"] != last_step + 1:
-            kept.append({"step": line["step"], "note": BEGINS})
-        last_step = line["step"] if "loss_hex" in line else last_step
-        kept.append(line)
+        return "it is another run's", kept
+    lineage, last_step = Lineage(line for line in lines if isinstance(line.get("step"), int)), -1
+    for step in sorted(step for step in lineage.standing if step < before):
+        if step != last_step + 1:
+            kept.append({"step": step, "note": BEGINS})
+        last_step = step
+        kept.append(lineage.standing[step])
+    kept += [line for step, line in lineage.validations.items() if step < before]
     more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
     return f"line {damaged[0]}{more} of it is damaged" if damaged else "", kept
 
 
-def missing_steps(lines: Iterable[Mapping[str, Any]], before: int) -> list[int]:
+def missing_steps(lines: Iterable[Line], before: int) -> list[int]:
     """The steps before `before` that are not on record."""
-    return sorted({*range(before)} - {*_standing(lines)[0]})
-
-
-def _is_validation(line: Mapping[str, Any]) -> bool:
-    return "loss_hex" not in line and "note" not in line
-
-
-def _standing(
-    lines: Iterable[Mapping[str, Any]],
-) -> tuple[dict[int, Mapping[str, Any]], dict[int, Mapping[str, Any]]]:
-    """(lines of the steps that count, lines of those that are to run again), by step."""
-    standing: dict[int, Mapping[str, Any]] = {}
-    undone: dict[int, Mapping[str, Any]] = {}
-    for line in lines:
-        step = int(line["step"])
-        if line.get("note") == WENT_BACK:
-            undone |= {known: standing.pop(known) for known in [at for at in standing if at >= step]}
-        elif line.get("note") == AGAIN:
-            standing |= {step: undone.pop(step)} if step in undone else {}  # the line may have been lost
-        elif "loss_hex" in line:
-            undone.pop(step, None)
-            standing[step] = line
-    return standing, undone
+    return sorted({*range(before)} - {*Lineage(lines).standing})
 
 
 def build_summary(
