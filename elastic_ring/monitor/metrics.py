@@ -35,29 +35,6 @@ WENT_BACK, AGAIN, BEGINS, OF_RUN = "went back", "again", "begins", "run"
 """Notes in metrics.jsonl: the run begins at this step again; the step ran again with the same loss; the lines before
 this step are missing; whose lines these are, by the run's identity."""
 
-SUMMARY_KEYS = (
-    "steps",
-    "losses",
-    "weights_sha256",
-    "samples_sha256",
-    "goodput",
-    "exact",
-    "mesh_changed",
-    "generations",
-    "recoveries",
-    "compilations_after_step_0",
-    "skipped_steps",
-    "lost_workers",
-    "resumed_from",
-    "checkpoints",
-    "memory",
-    "peak_gpu_bytes",
-    "time_s",
-    "identity",
-    "stopped",
-    "planned_steps",
-    "validation",
-)
 Line = dict[str, Any]
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
 
@@ -82,6 +59,52 @@ class RecoveryEvent(TypedDict):
 
 
 RECOVERY_KEYS = tuple(RecoveryEvent.__annotations__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What summary.json says of a run, with its keys in their order.
+
+    `losses`: those on record, by `float.hex`. `samples_sha256`: None where records of steps are missing. `exact`:
+    whether equal bits are promised; where they are not, the file says null, as they may be equal all the same.
+    `stopped`: why a callback has stopped the run, empty if none has. `planned_steps`: those of the settings.
+    `validation`: what the last one found.
+    """
+
+    steps: int
+    losses: list[str]
+    weights_sha256: str
+    samples_sha256: str | None
+    goodput: float
+    exact: bool
+    mesh_changed: bool = field(init=False)
+    generations: Sequence[Mapping[str, Any]]
+    recoveries: Sequence[Mapping[str, Any]]
+    compilations_after_step_0: int = 0
+    skipped_steps: int = 0
+    lost_workers: Mapping[str, int] = field(default_factory=dict)
+    resumed_from: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    checkpoints: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    memory: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    peak_gpu_bytes: int = 0
+    time_s: Mapping[str, float] = field(default_factory=dict)
+    identity: str = ""
+    stopped: str = ""
+    planned_steps: int
+    validation: Mapping[str, float | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        meshes = [generation["mesh"] for generation in self.generations]
+        object.__setattr__(self, "mesh_changed", any(mesh != meshes[0] for mesh in meshes))
+
+    def to_json(self) -> dict[str, Any]:
+        """Leaves out additional keys of generations and recoveries. Raises: KeyError when one lacks a key."""
+        return asdict(self) | {
+            "exact": self.exact or None,
+            "generations": [{key: generation[key] for key in GENERATION_KEYS} for generation in self.generations],
+            "recoveries": [{key: recovery[key] for key in RECOVERY_KEYS} for recovery in self.recoveries],
+            "time_s": {part: round(seconds, 3) for part, seconds in self.time_s.items()},
+        }
 
 
 @dataclass(frozen=True)
@@ -366,71 +389,6 @@ def rebuilt(salvaged: tuple[Sequence[Line], Sequence[int]], identity: str, befor
 def missing_steps(lines: Iterable[Line], before: int) -> list[int]:
     """The steps before `before` that are not on record."""
     return sorted({*range(before)} - {*Lineage(lines).standing})
-
-
-def build_summary(
-    *,
-    losses_hex: Sequence[str],
-    weights_sha256: str,
-    samples_sha256: str | None,
-    goodput: float,
-    exact: bool,
-    generations: Iterable[Mapping[str, Any]],
-    recoveries: Iterable[Mapping[str, Any]],
-    compilations_after_step_0: int = 0,
-    skipped_steps: int = 0,
-    lost_workers: Mapping[str, int] | None = None,
-    resumed_from: Iterable[Mapping[str, Any]] = (),
-    checkpoints: Iterable[Mapping[str, Any]] = (),
-    memory: Iterable[Mapping[str, Any]] = (),
-    peak_gpu_bytes: int = 0,
-    time_s: Mapping[str, float] | None = None,
-    num_steps: int | None = None,
-    identity: str = "",
-    stopped: str = "",
-    planned_steps: int | None = None,
-    validation: Mapping[str, float | None] | None = None,
-) -> dict[str, Any]:
-    """The content of summary.json, with exactly the documented keys in the documented order.
-
-    `exact`: whether equal bits are promised. Where they are not, the summary says null: they may be equal all the same.
-    `samples_sha256`: None where records of steps are missing.
-    `num_steps`: how many there were, where not all losses are on record. `stopped`: why a callback has stopped the run,
-    empty if none has. `planned_steps`: those of the settings. `validation`: what the last one found. Raises: KeyError
-    when a generation or recovery lacks a key. Additional keys of these are dropped.
-    """
-    made = [{key: one[key] for key in GENERATION_KEYS} for one in generations]
-    return {
-        "steps": len(losses_hex) if num_steps is None else num_steps,
-        "losses": list(losses_hex),
-        "weights_sha256": weights_sha256,
-        "samples_sha256": samples_sha256,
-        "goodput": goodput,
-        "exact": True if exact else None,
-        "mesh_changed": any(one["mesh"] != made[0]["mesh"] for one in made),
-        "generations": made,
-        "recoveries": [{key: one[key] for key in RECOVERY_KEYS} for one in recoveries],
-        "compilations_after_step_0": compilations_after_step_0,
-        "skipped_steps": skipped_steps,
-        "lost_workers": dict(lost_workers or {}),
-        "resumed_from": [dict(one) for one in resumed_from],
-        "checkpoints": [dict(one) for one in checkpoints],
-        "memory": [dict(one) for one in memory],
-        "peak_gpu_bytes": peak_gpu_bytes,
-        "time_s": {part: round(seconds, 3) for part, seconds in (time_s or {}).items()},
-        "identity": identity,
-        "stopped": stopped,
-        "planned_steps": len(losses_hex) if planned_steps is None else planned_steps,
-        "validation": dict(validation or {}),
-    }
-
-
-def write_summary(directory: str | os.PathLike[str], summary: Mapping[str, Any]) -> Path:
-    """Write DIR/summary.json atomically; it is on disk when this returns."""
-    assert tuple(summary) == SUMMARY_KEYS, tuple(summary)
-    path = Path(directory) / SUMMARY_NAME
-    write_json(path, summary, durable=True)
-    return path
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

@@ -16,12 +16,13 @@ from elastic_ring.errors import ElasticRingError
 from elastic_ring.monitor.goodput import Goodput
 from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.monitor.metrics import (
+    SUMMARY_NAME,
     MetricsLog,
     StepMetrics,
-    build_summary,
+    Summary,
     missing_steps,
     read_metrics,
-    write_summary,
+    write_json,
 )
 from elastic_ring.runtime.coordinator.recorder import samples_digest
 
@@ -117,23 +118,18 @@ class Records:
 
     def finish(self, weights_sha256: str, peak_gpu_bytes: int = 0) -> dict[str, Any]:
         """Write the summary and return it. `peak_gpu_bytes`: of the last worker group."""
-        attempts = self._of("attempt")
-        keys = ("note", "unix_s")
-        recoveries = [{k: v for k, v in line.items() if k not in keys} for line in self._of("recovery")]
-        num_failures = len(self._of("failed"))
-        lines = read_metrics(self._folder)
+        attempts, losses, lines = self._of("attempt"), self._metrics.losses_hex(), read_metrics(self._folder)
+        recoveries, num_failures = self._of("recovery"), len(self._of("failed"))
         begun = lines[0]["step"] if lines else 0  # a run that begins at another's checkpoint has no lines before
         missing = any(step >= begun for step in missing_steps(lines, self._metrics.last_step + 1))
-        summary = build_summary(
-            losses_hex=self._metrics.losses_hex(),
+        summary = Summary(
+            steps=len(losses),
+            losses=losses,
             weights_sha256=weights_sha256,
             samples_sha256=None if missing else samples_digest(lines),
             goodput=self._goodput.ratio(time.monotonic()),
             exact=not missing and not recoveries and all(line["mesh"] == attempts[0]["mesh"] for line in attempts),
-            generations=[
-                {"term": TERM, "generation": line["generation"], "mesh": line["mesh"], "reason": line["reason"]}
-                for line in attempts
-            ],
+            generations=[{"term": TERM, **line} for line in attempts],
             recoveries=recoveries,
             skipped_steps=sum(bool(line["skipped"]) for line in lines),
             lost_workers={"worker group failed": num_failures} if num_failures else {},
@@ -142,8 +138,9 @@ class Records:
             ],
             checkpoints=[{"path": line["path"], "step": line["step"]} for line in self._of("checkpoint")],
             peak_gpu_bytes=peak_gpu_bytes,
-        )
-        write_summary(self._folder, summary)
+            planned_steps=len(losses),
+        ).to_json()
+        write_json(self._folder / SUMMARY_NAME, summary, durable=True)
         self._metrics.close()
         self._attempts.close()
         return summary

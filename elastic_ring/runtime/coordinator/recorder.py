@@ -64,10 +64,10 @@ from elastic_ring.monitor.metrics import (
     SUMMARY_NAME,
     MetricsLog,
     StepMetrics,
-    build_summary,
+    Summary,
     missing_steps,
     read_metrics,
-    write_summary,
+    write_json,
 )
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.runtime.coordinator.driver_feed import PublishedSteps
@@ -491,9 +491,9 @@ class RunRecorder:
 
         One that is there was written by an earlier coordinator of this attempt, and stands.
         """
-        known = readable_json(self._run.folder / SUMMARY_NAME)
-        if known:
-            return known
+        path = self._run.folder / SUMMARY_NAME
+        if summary := readable_json(path):
+            return summary
         self.recoveries.finish(self._clock())
         lines, uri = read_metrics(self._run.folder), self._run.storage_uri.rstrip("/")
         elsewhere = (one["step"] for one in self.totals.resumed_from if not one["path"].startswith(f"{uri}/"))
@@ -504,13 +504,15 @@ class RunRecorder:
                 f"{self.metrics.path} has no lines of {len(missing)} step(s), {missing[0]} to {missing[-1]}, that this "
                 "run has trained: samples_sha256 and exact are null"
             )
-        exact = exact and not missing
-        summary = build_summary(
-            losses_hex=self.metrics.losses_hex(),
+        now, num_steps = self._clock(), self.metrics.last_step + 1
+        exact = exact and not missing and self.recoveries.same_environment
+        summary = Summary(
+            steps=num_steps,
+            losses=self.metrics.losses_hex(),
             weights_sha256=weights_sha256,
             samples_sha256=None if missing else samples_digest(lines),
-            goodput=self.goodput.ratio(self._clock()),
-            exact=exact and self.recoveries.same_environment and all(r["exact"] for r in self.recoveries.records),
+            goodput=self.goodput.ratio(now),
+            exact=exact and all(recovery["exact"] for recovery in self.recoveries.records),
             generations=self.totals.generations,
             recoveries=self.recoveries.records,
             compilations_after_step_0=self.totals.num_compiled_late,
@@ -520,16 +522,15 @@ class RunRecorder:
             checkpoints=self.totals.checkpoints,
             memory=self.totals.reliefs,
             peak_gpu_bytes=self.latest.peak_gpu_bytes,
-            time_s=self.time_s(self._clock()),
-            num_steps=self.metrics.last_step + 1,
+            time_s=self.time_s(now),
             identity=self.begin.identity,
             stopped=stopped,
-            planned_steps=planned_steps,
+            planned_steps=num_steps if planned_steps is None else planned_steps,
             validation=self.metrics.newest.validation,
-        )
+        ).to_json()
         # Beside the deciding thread, and no longer than a checkpoint's files are waited for.
         retries = Retries(self._run.timeouts.storage_s, lambda text: self.recoveries.say(f"the summary {text}"))
-        retries(lambda: write_summary(self._run.folder, summary), lambda error: not isinstance(error, OSError))
+        retries(lambda: write_json(path, summary, durable=True), lambda error: not isinstance(error, OSError))
         if self.begin.planned:
             self._tell(
                 ForecastSeen(dict(self.begin.planned), seen_of(list(self.metrics.step_times_s().values()), summary))

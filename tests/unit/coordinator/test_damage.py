@@ -32,10 +32,9 @@ from elastic_ring.monitor.journal import Journal, salvage
 from elastic_ring.monitor.metrics import (
     MetricsLog,
     StepMetrics,
-    build_summary,
+    Summary,
     read_metrics,
     write_json,
-    write_summary,
 )
 from elastic_ring.runtime.agent.messages import Said
 from elastic_ring.runtime.coordinator.resume import find_resume
@@ -133,8 +132,10 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
     assert run.keeper.close(60.0)
     trainer._write_config()
     write_json(folder / "status.json", {"run": name, "ended": True, "updated_unix_s": 1.0, "step": 4, "end": {}})
-    summary = build_summary(
-        losses_hex=[(2.0 + seed).hex()] * 4,
+    summary = Summary(
+        steps=4,
+        planned_steps=4,
+        losses=[(2.0 + seed).hex()] * 4,
         weights_sha256="w",
         samples_sha256="s",
         goodput=1.0,
@@ -143,7 +144,7 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
         recoveries=[],
         identity=identity,
     )
-    write_summary(folder, summary)
+    write_json(folder / "summary.json", summary.to_json())
     (folder / "loss.png").write_bytes(b"\x89PNG and more")
     (folder / "weights.safetensors").write_bytes(b"what the summary tells of")
     with trainer._telling() as telling:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from elastic_ring.integrations.ray_train.run_records import Records
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.metrics import SUMMARY_KEYS, StepMetrics
+from elastic_ring.monitor.metrics import StepMetrics, Summary
 
 
 def line(step: int, loss: float = 1.0, generation: int = 1) -> StepMetrics:
@@ -30,7 +31,7 @@ def test_steps_after_the_checkpoint_are_undone_and_a_loss_is_one_recovery(tmp_pa
     for step in range(2, 5):
         records.step(line(step, loss=0.5 if step == 3 else 1.0, generation=2))
     summary = records.finish("digest", peak_gpu_bytes=7)
-    assert tuple(summary) == SUMMARY_KEYS
+    assert list(summary) == [key.name for key in fields(Summary)]
     assert [float.fromhex(loss) for loss in summary["losses"]] == [1.0, 1.0, 1.0, 0.5, 1.0]
     (recovery,) = summary["recoveries"]
     assert (recovery["step"], recovery["cause"], recovery["steps_undone"]) == (2, "rank 1: it died", 2)

@@ -27,7 +27,7 @@ from elastic_ring.files import read_small
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.journal import Journal
-from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, build_summary, write_json, write_summary
+from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, Summary, write_json
 from elastic_ring.monitor.metrics_table import TIME_PARTS
 from elastic_ring.monitor.plot import draw_run, short_cause
 from elastic_ring.monitor.progress import ProgressLine
@@ -362,8 +362,10 @@ def test_an_ended_run_is_shown_from_its_summary_alone(run: Path) -> None:
     for name in ("status.json", "journal.jsonl", "metrics.jsonl"):
         (run / name).unlink()
     mesh = {"dp": 2, "cp": 2}
-    summary = build_summary(
-        losses_hex=[(1.0).hex()] * 40,
+    summary = Summary(
+        steps=40,
+        planned_steps=40,
+        losses=[(1.0).hex()] * 40,
         weights_sha256="abc",
         samples_sha256="def",
         goodput=0.934,
@@ -371,7 +373,7 @@ def test_an_ended_run_is_shown_from_its_summary_alone(run: Path) -> None:
         generations=[{"term": 1, "generation": g, "mesh": mesh, "reason": "formed"} for g in (1, 2)],
         recoveries=[RECOVERY],
     )
-    write_summary(run, summary)
+    write_json(run / "summary.json", summary.to_json())
     assert render_status(run).splitlines() == [
         f"run {run.name}: ended",
         "  mesh       dp=2 x cp=2   generation 2   term 1",

@@ -36,7 +36,7 @@ from elastic_ring.files import MAX_TOML_BYTES, name_below, plain_json, plain_tom
 from elastic_ring.integrations.transformers.weights import FolderWeights
 from elastic_ring.monitor.journal import Journal, line_of, parse, salvage
 from elastic_ring.monitor.json_files import json_bytes, read_json
-from elastic_ring.monitor.metrics import build_summary, committed_lines
+from elastic_ring.monitor.metrics import Summary, committed_lines
 from elastic_ring.monitor.page import page_data
 from elastic_ring.monitor.report import render_status
 from elastic_ring.runtime.coordinator.resume import earlier, listed
@@ -385,9 +385,17 @@ STATUS = {
     "checkpoint_intervals_missed": 3,
     "checkpoint_step": 2,
 }
-SUMMARY = build_summary(
-    losses_hex=["0x1p0"], weights_sha256="w", samples_sha256="s", goodput=0.5, exact=True, generations=[], recoveries=[]
-)
+SUMMARY = Summary(
+    steps=1,
+    planned_steps=1,
+    losses=["0x1p0"],
+    weights_sha256="w",
+    samples_sha256="s",
+    goodput=0.5,
+    exact=True,
+    generations=[],
+    recoveries=[],
+).to_json()
 
 
 @few

@@ -21,7 +21,7 @@ from elastic_ring.errors import RecordDamaged
 from elastic_ring.monitor import callbacks
 from elastic_ring.monitor.journal import Journal, line_of, read, salvage_file
 from elastic_ring.monitor.json_files import json_bytes
-from elastic_ring.monitor.metrics import build_summary, missing_steps, rebuilt
+from elastic_ring.monitor.metrics import Summary, missing_steps, rebuilt
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime.coordinator.resume import find_resume
 from elastic_ring.runtime.driver import attach
@@ -152,8 +152,10 @@ STEP = {
     "mesh": {"dp": 1, "cp": 1},
     "num_members": 1,
 }
-SUMMARY = build_summary(
-    losses_hex=["0x1p0"],
+SUMMARY = Summary(
+    steps=1,
+    planned_steps=1,
+    losses=["0x1p0"],
     weights_sha256="w",
     samples_sha256="s",
     goodput=0.5,
@@ -161,7 +163,7 @@ SUMMARY = build_summary(
     generations=[],
     recoveries=[],
     checkpoints=[{"path": "p", "step": 1}],
-) | {"time_s": {"train": 1.0}, "peak_gpu_bytes": 7}
+).to_json() | {"time_s": {"train": 1.0}, "peak_gpu_bytes": 7}
 
 
 @few

@@ -36,7 +36,7 @@ class RunTotals:
         self.generations: list[dict[str, Any]] = []
         self.reliefs: list[Mapping[str, Any]] = []  # each change of the memory ladder
         self.num_versions = 0  # later manifests of the corpus that are on record
-        self.resumed_from: Sequence[Mapping[str, Any]] = ()
+        self.resumed_from: Sequence[Mapping[str, Any]] = []
 
     def saw(self, fact: Fact) -> None:
         match fact:
