@@ -30,7 +30,7 @@ from elastic_ring.files import shown_url
 from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
 from elastic_ring.monitor.goodput import seen_of
 from elastic_ring.monitor.json_files import readable_json
-from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, read_metrics
+from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, read_metrics
 from elastic_ring.monitor.report import forecast_line, goodput_line
 from elastic_ring.validation import from_plain
 
@@ -429,7 +429,7 @@ def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
         f"weights {summary['weights_sha256'][:16]}, samples {samples}; all of it in "
         f"{asked.run.storage_uri}"
     )
-    lines = read_metrics(result.path) if (result.path / METRICS_NAME).exists() else []
+    lines = read_metrics(result.path)
     seen = seen_of([line["step_s"] for line in lines], summary)
     _print_beside(_on_record(result.path), seen)
     if found is not None and "step_s" in seen:

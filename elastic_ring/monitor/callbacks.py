@@ -167,7 +167,7 @@ class Event:
     def tell(self, callback: Callback) -> None:
         match self.kind:
             case "step":
-                callback.on_step(StepMetrics.from_json(self.told))
+                callback.on_step(self.told)
             case "validation":
                 callback.on_validation(self.index, self.told)
             case "recovery":
@@ -196,8 +196,12 @@ class RunEvents:
                 continue
             if "loss_hex" in line:
                 if step > self._last_step:
-                    found.append(Event(STEP, step, line))
                     self._last_step = step
+                    try:
+                        with as_written(f"the line of step {step}"):
+                            found.append(Event(STEP, step, StepMetrics.from_json(line)))
+                    except RecordDamaged as error:
+                        log.error("%s; callbacks do not receive it", error.message)
             else:
                 self._early[step] = Event(VALIDATION, step, _numbers(line))
             found += [self._early.pop(at) for at in sorted(self._early) if at <= self._last_step]

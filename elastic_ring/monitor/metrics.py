@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypedDict
 
 from elastic_ring.errors import RecordDamaged, RunFailed
@@ -35,7 +36,7 @@ WENT_BACK, AGAIN, BEGINS, OF_RUN = "went back", "again", "begins", "run"
 """Notes in metrics.jsonl: the run begins at this step again; the step ran again with the same loss; the lines before
 this step are missing; whose lines these are, by the run's identity."""
 
-Line = dict[str, Any]
+MetricsLine = dict[str, Any]
 GENERATION_KEYS = ("term", "generation", "mesh", "reason")
 
 
@@ -159,24 +160,35 @@ class StepMetrics:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> StepMetrics:
-        """The inverse of `to_json`, with the loss bit for bit. Raises: KeyError, TypeError."""
-        values = {known.name: line[known.name] for known in fields(cls) if known.name in line}
-        for known in fields(cls):
-            if known.type == "float" and values.get(known.name, 0.0) is None:
-                values[known.name] = math.nan
-        values["loss"] = float.fromhex(line["loss_hex"])
-        values["mesh"] = Mesh(**line["mesh"])
-        return cls(**values)
+        """The inverse of `to_json`, with the loss bit for bit. Raises: KeyError, TypeError, ValueError."""
+        values: dict[str, Any] = {}
+        for part in fields(cls):
+            value = line.get(part.name, part.default)
+            value = math.nan if value is None and part.type == "float" else value
+            if not isinstance(value, _TYPES[str(part.type)]):
+                raise TypeError(f"{part.name} is {value!r}, no {part.type}")
+            values[part.name] = value
+        return cls(**{**values, "loss": float.fromhex(line["loss_hex"]), "mesh": Mesh(**line["mesh"])})
+
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "float | None": (int, float, NoneType),
+    "bool": (bool,),
+    "str": (str,),
+    "Mesh": (dict,),
+}
 
 
 class Lineage:
     """Which lines of a metrics.jsonl count, by step: those that stand, those that are to run again, and validations."""
 
-    def __init__(self, lines: Iterable[Line]) -> None:
-        self.standing: dict[int, Line] = {}
-        self.undone: dict[int, Line] = {}
-        self.validations: dict[int, Line] = {}
-        self.notes: list[Line] = []
+    def __init__(self, lines: Iterable[MetricsLine]) -> None:
+        self.standing: dict[int, MetricsLine] = {}
+        self.undone: dict[int, MetricsLine] = {}
+        self.validations: dict[int, MetricsLine] = {}
+        self.notes: list[MetricsLine] = []
         for line in lines:
             step, note = int(line["step"]), line.get("note")
             if note == WENT_BACK:
@@ -357,13 +369,15 @@ def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return committed_lines(list(read(Path(directory) / METRICS_NAME)))
 
 
-def committed_lines(lines: Iterable[Line]) -> list[dict[str, Any]]:
+def committed_lines(lines: Iterable[MetricsLine]) -> list[dict[str, Any]]:
     """The same of lines that are read already; what is no line of a run's metrics is left out."""
     lineage = Lineage(line for line in lines if isinstance(line.get("step"), int))
     return [{**line, **lineage.validations.get(step, {})} for step, line in sorted(lineage.standing.items())]
 
 
-def rebuilt(salvaged: tuple[Sequence[Line], Sequence[int]], identity: str, before: int) -> tuple[str, list[Line]]:
+def rebuilt(
+    salvaged: tuple[Sequence[MetricsLine], Sequence[int]], identity: str, before: int
+) -> tuple[str, list[MetricsLine]]:
     """(what is wrong with a metrics.jsonl that `salvage` read as `salvaged`, empty if nothing; the lines of a new one
     in its place).
 
@@ -372,7 +386,7 @@ def rebuilt(salvaged: tuple[Sequence[Line], Sequence[int]], identity: str, befor
     """
     lines, damaged = salvaged
     owner = next((line.get("identity") for line in lines if line.get("note") == OF_RUN), identity)
-    kept: list[Line] = [{"step": 0, "note": OF_RUN, "identity": identity}]
+    kept: list[MetricsLine] = [{"step": 0, "note": OF_RUN, "identity": identity}]
     if owner != identity:
         return "it is another run's", kept
     lineage, last_step = Lineage(line for line in lines if isinstance(line.get("step"), int)), -1
@@ -386,7 +400,7 @@ def rebuilt(salvaged: tuple[Sequence[Line], Sequence[int]], identity: str, befor
     return f"line {damaged[0]}{more} of it is damaged" if damaged else "", kept
 
 
-def missing_steps(lines: Iterable[Line], before: int) -> list[int]:
+def missing_steps(lines: Iterable[MetricsLine], before: int) -> list[int]:
     """The steps before `before` that are not on record."""
     return sorted({*range(before)} - {*Lineage(lines).standing})
 

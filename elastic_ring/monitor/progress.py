@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import TextIO
 
 from tqdm import tqdm
 
 from elastic_ring.files import printable
 from elastic_ring.monitor.metrics import StepMetrics
-from elastic_ring.monitor.report import duration, human_rate, recovery_line
+from elastic_ring.monitor.report import duration, human_rate
 
 
 class _Bar(tqdm):
@@ -73,10 +73,6 @@ class ProgressLine:
             self._bar.update(num_new)
         elif self._clock() - self._written_at_s >= self._plain_every_s:
             self._write_plain()
-
-    def recovery(self, recovery: Mapping[str, Any]) -> None:
-        """Print one line about a recovery, above the bar."""
-        self.note(recovery_line(recovery))
 
     def note(self, text: str) -> None:
         """Print a permanent line, above the bar. A worker's own words may be in it."""

@@ -25,7 +25,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.errors import CoordinatorLost, ElasticRingError, JournalDamaged, StorageFailed
 from elastic_ring.monitor.callbacks import Callback
 from elastic_ring.monitor.goodput import seen_of
-from elastic_ring.monitor.metrics import METRICS_NAME, SUMMARY_NAME, read_metrics
+from elastic_ring.monitor.metrics import SUMMARY_NAME, read_metrics
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.session import end_run
 from elastic_ring.state.checkpoints.manifest import FOLDER
@@ -123,8 +123,7 @@ class MeshTrial(ray_tune.Trainable):
 
     @property
     def _lines(self) -> list[dict[str, Any]]:
-        folder = self._run.driver_folder
-        return read_metrics(folder) if (folder / METRICS_NAME).exists() else []
+        return read_metrics(self._run.driver_folder)
 
     @property
     def _losses(self) -> list[float]:

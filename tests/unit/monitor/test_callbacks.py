@@ -243,6 +243,20 @@ def test_a_callback_that_tries_again_is_called_again_later_and_disturbs_no_other
     )
 
 
+@pytest.mark.parametrize("wrong", [{"lr": "fast"}, {"mesh": {"dp": 0, "cp": 1}}, {"loss_hex": "2.5.1"}])
+def test_a_line_that_is_no_steps_stops_no_callback(
+    tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture, wrong: dict[str, Any]
+) -> None:
+    callback = Hears(tries_again=True)
+    records.steps(0)
+    records.metrics._journal.append({**step(1).to_json(), **wrong})
+    records.steps(2)
+    with telling(tmp_path, callback) as driver:
+        driver.tell()
+    assert callback.heard == [("start", "first"), 0, 2, "end"]
+    assert "the line of step 1 is no record of a run" in caplog.text
+
+
 def test_what_a_broken_callback_was_not_told_is_told_by_the_next_driver(
     tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture
 ) -> None:

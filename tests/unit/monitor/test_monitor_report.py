@@ -181,7 +181,7 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then_and_the_last_one(
         for step in range(9):
             progress.step(metrics(step))
             now_s += 1.0
-        progress.recovery(RECOVERY)
+        progress.note(recovery_line(RECOVERY))
     assert stream.getvalue().splitlines() == [
         "step  1/40  loss 5.0000  lr 0.001  grad 1  9.12k tok/s  gen 1  4 members (dp=2 x cp=2)",
         "step  6/40  loss 4.5000  lr 0.001  grad 1  9.12k tok/s  gen 1  4 members (dp=2 x cp=2)  34 s left",
@@ -205,7 +205,7 @@ def on_a_terminal(columns: int) -> str:
         for step in range(19, 25):  # step 19 was reported before the restart too
             progress.step(metrics(step))
             if step == 21:
-                progress.recovery(RECOVERY)
+                progress.note(recovery_line(RECOVERY))
     written = b""
     with contextlib.suppress(OSError):  # EIO: all is read and the other end is closed
         while part := os.read(master, 1 << 16):
