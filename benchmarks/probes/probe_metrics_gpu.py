@@ -25,7 +25,7 @@ if __name__ == "__main__":  # run as a script
 from benchmarks.harness.arguments import bench_parser
 from deploy.drills.local_cluster import LocalCluster
 from deploy.drills.processes import start_training
-from elastic_ring.monitor.metrics_table import TABLE
+from elastic_ring.runtime.coordinator.folds.metrics_table import TABLE
 
 NEEDED = (
     "elastic_ring_gpu_memory_bytes",

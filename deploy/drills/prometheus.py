@@ -22,7 +22,7 @@ from deploy.drills.local_cluster import HOST
 from deploy.drills.processes import MARK
 from elastic_ring.config import environment
 from elastic_ring.files import plain_json
-from elastic_ring.monitor.metrics_table import PREFIX
+from elastic_ring.runtime.coordinator.folds.metrics_table import PREFIX
 
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 ANSWER_S = 10.0

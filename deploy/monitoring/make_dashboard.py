@@ -13,7 +13,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import BigValueTextMode, LegendDisplayMode, LegendPlacement, StackingMode
 from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef, VariableRefresh
 
-from elastic_ring.monitor.metrics_table import OF_RAY, TABLE, Metric, by_name
+from elastic_ring.runtime.coordinator.folds.metrics_table import TABLE, Metric
 
 ROWS = {
     "Training": (
@@ -103,6 +103,20 @@ ROWS = {
     ),
 }
 """Rows of panels: names of the table without `elastic_ring_`."""
+OF_RAY: dict[str, str] = {
+    "ray_node_cpu_utilization": "percent of the node's CPUs in use",
+    "ray_node_mem_used": "bytes of the node's memory in use",
+    "ray_node_mem_total": "bytes of the node's memory",
+    "ray_node_mem_shared_bytes": "bytes of shared memory in use on the node",
+    "ray_node_gpus_utilization": "percent of one GPU in use",
+    "ray_node_gram_used": "MiB of one GPU's memory in use",
+    "ray_node_gram_available": "MiB of one GPU's memory that are free",
+    "ray_node_gpu_power_milliwatts": "power of one GPU",
+    "ray_node_gpu_temperature_celsius": "temperature of one GPU",
+    "ray_node_network_send_speed": "bytes a second that the node sends",
+    "ray_node_network_receive_speed": "bytes a second that the node receives",
+}
+"""Ray's own metrics that the dashboard and the alert rules use; those of GPUs exist where Ray sees one."""
 AT_A_GLANCE = ("committed_steps", "loss", "tokens_per_second", "goodput_ratio", "generation")
 STACKED = ("time_seconds", "workers", "phase")
 UNITS = {"seconds": "s", "bytes": "bytes", "1": "short", "watts": "watt", "degrees": "celsius"}
@@ -113,6 +127,7 @@ UNITS_OF_RAY = {
     "power": "mwatt",
     "temperature": "celsius",
 }
+BY_NAME = {metric.name.removeprefix("elastic_ring_"): metric for metric in TABLE}
 SOURCE = DataSourceRef(type_val="prometheus", uid="${source}")
 
 
@@ -131,8 +146,7 @@ def query() -> prometheus.Dataquery:
 
 
 def target(metric: Metric) -> prometheus.Dataquery:
-    legend = f"{{{{run}}}} {{{{{metric.label}}}}}" if metric.label else "{{run}}"
-    return query().expr(expression(metric)).legend_format(legend)
+    return query().expr(expression(metric)).legend_format(" ".join(f"{{{{{label}}}}}" for label in metric.labels))
 
 
 def title(metric: Metric) -> str:
@@ -169,7 +183,7 @@ def number(name: str, description: str) -> stat.Panel:
 
 
 def current_phase() -> stat.Panel:
-    metric = by_name()["elastic_ring_phase"]
+    metric = BY_NAME["phase"]
     shown = query().expr(f"{expression(metric)} == 1").legend_format("{{part}}")
     return number("phase", metric.meaning).text_mode(BigValueTextMode.NAME).with_target(shown)
 
@@ -185,7 +199,6 @@ def panel_of_ray(name: str) -> timeseries.Panel:
 
 def build() -> str:
     """The dashboard as JSON."""
-    table = by_name()
     made = (
         dashboard.Dashboard("elastic_ring")
         .uid("elastic-ring")
@@ -208,11 +221,11 @@ def build() -> str:
         .with_panel(current_phase())
     )
     for name in AT_A_GLANCE:
-        made.with_panel(glance(table[f"elastic_ring_{name}"]))
+        made.with_panel(glance(BY_NAME[name]))
     for row, names in ROWS.items():
         made.with_row(dashboard.Row(row))
         for name in names:
-            made.with_panel(panel(table[f"elastic_ring_{name}"]))
+            made.with_panel(panel(BY_NAME[name]))
     made.with_row(dashboard.Row("Nodes and GPUs, from Ray"))
     for name in OF_RAY:
         made.with_panel(panel_of_ray(name))
@@ -220,7 +233,6 @@ def build() -> str:
 
 
 if __name__ == "__main__":
-    assert sorted(name for names in ROWS.values() for name in names) == sorted(
-        metric.name.removeprefix("elastic_ring_") for metric in TABLE
-    ), "a metric of the table is in no row, or in two"
+    listed = sorted(name for names in ROWS.values() for name in names)
+    assert listed == sorted(BY_NAME), "a metric of the table is in no row, or in two"
     Path(__file__).with_name("dashboard.json").write_text(build(), encoding="utf-8")

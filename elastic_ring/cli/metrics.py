@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from elastic_ring.monitor.metrics_table import markdown
+from elastic_ring.runtime.coordinator.folds.metrics_table import markdown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

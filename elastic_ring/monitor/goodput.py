@@ -8,6 +8,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+CLOCK_PARTS = ("idle", "forward", "backward", "reduce", "vote", "apply", "other", "data")
+"""Parts of a step on one rank; `other` has the rare ones: validating, saving, compiling, rebuilding. Waits for
+data lie within the other parts."""
+
 
 class Goodput:
     """Time of steps that stayed committed ÷ total time. The caller passes all times, on one clock."""
@@ -82,7 +86,7 @@ def time_by_part(
     blocked_s: float,
     recoveries: Sequence[Mapping[str, Any]],
 ) -> dict[str, float]:
-    """A run's time by part, as `metrics_table.TIME_PARTS`. `blocked_s`: waits for checkpoints. What is counted twice,
+    """A run's time by part. `blocked_s`: waits for checkpoints. What is counted twice,
     a wait for workers within a recovery, is taken from the recovery."""
     planned = [record for record in recoveries if record["kind"] == "drained"]
     others = [record for record in recoveries if record["kind"] != "drained"]
@@ -102,6 +106,9 @@ def time_by_part(
         "resize": lost_s["resize"] + without_steps(planned),
     }
     return {**found, "other": max(0.0, total_s - math.fsum(found.values()))}
+
+
+TIME_PARTS = tuple(time_by_part(0.0, 0.0, dict.fromkeys(LOSS_CAUSES, 0.0), 0.0, ()))
 
 
 WARM_STEPS = 3

@@ -18,6 +18,7 @@ from typing import Any
 from elastic_ring.control.decisions.data_waits import LIMIT
 from elastic_ring.control.decisions.overdue import TOLD_AFTER
 from elastic_ring.errors import RecordDamaged
+from elastic_ring.monitor.goodput import CLOCK_PARTS
 from elastic_ring.monitor.journal import salvage_file
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import (
@@ -28,7 +29,6 @@ from elastic_ring.monitor.metrics import (
     SUMMARY_NAME,
     committed_lines,
 )
-from elastic_ring.monitor.metrics_table import CLOCK_PARTS
 
 _PARTS = ("detect", "close", "heal", "rerun")
 _NUM_RECOVERIES_SHOWN = 5

@@ -7,8 +7,7 @@ import time
 import pytest
 import torch
 
-from elastic_ring.monitor.metrics_table import GPU_METRICS
-from elastic_ring.runtime.agent.gpu_health import Nvml
+from elastic_ring.runtime.agent.gpu_health import GPU_KEYS, Nvml
 from elastic_ring.runtime.agent.health import HealthThread
 
 pytest.importorskip("pynvml", reason="needs nvidia-ml-py (the extra cuda)")
@@ -25,8 +24,8 @@ def test_every_gpu_tells_its_health(nvml: Nvml) -> None:
     found = nvml.read()
     assert len(found) >= torch.cuda.device_count()
     for index, reading in found.items():
-        assert set(reading) <= set(GPU_METRICS), index
-        missing = set(GPU_METRICS) - set(reading)
+        assert set(reading) <= set(GPU_KEYS), index
+        missing = set(GPU_KEYS) - set(reading)
         print(f"GPU {index}: {reading}; not told: {sorted(missing) or 'nothing'}")
         assert {"utilisation", "power_watts", "temperature_celsius"} <= set(reading)
         assert 0 <= reading["utilisation"] <= 1

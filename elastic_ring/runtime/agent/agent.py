@@ -21,8 +21,8 @@ from typing import Any
 from elastic_ring.config import Timeouts, environment
 from elastic_ring.monitor.detect import HangDetector, HangSettings, Observation, ProcReader
 from elastic_ring.monitor.exits import ExitNotice, ExitWatch, describe_exit, signal_name, tail
+from elastic_ring.monitor.goodput import CLOCK_PARTS
 from elastic_ring.monitor.host_memory import HostMemory, ProcessMemory
-from elastic_ring.monitor.metrics_table import CLOCK_PARTS
 from elastic_ring.monitor.stamps import Clock, Phase, Stamp, StampReader, phase_name
 from elastic_ring.runtime.agent import launch
 from elastic_ring.runtime.agent.health import HealthThread
@@ -445,7 +445,7 @@ def progress(stamp: Stamp | None) -> dict[str, Any]:
 
 
 def clock_of(clock: Clock) -> dict[str, float]:
-    """Seconds of a step by part, as `metrics_table.CLOCK_PARTS`; what is no part of every step is `other`."""
+    """Seconds of a step by part, as `CLOCK_PARTS`; what is no part of every step is `other`."""
     parts = {part: clock.phases_s[part] for part in CLOCK_PARTS if part in clock.phases_s}
     parts |= {"data": clock.data_wait_s, "other": sum(clock.phases_s.values()) - sum(parts.values())}
     return {part: round(parts[part], 6) for part in CLOCK_PARTS}

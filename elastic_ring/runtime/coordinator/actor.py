@@ -87,7 +87,7 @@ from elastic_ring.runtime.coordinator.inbox import (
     StepsPublished,
     WorkerFound,
 )
-from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, Work
+from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, step_flops
 from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.run_spec import Clock, RunSpec, checkpoint_facts, control_options
@@ -279,7 +279,7 @@ class Coordinator:
         if self._ready.is_set():
             self.dispatch.kill_everyone()
             self.storage.abandon()
-            self.services.metrics.close(self.state, self.driver_feed.silent_s, self.clock(), failed=True)
+            self.services.metrics.export(self.state, self.driver_feed.silent_s, self.clock(), failed=True)
         self.driver_feed.ended = {**end, "left_behind": self._cleared()}
         self._vanish_later()
 
@@ -352,7 +352,7 @@ class Coordinator:
                 refused=lambda told: self._put(Said(told)),
             ),
             DemandKeeper(run.name, scaling, lambda note: self._put(DemandNoted(note)), self.node_monitor.listed),
-            MetricsExporter(run, self.recorder, lambda: self._checkpoints_failing_s, Work.of(run, run_spec.task)),
+            MetricsExporter(run, self.recorder, lambda: self._checkpoints_failing_s, step_flops(run_spec.task)),
         )
 
     def _begun(self) -> dict[str, Any]:
@@ -724,7 +724,7 @@ class Coordinator:
         end = concluded
         self.storage.watch.close()
         self._end_report.doing("")
-        self.services.metrics.close(self.state, self.driver_feed.silent_s, self.clock(), failed=bool(end["error"]))
+        self.services.metrics.export(self.state, self.driver_feed.silent_s, self.clock(), failed=bool(end["error"]))
         begun = time.monotonic()
         end["left_behind"] = self._cleared()
         log.info("the end of the run: processes and placement groups removed, %.1f s", time.monotonic() - begun)

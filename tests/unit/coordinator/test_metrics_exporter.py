@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.config import OptimConfig, RunConfig, StepConfig
+from elastic_ring.config import CheckpointConfig, OptimConfig, RunConfig, StepConfig
 from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S
 from elastic_ring.control.messages import Vote
 from elastic_ring.control.pool import Node, Worker
@@ -29,35 +29,19 @@ from elastic_ring.control.state import (
 )
 from elastic_ring.data.source import StdlibText
 from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.goodput import CLOCK_PARTS
 from elastic_ring.monitor.metrics import StepMetrics
-from elastic_ring.monitor.metrics_table import (
-    CAUSES,
-    CLOCK_PARTS,
-    FOUND,
-    GPU,
-    GPU_METRICS,
-    LOSSES,
-    NODE,
-    PHASES,
-    by_name,
-)
 from elastic_ring.runtime.agent.gpu_health import GPU_KEYS
 from elastic_ring.runtime.agent.health import INFINIBAND_KEYS, NETWORK_KEYS
-from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, Work, of_end, samples
+from elastic_ring.runtime.coordinator import metrics_exporter
+from elastic_ring.runtime.coordinator.folds.metrics_table import CAUSES, GPU, LOSSES, NODE, PHASES, TABLE, Reading
+from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, step_flops
 from elastic_ring.runtime.coordinator.recorder import Begin, NodeFigures, RunRecorder
 from elastic_ring.runtime.notices import Copied, StepRecord, Validated
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.vote import Outcome, Tally
 from tests.sim.simulator.options import simulated
 
-OF_OTHERS = {
-    "elastic_ring_driver_silent_seconds",
-    "elastic_ring_driver_lease_seconds",
-    "elastic_ring_checkpoint_failing_seconds",
-    "elastic_ring_checkpoints_missed",
-    "elastic_ring_last_checkpoint_timestamp_seconds",
-}
-"""Known to neither recorder nor state; tests/ray/operate/test_metrics.py sees them."""
 STATE = State(
     simulated("measured", 2, 1, 40, spares=2, max_dp=3),
     Running(Membership(1, 2, Mesh(2, 1), ("a", "b"), 0)),
@@ -175,11 +159,10 @@ def recorder(tmp_path: Path) -> RunRecorder:
     return made
 
 
-WORK = Work(flops=989.4e12)
 HEALTH = {
     "10.0.0.1": {
-        "network": dict.fromkeys([*NETWORK_KEYS, *INFINIBAND_KEYS], 3),
-        "gpus": {"0": {**dict.fromkeys(GPU_KEYS, 0.0), "xid_errors": 2.0}},
+        "network": {key: index for index, key in enumerate([*NETWORK_KEYS, *INFINIBAND_KEYS])},
+        "gpus": {"0": {key: float(index) for index, key in enumerate(GPU_KEYS)}},
     }
 }
 MEMORY = {"allocated": 100, "reserved": 160, "fragmented": 30, "peak": 140}
@@ -188,27 +171,34 @@ MEMORY = {"allocated": 100, "reserved": 160, "fragmented": 30, "peak": 140}
 COPIED = Copied({"step": 20, "bytes": 512, "num_holders": 1, "blocked_s": 0.125, "total_s": 0.5, "skipped": 3})
 
 
-def exported(recorder: RunRecorder, state: State = STATE) -> dict[tuple[str, str], float | None]:
-    found = list(samples(state, recorder, 20.0, 1000.0, WORK))
-    assert len({(name, value) for name, value, _ in found}) == len(found), "a sample is set twice"
-    return {(name, value): number for name, value, number in found}
+RUN = RunConfig("measured", run_dir="measured", checkpoint_config=CheckpointConfig(every_steps=5))
 
 
-def test_every_gauge_of_the_table_has_its_values_and_there_is_no_other(recorder: RunRecorder) -> None:
-    found = exported(recorder)
-    assert all(number is not None for number in found.values())
-    gauges = {metric.name: metric for metric in by_name().values() if metric.kind == "gauge"}
-    assert {name for name, _ in found} | OF_OTHERS == set(gauges)
-    for name, metric in gauges.items():
-        if name not in OF_OTHERS:
-            opened = {
-                "the global rank": ["0", "1"],
-                NODE: ["10.0.0.1"],
-                GPU: ["10.0.0.1/0"],
-                FOUND: ["loss", "code_loss"],
-            }
-            values = opened[metric.open_values] if metric.open_values else metric.values or [""]
-            assert sorted(value for known, value in found if known == name) == sorted(values)
+def reading_of(
+    recorder: RunRecorder, state: State = STATE, run: RunConfig = RUN, flops: float | None = 989.4e12, **more: Any
+) -> Reading:
+    return Reading(run, recorder, flops, 1000.0, lambda: 7.5, state, 3.25, 20.0, **more)
+
+
+def exported(recorder: RunRecorder, state: State = STATE, **more: Any) -> dict[tuple[str, str], float | None]:
+    """Of the gauges."""
+    reading = reading_of(recorder, state, **more)
+    pairs = {metric: metric.samples(reading) for metric in TABLE if metric.kind == "gauge"}
+    return {(metric.name, value): number for metric in pairs for value, number in pairs[metric]}
+
+
+def test_every_metric_of_the_table_has_its_values(recorder: RunRecorder) -> None:
+    reading = reading_of(recorder)
+    assert len({metric.name for metric in TABLE}) == len(TABLE)
+    for metric in TABLE:
+        opened = {"the global rank": ["0", "1"], NODE: ["10.0.0.1"], GPU: ["10.0.0.1/0"]}
+        if isinstance(metric.values, str):
+            values = opened.get(metric.values, ["loss", "code_loss"])
+        else:
+            values = list(metric.values or [""])
+        pairs = metric.samples(reading)
+        assert sorted(value for value, _ in pairs) == sorted(values), metric.name
+        assert None not in [number for _, number in pairs], metric.name
 
 
 def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
@@ -258,8 +248,8 @@ def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
         ("elastic_ring_gpu_memory_bytes", "fragmented"): 30,
         ("elastic_ring_gpu_memory_bytes", "peak"): 140,
         ("elastic_ring_memory_pressure_ratio", "full"): 0.125,
-        ("elastic_ring_network_drops", "10.0.0.1"): 3,
-        ("elastic_ring_gpu_xid_errors", "10.0.0.1/0"): 2.0,
+        ("elastic_ring_network_drops", "10.0.0.1"): NETWORK_KEYS.index("drops"),
+        ("elastic_ring_gpu_xid_errors", "10.0.0.1/0"): GPU_KEYS.index("xid_errors"),
         ("elastic_ring_step_part_mean_seconds", "forward"): 1.5,
         ("elastic_ring_rank_work_seconds", "1"): 0.75,
         ("elastic_ring_step_part_longest_seconds", "forward"): 2.0,
@@ -275,6 +265,8 @@ def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
         ("elastic_ring_time_seconds", "resize"): 0.0,
         ("elastic_ring_time_seconds", "other"): 9.375,
         ("elastic_ring_goodput_ratio", ""): 0.4,
+        ("elastic_ring_driver_silent_seconds", ""): 3.25,
+        ("elastic_ring_checkpoint_failing_seconds", ""): 7.5,
     }
     assert {key: found[key] for key in told} == told
     assert math.isnan(found["elastic_ring_loss", ""] or 0.0)
@@ -310,7 +302,7 @@ def test_before_the_first_step_the_clock_of_progress_begins_at_the_start(tmp_pat
     found = exported(fresh, replace(STATE, phase=Forming(0.0), workers={}))
     assert found["elastic_ring_last_commit_timestamp_seconds", ""] == 1000.0
     assert found["elastic_ring_mesh", "dp"] == 0
-    assert ("elastic_ring_loss", "") not in found
+    assert found["elastic_ring_loss", ""] is None
 
 
 @pytest.mark.parametrize(
@@ -334,10 +326,44 @@ def test_a_recovery_has_one_cause(tmp_path: Path, failures: tuple[str, ...], mor
     assert {cause for cause in CAUSES if found["elastic_ring_recoveries", cause]} == {kind, "coordinator"}
 
 
-def test_an_end_is_the_last_thing_that_is_told() -> None:
-    told = {(name, value): number for name, value, number in of_end(failed=True)}
-    assert told.pop(("elastic_ring_failed", "")) == 1.0
-    assert [phase for phase in PHASES if told["elastic_ring_phase", phase]] == ["ended"]
+class FakeMetric:
+    """Of Ray: keeps what it gets."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self.values: list[tuple[dict[str, str], float]] = []
+        EXPORTED[name.removeprefix("elastic_ring_")] = self.values
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        self.values.append((tags, value))
+
+    observe = set
+
+
+class FakeHistogram(FakeMetric):
+    pass
+
+
+EXPORTED: dict[str, list[tuple[dict[str, str], float]]] = {}
+
+
+def test_the_exporter_gives_ray_each_finite_number_each_recovery_once_and_the_end_last(
+    recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_exporter, "Gauge", FakeMetric)
+    monkeypatch.setattr(metrics_exporter, "Histogram", FakeHistogram)
+    exporter = MetricsExporter(RUN, recorder, lambda: 0.0)
+    recorder.recoveries.records.append({**recorder.recoveries.records[0], "total_s": 8.0})
+    exporter.export(STATE, 0.0, 20.0)
+    exporter.export(STATE, 1.0, 20.0)  # too early
+    exporter.export(STATE, 2.0, 20.0, failed=True)
+    exporter.export(STATE, 3.0, 20.0)
+    assert EXPORTED["driver_silent_seconds"] == [({"run": "measured"}, 0.0), ({"run": "measured"}, 2.0)]
+    durations = EXPORTED["recovery_duration_seconds"]
+    assert [s for tags, s in durations if tags == {"run": "measured", "part": "total"}] == [8.0]
+    assert EXPORTED["loss"] == EXPORTED["mfu_ratio"] == []  # nan, and None
+    assert [number for _, number in EXPORTED["failed"]] == [0.0, 1.0]
+    ended = EXPORTED["phase"][-len(PHASES) :]
+    assert [tags["part"] for tags, number in ended if number] == ["ended"]
 
 
 def test_a_defect_of_the_exporter_is_logged_and_does_not_reach_the_run(
@@ -346,7 +372,7 @@ def test_a_defect_of_the_exporter_is_logged_and_does_not_reach_the_run(
     exporter = MetricsExporter(RunConfig("measured", run_dir="measured"), recorder, lambda: 0.0)
     recorder.recoveries.records.append({"step": 1})  # no duration in it
     exporter.export(STATE, 0.0, 20.0)
-    exporter.close(STATE, 0.0, 20.0, failed=False)
+    exporter.export(STATE, 0.0, 20.0, failed=False)
     assert [line.message for line in caplog.records] == ["metrics are not exported any more"]
 
 
@@ -354,15 +380,17 @@ def test_every_reason_of_a_loss_is_a_cause() -> None:
     assert set(LOSSES) == set(CAUSES) - {"drained", "peer", "user", "memory", "corrupt", "coordinator"}
 
 
-def test_utilisation_is_known_by_the_gpus_name_or_the_setting_and_not_with_a_pattern() -> None:
+def test_utilisation_is_known_by_the_gpus_name_or_the_setting_and_not_with_a_pattern(recorder: RunRecorder) -> None:
     task = partial(TrainingTask, data=StdlibText(8), step=StepConfig(global_batch=3), optim=OptimConfig(), flops=2e12)
-    given, run = task(model=nn.Identity), RunConfig("measured", run_dir="measured", peak_tflops=4.0)
-    assert Work.of(run, given) == Work(6e12, 4.0)
-    assert Work.of(run, given).utilisation(0.5, 6, "") == 0.5
-    assert Work(6e12).utilisation(0.5, 6, "some CPU") is None
-    assert Work(6e12).utilisation(0.5, 6, "NVIDIA H100 PCIe") == 6e12 / (3 * 756e12)
-    assert Work.of(run, task(model=nn.Identity, pattern=parse_pattern("window:4"))).flops is None
-    assert Work().utilisation(0.5, 6, "NVIDIA H200") is None
+    assert step_flops(task(model=nn.Identity)) == 6e12
+    assert step_flops(task(model=nn.Identity, pattern=parse_pattern("window:4"))) is None
+    assert reading_of(recorder, flops=6e12).utilisation() == 6e12 / (4.0 * 2 * 989.4e12)
+    assert reading_of(recorder, flops=None).utilisation() is None
+    run = replace(RUN, peak_tflops=4.0)
+    assert reading_of(recorder, run=run, flops=6e12).utilisation() == 6e12 / (4.0 * 2 * 4e12)
+    recorder.recoveries.worker_started("a", 1, {"gpu": "some CPU"})
+    assert reading_of(recorder, flops=6e12).utilisation() is None
+    assert reading_of(recorder, run=run, flops=6e12).utilisation() is not None
     with pytest.raises(ValueError, match="peak_tflops=0"):
         RunConfig("measured", peak_tflops=0.0)
 
@@ -407,6 +435,8 @@ def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path: Path) -> None:
     assert recorder.goodput.lost.lost_s["undone"] == 4.0
 
 
-def test_every_key_of_a_gpus_reading_has_its_metric() -> None:
-    assert tuple(GPU_METRICS) == GPU_KEYS
-    assert set(GPU_METRICS.values()) <= set(by_name())
+def test_every_key_of_a_nodes_reading_has_its_metric(recorder: RunRecorder) -> None:
+    (node,) = HEALTH.values()
+    for values, counters in ((NODE, node["network"]), (GPU, node["gpus"]["0"])):
+        numbers = [m.samples(reading_of(recorder))[0][1] for m in TABLE if m.values == values]
+        assert sorted(numbers) == sorted(counters.values())

@@ -18,9 +18,10 @@ from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 from deploy.drills import alert as drill_of
 from deploy.drills.alerts import DRILLS
 from deploy.drills.prometheus import faster, rule_of
+from deploy.monitoring.make_dashboard import OF_RAY
 from elastic_ring.config import ScalingConfig, StepConfig, check_together
 from elastic_ring.faults import parse_faults
-from elastic_ring.monitor.metrics_table import OF_RAY, TABLE
+from elastic_ring.runtime.coordinator.folds.metrics_table import TABLE
 from tests.unit.deploy.tools import DEPLOY, ROOT, program, promtool
 
 MONITORING = DEPLOY / "monitoring"
@@ -44,10 +45,11 @@ def unknown(text: str) -> Iterator[str]:
             yield name
             continue
         for label, values in MATCHER.findall(matchers):
-            if label != table[name].label:
+            if label not in table[name].labels:
                 yield f"{name}{{{label}}}"
-            known = values.split("|") if table[name].open_values else table[name].values
-            yield from (f"{name}: {value}" for value in values.split("|") if value not in known)
+            closed = table[name].values
+            if not isinstance(closed, str):
+                yield from (f"{name}: {value}" for value in values.split("|") if value not in closed)
 
 
 def alerts() -> list[dict[str, Any]]:

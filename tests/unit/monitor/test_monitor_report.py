@@ -26,9 +26,9 @@ from elastic_ring.config import RunConfig
 from elastic_ring.files import read_small
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor import json_files
+from elastic_ring.monitor.goodput import TIME_PARTS
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, Summary, write_json
-from elastic_ring.monitor.metrics_table import TIME_PARTS
 from elastic_ring.monitor.plot import draw_run, short_cause
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.report import (
