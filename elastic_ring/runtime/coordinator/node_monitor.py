@@ -43,7 +43,7 @@ from elastic_ring.runtime.agent.resolver import warning
 from elastic_ring.runtime.agent.rpc import AgentServer
 from elastic_ring.runtime.coordinator.inbox import AgentAttached, Happened, NodeBeat, Put
 from elastic_ring.runtime.coordinator.recorder import NodeFigures
-from elastic_ring.runtime.doctor.verdicts import AtStart
+from elastic_ring.runtime.doctor.verdicts import AtStart, HostReport
 from elastic_ring.runtime.driver.cluster import Cluster, NodeInfo, live_nodes, watch_ref
 from elastic_ring.runtime.driver.drain import give_notice
 
@@ -149,7 +149,7 @@ class NodeMonitor(NodeFigures):
         known = self._workers.get(worker)
         return self._agent_server.came_from(known.node) if known is not None else ""
 
-    def failing_limits(self, worker: str, limits: Mapping[str, Any]) -> list[str]:
+    def failing_limits(self, worker: str, limits: HostReport) -> list[str]:
         """Lines for what will fail on the worker's host by `doctor.host.limits`, each once."""
         host = f"{self.address_of(worker)}/{self._workers[worker].node[:6]}"
         return self._at_start.look(host, limits, time.time())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,16 +20,17 @@ from elastic_ring.errors import ElasticRingError
 from elastic_ring.runtime.doctor import host as on_host
 from elastic_ring.runtime.doctor import verdicts
 from elastic_ring.runtime.doctor.probe import Place, Probe
-from elastic_ring.runtime.doctor.rounds import ALL_PAIRS_HOSTS, rounds
-from elastic_ring.runtime.doctor.verdicts import Finding
+from elastic_ring.runtime.doctor.verdicts import Finding, HostReport
 from elastic_ring.runtime.driver.cluster import NAMESPACE, WORKER_ENVIRONMENT, live_nodes
 from elastic_ring.state.storage.folder import Storage
 
-log = logging.getLogger(__name__)
-
-NUM_ASKED = 3
+NUM_CLOCK_READINGS = 3
 LINKS_S = 240.0
 """For all rounds of pairs of a large cluster: with the rest it takes five minutes."""
+ALL_PAIRS_HOSTS = 16
+"""The most hosts for which each pair is measured."""
+Places = dict[str, tuple[Place, Place, str]]
+"""By host, as `Probe.listen` returns them."""
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,50 @@ class Examination:
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
-@dataclass
-class _Hosts:
-    """The probes by host, and what each said."""
+def examine(request: Examination) -> tuple[dict[str, HostReport], list[Finding]]:
+    """({host: report}, findings). Leaves nothing in the cluster, and nothing on the storage."""
+    examiner = _Examiner(request, _start(request))
+    try:
+        reports = examiner.read_reports()
+        examiner.test_storage()
+        examiner.read_data()
+        places = examiner.reach_ports()
+        examiner.load(reports, places)
+    finally:
+        for probe in examiner.probes.values():
+            ray.kill(probe)
+    return reports, examiner.findings
 
-    probes: dict[str, Any]
-    timeouts: Timeouts
 
-    def ask(self, call: Callable[[str, Any], Any], limit_s: float, hosts: list[str] | None = None) -> tuple[dict, dict]:
-        """({host: answer}, {host: why there is none}) of one call on each host, all at once."""
-        asked = {host: call(host, probe) for host, probe in self.probes.items() if hosts is None or host in hosts}
-        return collected(asked, limit_s)
+def as_json(reports: Mapping[str, HostReport], findings: list[Finding]) -> str:
+    rows = [vars(finding) for finding in findings]
+    return json.dumps({"ok": not verdicts.will_fail(findings), "findings": rows, "hosts": reports}, indent=1)
 
 
-def collected(asked: Mapping[str, Any], limit_s: float) -> tuple[dict[str, Any], dict[str, str]]:
+def _start(request: Examination) -> dict[str, Any]:
+    nodes = [node for node in live_nodes(request.scaling) if node.num_slots and not node.draining]
+    if not nodes:
+        raise ValueError(
+            f"no node of the cluster has room for a worker ({dict(request.scaling.resources_per_worker)}): "
+            "start Ray on the hosts, or lower resources_per_worker"
+        )
+    addresses = [node.address for node in nodes]
+    env = {"env_vars": WORKER_ENVIRONMENT if request.scaling.device == "cuda" else {}}
+    probes = {}
+    for node in nodes:
+        # Nodes of one machine have one address.
+        name = node.address if addresses.count(node.address) == 1 else f"{node.address}/{node.node[:6]}"
+        here = NodeAffinitySchedulingStrategy(node.node, soft=False)
+        actor = ray.remote(Probe).options(num_cpus=0, scheduling_strategy=here, runtime_env=env)
+        probes[name] = actor.remote(node.address, request.scaling.device, request.timeouts.probe_s)
+    return probes
+
+
+def collect(refs: Mapping[Any, Any], limit_s: float) -> tuple[dict, dict]:
     """({host: answer}, {host: why there is none}); waits for `limit_s` in all."""
-    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
+    ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=limit_s) if refs else ([], [])
     done, answers, errors = set(ready), {}, {}
-    for host, ref in asked.items():
+    for host, ref in refs.items():
         if ref not in done:
             errors[host] = f"no answer within {limit_s:.0f} s"
             continue
@@ -70,80 +96,152 @@ def collected(asked: Mapping[str, Any], limit_s: float) -> tuple[dict[str, Any],
             answers[host] = ray.get(ref)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
-            text = cause.message if isinstance(cause, ElasticRingError) else str(cause)
-            errors[host] = f"{type(cause).__name__}: {text.strip().splitlines()[0] if text.strip() else ''}"
+            text = (cause.message if isinstance(cause, ElasticRingError) else str(cause)).strip()
+            errors[host] = f"{type(cause).__name__}: {text.splitlines()[0] if text else ''}"
         except ray.exceptions.RayError as error:
             errors[host] = f"the process ended ({type(error).__name__})"
     return answers, errors
 
 
-def examine(asked: Examination) -> tuple[dict[str, Any], list[Finding]]:
-    """({host: report}, findings). Leaves nothing in the cluster, and nothing on the storage."""
-    probes = _started(asked)
-    hosts = _Hosts(probes, asked.timeouts)
-    try:
-        reports, findings = look(hosts, asked)
-        findings += _storage(hosts, asked) + _data(hosts, asked)
-        places, unheard = hosts.ask(lambda host, probe: probe.listen.remote(), asked.timeouts.probe_s)
-        findings += (
-            verdicts.errors("ports", unheard, "Look at its log in Ray's dashboard", len(places), "every host listens")
-            if unheard
-            else []
+@dataclass
+class _Examiner:
+    """`probes`: by host, without hosts that were silent."""
+
+    request: Examination
+    probes: dict[str, Any]
+    findings: list[Finding] = field(default_factory=list)
+
+    def ask(
+        self, call: Callable[[str, Any], Any], limit_s: float, hosts: Iterable[str] | None = None
+    ) -> tuple[dict, dict]:
+        """`collect` of call(host, probe) on each host, all at once."""
+        hosts = self.probes if hosts is None else hosts
+        return collect({host: call(host, self.probes[host]) for host in hosts}, limit_s)
+
+    def read_reports(self) -> dict[str, HostReport]:
+        """The cheap part: what each host reports of itself, and its clock."""
+        device, timeouts = self.request.scaling.device, self.request.timeouts
+        folder = ray._private.worker._global_node.get_session_dir_path()
+        reports, silent = self.ask(
+            lambda host, probe: probe.do.remote(on_host.report, device, folder, _ray_gpus(host)), timeouts.start_s
         )
-        findings += _ports(hosts, asked, places)
-        findings += _loads(hosts, asked, reports, places)
-    finally:
-        for probe in probes.values():
-            ray.kill(probe)
-    return reports, findings
+        for host in silent:
+            ray.kill(self.probes.pop(host))
+        for _ in range(NUM_CLOCK_READINGS):
+            for host, report in reports.items():
+                _read_clock(self.probes[host], report, timeouts.probe_s)
+        way_out = "Look at its raylet's log, and whether the package is installed there"
+        self.findings += verdicts.errors("hosts", silent, way_out, "a process starts and answers", len(reports))
+        self.findings += verdicts.cheap_findings(reports, device)
+        return reports
 
-
-def look(hosts: _Hosts, asked: Examination) -> tuple[dict[str, Any], list[Finding]]:
-    """The cheap part: what each host says of itself, and its clock."""
-    device, promised = asked.scaling.device, {host: _ray_gpus(host) for host in hosts.probes}
-    folder = ray._private.worker._global_node.get_session_dir_path()
-    asking = {
-        host: probe.do.remote(on_host.report, device, folder, promised[host]) for host, probe in hosts.probes.items()
-    }
-    reports, silent = collected(asking, asked.timeouts.start_s)
-    for host in silent:
-        ray.kill(hosts.probes.pop(host))
-    for _ in range(NUM_ASKED):
-        for host in reports:
-            _read_clock(hosts.probes[host], reports[host], asked.timeouts.probe_s)
-    findings = verdicts.errors(
-        "hosts",
-        silent,
-        "Look at its raylet's log, and whether the package is installed there",
-        len(reports),
-        "a process starts and answers",
-    )
-    return reports, [*findings, *verdicts.cheap_findings(reports, device)]
-
-
-def _started(asked: Examination) -> dict[str, Any]:
-    nodes = [node for node in live_nodes(asked.scaling) if node.num_slots and not node.draining]
-    if not nodes:
-        raise ValueError(
-            f"no node of the cluster has room for a worker ({dict(asked.scaling.resources_per_worker)}): "
-            "start Ray on the hosts, or lower resources_per_worker"
+    def test_storage(self) -> None:
+        request, limit_s = self.request, self.request.timeouts.probe_s
+        uri, wait_s = f"{request.storage_uri.rstrip('/')}/.doctor-{secrets.token_hex(4)}", limit_s / 2
+        answers, failed = self.ask(
+            lambda host, probe: probe.do.remote(on_host.write_and_claim, uri, host, wait_s), limit_s
         )
-    addresses = [node.address for node in nodes]
-    env = WORKER_ENVIRONMENT if asked.scaling.device == "cuda" else {}
-    made = {}
-    for node in nodes:
-        # Nodes of one machine have one address.
-        name = node.address if addresses.count(node.address) == 1 else f"{node.address}/{node.node[:6]}"
-        made[name] = (
-            ray.remote(Probe)
-            .options(
-                num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node.node, soft=False),
-                runtime_env={"env_vars": env},
+        wrote = list(answers)
+        missing, unread = self.ask(
+            lambda host, probe: probe.do.remote(on_host.unseen, uri, wrote, wait_s), limit_s, wrote
+        )
+        _, left = self.ask(lambda host, probe: probe.do.remote(on_host.remove, uri, wait_s), limit_s, wrote)
+        findings = verdicts.storage(answers, missing, request.storage_uri)
+        if left:
+            remains = f"{uri} is left behind: {next(iter(left.values()))}"
+            findings.append(Finding("storage", "note", remains, "Remove it"))
+        way_out = "Mount it there with the right to write, or give another storage_path"
+        ok = "" if findings else f"{Storage(request.storage_uri).uri} written, read back, one of all made a name"
+        self.findings += verdicts.errors("storage", {**failed, **unread}, way_out, ok, len(answers)) + findings
+
+    def read_data(self) -> None:
+        data, folders = self.request.data, list(self.request.folders)
+        if data is None:
+            return
+        counts, failed = self.ask(
+            lambda host, probe: probe.do.remote(on_host.read_data, data, folders), self.request.timeouts.start_s
+        )
+        if len(set(counts.values())) > 1:
+            text = ", ".join(f"{count:,} on {host}" for host, count in counts.items())
+            way_out = "Give all hosts the same files: prepare them once, where all see them"
+            self.findings.append(
+                Finding("data", "failure", f"hosts find different data, by sequences: {text}", way_out)
             )
-            .remote(node.address, asked.scaling.device, asked.timeouts.probe_s)
+            return
+        ok = f"{max(counts.values(), default=0):,} sequences, the first and the last read"
+        self.findings += verdicts.errors("data", failed, "Give a path or URI that every host sees", ok, len(counts))
+
+    def reach_ports(self) -> Places:
+        """Where each host answers; whether the others reach it is a finding."""
+        limit_s = self.request.timeouts.probe_s
+        places, unheard = self.ask(lambda host, probe: probe.listen.remote(), limit_s)
+        self.findings += verdicts.errors("ports", unheard, "Look at its log in Ray's dashboard")
+        reached, failed = self.ask(
+            lambda host, probe: probe.reach.remote({name: places[name][0] for name in places if name != host}),
+            limit_s * (2 + len(places) / 32),
+            places,
         )
-    return made
+        self.findings += [*verdicts.ports(reached), *verdicts.errors("ports", failed)]
+        return places
+
+    def load(self, reports: Mapping[str, HostReport], places: Places) -> None:
+        """Kernels and links, unless somebody would be disturbed."""
+        actors = [entry["name"] for entry in list_named_actors(all_namespaces=True) if entry["namespace"] == NAMESPACE]
+        runs = sorted({name.split(":")[1] for name in actors if name.startswith("er:")})
+        busy = verdicts.in_use(reports)
+        if runs or busy:
+            why = f"run {', '.join(runs)} is there" if runs else f"GPUs of {len(busy)} host(s) are in use"
+            sentence = f"kernels and links were not tested: {why}"
+            self.findings.append(Finding("load", "note", sentence, "Ask again when they are idle"))
+            return
+        device, kernel = self.request.scaling.device, self.request.kernel
+        names, failed = self.ask(
+            lambda host, probe: probe.do.remote(on_host.test_kernels, device, *kernel), self.request.timeouts.compile_s
+        )
+        way_out = "Pin another one with --kernel, or look at the driver and the packages"
+        ok = f"{', '.join(sorted(set(names.values())))} passed"
+        self.findings += verdicts.errors("kernels", failed, way_out, ok, len(names))
+        self.measure_links(places)
+
+    def measure_links(self, places: Places) -> None:
+        """Each pair, or rounds of pairs as time allows, and the ring of all up to ALL_PAIRS_HOSTS hosts."""
+        names, limit_s = list(places), self.request.timeouts.probe_s
+        measured, failures, begun, number = [], dict[str, str](), time.monotonic(), 0
+        plan = rounds(len(names), len(names))
+        while number < len(plan):
+            pairs = [(names[first], names[second]) for first, second in plan[number]]
+            refs = {
+                (*pair, rank): ref
+                for pair in pairs
+                for rank, ref in enumerate(self.exchange(f"{number}", places, pair))
+            }
+            answers, failed = collect(refs, limit_s)
+            failures |= {f"{first} and {second}": why for (first, second, _), why in failed.items()}
+            for pair in pairs:
+                if (*pair, 0) in answers and (*pair, 1) in answers:
+                    delays, rates = zip(answers[*pair, 0], answers[*pair, 1], strict=True)
+                    measured.append((*pair, max(delays), min(rates)))
+            number += 1
+            if number == 1 and len(names) > ALL_PAIRS_HOSTS:  # the first round shows what each takes
+                plan = rounds(len(names), max(1, int(LINKS_S / max(time.monotonic() - begun, 1e-3))))
+        medium = "NCCL" if self.request.scaling.device == "cuda" else "gloo"
+        self.findings += verdicts.links(measured, f"{medium} between two hosts")
+        way_out = "Look at the interfaces (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME) and the firewall"
+        self.findings += verdicts.errors("links", failures, way_out)
+        if failures or not 2 < len(names) <= ALL_PAIRS_HOSTS:
+            return
+        answers, failed = collect(dict(zip(names, self.exchange("ring", places, names), strict=True)), limit_s)
+        ring = [] if failed else [(names[rank - 1], host, *answers[host]) for rank, host in enumerate(names)]
+        self.findings += verdicts.links(ring, "a ring of all hosts")
+        way_out = "Each pair works and the ring does not: look for a switch that is full"
+        self.findings += verdicts.errors("links", failed, way_out)
+
+    def exchange(self, tag: str, places: Places, hosts: Sequence[str]) -> list[Any]:
+        """References by rank: each host sends to the next one, the last to the first."""
+        _, store, secret = places[hosts[0]]
+        return [
+            self.probes[host].exchange.remote(tag, store, secret, rank, len(hosts)) for rank, host in enumerate(hosts)
+        ]
 
 
 def _ray_gpus(host: str) -> int:
@@ -155,143 +253,28 @@ def _ray_gpus(host: str) -> int:
     )
 
 
-def _read_clock(probe: Any, report: dict[str, Any], limit_s: float) -> None:
+def _read_clock(probe: Any, report: HostReport, limit_s: float) -> None:
     """Keep the offset of the quickest answer, which is the most exact."""
     begun = time.time()
-    with suppress(ray.exceptions.RayError):  # who answers no more is named by the next question
+    with suppress(ray.exceptions.RayError):  # the next question names a host that answers no more
         there = ray.get(probe.clock.remote(), timeout=limit_s)
         error_s = (time.time() - begun) / 2
         if error_s < report.get("clock_error_s", float("inf")):
             report |= {"clock_offset_s": there - begun - error_s, "clock_error_s": error_s}
 
 
-def _storage(hosts: _Hosts, asked: Examination) -> list[Finding]:
-    uri, limit_s = f"{asked.storage_uri.rstrip('/')}/.doctor-{secrets.token_hex(4)}", asked.timeouts.probe_s
-    way_out = "Mount it there with the right to write, or give another storage_path"
-    answers, failed = hosts.ask(
-        lambda host, probe: probe.do.remote(on_host.write_and_claim, uri, host, limit_s / 2), limit_s
-    )
-    wrote = list(answers)
-    missing, unread = hosts.ask(
-        lambda host, probe: probe.do.remote(on_host.unseen, uri, wrote, limit_s / 2), limit_s, wrote
-    )
-    _, left = hosts.ask(lambda host, probe: probe.do.remote(on_host.remove, uri, limit_s / 2), limit_s, wrote)
-    told = verdicts.storage(answers, missing, asked.storage_uri)
-    if left:
-        told.append(Finding("storage", "note", f"{uri} is left behind: {next(iter(left.values()))}", "Remove it"))
-    if told and not (failed or unread):
-        return told
-    shown = f"{Storage(asked.storage_uri).uri} written, read back, one of all made a name"
-    return [*verdicts.errors("storage", {**failed, **unread}, way_out, len(answers), shown), *told]
+def rounds(num_hosts: int, most: int) -> list[list[tuple[int, int]]]:
+    """Rounds of disjoint pairs of the hosts 0 to num_hosts - 1, in which no pair comes twice.
 
-
-def _data(hosts: _Hosts, asked: Examination) -> list[Finding]:
-    if asked.data is None:
-        return []
-    counts, failed = hosts.ask(
-        lambda host, probe: probe.do.remote(on_host.read_data, asked.data, list(asked.folders)), asked.timeouts.start_s
-    )
-    if len(set(counts.values())) > 1:
-        text = ", ".join(f"{count:,} on {host}" for host, count in counts.items())
-        return [
-            Finding(
-                "data",
-                "failure",
-                f"hosts find different data, by sequences: {text}",
-                "Give all hosts the same files: prepare them once, where all see them",
-            )
-        ]
-    shown = f"{max(counts.values(), default=0):,} sequences, the first and the last read"
-    return verdicts.errors("data", failed, "Give a path or URI that every host sees", len(counts), shown)
-
-
-def _ports(hosts: _Hosts, asked: Examination, places: Mapping[str, Any]) -> list[Finding]:
-    others = {host: {other: place[0] for other, place in places.items() if other != host} for host in places}
-    asking = {host: hosts.probes[host].reach.remote(others[host]) for host in places}
-    reached, failed = collected(asking, asked.timeouts.probe_s * (2 + len(places) / 32))
-    return [*verdicts.ports(reached), *(verdicts.errors("ports", failed, "", 0, "") if failed else [])]
-
-
-def _loads(
-    hosts: _Hosts, asked: Examination, reports: Mapping[str, Any], places: Mapping[str, tuple[Place, Place, str]]
-) -> list[Finding]:
-    """Kernels and links, unless somebody would be disturbed."""
-    runs = sorted(
-        {
-            entry["name"].split(":")[1]
-            for entry in list_named_actors(all_namespaces=True)
-            if entry["namespace"] == NAMESPACE and entry["name"].startswith("er:")
-        }
-    )
-    busy = verdicts.in_use(reports)
-    if runs or busy:
-        why = f"run {', '.join(runs)} is there" if runs else f"GPUs of {len(busy)} host(s) are in use"
-        return [Finding("load", "note", f"kernels and links were not tested: {why}", "Ask again when they are idle")]
-    device = asked.scaling.device
-    names, failed = hosts.ask(
-        lambda host, probe: probe.do.remote(on_host.test_kernels, device, *asked.kernel), asked.timeouts.compile_s
-    )
-    found = verdicts.errors(
-        "kernels",
-        failed,
-        "Pin another one with --kernel, or look at the driver and the packages",
-        len(names),
-        f"{', '.join(sorted(set(names.values())))} passed",
-    )
-    return found + _links(hosts, asked, dict(places))
-
-
-def _links(hosts: _Hosts, asked: Examination, places: Mapping[str, tuple[Place, Place, str]]) -> list[Finding]:
-    """Each pair, or rounds of pairs as time allows, and the ring of all up to ALL_PAIRS_HOSTS hosts."""
-    names, measured, failures = list(places), [], dict[str, str]()
-    begun, most = time.monotonic(), len(names)
-    plan = rounds(len(names), most)
-    number = 0
-    while number < len(plan):
-        answers, failed = collected(_round(hosts, names, places, plan[number], number), asked.timeouts.probe_s)
-        failures |= failed
-        for one, other in plan[number]:
-            pair = [answers.get(f"{names[one]} and {names[other]}/{rank}") for rank in (0, 1)]
-            if None not in pair:
-                measured.append((names[one], names[other], max(p[0] for p in pair), min(p[1] for p in pair)))  # type: ignore[index]
-        number += 1
-        if number == 1 and len(names) > ALL_PAIRS_HOSTS:  # now it is known what a round takes
-            most = max(1, int(LINKS_S / max(time.monotonic() - begun, 1e-3)))
-            plan = rounds(len(names), most)
-    way_out = "Look at the interfaces (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME) and the firewall"
-    told = verdicts.links(measured, f"{'NCCL' if asked.scaling.device == 'cuda' else 'gloo'} between two hosts")
-    if failures:
-        told += verdicts.errors("links", {key.rpartition("/")[0]: why for key, why in failures.items()}, way_out, 0, "")
-    return told + (_ring(hosts, asked, names, places) if 2 < len(names) <= ALL_PAIRS_HOSTS and not failures else [])
-
-
-def _round(
-    hosts: _Hosts, names: list[str], places: Mapping[str, Any], pairs: list[tuple[int, int]], number: int
-) -> dict[str, Any]:
-    asking = {}
-    for one, other in pairs:
-        first, (_, at, secret) = names[one], places[names[one]]
-        for rank, host in enumerate((first, names[other])):
-            call = hosts.probes[host].exchange.remote(f"{number}", at, secret, rank, 2)
-            asking[f"{first} and {names[other]}/{rank}"] = call
-    return asking
-
-
-def _ring(hosts: _Hosts, asked: Examination, names: list[str], places: Mapping[str, Any]) -> list[Finding]:
-    _, at, secret = places[names[0]]
-    asking = {
-        host: hosts.probes[host].exchange.remote("ring", at, secret, rank, len(names))
-        for rank, host in enumerate(names)
-    }
-    answers, failed = collected(asking, asked.timeouts.probe_s)
-    if failed:
-        return verdicts.errors(
-            "links", failed, "Each pair works and the ring does not: look for a switch that is full", 0, ""
-        )
-    told = [(names[rank - 1], host, *answers[host]) for rank, host in enumerate(names)]
-    return verdicts.links(told, "a ring of all hosts")
-
-
-def as_json(reports: Mapping[str, Any], findings: list[Finding]) -> str:
-    told = [vars(finding) for finding in findings]
-    return json.dumps({"ok": not verdicts.will_fail(findings), "findings": told, "hosts": reports}, indent=1)
+    All pairs up to ALL_PAIRS_HOSTS hosts; of more at most `most` rounds, spread over all, so that each host is measured
+    with about as many partners, near and far. The circle method of tournaments: one host stays, the others move on.
+    """
+    size = num_hosts + num_hosts % 2  # with an odd number one host rests in each round
+    total = max(0, size - 1)
+    every = num_hosts <= ALL_PAIRS_HOSTS or most >= total
+    plan = []
+    for number in range(total) if every else sorted({index * total // most for index in range(most)}):
+        circle = [size - 1, *((number + place) % total for place in range(total))]
+        pairs = [sorted((circle[place], circle[total - place])) for place in range(size // 2)]
+        plan.append([(low, high) for low, high in pairs if high < num_hosts])
+    return plan

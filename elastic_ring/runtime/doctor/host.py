@@ -16,6 +16,7 @@ import torch
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.data.source import SourceConfig, open_source
 from elastic_ring.runtime.agent.gpu_health import Nvml
+from elastic_ring.runtime.doctor.verdicts import HostReport
 from elastic_ring.runtime.gpu.device import keep_caches_private, kernel_cache
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.storage.folder import Storage
@@ -23,32 +24,23 @@ from elastic_ring.state.storage.folder import Storage
 CLAIM = "claim"
 
 
-def report(device: str, ray_folder: str = "", ray_gpus: int = 0) -> dict[str, Any]:
+def report(device: str, ray_folder: str = "", ray_gpus: int = 0) -> HostReport:
     """Versions, limits, memory, disk, clock and GPUs; touches nothing. `ray_folder`: where Ray keeps its files."""
-    found = versions(device)
-    found["elastic_ring"] = f"{found.get('elastic_ring', '')} {_sources()}".strip()
-    return {
-        **limits(ray_folder),
-        "versions": found,
-        "ray_gpus": ray_gpus,
-        "gpus": gpus() if device == "cuda" else [],
-    }
+    packages, nvml = versions(device), Nvml()
+    packages["elastic_ring"] = f"{packages.get('elastic_ring', '')} {_sources()}".strip()
+    gpus: Any = [] if device != "cuda" else nvml.describe() if nvml.open() else None
+    return {**limits(ray_folder), "versions": packages, "ray_gpus": ray_gpus, "gpus": gpus}
 
 
-def limits(ray_folder: str) -> dict[str, Any]:
-    """The part that takes no time: each worker of a run tells it as it starts."""
+def limits(ray_folder: str) -> HostReport:
+    """The part that takes no time: each worker of a run reports it as it starts."""
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return {
-        "open_files": _unlimited(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        "open_files": 1 << 40 if open_files == resource.RLIM_INFINITY else open_files,
         "shm_free_bytes": shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
         "disk_free_bytes": shutil.disk_usage(ray_folder if os.path.isdir(ray_folder) else "/tmp").free,
         "unix_s": time.time(),
     }
-
-
-def gpus() -> list[dict[str, Any]] | None:
-    """NVML's facts on each GPU by index; None without NVML."""
-    nvml = Nvml()
-    return nvml.describe() if nvml.open() else None
 
 
 def write_and_claim(uri: str, host: str, timeout_s: float) -> dict[str, bool]:
@@ -56,8 +48,8 @@ def write_and_claim(uri: str, host: str, timeout_s: float) -> dict[str, bool]:
     for other bytes than were written."""
     storage = Storage(uri, timeout_s=timeout_s).open()
     storage.replace(_file_of(host), host.encode())
-    if (found := storage.read(_file_of(host))) != host.encode():
-        raise ValueError(f"{storage.at(_file_of(host))}: {len(found)} other bytes came back than were written")
+    if (content := storage.read(_file_of(host))) != host.encode():
+        raise ValueError(f"{storage.at(_file_of(host))}: {len(content)} other bytes came back than were written")
     return {"won": storage.create(CLAIM, host.encode()), "excludes": storage.excludes}
 
 
@@ -85,22 +77,12 @@ def read_data(config: SourceConfig, folders: list[str]) -> int:
 def test_kernels(device: str, dtype: str, head_dim: int, head_ratio: int) -> str:
     """The name of the kernel that a run would take here, once it has passed its self-test. Raises RunFailed."""
     keep_caches_private()
-    return select(
-        device,
-        getattr(torch, dtype),
-        head_dim,
-        True,
-        head_ratio=head_ratio,
-        cache_dir=kernel_cache() if device == "cuda" else None,
-    ).name
+    cache = kernel_cache() if device == "cuda" else None
+    return select(device, getattr(torch, dtype), head_dim, True, head_ratio=head_ratio, cache_dir=cache).name
 
 
 def _file_of(host: str) -> str:
     return f"host-{host.replace('/', '-')}"
-
-
-def _unlimited(value: int) -> int:
-    return 1 << 40 if value == resource.RLIM_INFINITY else value
 
 
 @lru_cache(maxsize=1)

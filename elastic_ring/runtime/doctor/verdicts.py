@@ -1,36 +1,57 @@
-"""What follows from the hosts' reports: findings with a verdict and a way out. Pure: no Ray, no torch, no clock."""
+"""The doctor's rules, and what follows by them from the hosts' reports. Pure: no Ray, no torch, no clock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from itertools import product
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 from elastic_ring.wording import few
 
 Verdict = Literal["ok", "note", "warning", "failure"]
-Report = Mapping[str, Any]
-"""What one host says: `host.report` has the keys. A check that could not be made there is a text under its name in
-`errors`."""
+Subject = TypeVar("Subject")
 Link = tuple[str, str, float, float]
 """Two hosts, seconds for a message of one byte, bytes a second each way."""
 
 GIB = 1 << 30
 MUST_AGREE = ("python", "torch", "ray", "elastic_ring", "cuda", "nccl")
-LEAST_FILES, GOOD_FILES = 4096, 65_536
-LEAST_SHM_BYTES, GOOD_SHM_BYTES = GIB // 8, GIB
-LEAST_DISK_BYTES, GOOD_DISK_BYTES = GIB, 20 * GIB
-RAISE_FILES = "Raise it before `ray start`: ulimit -n 65536, or LimitNOFILE of the service"
-RAISE_SHM = "Ray's object store and NCCL live there: docker run --shm-size, or an emptyDir of medium Memory"
-RAISE_DISK = "Free some, or give ray start --temp-dir on a larger disk"
 IDLE_GPU_BYTES = GIB
 CLOCK_WARNING_S, CLOCK_FAILURE_S = 2.0, 300.0
 ON_THE_WAY_S = 30.0
 """The most that a starting worker's report may wait for its reader."""
 SLOW_SHARE = 0.5
 NUM_NAMED = 4
+
+
+class GpuReport(TypedDict, total=False):
+    """`gpu_health.Nvml.describe`; readings that a GPU lacks are missing."""
+
+    index: int
+    name: str
+    used_bytes: int
+    max_clock_mhz: int
+    needs_reset: float
+    ecc_errors: float
+    slowed: float
+
+
+class HostReport(TypedDict, total=False):
+    """`host.report`, and the offset of the clock that `examine` measures. `gpus` is None without NVML."""
+
+    open_files: int
+    shm_free_bytes: int
+    disk_free_bytes: int
+    unix_s: float
+    versions: dict[str, str]
+    ray_gpus: int
+    gpus: list[GpuReport] | None
+    clock_offset_s: float
+    clock_error_s: float
+
+
+Reports = Mapping[str, HostReport]
 
 
 @dataclass(frozen=True)
@@ -48,42 +69,111 @@ class Finding:
         return f"{self.verdict:<9}{self.check:<11}{where}{self.says}{f'. {self.way_out}' if self.way_out else ''}"
 
 
-def cheap_findings(reports: Mapping[str, Report], device: str) -> list[Finding]:
+@dataclass(frozen=True)
+class Rule(Generic[Subject]):
+    """One row. `when`: the condition on a host's subject. `says`: a format, of which {0} is the `worst` subject of the
+    hosts that meet the condition."""
+
+    verdict: Verdict
+    when: Callable[[Subject], object]
+    says: str
+    way_out: str = ""
+    worst: Callable[[Iterable[Any]], Any] = max
+
+
+Rules = tuple[Rule[Subject], ...]
+VERSIONS = "Install the same on all hosts: workers exchange Python objects, and bits follow from versions"
+OPEN_FILES = "Raise it before `ray start`: ulimit -n 65536, or LimitNOFILE of the service"
+SHM = "Ray's object store and NCCL live there: docker run --shm-size, or an emptyDir of medium Memory"
+DISK = "Free some, or give ray start --temp-dir on a larger disk"
+NTP = "Run chrony or ntpd: object stores refuse requests of a clock that is wrong, and records are put in order by it"
+CLOCKS: Rules[float] = (
+    Rule("failure", lambda off_s: off_s >= CLOCK_FAILURE_S, "off by {0:.1f} s", NTP),
+    Rule("warning", lambda off_s: CLOCK_WARNING_S <= off_s < CLOCK_FAILURE_S, "off by {0:.1f} s", NTP),
+)
+NVML = "pip install nvidia-ml-py, and look at nvidia-smi"
+COUNT = "Look at dmesg and nvidia-smi, or start Ray with --num-gpus"
+NUM_GPUS: Rules[tuple[int | None, int]] = (
+    Rule("warning", lambda num: num[0] is None, "nothing is known of them: no NVML there", NVML),
+    Rule(
+        "failure", lambda num: num[0] is not None and num[0] < num[1], "Ray counts {0[1]}, and {0[0]} are there", COUNT
+    ),
+)
+PACE = "The slowest sets the pace, and bits differ between models"
+ECC = "{gpu} has {0[ecc_errors]:.0f} memory errors that were not corrected"
+SLOWED = "{gpu} is slowed down by heat or its hardware"
+GPUS: Rules[GpuReport] = (
+    Rule("failure", lambda gpu: gpu.get("needs_reset"), "{gpu} has memory rows to remap", "Reset it"),
+    Rule("warning", lambda gpu: gpu.get("ecc_errors"), ECC, "Reset it, and replace it if they return"),
+    Rule("warning", lambda gpu: gpu.get("slowed"), SLOWED, "Look at its cooling and power"),
+    Rule("note", lambda gpu: gpu["used_bytes"] > IDLE_GPU_BYTES, "{gpu} is in use ({used_gib:.1f} GiB)"),
+)
+SAME_PLACE = "Give a storage_path that is the same place on all hosts: a shared file system, or s3://bucket/prefix"
+STORES: Rules[str] = (Rule("failure", bool, "does not see what {0} wrote to {uri}", SAME_PLACE),)
+OPEN = "Open all TCP ports between the hosts of a run, or give both an interface that reaches the other"
+PORTS: Rules[str] = (Rule("failure", bool, "cannot connect to {0}", OPEN),)
+
+
+def at_least(least: int, good: int, unit: str, way_out: str) -> Rules[int]:
+    return (
+        Rule("failure", lambda number: number < least, f"only {{0:,}} {unit}", way_out, min),
+        Rule("warning", lambda number: least <= number < good, f"only {{0:,}} {unit}", way_out, min),
+    )
+
+
+def judge(
+    check: str, rules: Rules[Subject], *groups: Mapping[str, Subject], ok: str = "", **facts: object
+) -> list[Finding]:
+    """A finding for each rule that holds in a group {host: subject}, else `ok`. `facts`: of the format, besides {0}."""
+    findings = []
+    for group, rule in product(groups, rules):
+        subjects = {host: subject for host, subject in group.items() if rule.when(subject)}
+        if subjects:
+            sentence = rule.says.format(rule.worst(subjects.values()), **facts)
+            findings.append(Finding(check, rule.verdict, sentence, rule.way_out, tuple(subjects)))
+    return findings or ([Finding(check, "ok", ok)] if ok else [])
+
+
+def cheap_findings(reports: Reports, device: str) -> list[Finding]:
     """What the reports alone show; nothing was measured for it."""
-    found = [*versions(reports), *_of_hosts(reports, device)]
-    return [*found, *gpus(reports)] if device == "cuda" else found
+    findings = [*versions(reports), *_limits(reports, device)]
+    return [*findings, *gpus(reports)] if device == "cuda" else findings
 
 
-def _of_hosts(reports: Mapping[str, Report], device: str) -> list[Finding]:
-    least_shm = LEAST_SHM_BYTES if device == "cuda" else 0
-    small = [
-        found
-        for check, key, least, good, what, way_out in (
-            ("ulimits", "open_files", LEAST_FILES, GOOD_FILES, "open files", RAISE_FILES),
-            ("/dev/shm", "shm_free_bytes", least_shm, GOOD_SHM_BYTES, "bytes free", RAISE_SHM),
-            ("disk", "disk_free_bytes", LEAST_DISK_BYTES, GOOD_DISK_BYTES, "bytes free for Ray's files", RAISE_DISK),
-        )
-        for found in _least(reports, check, itemgetter(key), least, good, what, way_out)
-    ]
-    return [*small, *clocks(reports)]
+def _limits(reports: Reports, device: str) -> list[Finding]:
+    findings, least_shm = [], GIB // 8 if device == "cuda" else 0
+    disk = "bytes free for Ray's files"
+    for check, values, least, good, unit, way_out in (
+        ("ulimits", {host: r["open_files"] for host, r in reports.items()}, 4096, 65_536, "open files", OPEN_FILES),
+        ("/dev/shm", {host: r["shm_free_bytes"] for host, r in reports.items()}, least_shm, GIB, "bytes free", SHM),
+        ("disk", {host: r["disk_free_bytes"] for host, r in reports.items()}, GIB, 20 * GIB, disk, DISK),
+    ):
+        rules = at_least(least, good, unit, way_out)
+        findings += judge(check, rules, values, ok=f"{min(values.values(), default=0):,} {unit} or more")
+    offsets = {host: report["clock_offset_s"] for host, report in reports.items() if "clock_offset_s" in report}
+    if not offsets:
+        return findings
+    middle = median([0.0, *offsets.values()])  # of who asks, too: of two alone nobody can tell which is wrong
+    off = {host: abs(offset - middle) - reports[host]["clock_error_s"] for host, offset in offsets.items()}
+    return findings + judge("clocks", CLOCKS, off, ok=f"within {max(0.0, *off.values()):.1f} s")
 
 
 class AtStart:
-    """What `host.limits` shows while a run's workers start: what will fail is told, once. What differs between workers
-    and the health of GPUs are told by others."""
+    """What `host.limits` shows while a run's workers start: what will fail is reported, once. What differs between
+    workers and the health of GPUs are reported by others."""
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._reports: dict[str, Report] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._reports: dict[str, HostReport] = {}
+        self._reported: set[tuple[str, str]] = set()
 
-    def look(self, host: str, report: Report, now_unix_s: float) -> list[str]:
+    def look(self, host: str, report: HostReport, now_unix_s: float) -> list[str]:
         """Lines for what is new, after a worker on `host` has said what its host is like."""
-        clock = {"clock_offset_s": report["unix_s"] - now_unix_s, "clock_error_s": ON_THE_WAY_S}
-        self._reports[host] = {**report, **clock}
-        found = [finding for finding in _of_hosts(self._reports, self._device) if finding.verdict == "failure"]
-        new = [finding for finding in found if not self._told.issuperset({(finding.check, h) for h in finding.hosts})]
-        self._told.update((finding.check, host) for finding in new for host in finding.hosts)
+        offset_s = report["unix_s"] - now_unix_s
+        self._reports[host] = {**report, "clock_offset_s": offset_s, "clock_error_s": ON_THE_WAY_S}
+        failures = [finding for finding in _limits(self._reports, self._device) if finding.verdict == "failure"]
+        new = [row for row in failures if not self._reported.issuperset({(row.check, name) for name in row.hosts})]
+        self._reported.update((finding.check, name) for finding in new for name in finding.hosts)
         return [finding.line() for finding in new]
 
 
@@ -91,257 +181,94 @@ def will_fail(findings: Iterable[Finding]) -> bool:
     return any(finding.verdict == "failure" for finding in findings)
 
 
-def versions(reports: Mapping[str, Report]) -> list[Finding]:
-    names = sorted({name for report in reports.values() for name in report["versions"]})
-    found = []
-    for name in names:
-        by_version = _grouped({host: report["versions"].get(name, "none") for host, report in reports.items()})
-        if len(by_version) > 1:
-            text = "; ".join(f"{version} on {few(hosts, NUM_NAMED)}" for version, hosts in by_version.items())
-            rarest = min(by_version.values(), key=len)
-            found.append(
-                Finding(
-                    "versions",
-                    "failure" if name in MUST_AGREE else "warning",
-                    f"{name} differs: {text}",
-                    "Install the same on all hosts: workers exchange Python objects, and bits follow from versions",
-                    tuple(rarest),
-                )
-            )
-    if found or not reports:
-        return found
+def versions(reports: Reports) -> list[Finding]:
+    findings = []
+    for name in sorted({name for report in reports.values() for name in report["versions"]}):
+        hosts = _hosts_by({host: report["versions"].get(name, "none") for host, report in reports.items()})
+        verdict: Verdict = "failure" if name in MUST_AGREE else "warning"
+        findings += _difference("versions", verdict, f"{name} differs", VERSIONS, hosts, min(hosts.values(), key=len))
+    if findings or not reports:
+        return findings
     same = next(iter(reports.values()))["versions"]
     return [Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in same.items()))]
 
 
-def clocks(reports: Mapping[str, Report]) -> list[Finding]:
-    known = {host: report["clock_offset_s"] for host, report in reports.items() if "clock_offset_s" in report}
-    if not known:
-        return []
-    middle = median([0.0, *known.values()])  # of who asks, too: of two alone nobody can tell which is wrong
-    off = {host: abs(offset - middle) - reports[host]["clock_error_s"] for host, offset in known.items()}
-    found = []
-    grades: tuple[tuple[Verdict, float, float], ...] = (
-        ("failure", CLOCK_FAILURE_S, float("inf")),
-        ("warning", CLOCK_WARNING_S, CLOCK_FAILURE_S),
-    )
-    for verdict, least, most in grades:
-        hosts = [host for host, seconds in off.items() if least <= seconds < most]
-        if hosts:
-            worst = max(off[host] for host in hosts)
-            found.append(
-                Finding(
-                    "clocks",
-                    verdict,
-                    f"off by {worst:.1f} s",
-                    "Run chrony or ntpd: object stores refuse requests of a "
-                    "clock that is wrong, and records are put in order by it",
-                    tuple(hosts),
-                )
-            )
-    return found or [Finding("clocks", "ok", f"within {max(0.0, *off.values()):.1f} s")]
-
-
-def gpus(reports: Mapping[str, Report]) -> list[Finding]:
-    found = []
+def gpus(reports: Reports) -> list[Finding]:
+    findings, present = [], {host: report["gpus"] or [] for host, report in reports.items()}
     for host, report in reports.items():
-        here, promised = report["gpus"], report["ray_gpus"]
-        if here is None:
-            found.append(
-                Finding(
-                    "GPUs",
-                    "warning",
-                    "nothing is known of them: no NVML there",
-                    "pip install nvidia-ml-py, and look at nvidia-smi",
-                    (host,),
-                )
-            )
-            continue
-        if len(here) < promised:
-            found.append(
-                Finding(
-                    "GPUs",
-                    "failure",
-                    f"Ray counts {promised}, and {len(here)} are there",
-                    "Look at dmesg and nvidia-smi, or start Ray with --num-gpus",
-                    (host,),
-                )
-            )
-        found += [finding for gpu in here for finding in _of_gpu(host, gpu)]
-    for key, what in (("name", "model"), ("max_clock_mhz", "highest clock")):
-        by_value = _grouped(
-            {
-                host: ", ".join(sorted({str(gpu.get(key)) for gpu in report["gpus"] or ()}))
-                for host, report in reports.items()
-            }
-        )
-        if len(by_value) > 1:
-            text = "; ".join(f"{value} on {few(hosts, NUM_NAMED)}" for value, hosts in by_value.items())
-            found.append(
-                Finding(
-                    "GPUs",
-                    "warning",
-                    f"their {what} differs: {text}",
-                    "The slowest sets the pace, and bits differ between models",
-                )
-            )
-    num = sum(len(report["gpus"] or ()) for report in reports.values())
-    return found or [Finding("GPUs", "ok", f"{num}, all idle and healthy")]
+        num = None if report["gpus"] is None else len(report["gpus"])
+        findings += judge("GPUs", NUM_GPUS, {host: (num, report["ray_gpus"])})
+        for gpu in present[host]:
+            name, used_gib = f"GPU {gpu['index']} ({gpu['name']})", gpu["used_bytes"] / GIB
+            findings += judge("GPUs", GPUS, {host: gpu}, gpu=name, used_gib=used_gib)
+    for label, values in (
+        ("model", {host: {str(gpu.get("name")) for gpu in gpus} for host, gpus in present.items()}),
+        ("highest clock", {host: {str(gpu.get("max_clock_mhz")) for gpu in gpus} for host, gpus in present.items()}),
+    ):
+        hosts = _hosts_by({host: ", ".join(sorted(texts)) for host, texts in values.items()})
+        findings += _difference("GPUs", "warning", f"their {label} differs", PACE, hosts)
+    return findings or [Finding("GPUs", "ok", f"{sum(map(len, present.values()))}, all idle and healthy")]
 
 
-def _of_gpu(host: str, gpu: Mapping[str, Any]) -> list[Finding]:
-    found = []
-    where = f"GPU {gpu['index']} ({gpu['name']})"
-    if gpu.get("needs_reset"):
-        found.append(Finding("GPUs", "failure", f"{where} has memory rows to remap", "Reset it", (host,)))
-    if gpu.get("ecc_errors"):
-        found.append(
-            Finding(
-                "GPUs",
-                "warning",
-                f"{where} has {gpu['ecc_errors']:.0f} memory errors that were not corrected",
-                "Reset it, and replace it if they return",
-                (host,),
-            )
-        )
-    if gpu.get("slowed"):
-        found.append(
-            Finding(
-                "GPUs",
-                "warning",
-                f"{where} is slowed down by heat or its hardware",
-                "Look at its cooling and power",
-                (host,),
-            )
-        )
-    if gpu["used_bytes"] > IDLE_GPU_BYTES:
-        found.append(Finding("GPUs", "note", f"{where} is in use ({gpu['used_bytes'] / GIB:.1f} GiB)", "", (host,)))
-    return found
-
-
-def in_use(reports: Mapping[str, Report]) -> list[str]:
+def in_use(reports: Reports) -> list[str]:
     """The hosts with a GPU that somebody uses: they get no load."""
-    return [
-        host
-        for host, report in reports.items()
-        if any(gpu["used_bytes"] > IDLE_GPU_BYTES for gpu in report["gpus"] or ())
-    ]
+    return [h for h, r in reports.items() if any(gpu["used_bytes"] > IDLE_GPU_BYTES for gpu in r["gpus"] or ())]
 
 
-def errors(check: str, told: Mapping[str, str], way_out: str, num_hosts: int, good: str) -> list[Finding]:
-    """One failure for each reason that hosts gave; `good` where none did."""
-    by_reason: dict[str, list[str]] = {}
-    for host, reason in told.items():
-        by_reason.setdefault(reason, []).append(host)
-    found = [Finding(check, "failure", reason, way_out, tuple(hosts)) for reason, hosts in by_reason.items()]
-    return found or [Finding(check, "ok", f"{good}, from {num_hosts} host(s)")]
+def errors(
+    check: str, reasons: Mapping[str, str], way_out: str = "", ok: str = "", num_hosts: int = 0
+) -> list[Finding]:
+    """One failure for each reason that hosts gave; `ok`, from `num_hosts` hosts, where none did."""
+    failures = [Finding(check, "failure", why, way_out, tuple(hosts)) for why, hosts in _hosts_by(reasons).items()]
+    return failures or ([Finding(check, "ok", f"{ok}, from {num_hosts} host(s)")] if ok else [])
 
 
-def storage(answers: Mapping[str, Report], missing: Mapping[str, Sequence[str]], uri: str) -> list[Finding]:
+def storage(answers: Mapping[str, Any], missing: Mapping[str, Sequence[str]], uri: str) -> list[Finding]:
     """`answers`: of each host that wrote, with `won`, whether it made the file that only one may make, and `excludes`;
     `missing`: the hosts whose file another does not see."""
-    found = []
-    for host, others in missing.items():
-        if others:
-            found.append(
-                Finding(
-                    "storage",
-                    "failure",
-                    f"does not see what {few(others, NUM_NAMED)} wrote to {uri}",
-                    "Give a storage_path that is the same place on all hosts: a shared file system, or s3://bucket/prefix",
-                    (host,),
-                )
-            )
-    winners = [host for host, answer in answers.items() if answer["won"]]
-    weak = [host for host, answer in answers.items() if not answer["excludes"]]
-    if weak:
+    unseen = ({host: few(absent, NUM_NAMED)} for host, absent in missing.items())
+    findings = judge("storage", STORES, *unseen, uri=uri)
+    num_won = sum(answer["won"] for answer in answers.values())
+    if not all(answer["excludes"] for answer in answers.values()):
         way_out = "Time alone then keeps two coordinators apart; use a store that has If-None-Match"
-        found.append(Finding("storage", "warning", f"{uri} ignores conditional writes", way_out))
-    elif len(winners) != 1 and answers and not found:
-        found.append(
-            Finding(
-                "storage",
-                "failure",
-                f"{len(winners)} of {len(answers)} hosts made the one file",
-                "Mount it without caching of names, or give an object store",
-            )
-        )
-    return found
+        findings.append(Finding("storage", "warning", f"{uri} ignores conditional writes", way_out))
+    elif num_won != 1 and answers and not findings:
+        sentence = f"{num_won} of {len(answers)} hosts made the one file"
+        way_out = "Mount it without caching of names, or give an object store"
+        findings.append(Finding("storage", "failure", sentence, way_out))
+    return findings
 
 
-def links(measured: Sequence[Link], what: str) -> list[Finding]:
+def links(measured: Sequence[Link], medium: str) -> list[Finding]:
     """Links that are slower than half of the usual one are named."""
     if not measured:
         return []
-    rates, delays = [link[3] for link in measured], [link[2] for link in measured]
-    usual = median(rates)
+    rates, delays = sorted(link[3] for link in measured), [link[2] for link in measured]
+    usual, way_out = median(rates), "Look at its interface, cable and switch, and NCCL_SOCKET_IFNAME"
     slow = sorted((link for link in measured if link[3] < SLOW_SHARE * usual), key=lambda link: link[3])
-    told = [
-        Finding(
-            "links",
-            "warning",
-            f"{what}: {rate / 1e9:.2f} GB/s, the usual is {usual / 1e9:.2f}",
-            "Look at its interface, cable and switch, and NCCL_SOCKET_IFNAME",
-            (one, other),
-        )
-        for one, other, _, rate in slow
-    ]
-    return [
-        *told,
-        Finding(
-            "links",
-            "ok",
-            f"{what}: {len(measured)} measured, {min(rates) / 1e9:.2f} to "
-            f"{max(rates) / 1e9:.2f} GB/s each way, {1e6 * median(delays):,.0f} µs",
-        ),
-    ]
+    sentence = f"{medium}: {{:.2f}} GB/s, the usual is {usual / 1e9:.2f}"
+    findings = [Finding("links", "warning", sentence.format(link[3] / 1e9), way_out, link[:2]) for link in slow]
+    spread = f"{rates[0] / 1e9:.2f} to {rates[-1] / 1e9:.2f} GB/s each way, {1e6 * median(delays):,.0f} µs"
+    return [*findings, Finding("links", "ok", f"{medium}: {len(measured)} measured, {spread}")]
 
 
 def ports(reached: Mapping[str, Mapping[str, float | str]]) -> list[Finding]:
     """`reached`: by host the seconds to each other one, or why it was not reached."""
-    told = {
-        (host, other): answer
-        for host, answers in reached.items()
-        for other, answer in answers.items()
-        if isinstance(answer, str)
-    }
-    found = [
-        Finding(
-            "ports",
-            "failure",
-            f"cannot connect to {other}: {reason}",
-            "Open all TCP ports between the hosts of a run, or give both an interface that reaches the other",
-            (host,),
-        )
-        for (host, other), reason in told.items()
-    ]
-    num = sum(len(answers) for answers in reached.values())
-    return found or [Finding("ports", "ok", f"{num} connections between {len(reached)} host(s)")]
+    pairs = [(host, other, answer) for host, answers in reached.items() for other, answer in answers.items()]
+    refused = ({host: f"{other}: {reason}"} for host, other, reason in pairs if isinstance(reason, str))
+    return judge("ports", PORTS, *refused, ok=f"{len(pairs)} connections between {len(reached)} host(s)")
 
 
-def _least(
-    reports: Mapping[str, Report],
-    check: str,
-    of: Callable[[Report], float],
-    least: float,
-    good: float,
-    what: str,
-    way_out: str,
+def _difference(
+    check: str, verdict: Verdict, label: str, way_out: str, hosts: Mapping[str, Sequence[str]], odd: Sequence[str] = ()
 ) -> list[Finding]:
-    """A failure below `least`, a warning below `good`."""
-    found = []
-    for verdict, low, high in (("failure", float("-inf"), least), ("warning", least, good)):
-        hosts = [host for host, report in reports.items() if low <= of(report) < high]
-        if hosts:
-            fewest = min(int(of(reports[host])) for host in hosts)
-            found.append(Finding(check, verdict, f"only {fewest:,} {what}", way_out, tuple(hosts)))  # type: ignore[arg-type]
-    lowest = min((int(of(report)) for report in reports.values()), default=0)
-    return found or [Finding(check, "ok", f"{lowest:,} {what} or more")]
+    """A finding where hosts have more than one value. `odd`: the hosts to name."""
+    values = "; ".join(f"{value} on {few(names, NUM_NAMED)}" for value, names in hosts.items())
+    return [Finding(check, verdict, f"{label}: {values}", way_out, tuple(odd))] if len(hosts) > 1 else []
 
 
-def _grouped(values: Mapping[str, str]) -> dict[str, list[str]]:
-    """The hosts by what each has."""
-    found: dict[str, list[str]] = {}
+def _hosts_by(values: Mapping[str, str]) -> dict[str, list[str]]:
+    hosts: dict[str, list[str]] = {}
     for host, value in values.items():
-        found.setdefault(value, []).append(host)
-    return found
+        hosts.setdefault(value, []).append(host)
+    return hosts

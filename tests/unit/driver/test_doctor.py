@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from elastic_ring.runtime.doctor import host, verdicts
+from elastic_ring.runtime.doctor.examine import rounds
 from elastic_ring.runtime.doctor.probe import Probe
-from elastic_ring.runtime.doctor.rounds import rounds
 
 GIB = verdicts.GIB
 
