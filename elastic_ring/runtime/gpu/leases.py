@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from elastic_ring.errors import PeerFailed
 from elastic_ring.files import plain_json
@@ -69,7 +68,7 @@ class GpuFailure:
     is_proven: bool = False
 
 
-_UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+_UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, AttributeError)
 """What JSON that somebody else wrote may raise when it is read."""
 
 
@@ -80,10 +79,10 @@ def verdict(failures: Iterable[GpuFailure], now_unix_s: float) -> str:
     """`good`, `doubtful` (the process may have been to blame) or `bad` (another one failed there too, or a wrong result
     was proven, which does not lapse)."""
     failures = list(failures)
-    if any(failure.is_proven for failure in failures):
-        return "bad"
     failed = {(f.pid, f.started) for f in failures if abs(now_unix_s - f.unix_s) < FAILURE_WINDOW_S}
-    return "bad" if len(failed) >= MAX_FAILURES else "doubtful" if failed else "good"
+    if len(failed) >= MAX_FAILURES or any(failure.is_proven for failure in failures):
+        return "bad"
+    return "doubtful" if failed else "good"
 
 
 def order_of(
@@ -101,24 +100,17 @@ def order_of(
     last, a bad one never.
     """
 
-    def mine(gpu: Gpu) -> bool:
+    def distance(gpu: Gpu) -> int:
+        """0: of this rank, 1: of no rank of this run, 2: of another rank."""
         record = owners.get(gpu.name, Owner())
-        return (record.run, record.place) == (run, place)
+        return 1 if record.run != run or record.place == -1 else 0 if record.place == place else 2
 
-    def anothers(gpu: Gpu) -> bool:
-        record = owners.get(gpu.name, Owner())
-        return record.run == run and record.place not in (-1, place)
-
-    patient = waited_s < PATIENCE_S
-    good = [gpu for gpu in gpus if verdicts.get(gpu.name, "good") == "good"]
+    good = sorted((gpu for gpu in gpus if verdicts.get(gpu.name, "good") == "good"), key=distance)
     doubtful = [gpu for gpu in gpus if verdicts.get(gpu.name, "good") == "doubtful"]
-    own = [gpu for gpu in good if mine(gpu)]
-    if own and patient:
-        return own
-    order = own + [gpu for gpu in good if not mine(gpu) and not anothers(gpu)]
-    if not patient:
-        order += [gpu for gpu in good if anothers(gpu)]
-    return order + [gpu for gpu in doubtful if mine(gpu) or not patient]
+    if waited_s >= PATIENCE_S:
+        return good + doubtful
+    own = [gpu for gpu in good if distance(gpu) == 0]
+    return own or [gpu for gpu in good if distance(gpu) == 1] + [gpu for gpu in doubtful if distance(gpu) == 0]
 
 
 def wait_for_memory(
@@ -211,25 +203,24 @@ def _is_of(about: os.stat_result, uid: int) -> bool:
 
 def last_owner(folder: Path, name: str) -> Owner:
     """The owner recorded in the lock file; an empty record if it cannot be read."""
-    try:
-        found = plain_json(_read(lock_path(folder, name)))
-        return Owner(int(found["pid"]), int(found["started"]), str(found["run"]), int(found["place"]))
-    except (OSError, *_UNREADABLE):  # not there, torn, or not ours
-        return Owner()
+    with suppress(OSError, *_UNREADABLE):  # not there, torn, or not ours
+        record = plain_json(_read(lock_path(folder, name)))
+        return Owner(int(record["pid"]), int(record["started"]), str(record["run"]), int(record["place"]))
+    return Owner()
 
 
 def failures_of(folder: Path, name: str) -> list[GpuFailure]:
     """The readable lines of this user's and of root's records, in the order of their times."""
-    found = []
+    failures = []
     for uid in sorted({0, os.geteuid()}):
         with suppress(OSError):
             for line in _read(failure_record_path(folder, name, uid), uid).splitlines():
-                with suppress(AttributeError, *_UNREADABLE):
-                    one = plain_json(line)
-                    when, why = float(one["unix_s"]), str(one["why"])
-                    proven = bool(one.get("is_proven", False))
-                    found.append(GpuFailure(int(one["pid"]), int(one["started"]), when, why, proven))
-    return sorted(found, key=lambda failure: failure.unix_s)
+                with suppress(*_UNREADABLE):
+                    record = plain_json(line)
+                    pid, started, unix_s = int(record["pid"]), int(record["started"]), float(record["unix_s"])
+                    is_proven = bool(record.get("is_proven", False))
+                    failures.append(GpuFailure(pid, started, unix_s, str(record["why"]), is_proven))
+    return sorted(failures, key=lambda failure: failure.unix_s)
 
 
 def verdicts_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -239,28 +230,26 @@ def verdicts_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 def bad_ones(folder: Path, names: Iterable[str]) -> list[str]:
     """The bad ones among these GPUs."""
-    return sorted(name for name, found in verdicts_of(folder, names).items() if found == "bad")
+    return sorted(name for name, state in verdicts_of(folder, names).items() if state == "bad")
 
 
 def process_started(pid: int) -> int | None:
     """When a process started, in ticks since boot; None when it is gone. It counts as alive as long as any of its
     threads may still have files, and so a GPU's memory, open."""
+
+    def fields(path: Path) -> list[str]:
+        """From the process's state on; its name before them may hold anything."""
+        return path.read_text(errors="replace").rpartition(")")[2].split()
+
+    folder = Path(f"/proc/{pid}")
     try:
-        stat = _stat(Path(f"/proc/{pid}/stat"))
-        if stat[0] in "ZX" and not any(_stat(task / "stat")[0] not in "ZX" for task in _tasks(pid)):
+        own = fields(folder / "stat")
+        threads = (path for path in (folder / "task").iterdir() if path.name != str(pid))
+        if own[0] in "ZX" and all(fields(path / "stat")[0] in "ZX" for path in threads):
             return None
-        return int(stat[19])
+        return int(own[19])
     except (FileNotFoundError, ProcessLookupError):
         return None
-
-
-def _stat(path: Path) -> list[str]:
-    """The fields from the process's state on; its name before them may hold anything."""
-    return path.read_text(errors="replace").rpartition(")")[2].split()
-
-
-def _tasks(pid: int) -> list[Path]:
-    return [task for task in Path(f"/proc/{pid}/task").iterdir() if task.name != str(pid)]
 
 
 def lock_owner(path: Path, locks: str) -> int | None:
@@ -269,39 +258,33 @@ def lock_owner(path: Path, locks: str) -> int | None:
         about = path.lstat()
     except FileNotFoundError:
         return None
-    wanted = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
+    file = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
     for line in locks.splitlines():
         words = line.split()
-        if len(words) > 5 and words[1] == "FLOCK" and words[5] == wanted and int(words[4]) > 0:
+        if len(words) > 5 and words[1] == "FLOCK" and words[5] == file and int(words[4]) > 0:
             return int(words[4])
     return None
 
 
-def _may_lock(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.lstat().st_mode) and os.access(path, os.R_OK | os.W_OK)
-    except FileNotFoundError:
-        return True  # it is made
-
-
 def describe(folder: Path, gpus: Sequence[Gpu]) -> str:
     """Why each of these GPUs is not available."""
-    locks, verdicts = Path("/proc/locks").read_text(), verdicts_of(folder, [gpu.name for gpu in gpus])
-    reasons = []
+    locks, bad, reasons = Path("/proc/locks").read_text(), bad_ones(folder, [gpu.name for gpu in gpus]), []
     for gpu in gpus:
         path, record = lock_path(folder, gpu.name), last_owner(folder, gpu.name)
         pid = lock_owner(path, locks)
-        if verdicts[gpu.name] == "bad":
-            why = failures_of(folder, gpu.name)[-1].why
-            reasons.append(f"GPU {gpu.index} failed ({why}; {folder}/{gpu.name}.*.bad)")
-        elif not _may_lock(path):
-            reasons.append(f"GPU {gpu.index} cannot be locked: {path} is no file that this user may write; remove it")
-        elif pid is not None:
-            known = record.pid == pid and record.run and record.run.isprintable()
-            who = f", rank {record.place} of run {record.run}" if known else ""
-            reasons.append(f"GPU {gpu.index} is owned by pid {pid}{who} ({path})")
+        if gpu.name in bad:
+            why = f"failed ({failures_of(folder, gpu.name)[-1].why}; {folder}/{gpu.name}.*.bad)"
+        elif os.path.lexists(path) and not (
+            path.is_file() and not path.is_symlink() and os.access(path, os.R_OK | os.W_OK)
+        ):
+            why = f"cannot be locked: {path} is no file that this user may write; remove it"
+        elif pid is None:
+            why = f"is owned by nobody that can be seen from here ({path})"
         else:
-            reasons.append(f"GPU {gpu.index} is owned by nobody that can be seen from here ({path})")
+            is_recorded = record.pid == pid and record.run and record.run.isprintable()
+            rank = f", rank {record.place} of run {record.run}" if is_recorded else ""
+            why = f"is owned by pid {pid}{rank} ({path})"
+        reasons.append(f"GPU {gpu.index} {why}")
     return "; ".join(reasons)
 
 
@@ -340,23 +323,20 @@ class GpuLease:
             fd = open_shared(path)
         except OSError:
             return False
-        try:
+        with suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             about = os.fstat(fd)
-            same = os.path.samestat(about, path.lstat())  # else it was removed, and others lock a new one
-            same = same and stat.S_ISREG(about.st_mode)
-        except (BlockingIOError, FileNotFoundError):
-            same = False
-        if not same:
-            os.close(fd)
-            return False
-        self._fd, self.gpu, self.previous_owner = fd, gpu, last_owner(self.folder, gpu.name)
-        return True
+            # Others lock a new file where this one was removed.
+            if stat.S_ISREG(about.st_mode) and os.path.samestat(about, path.lstat()):
+                self._fd, self.gpu, self.previous_owner = fd, gpu, last_owner(self.folder, gpu.name)
+                return True
+        os.close(fd)
+        return False
 
     def give_back(self) -> None:
         """Release it and record which rank it was used for."""
-        if self._fd is not None:
-            record = last_owner(self.folder, self.gpu.name) if self.gpu is not None else Owner()
+        if self.gpu is not None:
+            record = last_owner(self.folder, self.gpu.name)
             self._record(Owner(run=record.run, place=record.place))
         self.release()
 
@@ -380,44 +360,35 @@ class GpuLease:
 def record_failure(folder: Path, gpu: Gpu, why: str, is_proven: bool = False) -> str:
     """Record that this process failed on `gpu`, which it owns; returns the new verdict."""
     pid, first_line = os.getpid(), (why.splitlines() or [""])[0][:300]
-    entry: dict[str, Any] = asdict(GpuFailure(pid, process_started(pid) or 0, time.time(), first_line, is_proven))
+    entry = asdict(GpuFailure(pid, process_started(pid) or 0, time.time(), first_line, is_proven))
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        _append(failure_record_path(shared_folder(folder), gpu.name), f"{json.dumps(entry)}\n".encode())
+        path = failure_record_path(shared_folder(folder), gpu.name)
+        with open(os.open(path, flags, 0o644), "ab", buffering=0) as file:
+            if not _is_of(os.fstat(file.fileno()), os.geteuid()):
+                raise PermissionError(f"{path}: is not this user's own file")
+            os.fchmod(file.fileno(), 0o644)  # read by other users, whatever the umask
+            file.write(f"{json.dumps(entry)}\n".encode())
     except OSError as error:  # somebody else has taken the name: this process is replaced all the same
         log.error("could not record that GPU %d (%s) failed: %s", gpu.index, gpu.name, error)
-    found = verdicts_of(folder, [gpu.name])[gpu.name]
-    log.error("GPU %d (%s) is %s now: %s", gpu.index, gpu.name, found, why)
-    return found
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Add a line to this user's own file, which others may read. Raises OSError for anybody else's of that name."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(path, flags, 0o644)
-    try:
-        if not _is_of(os.fstat(fd), os.geteuid()):
-            raise PermissionError(f"{path}: is not this user's own file")
-        os.fchmod(fd, 0o644)
-        os.write(fd, line)
-    finally:
-        os.close(fd)
+    state = verdicts_of(folder, [gpu.name])[gpu.name]
+    log.error("GPU %d (%s) is %s now: %s", gpu.index, gpu.name, state, why)
+    return state
 
 
 def is_free(folder: Path, gpu: Gpu) -> bool:
     """Whether no process owns it now."""
     lease = GpuLease("", folder)
-    if not lease.lock(gpu):
-        return False
+    was_free = lease.lock(gpu)
     lease.release()
-    return True
+    return was_free
 
 
 def record_failure_if_free(folder: Path, gpu: Gpu, why: str) -> bool:
     """The same for a GPU that this process does not own; False where another process does. While another one computes
     on it a failure proves nothing: the GPU may be in compute mode EXCLUSIVE_PROCESS."""
     lease = GpuLease("", folder)
-    if not lease.lock(gpu):
-        return False
-    record_failure(folder, gpu, why)
+    if was_free := lease.lock(gpu):
+        record_failure(folder, gpu, why)
     lease.release()
-    return True
+    return was_free
