@@ -19,7 +19,7 @@ from elastic_ring.data.source import SourceConfig
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.runtime.doctor import host as on_host
 from elastic_ring.runtime.doctor import verdicts
-from elastic_ring.runtime.doctor.probe import Place, Probe
+from elastic_ring.runtime.doctor.host import Place, Probe
 from elastic_ring.runtime.doctor.verdicts import Finding, HostReport
 from elastic_ring.runtime.driver.cluster import NAMESPACE, WORKER_ENVIRONMENT, live_nodes
 from elastic_ring.state.storage.folder import Storage

@@ -14,7 +14,7 @@ import pytest
 
 from elastic_ring.runtime.doctor import host, verdicts
 from elastic_ring.runtime.doctor.examine import rounds
-from elastic_ring.runtime.doctor.probe import Probe
+from elastic_ring.runtime.doctor.host import Probe
 
 GIB = verdicts.GIB
 
