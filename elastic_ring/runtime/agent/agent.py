@@ -22,10 +22,10 @@ from elastic_ring.config import Timeouts, environment
 from elastic_ring.monitor.detect import HangDetector, HangSettings, Observation, ProcReader
 from elastic_ring.monitor.exits import ExitNotice, ExitWatch, describe_exit, signal_name, tail
 from elastic_ring.monitor.goodput import CLOCK_PARTS
-from elastic_ring.monitor.host_memory import HostMemory, ProcessMemory
-from elastic_ring.monitor.stamps import Clock, Phase, Stamp, StampReader, phase_name
+from elastic_ring.monitor.host_memory import HostMemory
+from elastic_ring.monitor.stamps import Phase, Stamp, StampReader, phase_name
 from elastic_ring.runtime.agent import launch
-from elastic_ring.runtime.agent.health import HealthThread
+from elastic_ring.runtime.agent.health import HealthThread, lookup_s
 from elastic_ring.runtime.agent.memory_guard import MemoryGuard, guard_limit, ray_killed, ray_threshold, warning
 from elastic_ring.runtime.agent.messages import (
     BadGpus,
@@ -44,7 +44,6 @@ from elastic_ring.runtime.agent.messages import (
     message_of,
 )
 from elastic_ring.runtime.agent.notices import Notices
-from elastic_ring.runtime.agent.resolver import lookup_s
 from elastic_ring.runtime.agent.rpc import JsonConnection, dial, raise_open_files
 from elastic_ring.runtime.agent.stamp_dir import hold, keep_variables, remove_stale
 from elastic_ring.runtime.gpu.leases import FOLDER, bad_ones
@@ -104,9 +103,6 @@ class Link:
     stopped_since: float | None = None
     bad_gpus: tuple[str, ...] = ()  # as reported
 
-    def send(self, message: FromAgent) -> None:
-        self.connection.send(message)
-
 
 @dataclass
 class News:
@@ -157,8 +153,8 @@ class NodeAgent:
                 connection.send(death)
             self._tell_notice()
             self._tell_untold()
-            if told := warning(node, self._spec.memory_limit, ray_threshold(os.getppid())):
-                connection.send(Said(told))
+            if text := warning(node, self._spec.memory_limit, ray_threshold(os.getppid())):
+                connection.send(Said(text))
 
     def keep_variables(self, folder: str, values: dict[str, str], python: str = "") -> str:
         """Keep variables for the run's workers on this node, in its stamp folder; the command that starts Python with
@@ -213,11 +209,16 @@ class NodeAgent:
     def _tell_untold(self) -> None:
         """Send all waiting reports, including those from before there was a connection."""
         while self._news.sentences and self._link is not None:
-            self._link.send(Said(f"node {self._spec.node}: {self._news.sentences.pop(0)}"))
+            self._send(Said(f"node {self._spec.node}: {self._news.sentences.pop(0)}"))
 
     def _tell_notice(self) -> None:
-        if self._news.leaves_at and self._link is not None:
-            self._link.send(Leaves(max(0.0, self._news.leaves_at - time.monotonic())))
+        if self._news.leaves_at:
+            self._send(Leaves(max(0.0, self._news.leaves_at - time.monotonic())))
+
+    def _send(self, message: FromAgent) -> None:
+        """To the coordinator, if it is connected."""
+        if self._link is not None:
+            self._link.connection.send(message)
 
     # ------------------------------------------------------------ the loop
 
@@ -282,13 +283,13 @@ class NodeAgent:
         link.beat_at, reading, health = now, None, None
         if now - link.read_at >= PROGRESS_S:
             link.read_at, reading, health = now, self._read(), self._health.take()
-        link.send(Beat(reading, health))
+        link.connection.send(Beat(reading, health))
 
     def _read(self) -> NodeReading:
-        workers = {
-            worker: {**progress(watched.last), **memory_of(self._memory.process(watched.pid))}
-            for worker, watched in self._watched.items()
-        }
+        workers = {worker: progress(watched.last) for worker, watched in self._watched.items()}
+        for worker, watched in self._watched.items():
+            if (memory := self._memory.process(watched.pid)) is not None:
+                workers[worker] |= vars(memory)
         pressure = self._memory.pressure()
         share, waits = self._memory.read().share, vars(pressure) if pressure is not None else {}
         return NodeReading(workers, share, self._guard.limit, waits)
@@ -319,7 +320,7 @@ class NodeAgent:
         bad = tuple(bad_ones(FOLDER, self._gpus))
         if self._link is not None and bad != self._link.bad_gpus:
             log.error("GPUs that are not used here: %s", ", ".join(bad) or "none any more")
-            self._link.send(BadGpus(bad))
+            self._send(BadGpus(bad))
             self._link.bad_gpus = bad
 
     # ------------------------------------------------------------ workers
@@ -331,13 +332,9 @@ class NodeAgent:
         stamps = StampReader(wanted.stamp_path)
         self._watched[wanted.worker] = Watched(wanted.worker, wanted.pid, stamps, wanted.log_path)
         self._exits.watch(wanted.pid, wanted.worker)
-        self._lock_folder(stamps.path.parent)
-
-    def _lock_folder(self, folder: Path) -> None:
-        """Lock the run's stamp folder, so that nobody removes it between two workers of the run.
-
-        A living worker holds the lock too: a process that removes the folder now removes a dead run's.
-        """
+        # Locked, so that nobody removes the run's folder between two of its workers. A living worker holds the lock
+        # too: a process that removes the folder now removes a dead run's.
+        folder = stamps.path.parent
         try:
             if folder not in self._locks:
                 self._locks[folder] = hold(folder, 0.0, make=False)
@@ -349,9 +346,9 @@ class NodeAgent:
         if worker in self._watched:
             self._watched[worker].killed = True
             self._exits.kill(worker)
-        elif self._link is not None:  # the coordinator waits for a death notice
-            known = [death for death in self._news.deaths if death.worker == worker]
-            self._link.send(known[-1] if known else Death(worker, 0, "died", "it was gone already", time.monotonic()))
+        else:  # the coordinator waits for a death notice
+            deaths = [death for death in self._news.deaths if death.worker == worker]
+            self._send(deaths[-1] if deaths else Death(worker, 0, "died", "it was gone already", time.monotonic()))
 
     def _forget(self, worker: str) -> None:
         watched = self._watched.get(worker)
@@ -424,36 +421,23 @@ class NodeAgent:
             signal=signal,
         )
         log.warning("%s (pid %d) %s in %s of step %d", death.worker, death.pid, death.how, death.phase, death.step)
-        others = [known for known in self._news.deaths if known.worker != death.worker]
-        self._news.deaths = [*others[-KEPT_NOTICES:], death]
-        if self._link is not None:
-            self._link.send(death)
+        earlier = [notice for notice in self._news.deaths if notice.worker != death.worker]
+        self._news.deaths = [*earlier[-KEPT_NOTICES:], death]
+        self._send(death)
 
 
 def progress(stamp: Stamp | None) -> dict[str, Any]:
-    """What a worker's training thread does: its step and phase, for how long it has been in that, and how long each
-    part of its last whole step took; {} if unknown."""
+    """A worker's step and phase, for how long it has been in that, and the seconds of its last whole step by part, as
+    `metrics_table.CLOCK_PARTS`; what is no part of every step is `other`. {} if unknown."""
     if stamp is None:
         return {}
-    in_phase_s = max(0.0, (time.monotonic_ns() - stamp.monotonic_ns) / 1e9)
-    found: dict[str, Any] = {
-        "at_step": stamp.step,
-        "phase": phase_name(stamp.phase),
-        "in_phase_s": round(in_phase_s, 3),
-    }
-    return found if stamp.clock is None else {**found, "clock": clock_of(stamp.clock)}
-
-
-def clock_of(clock: Clock) -> dict[str, float]:
-    """Seconds of a step by part, as `CLOCK_PARTS`; what is no part of every step is `other`."""
-    parts = {part: clock.phases_s[part] for part in CLOCK_PARTS if part in clock.phases_s}
-    parts |= {"data": clock.data_wait_s, "other": sum(clock.phases_s.values()) - sum(parts.values())}
-    return {part: round(parts[part], 6) for part in CLOCK_PARTS}
-
-
-def memory_of(found: ProcessMemory | None) -> dict[str, Any]:
-    """What a worker's process takes of the host's memory; {} once it is gone."""
-    return vars(found) if found is not None else {}
+    in_phase_s = round(max(0.0, (time.monotonic_ns() - stamp.monotonic_ns) / 1e9), 3)
+    figures: dict[str, Any] = {"at_step": stamp.step, "phase": phase_name(stamp.phase), "in_phase_s": in_phase_s}
+    if (clock := stamp.clock) is not None:
+        parts = {part: clock.phases_s[part] for part in CLOCK_PARTS if part in clock.phases_s}
+        parts |= {"data": clock.data_wait_s, "other": sum(clock.phases_s.values()) - sum(parts.values())}
+        figures["clock"] = {part: round(parts[part], 6) for part in CLOCK_PARTS}
+    return figures
 
 
 def hang_settings(timeouts: Timeouts) -> HangSettings:

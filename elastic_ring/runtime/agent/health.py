@@ -1,5 +1,6 @@
-"""A node's health beside its workers: network counters, and GPUs where there are any. Read in a thread of its own.
+"""A node's health beside its workers: network counters, its resolver, and GPUs where there are any.
 
+The readings are made in threads of their own.
 A call to a driver may hang; deaths and hangs of workers must be noticed all the same. No decisions here.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -63,6 +65,35 @@ def _counter(path: Path) -> int:
     with suppress(OSError, ValueError):
         return int(path.read_text())
     return 0
+
+
+LIMIT_S = 2.0
+"""A resolver that is reachable answers, or refuses, within a second."""
+
+
+def lookup_s(address: str) -> float:
+    """Seconds that a look-up of the name of `address` takes, at most about LIMIT_S; it need not have one. torch looks
+    the name up at each rendezvous: with a resolver that does not answer that takes ten seconds longer."""
+
+    def look() -> None:
+        with suppress(OSError):  # nobody knows the address: a quick answer, which is what counts
+            socket.getnameinfo((address, 0), 0)
+
+    begun, thread = time.monotonic(), threading.Thread(target=look, name="resolver", daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    return time.monotonic() - begun
+
+
+def resolver_warning(node: str, address: str, took_s: float) -> str:
+    """What a run says of a node whose look-up took so long; empty if that is fast enough."""
+    if took_s < LIMIT_S:
+        return ""
+    return (
+        f"node {node}: its resolver does not answer for its own address {address} within {LIMIT_S:g} s, which makes "
+        "every rendezvous up to 10 s longer. Name the nodes in /etc/hosts there, or take the resolver out of "
+        "/etc/resolv.conf"
+    )
 
 
 log = logging.getLogger(__name__)

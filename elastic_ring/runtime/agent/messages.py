@@ -27,7 +27,7 @@ class Hello(FromAgent):
 
 @dataclass(frozen=True)
 class NodeReading:
-    """`workers`: what each does (`agent.progress`, `agent.memory_of`). `memory_share`: of the node's memory, used;
+    """`workers`: what each does (`agent.progress`), and its memory. `memory_share`: of the node's memory, used;
     `limit`: where the agent's guard acts, lower where Ray's own monitor would act first. `pressure`: `some` and `full`
     of `host_memory.Pressure`, {} without kernel support."""
 

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ring.control.messages import to_json
@@ -38,6 +37,8 @@ REJECTIONS_S = 10.0
 """Of several rejections within this time only the number is logged."""
 MAX_OPEN_FILES = 1 << 20
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+DEADLINE_LOOK_S = 0.1
+"""Between two looks while a client owes its key or nobody is accepted."""
 _READ_BYTES = 1 << 16
 _SEND_S = 5.0
 
@@ -49,10 +50,9 @@ class JsonConnection:
     """
 
     def __init__(self, sock: socket.socket, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        self.sock = sock
-        self.max_line_bytes = max_line_bytes
-        self._lock = threading.Lock()
-        self._buffer = bytearray()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock, self.max_line_bytes = sock, max_line_bytes
+        self._lock, self._buffer = threading.Lock(), bytearray()
 
     def send(self, message: FromAgent | ToAgent) -> bool:
         """False when the other end is gone."""
@@ -80,18 +80,14 @@ class JsonConnection:
             return None
         if not data:
             return None
-        end = data.rfind(b"\n")
-        if end < 0:
-            self._buffer += data
-            if len(self._buffer) > self.max_line_bytes:
-                log.warning("closing a connection: a line is longer than %d bytes", self.max_line_bytes)
-                self._buffer.clear()
-                return None
+        self._buffer += data
+        if b"\n" in data:
+            *lines, self._buffer = self._buffer.split(b"\n")
+            return [plain_json(bytes(line)) for line in lines if line]
+        if len(self._buffer) <= self.max_line_bytes:
             return []
-        self._buffer += data[:end]
-        lines = self._buffer.split(b"\n")
-        self._buffer = bytearray(data[end + 1 :])
-        return [plain_json(bytes(line)) for line in lines if line]
+        log.warning("closing a connection: a line is longer than %d bytes", self.max_line_bytes)
+        return None
 
     def close(self) -> None:
         with suppress(OSError):
@@ -101,20 +97,15 @@ class JsonConnection:
 
 def dial(host: str, port: int, timeout_s: float) -> JsonConnection:
     """Connect to the coordinator. Raises OSError."""
-    sock = socket.create_connection((host, port), timeout=timeout_s)
-    sock.settimeout(timeout_s)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return JsonConnection(sock)
+    return JsonConnection(socket.create_connection((host, port), timeout=timeout_s))
 
 
-@dataclass(eq=False)
-class _Client:
+class _Client(JsonConnection):
     """A connection as the server sees it. `node` is empty until the client has sent the key."""
 
-    connection: JsonConnection
-    address: str
-    node: str = ""
-    accepted_at: float = field(default_factory=time.monotonic)
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        super().__init__(sock, MAX_HELLO_BYTES)
+        self.address, self.node, self.key_due_at = address, "", time.monotonic() + HELLO_S
 
 
 def raise_open_files() -> None:
@@ -139,7 +130,7 @@ class AgentServer:
 
     def __init__(self, key: str, deliver: Callable[[str, FromAgent], None]) -> None:
         self.key, self._deliver = key, deliver
-        self._connections: dict[str, JsonConnection] = {}
+        self._clients: dict[str, _Client] = {}
         self._unauthenticated: dict[_Client, None] = {}  # oldest first
         self._accepts_at = 0.0  # after a pause; 0 while there is none
         self._rejected_at, self._num_rejected = -REJECTIONS_S, 0
@@ -157,52 +148,52 @@ class AgentServer:
 
     def send(self, node: str, message: ToAgent) -> bool:
         """False when that node is not connected."""
-        connection = self._connections.get(node)
-        return connection is not None and connection.send(message)
+        client = self._clients.get(node)
+        return client is not None and client.send(message)
 
     def came_from(self, node: str) -> str:
         """The address of that node's end of its connection; empty when it is not connected."""
-        connection = self._connections.get(node)
-        with suppress(OSError):
-            return "" if connection is None else str(connection.sock.getpeername()[0])
-        return ""
+        client = self._clients.get(node)
+        return "" if client is None else client.address.rpartition(":")[0]
 
     def hang_up(self, node: str) -> None:
         """Close a node's connection; nothing is delivered."""
-        connection = self._connections.pop(node, None)
-        if connection is not None:
+        client = self._clients.pop(node, None)
+        if client is not None:
             with suppress(OSError):  # the serving thread sees the end and closes it
-                connection.sock.shutdown(socket.SHUT_RDWR)
+                client.sock.shutdown(socket.SHUT_RDWR)
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        return tuple(self._connections)
+        return tuple(self._clients)
 
     # ------------------------------------------------------------ serving thread
 
     def _serve(self) -> None:
         while True:
-            for key, _ in self._selector.select(self._until_next_deadline()):
+            has_deadline = self._unauthenticated or self._accepts_at
+            for key, _ in self._selector.select(DEADLINE_LOOK_S if has_deadline else None):
                 client: _Client | None = key.data
                 try:
                     if client is None:
                         self._accept()
-                    elif client.connection.fileno() >= 0:  # else it made room for one accepted in this round
+                    elif client.fileno() >= 0:  # else it made room for one accepted in this round
                         self._read(client)
                 except Exception:
                     # One bad client must not cut the coordinator off from all others.
                     log.exception("a connection is dropped")
                     if client is not None:
                         self._drop(client)
-            for client in self._overdue():
-                self._reject(client, f"no key within {HELLO_S} s")
-            if self._accepts_at and time.monotonic() >= self._accepts_at:
+            now = time.monotonic()
+            for client in [client for client in self._unauthenticated if now >= client.key_due_at]:
+                self._drop(client, f"no key within {HELLO_S} s")
+            if self._accepts_at and now >= self._accepts_at:
                 self._accepts_at = 0.0
                 self._selector.register(self._server, selectors.EVENT_READ, None)
 
     def _accept(self) -> None:
         try:
-            sock, address = self._server.accept()
+            sock, (host, port, *_) = self._server.accept()
         except OSError as error:  # else whoever waits, or has gone before it was accepted, is the kernel's to forget
             if error.errno in _EXHAUSTED:
                 log.error(
@@ -212,67 +203,48 @@ class AgentServer:
                 self._accepts_at = time.monotonic() + ACCEPT_PAUSE_S
             return
         sock.settimeout(_SEND_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
-            self._reject(next(iter(self._unauthenticated)), f"{MAX_UNAUTHENTICATED} newer ones wait")
-        client = _Client(JsonConnection(sock, MAX_HELLO_BYTES), f"{address[0]}:{address[1]}")
+            self._drop(next(iter(self._unauthenticated)), f"{MAX_UNAUTHENTICATED} newer ones wait")
+        client = _Client(sock, f"{host}:{port}")
         self._unauthenticated[client] = None
         self._selector.register(sock, selectors.EVENT_READ, client)
 
     def _read(self, client: _Client) -> None:
         try:
-            messages = client.connection.receive()
-        except (ValueError, RecursionError):
+            messages, why = client.receive(), "it ended before its key, or its first line is too long"
+        except ValueError:
             if client.node:
                 raise
-            self._reject(client, "its first line is not JSON")
-            return
-        if messages is None:
-            if client.node:
-                self._drop(client)
-            else:
-                self._reject(client, "it ended before its key, or its first line is too long")
-            return
-        for message in messages:
+            messages, why = None, "its first line is not JSON"
+        for message in messages or ():
             if not client.node and not self._authenticate(client, message):
-                self._reject(client, "wrong key")
-                return
+                messages, why = None, "wrong key"
+                break
             self._deliver(client.node, message_of(message))
+        if messages is None:
+            self._drop(client, why)
 
     def _authenticate(self, client: _Client, hello: Any) -> bool:
         if not isinstance(hello, dict) or hello.get("type") != Hello.__name__:
             return False
         if not hmac.compare_digest(str(hello.get("key")).encode(), self.key.encode()):
             return False
-        client.node = str(hello["node"])
-        client.connection.max_line_bytes = MAX_LINE_BYTES
+        client.node, client.max_line_bytes = str(hello["node"]), MAX_LINE_BYTES
         del self._unauthenticated[client]
-        self._connections[client.node] = client.connection
+        self._clients[client.node] = client
         return True
 
-    def _until_next_deadline(self) -> float | None:
-        oldest = next(iter(self._unauthenticated), None)
-        due = [self._accepts_at] if self._accepts_at else []
-        due += [oldest.accepted_at + HELLO_S] if oldest is not None else []
-        return max(0.0, min(due) - time.monotonic()) if due else None
-
-    def _overdue(self) -> list[_Client]:
-        now = time.monotonic()
-        return [client for client in self._unauthenticated if now >= client.accepted_at + HELLO_S]
-
-    def _reject(self, client: _Client, why: str) -> None:
-        now = time.monotonic()
-        self._num_rejected += 1
-        if now >= self._rejected_at + REJECTIONS_S:  # whoever floods this port must not fill the disk with lines
-            more = f" (and {self._num_rejected - 1} before it)" if self._num_rejected > 1 else ""
-            log.warning("rejected an unauthenticated connection from %s: %s%s", client.address, why, more)
-            self._rejected_at, self._num_rejected = now, 0
-        self._drop(client)
-
-    def _drop(self, client: _Client) -> None:
+    def _drop(self, client: _Client, why: str = "") -> None:
+        """`why`: for the log, of a client without the key."""
+        if why and not client.node:
+            now, self._num_rejected = time.monotonic(), self._num_rejected + 1
+            if now >= self._rejected_at + REJECTIONS_S:  # a flood of this port must not fill the disk with lines
+                more = f" (and {self._num_rejected - 1} before it)" if self._num_rejected > 1 else ""
+                log.warning("rejected an unauthenticated connection from %s: %s%s", client.address, why, more)
+                self._rejected_at, self._num_rejected = now, 0
         self._unauthenticated.pop(client, None)
-        self._selector.unregister(client.connection.sock)
-        client.connection.close()
-        if client.node and self._connections.get(client.node) is client.connection:
-            del self._connections[client.node]
+        self._selector.unregister(client.sock)
+        client.close()
+        if self._clients.get(client.node) is client:
+            del self._clients[client.node]
             self._deliver(client.node, HungUp())

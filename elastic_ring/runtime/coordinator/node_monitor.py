@@ -23,6 +23,7 @@ import ray
 
 from elastic_ring.control.decisions.detectors import host_share
 from elastic_ring.control.messages import CauseIds, Event, NodeDraining, NodeJoined, NodeLost, NodesListed
+from elastic_ring.runtime.agent.health import resolver_warning
 from elastic_ring.runtime.agent.messages import (
     BadGpus,
     Beat,
@@ -39,7 +40,6 @@ from elastic_ring.runtime.agent.messages import (
     Said,
     Watch,
 )
-from elastic_ring.runtime.agent.resolver import warning
 from elastic_ring.runtime.agent.rpc import AgentServer
 from elastic_ring.runtime.coordinator.inbox import AgentAttached, Happened, NodeBeat, Put
 from elastic_ring.runtime.coordinator.recorder import NodeFigures
@@ -218,8 +218,8 @@ class NodeMonitor(NodeFigures):
                 with self._lock:
                     self._nodes[node].bad_gpus = message.names
             case Resolved():
-                if told := warning(node, message.address, message.took_s):
-                    self._put(Said(told))
+                if text := resolver_warning(node, message.address, message.took_s):
+                    self._put(Said(text))
             case Leaves():
                 threading.Thread(target=self._pass_notice, args=(node, message.in_s), daemon=True).start()
             case HungUp():

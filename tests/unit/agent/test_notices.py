@@ -107,7 +107,7 @@ def test_what_an_agent_has_to_say_before_it_is_connected_is_said_once_it_is() ->
     agent: Any = NodeAgent(AgentSpec("node", Timeouts()))
     agent._tell("the provider does not answer")
     sent = list[Any]()
-    agent._link = SimpleNamespace(send=sent.append)
+    agent._link = SimpleNamespace(connection=SimpleNamespace(send=sent.append))
     agent._tell("it answers")
     assert [message.text for message in sent] == ["node node: the provider does not answer", "node node: it answers"]
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ring.runtime.agent.resolver import LIMIT_S, lookup_s, warning
+from elastic_ring.runtime.agent.health import LIMIT_S, lookup_s, resolver_warning
 
-ASK = "from elastic_ring.runtime.agent.resolver import lookup_s; print(lookup_s('192.0.2.77'))"
+ASK = "from elastic_ring.runtime.agent.health import lookup_s; print(lookup_s('192.0.2.77'))"
 
 
 def test_an_address_in_the_hosts_file_is_looked_up_at_once_and_nobody_is_warned() -> None:
     took_s = lookup_s("127.0.0.1")
     assert took_s < LIMIT_S
-    assert warning("n", "127.0.0.1", took_s) == ""
+    assert resolver_warning("n", "127.0.0.1", took_s) == ""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: another /etc/resolv.conf, in a mount namespace of its own")
@@ -38,4 +38,6 @@ def test_a_resolver_that_does_not_answer_is_warned_about(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     took_s = float(done.stdout)
     assert LIMIT_S <= took_s < LIMIT_S + 2.0
-    assert warning("n", "192.0.2.77", took_s).startswith("node n: its resolver does not answer for its own address")
+    assert resolver_warning("n", "192.0.2.77", took_s).startswith(
+        "node n: its resolver does not answer for its own address"
+    )
