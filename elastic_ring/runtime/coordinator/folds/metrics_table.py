@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from elastic_ring.config import RunConfig
@@ -43,6 +44,8 @@ CAUSES = (*LOSSES, "drained", "peer", "user", "memory", "corrupt", "coordinator"
 exchange, `user` for an error of the user's code, `memory` for a step that ran out of memory, `corrupt` for ranks that
 did not agree; `coordinator` when only that was replaced."""
 RECOVERY_PARTS = ("detect", "close", "heal", "rerun", "total")
+Counters = list[tuple[str, Mapping[str, float]]]
+"""Of nodes or GPUs, by name."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Reading:
         keys = {"rss": "rss_bytes", "peak": "peak_rss_bytes", "shared": "shared_bytes"}
         return {part: max((a[key] for a in activities if key in a), default=None) for part, key in keys.items()}
 
+    @cached_property
     def clocks(self) -> list[Mapping[str, float]] | None:
         """Of the members that have a clock; None without any."""
         activities = [self.recorder.nodes.progress(worker) for worker in members(self.state)]
@@ -107,8 +111,13 @@ class Reading:
         return sorted(self.recorder.nodes.health().items())
 
     @cached_property
-    def gpus(self) -> list[tuple[str, Mapping[str, float]]]:
-        return [(f"{address}/{i}", gpu) for address, node in self.nodes for i, gpu in sorted(node["gpus"].items())]
+    def networks(self) -> Counters:
+        return [(address, node["network"]) for address, node in self.nodes[:MOST_RANKS]]
+
+    @cached_property
+    def gpus(self) -> Counters:
+        gpus = ((f"{address}/{i}", gpu) for address, node in self.nodes for i, gpu in sorted(node["gpus"].items()))
+        return list(islice(gpus, MOST_RANKS))
 
 
 Samples = float | Mapping[str, float | None] | Sequence[tuple[str, float]] | None
@@ -172,30 +181,24 @@ _recoveries = _Source[Sequence[Mapping[str, Any]]](lambda r: r.recorder.recoveri
 _step = _Source[StepMetrics](lambda r: r.recorder.metrics.newest.step, STEP_1)
 _validation = _Source[Mapping[str, float | None]](lambda r: r.recorder.metrics.newest.validation, VALIDATION_1)
 _timed = _Source[StepMetrics](lambda r: r.recorder.metrics.newest.timed, STEP_1)
-_clock = _Source(Reading.clocks, STEP_1)
+_clock = _Source[list[Mapping[str, float]]](lambda r: r.clocks, STEP_1)
 _checkpoint = _Source[Mapping[str, Any]](lambda r: next(iter(r.recorder.totals.checkpoints[-1:]), None), CHECKPOINT_1)
 _copy = _Source[Mapping[str, Any]](lambda r: r.recorder.latest.copied, "with copies")
 _memory = _Source[PressureWatch](lambda r: r.recorder.detectors.memory)
 
 
-def _each(
-    read: Callable[[Reading], list[tuple[str, Mapping[str, float]]]],
-    values: str,
-    key: str,
-    meaning: str,
-    only: str = "",
-) -> Metric:
+def _each(read: Callable[[Reading], Counters], values: str, key: str, meaning: str, only: str = "") -> Metric:
     """A row for `key` of each node or GPU."""
 
     def compute(reading: Reading) -> Samples:
-        return {name: counters[key] for name, counters in read(reading)[:MOST_RANKS] if key in counters}
+        return {name: counters[key] for name, counters in read(reading) if key in counters}
 
     return Metric(meaning, compute, values, only=only)
 
 
 NODE, GPU = "the node's address", "the node's address / the GPU's index"
 IB = "InfiniBand ports of the node since they were reset"
-_network = partial(_each, lambda r: [(address, node["network"]) for address, node in r.nodes], NODE)
+_network = partial(_each, lambda r: r.networks, NODE)
 _infiniband = partial(_network, only="where there are such ports")
 _gpu = partial(_each, lambda r: r.gpus, GPU, only="on GPUs, with nvidia-ml-py")
 
