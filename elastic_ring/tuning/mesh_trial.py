@@ -3,7 +3,7 @@
 The trial follows its run as a driver does and reports at each validation. A trial that is killed attaches to the run
 again, or has it resume from its checkpoint. Tune stops trials that lost, pauses others and stops all after Ctrl-C, and
 a trial cannot tell which: its run ends where it stands and stays, and the same trial has it resume. Tune waits only
-10 s for that, so a run's own end is awaited in its last step. Results are those of `cost.result_of`.
+10 s for that, so a run's own end is awaited in its last step. Results are those of `trial`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,8 @@ from elastic_ring.runtime.driver.session import end_run
 from elastic_ring.state.checkpoints.manifest import FOLDER
 from elastic_ring.state.checkpoints.weight_files import remove_others
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.tuning.cost import NOTHING, NUM_REPORTS, Asked, Costs, result_of
+from elastic_ring.tuning.cost import Costs
+from elastic_ring.tuning.trial import NUM_REPORTS, Asked, result_of
 
 if TYPE_CHECKING:
     from elastic_ring.trainer import ElasticRingTrainer
@@ -41,9 +42,17 @@ log = logging.getLogger(__name__)
 RUN, STOPPED = "run", "stopped by Ray Tune"
 ASK_AGAIN_S = 1.0
 AGAIN = (CoordinatorLost, JournalDamaged, StorageFailed)
-"""Of no fault of the pattern's: Tune starts the trial again, as `max_failures` says."""
 CPUS = 0.01
 """Of the trial itself, which only waits; its workers ask for what the trainer says."""
+
+
+@dataclass(frozen=True)
+class AskedRuns:
+    """What all trials of a search share: of the trainer all but the pattern, and where the runs lie."""
+
+    trainer: ElasticRingTrainer
+    asked: Asked
+    storage_path: str
 
 
 class Verdict(Callback):
@@ -69,17 +78,10 @@ class Verdict(Callback):
 class MeshTrial(ray_tune.Trainable):
     """One pattern on one mesh; a `step` follows the run to its next validation."""
 
-    def setup(
-        self,
-        config: dict[str, Any],
-        asked: Asked | None = None,
-        trainer: ElasticRingTrainer | None = None,
-        storage_path: str = "",
-    ) -> None:
-        assert asked is not None
-        assert trainer is not None
-        self._asked, self._trainer, self._storage_path = asked, trainer, storage_path
-        self._costs = Costs(asked.task, asked.scaling.cp, asked.scaling.device)
+    def setup(self, config: dict[str, Any], shared: AskedRuns | None = None) -> None:
+        assert shared is not None
+        self._shared, scaling = shared, shared.trainer.scaling_config
+        self._costs = Costs(shared.asked.task, scaling.cp, scaling.device)
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -88,20 +90,20 @@ class MeshTrial(ray_tune.Trainable):
         return True
 
     def _begin(self, config: dict[str, Any]) -> None:
-        trainer, self._error = copy.copy(self._trainer), ""
+        trainer, self._error = copy.copy(self._shared.trainer), ""
         self._lost: BaseException | None = None
-        if os.path.isdir(self._asked.folder):
-            os.chdir(self._asked.folder)
-        self._text, task = self._asked.of(config, self._costs.num_layers)
+        if os.path.isdir(self._shared.asked.folder):
+            os.chdir(self._shared.asked.folder)
+        self._text, task = self._shared.asked.of(config, self._costs.num_layers)
         every = -(-task.step.steps // NUM_REPORTS)
         self._num_reports = -(-task.step.steps // every)
         step = replace(task.step, val_every_steps=every, val_every_tokens=0)
         trainer.task = self._task = replace(task, step=step, asks_callbacks=True)
-        trainer.run_config = run_of(trainer.run_config, self._storage_path, self.trial_id)
+        trainer.run_config = run_of(trainer.run_config, self._shared.storage_path, self.trial_id)
         self._verdict = Verdict(trainer.run_config.timeouts.callback_s / 2)
         trainer.callbacks, trainer.config_files = (self._verdict,), {}
         self._run = trainer.run_config
-        self._about = NOTHING
+        self._about: Mapping[str, Any] = {"density": 1.0, "bytes": 0}
         self._following = threading.Thread(target=self._follow, args=(trainer,), name=self._run.name, daemon=True)
         self._waits = False
         self._following.start()
@@ -132,7 +134,7 @@ class MeshTrial(ray_tune.Trainable):
             self._verdict.goes_on.release()
         ended = self._verdict.news.get()
         self._waits = not ended
-        if self._lost is not None:
+        if self._lost is not None:  # of no fault of the pattern's: Tune starts the trial again, as `max_failures` says
             raise self._lost
         lines, losses = self._lines, self._losses
         wrong = self._verdict.diverged or self._error
@@ -162,7 +164,7 @@ class MeshTrial(ray_tune.Trainable):
     def _leave(self, *, lost: bool) -> None:
         """Of a whole run the records stay, of one that lost nothing."""
         if lost:
-            Storage(self._storage_path).remove_folder(self._run.name)
+            Storage(self._shared.storage_path).remove_folder(self._run.name)
             return
         storage = Storage(self._run.storage_uri)
         storage.remove_folder(FOLDER)

@@ -32,12 +32,11 @@ from elastic_ring.files import plain_json, read_small, replace_file
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.identity import Identity
 from elastic_ring.trainer import ElasticRingTrainer
-from elastic_ring.tuning.cost import METRICS, NUM_REPORTS, Costs
-from elastic_ring.tuning.mesh_trial import remove_stopped
+from elastic_ring.tuning.cost import Costs
 from elastic_ring.tuning.report import Trial, advised, as_trained, found, in_doubt, report, spread
 from elastic_ring.tuning.sampler import LOSSES, PATTERN, SEED, Cheap, ProxySampler, axes
 from elastic_ring.tuning.space import DENSE, patterns, read_space
-from elastic_ring.tuning.trial import MESH, NonDominatedRank, pattern_trainable
+from elastic_ring.tuning.trial import MESH, METRICS, NUM_REPORTS, NonDominatedRank, pattern_trainable
 
 log = logging.getLogger(__name__)
 
@@ -193,6 +192,8 @@ class Search:
         told = [dict(result.metrics) for result in results if result.metrics and PATTERN in result.metrics]
         self.trials += told
         if runs:
+            from elastic_ring.tuning.mesh_trial import remove_stopped
+
             failed = {result.metrics["trial_id"] for result in results if result.error and result.metrics}
             remove_stopped(self.trainer.run_config, runs, {one["trial_id"] for one in told} - failed)
 

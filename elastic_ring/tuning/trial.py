@@ -10,6 +10,7 @@ takes it, and `rejected`: why a pattern cannot be trained. Which patterns are tr
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -27,8 +28,12 @@ from ray import tune as ray_tune
 from ray.tune.result import SHOULD_CHECKPOINT
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
-from elastic_ring.config import Timeouts, environment
+from elastic_ring.attention.patterns.parse import parse_pattern
+from elastic_ring.config import ScalingConfig, environment
 from elastic_ring.control.messages import SnapshotId
+from elastic_ring.data.loader import Loader
+from elastic_ring.data.sampling.validation import ValidationSource, open_sets
+from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.errors import ElasticRingError, RunFailed
 from elastic_ring.files import plain_json, read_small
 from elastic_ring.mesh import Mesh
@@ -37,28 +42,54 @@ from elastic_ring.runtime.gpu.device import DeviceLease, be_deterministic, kerne
 from elastic_ring.runtime.groups.groups import Connector, Rendezvous
 from elastic_ring.runtime.groups.registry import forget_groups
 from elastic_ring.runtime.groups.sockets import LOOPBACK, RendezvousStore
-from elastic_ring.runtime.worker.member_data import MemberData
 from elastic_ring.state import snapshot
 from elastic_ring.train.startup.check_pattern import check_pattern
 from elastic_ring.train.startup.warm import attention_shapes, warm_up_device
+from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.transaction import Transaction, TransactionOptions
 from elastic_ring.train.wrap import num_parameters
-from elastic_ring.tuning.cost import NOTHING, NUM_REPORTS, Asked, Costs, result_of
-from elastic_ring.tuning.mesh_trial import AGAIN, CPUS, MeshTrial
+from elastic_ring.tuning.cost import Costs
 from elastic_ring.tuning.pareto import is_behind
-from elastic_ring.tuning.space import DENSE
+from elastic_ring.tuning.space import DENSE, pattern_of
 
 if TYPE_CHECKING:
     from elastic_ring.trainer import ElasticRingTrainer
 
 log = logging.getLogger(__name__)
 
+METRICS = ("loss", "step_s", "bytes")
+NUM_REPORTS = 4
 NUM_COLD_STEPS = 2
 """Of a pattern in a process: kernels are compiled there, and no time counts."""
 SAVE_SHARE, SAVE_BYTES_PER_S = 10.0, 5e8
 """A checkpoint is taken where it costs a tenth of the training since the last one, to a disk of that speed."""
+REJECTED_LOSS = 1e9
+"""Optuna refuses what is not finite."""
 MEMBERSHIP, MESH, WAIT_S = (1, 1), Mesh(1, 1), 60.0
 SHARD, FOUND = "shard", "found.json"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What all trials of a search share."""
+
+    task: TrainingTask
+    scaling: ScalingConfig
+    folder: str
+    """Where the search was begun: relative paths of data count from there, and Tune gives each trial a folder."""
+
+    def of(self, config: Mapping[str, Any], num_layers: int) -> tuple[str, TrainingTask]:
+        """A trial's pattern and its task: under a seed of its own also other first values and another order."""
+        task, text = self.task, pattern_of(config, self.task.step.context_tokens, num_layers)
+        seed, initial = int(config.get("seed", task.step.seed)), task.initial
+        if any(field.name == "seed" for field in _fields(initial)):
+            initial = replace(initial, seed=seed)  # type: ignore[type-var]
+        step = replace(task.step, seed=seed)
+        return text, replace(task, pattern=parse_pattern(text), step=step, initial=initial)
+
+
+def _fields(part: Any) -> tuple[Any, ...]:
+    return dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
 
 
 def pattern_trainable(trainer: ElasticRingTrainer, num_cpus: float = 1.0, runs: str = "") -> Any:
@@ -74,10 +105,34 @@ def pattern_trainable(trainer: ElasticRingTrainer, num_cpus: float = 1.0, runs: 
         task = replace(task, step=replace(task.step, val_every_steps=task.step.steps))
     asked = Asked(task, trainer.scaling_config, os.getcwd())
     if runs:
-        whole = ray_tune.with_parameters(MeshTrial, asked=asked, trainer=trainer, storage_path=runs)
-        return ray_tune.with_resources(whole, {"cpu": CPUS})
+        from elastic_ring.tuning.mesh_trial import CPUS, AskedRuns, MeshTrial
+
+        shared = AskedRuns(trainer, asked, runs)
+        return ray_tune.with_resources(ray_tune.with_parameters(MeshTrial, shared=shared), {"cpu": CPUS})
     need = {"cpu": num_cpus, "gpu": 1.0 if trainer.scaling_config.device == "cuda" else 0.0}
     return ray_tune.with_resources(ray_tune.with_parameters(PatternTrial, asked=asked), need)
+
+
+def result_of(
+    text: str,
+    task: TrainingTask,
+    about: Mapping[str, Any],
+    losses: list[float],
+    step_s: float | None,
+    steps: int,
+    rejected: str,
+) -> dict[str, Any]:
+    """What a trial reports; `about`: as `Costs.of`; without losses, and without a time, a value that loses."""
+    return {
+        "pattern": text,
+        "seed": task.step.seed,
+        "loss": losses[-1] if losses else REJECTED_LOSS,
+        "losses": losses,
+        "step_s": REJECTED_LOSS if step_s is None else step_s,
+        **{name: about[name] for name in ("density", "bytes")},
+        "tokens": task.step.global_batch * task.step.context_tokens * steps,
+        "rejected": rejected,
+    }
 
 
 @dataclass
@@ -123,7 +178,6 @@ class PatternTrial(ray_tune.Trainable):
             os.chdir(self._asked.folder)
         self._found = _Found()
         self._text, self._task = self._asked.of(config, self._costs.num_layers)
-        self._about: Mapping[str, Any] = NOTHING
         try:
             self._about = self._costs.of(self._text)
             if self._device.type == "cuda":
@@ -137,9 +191,14 @@ class PatternTrial(ray_tune.Trainable):
         be_deterministic(task)
         cache = kernel_cache() if self._device.type == "cuda" else None
         self._test_kernels(cache)
-        self._data = MemberData(task, Timeouts.storage_s, lambda: None, log.info)
+        training, held = hold_out(open_source(task.data), num_sequences=task.num_held_out)
+        opened = open_sets(task.validation)
+        self._validation = ValidationSource(task.validation, held, {name: one for name, (one, _) in opened.items()})
+        order = order_of(training, task.step.seed, task.step.global_batch)
+        loader = Loader(training, num_ahead=task.step.micro_batch)
+        self._val_loader = Loader(self._validation, num_ahead=1)
         options = TransactionOptions(kernel_cache=cache, cpu_offload=self._asked.scaling.cpu_offload)
-        state = Transaction(task, *self._data.begin(), lambda *_: None, options)
+        state = Transaction(task, loader, order, lambda *_: None, options)
         state.use(self._device)
         state.enter(self._groups, MEMBERSHIP, keep=False)
         state.initialise()
@@ -154,8 +213,6 @@ class PatternTrial(ray_tune.Trainable):
             raise RunFailed(f"{self._device}: {wrong}")
 
     def _reject(self, error: Exception) -> None:
-        if isinstance(error, AGAIN):
-            raise error
         self._found.rejected, self._found.losses = f"{type(error).__name__}: {error}", []
         self._leave()
 
@@ -167,9 +224,10 @@ class PatternTrial(ray_tune.Trainable):
         except (ElasticRingError, torch.OutOfMemoryError) as error:
             self._reject(error)
         done = bool(found.rejected) or len(found.losses) == NUM_REPORTS
+        about = getattr(self, "_about", {"density": 1.0, "bytes": 0})
         times, losses = found.times or found.earlier_times, list(found.losses)
         step_s = statistics.median(times) if times else None
-        return result_of(self._text, self._task, self._about, losses, step_s, self._applied, found.rejected) | {
+        return result_of(self._text, self._task, about, losses, step_s, self._applied, found.rejected) | {
             SHOULD_CHECKPOINT: not done and self._is_worth_saving(),
             "done": done,
         }
@@ -186,7 +244,7 @@ class PatternTrial(ray_tune.Trainable):
             state.run(state.applied, boundary=False)
             times.append(time.monotonic() - begun)
         self._found.times += times if self._found.times else times[NUM_COLD_STEPS:] or times
-        loss = state.validate(self._data.held_out_loader, self._data.held_out)["val_loss"]
+        loss = state.validate(self._val_loader, self._validation)["val_loss"]
         if not math.isfinite(loss):
             raise ElasticRingError(f"diverged: val_loss is {loss} after {until} steps")
         self._found.losses.append(loss)
@@ -229,7 +287,7 @@ class PatternTrial(ray_tune.Trainable):
         if self._state is not None:
             self._state.drop()
             self._state.loader.close()
-            self._data.held_out_loader.close()
+            self._val_loader.close()
         self._state = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

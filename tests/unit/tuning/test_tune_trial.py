@@ -14,11 +14,8 @@ from elastic_ring.attention.kernels import verify
 from elastic_ring.attention.kernels.kernel import Grads
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.config import OptimConfig, ScalingConfig
-from elastic_ring.errors import StorageFailed
 from elastic_ring.train.startup import kernels, warm
-from elastic_ring.tuning import trial as trials
-from elastic_ring.tuning.cost import NUM_REPORTS, REJECTED_LOSS, Asked
-from elastic_ring.tuning.trial import PatternTrial
+from elastic_ring.tuning.trial import NUM_REPORTS, REJECTED_LOSS, Asked, PatternTrial
 from tests.unit.train import tiny_task
 from tests.unit.train.tiny_task import MODEL, POISON, STEP, make_task
 
@@ -83,19 +80,6 @@ def test_what_cannot_be_trained_is_rejected_and_the_next_one_trains(trial: Patte
         POISON.on = False
     assert results[-1]["rejected"].startswith(("TooManySkipped", "ElasticRingError"))
     assert results[-1]["losses"] == []
-    assert len(trained(trial, "window:4")) == NUM_REPORTS
-
-
-def test_storage_that_fails_ends_a_trial_and_rejects_no_pattern(
-    trial: PatternTrial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: Any) -> None:
-        raise StorageFailed("away")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trials, "MemberData", fails)
-        with pytest.raises(StorageFailed, match="away"):
-            trial.reset_config({"pattern": "window:4"})
     assert len(trained(trial, "window:4")) == NUM_REPORTS
 
 
