@@ -144,6 +144,8 @@ class ElasticRingTrainer:
 
     forecast: Callable[[], dict[str, float]] | None = None
     """Asked for `planned` once the sequences of a pass are chosen."""
+    gpu: str | None = None
+    """The type of the run's GPUs, known once Ray is there; None without a forecast of it."""
 
     def __init__(
         self,
@@ -260,7 +262,8 @@ class ElasticRingTrainer:
             notices.find(self.run_config.notices)
         stages.begin("starts Ray, or finds it")
         with ray_session(self.scaling_config, self.run_config.timeouts.lease_s):
-            self.choose_pass(gpu_of_run(self.scaling_config))
+            self.gpu = gpu_of_run(self.scaling_config)
+            self.choose_pass(self.gpu)
             if self.forecast is not None:
                 self.planned = self.forecast()
             stages.begin("looks for the run and for room")

@@ -181,7 +181,6 @@ def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, flo
     """What is forecast of the run on its GPUs or this host's cores: step and goodput where the config says the
     sizes."""
     from elastic_ring.cli.forecasts.seen import planned
-    from elastic_ring.runtime.driver.pass_size import gpu_of_run
 
     if asked.lora is not None:
         return {}
@@ -189,7 +188,7 @@ def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, flo
     on_gpus = asked.scaling.device == "cuda"
     memory = {"gpu_bytes": float(plan(asked, trainer).gpu_bytes)} if on_gpus else {}
     try:
-        return memory | planned(asked, gpu_of_run(asked.scaling), os.cpu_count() or 1, os.getloadavg()[0])
+        return memory | planned(asked, trainer.gpu, os.cpu_count() or 1, os.getloadavg()[0])
     except (ValueError, StorageFailed):  # what cannot be forecast trains all the same
         return memory
 

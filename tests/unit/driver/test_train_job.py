@@ -178,7 +178,7 @@ def test_a_run_trains_whose_forecast_cannot_be_made(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(seen, "planned", away)
     asked = parse([])
-    trainer = SimpleNamespace(task=SimpleNamespace(step=asked.step), scaling_config=asked.scaling)
+    trainer = SimpleNamespace(task=SimpleNamespace(step=asked.step), scaling_config=asked.scaling, gpu=None)
     assert train._planned(asked, trainer) == {}  # type: ignore[arg-type]
 
 
