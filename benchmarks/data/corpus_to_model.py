@@ -158,7 +158,7 @@ def walk(folder: Path, base: str, num_bytes: int, num_steps: int) -> tuple[str, 
 
 def upload(path: Path, uri: str) -> None:
     with path.open("rb") as file:
-        Storage(uri).replace_bulk(path.name, iter(lambda: file.read(COPY_BYTES), b""))
+        Storage(uri).replace(path.name, iter(lambda: file.read(COPY_BYTES), b""))
 
 
 def save_llama(folder: Path) -> None:

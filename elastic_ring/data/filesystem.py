@@ -18,8 +18,8 @@ from pyarrow import fs
 from elastic_ring.config import Timeouts, environment
 from elastic_ring.errors import StorageFailed
 from elastic_ring.files import shown_url
+from elastic_ring.state.storage.backend import Retries, ignore, one_line
 from elastic_ring.state.storage.folder import SUBMIT_S
-from elastic_ring.state.storage.retries import Retries, ignore, shortened
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ def raise_if_away(error: BaseException, name: str, what: str = "cannot be read")
     """Raises StorageFailed that says `name` where the storage has failed: its file is neither absent nor damaged, and
     leaving it out would lose existing data."""
     if is_away(error):
-        told = shown_url(f"{name} {what}: {shortened(error)}")
+        told = shown_url(f"{name} {what}: {one_line(error)}")
         raise StorageFailed(told, path=shown_url(name)) from error
 
 
@@ -99,7 +99,7 @@ def patiently(action: Callable[[], T], limit_s: float = Timeouts.storage_s, tell
         if not is_away(error):
             raise
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-        told = error.message if isinstance(error, StorageFailed) else f"the data cannot be read: {shortened(error)}"
+        told = error.message if isinstance(error, StorageFailed) else f"the data cannot be read: {one_line(error)}"
         raise StorageFailed(f"{told}{notes}", path=_path(error)) from error
 
 

@@ -24,7 +24,7 @@ from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.source import Source
 from elastic_ring.errors import DigestMismatch
-from elastic_ring.state.storage.retries import ignore
+from elastic_ring.state.storage.backend import ignore
 
 if TYPE_CHECKING:
     from elastic_ring.attention.layouts.layout import Layout

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from elastic_ring.errors import JournalDamaged, RecordDamaged, StaleMessage, StorageFailed
 from elastic_ring.files import plain_json, sync_directory
-from elastic_ring.state.storage.retries import ONCE
+from elastic_ring.state.storage.backend import ONCE
 
 MAX_LINE_BYTES = 1 << 26
 """A writer makes no longer line; a stranger's file may be one."""

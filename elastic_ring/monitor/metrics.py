@@ -22,7 +22,7 @@ from elastic_ring.files import replace_file
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal, Retried, read
 from elastic_ring.monitor.json_files import json_bytes, read_json
-from elastic_ring.state.storage.retries import ONCE
+from elastic_ring.state.storage.backend import ONCE
 
 log = logging.getLogger(__name__)
 

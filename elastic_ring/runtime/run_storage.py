@@ -22,8 +22,8 @@ from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
 from elastic_ring.monitor.journal import MAX_BYTES
 from elastic_ring.monitor.json_files import DAMAGED, json_bytes, parse_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
+from elastic_ring.state.storage.backend import ignore
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.state.storage.retries import ignore
 
 log = logging.getLogger(__name__)
 

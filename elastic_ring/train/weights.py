@@ -33,8 +33,8 @@ from elastic_ring.state.checkpoints.weight_files import (
     remove_others,
 )
 from elastic_ring.state.shard import raw_bytes
+from elastic_ring.state.storage.backend import StoredFile, pieces
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.state.storage.stored import StoredFile, pieces
 from elastic_ring.wording import few
 
 log = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class _Writer:
     def _write(self, name: str, chunks: Iterator[bytes | memoryview]) -> None:
         try:
             if name == WEIGHTS:  # its header has the tensors' digest
-                self._storage.replace_bulk(name, self._until_aborted(chunks))
+                self._storage.replace(name, self._until_aborted(chunks))
             else:
                 self.written.append(self._storage.write(name, self._until_aborted(chunks)))
         except Exception as error:  # raised in the thread that waits

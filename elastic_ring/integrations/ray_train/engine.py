@@ -368,7 +368,7 @@ def write_weights(engine: Zero3Engine, storage: Storage | None, max_file_bytes: 
                     total.update(chunk)
         if storage is not None:
             told = {"sha256": total.hexdigest()} if file == WEIGHTS else {}
-            storage.replace_bulk(file, safetensors_chunks(kept, {"format": "pt", **told}))
+            storage.replace(file, safetensors_chunks(kept, {"format": "pt", **told}))
     if storage is not None:
         if WEIGHTS not in files:
             placed = {name: file for file, names in files.items() for name in names}

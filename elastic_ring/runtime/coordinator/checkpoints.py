@@ -39,9 +39,8 @@ from elastic_ring.state.checkpoints.checkpoint import commit, committed, keep, p
 from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, Described, Manifest, age_key, located, read_manifest
 from elastic_ring.state.checkpoints.retention import UNFINISHED_AFTER_S
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS_FOLDER
-from elastic_ring.state.storage.folder import Storage, StoredFile
-from elastic_ring.state.storage.retries import Retries
-from elastic_ring.state.storage.stored import Upload
+from elastic_ring.state.storage.backend import Retries, StoredFile, Upload
+from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)
 
@@ -477,7 +476,7 @@ class CheckpointKeeper:
             return number.isdigit() and int(number) not in written and (below is None or int(number) < below)
 
         for upload in self._storage.uploads(FOLDER):  # of a step without an object there is no folder
-            name, of_lineage = self._storage.name_of(upload).split("/")[1:3]
+            name, of_lineage = upload.path.split("/")[1:3]
             if is_left(name) and of_lineage == lineage:
                 self._storage.abort(upload)
         for name in filter(is_left, self._storage.folders(FOLDER)):
@@ -494,10 +493,9 @@ class CheckpointKeeper:
         own, stale_unix_s = f"/attempt-{self._writer.attempt[:8]}-", time.time() - UNFINISHED_AFTER_S
 
         def is_old(upload: Upload) -> bool:
-            name = self._storage.name_of(upload)
-            if name.startswith(f"{FOLDER}/"):
-                return not self._writer.attempt or own not in name
-            return name.startswith(WEIGHTS_FOLDER) and upload.begun_unix_s <= stale_unix_s
+            if upload.path.startswith(f"{FOLDER}/"):
+                return not self._writer.attempt or own not in upload.path
+            return upload.path.startswith(WEIGHTS_FOLDER) and upload.begun_unix_s <= stale_unix_s
 
         old = [upload for upload in self._storage.uploads() if is_old(upload)]
         for upload in old:

@@ -86,7 +86,7 @@ from elastic_ring.runtime.notices import (
 )
 from elastic_ring.runtime.stages import Stage, in_order
 from elastic_ring.state.checkpoints.manifest import located
-from elastic_ring.state.storage.retries import ONCE, Retries
+from elastic_ring.state.storage.backend import ONCE, Retries
 from elastic_ring.train.guards import listed
 
 log = logging.getLogger(__name__)

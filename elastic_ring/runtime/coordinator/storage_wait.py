@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from elastic_ring.config import RunConfig
 from elastic_ring.runtime.coordinator.run_spec import Clock
-from elastic_ring.state.storage.retries import Retries, ignore
+from elastic_ring.state.storage.backend import Retries, ignore
 
 T = TypeVar("T")
 

@@ -34,8 +34,8 @@ from elastic_ring.state.checkpoints.checkpoint import (
 from elastic_ring.state.checkpoints.manifest import attempt_folder, located, read_manifest
 from elastic_ring.state.pinned import Pinning
 from elastic_ring.state.shard import Shard
+from elastic_ring.state.storage.backend import ignore
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.state.storage.retries import ignore
 from elastic_ring.train.vote import NOTHING, Flag
 
 log = logging.getLogger(__name__)

@@ -48,7 +48,8 @@ from elastic_ring.state.checkpoints.manifest import (
 )
 from elastic_ring.state.shard import Counters, Shard, raw_bytes
 from elastic_ring.state.snapshot import HostSnapshot
-from elastic_ring.state.storage.folder import Storage, StoredFile
+from elastic_ring.state.storage.backend import StoredFile
+from elastic_ring.state.storage.folder import Storage
 
 KEPT_NAME, MAX_KEPT_BYTES = "kept.json", 4096
 """In the run's folder: the step whose checkpoint retention leaves."""

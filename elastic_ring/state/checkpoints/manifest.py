@@ -23,7 +23,8 @@ from elastic_ring.errors import CheckpointDamaged
 from elastic_ring.files import name_below, plain_json
 from elastic_ring.state.checkpoints import FOLDER as FOLDER
 from elastic_ring.state.header import Counters
-from elastic_ring.state.storage.folder import Storage, StoredFile
+from elastic_ring.state.storage.backend import StoredFile
+from elastic_ring.state.storage.folder import Storage
 
 FORMAT = 1
 COMMIT = "COMMIT.json"

@@ -21,8 +21,8 @@ from elastic_ring.state.checkpoints.manifest import (
     attempt_in,
     read_manifest,
 )
+from elastic_ring.state.storage.backend import Entry, Upload
 from elastic_ring.state.storage.folder import PROBE, Storage
-from elastic_ring.state.storage.stored import Entry, Upload
 
 UNFINISHED_AFTER_S = 3600.0
 """No writer takes so long between two files of one checkpoint."""

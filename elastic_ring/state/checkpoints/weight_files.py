@@ -87,7 +87,7 @@ def remove_others(storage: Storage, kept: list[str]) -> None:
                 storage.remove(name)
         storage.remove_empty_folders(WEIGHTS_FOLDER, 0.0)
         for upload in storage.uploads():
-            if upload.path.startswith(storage.at(WEIGHTS_FOLDER)):  # the single file's name begins so, too
+            if upload.path.startswith(WEIGHTS_FOLDER):  # the single file's name begins so, too
                 storage.abort(upload)
     except StorageFailed as error:
         log.warning("files of earlier attempts to write the weights are left: %s", error)

@@ -1,8 +1,9 @@
 """Objects of an S3 store, through botocore. Paths are `bucket/key`.
 
-Endpoint, region and credentials are found as by every AWS client. Each request is tried again by itself, so that a long
-upload survives an outage of `Retries.limit_s`. Whoever gives up aborts the upload: half an object is never there.
-(`pyarrow.fs` completes an upload whose writer fails, so that half a file becomes an object.)
+Endpoint, region and credentials are found as by every AWS client. Each request is retried by itself, so that a long
+upload survives an outage of `Retries.limit_s`. A writer that fails aborts its upload: half an object never appears.
+(`pyarrow.fs` completes the upload of a writer that fails. obstore lists no uploads, so `prune` could not abort those of
+killed writers, and reads no profiles of `~/.aws`.)
 """
 
 from __future__ import annotations
@@ -13,21 +14,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from elastic_ring.config import environment
-from elastic_ring.state.storage.retries import Retries
-from elastic_ring.state.storage.stored import PIECE_BYTES, Entry, Upload
+from elastic_ring.state.storage.backend import PIECE_BYTES, Entry, Retries, Upload
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 NUM_STREAMS = 4
-"""Requests at the same time for one file."""
+"""Concurrent requests for one file."""
 MOST_PARTS = 10_000
 """S3's limit on a multipart upload: 156 GiB in parts of 16 MiB."""
 PAGE = 1000
-"""Names in one answer; S3 gives no more."""
+"""Names of one listing request; S3 gives no more."""
 TAKEN = ("PreconditionFailed", "412")
 GONE = ("NoSuchKey", "NoSuchUpload", "404", "NotFound")
 REFUSED = (
@@ -43,29 +43,33 @@ REFUSED = (
     "403",
     "Forbidden",
 )
-"""What a store answers to credentials that are wrong, have expired, or will be valid again, and to a clock that is
-wrong until somebody sets it."""
+"""Error codes for wrong or expired credentials and for a wrong clock. All may pass."""
 BUSY = (408, 409, 429)
-"""HTTP: too slow, lost to a request beside it, too many. Above 500, any."""
+"""HTTP statuses that may pass: timeout, conflict with a concurrent request, too many. So may all from 500 on."""
+
+
+class Part(TypedDict):
+    PartNumber: int
+    ETag: str
 
 
 class ObjectStore:
-    """`silence_s`: a request without a byte for so long has failed."""
+    """`silence_s`: a request that receives no byte for so long has failed."""
 
     piece_bytes = PIECE_BYTES
-    """Bytes of a part of an upload, and of a read; a failure repeats so much."""
+    """Bytes of a part of an upload, and of a read: what a retry repeats."""
 
     def __init__(self, root: str, retries: Retries, silence_s: float) -> None:
         self._root, self._retries, self._silence_s = root, retries, silence_s
-        self._made: Any = None
-        self._making = threading.Lock()
+        self._session_client: Any = None
+        self._connecting = threading.Lock()
 
     def connect(self, *, write: bool) -> None:
         bucket, key = _split(self._root)
         self._call("list_objects_v2", Bucket=bucket, Prefix=key, MaxKeys=1)
 
     def advice(self, error: BaseException) -> str | None:
-        """What the user can do about an error of the start; None where it is not theirs to mend."""
+        """How the user can mend an error at start-up; None if the user cannot."""
         from botocore import exceptions
 
         code = _code(error)
@@ -84,7 +88,7 @@ class ObjectStore:
             return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or role"
         broken = (exceptions.ReadTimeoutError, exceptions.ConnectionClosedError, exceptions.ResponseStreamingError)
         if isinstance(error, broken):
-            return None  # somebody was there
+            return None  # the store was there
         if isinstance(error, (exceptions.HTTPClientError, exceptions.ConnectionError)):
             return "check AWS_ENDPOINT_URL, and that this node reaches it"
         if isinstance(error, (exceptions.BotoCoreError, ValueError)):
@@ -94,12 +98,12 @@ class ObjectStore:
     # ------------------------------------------------------------ requests
 
     def _client(self) -> Any:
-        """Safe to use from many threads; made at first use, and again after the store refused its credentials."""
+        """The client, which threads may share; made at first use, and anew after the store refused its credentials."""
         from botocore.config import Config
         from botocore.session import Session
 
-        with self._making:
-            if self._made is None:
+        with self._connecting:
+            if self._session_client is None:
                 config = Config(
                     connect_timeout=min(5.0, self._silence_s),
                     read_timeout=self._silence_s,
@@ -110,18 +114,15 @@ class ObjectStore:
                     response_checksum_validation="when_required",
                 )
                 # botocore itself knows AWS_DEFAULT_REGION only.
-                self._made = Session().create_client("s3", region_name=environment().get("AWS_REGION"), config=config)
-            return self._made
-
-    def _renew(self, error: Exception) -> None:
-        if _is_about_credentials(error):
-            self._made = None
+                region = environment().get("AWS_REGION")
+                self._session_client = Session().create_client("s3", region_name=region, config=config)
+            return self._session_client
 
     def _call(self, operation: str, **parameters: Any) -> Any:
-        """One request, tried again while it fails for a reason that may pass."""
-        return self._tried(lambda: getattr(self._client(), operation)(**parameters))
+        """One request, retried while it fails for a reason that may pass."""
+        return self._retry(lambda: getattr(self._client(), operation)(**parameters))
 
-    def _tried(self, request: Callable[[], T]) -> T:
+    def _retry(self, request: Callable[[], T]) -> T:
         from botocore.exceptions import ClientError
 
         def attempt() -> T:
@@ -134,7 +135,11 @@ class ObjectStore:
                     raise FileExistsError(str(error)) from error
                 raise
 
-        return self._retries(attempt, _is_final, self._renew)
+        def renew_client(error: Exception) -> None:
+            if _is_about_credentials(error):
+                self._session_client = None
+
+        return self._retries(attempt, _is_final, renew_client)
 
     # ------------------------------------------------------------ writing
 
@@ -151,12 +156,22 @@ class ObjectStore:
             parts, num_bytes = self._send_parts(upload, chain((first, second), rest))
             self._complete(upload, parts, num_bytes)
         except BaseException:
-            self._give_up(upload)
+            try:  # once: the retries are over, and `prune` aborts what is left
+                self._client().abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload.upload_id)
+            except Exception as error:
+                logger.warning("the upload of %s is left in the store: %s", path, error)
             raise
 
-    def _send_parts(self, upload: Upload, pieces: Iterable[bytes | memoryview]) -> tuple[list[dict[str, Any]], int]:
-        tags: list[str] = []
-        under_way: deque[Future[str]] = deque()
+    def _send_parts(self, upload: Upload, pieces: Iterable[bytes | memoryview]) -> tuple[list[Part], int]:
+        bucket, key = _split(upload.path)
+
+        def send(number: int, data: bytes) -> Part:
+            place = {"Bucket": bucket, "Key": key, "UploadId": upload.upload_id}
+            reply = self._call("upload_part", **place, PartNumber=number, Body=data)
+            return {"PartNumber": number, "ETag": str(reply["ETag"])}
+
+        parts: list[Part] = []
+        under_way: deque[Future[Part]] = deque()
         num_bytes = 0
         with ThreadPoolExecutor(NUM_STREAMS) as senders:
             for number, piece in enumerate(pieces, 1):
@@ -164,54 +179,34 @@ class ObjectStore:
                     most = MOST_PARTS * self.piece_bytes
                     raise ValueError(f"{upload.path} has more than {most:,} bytes: spread it over more ranks")
                 if len(under_way) == NUM_STREAMS:
-                    tags.append(under_way.popleft().result())
+                    parts.append(under_way.popleft().result())
                 num_bytes += len(piece)
-                under_way.append(senders.submit(self._send_part, upload, number, bytes(piece)))
-            tags += [part.result() for part in under_way]
-        return [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)], num_bytes
+                under_way.append(senders.submit(send, number, bytes(piece)))
+            parts += [part.result() for part in under_way]
+        return parts, num_bytes
 
-    def _send_part(self, upload: Upload, number: int, data: bytes) -> str:
+    def _complete(self, upload: Upload, parts: list[Part], num_bytes: int) -> None:
         bucket, key = _split(upload.path)
-        answer = self._call(
-            "upload_part", Bucket=bucket, Key=key, UploadId=upload.upload_id, PartNumber=number, Body=data
-        )
-        return str(answer["ETag"])
-
-    def _complete(self, upload: Upload, parts: list[dict[str, Any]], num_bytes: int) -> None:
-        bucket, key = _split(upload.path)
+        place = {"Bucket": bucket, "Key": key, "UploadId": upload.upload_id}
         try:
-            self._call(
-                "complete_multipart_upload",
-                Bucket=bucket,
-                Key=key,
-                UploadId=upload.upload_id,
-                MultipartUpload={"Parts": parts},
-            )
+            self._call("complete_multipart_upload", **place, MultipartUpload={"Parts": parts})
         except FileNotFoundError:
-            # A request whose answer was lost has ended the upload; the one after it finds none.
-            found = self.entry(upload.path)
-            if found is None or found.num_bytes != num_bytes:
+            # A request whose reply was lost has completed the upload; its retry finds none.
+            entry = self.entry(upload.path)
+            if entry is None or entry.num_bytes != num_bytes:
                 raise
-
-    def _give_up(self, upload: Upload) -> None:
-        """One attempt: whoever gets here has waited long enough, and `prune` finds what is left."""
-        bucket, key = _split(upload.path)
-        try:
-            self._client().abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload.upload_id)
-        except Exception as error:
-            logger.warning("the upload of %s is left in the store: %s", upload.path, error)
 
     def create(self, path: str, data: bytes) -> bool:
         bucket, key = _split(path)
         try:
             self._call("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
         except FileExistsError:
-            # A request whose answer was lost has made the object; the one after it finds the name taken.
+            # A request whose reply was lost has made the object; its retry finds the name taken.
             return b"".join(self.read(path, 0, len(data) + 1)) == data
         return True
 
-    def replace(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
-        self.write(path, pieces)
+    replace = write
+    """A PUT is atomic."""
 
     # ------------------------------------------------------------ removing
 
@@ -221,7 +216,7 @@ class ObjectStore:
 
     def remove_folder(self, path: str) -> None:
         bucket, _ = _split(path)
-        keys = [{"Key": key} for key, _, _ in self._objects(path, "")]
+        keys = [{"Key": entry["Key"]} for page in self._pages(path, "") for entry in page.get("Contents", [])]
         for start in range(0, len(keys), PAGE):
             batch = {"Objects": keys[start : start + PAGE], "Quiet": True}
             errors = self._call("delete_objects", Bucket=bucket, Delete=batch).get("Errors", [])
@@ -229,21 +224,20 @@ class ObjectStore:
                 raise OSError(f"{len(errors)} objects cannot be removed, the first for {errors[0]}")
 
     def remove_empty_folders(self, path: str, unchanged_s: float) -> None:
-        """A folder is the beginning of names here."""
+        """Nothing: here folders are prefixes of names."""
 
     def uploads(self, folder: str) -> list[Upload]:
-        """Begun under `folder`, and neither ended nor aborted."""
         bucket, key = _split(folder)
-        found: list[Upload] = []
+        uploads: list[Upload] = []
         position: dict[str, str] = {}
         while True:
             page = self._call("list_multipart_uploads", Bucket=bucket, Prefix=_prefix(key), MaxUploads=PAGE, **position)
-            found += [
-                Upload(f"{bucket}/{each['Key']}", each["UploadId"], each["Initiated"].timestamp())
-                for each in page.get("Uploads", [])
+            uploads += [
+                Upload(f"{bucket}/{upload['Key']}", upload["UploadId"], upload["Initiated"].timestamp())
+                for upload in page.get("Uploads", [])
             ]
             if not page.get("IsTruncated"):
-                return found
+                return uploads
             position = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def abort(self, upload: Upload) -> None:
@@ -256,40 +250,41 @@ class ObjectStore:
     # ------------------------------------------------------------ reading
 
     def read(self, path: str, start: int, stop: int) -> Iterator[bytes]:
-        """The bytes in order, some of them ahead."""
+        """The bytes in order; NUM_STREAMS requests read ahead."""
+        bucket, key = _split(path)
+
+        def read_part(at: int) -> bytes:
+            bounds = f"bytes={at}-{min(at + self.piece_bytes, stop) - 1}"
+
+            def request() -> bytes:
+                data: bytes = self._client().get_object(Bucket=bucket, Key=key, Range=bounds)["Body"].read()
+                return data
+
+            return self._retry(request)
+
         under_way: deque[Future[bytes]] = deque()
         with ThreadPoolExecutor(NUM_STREAMS) as readers:
             for at in range(start, stop, self.piece_bytes):
                 if len(under_way) == NUM_STREAMS:
                     yield under_way.popleft().result()
-                under_way.append(readers.submit(self._read_part, path, at, min(at + self.piece_bytes, stop)))
+                under_way.append(readers.submit(read_part, at))
             while under_way:
                 yield under_way.popleft().result()
 
-    def _read_part(self, path: str, start: int, stop: int) -> bytes:
-        bucket, key = _split(path)
-
-        def request() -> bytes:
-            answer = self._client().get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}")
-            data: bytes = answer["Body"].read()
-            return data
-
-        return self._tried(request)
-
     def entry(self, path: str) -> Entry | None:
-        """An object; None where there is none."""
         bucket, key = _split(path)
         try:
-            found = self._call("head_object", Bucket=bucket, Key=key)
+            head = self._call("head_object", Bucket=bucket, Key=key)
         except FileNotFoundError:
             return None
-        return Entry(path, found["ContentLength"], found["LastModified"].timestamp())
+        return Entry(path, head["ContentLength"], head["LastModified"].timestamp())
 
     def entries(self, folder: str, *, recursive: bool) -> Iterator[Entry]:
         bucket, _ = _split(folder)
-        for key, num_bytes, modified_unix_s in self._objects(folder, "" if recursive else "/"):
-            if not key.endswith("/"):
-                yield Entry(f"{bucket}/{key}", num_bytes, modified_unix_s)
+        for page in self._pages(folder, "" if recursive else "/"):
+            for entry in page.get("Contents", []):
+                if not entry["Key"].endswith("/"):
+                    yield Entry(f"{bucket}/{entry['Key']}", entry["Size"], entry["LastModified"].timestamp())
 
     def folders(self, folder: str) -> list[str]:
         return [
@@ -298,12 +293,7 @@ class ObjectStore:
             for prefix in page.get("CommonPrefixes", [])
         ]
 
-    def _objects(self, folder: str, delimiter: str) -> Iterator[tuple[str, int, float]]:
-        for page in self._pages(folder, delimiter):
-            for found in page.get("Contents", []):
-                yield found["Key"], found["Size"], found["LastModified"].timestamp()
-
-    def _pages(self, folder: str, delimiter: str) -> Iterator[dict[str, Any]]:
+    def _pages(self, folder: str, delimiter: str) -> Iterator[Any]:
         bucket, key = _split(folder)
         position: dict[str, str] = {}
         while True:
@@ -326,9 +316,9 @@ def _prefix(key: str) -> str:
 
 
 def _code(error: BaseException) -> str:
-    """What the store answered; empty if it did not."""
-    answer = getattr(error, "response", None)
-    return str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, dict) else ""
+    """The store's error code; empty if there was no reply."""
+    response = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
 def _is_about_credentials(error: BaseException) -> bool:
@@ -336,7 +326,7 @@ def _is_about_credentials(error: BaseException) -> bool:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether trying again cannot help."""
+    """Whether a retry cannot help."""
     from botocore.exceptions import ClientError, ConnectionError, HTTPClientError, IncompleteReadError
 
     if isinstance(error, (FileNotFoundError, FileExistsError)):

@@ -556,12 +556,12 @@ def test_uploads_of_which_no_object_tells_are_aborted(
         client.create_multipart_upload(Bucket=bucket, Key=f"runs/kept/{key}")
     monkeypatch.setattr(checkpoints, "UNFINISHED_AFTER_S", -60.0)
     run = Run(storage.uri, CheckpointConfig(every_steps=1), attempt="0123456789abcdef")
-    steps = [storage.name_of(upload).split("/")[1] for upload in storage.uploads("checkpoints")]
+    steps = [upload.path.split("/")[1] for upload in storage.uploads("checkpoints")]
     assert steps == ["step-00000002", "step-00000009"], "an earlier submission's is gone"
-    (others,) = [name for name in map(storage.name_of, storage.uploads()) if not name.startswith("checkpoints/")]
-    assert others == "notes", "weights that nobody goes on with are gone"
+    (path,) = [upload.path for upload in storage.uploads() if not upload.path.startswith("checkpoints/")]
+    assert path == "notes", "weights that nobody goes on with are gone"
     run.commit(5)
-    assert [storage.name_of(upload).split("/")[1] for upload in storage.uploads("checkpoints")] == ["step-00000009"]
+    assert [upload.path.split("/")[1] for upload in storage.uploads("checkpoints")] == ["step-00000009"]
     assert run.keeper.close(60.0)
     assert storage.uploads("checkpoints") == []
 

@@ -26,7 +26,7 @@ from elastic_ring.runtime.coordinator.run_spec import Clock
 from elastic_ring.runtime.coordinator.status_file import write_end
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.run_folder import check_writable
-from elastic_ring.state.storage import retries
+from elastic_ring.state.storage import backend
 from elastic_ring.state.storage.folder import Storage
 from tests.sim.simulator.options import simulated
 
@@ -47,7 +47,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a waiting writer has told of, soon."""
-    monkeypatch.setattr(retries, "TELL_AFTER_S", 0.2)
+    monkeypatch.setattr(backend, "TELL_AFTER_S", 0.2)
     return []
 
 

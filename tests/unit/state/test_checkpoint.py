@@ -275,7 +275,7 @@ def test_a_file_that_holds_less_of_a_tensor_than_the_manifest_says_is_named_and_
         "params/head": real["params/head"][0],
         "optimizer/embed/exp_avg": real["optimizer/embed/exp_avg"].double(),
     }.items():
-        storage.replace_bulk(manifest.files[1].name, checkpoint.safetensors_chunks({**real, name: odd}))
+        storage.replace(manifest.files[1].name, checkpoint.safetensors_chunks({**real, name: odd}))
         file = storage.digest(manifest.files[1].name)
         folder = rewritten(storage, manifest, files=(manifest.files[0], file))
         assert not checkpoint.wrong_with(storage, folder), "each digest is right"
@@ -286,7 +286,7 @@ def test_a_file_that_holds_less_of_a_tensor_than_the_manifest_says_is_named_and_
             ):
                 found.tensor(name, cp - 1, cp)
     header = b'{"params/embed":{"dtype":"F32","shape":[5,4],"data_offsets":[0,0]}}'
-    storage.replace_bulk(manifest.files[1].name, [len(header).to_bytes(8, "little") + header])
+    storage.replace(manifest.files[1].name, [len(header).to_bytes(8, "little") + header])
     file = storage.digest(manifest.files[1].name)
     only = {"params/embed": manifest.tensors["params/embed"]}
     folder = rewritten(storage, manifest, files=(manifest.files[0], file), tensors=only)

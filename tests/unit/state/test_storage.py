@@ -19,8 +19,8 @@ import pytest
 
 from elastic_ring.errors import StorageFailed
 from elastic_ring.state.storage import object_store as s3
-from elastic_ring.state.storage.folder import Storage, StoredFile, open_or_refuse
-from elastic_ring.state.storage.retries import Retries
+from elastic_ring.state.storage.backend import Retries, StoredFile
+from elastic_ring.state.storage.folder import Storage, open_or_refuse
 from tests.object_store.proxy import FaultyProxy, faulty_proxy
 from tests.object_store.store import ObjectStore
 
@@ -333,12 +333,11 @@ def test_uploads_that_others_left_are_listed_and_aborted(
     for name in ("run/a", "run/b", "run/c", "running"):
         client.create_multipart_upload(Bucket=bucket, Key=name)
     storage = Storage(f"s3://{bucket}/run").open()
-    assert [upload.path for upload in storage.uploads()] == [f"{bucket}/run/{name}" for name in "abc"]
+    assert [upload.path for upload in storage.uploads()] == ["a", "b", "c"]
     assert all(abs(time.time() - upload.begun_unix_s) < 60 for upload in storage.uploads())
     for upload in storage.uploads():
-        assert storage.name_of(upload) in "abc"
         storage.abort(upload)
-    assert [upload.path for upload in Storage(f"s3://{bucket}").uploads()] == [f"{bucket}/running"]
+    assert [upload.path for upload in Storage(f"s3://{bucket}").uploads()] == ["running"]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from elastic_ring.data.source import open_source
 from elastic_ring.errors import StorageFailed
 from elastic_ring.runtime.run_storage import RunRecords
 from elastic_ring.runtime.terms import Terms
-from elastic_ring.state.storage import retries
+from elastic_ring.state.storage import backend
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
 from tests.object_store.proxy import FaultyProxy, faulty_proxy
 from tests.object_store.store import ObjectStore
@@ -91,7 +91,7 @@ def lists_checkpoints(bucket: str) -> None:
 
 def writes_the_weights(bucket: str) -> None:
     storage = Storage(f"s3://{bucket}/run", timeout_s=WAIT_S)
-    storage.replace_bulk("weights.safetensors", [DATA])
+    storage.replace("weights.safetensors", [DATA])
     assert storage.read("weights.safetensors") == DATA
 
 
@@ -120,7 +120,7 @@ def test_data_on_a_store_that_misbehaves_are_read_all_the_same(
     proxy: FaultyProxy, corpus: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long enough for what the client tries again by itself to fail."""
-    monkeypatch.setattr(retries, "TELL_AFTER_S", 0.0)
+    monkeypatch.setattr(backend, "TELL_AFTER_S", 0.0)
     source = open_source(PreparedTokens.of(corpus, CONTEXT))
     with Loader(source) as loader:
         expected = read_all(loader)
@@ -185,7 +185,7 @@ def test_a_term_that_a_listing_hides_is_not_claimed_again(proxy: FaultyProxy, bu
 def test_an_onlooker_is_told_soon_and_waits_for_a_bounded_time(
     proxy: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "TELL_AFTER_S", 0.2)
+    monkeypatch.setattr(backend, "TELL_AFTER_S", 0.2)
     monkeypatch.setattr("elastic_ring.runtime.run_storage.LOOK_S", 1.0)
     proxy.fault = lambda method, path: "503"
     told: list[str] = []
@@ -205,7 +205,7 @@ def test_the_last_attempt_begins_at_the_end_of_the_time_and_not_a_pause_before_i
         raise OSError("away")
 
     with pytest.raises(OSError, match="away"):
-        retries.Retries(1.0)(attempt, lambda error: False)
+        backend.Retries(1.0)(attempt, lambda error: False)
     assert tried_s[-1] >= 1.0
 
 

@@ -251,14 +251,14 @@ def test_headers_of_a_checkpoint_s_files(stored: tuple[Storage, dict[str, Any]],
     whole = storage.read(name)
     length = int.from_bytes(whole[:8], "little")
     header = data.draw(wrong(json.loads(whole[8 : 8 + length])).map(lambda value: json.dumps(value).encode()))
-    storage.replace_bulk(name, [len(header).to_bytes(8, "little") + header + whole[8 + length :]])
+    storage.replace(name, [len(header).to_bytes(8, "little") + header + whole[8 + length :]])
     told = storage.digest(name)
     files = [{"name": name, "num_bytes": told.num_bytes, "sha256": told.sha256}, *right["files"][1:]]
     commit = Path(storage.at(f"{checkpoint.step_folder(5, 1)}/{checkpoint.COMMIT}"))
     commit.write_bytes(resealed({**right, "files": files}))
     with fenced(Path(storage.root)):
         read_checkpoints(storage)
-    storage.replace_bulk(name, [whole])
+    storage.replace(name, [whole])
     commit.write_bytes(resealed(right))
 
 

@@ -27,8 +27,8 @@ from elastic_ring.runtime.groups.nccl import LaunchGate
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.state.checkpoints.stored_weights import StoredWeights
 from elastic_ring.state.checkpoints.weight_files import MAX_FILE_BYTES, WEIGHTS, WEIGHTS_FOLDER, WEIGHTS_INDEX
+from elastic_ring.state.storage.backend import StoredFile
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.state.storage.stored import StoredFile
 from elastic_ring.train import weights
 from elastic_ring.train.weights import gather_weights, load_weights
 from tests.object_store.store import ObjectStore
