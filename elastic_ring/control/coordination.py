@@ -13,6 +13,7 @@ from typing import Any
 from elastic_ring.control import building, forming, phases, reconnect, recovery
 from elastic_ring.control.capacity import scaling, worker_pool
 from elastic_ring.control.decisions import callbacks, corpus, memory_ladder, stragglers
+from elastic_ring.control.facts import Fact
 from elastic_ring.control.messages import (
     BuildFailed,
     CallbacksAnswered,
@@ -87,13 +88,16 @@ def initial(options: ControlOptions) -> State:
     return State(options)
 
 
-def advance(state: State, event: Event, now: float) -> Decision:
+def advance(state: State, event: Event | Fact, now: float) -> Decision:
     """Apply one event. `now` is in seconds.
 
-    Stale, duplicate and late messages are no errors: they change nothing, and the reason says so.
+    Stale, duplicate and late messages are no errors: they change nothing, and the reason says so. Facts change nothing
+    in any phase.
 
     Raises: IllegalTransition, with the recent events, if the table has no row for this event in this phase.
     """
+    if isinstance(event, Fact):
+        return Decision(state, (), "noted")
     stale = stale_because(state, event)
     if stale:
         return Decision(state, (), f"stale: {stale}")
@@ -189,7 +193,7 @@ _EVERYWHERE: dict[type, Handler] = {
     WorkerLost: _worker_lost,
     DrainRequested: _drain,
     ScaleRequested: scaling.requested,
-    StragglerFound: stragglers.found,
+    StragglerFound: stragglers.replace_straggler,
     MemoryTight: memory_ladder.tight,
     Status: reconnect.late_ready,
     CheckpointsKnown: forming.checkpoints_known,

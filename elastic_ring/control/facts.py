@@ -1,13 +1,13 @@
-"""What is known of a run besides the core's events: each fact is frozen data and one line of the journal.
+"""Facts of a run besides the events that the core decides on: frozen data, each one line of the journal.
 
-Views of a run (totals, recoveries) are folds over facts: only `saw(fact)` changes them. A coordinator that starts anew
-shows its folds the facts of the journal, and they stand where those of its predecessor did.
+A fact enters by `advance` like an event, but changes no state and leads to no command. Views of a run (totals,
+recoveries) are folds over facts: a coordinator that starts anew shows its folds the facts of the journal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from elastic_ring.errors import JournalDamaged
@@ -16,7 +16,8 @@ from elastic_ring.errors import JournalDamaged
 @dataclass(frozen=True)
 class Fact:
     note: ClassVar[str]
-    """What its lines in the journal are called."""
+    """The kind of its lines in the journal."""
+    cause: ClassVar[str] = "fact"
 
     def __init_subclass__(cls, note: str) -> None:
         cls.note = note
@@ -42,10 +43,11 @@ class WorkerStarted(Fact, note="worker"):
 
 @dataclass(frozen=True)
 class StartStage(Fact, note="stage"):
-    """`who` (driver, coordinator, a worker, run) did `what` on the way to the first step, from `unix_s` on."""
+    """`process` (driver, coordinator, run or a worker's name) spent `took_s` from `unix_s` on with the work `stage` on
+    its way to the first step."""
 
-    who: str
-    what: str
+    process: str
+    stage: str
     unix_s: float
     took_s: float
 
@@ -80,7 +82,7 @@ class RingClosed(Fact, note="resumed"):
 
 @dataclass(frozen=True)
 class RecoveryEnded(Fact, note="recovery"):
-    """`closes`: this is the end of the recovery that was open."""
+    """`closes`: it ends the open recovery."""
 
     recovery: Mapping[str, Any]
     closes: bool
@@ -94,7 +96,7 @@ class CheckpointWritten(Fact, note="checkpoint"):
 
 @dataclass(frozen=True)
 class CheckpointMissed(Fact, note="no checkpoint"):
-    """A checkpoint of `step` was due, and does not count."""
+    """A checkpoint of `step` was due and could not be written."""
 
     step: int
     why: str
@@ -106,7 +108,7 @@ class LossSpiked(Fact, note="spike"):
 
     step: int
     verdict: str
-    told: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class StepSkipped(Fact, note="skipped"):
     """A step whose gradient or loss is not finite changed nothing."""
 
     step: int
-    told: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class BatchesLeftOut(Fact, note="left out"):
     step: int
     num_batches: int
     sequences: list[int]
-    told: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -136,34 +138,34 @@ class RankStraggled(Fact, note="straggler"):
     rank: int
     ratio: float
     step: int
-    told: str
+    text: str
 
 
 @dataclass(frozen=True)
 class DataAwaited(Fact, note="data wait"):
-    """`share`: of the time of the last steps that global rank 0 waited for its data."""
+    """Global rank 0 waited for data during `share` of the time of the last steps."""
 
     share: float
     step: int
-    told: str
+    text: str
 
 
 @dataclass(frozen=True)
 class MemoryNearlyFull(Fact, note="tight"):
-    """`what`: "device" or "host"; `worker` is empty for a host."""
+    """`place`: "device" or "host"; `worker` is empty for a host."""
 
-    what: str
+    place: str
     share: float
     worker: str
     step: int
-    told: str
+    text: str
 
 
 @dataclass(frozen=True)
 class WrongResult(Fact, note="wrong"):
-    """Ranks that must agree do not. `workers`: who computed wrongly and is replaced."""
+    """Ranks that must agree do not. `workers`: those that computed wrongly and are replaced."""
 
-    told: str
+    text: str
     workers: list[str]
 
 
@@ -187,7 +189,7 @@ class GenerationBegan(Fact, note="generation"):
 
 @dataclass(frozen=True)
 class ReliefsChanged(Fact, note="memory"):
-    """The reliefs of the memory ladder that are in force from `step` on."""
+    """The reliefs of the memory ladder that hold from `step` on."""
 
     step: int
     generation: int
@@ -214,27 +216,29 @@ class ResumedFrom(Fact, note="resumed from"):
 
 @dataclass(frozen=True)
 class ForecastSeen(Fact, note="forecast"):
-    """At the end of a run: what was forecast (`ElasticRingTrainer.planned`) and what was seen (`monitor.seen`)."""
+    """The forecast (`ElasticRingTrainer.planned`) beside what a whole run measured (`monitor.goodput.seen_of`)."""
 
     forecast: Mapping[str, float]
     seen: Mapping[str, float]
 
 
 _KINDS = {kind.note: kind for kind in Fact.__subclasses__()}
+_KEYS = {"text": "told", "process": "who", "stage": "what", "place": "what"}
+"""Field -> its key on disk, where they differ."""
 
 
 def line_of(fact: Fact) -> dict[str, Any]:
     """The journal's line. `fact_of` is the inverse."""
-    return {"note": fact.note, **vars(fact)}
+    return {"note": fact.note, **{_KEYS.get(name, name): value for name, value in vars(fact).items()}}
 
 
 def fact_of(line: Mapping[str, Any]) -> Fact | None:
-    """The fact of a journal's line; None for a line of another kind. Raises: JournalDamaged if it lacks a part."""
+    """The fact of a journal's line; None for a line of another kind. Raises: JournalDamaged if a key is missing."""
     kind = _KINDS.get(str(line.get("note")))
     if kind is None:
         return None
-    lacking = [part.name for part in fields(kind) if part.default is MISSING and part.name not in line]
-    if lacking:
-        raise JournalDamaged(f"a note {line['note']!r} of the journal lacks {', '.join(lacking)}")
-    fact: Fact = kind(**{part.name: line[part.name] for part in fields(kind)})
+    keys = {part.name: _KEYS.get(part.name, part.name) for part in fields(kind)}
+    if missing := [key for key in keys.values() if key not in line]:
+        raise JournalDamaged(f"a note {line['note']!r} of the journal lacks {', '.join(missing)}")
+    fact: Fact = kind(**{name: line[key] for name, key in keys.items()})
     return fact

@@ -214,10 +214,10 @@ class StragglerFound(WorkerEvent):
 
 @dataclass(frozen=True)
 class MemoryTight(Event):
-    """Memory (`what`: device or host) has been nearly full for some steps up to `step`, as `text` says: with
+    """Memory (`place`: device or host) has been nearly full for some steps up to `step`, as `text` says: with
     memory_pressure=act a relief is taken before it runs out."""
 
-    what: str
+    place: str
     step: int
     text: str
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from elastic_ring.control.coordination import Decision, advance, initial
+from elastic_ring.control.facts import Fact, fact_of, line_of
 from elastic_ring.control.messages import Command, Event, from_json, to_json
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import State
@@ -17,11 +18,13 @@ LONGEST_TOLD = 200
 """Characters of a command in an error."""
 
 
-def journal_line(event: Event, decision: Decision, now: float) -> dict[str, Any]:
+def journal_line(event: Event | Fact, decision: Decision, now: float) -> dict[str, Any]:
     """The journal line of one event, written before its commands are sent. `term` is the writer's.
 
-    An event that changed nothing (`decision.state` is the state before) need not be written.
+    An event that changed nothing (`decision.state` is the state before) need not be written; a fact must be.
     """
+    if isinstance(event, Fact):
+        return line_of(event)
     return {
         "now": now,
         "term": decision.state.term,
@@ -76,40 +79,49 @@ def standing(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [line for _, line in kept]
 
 
-def replay(options: ControlOptions, lines: Iterable[str | Mapping[str, Any]]) -> State:
-    """The state after all lines. `lines` are JSON texts or parsed mappings.
+def replay(
+    options: ControlOptions,
+    lines: Iterable[str | Mapping[str, Any]],
+    show: Callable[[Event | Fact, Sequence[Command]], None] = lambda event, commands: None,
+) -> State:
+    """The state after all lines, which are JSON texts or parsed mappings. `show` gets each event with its commands.
 
     Skipped, because no commands were sent for them: lines of an older term than one before them, which a replaced
-    coordinator wrote, and an incomplete last line.
+    coordinator wrote, and an incomplete last line. Also notes that are no facts.
 
     Raises: JournalDamaged at the first other line that cannot be read or whose commands differ.
     """
-    state = initial(options)
+    state, now = initial(options), 0.0
     texts = list(lines)
-    for number, text in enumerate(texts):
+    for number, text in enumerate(texts, 1):
+        event: Any
         try:
             line = json.loads(text) if isinstance(text, str) else text
-            event, now, recorded = from_json(line["event"]), float(line["now"]), line["commands"]
+            if "note" in line:
+                event, recorded = fact_of(line), []
+            else:
+                event, now, recorded = from_json(line["event"]), float(line["now"]), line["commands"]
         except (ValueError, KeyError, TypeError) as error:
-            if number == len(texts) - 1 and isinstance(error, ValueError):
+            if number == len(texts) and isinstance(error, ValueError):
                 break
-            raise JournalDamaged(f"line {number + 1} cannot be read: {error}", line=number + 1) from error
-        if line.get("term", state.term) < state.term:
+            raise JournalDamaged(f"line {number} cannot be read: {error}", line=number) from error
+        if event is None or line.get("term", state.term) < state.term:
             continue
         try:
-            decision = advance(state, event, now)  # type: ignore[arg-type]
+            decision = advance(state, event, now)
         except ElasticRingError as error:
-            raise JournalDamaged(f"line {number + 1} has no place here: {error}", line=number + 1) from error
-        given = packed(decision.commands)
+            raise JournalDamaged(f"line {number} has no place here: {error}", line=number) from error
+        commands = packed(decision.commands)
         # Compare texts: a NaN in a vote is unequal to itself.
-        if json.dumps(given, sort_keys=True) != json.dumps(recorded, sort_keys=True):
-            wrong = next((pair for pair in zip_longest(recorded, given) if pair[0] != pair[1]), (recorded, given))
+        if json.dumps(commands, sort_keys=True) != json.dumps(recorded, sort_keys=True):
+            wrong = next((pair for pair in zip_longest(recorded, commands) if pair[0] != pair[1]), (recorded, commands))
             raise JournalDamaged(
-                f"line {number + 1} records other commands than its event gives: {_short(wrong[0])}, not "
+                f"line {number} records other commands than its event gives: {_short(wrong[0])}, not "
                 f"{_short(wrong[1])}; was it written by another version?",
-                line=number + 1,
+                line=number,
             )
         state = decision.state
+        show(event, decision.commands)
     return state
 
 

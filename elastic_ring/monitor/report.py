@@ -15,8 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.control.decisions.data_waits import LIMIT
-from elastic_ring.control.decisions.overdue import TOLD_AFTER
+from elastic_ring.control.decisions.detectors import DATA_LIMIT, TOLD_AFTER
 from elastic_ring.errors import RecordDamaged
 from elastic_ring.monitor.goodput import CLOCK_PARTS
 from elastic_ring.monitor.journal import salvage_file
@@ -201,7 +200,7 @@ def _checkpoint_line(status: Mapping[str, Any]) -> str:
 
 def _data_line(status: Mapping[str, Any]) -> str:
     share = float(status.get("data_wait_share", 0.0))
-    return _row("data", f"waited for in {share:.0%} of the last steps' time") if share >= LIMIT else ""
+    return _row("data", f"waited for in {share:.0%} of the last steps' time") if share >= DATA_LIMIT else ""
 
 
 def _status_age_s(status: Mapping[str, Any], now: float) -> float:

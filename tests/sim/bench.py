@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from elastic_ring.control import coordination, replay
 from elastic_ring.control.capacity.worker_pool import STANDBY_AFTER_S
+from elastic_ring.control.facts import Fact
 from elastic_ring.control.messages import (
     Build,
     Command,
@@ -44,11 +45,11 @@ class Bench:
         if members:
             self.wait(STANDBY_AFTER_S)
 
-    def handle(self, event: Event, after_s: float = 0.01) -> tuple[Command, ...]:
+    def handle(self, event: Event | Fact, after_s: float = 0.01) -> tuple[Command, ...]:
         self.now += after_s
         decision = coordination.advance(self.state, event, self.now)
         invariants.check(self.state, event, decision)
-        if decision.state is not self.state or decision.commands:
+        if decision.state is not self.state or decision.commands or isinstance(event, Fact):
             self.journal.append(json.dumps(replay.journal_line(event, decision, self.now)))
         self.state, self.sent, self.reason = decision.state, decision.commands, decision.reason
         return self.sent

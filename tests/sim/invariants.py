@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic_ring.control.coordination import Decision
+from elastic_ring.control.facts import Fact
 from elastic_ring.control.messages import (
     Build,
     BuildFailed,
@@ -46,7 +47,7 @@ class InvariantBroken(AssertionError):
     """
 
 
-def check(before: State, event: Event, decision: Decision) -> None:
+def check(before: State, event: Event | Fact, decision: Decision) -> None:
     """Raises: InvariantBroken naming the invariant by its number."""
     after = decision.state
     builds = [command for command in decision.commands if isinstance(command, Build)]
@@ -89,7 +90,7 @@ def _agreement(before: State, after: State, builds: list[Build], decision: Decis
         )
 
 
-def _stale(before: State, event: Event, decision: Decision) -> None:
+def _stale(before: State, event: Event | Fact, decision: Decision) -> None:
     if not isinstance(event, _FROM_MEMBERS) or isinstance(before.phase, Reconnecting | Ended):
         return
     old = event.term < before.term or (event.term == before.term and event.generation < before.generation)
@@ -97,7 +98,7 @@ def _stale(before: State, event: Event, decision: Decision) -> None:
         require(decision.state is before and not decision.commands, 2, f"stale {type(event).__name__} had effect")
 
 
-def _committed(before: State, event: Event, after: State, builds: list[Build]) -> None:
+def _committed(before: State, event: Event | Fact, after: State, builds: list[Build]) -> None:
     goes_back = bool(builds) and (builds[0].restore is not None or builds[0].step_back is not None)
     require(goes_back or after.committed >= before.committed, 3, "the number of committed steps went down")
     for build in builds[:1]:
@@ -212,7 +213,7 @@ def _newest_held(reports: Mapping[str, Report], state: State, cp: int, limit: in
     return max(found, default=None)
 
 
-def _best_source(before: State, event: Event, after: State) -> None:
+def _best_source(before: State, event: Event | Fact, after: State) -> None:
     """Nobody goes back to a checkpoint, or ends the run, while the members hold a snapshot that undoes less."""
     phase = before.phase
     begins_again = isinstance(after.phase, Forming) and after.phase.incident is not None
@@ -244,7 +245,7 @@ def _restored(before: State, after: State, build: Build, restore: Checkpoint, re
     require(restore.folder not in after.damaged, 5, f"{restore.folder} did not verify")
 
 
-def _left_out(before: State, event: Event, after: State, builds: list[Build]) -> None:
+def _left_out(before: State, event: Event | Fact, after: State, builds: list[Build]) -> None:
     """What is left out changes only where steps are undone on purpose, and not for the steps that stay."""
     for build in builds:
         require(build.skips == after.skips, 4, "a build without the batches that are left out")
@@ -264,7 +265,7 @@ def _left_out(before: State, event: Event, after: State, builds: list[Build]) ->
     require(first > used, 4, f"batch {first} is used from step {step} on, although {used} was used before")
 
 
-def _manifests(before: State, event: Event, after: State, builds: list[Build]) -> None:
+def _manifests(before: State, event: Event | Fact, after: State, builds: list[Build]) -> None:
     require(after.corpus[: len(before.corpus)] == before.corpus, 8, "a manifest that holds was changed")
     for build in builds:
         require(build.corpus == after.corpus, 8, "a build without the manifests that hold")

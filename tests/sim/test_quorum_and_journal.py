@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import typing
 
 import pytest
 
 from elastic_ring.control import messages
+from elastic_ring.control.coordination import Decision, advance
 from elastic_ring.control.decisions.quorum import decide
+from elastic_ring.control.facts import StepSkipped
 from elastic_ring.control.messages import Build, Heal, Published, Report, Vote, from_json, to_json
-from elastic_ring.control.replay import replay, standing, term_note
-from elastic_ring.control.state import members
+from elastic_ring.control.replay import journal_line, replay, standing, term_note
+from elastic_ring.control.state import Ended, Idle, Phase, State, members
 from elastic_ring.errors import JournalDamaged
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench
@@ -74,6 +77,20 @@ def test_a_journal_replays_to_the_same_state() -> None:
     state = replay(run.options, run.journal)
     assert (state.generation, state.committed, members(state)) == (2, 4, members(run.state))
     assert (state.workers, state.story) == (run.state.workers, run.state.story)
+
+
+def test_a_fact_changes_nothing_in_any_phase_and_its_line_replays_to_no_command() -> None:
+    fact = StepSkipped(7, "its gradient is not finite")
+    phases = typing.get_args(Phase)
+    assert {Idle, Ended} < set(phases)
+    for phase in phases:
+        state = State(simulated("facts", dp=1, cp=1, total_steps=9), object.__new__(phase), term=3)
+        assert advance(state, fact, 1.0) == Decision(state, (), "noted")
+    run, shown = Bench({"a": 3, "b": 3}).form(), list[tuple[object, object]]()
+    notes = [json.dumps(journal_line(fact, Decision(run.state, (), ""), 0.0)), json.dumps({"note": "begin"})]
+    state = replay(run.options, [*notes, *run.journal, *notes], lambda event, commands: shown.append((event, commands)))
+    assert state == run.state
+    assert (shown[0], shown[-1], len(shown)) == ((fact, ()), (fact, ()), len(run.journal) + 2)
 
 
 def test_other_commands_than_recorded_are_damage_and_the_line_is_named() -> None:

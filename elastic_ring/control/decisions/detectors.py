@@ -1,39 +1,70 @@
-"""What committed steps show of a slow rank and of memory that is nearly full. Pure: no clock, no torch, no I/O.
+"""What committed steps show: a slow rank, memory that is nearly full, waits for data, checkpoints that are overdue.
 
-One object for coordinator and simulation. What follows from a finding the core decides (`stragglers`, `memory_ladder`).
+The core's memory of the newest steps, beside its state, which keeps none. Findings are facts, and events on which the
+core decides (`stragglers`, `memory_ladder`). Pure: no clock, no torch, no I/O.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.decisions.data_waits import DataWatch
-from elastic_ring.control.decisions.stragglers import Straggler, StragglerWatch
+from elastic_ring.control.decisions.stragglers import StragglerWatch
+from elastic_ring.control.facts import CheckpointWritten, DataAwaited, Fact, MemoryNearlyFull, RankStraggled
+from elastic_ring.control.messages import CauseIds, MemoryTight, StragglerFound
+from elastic_ring.control.state import Membership, State, membership_of
 from elastic_ring.mesh import Mesh
 
-NUM_STEPS = 8
+PRESSURE_STEPS = 8
 """Steps of one generation in a row that must be above the limit."""
-SLACK = 0.05
+PRESSURE_SLACK = 0.05
 """How far a share must fall below the limit before memory is found tight again in the same generation."""
 STALLED = 0.2
 """A node all of whose tasks wait for memory this share of the time (PSI) is full, whatever it says."""
+DATA_STEPS, DATA_LIMIT = 20, 0.2
+"""A wait for data is found when it takes this share of the time of so many steps in a row."""
+DATA_SLACK = 0.1
+"""How far the share must fall below the limit before a wait is found again."""
+FIRST_INTERVAL_S = 60.0
+"""Between checkpoints of a run that has not chosen its interval yet."""
+TOLD_AFTER = 3
+"""After so many intervals without a checkpoint comes a report; then whenever their number has doubled."""
+LEAST_S = 30.0
+"""Nothing is overdue before so much training: intervals of a few quick steps are shorter than a write."""
+
+
+@dataclass(frozen=True)
+class StepMeasured:
+    """What a committed step measured. `work_s` and `memory_shares`: of each rank; `host_share`: of the fullest node.
+    `now`: in seconds on the clock of `advance`."""
+
+    step: int
+    membership_id: tuple[int, int]
+    mesh: Mesh
+    now: float
+    step_s: float
+    data_wait_s: float = 0.0
+    work_s: Sequence[float] = ()
+    memory_shares: Sequence[float] = ()
+    host_share: float = 0.0
+    checkpoint_interval_s: float = FIRST_INTERVAL_S
 
 
 @dataclass(frozen=True)
 class Tight:
-    """`what`: the device of `global_rank`, or a host. `share`: of what there is, or of the share at which the guard of
+    """`place`: the device of `global_rank`, or a host. `share`: of what there is, or of the share at which the guard of
     the node kills."""
 
-    what: Literal["device", "host"]
+    place: Literal["device", "host"]
     share: float
     global_rank: int = -1
 
 
 class PressureWatch:
-    """The newest steps of one generation."""
+    """Memory in the newest steps of one generation."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -43,19 +74,19 @@ class PressureWatch:
         self.device_share = self.host_share = 0.0
         """The shares of the fullest device and host at the newest step; 0 if unknown."""
 
-    def saw(self, membership_id: tuple[int, int], shares: Sequence[float], host_share: float) -> Tight | None:
-        """A committed step: the shares of each rank and of the fullest node. A finding comes once until there is room
-        again, or in each generation."""
+    def observe(self, membership_id: tuple[int, int], shares: Sequence[float], host_share: float) -> Tight | None:
+        """Takes the shares of each rank and of the fullest node in a committed step. A finding comes once until there
+        is room again, or in each generation."""
         if membership_id != self._generation:
             self._generation, self._num_tight, self._armed = membership_id, 0, True
         self.device_share, self.host_share = max(shares, default=0.0), host_share
         fullest = max(self.device_share, host_share)
         if fullest < self._limit:
             self._num_tight = 0
-            self._armed = self._armed or fullest < self._limit - SLACK
+            self._armed = self._armed or fullest < self._limit - PRESSURE_SLACK
             return None
         self._num_tight += 1
-        if self._num_tight < NUM_STEPS or not self._armed:
+        if self._num_tight < PRESSURE_STEPS or not self._armed:
             return None
         self._armed = False
         if self.device_share >= host_share:
@@ -70,34 +101,135 @@ def host_share(used: float, guard_limit: float, pressure: Mapping[str, float]) -
     return used / guard_limit if guard_limit else used
 
 
-Found = Straggler | Tight
+class DataWatch:
+    """Waits for data in the newest committed steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float]] = deque(maxlen=DATA_STEPS)
+        self._is_armed = True
+
+    def observe(self, step_s: float, data_wait_s: float) -> bool:
+        """Takes how long a committed step lasted and waited. Returns whether to report a wait: once, until it ends."""
+        self._steps.append((step_s, data_wait_s))
+        is_waiting = self._is_armed and self.share >= DATA_LIMIT
+        self._is_armed = not is_waiting and (self._is_armed or self.share < DATA_LIMIT - DATA_SLACK)
+        return is_waiting
+
+    @property
+    def share(self) -> float:
+        """Of the time of the last DATA_STEPS steps that was waited; 0 before there are so many."""
+        if len(self._steps) < DATA_STEPS:
+            return 0.0
+        return sum(waited_s for _, waited_s in self._steps) / max(sum(step_s for step_s, _ in self._steps), 1e-9)
+
+
+@dataclass
+class CheckpointWatch:
+    """The training since the newest checkpoint began to count. Only committed steps are training: a run that waits owes
+    no checkpoint."""
+
+    every_steps: int | None
+    """Steps between checkpoints; None where `interval_s` says when one is due."""
+    interval_s: float
+    step: int = 0
+    """How many steps the newest checkpoint contains."""
+    trained_s: float = 0.0
+    _applied: int = 0
+    _at_s: float | None = None
+    _num_reported: int = 0
+
+    def observe(self, applied: int, now: float) -> None:
+        """Takes the number of steps in the shard."""
+        # A pause is one interval at most: the first step after it brings the checkpoint.
+        passed_s = 0.0 if self._at_s is None else min(now - self._at_s, self.interval_s)
+        self._applied, self._at_s = applied, now
+        self.trained_s += passed_s
+
+    def restart(self, step: int) -> None:
+        """Begins anew: the checkpoint of `step` counts."""
+        self.step, self.trained_s, self._num_reported = step, 0.0, 0
+
+    @property
+    def num_intervals(self) -> int:
+        """Intervals in training without a checkpoint that counts, for whatever reason."""
+        if self.every_steps == 0 or self.trained_s < LEAST_S:
+            return 0
+        if self.every_steps is not None:
+            return max(0, self._applied - self.step) // self.every_steps
+        return int(self.trained_s / self.interval_s)
+
+    @property
+    def overdue_s(self) -> float:
+        """For how long of training a checkpoint has been missing: what is longer than two intervals."""
+        num = self.num_intervals
+        return self.trained_s * (num - 2) / num if num > 2 else 0.0
+
+    def take_report(self) -> int:
+        """The number of intervals if a report is due, else 0."""
+        num = self.num_intervals
+        if num < max(TOLD_AFTER, 2 * self._num_reported):
+            return 0
+        self._num_reported = num
+        return num
+
+
+Finding = RankStraggled | StragglerFound | MemoryNearlyFull | MemoryTight | DataAwaited
 
 
 class Detectors:
     """`stragglers` and `memory`: None where the run's settings have them off."""
 
     def __init__(self, run: RunConfig) -> None:
+        self._run, self._cause = run, CauseIds("detectors")
         is_on = run.straggler != "off"
         self.stragglers = StragglerWatch(run.straggler_window_s, run.straggler_factor) if is_on else None
         self.memory = PressureWatch(run.memory_pressure_share) if run.memory_pressure != "off" else None
         self.data = DataWatch()
-        self._found: list[tuple[Found, tuple[int, int]]] = []  # by which members
+        config = run.checkpoint_config
+        self.checkpoints = CheckpointWatch(config.every_steps, config.every_s or FIRST_INTERVAL_S)
 
-    def saw(
-        self,
-        membership_id: tuple[int, int],
-        mesh: Mesh,
-        step_s: float,
-        work_s: Sequence[float],
-        memory_shares: Sequence[float],
-        host_share: float,
-    ) -> None:
-        """A committed step: how long it took, each rank's work and share of its device, the fullest node's share."""
-        slow = None if self.stragglers is None else self.stragglers.saw(membership_id, mesh, step_s, work_s)
-        tight = None if self.memory is None else self.memory.saw(membership_id, memory_shares, host_share)
-        self._found += [(found, membership_id) for found in (slow, tight) if found is not None]
+    def learn(self, fact: Fact) -> None:
+        if isinstance(fact, CheckpointWritten):
+            self.checkpoints.restart(fact.checkpoint["step"])
 
-    def take(self, membership_id: tuple[int, int] | None) -> list[Found]:
-        """What was found since the last call, of these members; what others did counts no more."""
-        found, self._found = self._found, []
-        return [one for one, of in found if of == membership_id]
+    def observe(self, measured: StepMeasured, state: State) -> list[Finding]:
+        """What a committed step shows, as facts and events. Of former members only waits for data count."""
+        self.checkpoints.interval_s = measured.checkpoint_interval_s
+        self.checkpoints.observe(measured.step + 1, measured.now)
+        findings: list[Finding] = []
+        if self.data.observe(measured.step_s, measured.data_wait_s):
+            share = round(self.data.share, 3)
+            text = f"training waits for its data: {share:.0%} of the time of the steps up to {measured.step}"
+            findings.append(DataAwaited(share, measured.step, text))
+        membership, group, straggler, tight = membership_of(state), measured.membership_id, None, None
+        if self.stragglers is not None:
+            straggler = self.stragglers.observe(group, measured.mesh, measured.step_s, measured.work_s)
+        if self.memory is not None:
+            tight = self.memory.observe(group, measured.memory_shares, measured.host_share)
+        if membership is None or membership.id != group:
+            return findings
+        if straggler is not None:
+            worker = membership.members[straggler.global_rank]
+            node = state.workers[worker].node if worker in state.workers else ""
+            action = (
+                "a spare is to take its place" if self._run.straggler == "act" else "nothing is done (straggler=log)"
+            )
+            text = (
+                f"straggler: {worker}, rank {straggler.global_rank} on node {node}, works {straggler.ratio:.1f} times "
+                f"as long for a sequence as its peers, for {self._run.straggler_window_s:g} s; {action}"
+            )
+            ratio = round(straggler.ratio, 3)
+            findings.append(RankStraggled(worker, node, straggler.global_rank, ratio, measured.step, text))
+            findings.append(StragglerFound(self._cause(), worker, straggler.ratio))
+        return findings if tight is None else findings + self._tight_memory(tight, measured.step, membership)
+
+    def _tight_memory(self, tight: Tight, step: int, membership: Membership) -> list[Finding]:
+        if tight.place == "device":
+            worker = membership.members[tight.global_rank]
+            owner = f"{worker}, rank {tight.global_rank}, had {100 * tight.share:.0f} % of its device's memory in use"
+        else:
+            worker, owner = "", f"a node had {100 * tight.share:.0f} % of what its guard allows in use"
+        text = f"memory pressure: {owner} in {PRESSURE_STEPS} steps in a row"
+        remark = "" if self._run.memory_pressure == "act" else "; nothing is done (memory_pressure=log)"
+        fact = MemoryNearlyFull(tight.place, round(tight.share, 4), worker, step, text + remark)
+        return [fact, MemoryTight(self._cause(), tight.place, step, text)]

@@ -105,7 +105,7 @@ def tight(ctx: Transition, event: MemoryTight) -> None:
         ctx.explain(f"{event.text}, and no relief is left. {ADVICE}")
     elif reliefs[ladder.num_reliefs] in CHANGING_BITS:
         ctx.explain(f"{event.text}, and the next relief changes bits: it waits until a step fails")
-    elif event.what == "host" and reliefs[ladder.num_reliefs] == "offload":
+    elif event.place == "host" and reliefs[ladder.num_reliefs] == "offload":
         ctx.explain(f"{event.text}, and the next relief takes more of it")
     elif event.step + 1 - ladder.since < MIN_STEPS:
         ctx.explain(f"{event.text}, and the last change is {event.step + 1 - ladder.since} steps old")

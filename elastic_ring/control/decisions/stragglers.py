@@ -6,7 +6,7 @@ how long it worked, without waits for others. The coordinator judges these times
 
 from __future__ import annotations
 
-import statistics
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,12 +42,24 @@ def ratios(work_s: Sequence[float], mesh: Mesh) -> tuple[float, ...]:
     """
     if len(work_s) != mesh.size or mesh.size < 2 or min(work_s) <= 0:
         return ()
-    found = []
-    for rank, own_s in enumerate(work_s):
-        alike = mesh.replicas(mesh.coordinate(rank).cp_rank)
-        groups = [[work_s[other] for other in group if other != rank] for group in (range(mesh.size), alike)]
-        found.append(own_s / max(statistics.median(group) for group in groups if group))
-    return tuple(found)
+    peers_s = _medians_of_others(work_s)
+    for cp_rank in range(mesh.cp if mesh.dp > 1 else 0):
+        alike = mesh.replicas(cp_rank)
+        for rank, median_s in zip(alike, _medians_of_others([work_s[rank] for rank in alike]), strict=True):
+            peers_s[rank] = max(peers_s[rank], median_s)
+    return tuple(own_s / peer_s for own_s, peer_s in zip(work_s, peers_s, strict=True))
+
+
+def _medians_of_others(values: Sequence[float]) -> list[float]:
+    """For each of at least two values the median of the others, as `statistics.median` gives it. Sorts once."""
+    ordered = sorted(values)
+    half, is_odd = divmod(len(ordered) - 1, 2)
+    medians = []
+    for value in values:
+        place = bisect_left(ordered, value)
+        upper = ordered[half + (half >= place)]
+        medians.append(upper if is_odd else (ordered[half - 1 + (half - 1 >= place)] + upper) / 2)
+    return medians
 
 
 def judge(window: Sequence[Sequence[float]], factor: float) -> Straggler | None:
@@ -71,24 +83,29 @@ class StragglerWatch:
         self.slowest = 1.0
         """The ratio of the slowest rank in the newest measured step."""
 
-    def saw(
+    def observe(
         self, membership_id: tuple[int, int], mesh: Mesh, step_s: float, work_s: Sequence[float]
     ) -> Straggler | None:
-        """A committed step: its duration and each rank's own work, in seconds. A rank that is found is looked for in a
-        new window next."""
+        """Takes a committed step: its duration and each rank's own work, in seconds. A straggler is returned once; then
+        a new window begins."""
         if membership_id != self._generation:
             self._begin(membership_id)
         self._num_seen += 1
         if self._num_seen <= WARM_STEPS:
             return None
         self._passed_s += step_s
-        found = ratios(work_s, mesh)
-        if not found:
+        sample = ratios(work_s, mesh)
+        if not sample:
             return None
-        self.slowest = max(found)
+        self.slowest = max(sample)
         if self._passed_s < self._window_s / NUM_SAMPLES:
             return None
-        self._keep(found)
+        # A sample stands for all time since the one before; samples that the window does not need are dropped.
+        self._steps.append((self._passed_s, sample))
+        self._span_s, self._passed_s = self._span_s + self._passed_s, 0.0
+        self._num_samples += 1
+        while len(self._steps) > MIN_STEPS and self._span_s - self._steps[0][0] >= self._window_s:
+            self._span_s -= self._steps.popleft()[0]
         is_due = self._num_samples % JUDGED_EVERY == 0 and len(self._steps) >= MIN_STEPS
         if not is_due or self._span_s < self._window_s * (1 - 1e-9):
             return None
@@ -97,24 +114,16 @@ class StragglerWatch:
             self._begin(membership_id)
         return straggler
 
-    def _keep(self, found: tuple[float, ...]) -> None:
-        """A sample that stands for all time since the one before; samples that the window does not need go."""
-        self._steps.append((self._passed_s, found))
-        self._span_s, self._passed_s = self._span_s + self._passed_s, 0.0
-        self._num_samples += 1
-        while len(self._steps) > MIN_STEPS and self._span_s - self._steps[0][0] >= self._window_s:
-            self._span_s -= self._steps.popleft()[0]
-
     def _begin(self, membership_id: tuple[int, int]) -> None:
         self._generation, self._num_seen, self._num_samples = membership_id, 0, 0
         self._span_s, self._passed_s, self.slowest = 0.0, 0.0, 1.0
         self._steps.clear()
 
 
-# ---------------------------------------------------------------- what the core does about one
+# ---------------------------------------------------------------- what the core does about it
 
 
-def found(ctx: Transition, event: StragglerFound) -> None:
+def replace_straggler(ctx: Transition, event: StragglerFound) -> None:
     """A spare takes the member's place at the next boundary; without one nothing changes: slow beats fewer."""
     phase = ctx.phase
     if not isinstance(phase, Running) or event.worker not in phase.membership.rank_of:

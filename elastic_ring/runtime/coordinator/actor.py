@@ -27,12 +27,11 @@ import ray
 from elastic_ring.config import environment
 from elastic_ring.control.capacity.notices import can_save
 from elastic_ring.control.capacity.worker_pool import vacant_nodes
-from elastic_ring.control.coordination import Decision, advance, initial, next_deadline
+from elastic_ring.control.coordination import Decision, advance, next_deadline
 from elastic_ring.control.decisions import callbacks, rollback
 from elastic_ring.control.decisions.terms import TermClaim, Unanswered
-from elastic_ring.control.facts import ResumedFrom
+from elastic_ring.control.facts import Fact, ResumedFrom
 from elastic_ring.control.messages import (
-    Build,
     CallbacksAnswered,
     CauseIds,
     CheckpointDue,
@@ -313,7 +312,7 @@ class Coordinator:
         self.storage = self._term_storage(opened.claim, terms)
         self.storage.watch.open()
         self._note(term_note(opened.term, opened.num_written))
-        self.recorder = RunRecorder(run_spec.run, self._note, self.clock, self.storage_wait)
+        self.recorder = RunRecorder(run_spec.run, self._record, self.clock, self.storage_wait)
         self.storage_wait.tell = self.recorder.recoveries.say
         begin = opened.begin or self._begun()
         self.storage.mirror.open()  # not before: this journal replaces the one of an earlier submission in the store
@@ -322,10 +321,7 @@ class Coordinator:
         self.recorder.totals.saw(ResumedFrom([*run_spec.resume.resumed_from]))
         for told in opened.told:
             self.recorder.recoveries.say(told)
-        for line in opened.lines:
-            self.recorder.recall(line)
-        events = [line for line in opened.lines if "event" in line]
-        self.state: State = replay(options, events) if opened.lines else initial(options)
+        self.state: State = replay(options, opened.lines, self.recorder.recall)
         address, me = ray.util.get_node_ip_address(), ray.get_actor(self._own_name, namespace=NAMESPACE)
         self.node_monitor = NodeMonitor(run_spec, self._put, secrets.token_hex(16))
         self.node_monitor.open(address)
@@ -605,7 +601,7 @@ class Coordinator:
     @property
     def _checkpoints_failing_s(self) -> float:
         """For how long no checkpoint could be written, for whatever reason, even an unreported one."""
-        return max(self.storage.checkpoints.failing_s, self.recorder.overdue.overdue_s)
+        return max(self.storage.checkpoints.failing_s, self.recorder.detectors.checkpoints.overdue_s)
 
     def _end_if_checkpoints_fail(self) -> None:
         """Checked at each tick, as a store that hangs raises nothing."""
@@ -631,16 +627,17 @@ class Coordinator:
 
     def _publish(self, records: Sequence[Notice]) -> None:
         self.storage.watch.check()
-        known = self.recorder.metrics.last_step
-        self.driver_feed.publish(self.recorder.publish(records))
-        if self.recorder.metrics.last_step > known:
+        committed = self.recorder.publish(records)
+        self.driver_feed.publish([record.metrics for record in committed])
+        if committed:
             newest = self.recorder.latest.vote
             if newest is not None and not isinstance(self.state.phase, Running):
                 self._decide(Published(self._cause(), newest))
             if self.storage.checkpoints.has_parts:
                 self._commit_checkpoints()
-            for found in self.recorder.take_found(self.state, self._cause):
-                self._decide(found)
+            for record in committed:
+                for finding in self.recorder.detect(record, self.state):
+                    self._decide(finding)
             self._refresh()
 
     def _decide(self, event: Event) -> None:
@@ -667,13 +664,11 @@ class Coordinator:
             log.info("%s %s -> %s", event.cause, type(event).__name__, decision.reason)
         if decision.commands:
             self.storage.watch.check()
-        for order in [command for command in decision.commands if isinstance(command, Build)][:1]:
-            is_new = self.recorder.steps.begun(order.step, (order.term, order.generation))
-            if is_new:
-                self.recorder.metrics.begin_at(order.step)
-            if order.goes_back and is_new:
-                self.recorder.went_back(order.step, (order.term, order.generation))
-                self.storage.checkpoints.gone_back(order.step, (order.term, order.generation))
+        build = self.recorder.begin_build(decision.commands)
+        if build is not None:
+            self.recorder.metrics.begin_at(build.step)
+        if build is not None and build.goes_back:
+            self.storage.checkpoints.gone_back(build.step, (build.term, build.generation))
         for left in [one for one in decision.commands if isinstance(one, Release) and one.wrong]:
             self.recorder.found_wrong(left.wrong, [left.worker])
         self.dispatch.send(decision.commands, self.recorder.metrics.last_step, self._told_of_checkpoints())
@@ -797,6 +792,11 @@ class Coordinator:
             self.node_monitor.echo(message.node)  # for the deciding thread, which is no hang
             return
         self._queue.put(message)
+
+    def _record(self, fact: Fact) -> None:
+        """Journal a fact."""
+        now = self.clock()
+        self._note(journal_line(fact, advance(self.state, fact, now), now))
 
     def _note(self, note: Mapping[str, Any]) -> None:
         # With the term, as one of a replaced coordinator does not count.

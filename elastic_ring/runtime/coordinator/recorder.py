@@ -15,10 +15,8 @@ from functools import partial
 from typing import Any
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.decisions.detectors import NUM_STEPS, Detectors, Tight
+from elastic_ring.control.decisions.detectors import Detectors, StepMeasured
 from elastic_ring.control.decisions.memory_ladder import CHANGING_BITS
-from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S, Overdue
-from elastic_ring.control.decisions.stragglers import Straggler
 from elastic_ring.control.facts import (
     BatchesLeftOut,
     CheckpointMissed,
@@ -37,10 +35,8 @@ from elastic_ring.control.facts import (
     StartStage,
     StepSkipped,
     WrongResult,
-    fact_of,
-    line_of,
 )
-from elastic_ring.control.messages import Checkpoint, MemoryTight, StragglerFound, Vote
+from elastic_ring.control.messages import Build, Checkpoint, Command, Event, MemoryTight, StragglerFound, Vote
 from elastic_ring.control.placement.coverage import covered, said
 from elastic_ring.control.state import (
     Building,
@@ -51,7 +47,6 @@ from elastic_ring.control.state import (
     describe,
     end_step,
     members,
-    membership_of,
     mesh_of,
     phase_name,
     spares,
@@ -63,7 +58,6 @@ from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import (
     SUMMARY_NAME,
     MetricsLog,
-    StepMetrics,
     Summary,
     missing_steps,
     read_metrics,
@@ -71,7 +65,7 @@ from elastic_ring.monitor.metrics import (
 )
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.runtime.coordinator.driver_feed import PublishedSteps
-from elastic_ring.runtime.coordinator.folds.recovery_log import Note, RecoveryLog
+from elastic_ring.runtime.coordinator.folds.recovery_log import RecordFact, RecoveryLog
 from elastic_ring.runtime.coordinator.folds.run_totals import RunTotals
 from elastic_ring.runtime.coordinator.status_file import StatusFile
 from elastic_ring.runtime.notices import (
@@ -160,23 +154,22 @@ Reported = BatchesLeftOut | DataAwaited | LossSpiked | MemoryNearlyFull | RankSt
 
 
 class RunRecorder:
-    """The records of one run. `note` appends to the journal; `clock` is the coordinator's; `retries` writes steps again
-    that the folder refuses."""
+    """The records of one run. `record` brings a fact into the journal; `clock` is the coordinator's; `retries` writes
+    steps again that the folder refuses."""
 
-    def __init__(self, run: RunConfig, note: Note, clock: Callable[[], float], retries: Retried = ONCE) -> None:
-        self._run, self._note, self._clock = run, note, clock
+    def __init__(self, run: RunConfig, record: RecordFact, clock: Callable[[], float], retries: Retried = ONCE) -> None:
+        self._run, self._record, self._clock = run, record, clock
         self.nodes = NodeFigures()
         self.begin, self.latest, self.steps = Begin(), Latest(), PublishedSteps()
         self.metrics, self.status = MetricsLog(run.folder, retries), StatusFile(run)
-        self.totals, self.recoveries = RunTotals(), RecoveryLog(run, note)
-        self.detectors, config = Detectors(run), run.checkpoint_config
-        self.overdue = Overdue(config.every_steps, config.every_s or FIRST_INTERVAL_S)
+        self.totals, self.recoveries = RunTotals(), RecoveryLog(run, record)
+        self.detectors = Detectors(run)
         self.goodput = Goodput(0.0)
         self._said_at: dict[str, Any] = {}  # what many say at once, and when, or of which members, it was said last
 
     def open(self, begin: Begin) -> None:
         self.begin = begin
-        self.overdue.counted(begin.first_step)
+        self.detectors.checkpoints.restart(begin.first_step)
         lost_s = self.status.open().get("lost_s")
         self.metrics.open(begin.identity)
         kept_s = {step: s for step, s in self.metrics.step_times_s().items() if step >= begin.first_step}
@@ -189,17 +182,21 @@ class RunRecorder:
 
     # ------------------------------------------------------------ what happens
 
-    def went_back(self, step: int, membership_id: tuple[int, int]) -> None:
-        """These members begin at a checkpoint or copies of `step` steps: what was recorded of later ones runs again."""
-        undone = self.metrics.go_back(step, membership_id)
-        if not undone:
-            return
-        self.goodput.lost.add("undone", self.goodput.undone_s(step))
-        self.goodput.undone(step)
-        self.steps.went_back()
-        if self.latest.vote is not None and self.latest.vote.step >= step:
-            self.latest.vote = None
-        self.recoveries.say(f"back to step {step}: {undone} recorded step(s) run again")
+    def begin_build(self, commands: Sequence[Command]) -> Build | None:
+        """The new build among the commands, if there is one. Where its members begin at a checkpoint or copies, records
+        of later steps are undone: these run again."""
+        build = next((command for command in commands if isinstance(command, Build)), None)
+        if build is None or not self.steps.begun(build.step, (build.term, build.generation)):
+            return None
+        undone = self.metrics.go_back(build.step, (build.term, build.generation)) if build.goes_back else 0
+        if undone:
+            self.goodput.lost.add("undone", self.goodput.undone_s(build.step))
+            self.goodput.undone(build.step)
+            self.steps.went_back()
+            if self.latest.vote is not None and self.latest.vote.step >= build.step:
+                self.latest.vote = None
+            self.recoveries.say(f"back to step {build.step}: {undone} recorded step(s) run again")
+        return build
 
     def checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """A checkpoint counts."""
@@ -218,22 +215,45 @@ class RunRecorder:
         self._tell(CheckpointMissed(step, why))
         self.recoveries.say(f"no checkpoint of step {step}: {why}; training goes on")
 
-    def publish(self, published: Sequence[Notice]) -> list[StepMetrics]:
-        """Takes notices, and records of committed steps, in order; recorded steps change nothing. Returns the metrics
-        of the new steps."""
+    def publish(self, published: Sequence[Notice]) -> list[StepRecord]:
+        """Takes notices, and records of committed steps, in order; recorded steps change nothing. Returns the records
+        of new steps."""
         for notice in published:
             self._noticed(notice)
-        new = list[StepMetrics]()
+        new = list[StepRecord]()
         records = [notice for notice in published if isinstance(notice, StepRecord)]
         for record in self.steps.take(records, self.metrics.last_step):
-            new.append(record.metrics)
+            new.append(record)
             self._committed(record)
-        if num_intervals := self.overdue.news():
+        return new
+
+    def detect(self, record: StepRecord, state: State) -> list[StragglerFound | MemoryTight]:
+        """Shows a committed step to the core's detectors; records their facts. Returns their events for the core."""
+        metrics, outcome, events = record.metrics, record.outcome, list[StragglerFound | MemoryTight]()
+        measured = StepMeasured(
+            metrics.step,
+            outcome.vote.membership_id,
+            metrics.mesh,
+            self._clock(),
+            metrics.step_s,
+            metrics.data_wait_s,
+            outcome.work_s,
+            outcome.memory_shares,
+            self.nodes.host_share(),
+            record.checkpoint_interval_s,
+        )
+        for finding in self.detectors.observe(measured, state):
+            if isinstance(finding, StragglerFound | MemoryTight):
+                events.append(finding)
+            else:
+                self._report(finding)
+        checkpoints = self.detectors.checkpoints
+        if num_intervals := checkpoints.take_report():
             self.recoveries.say(
-                f"no checkpoint for {num_intervals} intervals, since step {self.overdue.step}; a loss "
+                f"no checkpoint for {num_intervals} intervals, since step {checkpoints.step}; a loss "
                 "of all holders of a shard, or of the cluster, goes back to there"
             )
-        return new
+        return events
 
     def _noticed(self, notice: Notice) -> None:
         match notice:
@@ -269,15 +289,13 @@ class RunRecorder:
             self.stages("run", [("first step", began, now - began)])
         self.metrics.record(metrics)
         self._report_incidents(record)
-        self._look_at(record)
+        self.latest.work_s = record.outcome.work_s if any(record.outcome.work_s) else self.latest.work_s
         if record.gpu_memory:
             self.latest.gpu_memory = record.gpu_memory
             self.latest.peak_gpu_bytes = max(self.latest.peak_gpu_bytes, record.gpu_memory["peak"])
         self.goodput.committed(step, metrics.step_s)
         self.latest.vote = record.outcome.vote
         self.recoveries.committed(step, now)
-        self.overdue.interval_s = record.checkpoint_interval_s
-        self.overdue.committed(step + 1, now)
 
     def waits(self, told: str) -> None:
         """Somebody waits for storage. Many do at once, so one speaks for all."""
@@ -319,54 +337,6 @@ class RunRecorder:
             f"sequences {listed(left.sequences)}"
         )
         self._report(BatchesLeftOut(left.step, left.num_batches, list(left.sequences), told))
-
-    def _look_at(self, record: StepRecord) -> None:
-        """How long each rank worked in this step, and how near ranks and nodes came to the end of their memory."""
-        metrics, outcome = record.metrics, record.outcome
-        self.latest.work_s = outcome.work_s if any(outcome.work_s) else self.latest.work_s
-        host_share = self.nodes.host_share()
-        self.detectors.saw(
-            outcome.vote.membership_id, metrics.mesh, metrics.step_s, outcome.work_s, outcome.memory_shares, host_share
-        )
-        if self.detectors.data.saw(metrics.step_s, metrics.data_wait_s):
-            share = round(self.detectors.data.share, 3)
-            reason = f"training waits for its data: {share:.0%} of the time of the steps up to {metrics.step}"
-            self._report(DataAwaited(share, metrics.step, reason))
-
-    def take_found(self, state: State, cause: Callable[[], str]) -> list[StragglerFound | MemoryTight]:
-        """What the steps published last show of the present members, for the core; tells of it."""
-        membership = membership_of(state)
-        mine = self.detectors.take(None if membership is None else membership.id)
-        return [
-            self._straggles(one, state, cause()) if isinstance(one, Straggler) else self._tight(one, state, cause())
-            for one in mine
-        ]
-
-    def _straggles(self, found: Straggler, state: State, cause: str) -> StragglerFound:
-        """A rank that is slower than its peers for a whole window."""
-        worker = members(state)[found.global_rank]
-        node = state.workers[worker].node if worker in state.workers else ""
-        did = "a spare is to take its place" if self._run.straggler == "act" else "nothing is done (straggler=log)"
-        told = (
-            f"straggler: {worker}, rank {found.global_rank} on node {node}, works {found.ratio:.1f} times as long "
-            f"for a sequence as its peers, for {self._run.straggler_window_s:g} s; {did}"
-        )
-        ratio = round(found.ratio, 3)
-        self._report(RankStraggled(worker, node, found.global_rank, ratio, self.metrics.last_step, told))
-        return StragglerFound(cause, worker, found.ratio)
-
-    def _tight(self, found: Tight, state: State, cause: str) -> MemoryTight:
-        """Memory has been nearly full for some steps."""
-        worker = members(state)[found.global_rank] if found.what == "device" else ""
-        if worker:
-            who = f"{worker}, rank {found.global_rank}, had {100 * found.share:.0f} % of its device's memory in use"
-        else:
-            who = f"a node had {100 * found.share:.0f} % of what its guard allows in use"
-        text = f"memory pressure: {who} in {NUM_STEPS} steps in a row"
-        did = "" if self._run.memory_pressure == "act" else "; nothing is done (memory_pressure=log)"
-        share = round(found.share, 4)
-        self._report(MemoryNearlyFull(found.what, share, worker, self.metrics.last_step, text + did))
-        return MemoryTight(cause, found.what, self.metrics.last_step, text)
 
     def broke_off_wrong(self, told: str, membership_id: tuple[int, int], workers: Sequence[str]) -> None:
         """As `found_wrong`, of a step that is not applied: every member of `membership_id` says so; it counts once."""
@@ -473,8 +443,8 @@ class RunRecorder:
             "recoveries": self.recoveries.records[-20:],
             "updated_unix_s": time.time(),
             "ended": False,
-            "checkpoint_intervals_missed": self.overdue.num_intervals,
-            "checkpoint_step": self.overdue.step,
+            "checkpoint_intervals_missed": self.detectors.checkpoints.num_intervals,
+            "checkpoint_step": self.detectors.checkpoints.step,
             "data_wait_share": round(self.detectors.data.share, 3),
             "lost_s": {cause: round(s, 3) for cause, s in self.goodput.lost.lost_s.items()},
             "error": "",
@@ -544,29 +514,25 @@ class RunRecorder:
 
     # ------------------------------------------------------------ after a restart
 
-    def recall(self, line: Mapping[str, Any]) -> None:
-        """Restore from a journal line of an earlier coordinator."""
-        for order in [c for c in line.get("commands", ()) if c["type"] == "Build"][:1]:
-            self.steps.begun(order["step"], (order["term"], order["generation"]))
-            if order["restore"] is not None or order.get("step_back") is not None:  # died before it noted that, maybe
-                self.went_back(order["step"], (order["term"], order["generation"]))
-        if (fact := fact_of(line)) is not None:
-            self._saw(fact)
-            self.recoveries.saw(fact)
+    def recall(self, event: Event | Fact, commands: Sequence[Command]) -> None:
+        """Restore from an event of an earlier coordinator's journal."""
+        self.begin_build(commands)  # died before it noted that, maybe
+        if isinstance(event, Fact):
+            self._saw(event)
+            self.recoveries.saw(event)
 
     def _report(self, fact: Reported) -> None:
         """A fact, whose text the driver shows, too."""
         self._tell(fact)
-        self.recoveries.say(fact.told)
+        self.recoveries.say(fact.text)
 
     def _tell(self, fact: Fact) -> None:
-        self._note(line_of(fact))
+        self._record(fact)
         self._saw(fact)
 
     def _saw(self, fact: Fact) -> None:
         self.totals.saw(fact)
-        if isinstance(fact, CheckpointWritten):
-            self.overdue.counted(fact.checkpoint["step"])
+        self.detectors.learn(fact)
 
 
 def lost_to(state: State) -> str:

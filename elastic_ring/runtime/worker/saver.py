@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from elastic_ring.config import CheckpointConfig, RunConfig
-from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S
+from elastic_ring.control.decisions.detectors import FIRST_INTERVAL_S
 from elastic_ring.control.messages import Build, Checkpoint
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.mesh import Mesh

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from elastic_ring.control.decisions.detectors import NUM_STEPS, PressureWatch, Tight, host_share
+from elastic_ring.control.decisions.detectors import PRESSURE_STEPS, PressureWatch, Tight, host_share
 from elastic_ring.control.decisions.memory_ladder import reliefs_on
 from elastic_ring.control.messages import (
     Build,
@@ -261,28 +261,32 @@ def test_memory_is_tight_after_eight_steps_in_a_row_and_once_until_there_is_room
     watch, limit = PressureWatch(0.95), 0.95
 
     def when(generation: int, shares: list[float], host: float = 0.2) -> list[int]:
-        return [step for step, share in enumerate(shares) if watch.saw((1, generation), (0.4, share), host) is not None]
+        return [
+            step for step, share in enumerate(shares) if watch.observe((1, generation), (0.4, share), host) is not None
+        ]
 
-    full = [limit] * NUM_STEPS
-    assert when(1, [*full[1:], 0.94, *full, *full]) == [2 * NUM_STEPS - 1]
+    full = [limit] * PRESSURE_STEPS
+    assert when(1, [*full[1:], 0.94, *full, *full]) == [2 * PRESSURE_STEPS - 1]
     assert when(1, [0.94, *full]) == []
-    assert when(1, [0.89, *full]) == [NUM_STEPS]
-    assert when(2, full * 2) == [NUM_STEPS - 1]
+    assert when(1, [0.89, *full]) == [PRESSURE_STEPS]
+    assert when(2, full * 2) == [PRESSURE_STEPS - 1]
     assert watch.device_share == limit
 
 
 def test_the_fullest_rank_or_the_host_is_named() -> None:
     watch = PressureWatch(0.9)
-    assert [watch.saw((1, 1), (0.3, 0.97, 0.95), 0.5) for _ in range(NUM_STEPS)][-1] == Tight("device", 0.97, 1)
-    assert [watch.saw((1, 2), (0.3, 0.91), 0.99) for _ in range(NUM_STEPS)][-1] == Tight("host", 0.99)
-    assert [watch.saw((1, 3), (), 0.99) for _ in range(NUM_STEPS)][-1] == Tight("host", 0.99)
+    assert [watch.observe((1, 1), (0.3, 0.97, 0.95), 0.5) for _ in range(PRESSURE_STEPS)][-1] == Tight(
+        "device", 0.97, 1
+    )
+    assert [watch.observe((1, 2), (0.3, 0.91), 0.99) for _ in range(PRESSURE_STEPS)][-1] == Tight("host", 0.99)
+    assert [watch.observe((1, 3), (), 0.99) for _ in range(PRESSURE_STEPS)][-1] == Tight("host", 0.99)
 
 
 def test_an_hour_of_steps_that_come_near_the_limit_gives_no_alarm() -> None:
     watch, draw = PressureWatch(0.95), random.Random(0)
     for _ in range(7200):
         shares = [0.96 if draw.random() < 0.1 else draw.uniform(0.5, 0.94) for _ in range(2)]
-        assert watch.saw((1, 1), shares, draw.uniform(0.2, 0.9)) is None
+        assert watch.observe((1, 1), shares, draw.uniform(0.2, 0.9)) is None
 
 
 def test_a_node_is_as_full_as_it_is_near_to_its_guards_limit_and_full_where_everything_waits() -> None:

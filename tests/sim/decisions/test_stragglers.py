@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_ring.control.decisions.detectors import Detectors
+from elastic_ring.control.decisions.detectors import Detectors, StepMeasured
 from elastic_ring.control.decisions.stragglers import (
     JUDGED_EVERY,
     MIN_STEPS,
     WARM_STEPS,
-    Straggler,
     StragglerWatch,
     judge,
     ratios,
 )
-from elastic_ring.control.messages import Build, MemoryTight, Release, StartWorker, Stop, StragglerFound, WorkerLost
+from elastic_ring.control.facts import Fact
+from elastic_ring.control.messages import Build, Release, StartWorker, Stop, StragglerFound, WorkerLost
 from elastic_ring.control.state import members, mesh_of, node_of, spares
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench
@@ -52,7 +52,7 @@ def found(work: Work, mesh: Mesh, span_s: float = HOUR_S, seed: int = 0) -> list
     watch, draw, seen = StragglerWatch(180.0, 1.5), random.Random(seed), []
     for step in range(int(span_s / STEP_S)):
         work_s = [max(0.0, work(step, rank, draw)) for rank in range(mesh.size)]
-        straggler = watch.saw((1, 1), mesh, STEP_S, work_s)
+        straggler = watch.observe((1, 1), mesh, STEP_S, work_s)
         if straggler is not None:
             seen.append((step * STEP_S, straggler.global_rank))
     return seen
@@ -98,14 +98,14 @@ def test_nothing_is_judged_before_enough_steps_and_seconds_and_a_change_of_membe
 
     def when(generation: int) -> int:
         for step in range(1000):
-            if watch.saw((1, generation), Mesh(2, 2), 0.1, slow) is not None:
+            if watch.observe((1, generation), Mesh(2, 2), 0.1, slow) is not None:
                 return step
         raise AssertionError("not found")
 
     assert when(1) == when(2)
     assert WARM_STEPS + 80 - 1 <= when(3) <= WARM_STEPS + 80 + JUDGED_EVERY
     few = StragglerWatch(0.1, 1.5)
-    assert [few.saw((1, 1), Mesh(2, 2), 0.1, slow) is None for _ in range(WARM_STEPS + MIN_STEPS)].index(False) == (
+    assert [few.observe((1, 1), Mesh(2, 2), 0.1, slow) is None for _ in range(WARM_STEPS + MIN_STEPS)].index(False) == (
         WARM_STEPS + MIN_STEPS - 1
     )
 
@@ -165,13 +165,15 @@ def test_a_spare_is_no_straggler_and_a_straggler_is_replaced_once() -> None:
 @pytest.mark.parametrize("setting", ["log", "act"])
 def test_what_detectors_find_the_core_acts_upon_where_settings_say_so(setting: str) -> None:
     run = Bench({"a": 3, "b": 3}, spares=2, straggler=setting, memory_pressure=setting).form()
-    detectors, mesh, slow = Detectors(run.options.run), Mesh(2, 2), members(run.state)[2]
+    detectors, slow = Detectors(run.options.run), members(run.state)[2]
+    texts = []
     for step in range(400):
-        detectors.saw((1, 1), mesh, STEP_S, [0.1, 0.1, 0.4, 0.1], [0.99, 0.1, 0.1, 0.1], 0.0)
-        for found in detectors.take((1, 1)):
-            if isinstance(found, Straggler):
-                run.handle(StragglerFound("s", members(run.state)[found.global_rank], found.ratio))
-            else:
-                run.handle(MemoryTight("m", found.what, step, "a device is full"))
+        work_s, shares = [0.1, 0.1, 0.4, 0.1], [0.99, 0.1, 0.1, 0.1]
+        measured = StepMeasured(step, (1, 1), Mesh(2, 2), step * STEP_S, STEP_S, work_s=work_s, memory_shares=shares)
+        for finding in detectors.observe(measured, run.state):
+            run.handle(finding)
+            texts += [finding.text] if isinstance(finding, Fact) else []
+    did = {"log": "nothing is done", "act": "a spare is to take its place"}[setting]
+    assert any(text.startswith(f"straggler: {slow}, rank 2 on node ") and did in text for text in texts)
     assert (run.state.workers[slow].draining, bool(run.state.memory.wanted)) == (setting == "act",) * 2
     assert bool(run.state.phase.boundary) == (setting == "act")  # type: ignore[union-attr]

@@ -13,8 +13,9 @@ from torch import nn
 
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import CheckpointConfig, OptimConfig, RunConfig, StepConfig
-from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S
-from elastic_ring.control.messages import Vote
+from elastic_ring.control.decisions.detectors import FIRST_INTERVAL_S
+from elastic_ring.control.facts import CheckpointWritten, RecoveryEnded
+from elastic_ring.control.messages import Build, SnapshotId, Vote
 from elastic_ring.control.pool import Node, Worker
 from elastic_ring.control.state import (
     Building,
@@ -276,20 +277,14 @@ def test_a_coordinator_that_starts_anew_exports_the_same(recorder: RunRecorder, 
     recorder.write_status(STATE, force=True)
     again = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
     again.open(Begin())
-    again.recall({"note": "recovery", "recovery": recorder.recoveries.records[0], "closes": True})
+    again.recall(RecoveryEnded(recorder.recoveries.records[0], closes=True), ())
     again.publish([COPIED])
     again.recoveries.worker_started("a", 1, {"gpu": "NVIDIA H100 80GB HBM3"})
     again.nodes = recorder.nodes
     again.latest.work_s = recorder.latest.work_s  # told again with the next step
     again.latest.gpu_memory = MEMORY  # told again soon
-    again.recall(
-        {
-            "note": "checkpoint",
-            "checkpoint": recorder.totals.checkpoints[0],
-            "unix_s": recorder.totals.checkpoint_unix_s,
-        }
-    )
-    assert again.totals.checkpoint_unix_s == recorder.totals.checkpoint_unix_s is not None
+    assert recorder.totals.checkpoint_unix_s is not None
+    again.recall(CheckpointWritten(recorder.totals.checkpoints[0], recorder.totals.checkpoint_unix_s), ())
     before, after = exported(recorder), exported(again)
     assert math.isnan(before.pop(("elastic_ring_loss", "")) or 0.0)
     assert math.isnan(after.pop(("elastic_ring_loss", "")) or 0.0)
@@ -431,7 +426,9 @@ def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path: Path) -> None:
     }
     recorder.steps.begun(0, (1, 1))
     recorder.publish([record(0), record(1)])
-    recorder.went_back(1, (1, 3))
+    recorder.begin_build(
+        [Build("b", "a", 1, 3, Mesh(2, 1), ("a", "b"), 1, None, (), False, step_back=SnapshotId(1, (1, 1)))]
+    )
     assert recorder.goodput.lost.lost_s["undone"] == 4.0
 
 

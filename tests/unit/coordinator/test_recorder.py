@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.decisions.overdue import FIRST_INTERVAL_S
-from elastic_ring.control.messages import Vote
+from elastic_ring.control.decisions.detectors import FIRST_INTERVAL_S
+from elastic_ring.control.facts import Fact, line_of
+from elastic_ring.control.messages import Build, Tick, Vote
 from elastic_ring.control.pool import Worker
 from elastic_ring.control.state import Membership, Running, State
 from elastic_ring.mesh import Mesh
@@ -44,10 +45,10 @@ def record(
 
 def test_a_late_record_of_a_step_that_is_to_run_again_is_not_published(recorder: RunRecorder) -> None:
     recorder.steps.begun(0, (1, 1))
-    assert [metrics.step for metrics in recorder.publish([record(0, (1, 1)), record(1, (1, 1))])] == [0, 1]
+    assert [new.metrics.step for new in recorder.publish([record(0, (1, 1)), record(1, (1, 1))])] == [0, 1]
     recorder.steps.begun(2, (1, 3))  # nobody held the result of step 2
     assert recorder.publish([record(2, (1, 1), loss=9.0)]) == []
-    assert [metrics.loss for metrics in recorder.publish([record(2, (1, 3), loss=2.0)])] == [2.0]
+    assert [new.metrics.loss for new in recorder.publish([record(2, (1, 3), loss=2.0)])] == [2.0]
     assert recorder.metrics.last_step == 2
 
 
@@ -55,15 +56,15 @@ def test_a_record_that_came_too_early_and_was_given_up_meanwhile_is_not_publishe
     recorder.steps.begun(0, (1, 1))
     assert recorder.publish([record(1, (1, 1), loss=9.0)]) == [], "step 0 is on its way still"
     recorder.steps.begun(1, (1, 3))
-    assert [metrics.step for metrics in recorder.publish([record(0, (1, 1))])] == [0]
-    assert [metrics.loss for metrics in recorder.publish([record(1, (1, 3), loss=2.0)])] == [2.0]
+    assert [new.metrics.step for new in recorder.publish([record(0, (1, 1))])] == [0]
+    assert [new.metrics.loss for new in recorder.publish([record(1, (1, 3), loss=2.0)])] == [2.0]
 
 
 def test_a_step_that_was_rolled_forward_keeps_the_record_of_those_that_voted(recorder: RunRecorder) -> None:
     recorder.steps.begun(0, (1, 1))
     recorder.publish([record(0, (1, 1))])
     recorder.steps.begun(2, (1, 3))  # step 1's vote travelled
-    assert [metrics.step for metrics in recorder.publish([record(1, (1, 1)), record(2, (1, 3))])] == [1, 2]
+    assert [new.metrics.step for new in recorder.publish([record(1, (1, 1)), record(2, (1, 3))])] == [1, 2]
 
 
 def test_time_in_which_the_host_stood_still_is_no_training(recorder: RunRecorder) -> None:
@@ -80,7 +81,7 @@ def test_time_in_which_the_host_stood_still_is_no_training(recorder: RunRecorder
 def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) -> None:
     again = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), lambda note: None, lambda: 100.0)
     again.open(Begin())
-    again.recall({"event": {}, "commands": [{"type": "Build", "step": 0, "term": 1, "generation": 1, "restore": None}]})
+    again.recall(Tick("t"), [Build("t", "w-0", 1, 1, Mesh(2, 2), (), 0, None, (), fresh=True)])
     assert not again.steps.counts(record(0, (1, 0)))
     assert again.steps.counts(record(0, (1, 1)))
 
@@ -88,13 +89,13 @@ def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) ->
 def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_exact(recorder: RunRecorder) -> None:
     recorder.steps.begun(0, (1, 1))
     odd = NotRepeatable(0, "put_ does not have a deterministic implementation")
-    assert [metrics.step for metrics in recorder.publish([odd, record(0, (1, 1))])] == [0]
+    assert [new.metrics.step for new in recorder.publish([odd, record(0, (1, 1))])] == [0]
     assert recorder.write_summary("", exact=True)["exact"] is None
 
 
 @pytest.mark.parametrize(("loss", "what"), [(2.5, "its gradient is not finite"), (float("nan"), "its loss is nan")])
 def test_a_step_that_is_not_finite_is_told_on_console_and_journal(tmp_path: Path, loss: float, what: str) -> None:
-    notes: list[dict[str, Any]] = []
+    notes: list[Fact] = []
     made = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), notes.append, lambda: 100.0)
     made.open(Begin())
     made.steps.begun(0, (1, 1))
@@ -102,12 +103,12 @@ def test_a_step_that_is_not_finite_is_told_on_console_and_journal(tmp_path: Path
     told = remark_on(Outcome(Vote(0, tally.numbers())), lambda step: [7, 9])
     assert told == f"step 0 is skipped and changes nothing: {what}; its sequences are 7, 9"
     made.publish([record(0, (1, 1), loss, skipped=True, remark=told)])
-    assert notes == [{"note": "skipped", "step": 0, "told": told}]
+    assert list(map(line_of, notes)) == [{"note": "skipped", "step": 0, "told": told}]
     assert made.take_lines(0) == [told]
 
 
 def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coordinator(tmp_path: Path) -> None:
-    notes: list[dict[str, Any]] = []
+    notes: list[Fact] = []
     run = RunConfig("records", run_dir=str(tmp_path))
     made = RunRecorder(run, notes.append, lambda: 100.0)
     made.open(Begin())
@@ -115,8 +116,8 @@ def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coor
     made.publish([Compiled(3, "a", ["x", "y"], 0)])
     again = RunRecorder(run, lambda note: None, lambda: 100.0)
     again.open(Begin())
-    for note in notes:
-        again.recall(note)
+    for fact in notes:
+        again.recall(fact, ())
     again.publish([Compiled(5, "b", ["x"], 7)])
     assert made.write_summary("", exact=True)["compilations_after_step_0"] == 2
     (tmp_path / "summary.json").unlink()
@@ -227,11 +228,12 @@ def test_intervals_without_a_checkpoint_are_told_to_the_driver_and_are_in_the_st
     recorder.steps.begun(0, (1, 1))
     for step in range(5):
         monkeypatch.setattr(recorder, "_clock", lambda now=60.0 * step: now)
-        recorder.publish([record(step, (1, 1))])
+        (new,) = recorder.publish([record(step, (1, 1))])
+        recorder.detect(new, State(simulated("records", 2, 2, 9)))
     (line,) = [line for line in recorder.take_lines(0) if "no checkpoint" in line]
     assert line.startswith("no checkpoint for 3 intervals, since step 0")
     recorder.checkpoint({"step": 5, "bytes": 1, "total_s": 1.0, "blocked_s": 0.0, "path": "a folder"})
-    assert recorder.overdue.num_intervals == 0
+    assert recorder.detectors.checkpoints.num_intervals == 0
 
 
 def test_nothing_is_overdue_in_a_coordinator_that_was_started_again_between_checkpoints_an_hour_apart(
@@ -241,16 +243,17 @@ def test_nothing_is_overdue_in_a_coordinator_that_was_started_again_between_chec
     recorder.steps.begun(0, (1, 1))
     for step in range(60):
         monkeypatch.setattr(recorder, "_clock", lambda now=60.0 * step: now)
-        recorder.publish([record(step, (1, 1), checkpoint_interval_s=3600.0)])
-    assert (recorder.overdue.num_intervals, recorder.take_lines(0)) == (0, [])
+        (new,) = recorder.publish([record(step, (1, 1), checkpoint_interval_s=3600.0)])
+        recorder.detect(new, State(simulated("records", 2, 2, 9)))
+    assert (recorder.detectors.checkpoints.num_intervals, recorder.take_lines(0)) == (0, [])
 
 
 def test_the_journal_ends_with_the_forecast_beside_what_was_seen(tmp_path: Path) -> None:
-    notes: list[dict[str, Any]] = []
+    notes: list[Fact] = []
     made = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), notes.append, lambda: 100.0)
     made.open(Begin(planned={"step_s": 1.5, "goodput": 0.99}))
     made.steps.begun(0, (1, 1))
     made.publish([record(0, (1, 1))])
     made.write_summary("", exact=True)
     seen = {"step_s": record(0, (1, 1)).metrics.step_s, "goodput": pytest.approx(1.0)}
-    assert notes[-1] == {"note": "forecast", "forecast": {"step_s": 1.5, "goodput": 0.99}, "seen": seen}
+    assert line_of(notes[-1]) == {"note": "forecast", "forecast": {"step_s": 1.5, "goodput": 0.99}, "seen": seen}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.facts import fact_of
+from elastic_ring.control.facts import fact_of, line_of
 from elastic_ring.control.state import Change, LostWorker
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.agent.messages import Death
@@ -50,7 +50,7 @@ def notes() -> list[Any]:
 def successor(notes: list[Any]) -> RecoveryLog:
     again = RecoveryLog(RUN, lambda note: None)
     for note in notes:
-        fact = fact_of(note)
+        fact = fact_of(line_of(note))
         assert fact is not None
         again.saw(fact)
     return again

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ring.config import CheckpointConfig, RunConfig
-from elastic_ring.control.decisions.overdue import LEAST_S, Overdue
+from elastic_ring.control.decisions.detectors import LEAST_S, CheckpointWatch
 from elastic_ring.control.decisions.terms import LONGEST_TURN_S, TermClaim, Unanswered
 from elastic_ring.errors import CoordinatorLost, RunFailed, StaleMessage, StorageFailed, TermLost
 from elastic_ring.runtime import run_storage
@@ -156,21 +156,21 @@ def test_silence_is_counted_in_turns_so_that_a_frozen_process_asks_before_it_giv
 
 
 def test_intervals_without_a_checkpoint_are_counted_in_training_alone_and_told_at_each_doubling() -> None:
-    by_time = Overdue(None, 60.0)
+    by_time = CheckpointWatch(None, 60.0)
     told = []
     for number in range(400):  # a step each second, after the 100th an hour in which nothing trains
-        by_time.committed(number + 1, number + 3600.0 * (number > 100))
-        told += [num] if (num := by_time.news()) else []
+        by_time.observe(number + 1, number + 3600.0 * (number > 100))
+        told += [num] if (num := by_time.take_report()) else []
     assert (told, by_time.num_intervals) == ([3, 6], 7)
     assert by_time.overdue_s == pytest.approx(5 * 60, abs=60)
-    by_time.counted(400)
-    assert (by_time.num_intervals, by_time.overdue_s, by_time.news()) == (0, 0.0, 0)
-    by_steps = Overdue(5, 60.0)
-    quick = [by_steps.committed(applied, applied * 0.1) for applied in range(1, 200)]
+    by_time.restart(400)
+    assert (by_time.num_intervals, by_time.overdue_s, by_time.take_report()) == (0, 0.0, 0)
+    by_steps = CheckpointWatch(5, 60.0)
+    quick = [by_steps.observe(applied, applied * 0.1) for applied in range(1, 200)]
     assert (len(quick) * 0.1 < LEAST_S, by_steps.num_intervals) == (True, 0), "a write takes longer than these steps"
-    by_steps.committed(400, 40.0)
+    by_steps.observe(400, 40.0)
     assert by_steps.num_intervals == 80
-    never = Overdue(0, 60.0)
-    never.committed(1, 0.0)
-    never.committed(2, 50.0)
+    never = CheckpointWatch(0, 60.0)
+    never.observe(1, 0.0)
+    never.observe(2, 50.0)
     assert never.num_intervals == 0

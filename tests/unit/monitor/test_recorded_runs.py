@@ -34,7 +34,7 @@ def run(request: pytest.FixtureRequest) -> RecordedRun:
 
 
 def replayed(run: RecordedRun) -> State:
-    return replay(run.options, [line for line in standing(run.journal) if "event" in line])
+    return replay(run.options, standing(run.journal))
 
 
 def recalled(run: RecordedRun, folder: Path) -> RunRecorder:
@@ -43,8 +43,7 @@ def recalled(run: RecordedRun, folder: Path) -> RunRecorder:
     (folder / METRICS_NAME).write_bytes(run.files[METRICS_NAME])
     recorder = RunRecorder(config, lambda note: None, lambda: 0.0)
     recorder.open(Begin(identity=run.summary["identity"]))
-    for line in standing(run.journal):
-        recorder.recall(line)
+    replay(run.options, standing(run.journal), recorder.recall)
     return recorder
 
 

@@ -388,7 +388,7 @@ _ROWS: dict[str, Metric] = {
     ),
     "checkpoint_intervals_missed, intervals": _recorder(
         "intervals of training without a checkpoint that counts, for whatever reason; 0 in the first 30 s of it",
-        lambda r: r.overdue.num_intervals,
+        lambda r: r.detectors.checkpoints.num_intervals,
     ),
     "checkpoint_failing_seconds, seconds": _run(
         "for how long no checkpoint could be written, for whatever reason; 0 when the last one could",

@@ -24,7 +24,6 @@ from elastic_ring.control.facts import (
     RecoveryEnded,
     RingClosed,
     WorkerStarted,
-    line_of,
 )
 from elastic_ring.control.state import Change
 from elastic_ring.faults import Fault
@@ -34,14 +33,14 @@ from elastic_ring.runtime.agent.messages import Death
 
 log = logging.getLogger(__name__)
 
-Note = Callable[[Mapping[str, Any]], None]
+RecordFact = Callable[[Fact], None]
 
 
 class RecoveryLog:
-    """`note` appends to the journal. Times are on the coordinator's clock."""
+    """`record` brings a fact into the journal. Times are on the coordinator's clock."""
 
-    def __init__(self, run: RunConfig, note: Note) -> None:
-        self._run, self._note = run, note
+    def __init__(self, run: RunConfig, record: RecordFact) -> None:
+        self._run, self._record = run, record
         self.records: list[dict[str, Any]] = []
         self.lines: list[str] = []
         self.fired: dict[int, FaultFired] = {}
@@ -230,7 +229,7 @@ class RecoveryLog:
     # ------------------------------------------------------------ the fold
 
     def _tell(self, fact: Fact) -> None:
-        self._note(line_of(fact))
+        self._record(fact)
         self.saw(fact)
 
     def saw(self, fact: Fact) -> None:

@@ -87,11 +87,11 @@ class StartTimes:
         """In the order of time; of the workers the one that was in its place last, which the others wait for."""
         last_s: dict[str, float] = {}
         for stage in self.stages:
-            if stage.who not in _ALONE:
-                last_s[stage.who] = max(last_s.get(stage.who, 0.0), stage.unix_s + stage.took_s)
-        built = {stage.who for stage in self.stages if stage.what == "wraps the model"} or set(last_s)
+            if stage.process not in _ALONE:
+                last_s[stage.process] = max(last_s.get(stage.process, 0.0), stage.unix_s + stage.took_s)
+        built = {stage.process for stage in self.stages if stage.stage == "wraps the model"} or set(last_s)
         slowest = max(built, key=lambda who: last_s[who], default="")
-        kept = [one for one in self.stages if one.who in (*_ALONE, slowest) and one.took_s >= _LEAST_S]
+        kept = [one for one in self.stages if one.process in (*_ALONE, slowest) and one.took_s >= _LEAST_S]
         return sorted(kept, key=lambda stage: stage.unix_s)
 
     def lines(self) -> list[str]:
@@ -101,7 +101,7 @@ class StartTimes:
         shown = self.shown
         begun = shown[0].unix_s
         rows = [("at s", "took s", "who", "what")]
-        rows += [(f"{one.unix_s - begun:.1f}", f"{one.took_s:.1f}", one.who, one.what) for one in shown]
-        workers = {one.who for one in self.stages} - {one.who for one in shown}
+        rows += [(f"{one.unix_s - begun:.1f}", f"{one.took_s:.1f}", one.process, one.stage) for one in shown]
+        workers = {one.process for one in self.stages} - {one.process for one in shown}
         text = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, _WIDTHS, strict=False)), row[-1]]) for row in rows]
         return [*text, f"{len(workers)} other worker(s) beside it"] if workers else text
