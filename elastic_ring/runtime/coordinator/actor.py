@@ -312,7 +312,7 @@ class Coordinator:
         self.storage = self._term_storage(opened.claim, terms)
         self.storage.watch.open()
         self._note(term_note(opened.term, opened.num_written))
-        self.recorder = RunRecorder(run_spec.run, self._record, self.clock, self.storage_wait)
+        self.recorder = RunRecorder(run_spec.run, self._note, self.clock, self.storage_wait)
         self.storage_wait.tell = self.recorder.recoveries.say
         begin = opened.begin or self._begun()
         self.storage.mirror.open()  # not before: this journal replaces the one of an earlier submission in the store
@@ -793,12 +793,10 @@ class Coordinator:
             return
         self._queue.put(message)
 
-    def _record(self, fact: Fact) -> None:
-        """Journal a fact."""
-        now = self.clock()
-        self._note(journal_line(fact, advance(self.state, fact, now), now))
-
-    def _note(self, note: Mapping[str, Any]) -> None:
+    def _note(self, note: Fact | Mapping[str, Any]) -> None:
+        if isinstance(note, Fact):
+            now = self.clock()
+            note = journal_line(note, advance(self.state, note, now), now)
         # With the term, as one of a replaced coordinator does not count.
         self.storage.journal.append({"term": self.storage.watch.own.term, **note})
 
