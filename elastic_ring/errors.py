@@ -56,6 +56,22 @@ class RecordDamaged(ElasticRingError):
     """A small file of the run's records is damaged. Nothing to do: the run sets it aside and writes it anew."""
 
 
+class OtherFormat(ElasticRingError):
+    """The run's folder was written by a version of elastic_ring with another format. Use that version, or begin a new
+    run with `--from` one of its checkpoints; `checkpoints export` reads its weights."""
+
+    @classmethod
+    def of(cls, path: object, seen: int, expected: int) -> OtherFormat:
+        """`path` has the format `seen`; this version reads `expected`."""
+        return cls(
+            f"{path} has format {seen}, and this version of elastic_ring reads format {expected}: go on with the "
+            "version that wrote it, or begin another run from its checkpoint (--from); checkpoints export reads its "
+            "weights",
+            path=str(path),
+            format=seen,
+        )
+
+
 class ShardLost(ElasticRingError):
     """No live holder, no copy and no verified checkpoint of some `cp_rank` is left. Start again with more nodes, and
     with checkpoints."""

@@ -14,12 +14,14 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from elastic_ring.errors import JournalDamaged, RecordDamaged, StaleMessage, StorageFailed
+from elastic_ring.errors import JournalDamaged, OtherFormat, RecordDamaged, StaleMessage, StorageFailed
 from elastic_ring.files import plain_json, sync_directory
 from elastic_ring.state.storage.backend import ONCE
 
@@ -40,7 +42,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 """Types of the fields that decide which lines count, so that readers need not check. A line of other types is
 damaged."""
-_CRC = re.compile(rb',"crc":"([0-9a-f]{8})"}\n$')
+FORMAT = 2
+"""Of journal.jsonl, metrics.jsonl and attempts.jsonl. Lines of format 1 had no number."""
+_END = re.compile(
+    rb'(?:,"format":([0-9]{1,9}))?,"seq":([0-9]{1,18}),"prev":"([0-9a-f]{8})","crc":"(?P<crc>[0-9a-f]{8})"}\n$'
+)
+_END_OF_FORMAT_1 = re.compile(rb',"crc":"([0-9a-f]{8})"}\n$')
+CRC_KEY_BYTES = len(b',"crc":"')
+DAMAGED, OUT_OF_ORDER = "is damaged", "does not follow the line before it: a line is missing, doubled or moved"
 Retried = Callable[[Callable[[], None], Callable[[Exception], bool]], None]
 """Carries out a write, again while it fails and its error is not final."""
 
@@ -58,12 +67,15 @@ class Journal:
         self.durable = durable
         self._retries = retries
         self._fd: int | None = None
+        self._link = Link()
 
     def open(self) -> Journal:
         """Create the file, or truncate an incomplete last line of a crashed writer. Raises: JournalDamaged."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        created = not self.path.exists()
-        whole_bytes = 0 if created else _whole_bytes(self.path)
+        created, whole_bytes = not self.path.exists(), 0
+        if not created:
+            with opened(self.path) as file:
+                whole_bytes, self._link = _end_of(file, self.path)
         fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if not created and _is_torn(fd, whole_bytes):
             os.ftruncate(fd, whole_bytes)
@@ -81,7 +93,8 @@ class Journal:
         """
         assert self._fd is not None, "Journal.append before open"
         fd = self._fd
-        rest = memoryview(line_of(record))
+        line, self._link = chained(record, self._link)
+        rest = memoryview(line)
         end_bytes = -1  # of the part that is written
 
         def put() -> None:
@@ -122,21 +135,54 @@ class Journal:
         self.close()
 
 
-def line_of(record: Mapping[str, Any]) -> bytes:
-    """A journal's line: the record, not empty, with a checksum of its bytes, so that a wrong one shows."""
-    text = json.dumps(record, separators=(",", ":")).encode()
-    return text[:-1] + b',"crc":"%08x"}\n' % zlib.crc32(text)
+class Link(NamedTuple):
+    """The place of the next line: its number from 0, and the checksum of the line before it (0 for the first)."""
+
+    number: int = 0
+    crc: int = 0
+
+
+def chained(record: Mapping[str, Any], link: Link) -> tuple[bytes, Link]:
+    """The line of a record that is not empty at `link`, and the link of the line after it.
+
+    A line ends with its number, the checksum of the line before it and its own; the first one names the format.
+    """
+    text = json.dumps(record, separators=(",", ":")).encode()[:-1]
+    head = b',"format":%d' % FORMAT if not link.number else b""
+    text += head + b',"seq":%d,"prev":"%08x"' % link
+    crc = zlib.crc32(text)
+    return text + b',"crc":"%08x"}\n' % crc, Link(link.number + 1, crc)
+
+
+def journal_bytes(records: Iterable[Mapping[str, Any]]) -> bytes:
+    """A journal of these records."""
+    lines, link = [], Link()
+    for record in records:
+        line, link = chained(record, link)
+        lines.append(line)
+    return b"".join(lines)
+
+
+class Flaw(NamedTuple):
+    """A line, counted from 1, that cannot be used or does not follow the line before it."""
+
+    line: int
+    problem: str
+
+    def __str__(self) -> str:
+        return f"line {self.line} {self.problem}"
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The records in order; none for a missing file. An incomplete last line is skipped.
 
-    Raises: JournalDamaged with the line number when any other line is not a JSON object; as `opened`.
+    Raises: JournalDamaged with the number of the first line that is damaged, or does not follow the line before it;
+    as `opened`; OtherFormat.
     """
     if not os.path.exists(path):
         return
     with opened(path) as file:
-        for record, _ in _lines(file, path):
+        for record, _ in _Lines(file, path):
             yield record
 
 
@@ -154,25 +200,27 @@ def opened(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def parse(data: bytes, name: str) -> Iterator[dict[str, Any]]:
-    """The records in a journal's bytes; as `read`, which says `name` instead of a path."""
-    for record, _ in _lines(io.BytesIO(data), name):
+    """The records in a journal's bytes; as `read`, whose errors say `name` instead of a path."""
+    for record, _ in _Lines(io.BytesIO(data), name):
         yield record
 
 
-def salvage(data: bytes) -> tuple[list[dict[str, Any]], list[int]]:
-    """The records that are right, and the numbers of the damaged lines. An incomplete last line is neither."""
-    damaged: list[int] = []
-    records = [record for record, _ in _lines(io.BytesIO(data), "", damaged.append)]
-    return records, damaged
+def salvage(data: bytes) -> tuple[list[dict[str, Any]], list[Flaw]]:
+    """The intact records, and the lines that are damaged or before which others are missing.
+
+    An incomplete last line is neither. Raises OtherFormat.
+    """
+    flaws: list[Flaw] = []
+    return [record for record, _ in _Lines(io.BytesIO(data), "the journal", flaws)], flaws
 
 
-def salvage_file(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[int]]:
-    """As `salvage`, of a file; none for a missing one. Raises as `opened`."""
+def salvage_file(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[Flaw]]:
+    """As `salvage`, of a file; nothing for a missing one. Raises as `opened`; OtherFormat."""
     if not os.path.exists(path):
         return [], []
-    damaged: list[int] = []
+    flaws: list[Flaw] = []
     with opened(path) as file:
-        return [record for record, _ in _lines(file, path, damaged.append)], damaged
+        return [record for record, _ in _Lines(file, path, flaws)], flaws
 
 
 def _is_final(error: Exception) -> bool:
@@ -200,71 +248,117 @@ def _is_torn(fd: int, whole_bytes: int) -> bool:
         time.sleep(LOOK_S)
 
 
-def _whole_bytes(path: Path) -> int:
-    end_bytes = 0
-    with opened(path) as file:
-        for _, end_bytes in _lines(file, path):  # noqa: B007  the last value is the answer
-            pass
-    return end_bytes
+def _end_of(file: BinaryIO, path: Path) -> tuple[int, Link]:
+    """The end of the last complete line, and the link of the line after it. Raises: JournalDamaged."""
+    lines = _Lines(file, path)
+    deque(lines, maxlen=0)
+    return lines.end_bytes, lines.link
 
 
-def _lines(
-    file: BinaryIO, path: str | os.PathLike[str], damaged: Callable[[int], None] | None = None
-) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each complete record and the offset of its end.
+class _Lines:
+    """Iterates over (record, offset of the line's end). Afterwards the next line's place is in `end_bytes` and `link`.
 
     An incomplete (torn) line has no newline, or has NUL bytes (a power loss may keep the file's new length and lose
-    the page), and is the last. Any other damaged line goes to `damaged`, or raises: skipping it could forget a command
-    that was sent.
+    the page), and is the last. Any other flaw goes to `flaws`, or raises: skipping it could forget a command that was
+    sent.
+
+    Two writers (a coordinator that was frozen, and its successor) make the chain fork: both go on from the last line
+    that the successor has read. So a line may also follow an earlier line of the first branch, or another branch's end.
     """
 
-    def tell(number: int) -> None:
-        if damaged is None:
-            told = f"line {number} of {path} is damaged; the run's next submission sets it aside"
-            raise JournalDamaged(told, path=str(path), line=number)
-        damaged(number)
+    def __init__(self, file: BinaryIO, path: str | os.PathLike[str], flaws: list[Flaw] | None = None) -> None:
+        self._file, self._path, self._flaws = file, path, flaws
+        self.end_bytes = 0
+        self.link = Link()
+        self._crcs = array("I")  # of the first branch, by number
+        self._num_damaged = 0  # lines since the last intact one
+        self._forks: set[Link] = set()  # first lines of other branches, by what follows them
+        self._tips: set[Link] = set()  # their ends
 
-    end_bytes = 0
-    hole = 0
-    is_signed = False
-    for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
-        if hole:
-            tell(hole)
-            hole = 0
-        if not line.endswith(b"\n"):
-            if len(line) > MAX_LINE_BYTES:
-                tell(number)
-            # Stop: if the writer is alive, another read could return the rest of this line as a line.
-            return
-        if b"\0" in line:
-            hole = number
-            continue
-        record, was_signed = record_of(line), is_signed
-        is_signed = _CRC.search(line) is not None
-        if record is None or (was_signed and not is_signed):  # a wrong byte in the checksum's name takes it away
-            tell(number)
-            is_signed = was_signed
-            continue
-        end_bytes += len(line)
-        yield record, end_bytes
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], int]]:
+        hole = 0
+        for number, line in enumerate(iter(partial(self._file.readline, MAX_LINE_BYTES + 1), b""), start=1):
+            if hole:
+                self._report(Flaw(hole, DAMAGED))
+                hole = 0
+            if not line.endswith(b"\n"):
+                if len(line) > MAX_LINE_BYTES:
+                    self._report(Flaw(number, DAMAGED))
+                # Stop: if the writer is alive, another read could return the rest of this line as a line.
+                return
+            if b"\0" in line:
+                hole = number
+                continue
+            if (parsed := _parsed(line, self._path)) is None:
+                self._report(Flaw(number, DAMAGED))
+                self._num_damaged += 1
+                continue
+            record, link, crc = parsed
+            if not self._follows(link, crc):
+                self._report(Flaw(number, OUT_OF_ORDER))
+            self._num_damaged = 0
+            self.link = Link(link.number + 1, crc)
+            self.end_bytes += len(line)
+            yield record, self.end_bytes
+
+    def _follows(self, link: Link, crc: int) -> bool:
+        """Enter a line into its branch. False if it is missing a predecessor, or is there already."""
+        crcs, after = self._crcs, Link(link.number + 1, crc)
+        if self._num_damaged and link.number == len(crcs) + self._num_damaged:  # the lines between are reported
+            crcs.extend([link.crc] * self._num_damaged)
+        if link.number == len(crcs) and link.crc == (crcs[-1] if crcs else 0):
+            crcs.append(crc)
+            return True
+        is_flawed = after in self._forks or (link.number < len(crcs) and crcs[link.number] == crc)
+        if link in self._tips:
+            self._tips.remove(link)
+        elif link.number < len(crcs) and link.crc == (crcs[link.number - 1] if link.number else 0):
+            self._forks.add(after)
+        else:
+            is_flawed = True
+        self._tips.add(after)
+        return not is_flawed
+
+    def _report(self, flaw: Flaw) -> None:
+        if self._flaws is None:
+            reason = f"line {flaw.line} of {self._path} {flaw.problem}; the run's next submission sets it aside"
+            raise JournalDamaged(reason, path=str(self._path), line=flaw.line)
+        self._flaws.append(flaw)
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """What a line says; None for one that is damaged. Lines of earlier versions have no checksum."""
+    """The record of one line; None for a damaged one. Raises OtherFormat."""
+    parsed = _parsed(line, "the journal")
+    return parsed[0] if parsed else None
+
+
+def _parsed(line: bytes, path: str | os.PathLike[str]) -> tuple[dict[str, Any], Link, int] | None:
+    """The record of a line, its link and its checksum; None for a damaged one. Raises OtherFormat."""
     try:
         record = plain_json(line, MAX_LINE_BYTES)
     except ValueError:
         return None
-    if not isinstance(record, dict) or not _has_right_types(record):
+    if not isinstance(record, dict):
         return None
-    found = _CRC.search(line)
-    if found is None:
-        return record
-    del record["crc"]
-    return record if zlib.crc32(line[: found.start()] + b"}") == int(found[1], 16) else None
+    end = _END.search(line)
+    if end is None:
+        old = _END_OF_FORMAT_1.search(line)
+        if old is not None and zlib.crc32(line[: old.start()] + b"}") == int(old[1], 16):
+            raise OtherFormat.of(path, 1, FORMAT)
+        return None
+    format_digits, number, previous, crc = end.groups()
+    if zlib.crc32(line[: end.start("crc") - CRC_KEY_BYTES]) != int(crc, 16):
+        return None
+    if format_digits and int(format_digits) != FORMAT:
+        raise OtherFormat.of(path, int(format_digits), FORMAT)
+    for key in ("format", "seq", "prev", "crc"):
+        record.pop(key, None)
+    if not _has_right_types(record):
+        return None
+    return record, Link(int(number), int(previous, 16)), int(crc, 16)
 
 
 def _has_right_types(record: Mapping[str, Any]) -> bool:
-    right = all(isinstance(record[key], kinds) for key, kinds in _TYPES.items() if key in record)
-    right = right and all(isinstance(command, dict) for command in record.get("commands", ()))
-    return right and (record.get("note") != "term" or {"term", "num_lines"} <= record.keys())
+    are_right = all(isinstance(record[key], kinds) for key, kinds in _TYPES.items() if key in record)
+    are_right = are_right and all(isinstance(command, dict) for command in record.get("commands", ()))
+    return are_right and (record.get("note") != "term" or {"term", "num_lines"} <= record.keys())

@@ -14,37 +14,37 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.errors import RecordDamaged
+from elastic_ring.errors import OtherFormat, RecordDamaged
 from elastic_ring.files import plain_json, read_small, sync_directory
+from elastic_ring.monitor.journal import FORMAT
 
 DAMAGED = ".damaged-"
 """In the name of a file that was set aside, before a number."""
-_DIGEST, _NO_DIGEST = "sha256", 64 * "0"
+_FORMAT, _DIGEST, _NO_DIGEST = "format", "sha256", 64 * "0"
 
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:
-    """A JSON object whose last key is the digest of the whole text, taken with zeros in the digest's place."""
-    known = {key: value for key, value in content.items() if key != _DIGEST}
-    text = (json.dumps({**known, _DIGEST: _NO_DIGEST}, indent=1, allow_nan=False) + "\n").encode()
+    """A JSON object that ends with its format and the digest of the whole text, taken with zeros in its place."""
+    body = {key: value for key, value in content.items() if key not in (_FORMAT, _DIGEST)}
+    text = (json.dumps({**body, _FORMAT: FORMAT, _DIGEST: _NO_DIGEST}, indent=1, allow_nan=False) + "\n").encode()
     return hashlib.sha256(text).hexdigest().encode().join(text.rsplit(_NO_DIGEST.encode(), 1))
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
-    """What `json_bytes` was given; also what earlier versions wrote without a digest. Raises RecordDamaged."""
+    """The content that `json_bytes` wrote. Raises: RecordDamaged; OtherFormat."""
     try:
-        found = plain_json(data)
+        content = plain_json(data)
     except ValueError as error:
         raise RecordDamaged(f"{where} is not JSON: {error}" if data else f"{where} is empty", path=where) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise RecordDamaged(f"{where} is not a JSON object", path=where)
-    digest = found.pop(_DIGEST, None)
-    if digest is None:
-        return found
-    digest = str(digest) if digest else _NO_DIGEST
+    digest = str(content.pop(_DIGEST, "")) or _NO_DIGEST
     zeroed = _NO_DIGEST.encode().join(data.rsplit(digest.encode(errors="replace"), 1))
     if hashlib.sha256(zeroed).hexdigest() != digest:
         raise RecordDamaged(f"{where} is not what was written: it has another digest", path=where)
-    return found
+    if (number := content.pop(_FORMAT, 1)) != FORMAT:
+        raise OtherFormat.of(where, number, FORMAT)
+    return content
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 from elastic_ring.errors import RecordDamaged, RunFailed
 from elastic_ring.files import replace_file
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.journal import Journal, Retried, read
+from elastic_ring.monitor.journal import Flaw, Journal, Retried, read
 from elastic_ring.monitor.json_files import json_bytes, read_json
 from elastic_ring.state.storage.backend import ONCE
 
@@ -376,7 +376,7 @@ def committed_lines(lines: Iterable[MetricsLine]) -> list[dict[str, Any]]:
 
 
 def rebuilt(
-    salvaged: tuple[Sequence[MetricsLine], Sequence[int]], identity: str, before: int
+    salvaged: tuple[Sequence[MetricsLine], Sequence[Flaw]], identity: str, before: int
 ) -> tuple[str, list[MetricsLine]]:
     """(what is wrong with a metrics.jsonl that `salvage` read as `salvaged`, empty if nothing; the lines of a new one
     in its place).
@@ -397,7 +397,7 @@ def rebuilt(
         kept.append(lineage.standing[step])
     kept += [line for step, line in lineage.validations.items() if step < before]
     more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-    return f"line {damaged[0]}{more} of it is damaged" if damaged else "", kept
+    return f"line {damaged[0].line}{more} of it {damaged[0].problem}" if damaged else "", kept
 
 
 def missing_steps(lines: Iterable[MetricsLine], before: int) -> list[int]:

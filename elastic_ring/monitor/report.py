@@ -163,7 +163,7 @@ def _right_lines(path: Path, damaged: list[str]) -> list[dict[str, Any]]:
     except RecordDamaged as error:
         damaged.append(error.message)
         return []
-    damaged += [f"line {number} of {path}" for number in wrong[:NUM_TOLD]]
+    damaged += [f"line {flaw.line} of {path}" for flaw in wrong[:NUM_TOLD]]
     damaged += [f"{len(wrong) - NUM_TOLD} more lines of {path}"] if len(wrong) > NUM_TOLD else []
     return lines
 

@@ -17,11 +17,10 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import ray
 
-from elastic_ring.monitor.journal import line_of
+from elastic_ring.monitor.journal import journal_bytes, read
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.runtime.driver.cluster import NAMESPACE
 from tests.ray.conftest import check_records, tiny_trainer
@@ -47,12 +46,7 @@ def without_machine(file: Path, folder: Path) -> bytes:
     """A file's content for the record. Checksums are computed anew."""
     if file.suffix == ".json":
         return json_bytes(json.loads(scrubbed(file.read_text(encoding="utf-8"), folder)))
-    lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        record: dict[str, Any] = json.loads(scrubbed(line, folder))
-        record.pop("crc")
-        lines.append(line_of(record))
-    return b"".join(lines)
+    return journal_bytes(json.loads(scrubbed(json.dumps(record), folder)) for record in read(file))
 
 
 def record(name: str, folder: Path) -> None:

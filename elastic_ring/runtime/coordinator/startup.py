@@ -19,7 +19,7 @@ from elastic_ring.control.decisions.terms import Action, TermClaim, begin
 from elastic_ring.control.replay import standing
 from elastic_ring.errors import CoordinatorLost, ElasticRingError, JournalDamaged, RecordDamaged, RunFailed
 from elastic_ring.monitor import json_files
-from elastic_ring.monitor.journal import Journal, salvage, salvage_file
+from elastic_ring.monitor.journal import Flaw, Journal, salvage, salvage_file
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, missing_steps, rebuilt
 from elastic_ring.runtime import run_storage
@@ -108,7 +108,7 @@ def open_run(
         terms.withdraw(claim)
         raise RunFailed(f"an earlier attempt's actors do not go: {', '.join(left)}", run=run_spec.run.name)
     path = folder / JOURNAL_NAME
-    told = _set_damaged_aside(run_spec, [f"line {number} of {path} is damaged" for number in reading.damaged])
+    told = _set_damaged_aside(run_spec, [f"line {flaw.line} of {path} {flaw.problem}" for flaw in reading.damaged])
     if has_records(folder):
         goes_on, was_finished = bool(run_spec.resume.checkpoints), (folder / SUMMARY_NAME).exists()
         set_aside(folder, keep_metrics=goes_on)
@@ -152,7 +152,7 @@ class _Reading:
     def __init__(self, run_spec: RunSpec, refuse: Callable[[Sequence[JournalLine]], None]) -> None:
         self._run_spec, self._refuse = run_spec, refuse
         self.num_written = 0
-        self.damaged: list[int] = []
+        self.damaged: list[Flaw] = []
         self.lines: list[JournalLine] = []
         self.is_own = False
 
@@ -171,10 +171,10 @@ class _Reading:
             self._refuse(begins)
         elif self.damaged:
             raise JournalDamaged(
-                f"line {self.damaged[0]} of {path} is damaged, so a new coordinator cannot tell what was decided: "
-                "submit the run again, and it goes on from its newest checkpoint",
+                f"line {self.damaged[0].line} of {path} {self.damaged[0].problem}, so a new coordinator cannot tell what was "
+                "decided: submit the run again, and it goes on from its newest checkpoint",
                 path=str(path),
-                line=self.damaged[0],
+                line=self.damaged[0].line,
             )
 
 

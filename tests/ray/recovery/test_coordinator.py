@@ -23,7 +23,7 @@ from elastic_ring import Callback, CheckpointConfig, EarlyStopping, Result
 from elastic_ring.data.sampling.validation import ValidationSet, measured
 from elastic_ring.data.source import TextFiles, open_source
 from elastic_ring.errors import RunFailed, StorageFailed
-from elastic_ring.monitor.journal import line_of, read
+from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import read_metrics, write_json
 from elastic_ring.monitor.report import render_status
@@ -303,8 +303,8 @@ def test_a_coordinator_that_cannot_begin_for_its_journal_ends_the_run(
         if name == "no-journal":
             folder.rename(tmp_path / "elsewhere")
         else:
-            with (folder / "journal.jsonl").open("ab") as file:
-                file.write(line_of({"note": "checkpoint", "checkpoint": {}, "unix_s": 0.0}))
+            with Journal(folder / "journal.jsonl") as journal:
+                journal.append({"note": "checkpoint", "checkpoint": {}, "unix_s": 0.0})
         process.kill()
         with pytest.raises(RunFailed, match=error):
             run.result()

@@ -20,7 +20,8 @@ from elastic_ring.config import CheckpointConfig, RunConfig, Timeouts
 from elastic_ring.control.messages import BatchSkip, Checkpoint, CorpusVersion
 from elastic_ring.errors import CheckpointDamaged, RunFailed, StorageFailed, TermLost
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.journal import Journal
+from elastic_ring.monitor.journal import Journal, journal_bytes
+from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, read_metrics
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator import checkpoints
@@ -280,13 +281,13 @@ def test_a_record_of_a_lineage_opens_no_storage_that_nobody_named(
     record.parent.mkdir(parents=True)
     checkpoint = "checkpoints/step-00000001/lineage-000"
     for place in ("s3://theirs/runs/r", str(tmp_path / "elsewhere" / "r"), f"{tmp_path}/../r", "r"):
-        record.write_text(json.dumps({"from": [f"{place}/{checkpoint}"]}))
+        record.write_bytes(json_bytes({"from": [f"{place}/{checkpoint}"]}))
         with pytest.raises(
             ValueError, match=rf"began at {re.escape(place)}/.* give resume='.*' if you know that place"
         ):
             find_resume(run, IDENTITY)
     for odd in (1, None, "x", "../x", f"{tmp_path}/../{checkpoint}", f"../{checkpoint}", f"{checkpoint}/../../x"):
-        record.write_text(json.dumps({"from": [odd]}))
+        record.write_bytes(json_bytes({"from": [odd]}))
         assert "lineages/000.json" in find_resume(run, IDENTITY).damaged, odd
     assert set(opened) == {str(tmp_path / "own")}
 
@@ -631,8 +632,8 @@ def journalled(
         build = {"type": "Build", "corpus": [vars(version) for version in versions], "skips": list(map(vars, skips))}
         lines.append({"event": {}, "term": 1, "commands": [build]})
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "journal.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"torn')
-    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {k}, "loss_hex": "0x1p0"}}\n' for k in range(ran)))
+    (folder / "journal.jsonl").write_bytes(journal_bytes(lines) + b'{"torn')
+    (folder / "metrics.jsonl").write_bytes(journal_bytes([{"step": k, "loss_hex": "0x1p0"} for k in range(ran)]))
 
 
 def test_manifests_that_were_taken_after_the_newest_checkpoint_hold_at_the_same_steps_again(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,8 @@ from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.messages import Checkpoint
 from elastic_ring.errors import CoordinatorLost, JournalDamaged, RunFailed
 from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.journal import journal_bytes
+from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.runtime.coordinator.resume import Resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, control_options
 from elastic_ring.runtime.coordinator.startup import Startup, open_run
@@ -43,7 +44,7 @@ def begun(folder: Path, attempt: str, now: float = 10.0) -> None:
         {"note": "begin", "attempt": attempt, "now": now, "run": "opened"},
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "journal.jsonl").write_text("".join(f"{json.dumps(note)}\n" for note in notes))
+    (folder / "journal.jsonl").write_bytes(journal_bytes(notes))
 
 
 def test_an_empty_folder_is_a_first_beginning_and_terms_rise(tmp_path: Path) -> None:
@@ -69,11 +70,11 @@ def test_another_attempts_records_are_set_aside_and_nothing_of_them_is_read(tmp_
 
 def test_a_resumed_attempt_goes_on_with_the_metrics_and_with_nothing_else(tmp_path: Path) -> None:
     begun(tmp_path, "a")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    (tmp_path / "status.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_bytes(journal_bytes([{"step": 0}]))
+    (tmp_path / "status.json").write_bytes(json_bytes({}))
     made = replace(run_spec(tmp_path, "b"), resume=Resume(0, (Checkpoint(1, "f", Mesh(1, 1)),)))
     assert opened(made).lines == ()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    assert (tmp_path / "metrics.jsonl").read_bytes() == journal_bytes([{"step": 0}])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt-001", "metrics.jsonl", "terms"]
 
 
@@ -91,7 +92,7 @@ def test_a_restart_gives_way_to_a_later_submission_and_to_workers_of_a_journal_t
 
 
 def test_a_finished_run_and_actors_that_stay_are_no_beginning(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text('{"steps": 1}')
+    (tmp_path / "summary.json").write_bytes(json_bytes({"steps": 1}))
     with pytest.raises(RunFailed, match="has finished"):
         opened(run_spec(tmp_path, "a"))
     made = run_spec(tmp_path / "held", "a")

@@ -13,6 +13,7 @@ from elastic_ring.config import CheckpointConfig, RunConfig
 from elastic_ring.control.decisions.detectors import LEAST_S, CheckpointWatch
 from elastic_ring.control.decisions.terms import LONGEST_TURN_S, TermClaim, Unanswered
 from elastic_ring.errors import CoordinatorLost, RunFailed, StaleMessage, StorageFailed, TermLost
+from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.driver.absence import Absence
 from elastic_ring.runtime.terms import TermGuard, Terms, TermWatch
@@ -95,7 +96,7 @@ def test_a_coordinator_that_is_refused_once_it_has_claimed_voids_its_claim(
     def fetch(*_: object, **__: object) -> None:
         looks.append(None)
         if len(looks) == 2:
-            (tmp_path / "summary.json").write_text('{"steps": 1}')
+            (tmp_path / "summary.json").write_bytes(json_bytes({"steps": 1}))
 
     own = Terms(of(tmp_path)).claim("other")
     monkeypatch.setattr(run_storage, "fetch", fetch)

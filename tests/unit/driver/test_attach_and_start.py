@@ -19,6 +19,7 @@ from elastic_ring.data.source import order_of
 from elastic_ring.errors import CrashLoop, StorageFailed, UserCodeFailed
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
+from elastic_ring.monitor.journal import journal_bytes
 from elastic_ring.monitor.metrics import STATUS_NAME, SUMMARY_NAME, write_json
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
@@ -86,7 +87,7 @@ def test_a_submission_whose_later_manifest_is_gone_is_refused_before_anything_st
     trainer, version = grown_run(tmp_path)
     begin = {"note": "begin", "lineage": 0, "corpus": [asdict(version)], "num_steps": 6}
     trainer.run_config.folder.mkdir()
-    (trainer.run_config.folder / "journal.jsonl").write_text(json.dumps(begin) + "\n")
+    (trainer.run_config.folder / "journal.jsonl").write_bytes(journal_bytes([begin]))
     found = trainer._resume()
     assert (found.corpus, found.num_steps) == ((version,), 6)
     Path(version.uri).unlink()

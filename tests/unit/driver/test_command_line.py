@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import pty
@@ -28,7 +27,7 @@ from elastic_ring.data.preparation.prepare import PrepareConfig
 from elastic_ring.data.source import StdlibText, TextFiles, TokenShards
 from elastic_ring.forecast.pass_choice import PassChoice, choose_pass
 from elastic_ring.model.config import ModelSizes
-from elastic_ring.monitor.json_files import read_json
+from elastic_ring.monitor.json_files import json_bytes, read_json
 from elastic_ring.monitor.metrics import write_json
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.train.optim import learning_rate
@@ -139,7 +138,7 @@ def test_a_longer_run_keeps_the_schedule_with_which_it_began_or_plans_the_furthe
     with pytest.raises(ValueError, match=r"extend=True: .* has no run 'train-1t-laptop'"):
         parse([*folder, "--steps", "90"])
     optim = {"total_steps": 60, "warmup_steps": 10}
-    (tmp_path / "config.json").write_text(json.dumps({"step": {"steps": 60}, "optim": optim}))
+    (tmp_path / "config.json").write_bytes(json_bytes({"step": {"steps": 60}, "optim": optim}))
     for steps in (90, 60):  # the second, where the same command is given once more
         asked = parse([*folder, "--steps", str(steps)])
         assert (asked.step.steps, asked.optim.total_steps, asked.optim.warmup_steps) == (steps, 60, 10)
@@ -151,7 +150,7 @@ def test_a_longer_run_keeps_the_schedule_with_which_it_began_or_plans_the_furthe
         parse([*folder, "--steps", "60", "--replan"])
     anew = parse([*folder, "--steps", "90", "--replan"])
     assert (anew.optim.total_steps, anew.optim.warmup_steps, anew.optim.replanned) == (90, 10, (60, 60))
-    (tmp_path / "config.json").write_text(json.dumps({"step": {"steps": 90}, "optim": {**optim, **LATER}}))
+    (tmp_path / "config.json").write_bytes(json_bytes({"step": {"steps": 90}, "optim": {**optim, **LATER}}))
     assert parse([*folder, "--steps", "90", "--replan"]).optim == anew.optim, "the same command again"
     assert parse([*folder, "--steps", "99"]).optim == anew.optim, "from there at the last rate"
     assert parse([*folder, "--steps", "99", "--replan"]).optim.replanned == (60, 60, 90, 90)
@@ -250,7 +249,7 @@ def test_data_that_are_not_there_are_refused_before_ray_starts(
 
 
 def test_a_finished_run_is_told_beside_the_forecast_with_which_it_began(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"planned_step_s": 4.04, "planned_alone_step_s": 1.0}))
+    (tmp_path / "config.json").write_bytes(json_bytes({"planned_step_s": 4.04, "planned_alone_step_s": 1.0}))
     assert train._on_record(tmp_path) == {"step_s": 4.04}
 
 
@@ -568,7 +567,7 @@ def test_control_characters_of_a_file_are_shown_and_not_obeyed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run's record may be a stranger's, and a terminal obeys more than colours: titles, clipboards, answers."""
-    (tmp_path / "status.json").write_text(json.dumps({"run": "a\x1b]0;owned\x07\x1b[2J", "phase": "x\ry\u202e"}))
+    (tmp_path / "status.json").write_bytes(json_bytes({"run": "a\x1b]0;owned\x07\x1b[2J", "phase": "x\ry\u202e"}))
     assert cli.main(["status", str(tmp_path)]) == 0
     assert cli.main(["status", str(tmp_path / "\x1b[8m")]) == 2
     out, err = capsys.readouterr()

@@ -23,6 +23,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.data.source import StdlibText
 from elastic_ring.errors import ShardLost, StorageFailed
 from elastic_ring.monitor import metrics
+from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME
 from elastic_ring.runtime import run_folder
 from elastic_ring.runtime.driver import ray_session
@@ -266,7 +267,7 @@ def test_whoever_has_its_coordinator_hears_of_other_versions_and_only_its_maker_
     path = tmp_path / CONFIG_NAME
     there = {**asked._config(), "versions": {"torch": "0.1"}}
     if recorded:
-        path.write_text(json.dumps(there))
+        path.write_bytes(json_bytes(there))
     found = Found(monkeypatch, coordinators, attempt)
     assert asked._coordinator("fingerprint", "mine") == got
     assert len(found.made) == num_made

@@ -6,6 +6,7 @@ No Ray here.
 from __future__ import annotations
 
 import gzip
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,8 @@ from typing import Any
 from elastic_ring.config import CheckpointConfig, RunConfig, ScalingConfig
 from elastic_ring.control.decisions.memory_ladder import reliefs_on
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.monitor import journal
-from elastic_ring.monitor.json_files import parse_json
+from elastic_ring.monitor.journal import journal_bytes, parse
+from elastic_ring.monitor.json_files import json_bytes, parse_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
 
 RECORDED = Path(__file__).with_name("recorded")
@@ -51,6 +52,13 @@ RUNS = {
 }
 
 
+def _in_todays_format(name: str, content: bytes) -> bytes:
+    if name.endswith(".json"):
+        return json_bytes(json.loads(content))
+    lines = map(json.loads, content.splitlines())
+    return journal_bytes({key: value for key, value in line.items() if key != "crc"} for line in lines)
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     name: str
@@ -59,11 +67,13 @@ class RecordedRun:
 
     @classmethod
     def read(cls, name: str) -> RecordedRun:
-        return cls(name, {file: gzip.decompress((RECORDED / name / f"{file}.gz").read_bytes()) for file in NAMES})
+        """The records of format 1 in today's."""
+        files = {file: gzip.decompress((RECORDED / name / f"{file}.gz").read_bytes()) for file in NAMES}
+        return cls(name, {file: _in_todays_format(file, content) for file, content in files.items()})
 
     @property
     def journal(self) -> list[dict[str, Any]]:
-        return list(journal.parse(self.files[JOURNAL_NAME], self.name))
+        return list(parse(self.files[JOURNAL_NAME], self.name))
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from elastic_ring.monitor.callbacks import (
     check_callbacks,
     kept_places,
 )
-from elastic_ring.monitor.journal import Journal
-from elastic_ring.monitor.json_files import read_json
+from elastic_ring.monitor.journal import Journal, journal_bytes
+from elastic_ring.monitor.json_files import json_bytes, read_json
 from elastic_ring.monitor.metrics import (
     JOURNAL_NAME,
     METRICS_NAME,
@@ -155,7 +155,7 @@ def test_recoveries_and_checkpoints_are_told_from_the_journal(tmp_path: Path, re
 
 
 def test_a_line_that_its_writer_has_not_finished_is_told_once_it_has(tmp_path: Path, records: Records) -> None:
-    callback, line = Hears(), json.dumps({**step(0).to_json()}).encode() + b"\n"
+    callback, line = Hears(), journal_bytes([step(0).to_json()])
     with telling(tmp_path, callback) as driver, (tmp_path / METRICS_NAME).open("ab", buffering=0) as file:
         file.write(line[:40])
         driver.tell()
@@ -208,7 +208,7 @@ def test_a_callback_knows_how_the_run_ended(
 ) -> None:
     callback = Hears()
     if status is not None:
-        (tmp_path / STATUS_NAME).write_text(json.dumps(status))
+        (tmp_path / STATUS_NAME).write_bytes(json_bytes(status))
     with pytest.raises(raised) if raised else nullcontext(), telling(tmp_path, callback) as driver:
         driver.tell()
         if raised:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elastic_ring.errors import JournalDamaged, StorageFailed
+from elastic_ring.errors import JournalDamaged, OtherFormat, StorageFailed
 from elastic_ring.monitor import journal as journal_module
-from elastic_ring.monitor.journal import Journal, line_of, read
+from elastic_ring.monitor.journal import Flaw, Journal, Link, chained, journal_bytes, read, salvage
+from elastic_ring.monitor.json_files import json_bytes, parse_json
 
 RECORDS = [{"now": 0.5, "event": {"type": "Tick", "text": "a\nb\u00e9"}}, {"commands": []}, {"n": 3}]
 
@@ -83,15 +87,81 @@ def test_damage_in_the_middle_is_named_with_its_line(tmp_path: Path, damage: byt
         Journal(path).open()
 
 
-def test_any_wrong_byte_after_the_first_line_is_damage(tmp_path: Path) -> None:
-    """Also one in the name of a line's checksum, which takes the checksum away."""
+def test_any_wrong_byte_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     write(path, RECORDS)
     data = path.read_bytes()
-    for index in range(data.index(b"\n") + 1, len(data) - 1):  # without its end the last line is a torn one
+    for index in range(len(data) - 1):  # without its end the last line is a torn one
         path.write_bytes(data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :])
         with pytest.raises(JournalDamaged):
             list(read(path))
+
+
+def two_writers(path: Path) -> list[bytes]:
+    """The lines of a coordinator, and of its successor after the third; the first one goes on for one more line."""
+    first, second = Journal(path).open(), Journal(path)
+    for n in range(3):
+        first.append({"n": n})
+    second.open()
+    second.append({"term": 2})
+    first.append({"stale": 3})
+    second.append({"n": 4})
+    second.append({"n": 5})
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def test_a_replaced_coordinator_and_its_successor_write_one_journal(tmp_path: Path) -> None:
+    lines = two_writers(tmp_path / "journal.jsonl")
+    third = [{"n": n} for n in range(6, 8)]
+    write(tmp_path / "journal.jsonl", third)
+    assert list(read(tmp_path / "journal.jsonl"))[len(lines) :] == third
+
+
+@pytest.mark.parametrize("num_writers", [1, 2])
+def test_a_line_deleted_doubled_or_moved_is_named(tmp_path: Path, num_writers: int) -> None:
+    """The last line of a writer can be deleted unseen."""
+    path = tmp_path / "journal.jsonl"
+    if num_writers == 2:
+        lines, ends = two_writers(path), {4, 6}
+    else:
+        lines, ends = journal_bytes([{"n": n} for n in range(7)]).splitlines(keepends=True), {6}
+    edits = {("deleted", k): lines[:k] + lines[k + 1 :] for k in range(len(lines)) if k not in ends}
+    edits |= {("doubled", k): lines[: k + 1] + lines[k:] for k in range(len(lines))}
+    edits |= {
+        ("moved", k): [*lines[:k], lines[k + 1], lines[k], *lines[k + 2 :]]
+        for k in range(len(lines) - 1)
+        if num_writers == 1 or k not in (3, 4)  # lines of two writers, each in its order
+    }
+    for edit, left in edits.items():
+        path.write_bytes(b"".join(left))
+        with pytest.raises(JournalDamaged, match="does not follow the line before it"):
+            list(read(path))
+        records, flaws = salvage(path.read_bytes())
+        assert len(records) == len(left), edit
+        assert flaws, edit
+
+
+def test_one_damaged_line_is_one_flaw(tmp_path: Path) -> None:
+    lines = journal_bytes([{"n": n} for n in range(4)]).splitlines(keepends=True)
+    assert salvage(lines[0] + b"?\n" + lines[2] + lines[3]) == (
+        [{"n": 0}, {"n": 2}, {"n": 3}],
+        [Flaw(2, "is damaged")],
+    )
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"note":"term","term":1,"num_lines":0,"crc":"c0b8bf67"}\n', chained({"n": 1}, Link())[0]]
+)
+def test_a_journal_of_another_format_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(line)
+    if b"seq" in line:
+        monkeypatch.setattr(journal_module, "FORMAT", 3)
+    message = "has format 1, .* reads format 2" if b"seq" not in line else "has format 2, .* reads format 3"
+    with pytest.raises(OtherFormat, match=rf"journal\.jsonl {message}: go on with the version that wrote it"):
+        list(read(path))
+    with pytest.raises(OtherFormat):
+        salvage(line)
 
 
 def test_a_whole_last_line_that_is_no_record_is_damage(tmp_path: Path) -> None:
@@ -106,11 +176,13 @@ def test_a_whole_last_line_that_is_no_record_is_damage(tmp_path: Path) -> None:
 def test_a_reader_beside_a_live_writer_sees_only_whole_lines(tmp_path: Path) -> None:
     """The other half of the line arrives while the reader stands at it."""
     path = tmp_path / "journal.jsonl"
-    path.write_bytes(b'{"n":1}\n{"n":')
+    text = journal_bytes([{"n": 1}, {"n": 2}, {"n": 3}])
+    cut = text.index(b"\n") + 6
+    path.write_bytes(text[:cut])
     records = read(path)
     assert next(records) == {"n": 1}
     with path.open("ab") as file:
-        file.write(b'2}\n{"n":3}\n')
+        file.write(text[cut:])
     assert list(records) in ([], [{"n": 2}, {"n": 3}])
     assert list(read(path)) == [{"n": 1}, {"n": 2}, {"n": 3}]
 
@@ -204,28 +276,29 @@ def test_whoever_opens_it_cuts_nothing_off_that_another_is_just_writing(tmp_path
     assert found == list(range(len(found)))
 
 
-def test_what_comes_between_the_last_look_and_the_cut_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_between_the_last_look_and_the_cut_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal.jsonl"
     write(path, RECORDS[:1])
-    whole_bytes, last = journal_module._whole_bytes, line_of({"n": 2})
+    end_of, data = journal_module._end_of, journal_bytes([RECORDS[0], {"n": 1}, {"n": 2}])
+    cut = len(data) - 9
 
-    def look(of: Path) -> int:
-        found = whole_bytes(of)
+    def look(*arguments: Any) -> tuple[int, Link]:
+        end = end_of(*arguments)
         with path.open("ab") as other:
-            other.write(line_of({"n": 1}) + last[:5])
-        return found
+            other.write(data[path.stat().st_size : cut])
+        return end
 
-    monkeypatch.setattr(journal_module, "_whole_bytes", look)
+    monkeypatch.setattr(journal_module, "_end_of", look)
     Journal(path).open().close()
     with path.open("ab") as other:
-        other.write(last[5:])
+        other.write(data[cut:])
     assert list(read(path)) == [RECORDS[0], {"n": 1}, {"n": 2}]
 
 
 def test_a_half_line_whose_other_half_comes_is_not_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal.jsonl"
     write(path, RECORDS[:1])
-    line = line_of({"n": 42})
+    line = journal_bytes([RECORDS[0], {"n": 42}])[path.stat().st_size :]
     with path.open("ab") as other:
         other.write(line[:5])
     pauses = iter([line[5:7], line[7:8], line[8:]])
@@ -237,3 +310,12 @@ def test_a_half_line_whose_other_half_comes_is_not_torn(tmp_path: Path, monkeypa
     monkeypatch.setattr(journal_module.time, "sleep", pause)
     write(path, [{"n": 5}])
     assert list(read(path)) == [RECORDS[0], {"n": 42}, {"n": 5}]
+
+
+def test_a_json_file_of_another_format_is_no_damage() -> None:
+    content = {"run": "r"}
+    assert parse_json(json_bytes(content), "status.json") == content
+    of_format_1 = json_bytes(content).replace(b'\n "format": 2,', b"")
+    digest = hashlib.sha256(re.sub(rb"[0-9a-f]{64}", b"0" * 64, of_format_1)).hexdigest().encode()
+    with pytest.raises(OtherFormat, match=r"status\.json has format 1, .* reads format 2"):
+        parse_json(re.sub(rb"[0-9a-f]{64}", digest, of_format_1), "status.json")

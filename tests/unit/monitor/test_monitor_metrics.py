@@ -216,6 +216,7 @@ def test_the_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
         "stopped",
         "planned_steps",
         "validation",
+        "format",
         "sha256",
     ]
     assert content["steps"] == 2

@@ -34,7 +34,7 @@ from elastic_ring.data.tokenizer import open_tokenizer
 from elastic_ring.errors import ElasticRingError, RecordDamaged
 from elastic_ring.files import MAX_TOML_BYTES, name_below, plain_json, plain_toml, printable, read_small
 from elastic_ring.integrations.transformers.weights import FolderWeights
-from elastic_ring.monitor.journal import Journal, line_of, parse, salvage
+from elastic_ring.monitor.journal import Journal, Link, chained, journal_bytes, parse, salvage
 from elastic_ring.monitor.json_files import json_bytes, read_json
 from elastic_ring.monitor.metrics import Summary, committed_lines
 from elastic_ring.monitor.page import page_data
@@ -335,9 +335,13 @@ def test_copies_and_the_headers_of_shards(folder: Path, data: st.DataObject) -> 
 # ---------------------------------------------------------------- a run's records
 
 
-def _lines_of(value: Any) -> bytes:
-    lines = value if isinstance(value, list) else [value]
-    return b"".join(line_of(one) if isinstance(one, dict) and one else b"7\n" for one in lines)
+def odd_journal(records: Any) -> bytes:
+    """A journal of these records, with a damaged line in place of what is no record."""
+    lines, link = [], Link()
+    for record in records if isinstance(records, list) else [records]:
+        line, link = chained(record, link) if isinstance(record, dict) and record else (b"7\n", link)
+        lines.append(line)
+    return b"".join(lines)
 
 
 @few
@@ -351,8 +355,8 @@ def test_journals_and_metrics(folder: Path, data: st.DataObject) -> None:
         {"event": {"type": "x"}, "now": 1.0, "term": 1, "commands": [], "reason": "r"},
         {"step": 0, "loss": 1.0, "loss_hex": "0x1p0", "step_s": 1.0, "generation": 1, "mesh": {"dp": 1, "cp": 1}},
     ]
-    right = b"".join(map(line_of, lines))
-    odd = wrong(lines).map(_lines_of)
+    right = journal_bytes(lines)
+    odd = wrong(lines).map(odd_journal)
     text = data.draw(st.one_of(odd, wrong_bytes(right)))
     for name in ("journal.jsonl", "metrics.jsonl"):
         (at / name).write_bytes(text)
@@ -596,4 +600,5 @@ def test_what_is_no_file_is_not_waited_for_and_what_is_too_long_or_too_deep_is_n
         with pytest.raises(ValueError, match="deeper than 64 levels"):
             plain_json(text)
     assert plain_json("[" * 64 + "]" * 64)
-    assert salvage(b"[" * 100_000 + b"\n" + line_of({"a": 1})) == ([{"a": 1}], [1])
+    records, flaws = salvage(b"[" * 100_000 + b"\n" + journal_bytes([{"a": 1}]))
+    assert (records, flaws[0].line) == ([{"a": 1}], 1)

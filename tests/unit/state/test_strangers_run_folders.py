@@ -19,7 +19,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.data.preparation.prepare import PREPARATION
 from elastic_ring.errors import RecordDamaged
 from elastic_ring.monitor import callbacks
-from elastic_ring.monitor.journal import Journal, line_of, read, salvage_file
+from elastic_ring.monitor.journal import Journal, journal_bytes, read, salvage_file
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.monitor.metrics import Summary, missing_steps, rebuilt
 from elastic_ring.monitor.result import Result
@@ -37,6 +37,7 @@ from tests.unit.state.test_strangers_files import (
     _bounded,  # noqa: F401
     fenced,
     few,
+    odd_journal,
     wrong,
     wrong_bytes,
 )
@@ -54,11 +55,7 @@ def odd_json(right: dict[str, Any]) -> st.SearchStrategy[bytes]:
 
 
 def odd_lines(right: list[dict[str, Any]]) -> st.SearchStrategy[bytes]:
-    def lines(found: Any) -> bytes:
-        every = found if isinstance(found, list) else [found]
-        return b"".join(line_of(one) if isinstance(one, dict) and one else b"7\n" for one in every)
-
-    return st.one_of(wrong(right).map(lines), wrong_bytes(b"".join(map(line_of, right))))
+    return st.one_of(wrong(right).map(odd_journal), wrong_bytes(journal_bytes(right)))
 
 
 # ---------------------------------------------------------------- whose run it is, and where it goes on
