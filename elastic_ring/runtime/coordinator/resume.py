@@ -71,8 +71,8 @@ def _records(storage: Storage, name: str, damaged: dict[str, str]) -> list[dict[
         return []
     if wrong:
         damaged[name] = (
-            f"line {wrong[0].line} of {storage.at(name)} {wrong[0].problem}: which sequences the steps after the checkpoint used is "
-            "known from the other lines only"
+            f"line {wrong[0].line} of {storage.at(name)} {wrong[0].problem}: which sequences the steps after the "
+            "checkpoint used is known from the other lines only"
         )
     return lines
 

@@ -171,8 +171,8 @@ class _Reading:
             self._refuse(begins)
         elif self.damaged:
             raise JournalDamaged(
-                f"line {self.damaged[0].line} of {path} {self.damaged[0].problem}, so a new coordinator cannot tell what was "
-                "decided: submit the run again, and it goes on from its newest checkpoint",
+                f"line {self.damaged[0].line} of {path} {self.damaged[0].problem}, so a new coordinator cannot tell "
+                "what was decided: submit the run again, and it goes on from its newest checkpoint",
                 path=str(path),
                 line=self.damaged[0].line,
             )
