@@ -24,7 +24,6 @@ import ray
 from torch import nn
 
 from elastic_ring import errors
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.kernels.registry import covering
 from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
@@ -41,6 +40,7 @@ from elastic_ring.config import (
 )
 from elastic_ring.control.decisions import rollback
 from elastic_ring.control.decisions.corpus import take_fact, version_at
+from elastic_ring.costs import CostModel
 from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.growth import beside, grown, may_grow
 from elastic_ring.data.packing import Files

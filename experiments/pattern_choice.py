@@ -19,11 +19,11 @@ from elastic_ring.attention.autolayout.choice import (
     rank,
     sparse_kernel_s,
 )
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layouts.placement import tokens_max_over_mean
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.costs import CostModel
 
 Exchange = Literal["hops", "packed"]
 """`hops`: exact ranges, one hop at a time, overlapped with the kernels (a halo exchange for windows).

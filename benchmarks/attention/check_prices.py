@@ -35,13 +35,13 @@ import torch.multiprocessing as mp
 from benchmarks.harness.arguments import bench_parser, list_of
 from benchmarks.harness.results import write_json
 from elastic_ring.attention.autolayout.choice import LayoutPrice, Sizes, layouts_for, price, rank
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.cli.calibrate import heads
+from elastic_ring.costs import CostModel
 from elastic_ring.tuning.calibrate import Stopwatch, calibrate
 from elastic_ring.tuning.calibrate_host import join, report
 from elastic_ring.tuning.timed_cases import TimingBudget

@@ -14,8 +14,7 @@ from typing import Any
 
 from elastic_ring.cli.forecasts.attention import attention_of, read
 from elastic_ring.config import ScalingConfig, StepConfig
-from elastic_ring.forecast.sizing.jobs import job_of
-from elastic_ring.forecast.sizing.step_time import COMPILED, DENSE, Job
+from elastic_ring.forecast.sizing.step_time import COMPILED, DENSE, Job, job_of
 from elastic_ring.model.config import EXPERT_FIELDS, ModelConfig, preset
 
 FOUNDRY = Path(__file__).with_name("foundry.csv")

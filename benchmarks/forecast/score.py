@@ -26,10 +26,9 @@ from elastic_ring.cli.forecasts.seen import on_cores, scenario_of_run
 from elastic_ring.cli.settings import parse
 from elastic_ring.config import CpuOffload
 from elastic_ring.forecast.goodput import HOUR, PRIORS, Failures, RunShape, goodput_with, mean_goodput
-from elastic_ring.forecast.sizing.machines import CLASSES, named_fleet
+from elastic_ring.forecast.sizing.machines import CLASSES, Z, around, named_fleet, quantiles
 from elastic_ring.forecast.sizing.memory import RESERVED, RESERVED_EXPANDABLE
 from elastic_ring.forecast.sizing.step_time import step_time
-from elastic_ring.forecast.sizing.uncertain import Z, around, quantiles
 from elastic_ring.gpus import GPUS
 from elastic_ring.model.config import num_parameters
 from elastic_ring.model.memory import StepMemory

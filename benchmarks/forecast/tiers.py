@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.results import RESULTS, show, table
 from elastic_ring.forecast.goodput import DAY, HOUR, Array, Failures, RunShape, Spot
-from elastic_ring.forecast.renewal import MOST_LOSSES, Luck, rates_of, simulate_goodput
+from elastic_ring.forecast.renewal import MOST_LOSSES, CommonRandomNumbers, rates_of, simulate_goodput
 from tests.sim.simulator.tier1 import Tier1
 
 MOST_POINTS = 0.3
@@ -59,7 +59,7 @@ def scenario(rng: np.random.Generator, *, is_spot: bool = False) -> tuple[RunSha
     return shape, Failures(gpu_hours=(hours,) * 3, repair_hours=repair, planned_per_day=0.0)
 
 
-class OneLoss(Luck):
+class OneLoss(CommonRandomNumbers):
     """Of this scope, in each draw at another time between two checkpoints; no other follows."""
 
     def __init__(self, rates: Mapping[str, float], scope: str, interval_s: float) -> None:
@@ -114,7 +114,7 @@ def main() -> int:
         shape, failures = scenario(rng, is_spot=index % 3 == 2)
         hours = failures.gpu_hours[1]
         duration_s = MOST_LOSSES / float(sum(rates_of(shape, failures, hours).values()))
-        luck = Luck(np.random.default_rng((asked.seed, index)), asked.walks)
+        luck = CommonRandomNumbers(np.random.default_rng((asked.seed, index)), asked.walks)
         begun = time.process_time()
         walks = [Tier1(shape, failures, hours, duration_s, luck, draw).run() for draw in range(asked.walks)]
         used_s += time.process_time() - begun

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.config import CpuOffload, Timeouts
+from elastic_ring.costs import Placement
 from elastic_ring.data.packing import Sample
-from elastic_ring.experts.price import Placement
 from elastic_ring.gpus import GPUS
 from elastic_ring.model.config import EXPERT_FIELDS, ModelConfig, preset
 from elastic_ring.model.flops import model_flops

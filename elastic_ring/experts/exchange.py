@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from elastic_ring.attention.comm.all_to_all import AllToAll
 from elastic_ring.attention.comm.exchange import Group
 from elastic_ring.attention.comm.ledger import HopLedger
+from elastic_ring.costs import Placement, sends_tokens
 from elastic_ring.experts.order import Order, inverse_of, permuted
 from elastic_ring.experts.parts import all_parts, rows_of, sliced, spans_of
-from elastic_ring.experts.price import Placement, sends_tokens
 
 log = logging.getLogger(__name__)
 

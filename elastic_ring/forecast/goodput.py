@@ -1,9 +1,9 @@
-"""Which share of time steps that stay committed get, in closed form; `renewal` walks it loss by loss.
+"""Goodput in closed form: the share of time of steps that stay committed. `renewal` simulates it loss by loss.
 
-Losses come as a Poisson process by scope (process, GPU, host, switch, power), and spot capacity goes with a notice. An
-`Outcome` says what one costs; tier 1 (`tests/sim/simulator/tier1.py`) measures these under the control core. Hosts that
-broke are away until they are repaired (log-normal); meanwhile spares serve, and without spares the mesh has fewer
-rings, as `placement.policy` cuts it: whatever is left over of a broken ring serves too.
+Losses come as a Poisson process by scope (process, GPU, host, switch, power), and spot capacity goes with a notice.
+`cost_s` is the cost of one; tier 1 (`tests/sim/simulator/tier1.py`) measures it under the control core. Broken hosts
+are away until they are repaired (log-normal); meanwhile spares serve, and without spares the mesh has fewer rings, as
+`placement.policy` cuts it: the rest of a broken ring serves too.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from elastic_ring.forecast.sizing.machines import Number
+from elastic_ring.forecast.sizing.machines import Number, Positive, read_toml
+from elastic_ring.validation import Must, from_plain, settings
 
 Array = NDArray[np.float64]
 HOUR, DAY = 3600.0, 86400.0
@@ -28,18 +31,35 @@ SHARES: Mapping[str, float] = {"process": 0.13, "gpu": 0.61, "host": 0.179, "swi
 network). Power is assumed: that of 128 hosts fails once in six years."""
 
 
-@dataclass(frozen=True)
+@settings
 class Failures:
     """`gpu_hours`: GPU-hours between unplanned losses, P10, P50, P90. `repair_hours`: median, and log's deviation.
+    `shares`: each scope's share of all losses. `planned_per_day`: announced restarts of the whole fleet, which lose
+    only a rebuild."""
 
-    `planned_per_day`: of the whole fleet, announced, so that only a rebuild is lost."""
+    _prefix = ""
 
     name: str = "published"
-    gpu_hours: tuple[float, float, float] = (10_000.0, 40_000.0, 66_000.0)
-    repair_hours: tuple[float, float] = (12.0, 1.0)
-    shares: Mapping[str, float] = field(default_factory=lambda: dict(SHARES))
-    planned_per_day: float = 0.87
+    gpu_hours: Annotated[tuple[Positive, Positive, Positive], Must("three rising numbers above 0, P10, P50, P90")] = (
+        10_000.0,
+        40_000.0,
+        66_000.0,
+    )
+    repair_hours: Annotated[
+        tuple[Positive, Positive], Must("two numbers above 0, the median and the deviation of its log")
+    ] = (12.0, 1.0)
+    shares: Annotated[
+        Mapping[str, Annotated[float, Field(ge=0)]],
+        Must(f"a table of {', '.join(SHARES)}, each at least 0, together 1"),
+    ] = field(default_factory=lambda: dict(SHARES))
+    planned_per_day: Annotated[float, Field(ge=0, allow_inf_nan=False), Must("a number of at least 0")] = 0.87
     source: str = "seven published rates, 8,100 to 66,500 GPU-hours"
+
+    def __post_init__(self) -> None:
+        if list(self.gpu_hours) != sorted(self.gpu_hours):
+            raise ValueError(f"gpu_hours={list(self.gpu_hours)}: must be three rising numbers above 0, P10, P50, P90")
+        if not self.shares.keys() <= SHARES.keys() or not 0.99 <= sum(self.shares.values()) <= 1.01:
+            raise ValueError(f"shares={self.shares}: must be a table of {', '.join(SHARES)}, together 1")
 
 
 PRIORS: Mapping[str, Failures] = {
@@ -52,11 +72,27 @@ PRIORS: Mapping[str, Failures] = {
 }
 
 
+def read_failures(text: str) -> Failures:
+    """A prior by name, or a TOML file with `gpu_hours` and other fields of `Failures`. Raises ValueError that names the
+    file and what is wrong."""
+    if text in PRIORS:
+        return PRIORS[text]
+    if not text.endswith(".toml"):
+        raise ValueError(f"--failures {text}: is no prior; give one of {', '.join(PRIORS)}, or a TOML file")
+    plain = read_toml(text, "--failures")
+    if "gpu_hours" not in plain:
+        raise ValueError(f"--failures {text}: gpu_hours: must be given, three rising numbers, P10, P50, P90")
+    try:
+        return from_plain(Failures, {"name": text, "source": text, "planned_per_day": 0.0, **plain})
+    except ValueError as error:
+        raise ValueError(f"--failures {text}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Spot:
-    """Capacity that is taken back. In seconds: `on_s` until a host goes, after a notice, and `dry_s` until all of it
-    goes at once, means of exponential distributions; `off_s` until it comes back, the median of a log-normal one, whose
-    log has `off_deviation`."""
+    """How spot capacity comes and goes. In seconds: `on_s` until a host is reclaimed, after a notice, and `dry_s` until
+    all hosts are at once, means of exponential distributions; `off_s` until it comes back, the median of a log-normal
+    one, whose log has `off_deviation`."""
 
     on_s: Number
     off_s: Number
@@ -70,29 +106,21 @@ class Spot:
 
     @property
     def share_off(self) -> Number:
-        """Of a host's time, while there is capacity."""
+        """Share of a host's time that it is away while there is capacity."""
         return self.mean_off_s / (self.on_s + self.mean_off_s)
 
     @property
     def share_paid(self) -> Number:
-        """Of all GPUs' time: what is not there is not paid."""
+        """Share of all GPUs' time that is there, and so is paid."""
         return (1.0 - self.share_off) * self.dry_s / (self.dry_s + self.mean_off_s)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a loss costs. `stop_s`: from the loss to the first new step, without what runs again. `steps`: committed
-    steps that run again; the step that broke off is counted apart, half of it."""
-
-    stop_s: Number
-    steps: Number = 0.0
-
-
-@dataclass(frozen=True)
 class RunShape:
-    """What goodput depends on. `copies_hold`: a copy on another host holds each shard; `copies_of_one_ring`: where
-    one ring is left; `copy_steps` between them.
-    `interval_s`: between checkpoints; `wait_s`: that training waits for one; `restore_s`: to read one."""
+    """Sizes and times of a run that goodput depends on. `copies_hold`: a copy on another host holds each shard;
+    `copies_of_one_ring`: the same once one ring is left; `copy_steps`: steps between copies. `interval_s`: between
+    checkpoints; `wait_s`: training waits for one; `restore_s`: to read one. The node's agent sees the death of a
+    process after `process_detect_s`, a stopped one after `frozen_detect_s`."""
 
     dp: int
     cp: int
@@ -111,7 +139,6 @@ class RunShape:
     copies_of_one_ring: bool = False
     copy_steps: int = 10
     process_detect_s: Number = 0.01
-    """The time to detect a process's death, which its node's agent sees at once; likewise of a stopped one."""
     frozen_detect_s: Number = 0.41
     spot: Spot | None = None
 
@@ -125,13 +152,13 @@ class RunShape:
 
     @property
     def full_hosts(self) -> Number:
-        """Hosts as they count for what is taken back, one at least: the last one by its members, and not at all where
-        it has spares alone and is not full."""
+        """Hosts exposed to reclaim (>= 1): the last one counts by its members, and not at all if it has spares only and
+        is not full."""
         full = self.num_gpus // self.gpus_per_host * self.gpus_per_host
         return np.maximum(1.0, np.maximum(full, self.dp * self.cp) / self.gpus_per_host)
 
     def hosts_of(self, scope: str) -> Number:
-        """That a loss takes; of a frozen process, which is killed, none."""
+        """Hosts that a loss takes; none for a process, killed or frozen."""
         hosts = {"process": 0, "frozen": 0, "gpu": 1, "host": 1, "reclaim": 1, "dry": self.num_hosts}
         hosts |= {"switch": self.hosts_per_switch, "power": self.hosts_per_power}
         return np.minimum(hosts[scope], self.num_hosts)
@@ -139,46 +166,37 @@ class RunShape:
     def detect_of(self, scope: str) -> Number:
         return {"process": self.process_detect_s, "frozen": self.frozen_detect_s}.get(scope, self.detect_s)
 
-    def taken_of(self, scope: str) -> Number:
+    def gpus_of(self, scope: str) -> Number:
         """GPUs whose state a loss takes."""
         return 1 if scope in ("gpu", "process", "frozen") else self.hosts_of(scope) * self.gpus_per_host
 
-    def loses_all_holders(self, taken: Number, rings: Number) -> Number:
-        """Whether a loss of so many GPUs takes each holder of some shard where so many rings are left. Rings follow
-        each other on the hosts, so holders of one shard are cp ranks apart."""
-        whole = taken >= self.cp * rings
-        held = self.copies_hold | self.copies_of_one_ring & np.less(rings, 2)
-        return whole | ~held & (np.less(rings, 2) | (taken > self.cp * (np.asarray(rings) - 1)))
 
-    def outcome(self, taken: Number, detect_s: Number, rings: Number) -> Outcome:
-        """From a replica, else from a copy, else from a checkpoint."""
-        rings = np.asarray(rings)
-        all_lost = self.loses_all_holders(taken, rings)
-        stop_s = detect_s + self.rebuild_s + np.where(all_lost, self.restore_s, self.heal_s)
-        of_copy = np.where(rings < 2, self.copy_steps / 2, 0.0)
-        return Outcome(stop_s, np.where(all_lost, self.interval_s / 2 / self.step_s, of_copy))
-
-
-def cost_s(shape: RunShape, scope: str, rings: Number | None = None, rest: Number | None = None) -> Number:
-    """Of a loss where so many rings are left, all of them if None, and `rest` of them after it; nothing where none
-    runs. Members of a host that is taken back hand over at the end of a step, if it ends within the notice and a ring
-    is left to go on."""
+def cost_s(shape: RunShape, scope: str, rings: Number | None = None) -> Number:
+    """Seconds that a loss costs with so many rings left (None: all of them)."""
     rings = np.asarray(shape.dp if rings is None else rings)
-    rest = np.where((rings > 1) | np.greater(shape.spares, 0), 1, 0) if rest is None else rest
-    return cost_of(shape, shape.taken_of(scope), shape.detect_of(scope), scope == "reclaim", rings, rest)
+    rest = np.where((rings > 1) | np.greater(shape.spares, 0), 1, 0)
+    return losses_cost_s(shape, shape.gpus_of(scope), shape.detect_of(scope), scope == "reclaim", rings, rest)
 
 
-def cost_of(
-    shape: RunShape, taken: Number, detect_s: Number, is_reclaim: Number, rings: Number, rest: Number
+def losses_cost_s(
+    shape: RunShape, gpus: Number, detect_s: Number, is_reclaim: Number, rings: Number, rest: Number
 ) -> Number:
-    """`cost_s` of losses that take so many GPUs each."""
-    notice_s = 0.0 if shape.spot is None else shape.spot.notice_s
-    broken_off = 0.5 * shape.step_s * shape.dp / np.maximum(rings, 1)
-    found = shape.outcome(taken, np.where(is_reclaim, 0.0, detect_s), rings)
-    hands_over = is_reclaim & np.greater(rest, 0) & (2.0 * broken_off <= notice_s)
-    lost_s = np.where(
-        hands_over, shape.rebuild_s + shape.heal_s, found.stop_s + found.steps * shape.step_s + broken_off
+    """Seconds that losses of so many GPUs each cost with `rings` before and `rest` after them; 0 without rings.
+
+    State comes from a replica, else a copy, else a checkpoint; rings follow each other on the hosts, so the holders of
+    one shard are cp ranks apart. Half of the step that broke off is lost, too. Members of a reclaimed host hand over at
+    the end of a step instead, if it ends within the notice and a ring is left to go on."""
+    rings = np.asarray(rings)
+    is_held = shape.copies_hold | shape.copies_of_one_ring & np.less(rings, 2)
+    restores = (gpus >= shape.cp * rings) | ~is_held & (np.less(rings, 2) | (gpus > shape.cp * (rings - 1)))
+    stop_s = np.where(is_reclaim, 0.0, detect_s) + shape.rebuild_s + np.where(restores, shape.restore_s, shape.heal_s)
+    steps_again = np.where(
+        restores, shape.interval_s / 2 / shape.step_s, np.where(rings < 2, shape.copy_steps / 2, 0.0)
     )
+    broken_off = 0.5 * shape.step_s * shape.dp / np.maximum(rings, 1)
+    notice_s = 0.0 if shape.spot is None else shape.spot.notice_s
+    hands_over = is_reclaim & np.greater(rest, 0) & (2.0 * broken_off <= notice_s)
+    lost_s = np.where(hands_over, shape.rebuild_s + shape.heal_s, stop_s + steps_again * shape.step_s + broken_off)
     return np.where(np.greater(rings, 0), lost_s, 0.0)
 
 
@@ -189,21 +207,29 @@ def share_hit(shape: RunShape, hosts: Number, rings: Number, hosts_away: Number 
 
 
 def rate_per_s(shape: RunShape, gpu_hours: Number) -> Number:
-    """Unplanned losses of the run's GPUs."""
+    """Unplanned losses of the run's GPUs a second."""
     return shape.num_gpus / (np.asarray(gpu_hours) * HOUR)
 
 
-def rings_left(shape: RunShape, hosts_away: Number, processes_away: Number = 0) -> Number:
-    """Rings that the GPUs that are left make."""
-    gpus = shape.num_gpus - np.asarray(hosts_away) * shape.gpus_per_host - np.asarray(processes_away)
-    return np.clip(gpus // shape.cp, 0, shape.dp)
+def rings_left(shape: RunShape, hosts_away: Number) -> Number:
+    """Rings that the remaining GPUs make."""
+    return np.clip((shape.num_gpus - np.asarray(hosts_away) * shape.gpus_per_host) // shape.cp, 0, shape.dp)
+
+
+def rings_again(shape: RunShape, hosts_away: Number, rings: Number) -> Number:
+    """Rings once hosts came back: spares are filled first, then whole rings (`control.placement`); as many as possible
+    if none was left."""
+    gpus = shape.num_gpus - np.asarray(hosts_away) * shape.gpus_per_host
+    grown = np.clip((gpus - shape.spares) // shape.cp, 0, shape.dp)
+    return np.where(np.asarray(rings) > 0, np.maximum(rings, grown), rings_left(shape, hosts_away))
 
 
 def mean_goodput(shape: RunShape, failures: Failures, gpu_hours: Number | None = None, repair: Number = 1.0) -> Number:
-    """In closed form, for a search and for a tornado: losses are rare beside what they cost, and the number of hosts
-    that are away is Poisson. `repair`: a factor of how long repairs take. That a ring comes back only once the spares
-    are full (`rings_again`) is left out: with spot capacity, rings over several hosts and few spares up to 6 points are
-    too many: what is told of spot capacity is walked (`scenario.totals_at`, and the front of a search)."""
+    """Goodput in closed form, for a search and for a tornado: losses are rare beside what they cost, and the number of
+    hosts that are away is Poisson. `repair`: a factor of how long repairs take. It leaves out that a ring comes back
+    only once the spares are full (`rings_again`): with spot capacity, rings over several hosts and few spares it is up
+    to 6 points too high, so that points of spot capacity are simulated (`scenario.totals_at`, the front of a
+    search)."""
     gpu_hours = failures.gpu_hours[1] if gpu_hours is None else gpu_hours
     rate, spot = rate_per_s(shape, gpu_hours), shape.spot
     median_h, deviation = failures.repair_hours
@@ -213,7 +239,7 @@ def mean_goodput(shape: RunShape, failures: Failures, gpu_hours: Number | None =
     there = 1.0 / (1.0 + hosts_away / shape.num_hosts)
     rate, away = rate * there, away * there
     reclaimed = 0.0 if spot is None else shape.full_hosts * spot.share_off
-    share_of_rings, one_ring, fewer = _over_away(shape, failures, away, reclaimed)
+    share_of_rings, one_ring, fewer = expected_rings(shape, failures, away, reclaimed)
     one_ring = one_ring if shape.dp > 1 else 0.0
     hit = {scope: share_hit(shape, shape.hosts_of(scope), shape.dp) for scope in (*failures.shares, "reclaim")}
     lost = sum(
@@ -238,27 +264,26 @@ def goodput_with(shape: RunShape, kept_s: float, losses: Mapping[str, int]) -> f
     return float(kept_s / (kept_s + lost + kept_s / shape.interval_s * shape.wait_s))
 
 
-def _over_away(
+def expected_rings(
     shape: RunShape, failures: Failures, away: Number, reclaimed: Number = 0.0
 ) -> tuple[Number, Number, Number]:
-    """The mean share of rings that are left, the chance that one is, and that any is missing. Losses that are not
-    repaired yet, `away` in the mean, are Poisson: those of one host, with the `reclaimed` ones, and those of a switch
-    or a power domain with all of their hosts. Of many draws it is interpolated, within 1e-4."""
+    """The mean share of rings left, the chance of exactly one, and of fewer than all. Losses that are not repaired yet,
+    `away` in the mean, are Poisson: of one host, with the `reclaimed` ones, and of a switch or a power domain with all
+    of their hosts. Many draws are interpolated, within 1e-4."""
     away = np.asarray(away, dtype=float)
     hosts = {scope: shape.hosts_of(scope) for scope in failures.shares}
     alone = sum(failures.shares[scope] for scope, number in hosts.items() if number == 1) * away + reclaimed
     several = {scope: failures.shares[scope] * away for scope, number in hosts.items() if number > 1}
-    single, *means = (np.ravel(one) for one in np.broadcast_arrays(alone, *several.values()))
+    single, *means = (np.ravel(mean) for mean in np.broadcast_arrays(alone, *several.values()))
     dense = single if single.size <= 2 * GRID else np.geomspace(max(single.min(), 1e-12), single.max() + 2e-12, GRID)
     place = np.arange(single.size) if dense is single else np.interp(single, dense, np.arange(dense.size))
     lower = np.minimum(place.astype(int), max(0, dense.size - 2))
     between = (place - lower)[:, None]
     chance = _poisson(dense, shape.num_hosts)
-    most = [min(_most(mean), shape.num_hosts // hosts[scope] + 1) for scope, mean in zip(several, means, strict=True)]
-    chances = [[_chance_of(mean, n) for n in range(top)] for mean, top in zip(means, most, strict=True)]
+    chances = [_poisson(mean, shape.num_hosts // hosts[scope]).T for scope, mean in zip(several, means, strict=True)]
     weights: list[Array] = []
     columns: list[Array] = []
-    for counts in itertools.product(*map(range, most)):
+    for counts in itertools.product(*(range(len(each)) for each in chances)):
         of_several = sum(number * hosts[scope] for scope, number in zip(several, counts, strict=True))
         weight = np.ones(single.size)
         for each, number in zip(chances, counts, strict=True):
@@ -271,36 +296,18 @@ def _over_away(
     total = np.zeros((single.size, 4))
     for index, weight in enumerate(weights):
         some = np.flatnonzero(weight > LEAST_CHANCE)
-        here, part, found = lower[some], between[some], of_all[:, index]
-        found = found[here] * (1.0 - part) + found[np.minimum(here + 1, dense.size - 1)] * part
-        total[some] += weight[some, None] * found
+        here, part, values = lower[some], between[some], of_all[:, index]
+        values = values[here] * (1.0 - part) + values[np.minimum(here + 1, dense.size - 1)] * part
+        total[some] += weight[some, None] * values
     share, one_ring, fewer, whole = (column.reshape(np.shape(alone)) for column in total.T)
     # What is not counted has no ring left.
     return share, one_ring, fewer + np.maximum(0.0, 1.0 - whole)
 
 
-def _most(mean: Array) -> int:
-    """Beyond which counts do not matter."""
-    largest = float(np.max(mean))
-    return int(largest + 8 * math.sqrt(largest + 1) + 9)
-
-
-def _chance_of(mean: Array, number: int) -> Array:
-    found: Array = np.exp(number * np.log(np.maximum(mean, 1e-300)) - mean - math.lgamma(number + 1))
-    return found
-
-
 def _poisson(mean: Array, most: int) -> Array:
     """The chances of 0, 1, ... for each mean, as many as matter and `most` at most."""
-    k = np.arange(min(_most(mean), most + 1))
+    largest = float(np.max(mean))
+    k = np.arange(min(int(largest + 8 * math.sqrt(largest + 1) + 9), most + 1))
     log_factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, len(k))))))
     chance: Array = np.exp(k * np.log(np.maximum(mean[..., None], 1e-300)) - mean[..., None] - log_factorial)
     return chance
-
-
-def rings_again(shape: RunShape, hosts_away: Number, rings: Number) -> Number:
-    """Rings once hosts came back: spares are filled first, then whole rings (`control.placement`); as many as there can
-    be where none was left."""
-    gpus = shape.num_gpus - np.asarray(hosts_away) * shape.gpus_per_host
-    grown = np.clip((gpus - shape.spares) // shape.cp, 0, shape.dp)
-    return np.where(np.asarray(rings) > 0, np.maximum(rings, grown), rings_left(shape, hosts_away))

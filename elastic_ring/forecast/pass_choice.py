@@ -1,4 +1,4 @@
-"""How many sequences a pass has, and whether activations are kept: the fastest that fits, by the forecast. Pure."""
+"""Chooses the sequences of a pass and whether activations are kept: the fastest that fits, by the forecast. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from elastic_ring.model.config import ModelSizes
 
 AUTO, AS_SET = "auto", "as set"
 SLACK = 1.02
-"""Fewer sequences are taken where a step is at most so many times the fastest."""
+"""Of the choices whose step is at most so many times the fastest, the one with fewest sequences is best."""
 CPU_PASS_TOKENS = 1024
 """Tokens of a rank in a pass on CPUs, at most: a rank of the laptop preset computes no faster with more
 (benchmarks/results/steps/2026-11-29-defaults-CPU.md)."""
 SMALLEST_GPU = "A100-40"
-"""For GPUs that no forecast is of, activations are kept where a rank fits this one."""
+"""Stands for GPUs without a forecast: activations are kept if a rank fits this one."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ def choose_pass(
     gpu: str | None,
     density: float = 1.0,
 ) -> PassChoice:
-    """Resolve what is "auto" of `step.sequences_per_pass` and `scaling.keep_activations`; what is set stays.
+    """Resolve "auto" in `step.sequences_per_pass` and `scaling.keep_activations`; other values stay.
 
-    `model`: None for one without a plan. `gpu`: the type of the run's GPUs, None for one without a forecast. `density`:
-    of attention. Both settings are one choice: among those whose plan fits the GPU, with `dp` and with `min_dp` rings,
-    the fewest sequences within 2 % of the fastest step (`SLACK`).
+    `model`: None if it has no plan. `gpu`: the type of the run's GPUs, None if it has no forecast. `density`: of
+    attention. Both settings are one choice: among those whose plan fits the GPU, with `dp` and with `min_dp` rings, the
+    fewest sequences within 2 % of the fastest step (`SLACK`).
     """
     why_one = "its model has no plan" if model is None else model.one_a_pass
     if model is None or scaling.device == "cpu":
@@ -64,51 +64,8 @@ def choose_pass(
         return PassChoice(number, scaling.keep_activations is True, f"{_sequences(number)}: {reason}")
     if gpu is None and not why_one:
         why_one = "no forecast of the run's GPUs"
-    return fastest_pass(_scenario(model, scaling, step, run, gpu or SMALLEST_GPU, density), why_one)
-
-
-def fastest_pass(base: Scenario, one_a_pass: str = "") -> PassChoice:
-    """The choice for a scenario on GPUs; `one_a_pass` as in `ModelSizes`."""
-    model, step, scaling = base.model, base.step, base.scaling
-    share, counts = -(-step.global_batch // scaling.dp), [step.micro_batch]
-    if step.sequences_per_pass == AUTO and not one_a_pass:
-        counts = sorted({share, *(2**power for power in range(share.bit_length()))})
-    keeps = [scaling.keep_activations is True]
-    if scaling.keep_activations == AUTO and model.checkpoint_activations and not model.offload_activations:
-        keeps = [True, False]
-    steps_s: dict[tuple[int, bool], float] = {}
-    for number, kept in product(counts, keeps):
-        made = base.with_settings(*PassChoice(number, kept, "").settings(step, scaling))
-        fewest = dataclasses.replace(made.scaling, dp=scaling.min_dp, max_dp=None)
-        if made.fits and made.with_settings(made.step, fewest).fits:
-            steps_s[number, kept] = float(made.step_s(made.medians()))
-    if not steps_s:
-        return PassChoice(counts[0], keeps[-1], f"{_sequences(counts[0])}: no plan fits {base.fleet.gpu}")
-    fastest_s = min(steps_s.values())
-    number, kept = min(
-        (choice for choice, step_s in steps_s.items() if step_s <= fastest_s * SLACK),
-        key=lambda choice: (choice[0], steps_s[choice]),
-    )
-    activations = f", activations {'kept' if kept else 'recomputed'}" if model.checkpoint_activations else ""
-    because = one_a_pass or f"{steps_s[number, kept]:.3g} s a step on {base.fleet.gpu} by the forecast"
-    because = because if step.sequences_per_pass == AUTO else AS_SET
-    return PassChoice(number, kept, f"{_sequences(number)}{activations}: {because}")
-
-
-def with_choice(base: Scenario) -> Scenario:
-    """The scenario with what `fastest_pass` chooses, where something is "auto"."""
-    return base.with_settings(*fastest_pass(base).settings(base.step, base.scaling))
-
-
-def _sequences(number: int) -> str:
-    return "one sequence a pass" if number == 1 else f"{number} sequences a pass"
-
-
-def _scenario(
-    model: ModelSizes, scaling: ScalingConfig, step: StepConfig, run: RunConfig, gpu: str, density: float
-) -> Scenario:
-    fleet, attention = named_fleet(gpu), Attention(density=density)
-    return Scenario(
+    fleet, attention = named_fleet(gpu or SMALLEST_GPU), Attention(density=density)
+    scenario = Scenario(
         model=model.config,
         scaling=scaling,
         step=step,
@@ -124,3 +81,41 @@ def _scenario(
         latent=Latent(model.latent, 0) if model.latent else None,
         num_trained=model.num_trained,
     )
+    return fastest_pass(scenario, why_one)
+
+
+def fastest_pass(base: Scenario, one_a_pass: str = "") -> PassChoice:
+    """The choice for a scenario on GPUs; `one_a_pass` as in `ModelSizes`."""
+    model, step, scaling = base.model, base.step, base.scaling
+    share, counts = -(-step.global_batch // scaling.dp), [step.micro_batch]
+    if step.sequences_per_pass == AUTO and not one_a_pass:
+        counts = sorted({share, *(2**power for power in range(share.bit_length()))})
+    keeps = [scaling.keep_activations is True]
+    if scaling.keep_activations == AUTO and model.checkpoint_activations and not model.offload_activations:
+        keeps = [True, False]
+    steps_s: dict[tuple[int, bool], float] = {}
+    for number, kept in product(counts, keeps):
+        scenario = base.with_settings(*PassChoice(number, kept, "").settings(step, scaling))
+        fewest = dataclasses.replace(scenario.scaling, dp=scaling.min_dp, max_dp=None)
+        if scenario.fits and scenario.with_settings(scenario.step, fewest).fits:
+            steps_s[number, kept] = float(scenario.step_s(scenario.medians()))
+    if not steps_s:
+        return PassChoice(counts[0], keeps[-1], f"{_sequences(counts[0])}: no plan fits {base.fleet.gpu}")
+    fastest_s = min(steps_s.values())
+    number, kept = min(
+        (choice for choice, step_s in steps_s.items() if step_s <= fastest_s * SLACK),
+        key=lambda choice: (choice[0], steps_s[choice]),
+    )
+    activations = f", activations {'kept' if kept else 'recomputed'}" if model.checkpoint_activations else ""
+    because = one_a_pass or f"{steps_s[number, kept]:.3g} s a step on {base.fleet.gpu} by the forecast"
+    because = because if step.sequences_per_pass == AUTO else AS_SET
+    return PassChoice(number, kept, f"{_sequences(number)}{activations}: {because}")
+
+
+def with_choice(base: Scenario) -> Scenario:
+    """The scenario with "auto" resolved by `fastest_pass`."""
+    return base.with_settings(*fastest_pass(base).settings(base.step, base.scaling))
+
+
+def _sequences(number: int) -> str:
+    return "one sequence a pass" if number == 1 else f"{number} sequences a pass"

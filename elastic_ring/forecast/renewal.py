@@ -1,7 +1,7 @@
 """Tier 2: goodput loss by loss, a renewal simulation of many draws at once.
 
-The chances of a walk are a `Luck`, which tier 1 takes too: both then have the same losses, of the same scopes, with the
-same repairs, and what they differ by is not chance.
+Tier 1 takes the same `CommonRandomNumbers`: both then have the same losses, of the same scopes, with the same repairs,
+and do not differ by chance.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic_ring.forecast.goodput import (
     Failures,
     RunShape,
     Spot,
-    cost_of,
+    losses_cost_s,
     rate_per_s,
     rings_again,
     rings_left,
@@ -32,45 +32,44 @@ from elastic_ring.forecast.sizing.machines import Number
 MOST_LOSSES = 400
 """Losses that one draw goes through; a longer run is as good as its first part."""
 LOSSES_OF_A_POINT = 150
-"""The same of many walks that begin as at any later time."""
+"""The same in `mean_walked`, whose walks begin as at any later time."""
 REPAIRS = 20
-"""A walk that begins whole lasts for so many mean repairs, but for twice its losses at most."""
+"""Mean repairs that a walk lasts which begins with all hosts, but at most twice its losses."""
 
 
-class Luck:
-    """Rows of numbers, one a loss, each with one of each draw: unit exponentials, two uniforms, a normal. They are
-    drawn as they are asked for, by `rng`. `times`: draws are so many blocks, and all blocks have the same chances."""
+class CommonRandomNumbers:
+    """Rows of random numbers, one row a loss and one number a draw: unit exponentials, two uniforms, a normal; drawn on
+    demand by `rng`. `times`: draws are so many blocks, and all blocks have the same numbers."""
 
     def __init__(self, rng: np.random.Generator, num_draws: int, times: int = 1) -> None:
         self._rng, self._num, self._times = rng, num_draws, times
         self._first = rng.spawn(4)
-        self._rows: list[tuple[Array, Array, Array, Array]] = []
+        self._rows: list[tuple[Array, ...]] = []
 
-    def row(self, index: int) -> tuple[Array, Array, Array, Array]:
+    def row(self, index: int) -> tuple[Array, ...]:
         while len(self._rows) <= index:
             rng, num = self._rng, self._num
             drawn = (rng.exponential(1.0, num), rng.random(num), rng.random(num), rng.standard_normal(num))
-            tiled = [np.tile(one, self._times) for one in drawn]
-            self._rows.append((tiled[0], tiled[1], tiled[2], tiled[3]))
+            self._rows.append(tuple(np.tile(column, self._times) for column in drawn))
         return self._rows[index]
 
-    def at_first(self, hosts: int, slots: int) -> tuple[Array, Array, Array, Array]:
-        """Of the beginning: a uniform of each draw, one of each host and of each slot, and a normal of each slot. More
+    def at_first(self, hosts: int, slots: int) -> tuple[Array, ...]:
+        """The beginning: a uniform of each draw, one of each host and of each slot, and a normal of each slot. More
         hosts or slots leave those of the first as they are."""
         dry, each, left, long = self._first
-        rows = [dry.random((1, self._num)), *(one.random((n, self._num)) for one, n in ((each, hosts), (left, slots)))]
+        rows = [dry.random((1, self._num)), each.random((hosts, self._num)), left.random((slots, self._num))]
         rows.append(long.standard_normal((slots, self._num)))
-        tiled = [np.tile(one.T, (self._times, 1)) for one in rows]
-        return tiled[0][:, 0], tiled[1], tiled[2], tiled[3]
+        tiled = [np.tile(row.T, (self._times, 1)) for row in rows]
+        return tiled[0][:, 0], *tiled[1:]
 
 
 def rates_of(shape: RunShape, failures: Failures, gpu_hours: Number) -> dict[str, Number]:
-    """Losses a second by scope, those of spot capacity too."""
+    """Losses a second by scope, with those of spot capacity."""
     rate = rate_per_s(shape, gpu_hours)
-    found = {scope: share * rate for scope, share in failures.shares.items() if share > 0}
+    rates = {scope: share * rate for scope, share in failures.shares.items() if share > 0}
     if shape.spot is not None:
-        found |= {"reclaim": shape.full_hosts / shape.spot.on_s, "dry": 1.0 / shape.spot.dry_s}
-    return found
+        rates |= {"reclaim": shape.full_hosts / shape.spot.on_s, "dry": 1.0 / shape.spot.dry_s}
+    return rates
 
 
 def simulate_goodput(
@@ -78,48 +77,53 @@ def simulate_goodput(
     failures: Failures,
     gpu_hours: Array,
     duration_s: float,
-    luck: Luck,
+    numbers: CommonRandomNumbers,
     repair: Number = 1.0,
     steady: bool = False,
     most_losses: int = MOST_LOSSES,
 ) -> Array:
-    """The goodput of each draw: one walk through its losses, all draws side by side. A draw is as long as
-    `duration_s`, or until `most_losses` on average have come. `steady`: spot hosts are away from the beginning, as many
-    as at any later time; a walk through a large fleet ends before the first of them are back."""
+    """The goodput of each draw: one walk through its losses, all draws side by side. A draw lasts `duration_s`, or
+    until `most_losses` on average have come. `steady`: spot hosts are away from the beginning, as many as at any later
+    time; a walk through a large fleet ends before the first of them are back."""
     draws = len(gpu_hours)
+
+    def by_draw(values: Sequence[Number]) -> Array:
+        return np.stack([np.broadcast_to(np.asarray(value, dtype=float), (draws,)) for value in values])
+
     rates = rates_of(shape, failures, gpu_hours)
-    each = np.stack([np.broadcast_to(np.asarray(one, dtype=float), (draws,)) for one in rates.values()])
+    each = by_draw(list(rates.values()))
     total = each.sum(0)
     until_scope = np.cumsum(each, axis=0) / total
-    median_s, deviation, repair_s = _repairs(shape, failures, list(rates), draws, repair)
+    (median_h, wide), spot = failures.repair_hours, shape.spot
+    is_spot = [spot is not None and scope in ("reclaim", "dry") for scope in rates]
+    median_s = by_draw([spot.off_s if spot and away else median_h * repair * HOUR for away in is_spot])
+    deviation = np.array([spot.off_deviation if spot and away else wide for away in is_spot])
+    repair_s = median_s * np.exp(deviation[:, None] ** 2 / 2)
     most_s = most_losses / total
     span = np.minimum(duration_s, np.clip(REPAIRS * repair_s.max(0), most_s, 2 * most_s))
-    by_draw = {
-        name: np.stack([np.broadcast_to(np.asarray(of(scope), dtype=float), (draws,)) for scope in rates])
-        for name, of in (("hosts", shape.hosts_of), ("taken", shape.taken_of), ("detect_s", shape.detect_of))
-    }
+    sizes = [by_draw([of(scope) for scope in rates]) for of in (shape.hosts_of, shape.gpus_of, shape.detect_of)]
     is_reclaim = np.array([scope == "reclaim" for scope in rates])
     num_hosts = np.broadcast_to(np.asarray(shape.num_hosts, dtype=float), (draws,))
     mean = float((each * repair_s).sum(0).max())
-    away = Away(draws, int(min(num_hosts.max(), mean + 6 * math.sqrt(mean) + 6)))
+    away = HostsAway(draws, int(min(num_hosts.max(), mean + 6 * math.sqrt(mean) + 6)))
     now, kept, lost = np.zeros(draws), np.zeros(draws), np.zeros(draws)
     row, rings = np.arange(draws), np.full(draws, float(shape.dp))
     if steady and shape.spot is not None:
-        away.begin(*_away_at_first(shape, shape.spot, away.slots, luck))
+        away.begin(*_away_at_first(shape, shape.spot, away.slots, numbers))
         rings = np.minimum(rings, rings_left(shape, away.hosts))
     regrow_s = shape.rebuild_s + shape.heal_s
     for index in range(1_000_000):
-        gap, pick, whom, normal = luck.row(index)
+        gap, pick, whom, normal = numbers.row(index)
         until = np.minimum(now + gap / total, span)
         kept += (until - now) * rings / shape.dp
-        added, rises, rings = _returns(shape, away, until, rings)
+        added, rises, rings = _hosts_return(shape, away, until, rings)
         kept += added
         lost += np.minimum(rises * regrow_s, until - now)
         live = until < span
         if not live.any():
             break
         scope = np.minimum((pick > until_scope).sum(0), len(rates) - 1)
-        hosts, taken, detect_s = (one[scope, row] for one in by_draw.values())
+        hosts, gpus, detect_s = (size[scope, row] for size in sizes)
         reclaimed = is_reclaim[scope]
         # Hosts that are away already are not lost again, and where none is left none is.
         among = np.where(reclaimed, shape.full_hosts, num_hosts)
@@ -129,13 +133,12 @@ def simulate_goodput(
         away_s = median_s[scope, row] * np.exp(deviation[scope] * normal)
         away.add(fresh, (until + away_s)[fresh], np.minimum(hosts, num_hosts - away.hosts)[fresh])
         rest = np.minimum(rings, rings_left(shape, away.hosts))
-        cost = cost_of(shape, taken, detect_s, reclaimed, rings, rest)
+        cost = losses_cost_s(shape, gpus, detect_s, reclaimed, rings, rest)
         lost += np.where(live, np.minimum(hit * cost, span - until), 0.0)
         now, rings = until, rest
     planned = failures.planned_per_day / DAY * span * (shape.rebuild_s + 0.5 * shape.step_s)
     share = (kept - lost - planned) / span / (1.0 + shape.wait_s / shape.interval_s)
-    found: Array = np.clip(share, 0.02, 1.0)
-    return found
+    return np.asarray(np.clip(share, 0.02, 1.0))
 
 
 def mean_walked(
@@ -146,68 +149,47 @@ def mean_walked(
     duration_s: float,
     walks: int,
 ) -> list[float]:
-    """The goodput of each shape, the mean of so many walks. All go through the same chances: they differ by nothing
-    else than what is asked of them."""
-    luck = Luck(np.random.default_rng(0), walks, len(shapes))
-    hours, repair = (np.repeat(one, walks) for one in (gpu_hours, repairs))
-    together = _together(shapes, walks)
-    walked = simulate_goodput(together, failures, hours, duration_s, luck, repair, True, LOSSES_OF_A_POINT)
-    return [float(one) for one in walked.reshape(len(shapes), walks).mean(1)]
+    """The goodput of each shape, averaged over so many walks. All have the same random numbers: they differ by nothing
+    but their arguments."""
+    numbers = CommonRandomNumbers(np.random.default_rng(0), walks, len(shapes))
+    hours, repair = (np.repeat(values, walks) for values in (gpu_hours, repairs))
 
-
-def _together(shapes: Sequence[RunShape], walks: int) -> RunShape:
-    """One shape, whose figures are arrays of so many walks of each."""
-
-    def stacked(first: Any, several: Sequence[Any]) -> dict[str, Any]:
-        values = {one.name: [getattr(each, one.name) for each in several] for one in fields(first)}
-        return {name: np.repeat(each, walks) for name, each in values.items() if len(set(each)) > 1}
+    def differing(several: Sequence[RunShape] | Sequence[Spot]) -> Any:
+        """The fields that are not the same in all, as arrays of so many walks of each."""
+        columns = {each.name: [getattr(shape, each.name) for shape in several] for each in fields(several[0])}
+        return {name: np.repeat(values, walks) for name, values in columns.items() if len(set(values)) > 1}
 
     spots = [shape.spot for shape in shapes if shape.spot is not None]
-    spot = replace(spots[0], **stacked(spots[0], spots)) if spots else None
-    alike = [replace(shape, spot=None) for shape in shapes]
-    return replace(alike[0], **stacked(alike[0], alike), spot=spot)
+    plain = [replace(shape, spot=None) for shape in shapes]
+    spot = replace(spots[0], **differing(spots)) if spots else None
+    joined = replace(plain[0], **differing(plain), spot=spot)
+    walked = simulate_goodput(joined, failures, hours, duration_s, numbers, repair, True, LOSSES_OF_A_POINT)
+    return [float(mean) for mean in walked.reshape(len(shapes), walks).mean(1)]
 
 
-def _away_at_first(shape: RunShape, spot: Spot, slots: int, luck: Luck) -> tuple[Array, Array]:
-    """When what is away at any time comes back, and its hosts: single ones, and all of them in a draw whose capacity is
-    gone. The time left of an absence that is found under way is a uniform share of one that is drawn by its length."""
-    off_s, share_off, dry_s, full, whole = (
-        np.asarray(one, dtype=float).reshape(-1, 1)
-        for one in (spot.off_s, spot.share_off, spot.dry_s, shape.full_hosts, shape.num_hosts)
+def _away_at_first(shape: RunShape, spot: Spot, slots: int, numbers: CommonRandomNumbers) -> tuple[Array, Array]:
+    """When hosts that are away at any time come back, and how many: single ones, and all in a draw whose capacity is
+    gone. The time left of an absence under way is a uniform share of one that is drawn by its length."""
+    off_s, share_off, dry_s, full, whole, mean_off_s = (
+        np.asarray(value, dtype=float).reshape(-1, 1)
+        for value in (spot.off_s, spot.share_off, spot.dry_s, shape.full_hosts, shape.num_hosts, spot.mean_off_s)
     )
-    dry, each, left, normal = luck.at_first(round(float(full.max())), slots)
+    dry, each, left, normal = numbers.at_first(round(float(full.max())), slots)
     long_s = off_s * np.exp(spot.off_deviation**2 + spot.off_deviation * normal)
     single = ((each < share_off) & (np.arange(each.shape[1]) < np.rint(full))).sum(1)[:, None]
-    mean_off_s = np.asarray(spot.mean_off_s, dtype=float).reshape(-1, 1)
     is_dry = dry[:, None] < mean_off_s / (dry_s + mean_off_s)
     used = np.arange(slots) < np.where(is_dry, 1, np.minimum(single, slots))
     return np.where(used, long_s * left, np.inf), np.where(used, np.where(is_dry, whole, 1.0), 0.0)
 
 
-def _repairs(
-    shape: RunShape, failures: Failures, scopes: list[str], draws: int, repair: Number
-) -> tuple[Array, Array, Array]:
-    """Of each scope and draw the median in seconds and, of each scope, the deviation; and the mean in seconds."""
-    median_h, deviation = failures.repair_hours
-    medians, deviations = [], []
-    for scope in scopes:
-        is_spot = scope in ("reclaim", "dry") and shape.spot is not None
-        median_s = shape.spot.off_s if is_spot and shape.spot is not None else median_h * repair * HOUR
-        medians.append(np.broadcast_to(np.asarray(median_s, dtype=float), (draws,)))
-        deviations.append(shape.spot.off_deviation if is_spot and shape.spot is not None else deviation)
-    median, wide = np.stack(medians), np.array(deviations)
-    return median, wide, median * np.exp(wide[:, None] ** 2 / 2)
-
-
-def _returns(shape: RunShape, away: Away, until: Array, rings: Array) -> tuple[Array, Array, Array]:
-    """What hosts that come back before the next loss add, each of them by itself, the soonest first; how often rings
-    were added, and how many there are then."""
+def _hosts_return(shape: RunShape, away: HostsAway, until: Array, rings: Array) -> tuple[Array, Array, Array]:
+    """Share-seconds that hosts add which come back before the next loss, each by itself, the soonest first; how often
+    rings were added; and the rings then."""
     added, rises = np.zeros(len(until)), np.zeros(len(until))
     some = np.flatnonzero(away.soonest_at < until)
     while some.size:
         at = away.soonest_at[some]
         away.take_back(some)
-        # Others keep their rings.
         grown = rings_again(shape, away.hosts, rings)
         more = (grown - rings)[some]
         added[some] += (until[some] - at) * more / shape.dp
@@ -217,9 +199,9 @@ def _returns(shape: RunShape, away: Away, until: Array, rings: Array) -> tuple[A
     return added, rises, rings
 
 
-class Away:
-    """Hosts that are away, of each draw: when each loss is back, and how many hosts it took. The first `used` slots of
-    a draw are in use."""
+class HostsAway:
+    """Hosts that are away in each draw: a slot for each loss has the time of their return and their number. The first
+    `_used` slots of a draw are in use."""
 
     def __init__(self, draws: int, slots: int) -> None:
         self.slots, self._used = slots, np.zeros(draws, dtype=int)
@@ -228,13 +210,13 @@ class Away:
         self.soonest_at, self._soonest = np.full(draws, np.inf), np.zeros(draws, dtype=int)
 
     def begin(self, at: Array, hosts: Array) -> None:
-        """Slots that are used come first."""
+        """Set all slots; used slots come first."""
         self._at, self._hosts, self._used = at, hosts, (hosts > 0).sum(1)
         self.hosts = hosts.sum(1)
-        self._find(np.arange(len(at)))
+        self._find_soonest(np.arange(len(at)))
 
     def add(self, draws: NDArray[np.intp], at: Array, hosts: Array) -> None:
-        """In place of the last one where no slot is free."""
+        """Add a loss to each of these draws, in place of the last one if no slot is free."""
         is_full = self._used[draws] == self.slots
         place = np.minimum(self._used[draws], self.slots - 1)
         self.hosts[draws] += hosts - self._hosts[draws, place]
@@ -243,19 +225,19 @@ class Away:
         sooner = at < self.soonest_at[draws]
         self.soonest_at[draws[sooner]], self._soonest[draws[sooner]] = at[sooner], place[sooner]
         if is_full.any():  # the one that was replaced may have been the soonest
-            self._find(draws[is_full])
+            self._find_soonest(draws[is_full])
 
     def take_back(self, draws: NDArray[np.intp]) -> None:
-        """The soonest of each of these."""
+        """Remove the soonest loss of each of these draws."""
         place, last = self._soonest[draws], self._used[draws] - 1
         self.hosts[draws] -= self._hosts[draws, place]
         for column in (self._at, self._hosts):
             column[draws, place] = column[draws, last]
         self._at[draws, last], self._hosts[draws, last] = np.inf, 0.0
         self._used[draws] = last
-        self._find(draws)
+        self._find_soonest(draws)
 
-    def _find(self, draws: NDArray[np.intp]) -> None:
+    def _find_soonest(self, draws: NDArray[np.intp]) -> None:
         width = max(1, int(self._used[draws].max()))
         self._soonest[draws] = self._at[draws, :width].argmin(1)
         self.soonest_at[draws] = self._at[draws, self._soonest[draws]]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,24 +15,22 @@ from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.options import AUTO, parse_copies
 from elastic_ring.forecast.answers.money import Price, energy_kw
 from elastic_ring.forecast.goodput import HOUR, Failures, RunShape, Spot, mean_goodput
-from elastic_ring.forecast.renewal import Luck, mean_walked, simulate_goodput
-from elastic_ring.forecast.sizing.jobs import job_of
-from elastic_ring.forecast.sizing.machines import Efficiency, Fleet, Number, efficiency_of
+from elastic_ring.forecast.renewal import CommonRandomNumbers, mean_walked, simulate_goodput
+from elastic_ring.forecast.sizing.machines import Efficiency, Fleet, Number, Range, around, efficiency_of, quantiles
 from elastic_ring.forecast.sizing.memory import SNAPSHOT_BYTES, ModelPlan, plan_of
 from elastic_ring.forecast.sizing.rates import Rates
-from elastic_ring.forecast.sizing.step_time import DENSE, Attention, Job, Latent, StepTime, step_time
-from elastic_ring.forecast.sizing.uncertain import Range, around, quantiles
+from elastic_ring.forecast.sizing.step_time import DENSE, Attention, Job, Latent, StepTime, job_of, step_time
 from elastic_ring.model.config import ModelConfig
 
 Draws = Mapping[str, Number]
 NUM_DRAWS = 10_000
 WALKED_DRAWS, WALKED_SPOT_DRAWS, WALKS_OF_A_POINT = 400, 150, 64
-"""Draws that the renewal simulation walks; what they differ by from the closed form is dealt out to the others. Hosts
-that come and go make a walk longer. What is told of one point of spot capacity is the mean of so many walks."""
+"""Draws that the renewal simulation walks; their difference from the closed form is dealt out to the others. Walks of
+spot capacity take longer, and one point of it averages `WALKS_OF_A_POINT`."""
 DETECT_S = {"process": 0.01, "host": 5.0}
 """Time to detect a death: of a process 0.002 to 0.011 s (benchmarks/results/recovery), of a host up to 5.4."""
 CHECKPOINT_WAIT_S = 0.05
-"""What training waits for a checkpoint of 12 GB a rank: 0.04 s (benchmarks/results/checkpoint)."""
+"""Training waits for a checkpoint of 12 GB a rank: 0.04 s (benchmarks/results/checkpoint)."""
 REBUILD_S: Mapping[str, tuple[float, float]] = {"cuda": (0.23, 0.23), "cpu": (0.12, 0.0)}
 """Groups of one rank, and what each doubling of the ranks adds: 0.46 s in fifty kills on two H200s, 0.69 on four while
 no process starts (benchmarks/results/recovery); on a quiet CPU host. Beyond four ranks it is assumed."""
@@ -41,9 +38,9 @@ CORE_RANK_S = 1.1e-4
 """CPU time of the control core for each rank of a recovery: 0.12 s of 1,024, 1.8 s of 16,384
 (benchmarks/results/recovery/core_curve)."""
 FIRST_STEP_S: Mapping[str, float] = {"cuda": 0.19, "cpu": 0.0}
-"""What the step that runs again takes beside a step: of the same series."""
+"""Extra time of the step that runs again, in the same series."""
 HEAL_S = 0.1
-"""A heal's link and its digests."""
+"""Time of a heal's link and its digests."""
 HEAL_SHARE = 0.6
 """A heal's share of a link's rate: 0.57 to 0.68 of a plain copy were measured."""
 COPY_SHARE = 0.003
@@ -52,12 +49,11 @@ COPY_SHARE = 0.003
 
 @dataclass(frozen=True)
 class Scenario:
-    """One configuration on one fleet. `pattern`: what it leaves of attention in a ring of so many ranks;
-    `measured_step_s`: in place of the model of step time; `correction`: by which an earlier run's step differed from
-    its forecast, with what is left of its spread; `built_in` and `num_trained` as in `StepMemory`, `num_own` as in
-    `plan_of`, `latent` as in `Job`; `doubled_s`: what each doubling of the ranks adds to a rebuild, in place of
-    `REBUILD_S`; `alone_step_s`: a step on cores that nothing else wants, since a recovery takes
-    as many times longer as a step does."""
+    """One configuration on one fleet. `pattern`: attention's work by the length of the ring. `measured_step_s` replaces
+    the model of step time; `correction`: ratio of an earlier run's step to its forecast, and the spread left.
+    `built_in`, `num_trained` as in `StepMemory`, `num_own` as in `plan_of`, `latent` as in `Job`. `doubled_s`: rebuild
+    time added by each doubling of the ranks, in place of `REBUILD_S`. `alone_step_s`: a step on idle cores; a recovery
+    slows down with the step."""
 
     model: ModelConfig
     scaling: ScalingConfig
@@ -128,7 +124,7 @@ class Scenario:
 
     @cached_property
     def extrapolated(self) -> dict[str, float]:
-        """How many times larger the configuration is than the largest case that the class was fitted on."""
+        """Ratios above 1.05 of the configuration's sizes to the largest case that the class was fitted on."""
         gpus, parameters = self.eff.seen
         ratios = {"GPUs": self.scaling.mesh.size / gpus, "parameters": self.plan.num_parameters / parameters}
         return {name: ratio for name, ratio in ratios.items() if ratio > 1.05}
@@ -147,7 +143,7 @@ class Scenario:
         return self.step_of(draws).total_s * scale * (self.correction or (1.0, 0.0))[0]
 
     def inputs(self) -> dict[str, Range]:
-        """What a forecast is uncertain of. Factors have a median of 1."""
+        """The uncertain inputs of a forecast. Factors have a median of 1."""
         spread, origin = self.eff.spread, self.eff.origin
         if self.measured_step_s is not None:
             spread, origin = 0.02, "measured"
@@ -155,7 +151,7 @@ class Scenario:
             spread, origin = self.correction[1], "measured"
         if self.measured_step_s is None:
             spread += 0.02 * math.log10(max([1.0, *self.extrapolated.values()]))
-        found = {
+        inputs = {
             "step": around(1.0, spread, "x", origin),
             "links": Range(0.7, 1.0, 1.15, "x"),
             "jitter": Range(0.4, 1.0, 3.0, "x", self.eff.jitter_origin),
@@ -164,7 +160,7 @@ class Scenario:
             "rebuild": Range(0.4, 1.0, 3.0, "x"),
             "storage": Range(0.5, 1.0, 1.2, "x"),
         }
-        return found | ({"price": self.price.range(), **self.price.capacity()} if self.price else {})
+        return inputs | ({"price": self.price.range(), **self.price.capacity()} if self.price else {})
 
     def shape(self, draws: Draws, step_s: Number) -> RunShape:
         spec, ranks = self.fleet.spec, self.scaling.mesh.size
@@ -175,7 +171,13 @@ class Scenario:
         slow: Number = 1.0 if self.alone_step_s is None else np.maximum(1.0, step_s / self.alone_step_s)
         rebuild_s = alone + doubled * math.log2(ranks) + FIRST_STEP_S[self.scaling.device] + CORE_RANK_S * ranks
         written_s = self.checkpoint_bytes / (self.fleet.links.storage_gb_s * 1e9 * draws["storage"])
-        interval_s: Number = self._interval_s(step_s, written_s)
+        checkpoints = self.run.checkpoint_config
+        if not checkpoints.is_on:  # as long as the run
+            interval_s: Number = self.tokens / self.tokens_per_step * np.asarray(step_s, dtype=float)
+        elif checkpoints.every_s is not None:
+            interval_s = np.maximum(checkpoints.every_s, written_s)
+        else:
+            interval_s = np.maximum(checkpoints.every_steps * step_s if checkpoints.every_steps else 600.0, written_s)
         return RunShape(
             self.scaling.dp,
             self.scaling.cp,
@@ -204,160 +206,132 @@ class Scenario:
         on_s, off_s, dry_s = (draws[name] * HOUR for name in ("on_hours", "off_hours", "dry_hours"))
         return Spot(on_s, off_s, dry_s, self.price.notice_s)
 
-    def _interval_s(self, step_s: Number, written_s: Number) -> Number:
-        """As the settings say, else as often as one is written; without checkpoints as long as the run."""
-        asked = self.run.checkpoint_config
-        if not asked.is_on:
-            return self.tokens / self.tokens_per_step * np.asarray(step_s, dtype=float)
-        if asked.every_s is not None:
-            return np.maximum(asked.every_s, written_s)
-        return np.maximum(asked.every_steps * step_s if asked.every_steps else 600.0, written_s)
-
     def evaluate(self, draws: Draws) -> dict[str, Number]:
         """Step, goodput in closed form, seconds, GPU-hours and dollars."""
         step_s = self.step_s(draws)
         goodput = mean_goodput(self.shape(draws, step_s), self.failures, draws["gpu_hours"], draws["repair"])
-        return self._totals(step_s, goodput, draws)
+        return self.totals(step_s, goodput, draws)
 
-    def _totals(self, step_s: Number, goodput: Number, draws: Draws) -> dict[str, Number]:
-        # Of spot capacity no more is committed than is there and paid for.
-        spot = self._spot(draws)
-        goodput = np.maximum(goodput, 0.02)
+    def totals(self, step_s: Number, goodput: Number, draws: Draws) -> dict[str, Number]:
+        """The figures of `evaluate` for a given goodput. Spot capacity commits no more than is there and paid for."""
+        spot, goodput = self._spot(draws), np.maximum(goodput, 0.02)
         if spot is not None:
             goodput = np.minimum(goodput, spot.share_paid * self.num_gpus / self.scaling.mesh.size)
         run_s = self.tokens / self.tokens_per_step * step_s / goodput
         gpu_hours = run_s / HOUR * self.num_gpus
-        found = {"step_s": step_s, "goodput": goodput, "run_s": run_s, "gpu_hours": gpu_hours}
-        found["paid_hours"] = gpu_hours if spot is None else gpu_hours * spot.share_paid
-        found["mwh"] = found["paid_hours"] * energy_kw(self.fleet, 1) / 1e3
-        return found | ({"usd": found["paid_hours"] * draws["price"]} if "price" in draws else {})
+        totals = {"step_s": step_s, "goodput": goodput, "run_s": run_s, "gpu_hours": gpu_hours}
+        totals["paid_hours"] = gpu_hours if spot is None else gpu_hours * spot.share_paid
+        totals["mwh"] = totals["paid_hours"] * energy_kw(self.fleet, 1) / 1e3
+        return totals | ({"usd": totals["paid_hours"] * draws["price"]} if "price" in draws else {})
 
     def medians(self) -> dict[str, Number]:
-        return {name: one.p50 for name, one in self.inputs().items()}
+        return {name: values.p50 for name, values in self.inputs().items()}
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The answer: medians, draws and their quantiles, and what moves them."""
+    """Figures at the medians, draws of them, and the tornado: (input, result at its P10, at its P90), the largest swing
+    first, in dollars, or seconds without a price."""
 
     scenario: Scenario
-    middle: Mapping[str, Any]
+    middle: Mapping[str, float]
     draws: Mapping[str, NDArray[np.float64]]
-    tornado: list[tuple[str, float, float]] = field(default_factory=list)
+    tornado: list[tuple[str, float, float]]
 
     def quantiles(self, name: str) -> tuple[float, float, float]:
         return quantiles(self.draws[name])
 
     def probability(self, deadline_s: float | None, budget_usd: float | None) -> dict[str, float]:
-        """That the run is done in time, within the money, and both; 0 where a rank does not fit its GPU."""
-        num = len(self.draws["run_s"])
-        in_time = self.draws["run_s"] <= deadline_s if deadline_s is not None else np.ones(num, bool)
-        paid = self.draws["usd"] <= budget_usd if budget_usd is not None else np.ones(num, bool)
-        fits = float(self.scenario.fits)
-        found = {"deadline": fits * float(in_time.mean()), "budget": fits * float(paid.mean())}
-        asked = {"deadline": deadline_s is not None, "budget": budget_usd is not None}
-        found = {name: chance for name, chance in found.items() if asked[name]}
-        return found | ({"both": fits * float((in_time & paid).mean())} if all(asked.values()) else {})
+        """Chances that the run meets the deadline, the budget, and both; 0 if a rank does not fit its GPU."""
+        met = {}
+        if deadline_s is not None:
+            met["deadline"] = self.draws["run_s"] <= deadline_s
+        if budget_usd is not None:
+            met["budget"] = self.draws["usd"] <= budget_usd
+        if len(met) == 2:
+            met["both"] = met["deadline"] & met["budget"]
+        return {name: float(self.scenario.fits) * float(draws.mean()) for name, draws in met.items()}
 
 
 def forecast(scenario: Scenario, seed: int = 0, num_draws: int = NUM_DRAWS) -> Forecast:
-    """The forecast of a scenario: `num_draws` draws of its inputs, and of chance within a run."""
+    """The forecast of a scenario: `num_draws` draws of its inputs, and of chance within a run: the ratios of walked to
+    closed-form losses are dealt out to all draws."""
     rng = np.random.default_rng(seed)
     inputs = scenario.inputs()
-    drawn = {name: one.draw(num_draws, rng) for name, one in inputs.items()}
-    found = scenario.evaluate(drawn)
-    goodput = _with_chance(scenario, drawn, found, rng)
-    totals = scenario._totals(found["step_s"], goodput, drawn)
-    draws = {name: np.broadcast_to(np.asarray(one, dtype=float), (num_draws,)) for name, one in totals.items()}
+    drawn = {name: values.draw(num_draws, rng) for name, values in inputs.items()}
+    closed = scenario.evaluate(drawn)
+    walks = WALKED_DRAWS if "on_hours" not in inputs else WALKED_SPOT_DRAWS
+    some = {name: values[:walks] for name, values in drawn.items()}
+    step_s, closed_goodput = (
+        np.broadcast_to(np.asarray(closed[name], dtype=float), (num_draws,)) for name in ("step_s", "goodput")
+    )
+    shape, planned_s = scenario.shape(some, step_s[:walks]), quantiles(np.asarray(closed["run_s"]))[1]
+    numbers = CommonRandomNumbers(rng, min(walks, num_draws))
+    walked = simulate_goodput(shape, scenario.failures, some["gpu_hours"], planned_s, numbers, some["repair"], True)
+    ratios = (1.0 - walked) / np.maximum(1.0 - closed_goodput[:walks], 1e-6)
+    goodput = np.clip(1.0 - (1.0 - closed_goodput) * rng.choice(ratios, size=num_draws), 0.02, 1.0)
+    totals = scenario.totals(closed["step_s"], goodput, drawn)
+    draws = {name: np.broadcast_to(np.asarray(value, dtype=float), (num_draws,)) for name, value in totals.items()}
+
     middle = scenario.medians()
-    rows = _ends(scenario)
-    first, *rest = totals_at([(scenario, middle), *((scenario, {**middle, name: end}) for name, end in rows)])
-    return Forecast(scenario, first, draws, _largest(rows, rest))
+    ends = [(scenario, {**middle, name: end}) for name, values in inputs.items() for end in (values.p10, values.p90)]
+    first, *rest = totals_at([(scenario, middle), *ends])
+    by = "usd" if "usd" in first else "run_s"
+    swings = [(name, low[by], high[by]) for name, low, high in zip(inputs, rest[::2], rest[1::2], strict=True)]
+    return Forecast(scenario, first, draws, sorted(swings, key=lambda row: -abs(row[2] - row[1]))[:8])
 
 
-def _with_chance(scenario: Scenario, drawn: Draws, found: Mapping[str, Number], rng: np.random.Generator) -> Number:
-    """How many times the loss of the closed form the walked draws lose, dealt out to all draws."""
-    walks = WALKED_DRAWS if scenario._spot(drawn) is None else WALKED_SPOT_DRAWS
-    some = {name: one[:walks] for name, one in drawn.items()}
-    step_s = np.broadcast_to(np.asarray(found["step_s"], dtype=float), np.shape(drawn["step"]))[:walks]
-    closed = np.asarray(found["goodput"], dtype=float)
-    shape = scenario.shape(some, step_s)
-    planned_s = quantiles(np.asarray(found["run_s"]))[1]
-    luck = Luck(rng, min(walks, len(closed)))
-    walked = simulate_goodput(shape, scenario.failures, some["gpu_hours"], planned_s, luck, some["repair"], True)
-    times = (1.0 - walked) / np.maximum(1.0 - closed[:walks], 1e-6)
-    return np.clip(1.0 - (1.0 - closed) * rng.choice(times, size=len(closed)), 0.02, 1.0)
-
-
-def totals_at(asked: Sequence[tuple[Scenario, Draws]]) -> list[dict[str, float]]:
-    """The figures of scenarios on one fleet, each at one point, in closed form. Of spot capacity each number of spares
-    and each way in which hosts come and go is walked too: what a walk loses beside the closed form, all others of it
-    lose."""
-    totals = [one.evaluate(draws) for one, draws in asked]
-    shapes = [one.shape(draws, found["step_s"]) for (one, draws), found in zip(asked, totals, strict=True)]
+def totals_at(points: Sequence[tuple[Scenario, Draws]]) -> list[dict[str, float]]:
+    """The figures of scenarios on one fleet, each at one point, in closed form. With spot capacity each number of
+    spares and each way in which hosts come and go is walked too: all points of it lose as many times the closed form's
+    loss as its walks."""
+    totals = [scenario.evaluate(draws) for scenario, draws in points]
+    shapes = [
+        scenario.shape(draws, figures["step_s"]) for (scenario, draws), figures in zip(points, totals, strict=True)
+    ]
     if shapes[0].spot is not None:
         kinds = [(shape.spares, shape.spot) for shape in shapes]
-        some = {kind: kinds.index(kind) for kind in kinds}
+        firsts = {kind: kinds.index(kind) for kind in kinds}
         walked = mean_walked(
-            [shapes[index] for index in some.values()],
-            asked[0][0].failures,
-            [float(asked[index][1]["gpu_hours"]) for index in some.values()],
-            [float(asked[index][1]["repair"]) for index in some.values()],
+            [shapes[index] for index in firsts.values()],
+            points[0][0].failures,
+            [float(points[index][1]["gpu_hours"]) for index in firsts.values()],
+            [float(points[index][1]["repair"]) for index in firsts.values()],
             float(totals[0]["run_s"]),
             WALKS_OF_A_POINT,
         )
-        times = {
-            kind: (1.0 - good) / (1.0 - float(totals[index]["goodput"]))
-            for (kind, index), good in zip(some.items(), walked, strict=True)
+        ratios = {
+            kind: (1.0 - goodput) / (1.0 - float(totals[index]["goodput"]))
+            for (kind, index), goodput in zip(firsts.items(), walked, strict=True)
         }
         totals = [
-            one._totals(found["step_s"], 1.0 - (1.0 - found["goodput"]) * times[kind], draws)
-            for (one, draws), found, kind in zip(asked, totals, kinds, strict=True)
+            scenario.totals(figures["step_s"], 1.0 - (1.0 - figures["goodput"]) * ratios[kind], draws)
+            for (scenario, draws), figures, kind in zip(points, totals, kinds, strict=True)
         ]
-    return [{name: float(one) for name, one in found.items()} for found in totals]
-
-
-def tornado(scenario: Scenario) -> list[tuple[str, float, float]]:
-    """(input, result at its P10, at its P90), the largest swing first; of dollars, or of time where nothing has a
-    price."""
-    middle, rows = scenario.medians(), _ends(scenario)
-    return _largest(rows, totals_at([(scenario, {**middle, name: end}) for name, end in rows]))
-
-
-def _ends(scenario: Scenario) -> list[tuple[str, float]]:
-    return [(name, end) for name, one in scenario.inputs().items() for end in (one.p10, one.p90)]
-
-
-def _largest(
-    rows: Sequence[tuple[str, float]], totals: Sequence[Mapping[str, float]]
-) -> list[tuple[str, float, float]]:
-    by = "usd" if "usd" in totals[0] else "run_s"
-    found = [
-        (name, low[by], high[by]) for (name, _), low, high in zip(rows[::2], totals[::2], totals[1::2], strict=True)
-    ]
-    return sorted(found, key=lambda row: -abs(row[2] - row[1]))[:8]
+    return [{name: float(value) for name, value in figures.items()} for figures in totals]
 
 
 Curves = dict[str, list[tuple[float, float, float]]]
 
 
-def curves(scenario: Scenario, asked: Mapping[str, Sequence[float]]) -> Curves:
+def curves(scenario: Scenario, axes: Mapping[str, Sequence[float]]) -> Curves:
     """(value, goodput, dollars a million committed tokens) over `interval` in seconds, over `spares`, or `copies`."""
-    points = [(what, value) for what, values in asked.items() for value in values]
-    changed = [_with(scenario, what, value) for what, value in points]
-    found: Curves = {what: [] for what in asked}
-    for (what, value), totals in zip(points, totals_at([(one, one.medians()) for one in changed]), strict=True):
-        found[what].append((value, totals["goodput"], totals.get("usd", math.nan) / scenario.tokens * 1e6))
-    return found
+    replace, checkpoints = dataclasses.replace, scenario.run.checkpoint_config
 
+    def changed(axis: str, value: float) -> Scenario:
+        if axis == "spares":
+            return replace(scenario, scaling=replace(scenario.scaling, spares=int(value)))
+        if axis == "copies":
+            return replace(scenario, run=replace(scenario.run, copies=f"{value:g}"))
+        every = replace(checkpoints, every_s=float(value), every_steps=None)
+        return replace(scenario, run=replace(scenario.run, checkpoint_config=every))
 
-def _with(scenario: Scenario, what: str, value: float) -> Scenario:
-    if what == "spares":
-        return dataclasses.replace(scenario, scaling=dataclasses.replace(scenario.scaling, spares=int(value)))
-    if what == "copies":
-        return dataclasses.replace(scenario, run=dataclasses.replace(scenario.run, copies=f"{value:g}"))
-    config = dataclasses.replace(scenario.run.checkpoint_config, every_s=float(value), every_steps=None)
-    return dataclasses.replace(scenario, run=dataclasses.replace(scenario.run, checkpoint_config=config))
+    points = [(axis, value) for axis, values in axes.items() for value in values]
+    scenarios = [changed(axis, value) for axis, value in points]
+    rows: Curves = {axis: [] for axis in axes}
+    for (axis, value), totals in zip(points, totals_at([(each, each.medians()) for each in scenarios]), strict=True):
+        rows[axis].append((value, totals["goodput"], totals.get("usd", math.nan) / scenario.tokens * 1e6))
+    return rows
 
 
 def default_efficiency(fleet: Fleet, rates: Rates | None = None) -> Efficiency:

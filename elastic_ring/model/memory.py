@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from elastic_ring.config import CpuOffload
-from elastic_ring.experts.price import MOST_SHARES, Placement, sends_tokens
+from elastic_ring.costs import MOST_SHARES, Placement, sends_tokens
 from elastic_ring.model.config import ModelConfig, block_parameters, expert_parameters, num_parameters
 
 FP32 = 4

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layers import AttentionFn
 from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.config import StepConfig
+from elastic_ring.costs import CostModel
 from elastic_ring.data.sampling.validation import LOSS, PERPLEXITY, ValidationSet, check_sets, holds_out, measured
 from elastic_ring.data.source import SourceConfig
 from elastic_ring.files import shown_plain

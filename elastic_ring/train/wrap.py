@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from elastic_ring.experts import price
+from elastic_ring.costs import MOST_SHARES
 from elastic_ring.experts.exchange import expert_layers, sends, spread
 from elastic_ring.model.fp8 import ALIGNED, use_fp8, widths_of
 from elastic_ring.train.optim import check_optimizer
@@ -95,7 +95,7 @@ class ModuleMaker:
         tokens = min(step.micro_batch, -(-step.global_batch // dp)) * -(-step.context_tokens // cp)
         layers = list(expert_layers(model))
         sent = [layer for layer in layers if sends(step.experts, layer, cp, tokens, element_bytes)]
-        self.most_rows = max((int(price.MOST_SHARES * tokens * layer.experts_per_token) for layer in sent), default=0)
+        self.most_rows = max((int(MOST_SHARES * tokens * layer.experts_per_token) for layer in sent), default=0)
         if layers:
             log.info("experts=%s: %d of %d layers send tokens to their experts", step.experts, len(sent), len(layers))
         return sent

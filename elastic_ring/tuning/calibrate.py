@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.autolayout.choice import Sizes
-from elastic_ring.attention.autolayout.cost_model import CostModel
+from elastic_ring.costs import CostModel
 from elastic_ring.errors import RunFailed
 from elastic_ring.tuning.timed_cases import (
     LEAST_BYTES,

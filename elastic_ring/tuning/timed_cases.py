@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 
 from elastic_ring.attention.autolayout.choice import Sizes, sparse_kernels
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.comm.exchange import Group, PendingWork, one_operation
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.layouts.layout import contiguous
@@ -24,6 +23,7 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
+from elastic_ring.costs import CostModel
 
 LEAST_BYTES = 1 << 10
 NUM_MESSAGE_SIZES = 7

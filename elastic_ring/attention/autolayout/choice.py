@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import balanced, residue_class, striped, work_max_over_mean
 from elastic_ring.attention.patterns.families import Dilated
@@ -17,6 +16,7 @@ from elastic_ring.attention.patterns.rules import Rule, Strided, Union
 from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_tiles import tiles
+from elastic_ring.costs import CostModel
 
 SLACK = 1.05
 

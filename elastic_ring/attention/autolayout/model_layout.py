@@ -23,7 +23,6 @@ from elastic_ring.attention.autolayout.choice import (
     price,
     rank,
 )
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.layouts.placement import balanced, tokens_max_over_mean
 from elastic_ring.attention.patterns.layers import LayerPatterns
@@ -32,6 +31,7 @@ from elastic_ring.attention.patterns.rules import Dense, Rule
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.costs import CostModel
 
 Call = tuple[int, int, int, int]
 """One attention call of a model: (layer, query heads, K/V heads, head dim)."""

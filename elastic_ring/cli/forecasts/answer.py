@@ -15,11 +15,10 @@ from elastic_ring.cli import settings
 from elastic_ring.cli.forecasts import seen
 from elastic_ring.cli.forecasts.attention import work_of
 from elastic_ring.config import check_copies, check_together
-from elastic_ring.files import plain_json, read_small
-from elastic_ring.forecast.answers import asked, report
+from elastic_ring.forecast.answers import report, request
 from elastic_ring.forecast.answers.money import PriceList, read_prices
-from elastic_ring.forecast.answers.stages import Stage, read_stages, with_learned
-from elastic_ring.forecast.answers.stages import lines as stage_lines
+from elastic_ring.forecast.answers.request import Stage, read_stages, stage_lines, with_learned
+from elastic_ring.forecast.goodput import read_failures
 from elastic_ring.forecast.pass_choice import with_choice
 from elastic_ring.forecast.scenario import Scenario, default_efficiency, forecast
 from elastic_ring.forecast.sizing.machines import Fleet, read_fleet
@@ -39,8 +38,8 @@ def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
         stages = read_stages(given.stages)
         print("\n".join(stage_lines(stages, lambda stage: _of_stage(stage, given, prices))))
         return 0
-    deadline_s = None if given.deadline is None else asked.deadline_s(given.deadline, days_until(given.deadline))
-    budget = None if given.budget is None else asked.amount(given.budget, "--budget")
+    deadline_s = None if given.deadline is None else request.deadline_s(given.deadline, days_until(given.deadline))
+    budget = None if given.budget is None else request.amount(given.budget, "--budget")
     scenario = scenario_of(given, rest, fleet, prices)
     warnings = (
         prices.warnings(scenario.price, {scenario.price.date: -days_to(scenario.price.date)}) if scenario.price else []
@@ -66,7 +65,7 @@ def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, prices: PriceList) -> Scenario:
     """The settings of train on the fleet. Raises ValueError for contradictory settings."""
-    failures, tokens = asked.failures_of(given.failures), asked.amount(given.tokens, "--tokens")
+    failures, tokens = read_failures(given.failures), request.amount(given.tokens, "--tokens")
     train = settings.parse(list(rest))
     work = work_of(train)
     check_together(train.scaling, train.step, ())
@@ -103,19 +102,13 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
 
 
 def rates_of(path: Path, gpu: str) -> Rates:
-    """Raises ValueError for a file that `elastic-ring calibrate` did not write, or wrote without them."""
-    from elastic_ring.attention.autolayout.cost_model import CostModel
-
-    CostModel.read(path)
-    found = read_rates(path)
-    if found is None:
-        raise ValueError(f"--machine {path}: has no rates for a forecast; measure it again with elastic-ring calibrate")
-    device = plain_json(read_small(path)).get("about", {}).get("device")
-    if device is not None and gpu_type(device) != gpu:
+    """The rates in a file of `elastic-ring calibrate`, with a warning for one of another type of GPU."""
+    rates = read_rates(path)
+    if rates.device is not None and gpu_type(rates.device) != gpu:
         log.warning(
-            "--machine %s: was measured on %s, and the fleet has %s: this is no forecast of it", path, device, gpu
+            "--machine %s: was measured on %s, and the fleet has %s: this is no forecast of it", path, rates.device, gpu
         )
-    return found
+    return rates
 
 
 def _of_stage(stage: Stage, given: argparse.Namespace, prices: PriceList) -> Scenario:

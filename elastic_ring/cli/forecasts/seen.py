@@ -14,7 +14,7 @@ from typing import Any
 from elastic_ring.cli import settings
 from elastic_ring.cli.forecasts.attention import work_of
 from elastic_ring.cli.settings import TrainSettings
-from elastic_ring.forecast.answers.stages import Learned
+from elastic_ring.forecast.answers.request import Learned
 from elastic_ring.forecast.goodput import PRIORS, goodput_with
 from elastic_ring.forecast.pass_choice import PassChoice
 from elastic_ring.forecast.scenario import Scenario, default_efficiency

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from elastic_ring.forecast.sizing.machines import Fleet, Positive, read_toml
-from elastic_ring.forecast.sizing.uncertain import Range
+from elastic_ring.forecast.sizing.machines import Fleet, Positive, Range, read_toml
 from elastic_ring.validation import Must, from_plain, settings
 
 STALE_DAYS = 90
@@ -24,7 +23,7 @@ HOUR = 3600.0
 
 @settings
 class Price:
-    """A row: dollars a GPU-hour, P10, P50, P90, of `gpu` by `kind`; when they were so, and who says it."""
+    """A row: dollars a GPU-hour (P10, P50, P90) of `gpu` by `kind`, with date and source."""
 
     _prefix = "price "
 
@@ -34,19 +33,18 @@ class Price:
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$"), Must("a date, 2026-05-01")]
     source: Annotated[str, Field(min_length=1), Must("who says it")]
     on_hours: Three = field(default_factory=lambda: [12.0, 48.0, 200.0])
-    """Of spot capacity: mean until a host is taken back."""
+    """Spot capacity: mean hours until a host is reclaimed."""
     off_hours: Three = field(default_factory=lambda: [0.3, 1.0, 6.0])
-    """Median until what was taken comes back."""
+    """Median hours until a reclaimed host comes back."""
     dry_hours: Three = field(default_factory=lambda: [100.0, 400.0, 2000.0])
-    """Mean until all of it is taken at once."""
+    """Mean hours until all hosts are reclaimed at once."""
     notice_s: Positive = 120.0
 
     def capacity(self) -> dict[str, Range]:
-        """How spot capacity comes and goes, by input; nothing of other kinds."""
-        if self.kind != "spot":
-            return {}
+        """The uncertain inputs of spot capacity; none for other kinds."""
         hours = {"on_hours": self.on_hours, "off_hours": self.off_hours, "dry_hours": self.dry_hours}
-        return {name: Range(low, middle, high, "h", "assumed") for name, (low, middle, high) in hours.items()}
+        is_spot = self.kind == "spot"
+        return {name: Range(low, mid, high, "h", "assumed") for name, (low, mid, high) in hours.items() if is_spot}
 
     def range(self) -> Range:
         low, middle, high = self.usd_hour
@@ -55,7 +53,7 @@ class Price:
 
 @settings
 class Owned:
-    """A fleet that is bought. Defaults are assumed; dollars of 2026."""
+    """The costs of a fleet that is bought. Defaults are assumed; dollars of 2026."""
 
     usd_per_gpu: Positive = 33_000.0
     """Server's share included."""
@@ -75,7 +73,7 @@ class Owned:
         return num_gpus * (self.usd_per_gpu * (1 + self.network_share) + self.storage_usd_per_gpu)
 
     def usd_hour(self, fleet: Fleet, num_gpus: int) -> float:
-        """The cost of all GPUs together: wear, upkeep, energy and staff."""
+        """Dollars an hour of all GPUs together: wear, upkeep, energy and staff."""
         bought = self.usd_up_front(num_gpus)
         a_year = bought * (1 - self.residual) / self.years + bought * self.upkeep_share
         a_year += self.staff * self.usd_per_staff_year
@@ -83,7 +81,7 @@ class Owned:
 
 
 def energy_kw(fleet: Fleet, num_gpus: int, pue: float = 1.3) -> float:
-    """Drawn from the grid."""
+    """Kilowatts from the grid."""
     return num_gpus * fleet.spec.host_watts / 1e3 * pue
 
 
@@ -94,26 +92,21 @@ class PriceList:
     path: str
 
     def find(self, gpu: str, kind: str) -> Price:
-        """The newest row. Raises ValueError for what has none."""
-        found = [row for row in self.rows if row.gpu == gpu and row.kind == kind]
-        if not found:
-            known = ", ".join(sorted({f"{row.gpu} {row.kind}" for row in self.rows}))
-            raise ValueError(f"{self.path}: has no price of {gpu} {kind}; add a row, or take one of {known}")
-        return max(found, key=lambda row: row.date)
+        """The newest row of this GPU and kind. Raises ValueError if there is none."""
+        rows = [row for row in self.rows if row.gpu == gpu and row.kind == kind]
+        if not rows:
+            kinds = ", ".join(sorted({f"{row.gpu} {row.kind}" for row in self.rows}))
+            raise ValueError(f"{self.path}: has no price of {gpu} {kind}; add a row, or take one of {kinds}")
+        return max(rows, key=lambda row: row.date)
 
     def owned_price(self, fleet: Fleet, num_gpus: int) -> Price:
-        """What an hour of an own GPU costs, as a row."""
+        """The cost of an hour of an own GPU, as a row."""
         usd = self.owned.usd_hour(fleet, num_gpus) / num_gpus
-        return Price(
-            gpu=fleet.gpu,
-            kind="owned",
-            usd_hour=[0.8 * usd, usd, 1.3 * usd],
-            date="2026-05-01",
-            source="owned: wear, upkeep, energy, staff",
-        )
+        hours, source = [0.8 * usd, usd, 1.3 * usd], "owned: wear, upkeep, energy, staff"
+        return Price(gpu=fleet.gpu, kind="owned", usd_hour=hours, date="2026-05-01", source=source)
 
     def warnings(self, row: Price, days_of: Mapping[str, int]) -> list[str]:
-        """`days_of`: by date, how many days ago it was."""
+        """Warnings about a price's age. `days_of`: days since each date."""
         age = days_of.get(row.date, 0)
         if age < 0:
             return [f"the price of {row.gpu} is of a day to come ({row.date}, {row.source}): look again"]
@@ -127,17 +120,16 @@ def read_prices(path: str | None) -> PriceList:
     rows = plain.get("price")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
         raise ValueError(f"--prices {where}: has no [[price]] rows")
-    found = []
-    for index, row in enumerate(rows, 1):
-        given: dict[str, Any] = {key: str(value) if key == "date" else value for key, value in row.items()}
-        try:
-            found.append(from_plain(Price, given, "price."))
-            found[-1].range()
-            found[-1].capacity()
-        except ValueError as error:
-            raise ValueError(f"--prices {where}: row {index}: {error}") from error
+    prices, place = [], ""
     try:
+        for index, row in enumerate(rows, 1):
+            place = f"row {index}: "
+            dated = {key: str(value) if key == "date" else value for key, value in row.items()}
+            price = from_plain(Price, dated, "price.")
+            price.range(), price.capacity()
+            prices.append(price)
+        place = ""
         owned = from_plain(Owned, plain.get("owned", {}), "owned.")
     except ValueError as error:
-        raise ValueError(f"--prices {where}: {error}") from error
-    return PriceList(found, owned, "prices" if path is None else where)
+        raise ValueError(f"--prices {where}: {place}{error}") from error
+    return PriceList(prices, owned, "prices" if path is None else where)

@@ -1,15 +1,15 @@
-"""A forecast as text and as JSON: every number with where it is from."""
+"""A forecast as text and as JSON: every number with its origin."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_ring.forecast.answers.search import fitting_changes
 from elastic_ring.forecast.goodput import DAY
 from elastic_ring.forecast.scenario import Forecast, Scenario, curves
 from elastic_ring.forecast.sizing.machines import Origin
 from elastic_ring.forecast.sizing.memory import EXPANDABLE, ModelPlan
-from elastic_ring.forecast.sizing.step_time import Attention
 from elastic_ring.gpus import GPUS
 
 NAMES: Mapping[str, str] = {
@@ -37,9 +37,9 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def origins(found: Forecast) -> dict[str, Origin]:
-    """Where each figure is from: as weak as the weakest that it needs."""
-    scenario = found.scenario
+def origins(forecast: Forecast) -> dict[str, Origin]:
+    """The origin of each figure: the weakest of its inputs."""
+    scenario = forecast.scenario
     step: Origin = "measured" if scenario.measured_step_s or scenario.correction else scenario.eff.origin
     price: Origin = "specified" if scenario.price else "assumed"
     return {"memory": "calibrated", "step_s": step, "goodput": "assumed", "run_s": "assumed", "usd": price}
@@ -51,130 +51,109 @@ def verdicts(plan: ModelPlan, own_gib: float, own: str) -> dict[str, tuple[float
     return {gpu: (gib, plan.margin_gib(gib)) for gpu, gib in types.items()}
 
 
-def lines(found: Forecast, deadline_s: float | None, budget_usd: float | None, warnings: Sequence[str]) -> list[str]:
-    scenario, tags = found.scenario, origins(found)
-    plan, mesh = scenario.plan, scenario.scaling.mesh
-    gib = scenario.fleet.memory_gib
-    allocator = scenario.run.env.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    low, middle, high = plan.reserved_bytes(gib, expandable=EXPANDABLE in allocator)
-    told = [
-        f"{short(plan.num_parameters)} parameters, {mesh}, {scenario.scaling.spares} spare(s) on {scenario.num_gpus} "
-        f"{scenario.fleet.gpu}{_of_fleet(scenario)}, {short(scenario.tokens)} tokens",
-        *(
-            f"extrapolated x {ratio:.3g} in {what}, beyond the largest shape that was seen"
-            for what, ratio in scenario.extrapolated.items()
-        ),
-        f"memory of a rank {plan.needed_bytes / 2**30:.1f} GiB with reserve, {plan.gpu_bytes / 2**30:.1f} of tensors, "
-        f"{plan.floor_bytes / 2**30:.1f} on any number of ranks [{tags['memory']}]",
-        *(
-            f"  {gpu:<8} {of:6.1f} GiB: {'fits' if left >= 0 else 'does not fit'}, {left:+.1f} GiB"
-            for gpu, (of, left) in verdicts(plan, gib, scenario.fleet.gpu).items()
-        ),
-        *(
-            [f"  the allocator will show {low / 2**30:.1f} to {high / 2**30:.1f} GiB, {middle / 2**30:.1f} likely"]
-            if scenario.fits
-            else [f"  {change}" for change in changes_that_fit(found)]
-        ),
-        *_of_pattern(scenario.attention),
-        _row("step", found, "step_s", 1.0, "s", tags["step_s"]),
-        *_parts(found),
-        _row("goodput", found, "goodput", 0.01, "%", tags["goodput"]),
-        _row("time", found, "run_s", DAY, "days", tags["run_s"]),
-        _row("GPU-hours", found, "gpu_hours", 1.0, "", tags["run_s"]),
-        _row("energy", found, "mwh", 1.0, "MWh", "specified"),
+def lines(forecast: Forecast, deadline_s: float | None, budget_usd: float | None, warnings: Sequence[str]) -> list[str]:
+    scenario, tags, cost = forecast.scenario, origins(forecast), "usd" in forecast.draws
+    inputs = scenario.inputs()
+
+    def row(name: str, key: str, unit: float, label: str, origin: Origin) -> str:
+        low, middle, high = (short(value / unit) for value in forecast.quantiles(key))
+        return f"{name} {middle} {label}".rstrip() + f" (80 %: {low} to {high}) [{origin}]"
+
+    text = [
+        *_memory_lines(scenario, tags["memory"]),
+        *_attention_lines(scenario),
+        row("step", "step_s", 1.0, "s", tags["step_s"]),
     ]
-    if "usd" in found.draws and scenario.price:
-        a_token = found.middle["usd"] / scenario.tokens * 1e6
-        told += [
-            _row("cost", found, "usd", 1.0, "USD", tags["usd"]),
+    if scenario.measured_step_s is None:
+        parts = {name: float(part) for name, part in scenario.step_of(scenario.medians()).parts.items()}
+        whole = sum(parts.values())
+        ranked = sorted(parts.items(), key=lambda part: -part[1])
+        text += [f"  {part / whole:4.0%}  {name}" for name, part in ranked if part > 0.005 * whole]
+    text += [
+        row("goodput", "goodput", 0.01, "%", tags["goodput"]),
+        row("time", "run_s", DAY, "days", tags["run_s"]),
+        row("GPU-hours", "gpu_hours", 1.0, "", tags["run_s"]),
+        row("energy", "mwh", 1.0, "MWh", "specified"),
+    ]
+    if cost and scenario.price:
+        a_token = forecast.middle["usd"] / scenario.tokens * 1e6
+        text += [
+            row("cost", "usd", 1.0, "USD", tags["usd"]),
             f"  {a_token:.3g} USD a million committed tokens; {scenario.price.kind}, {scenario.price.date}, "
             f"{scenario.price.source}",
         ]
-    told += _of_spot(scenario)
-    told += [
-        f"probability of {name}: {chance:.0%}" for name, chance in found.probability(deadline_s, budget_usd).items()
-    ]
-    if not scenario.fits:
-        told.append(f"a rank does not fit a {scenario.fleet.gpu}: nothing of this runs there")
-    by = "cost, USD" if "usd" in found.draws else "time, s"
-    told += [f"what moves it most ({by}, at P10 and P90 of the input):"]
-    inputs = scenario.inputs()
-    told += [
-        f"  {NAMES[name]:<22} {short(one):>9} {short(two):>9} [{inputs[name].origin}]"
-        for name, one, two in found.tornado
-    ]
-    return [*told, *_curves(found), *(f"warning: {one}" for one in warnings)]
-
-
-def _of_fleet(scenario: Scenario) -> str:
-    fleet = scenario.fleet
-    return "" if fleet.name in ("own", fleet.gpu) else f" of {fleet.name}"
-
-
-def _of_pattern(told: Attention) -> list[str]:
-    most = "at most " * told.is_bound
-    hops = "" if told.hops is None else f" in {told.hops:.3g} messages a layer"
-    return [
-        f"attention keeps {most}{told.density:.3g} of its pairs, {told.slowest:.2f} of the mean on the slowest rank; a "
-        f"rank receives {most}{told.fetched:.3g} of a dense ring's K/V{hops}"
-    ] * (told.sparse > 0)
-
-
-def _of_spot(scenario: Scenario) -> list[str]:
-    if scenario.price is None or scenario.price.kind != "spot":
-        return []
     spot = scenario.shape(scenario.medians(), 1.0).spot
-    hours = (f"{one.p50:g} h" for one in scenario.price.capacity().values())
+    if scenario.price and spot:
+        hours = (f"{values.p50:g} h" for values in scenario.price.capacity().values())
+        text.append(
+            "spot capacity: a host is taken back after {}, comes back after {}, all are taken after {}; ".format(*hours)
+            + f"{spot.share_paid:.1%} of the hours are paid [assumed]"
+        )
+    chances = forecast.probability(deadline_s, budget_usd)
+    text += [f"probability of {name}: {chance:.0%}" for name, chance in chances.items()]
+    if not scenario.fits:
+        text.append(f"a rank does not fit a {scenario.fleet.gpu}: nothing of this runs there")
+    text.append(f"what moves it most ({'cost, USD' if cost else 'time, s'}, at P10 and P90 of the input):")
+    text += [
+        f"  {NAMES[name]:<22} {short(low):>9} {short(high):>9} [{inputs[name].origin}]"
+        for name, low, high in forecast.tornado
+    ]
+    hosts = [float(number * scenario.fleet.gpus_per_host) for number in SPARE_HOSTS]
+    copies = [0.0, 1.0] if scenario.scaling.mesh.size > 1 else []
+    for axis, points in curves(scenario, {"interval": INTERVALS_S, "spares": hosts, "copies": copies}).items():
+        text.append(f"mean goodput{' and USD a million tokens' * cost} over {axis}{', s' * (axis == 'interval')}:")
+        text.append("  " + "   ".join(f"{value:g}: {good:.2%}{f' {usd:.4g}' * cost}" for value, good, usd in points))
+    return [*text, *(f"warning: {warning}" for warning in warnings)]
+
+
+def _memory_lines(scenario: Scenario, origin: Origin) -> list[str]:
+    """Sizes and memory of the configuration, with the cheapest change that fits if it does not."""
+    plan, fleet, mesh = scenario.plan, scenario.fleet, scenario.scaling.mesh
+    gib, allocator = fleet.memory_gib, scenario.run.env.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    low, middle, high = (each / 2**30 for each in plan.reserved_bytes(gib, expandable=EXPANDABLE in allocator))
+    if scenario.fits:
+        last = f"  the allocator will show {low:.1f} to {high:.1f} GiB, {middle:.1f} likely"
+    elif changes := fitting_changes(scenario):
+        name, ratio = changes[0]
+        last = f"  cheapest change that fits: {name} ({ratio:.3g} x the GPU time a token)"
+    else:
+        last = "  no change of offload, recomputation or cp makes it fit"
     return [
-        "spot capacity: a host is taken back after {}, comes back after {}, all are taken after {}; ".format(*hours)
-        + (f"{spot.share_paid:.1%} of the hours are paid [assumed]" if spot else ""),
+        f"{short(plan.num_parameters)} parameters, {mesh}, {scenario.scaling.spares} spare(s) on {scenario.num_gpus} "
+        f"{fleet.gpu}{f' of {fleet.name}' * (fleet.name not in ('own', fleet.gpu))}, {short(scenario.tokens)} tokens",
+        *(
+            f"extrapolated x {ratio:.3g} in {size}, beyond the largest shape that was seen"
+            for size, ratio in scenario.extrapolated.items()
+        ),
+        f"memory of a rank {plan.needed_bytes / 2**30:.1f} GiB with reserve, {plan.gpu_bytes / 2**30:.1f} of tensors, "
+        f"{plan.floor_bytes / 2**30:.1f} on any number of ranks [{origin}]",
+        *(
+            f"  {gpu:<8} {memory:6.1f} GiB: {'fits' if left >= 0 else 'does not fit'}, {left:+.1f} GiB"
+            for gpu, (memory, left) in verdicts(plan, gib, fleet.gpu).items()
+        ),
+        last,
     ]
 
 
-def _row(name: str, found: Forecast, key: str, unit: float, says: str, origin: Origin) -> str:
-    low, middle, high = (short(value / unit) for value in found.quantiles(key))
-    return f"{name} {middle} {says}".rstrip() + f" (80 %: {low} to {high}) [{origin}]"
-
-
-def _parts(found: Forecast) -> list[str]:
-    if found.scenario.measured_step_s is not None:
-        return []
-    parts = found.scenario.step_of(found.scenario.medians()).parts
-    whole = float(sum(parts.values()))
-    ranked = sorted(parts.items(), key=lambda part: -float(part[1]))
-    return [f"  {float(part) / whole:4.0%}  {name}" for name, part in ranked if float(part) > 0.005 * whole]
-
-
-def _curves(found: Forecast) -> list[str]:
-    scenario, told = found.scenario, []
-    cost = "usd" in found.draws
-    hosts = [float(one * scenario.fleet.gpus_per_host) for one in SPARE_HOSTS]
-    copies = [0.0, 1.0] if scenario.scaling.mesh.size > 1 else []
-    for what, rows in curves(scenario, {"interval": INTERVALS_S, "spares": hosts, "copies": copies}).items():
-        told.append(f"mean goodput{' and USD a million tokens' * cost} over {what}{', s' * (what == 'interval')}:")
-        told.append("  " + "   ".join(f"{value:g}: {good:.2%}{f' {usd:.4g}' * cost}" for value, good, usd in rows))
-    return told
-
-
-def changes_that_fit(found: Forecast) -> list[str]:
-    """The cheapest change with which a rank fits, by GPU-seconds a token."""
-    from elastic_ring.forecast.answers.search import fitting_changes
-
-    best = fitting_changes(found.scenario)
+def _attention_lines(scenario: Scenario) -> list[str]:
+    attention = scenario.attention
+    most = "at most " * attention.is_bound
+    hops = "" if attention.hops is None else f" in {attention.hops:.3g} messages a layer"
     return [
-        f"cheapest change that fits: {name} ({seconds:.3g} x the GPU time a token)" for name, seconds in best[:1]
-    ] or ["no change of offload, recomputation or cp makes it fit"]
+        f"attention keeps {most}{attention.density:.3g} of its pairs, {attention.slowest:.2f} of the mean on the "
+        f"slowest rank; a rank receives {most}{attention.fetched:.3g} of a dense ring's K/V{hops}"
+    ] * (attention.sparse > 0)
 
 
 def as_json(
-    found: Forecast, deadline_s: float | None, budget_usd: float | None, warnings: Sequence[str]
+    forecast: Forecast, deadline_s: float | None, budget_usd: float | None, warnings: Sequence[str]
 ) -> dict[str, Any]:
-    scenario, tags = found.scenario, origins(found)
+    scenario, tags = forecast.scenario, origins(forecast)
     plan = scenario.plan
     figures = {
         name: {"p10": low, "p50": middle, "p90": high, "origin": tags.get(name, "assumed")}
-        for name in found.draws
-        for low, middle, high in [found.quantiles(name)]
+        for name in forecast.draws
+        for low, middle, high in [forecast.quantiles(name)]
     }
     return {
         "parameters": plan.num_parameters,
@@ -197,9 +176,9 @@ def as_json(
         },
         "extrapolated": scenario.extrapolated,
         "figures": figures,
-        "median_inputs": dict(found.middle),
-        "inputs": {name: vars(one) for name, one in scenario.inputs().items()},
-        "probability": found.probability(deadline_s, budget_usd),
-        "tornado": [{"input": name, "p10": one, "p90": two} for name, one, two in found.tornado],
+        "median_inputs": dict(forecast.middle),
+        "inputs": {name: vars(values) for name, values in scenario.inputs().items()},
+        "probability": forecast.probability(deadline_s, budget_usd),
+        "tornado": [{"input": name, "p10": low, "p90": high} for name, low, high in forecast.tornado],
         "warnings": list(warnings),
     }

@@ -1,18 +1,19 @@
-"""What a fleet is made of: GPUs, links, efficiency classes; a fleet as a TOML file or by name.
+"""Fleets (GPUs, links) as TOML files or by name, efficiency classes of their software, and ranges of uncertain inputs.
 
-Efficiencies are fitted (`benchmarks/forecast/fit.py` says on which cases), and each
-has its spread. Bytes a second are one way, of one GPU.
+Efficiencies are fitted (`benchmarks/forecast/fit.py` says on which cases), and each has its spread. Rates in bytes a
+second are one way, of one GPU.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small
@@ -56,16 +57,11 @@ class Efficiency:
 
 
 CLASSES: Mapping[str, Efficiency] = {
-    one.name: one
-    for one in (
+    efficiency.name: efficiency
+    for efficiency in (
         Efficiency(
             "elastic-ring/hopper",
-            0.531,
-            314.0,
-            0.606,
-            0.873,
-            1.05,
-            0.673,
+            *(0.531, 314.0, 0.606, 0.873, 1.05, 0.673),
             host_s=0.0061,
             ring_host_s=0.0253,
             experts_host_s=0.0348,
@@ -74,24 +70,14 @@ CLASSES: Mapping[str, Efficiency] = {
         ),
         Efficiency(
             "fsdp-fa2/hopper",
-            0.657,
-            304.0,
-            0.186,
-            0.80,
-            1.01,
-            0.41,
+            *(0.657, 304.0, 0.186, 0.80, 1.01, 0.41),
             spread=0.062,
             origin="calibrated",
             seen=(512, 6.5e10),
         ),
         Efficiency(
             "fsdp-fa2/ampere",
-            0.788,
-            294.0,
-            0.325,
-            0.98,
-            0.97,
-            0.64,
+            *(0.788, 294.0, 0.325, 0.98, 0.97, 0.64),
             spread=0.076,
             origin="calibrated",
             seen=(64, 6.5e10),
@@ -99,10 +85,10 @@ CLASSES: Mapping[str, Efficiency] = {
         Efficiency("vendor/hopper", spread=0.10),
     )
 }
-"""Fitted by `benchmarks/forecast/fit.py`; `vendor` is a textbook's figures for tuned kernels, which nothing was fitted
-to. A spread is the 80th percentile of the fitted half's errors over 1.28, at least what two hosts differ by (3.5 %);
-of elastic-ring, whose fitted half is 13 cases for 11 figures, of the other half's. Its `host_s` is measured where the
-host never waits: 85 ms for the 14 layers of `8b-keep` (benchmarks/results/steps/2026-11-28-all-parts-2xH200.md)."""
+"""By name. `vendor`: a textbook's figures for tuned kernels, not fitted; the others by `benchmarks/forecast/fit.py`. A
+spread is the 80th percentile of the fitted half's errors over 1.28, at least what two hosts differ by (3.5 %); of
+elastic-ring, whose fitted half is 13 cases for 11 figures, of the other half's. Its `host_s` is measured where the host
+never waits: 85 ms for the 14 layers of `8b-keep` (benchmarks/results/steps/2026-11-28-all-parts-2xH200.md)."""
 
 
 @settings
@@ -113,12 +99,12 @@ class Links:
     nic_gb_s: Positive
     pcie_gb_s: Positive = 55.0
     storage_gb_s: Positive = 1.0
-    """What all checkpoints together are written with."""
+    """Rate at which all checkpoints together are written."""
 
 
 @settings
 class Fleet:
-    """GPUs that are rented or owned together. Raises ValueError for what does not fit together."""
+    """GPUs that are rented or owned together. Raises ValueError for an unknown type."""
 
     _prefix = "fleet "
 
@@ -130,7 +116,7 @@ class Fleet:
     hosts_per_switch: PositiveInt = 32
     hosts_per_power_domain: PositiveInt = 128
     num_gpus: NonNegativeInt = 0
-    """All that there are, spares included; 0: as many as the settings take."""
+    """GPUs of the fleet, spares included; 0: as many as the settings take."""
     gpu_gib: Positive | None = None
     """Memory that CUDA shows; the type's if left out."""
     host_watts: Positive | None = None
@@ -159,16 +145,11 @@ class Fleet:
 
 def named_fleet(name: str) -> Fleet:
     """A fleet of hosts of eight as the vendor sells them, by the GPU's name in any case."""
-    found = next((gpu for gpu in GPUS.values() if gpu.name.lower() == name.lower()), None)
-    if found is None:
+    gpu = next((gpu for gpu in GPUS.values() if gpu.name.lower() == name.lower()), None)
+    if gpu is None:
         raise ValueError(f"--fleet {name}: is no file and no GPU type; give one of {', '.join(GPUS)}, or a TOML file")
-    links = Links(
-        nvlink_gb_s=found.nvlink_bytes_s / GB,
-        nic_gb_s=found.nic_bytes_s / GB,
-        pcie_gb_s=found.pcie_bytes_s / GB,
-        storage_gb_s=25.0,
-    )
-    return Fleet(gpu=found.name, links=links, name=found.name)
+    links = Links(gpu.nvlink_bytes_s / GB, gpu.nic_bytes_s / GB, gpu.pcie_bytes_s / GB, storage_gb_s=25.0)
+    return Fleet(gpu=gpu.name, links=links, name=gpu.name)
 
 
 def read_fleet(text: str) -> Fleet:
@@ -191,15 +172,48 @@ def read_toml(path: str, flag: str) -> dict[str, Any]:
         raise ValueError(f"{flag} {path}: cannot be read as TOML ({error})") from error
 
 
-def slowest_of(num: int, jitter: Number) -> Number:
-    """How much longer the slowest of `num` takes than their mean, where each varies by `jitter` (normal)."""
-    return 1.0 + jitter * np.sqrt(2.0 * np.log(max(1, num)))
-
-
 def efficiency_of(arch: str, software: str = "elastic-ring") -> Efficiency:
     """The class for a kind of GPU; the nearest kind's, marked assumed, where none was fitted."""
     key = f"{software}/{arch}"
     if key in CLASSES:
         return CLASSES[key]
-    found = next((one for name, one in CLASSES.items() if name.startswith(f"{software}/")), Efficiency(key))
-    return dataclasses.replace(found, name=key, origin="assumed", spread=max(0.15, found.spread))
+    nearest = next((CLASSES[name] for name in CLASSES if name.startswith(f"{software}/")), Efficiency(key))
+    return replace(nearest, name=key, origin="assumed", spread=max(0.15, nearest.spread))
+
+
+Z = 1.2815515655446004
+"""The point of a normal distribution above which a tenth lies."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """An uncertain input, log-normal on both sides of its median, each with its own width."""
+
+    p10: float
+    p50: float
+    p90: float
+    unit: str = ""
+    origin: Origin = "assumed"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.p10 <= self.p50 <= self.p90:
+            raise ValueError(f"P10, P50, P90 = {self.p10}, {self.p50}, {self.p90}: must be above 0 and rise")
+
+    def draw(self, num: int, rng: np.random.Generator) -> NDArray[np.float64]:
+        normal = rng.standard_normal(num)
+        low, high = math.log(self.p50 / self.p10) / Z, math.log(self.p90 / self.p50) / Z
+        return np.asarray(self.p50 * np.exp(normal * np.where(normal < 0, low, high)))
+
+
+def around(p50: float, spread: float, unit: str = "", origin: Origin = "assumed") -> Range:
+    """A median with the standard deviation `spread` of its log."""
+    wide = float(np.exp(Z * spread))
+    return Range(p50 / wide, p50, p50 * wide, unit, origin)
+
+
+def quantiles(draws: NDArray[np.float64]) -> tuple[float, float, float]:
+    """P10, P50, P90. As `np.quantile`, which imports numpy.ma."""
+    ordered = np.sort(draws)
+    places = np.array([0.1, 0.5, 0.9]) * (len(ordered) - 1)
+    low, middle, high = np.interp(places, np.arange(len(ordered)), ordered)
+    return float(low), float(middle), float(high)

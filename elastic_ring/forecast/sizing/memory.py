@@ -1,10 +1,9 @@
-"""What a rank needs of memory, by the sizes alone: `elastic-ring plan`, and the first part of a forecast.
+"""Memory that a rank needs, by the sizes alone: `elastic-ring plan`, and the first part of a forecast.
 
-Memory is counted by `model.memory`: state of a rank in bytes for each parameter of its shard (4 for the fp32 master, 8
-for Adam's two moments, 4 for the gradient; `cpu_offload` says what of it is in host memory), activations, gathered
-blocks, and what the fullest moment of a step holds beside them. With the allocator's reserve, the contexts and the
-communicators it is compared with the memory of common GPUs. Neither torch nor Ray is imported, so that a plan comes at
-once.
+`model.memory` counts a rank's state in bytes for each parameter of its shard (4 for the fp32 master, 8 for Adam's two
+moments, 4 for the gradient; `cpu_offload` moves some to host memory), activations, gathered blocks, and the rest of the
+fullest moment of a step. With the allocator's reserve, contexts and communicators the sum is compared with the memory
+of common GPUs. Imports neither torch nor Ray, so that a plan comes at once.
 """
 
 from __future__ import annotations
@@ -30,27 +29,27 @@ from elastic_ring.model.memory import (
 STATE_BYTES = MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES
 SNAPSHOT_BYTES = MASTER_BYTES + MOMENTS_BYTES
 KEPT = 2
-"""Snapshots that are held at a time, each with its copies: the last complete one, and the one that follows it."""
+"""Snapshots held at a time, each with its copies: the last complete one, and the one that follows it."""
 RESERVED = (1.29, 1.36, 1.42)
-"""The allocator's reserved memory over the peak of its tensors if nothing makes it give back, P10, P50 and P90: the
-1st, 3rd, 5th, ... of ten measured (benchmarks/forecast/score.py). A fit needs less, as it gives back: `RESERVE`."""
+"""The allocator's reserved memory over the peak of its tensors, P10, P50 and P90, while the GPU has room: the 1st, 3rd,
+5th, ... of ten measured (benchmarks/forecast/score.py). To fit it gives back all but `RESERVE`."""
 EXPANDABLE = "expandable_segments:True"
 RESERVED_EXPANDABLE = (1.0, 1.09, 1.16)
-"""The same where `run.env` sets PYTORCH_CUDA_ALLOC_CONF to these: of every second of nine peaks. Of the other four, one
-with 12 GiB of tensors had 1.42, one 1.16 (benchmarks/results/steps, experts)."""
+"""The same with PYTORCH_CUDA_ALLOC_CONF=`EXPANDABLE` in `run.env`: of every second of nine peaks. Of the other four,
+one with 12 GiB of tensors had 1.42, one 1.16 (benchmarks/results/steps, experts)."""
 COMMUNICATOR_BYTES = int(0.3 * 2**30)
-"""Of NCCL's groups of a rank: ring, replicas, all. Assumed."""
+"""Memory of a rank's three NCCL groups: ring, replicas, all. Assumed."""
 PER_HOST, MOST_RANKS = 8, 4096
-"""GPUs of a host, which rings that are longer than one fill; and the longest that a plan tries."""
+"""GPUs of a host, which longer rings fill, and the longest ring that a plan tries."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """`*_bytes` count one rank: `host_bytes` its state in host memory, `state_bytes` its other state. `flops` counts
-    one sequence, forward and backward, recomputation not counted, where attention keeps `density` of the causal pairs.
-    `tokens_per_rank` counts one pass. `part_bytes`: its part of a checkpoint. `num_contexts`: processes that are warm
-    on a GPU, the rank's own and a standby's."""
+    """Sizes of one rank. `host_bytes`: its state in host memory; `state_bytes`: its other state; `part_bytes`: its part
+    of a checkpoint. `flops`: of one sequence, forward and backward without recomputation, where attention keeps
+    `density` of the causal pairs. `tokens_per_rank`: of one pass. `num_contexts`: processes that are warm on its GPU:
+    its own and a standby's."""
 
     num_parameters: int
     num_ranks: int
@@ -88,8 +87,8 @@ class ModelPlan:
         return int(memory.device_bytes * (1 + RESERVE)) + memory.uneven_bytes + beside
 
     def smallest_ring(self, gib: float) -> int | None:
-        """The smallest ring, of whole hosts or within one, whose ranks fit a GPU of `gib`, and that divides the experts
-        if there are any. None: no ring fits."""
+        """The smallest ring, of whole hosts or within one, that fits GPUs of `gib` and divides the experts, if there
+        are any; None if no ring fits."""
         config, tokens = self.memory.config, self.memory.tokens * self.memory.cp
         sizes = [1, 2, 4, *range(PER_HOST, min(MOST_RANKS, tokens) + 1, PER_HOST)]
         if config.num_experts:
@@ -101,16 +100,14 @@ class ModelPlan:
 
         return next(iter(sizes[bisect_left(sizes, True, key=fits) :]), None)
 
-    def reserved_bytes(self, gib: float, *, expandable: bool = False) -> tuple[int, int, int]:
-        """What the allocator will hold on a GPU of `gib`, P10, P50, P90."""
+    def reserved_bytes(self, gib: float, *, expandable: bool = False) -> tuple[int, ...]:
+        """Memory that the allocator will hold on a GPU of `gib`: P10, P50, P90."""
         most = int(gib * 2**30) - self.num_contexts * CONTEXT_BYTES
-        shares = RESERVED_EXPANDABLE if expandable else RESERVED
-        low, middle, high = (min(int(self.gpu_bytes * share), most) for share in shares)
-        return low, middle, high
+        return tuple(min(int(self.gpu_bytes * x), most) for x in (RESERVED_EXPANDABLE if expandable else RESERVED))
 
     @property
     def floor_bytes(self) -> int:
-        """What no number of ranks takes from a GPU: units gathered whole and their gradients, without activations."""
+        """Memory that a rank needs on any number of ranks: gathered units and their gradients, without activations."""
         alone = dataclasses.replace(self.memory, cp=self.num_parameters, tokens=1)
         return max(moment.num_bytes - moment.terms.get("hop buffers", 0) for moment in alone.moments)
 
@@ -125,8 +122,11 @@ class ModelPlan:
 
     @property
     def host_terms(self) -> dict[str, int]:
-        """What the process of a rank takes of host memory, by part."""
-        return self.memory.host_terms(self.part_bytes, self._copies_bytes())
+        """Host memory of a rank's process, by part."""
+        copies, (kind, _, _) = 0, self.copies.partition(":")
+        if self.copies != "0":  # of the rank that holds most
+            copies = (KEPT + (KEPT + 1 if kind == "parity" else KEPT * int(kind))) * self.snapshot_bytes
+        return self.memory.host_terms(self.part_bytes, copies)
 
     def lines(self) -> list[str]:
         offloaded = self.memory.config.offload_activations
@@ -134,7 +134,7 @@ class ModelPlan:
         return [
             f"{self.num_parameters:,} parameters on {self.num_ranks} ranks, {self.tokens_per_rank:,} tokens on each"
             + (f" of {self.sequences_per_pass} sequences a pass" if self.sequences_per_pass > 1 else ""),
-            *self._of_experts(),
+            *(self._experts_lines() if self.memory.config.num_experts else []),
             f"a rank holds {size(self.state_bytes)} of state and {size(self.activation_bytes)} of "
             f"{checkpointed}activations{' in host memory' * offloaded}",
             *([f"{size(self.host_bytes)} of its state wait in host memory"] if self.host_bytes else []),
@@ -142,39 +142,37 @@ class ModelPlan:
             f"{size(self.largest_unit_bytes)} when gathered",
             f"{self.flops:.3g} FLOP for a sequence"
             + (f", with {self.density:.3f} of attention's pairs" if self.density != 1.0 else ""),
-            *([] if self.copies == "0" else [self._of_copies()]),
-            *(self._of_gpu() if self.on_gpu else []),
+            *([] if self.copies == "0" else [self._copies_line()]),
+            *(self._gpu_lines() if self.on_gpu else []),
             f"host memory of a worker's process, about {size(sum(self.host_terms.values()))}:",
             *_table(self.host_terms),
         ]
 
-    def _of_experts(self) -> list[str]:
-        config = self.memory.config
-        if not config.num_experts:
-            return []
+    def _experts_lines(self) -> list[str]:
+        config, number, cp = self.memory.config, self.memory.config.num_experts, self.memory.cp
         layers = config.num_layers - config.num_dense_layers
         active = self.num_parameters - num_parameters(config) + active_parameters(config)
         meet = "tokens are sent to the rank that holds their experts" if self.memory.sent else "experts are gathered"
-        return [
+        lines = [
             f"{active:,} of them for a token; {layers * expert_parameters(config):,} in "
-            f"{layers} x {config.num_experts} experts, {config.experts_per_token} for a token; {meet}"
-            + (f"; uneven loads take up to {size(self.memory.uneven_bytes)} more" if self.memory.sent else ""),
-            *self._of_uneven_experts(),
+            f"{layers} x {number} experts, {config.experts_per_token} for a token; {meet}"
+            + (f"; uneven loads take up to {size(self.memory.uneven_bytes)} more" if self.memory.sent else "")
         ]
+        if self.memory.sent and number % cp:
+            even = [ranks for ranks in range(1, number + 1) if number % ranks == 0]
+            nearest = sorted(sorted(even, key=lambda ranks: abs(ranks - cp))[:2])
+            lines.append(
+                f"cp={cp} does not divide {number} experts: some ranks hold {-(-number // cp)} and others "
+                f"fewer; cp={' or '.join(map(str, nearest))} does"
+            )
+        return lines
 
-    def _of_uneven_experts(self) -> list[str]:
-        number, cp = self.memory.config.num_experts, self.memory.cp
-        if not self.memory.sent or number % cp == 0:
-            return []
-        even = [size for size in range(1, number + 1) if number % size == 0]
-        nearest = sorted(even, key=lambda size: abs(size - cp))[:2]
-        return [
-            f"cp={cp} does not divide {number} experts: some ranks hold {-(-number // cp)} and others "
-            f"fewer; cp={' or '.join(map(str, sorted(nearest)))} does"
-        ]
-
-    def _of_gpu(self) -> list[str]:
-        fullest = self.memory.fullest
+    def _gpu_lines(self) -> list[str]:
+        fullest, verdicts = self.memory.fullest, []
+        for gpu, fits in self.verdicts.items():
+            ring = self.smallest_ring(GPUS[gpu].gib)
+            rings = ", nor does any ring" if ring is None else f"; the smallest ring that does is cp={ring}"
+            verdicts.append(f"  {gpu:<8} {GPUS[gpu].gib:5.1f} GiB: {'fits' if fits else 'does not fit'}{rings}")
         return [
             f"a step takes most memory in {fullest.name}:",
             *_table(fullest.terms),
@@ -182,44 +180,29 @@ class ModelPlan:
             f"every worker of a node, standbys too, takes about {CONTEXT_BYTES / 2**30:.1f} GiB of each of its GPUs",
             f"with {RESERVE:.0%} that the allocator holds beside tensors, and {self.num_contexts} "
             f"context{'s' * (self.num_contexts > 1)} and communicators, a rank takes {size(self.needed_bytes)}:",
-            *(
-                f"  {gpu:<8} {GPUS[gpu].gib:5.1f} GiB: {'fits' if fits else 'does not fit'}{self._of_ring(gpu)}"
-                for gpu, fits in self.verdicts.items()
-            ),
+            *verdicts,
             f"{size(self.floor_bytes)} of it no number of ranks takes away",
         ]
 
-    def _of_ring(self, gpu: str) -> str:
-        found = self.smallest_ring(GPUS[gpu].gib)
-        return ", nor does any ring" if found is None else f"; the smallest ring that does is cp={found}"
-
-    def _of_copies(self) -> str:
-        """Host memory of a rank: the last complete snapshot and the one that follows it, and those of its peers."""
+    def _copies_line(self) -> str:
         kind, _, number = self.copies.partition(":")
-        own, whole = size(KEPT * self.snapshot_bytes), size((KEPT + 1) * self.snapshot_bytes)
+        keeps = (
+            f"copies={self.copies}: a rank keeps {KEPT} snapshots in host memory, {size(KEPT * self.snapshot_bytes)}"
+        )
         if kind == "parity":
             return (
-                f"copies={self.copies}: a rank keeps {KEPT} snapshots in host memory, {own}, and one that holds the "
-                f"parity of a group of {number} ranks as much again; while one is made, {whole}"
+                f"{keeps}, and one that holds the parity of a group of {number} ranks as much again; while one is "
+                f"made, {size((KEPT + 1) * self.snapshot_bytes)}"
             )
-        held = size(KEPT * int(kind) * self.snapshot_bytes)
-        return f"copies={self.copies}: a rank keeps {KEPT} snapshots in host memory, {own}, and {held} of its peers'"
-
-    def _copies_bytes(self) -> int:
-        """As `_of_copies` says, of the rank that holds most."""
-        kind = self.copies.partition(":")[0]
-        held = KEPT + 1 if kind == "parity" else KEPT * int(kind)
-        return (KEPT + held) * self.snapshot_bytes if self.copies != "0" else 0
+        return f"{keeps}, and {size(KEPT * int(kind) * self.snapshot_bytes)} of its peers'"
 
 
 def _table(terms: Mapping[str, int]) -> list[str]:
-    """The parts, the largest first."""
     ranked = sorted(terms.items(), key=lambda term: (-term[1], term[0]))
     return [f"  {size(num_bytes):>10}  {name}" for name, num_bytes in ranked if num_bytes]
 
 
 def size(num_bytes: int) -> str:
-    """In GiB, or in MiB where that is less than one."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -237,8 +220,8 @@ def plan_of(
     latent: int = 0,
     num_trained: int | None = None,
 ) -> ModelPlan:
-    """The plan of a model on a mesh; `saves`: it takes checkpoints; `fused_norms`, `built_in`, `latent` and
-    `num_trained` as in `StepMemory`; `num_own`: parameters of the model, where the config does not say all of them."""
+    """The plan of a model on a mesh. `saves`: it takes checkpoints; `fused_norms`, `built_in`, `latent` and
+    `num_trained` as in `StepMemory`; `num_own`: parameters of the model, if the config does not say all of them."""
     if scaling.keep_activations is True and not config.offload_activations:
         config = dataclasses.replace(config, checkpoint_activations=False)
     number = num_own or num_parameters(config)

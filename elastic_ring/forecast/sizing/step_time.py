@@ -1,8 +1,8 @@
-"""How long a step takes: for each layer the longest of kernels, launches and messages, and what does not overlap.
+"""Seconds of a step: for each layer the longest of kernels, launches and messages, and what does not overlap.
 
 A job is a decoder on shards: `shard_ranks` hold a model together and gather its layers (FSDP), `cp` of them share a
-sequence (K/V in hops), `replicas` sum gradients once a step. Tensor and pipeline parallelism are not modelled. All
-figures of the machine may be arrays of draws.
+sequence (K/V in hops), `replicas` sum gradients once a step. Tensor and pipeline parallelism are not modelled. Figures
+of the machine may be arrays of draws.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from typing import Literal
 
 import numpy as np
 
-from elastic_ring.forecast.sizing.machines import Efficiency, Number, slowest_of
+from elastic_ring.config import ScalingConfig, StepConfig
+from elastic_ring.costs import SPARSE_COST, SPARSE_KEYS, sends_tokens
+from elastic_ring.forecast.sizing.machines import Efficiency, Number
 from elastic_ring.gpus import Gpu
+from elastic_ring.model.config import ModelConfig, expert_parameters, num_parameters
 
 MESSAGE_S = 20e-6
 """Latency of a collective for each rank that its ring passes, and of a hop."""
@@ -24,24 +27,20 @@ LOSS_BYTES = 14
 RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0, "all but attention": 1.0}
 """Shares of a layer's forward pass that the backward pass repeats; half: every second layer."""
 ROW_PASSES = 35.0
-"""How often each forward pass moves the rows that experts take through memory: sorted, gathered, summed. This
-and the times of `Efficiency` are fitted to the same half of the cases."""
+"""Passes through memory of the rows that experts take, in a forward pass: sorted, gathered, summed. Fitted to the same
+half of the cases as the times of `Efficiency`."""
 COMPILED, LIGER = 0.55, 0.28
 """Shares of elementwise traffic that torch.compile and Liger's kernels leave."""
-SPARSE_COST, SPARSE_KEYS = 1.02, 384
-"""Costs of a kernel over block tables: seconds for each pair over a dense kernel's, and each query's fixed cost, as so
-many keys more. From 32 K tokens on an H200 (79 % of the ideal at a density of 9.5 %, 53 % at 2.7 %); at
-64 K and 2.9 % they say 70 %, measured were 72.8 % (benchmarks/results/gpu_runs, second and third run)."""
 KEPT_KEYS = 0.25
 """Of a rank's own keys: fetched ones that are fewer stay for the backward pass (`RingOptions.keep_keys`)."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What a pattern leaves of dense attention, on average over the layers. `density`: of the causal pairs; `slowest`:
-    the pairs of the rank that has most, over the mean; `fetched`: K/V that one rank receives, over a dense ring's;
-    `hops`: in which messages, all of the ring's if None; `sparse`: of the layers, those with a pattern. `is_bound`:
-    content chooses, so that density and bytes are at most these."""
+    """A pattern's work relative to dense attention, on average over the layers. `density`: share of the causal pairs;
+    `slowest`: largest number of pairs of a rank over the mean; `fetched`: K/V that one rank receives, over a dense
+    ring's; `hops`: messages (None: all of the ring's); `sparse`: share of the layers with a pattern. `is_bound`:
+    content chooses, so that density and bytes are upper bounds."""
 
     density: float = 1.0
     slowest: float = 1.0
@@ -56,7 +55,7 @@ DENSE = Attention()
 
 @dataclass(frozen=True)
 class Latent:
-    """What hops carry of a token in place of K and V: `numbers`, which readers project up by `parameters`. Where
+    """Hops carry `numbers` of a token in place of K and V; readers project them up by a matrix of `parameters`. Where
     content chooses by keys, keys cross."""
 
     numbers: int
@@ -67,11 +66,10 @@ class Latent:
 class Job:
     """One step. `tokens`: of a rank in a pass; `seq`: tokens of a sequence; `passes`: of a rank in a step.
 
-    `block`: matrix parameters of a layer that a token is multiplied with; `gathered`: those that cross the ring, the
-    same if None; `sent`: elements of a token that go to its experts, one way. `head`: parameters of the output; `rest`:
-    those that are only read. `recompute`: in the backward pass, as `RECOMPUTED`. `fused`: what fused kernels leave of
-    elementwise traffic. `ffn`: elements of a token that the feed-forward layer writes; `rows`: those that it takes to
-    its experts."""
+    `block`: matrix parameters of a layer that multiply a token; `gathered`: those of them that FSDP gathers (None:
+    all); `sent`: elements of a token that go to its experts, one way. `head`: parameters of the output. `recompute`:
+    share of forward that backward repeats, as `RECOMPUTED`. `fused`: share of elementwise traffic that fused kernels
+    leave. `ffn`, `rows`: elements of a token that the feed-forward layer writes, and that experts take."""
 
     layers: int
     width: int
@@ -126,21 +124,21 @@ class Job:
 
     @property
     def carried(self) -> tuple[float, float]:
-        """Numbers of a token that hops carry, and FLOP of what its readers project up of them."""
+        """Numbers of a token that hops carry, and FLOP of their projection up at a reader."""
         if self.latent is None or self.attention.is_bound:
             return 2.0 * self.kv_heads * self.head_dim, 0.0
         return float(self.latent.numbers), 2.0 * self.latent.parameters
 
     @property
     def attention_work(self) -> float:
-        """The same of the slowest rank, with what kernels over block tables cost beside it, for both rounds of a
-        ring: its own keys and those that it fetches."""
-        told = self.attention
-        if not told.sparse:
+        """FLOP of attention in a layer's forward pass on the slowest GPU, with what kernels over block tables cost
+        beside it, for both rounds of a ring: its own keys and fetched keys."""
+        attention = self.attention
+        if not attention.sparse:
             return self.attention_flops
-        rounds = 1.0 + min(1.0, told.fetched) * (self.cp > 1)
-        beside = 4.0 * told.sparse * rounds * SPARSE_KEYS * self.tokens * self.heads * self.head_dim
-        return self.attention_flops * told.slowest * SPARSE_COST + beside
+        rounds = 1.0 + min(1.0, attention.fetched) * (self.cp > 1)
+        beside = 4.0 * attention.sparse * rounds * SPARSE_KEYS * self.tokens * self.heads * self.head_dim
+        return self.attention_flops * attention.slowest * SPARSE_COST + beside
 
 
 @dataclass(frozen=True)
@@ -195,7 +193,7 @@ def step_time(job: Job, gpu: Gpu, eff: Efficiency, per_host: int = 8) -> StepTim
     gather_s = collective_s(2.0 * gathered, job.shard_ranks, gpu, eff, per_host)
     reduce_s = collective_s(job.grad_bytes * gathered, job.shard_ranks, gpu, eff, per_host)
     trip_s = collective_s(2.0 * job.sent * job.tokens, job.cp, gpu, eff, per_host) if job.sent else 0.0
-    hops_s, hops_back_s = _hops(job, gpu, eff, per_host)
+    hops_s, hops_back_s = hop_times_s(job, gpu, eff, per_host)
     # Nothing hides the trips to experts and back.
     forward = together(forward_s, gather_s + hops_s, eff.overlap) + 2 * trip_s
     backward = together(backward_s, gather_s + reduce_s + hops_back_s, eff.overlap) + 2 * (1 + again) * trip_s
@@ -215,24 +213,27 @@ def step_time(job: Job, gpu: Gpu, eff: Efficiency, per_host: int = 8) -> StepTim
     if job.offload_activations:
         kept = 2.0 * job.tokens * 2 * job.width * job.layers * job.passes / (gpu.pcie_bytes_s * eff.link)
         parts["activations over PCIe"] = np.maximum(kept - whole, 0.0)
-    return StepTime(parts, slowest_of(job.num_gpus, eff.jitter))
+    # The slowest of so many ranks over their mean, where each varies by `jitter` (normal).
+    slowest = 1.0 + eff.jitter * np.sqrt(2.0 * np.log(max(1, job.num_gpus)))
+    return StepTime(parts, slowest)
 
 
-def _hops(job: Job, gpu: Gpu, eff: Efficiency, per_host: int) -> tuple[Number, Number]:
-    """Seconds of a layer's keys on their way: cp - 1 hops or what a pattern fetches; in the backward pass again, unless
-    they were few and kept, and gradients back, which all kernels of GPUs return in the same type."""
-    told = job.attention
+def hop_times_s(job: Job, gpu: Gpu, eff: Efficiency, per_host: int) -> tuple[Number, Number]:
+    """Seconds of a layer's hops, forward and backward: cp - 1 hops or what a pattern fetches; backward fetches again,
+    unless few keys were kept, and returns gradients, which all kernels of GPUs give in the type of the keys."""
+    attention = job.attention
     if job.cp < 2:
         return 0.0, 0.0
     rate = (gpu.nvlink_bytes_s if job.cp <= per_host else gpu.nic_bytes_s) * eff.link
-    messages = job.cp - 1 if told.hops is None else told.hops
-    there = 2.0 * job.carried[0] * job.fetched / rate + messages * MESSAGE_S
-    is_kept = told.sparse == 1.0 and not told.is_bound and told.fetched * (job.cp - 1) <= KEPT_KEYS
-    return there, there if is_kept else 2.0 * there
+    messages = job.cp - 1 if attention.hops is None else attention.hops
+    forward_s = 2.0 * job.carried[0] * job.fetched / rate + messages * MESSAGE_S
+    few = attention.fetched * (job.cp - 1) <= KEPT_KEYS
+    is_kept = attention.sparse == 1.0 and not attention.is_bound and few
+    return forward_s, forward_s if is_kept else 2.0 * forward_s
 
 
 def replica_sum_s(job: Job, gpu: Gpu, eff: Efficiency, per_host: int) -> Number:
-    """An all-reduce of the fp32 gradients of a shard, over NVLink where a host has all ranks."""
+    """Seconds of the all-reduce of a shard's fp32 gradients, over NVLink where a host has all ranks."""
     if job.replicas < 2:
         return 0.0
     rate = gpu.nvlink_bytes_s if job.num_gpus <= per_host else gpu.nic_bytes_s
@@ -241,7 +242,59 @@ def replica_sum_s(job: Job, gpu: Gpu, eff: Efficiency, per_host: int) -> Number:
 
 
 def update_s(job: Job, gpu: Gpu) -> Number:
-    """Adam on the shard: at memory's speed, or state that visits over PCIe in both directions at once."""
+    """Seconds of Adam on the shard: at memory's speed, and of offloaded state over PCIe in both directions at once."""
     shard = job.num_parameters / job.shard_ranks
     visit = {"none": 0.0, "optimizer": 8.0, "all": 20.0}[job.offload]
     return shard * ADAM_BYTES / (gpu.hbm_bytes_s * 0.85) + shard * visit / (gpu.pcie_bytes_s * 0.75)
+
+
+def job_of(
+    config: ModelConfig,
+    scaling: ScalingConfig,
+    step: StepConfig,
+    attention: Attention = DENSE,
+    num_own: int | None = None,
+    latent: Latent | None = None,
+) -> Job:
+    """What one rank computes and sends in a step of `elastic-ring train`; `num_own` as in `plan_of`."""
+    of_ring = -(-step.global_batch // scaling.dp)
+    together = min(step.micro_batch, of_ring)
+    ffn_width = config.experts_per_token * config.expert_width + config.shared_width or config.ffn_width
+    number = num_own or num_parameters(config)
+    qkvo = 2.0 * config.width * config.head_dim * (config.num_heads + config.num_kv_heads)
+    qkvo += (number - num_parameters(config)) / config.num_layers
+    recomputes = config.checkpoint_activations and (scaling.keep_activations is not True or config.offload_activations)
+    tokens, gathered, sent = together * -(-step.context_tokens // scaling.cp), None, 0
+    if config.num_experts:
+        in_experts, placement = expert_parameters(config), "gather" if scaling.cpu_offload == "all" else step.experts
+        sizes = (in_experts, tokens, config.experts_per_token, config.width)
+        is_sent = sends_tokens(placement, scaling.cp, *sizes, element_bytes=2)
+        sent = config.experts_per_token * config.width * is_sent
+        gathered = qkvo + 3.0 * config.width * config.shared_width + in_experts * (not is_sent)
+    return Job(
+        layers=config.num_layers,
+        width=config.width,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block=qkvo + 3.0 * config.width * ffn_width,
+        head=float(config.vocab_size * config.width),
+        vocab=config.vocab_size,
+        ffn=3.0 * ffn_width,
+        num_parameters=float(number),
+        tokens=tokens,
+        seq=step.context_tokens,
+        passes=-(-of_ring // together),
+        shard_ranks=scaling.cp,
+        cp=scaling.cp,
+        replicas=scaling.dp,
+        recompute="all but attention" if recomputes else "none",
+        fused=LIGER,
+        attention=attention,
+        offload=scaling.cpu_offload,
+        offload_activations=config.offload_activations,
+        gathered=gathered,
+        sent=float(sent),
+        rows=float(config.experts_per_token * config.width),
+        latent=latent,
+    )

@@ -51,7 +51,7 @@ from elastic_ring.control.state import (
     phase_name,
     spares,
 )
-from elastic_ring.experts.price import MOST_SHARES
+from elastic_ring.costs import MOST_SHARES
 from elastic_ring.monitor.goodput import Goodput, seen_of, time_by_part
 from elastic_ring.monitor.journal import Retried
 from elastic_ring.monitor.json_files import readable_json

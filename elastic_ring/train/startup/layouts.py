@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.autolayout.model_layout import Call, LayoutChoice, choose_layout
 from elastic_ring.attention.layers import WHICH_LAYER, PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout, contiguous, make_layout
 from elastic_ring.attention.patterns.layers import LayerPatterns
+from elastic_ring.costs import CostModel
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.task import AttentionFn, Batch, TrainingTask, refuse_tokens

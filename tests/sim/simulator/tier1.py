@@ -39,7 +39,7 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.control.state import Running
 from elastic_ring.forecast.goodput import HOUR, Failures, RunShape
-from elastic_ring.forecast.renewal import Luck, rates_of
+from elastic_ring.forecast.renewal import CommonRandomNumbers, rates_of
 from tests.sim.simulator.options import simulated
 
 MOST_MEMBERS = 128
@@ -74,7 +74,13 @@ class Tier1:
     it is follows from the draw's number."""
 
     def __init__(
-        self, shape: RunShape, failures: Failures, gpu_hours: float, duration_s: float, luck: Luck, draw: int = 0
+        self,
+        shape: RunShape,
+        failures: Failures,
+        gpu_hours: float,
+        duration_s: float,
+        luck: CommonRandomNumbers,
+        draw: int = 0,
     ) -> None:
         self.true, self.shape = shape, quotient(shape)
         self.failures, self.end_s = failures, duration_s

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.cli.forecasts import command
 from elastic_ring.cli.settings import parse
-from elastic_ring.forecast.answers.asked import amount
+from elastic_ring.costs import CostModel
 from elastic_ring.forecast.answers.money import Owned, read_prices
+from elastic_ring.forecast.answers.request import amount
 from elastic_ring.forecast.answers.search import FRONT_DRAWS, changed, fitting_changes, pareto, search
 from elastic_ring.forecast.goodput import (
     GRID,
@@ -25,15 +25,14 @@ from elastic_ring.forecast.goodput import (
     Failures,
     RunShape,
     Spot,
-    _over_away,
+    expected_rings,
     mean_goodput,
     rings_left,
 )
-from elastic_ring.forecast.renewal import Away, Luck, mean_walked, rates_of, simulate_goodput
-from elastic_ring.forecast.scenario import Scenario, curves, default_efficiency, forecast, tornado
-from elastic_ring.forecast.sizing.machines import named_fleet
-from elastic_ring.forecast.sizing.step_time import Attention, _hops
-from elastic_ring.forecast.sizing.uncertain import Range, around
+from elastic_ring.forecast.renewal import CommonRandomNumbers, HostsAway, mean_walked, rates_of, simulate_goodput
+from elastic_ring.forecast.scenario import Scenario, curves, default_efficiency, forecast
+from elastic_ring.forecast.sizing.machines import Range, around, named_fleet
+from elastic_ring.forecast.sizing.step_time import Attention, hop_times_s
 from elastic_ring.gpus import GPUS
 from tests.sim.simulator.tier1 import Tier1
 
@@ -237,7 +236,7 @@ def test_the_two_ways_to_goodput_agree(spot: Spot | None, scenarios: int, draws:
         dp, cp = int(rng.choice([1, 2, 4, 16])), int(rng.choice([8, 16, 32]))
         one = shape(dp=dp, cp=cp, spares=int(rng.choice([0, 8, 16])), step_s=float(rng.uniform(1, 60)), spot=spot)
         failures = Failures(gpu_hours=(2e4, 4e4, 8e4), repair_hours=(float(rng.uniform(1, 12)), 0.6))
-        walked = simulate_goodput(one, failures, np.full(draws, 4e4), 60 * 86400.0, Luck(rng, draws))
+        walked = simulate_goodput(one, failures, np.full(draws, 4e4), 60 * 86400.0, CommonRandomNumbers(rng, draws))
         off.append(float(walked.mean()) - float(mean_goodput(one, failures)))
     assert max(map(abs, off)) < 0.02
     assert abs(float(np.mean(off))) < (0.003 if spot is None else 0.006)
@@ -247,8 +246,8 @@ def test_the_share_of_rings_of_many_draws_is_that_of_each() -> None:
     away = np.random.default_rng(0).lognormal(0.0, 2.0, 2 * GRID + 1)
     for one in (shape(), shape(dp=1, spares=0), shape(dp=64, spares=64)):
         prior = PRIORS["published"]
-        each = np.array([_over_away(one, prior, np.asarray(value)) for value in away[:50]])
-        assert np.stack(_over_away(one, prior, away), axis=1)[:50] == pytest.approx(each, abs=1e-4)
+        each = np.array([expected_rings(one, prior, np.asarray(value)) for value in away[:50]])
+        assert np.stack(expected_rings(one, prior, away), axis=1)[:50] == pytest.approx(each, abs=1e-4)
 
 
 def test_spares_help_while_hosts_are_away_and_cost_rent() -> None:
@@ -263,7 +262,7 @@ def test_a_switch_takes_its_hosts_however_many_are_away() -> None:
     one, failures = shape(dp=64, cp=8, spares=0, hosts_per_switch=4), Failures(shares={"gpu": 0.6, "switch": 0.4})
     rng = np.random.default_rng(2)
     drawn = rings_left(one, rng.poisson(12.0, 200_000) + 4 * rng.poisson(8.0, 200_000)) / 64
-    share, _, fewer = _over_away(one, failures, np.asarray(20.0))
+    share, _, fewer = expected_rings(one, failures, np.asarray(20.0))
     assert float(share) == pytest.approx(float(drawn.mean()), abs=1e-3)
     assert float(fewer) == pytest.approx(float((drawn < 1).mean()), abs=1e-3)
 
@@ -272,16 +271,16 @@ def test_hosts_that_are_away_are_not_lost_again() -> None:
     """A third of the fleet is away, most of it behind switches."""
     one = shape(spares=0, hosts_per_switch=4)
     failures = Failures(shares={"gpu": 0.6, "switch": 0.4}, repair_hours=(100.0, 0.5), planned_per_day=0.0)
-    walked = simulate_goodput(one, failures, np.full(60, 4e3), 1e9, Luck(np.random.default_rng(0), 60))
+    walked = simulate_goodput(one, failures, np.full(60, 4e3), 1e9, CommonRandomNumbers(np.random.default_rng(0), 60))
     assert float(walked.mean()) == pytest.approx(float(mean_goodput(one, failures, 4e3)), abs=0.02)
 
 
 def test_gradients_come_back_in_the_type_of_the_keys_and_few_keys_are_kept() -> None:
     one = scenario("--cp", "16")
-    there, back = _hops(one.job, one.fleet.spec, one.eff, 8)
+    there, back = hop_times_s(one.job, one.fleet.spec, one.eff, 8)
     assert back == 2 * there, "keys again, and their gradients"
     few = dataclasses.replace(one.job, attention=Attention(0.01, fetched=0.01, hops=1, sparse=1.0))
-    there, back = _hops(few, one.fleet.spec, one.eff, 8)
+    there, back = hop_times_s(few, one.fleet.spec, one.eff, 8)
     assert back == there
 
 
@@ -317,7 +316,7 @@ def test_no_draw_commits_more_than_is_paid_for(hours: tuple[list[float], list[fl
 
 def test_a_walk_through_a_large_fleet_begins_with_hosts_away() -> None:
     one = shape(dp=256, spot=Spot(12 * HOUR, 6 * HOUR, 4000 * HOUR))
-    luck = Luck(np.random.default_rng(0), 30)
+    luck = CommonRandomNumbers(np.random.default_rng(0), 30)
     walked = simulate_goodput(one, PRIORS["none"], np.full(30, 1e12), 1e9, luck, steady=True)
     assert one.spot is not None
     assert 0.95 * one.spot.share_paid < float(walked.mean()) < one.spot.share_paid
@@ -367,7 +366,7 @@ def test_the_search_returns_a_front_that_nothing_beats() -> None:
 
 
 def test_the_tornado_is_sorted_by_swing() -> None:
-    rows = tornado(scenario())
+    rows = forecast(scenario(), num_draws=100).tornado
     swings = [abs(high - low) for _, low, high in rows]
     assert swings == sorted(swings, reverse=True)
     assert len(rows) == 8
@@ -406,7 +405,7 @@ def test_tier_1_runs_the_control_core_and_agrees_with_tier_2(spot: Spot | None) 
         one = shape(dp=dp, cp=cp, spares=spares, hosts_per_switch=4, spot=spot)
         failures = Failures(gpu_hours=(1e4, 3e4, 6e4), repair_hours=(3.0, 0.4), planned_per_day=0.0)
         duration_s = 120 / float(sum(rates_of(one, failures, 3e4).values()))
-        luck = Luck(np.random.default_rng(index), 2)
+        luck = CommonRandomNumbers(np.random.default_rng(index), 2)
         walks = [Tier1(one, failures, 3e4, duration_s, luck, draw).run() for draw in range(2)]
         walked = simulate_goodput(one, failures, np.full(2, 3e4), duration_s, luck)
         assert min(walk.losses for walk in walks) > 60
@@ -415,11 +414,11 @@ def test_tier_1_runs_the_control_core_and_agrees_with_tier_2(spot: Spot | None) 
 
 def test_tier_1_refuses_a_mesh_with_too_many_members() -> None:
     with pytest.raises(ValueError, match="129 members are more than 128"):
-        Tier1(shape(dp=129, cp=8), PRIORS["published"], 4e4, 1e6, Luck(np.random.default_rng(0), 1))
+        Tier1(shape(dp=129, cp=8), PRIORS["published"], 4e4, 1e6, CommonRandomNumbers(np.random.default_rng(0), 1))
 
 
 def test_a_host_that_takes_the_last_slot_of_a_full_draw_is_not_forgotten_as_the_soonest() -> None:
-    away = Away(draws=2, slots=2)
+    away = HostsAway(draws=2, slots=2)
     both = np.array([0, 1])
     for at, hosts in (([9.0, 5.0], [1.0, 1.0]), ([4.0, 7.0], [2.0, 1.0]), ([6.0, 6.0], [3.0, 2.0])):
         away.add(both, np.array(at), np.array(hosts))

@@ -18,9 +18,8 @@ from elastic_ring.cli.forecasts.folders import sizes_of
 from elastic_ring.cli.settings import parse
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.forecast.sizing import step_time
-from elastic_ring.forecast.sizing.jobs import job_of
 from elastic_ring.forecast.sizing.machines import efficiency_of
-from elastic_ring.forecast.sizing.step_time import Latent
+from elastic_ring.forecast.sizing.step_time import Latent, job_of
 from elastic_ring.gpus import GPUS
 from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.model.hugging_face import KNOWN_TYPES
@@ -115,9 +114,9 @@ def test_hops_of_latents_are_shorter_and_their_projection_is_counted() -> None:
     gpu, eff = GPUS["H100-80"], efficiency_of("hopper")
     keys, ours = (job_of(model, scaling, step, latent=one) for one in (None, latent))
     assert keys.carried[0] / ours.carried[0] == pytest.approx(85.3, abs=0.1)
-    there, back = step_time._hops(ours, gpu, eff, 8)
+    there, back = step_time.hop_times_s(ours, gpu, eff, 8)
     latency = 511 * step_time.MESSAGE_S
-    assert (step_time._hops(keys, gpu, eff, 8)[0] - latency) / (there - latency) == pytest.approx(85.3, abs=0.1)
+    assert (step_time.hop_times_s(keys, gpu, eff, 8)[0] - latency) / (there - latency) == pytest.approx(85.3, abs=0.1)
     assert back == 2 * there
     parts = [step_time.step_time(job, gpu, eff).parts["matrix products"] for job in (keys, ours)]
     # Twice in products, and twice again for gradients, of each fetched token of each layer.

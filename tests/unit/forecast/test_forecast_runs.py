@@ -12,7 +12,7 @@ from elastic_ring.cli.forecasts import command
 from elastic_ring.cli.forecasts.attention import within_documents
 from elastic_ring.cli.forecasts.seen import beside, losses_of, planned
 from elastic_ring.cli.settings import parse
-from elastic_ring.forecast.answers.stages import Learned, narrower, read_stages
+from elastic_ring.forecast.answers.request import Learned, narrower, read_stages
 from elastic_ring.forecast.goodput import PRIORS
 from elastic_ring.gpus import gpu_type
 from elastic_ring.monitor.goodput import seen_of

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.attention.check_prices import Row, compare, rank_correlation, systems_of
 from elastic_ring.attention.autolayout.choice import LayoutPrice
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layouts.layout import zigzag
+from elastic_ring.costs import CostModel
 from tests.unit.attention.attention_rings import one_thread
 
 FIGURES = CostModel(1e10, 1e8, 1e-3, 1e-4, 1e10, 0.5)

@@ -17,7 +17,6 @@ import torch
 
 from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.attention.autolayout.choice import Sizes, in_whole_blocks
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.autolayout.model_layout import choose_layout, price_dense
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
@@ -26,6 +25,7 @@ from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.attention.plan.sparse_blocks import check_layer_blocks
+from elastic_ring.costs import CostModel
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.loss import language_model_loss

@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.attention.pattern_bytes import families, main
 from elastic_ring.attention.autolayout.choice import Sizes, in_whole_blocks, layouts_for
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.layouts.placement import (
     balanced,
@@ -23,6 +22,7 @@ from elastic_ring.attention.patterns.families import BigBird, Dilated
 from elastic_ring.attention.patterns.rules import Dense, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.costs import CostModel
 from experiments.pattern_choice import choose, price_exchanges
 from tests.unit.sparse.pattern_cases import RULES
 

@@ -23,10 +23,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_bytes
 
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.cli.settings import read_toml
 from elastic_ring.control.replay import standing
+from elastic_ring.costs import CostModel
 from elastic_ring.data.manifest import digest_of, read_manifest
 from elastic_ring.data.prepared import PreparedTokens
 from elastic_ring.data.shards import TokenShards

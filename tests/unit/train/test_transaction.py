@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from elastic_ring.control.decisions.loss_spikes import Action, SpikeWatch
+from elastic_ring.costs import MOST_SHARES
 from elastic_ring.data.loader import Loader, samples_text
 from elastic_ring.data.sampling.validation import ValidationSet, ValidationSource, measured
 from elastic_ring.data.source import hold_out
 from elastic_ring.errors import LossSpike, TooManySkipped
-from elastic_ring.experts.price import MOST_SHARES
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.state.device import squares as device_squares

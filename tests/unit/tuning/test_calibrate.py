@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from elastic_ring.attention.autolayout.choice import BLOCK_TOKENS, Sizes, price, sparse_kernels
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.kernels import block_tables
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.patterns.families import BigBird
@@ -26,6 +25,7 @@ from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.plan.sparse_tiles import tiles
 from elastic_ring.cli.calibrate import main
 from elastic_ring.cli.forecasts.answer import rates_of
+from elastic_ring.costs import CostModel
 from elastic_ring.forecast.scenario import default_efficiency
 from elastic_ring.forecast.sizing.machines import named_fleet
 from elastic_ring.forecast.sizing.rates import ALONE, read_rates
@@ -247,7 +247,6 @@ def test_rates_are_measured_written_and_read_by_the_forecast(tmp_path: Path, mon
     Calibration(TRUTH, (), {}).write(path, rates)
     assert CostModel.read(path) == TRUTH
     read = read_rates(path)
-    assert read is not None
     assert [row.flops for row in read.matmul] == [row["flops"] for row in rates["matmul"]]
     assert read.host.storage_bytes_s == rates["storage"]["write_bytes_s"] > 0
     assert read.collectives == read.groups == []
@@ -320,7 +319,6 @@ def test_two_hosts_measure_collectives_over_the_network_together(tmp_path: Path)
     finally:
         others.kill()
     rates = read_rates(tmp_path / "m.json")
-    assert rates is not None
     assert {(row.kind, row.level) for row in rates.collectives} == {
         ("all-gather", "network"),
         ("reduce-scatter", "network"),
