@@ -278,12 +278,13 @@ class MetricsLog:
 
         Once for each build. Returns how many steps that undid.
         """
-        num_gone = sum(known >= step for known in self._by_step)
-        if build in self._went_back or not num_gone:
+        if build in self._went_back:
             return 0
+        num_undone = sum(recorded >= step for recorded in self._by_step)
+        # Also where there are none: a new coordinator must not undo what these members commit.
         self._journal.append({"step": step, "note": WENT_BACK, "build": list(build)})
         self._read()
-        return num_gone
+        return num_undone
 
     def begin_at(self, step: int) -> None:
         """A build begins at `step`: steps missing before it will not come any more, and are reported once."""

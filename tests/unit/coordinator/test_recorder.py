@@ -11,7 +11,7 @@ import pytest
 from elastic_ring.config import RunConfig
 from elastic_ring.control.decisions.detectors import FIRST_INTERVAL_S
 from elastic_ring.control.facts import Fact, line_of
-from elastic_ring.control.messages import Build, Tick, Vote
+from elastic_ring.control.messages import Build, Checkpoint, Tick, Vote
 from elastic_ring.control.pool import Worker
 from elastic_ring.control.state import Membership, Running, State
 from elastic_ring.mesh import Mesh
@@ -84,6 +84,18 @@ def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) ->
     again.recall(Tick("t"), [Build("t", "w-0", 1, 1, Mesh(2, 2), (), 0, None, (), fresh=True)])
     assert not again.steps.counts(record(0, (1, 0)))
     assert again.steps.counts(record(0, (1, 1)))
+
+
+def test_a_coordinator_that_starts_anew_undoes_no_step_of_a_run_that_began_at_a_checkpoint(tmp_path: Path) -> None:
+    start = Checkpoint(10, "a folder", Mesh(2, 2))
+    build = Build("t", "w-0", 1, 1, Mesh(2, 2), (), 10, None, (), fresh=True, restore=start)
+    for num_steps in (4, 0):
+        recorder = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), lambda note: None, lambda: 100.0)
+        recorder.open(Begin())
+        recorder.recall(Tick("t"), [build])
+        recorder.metrics.begin_at(10)
+        recorder.publish([record(step, (1, 1)) for step in range(10, 10 + num_steps)])
+        assert (recorder.metrics.last_step, recorder.take_lines(0)) == (13, [])
 
 
 def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_exact(recorder: RunRecorder) -> None:
