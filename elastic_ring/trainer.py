@@ -42,9 +42,9 @@ from elastic_ring.control.decisions import rollback
 from elastic_ring.control.decisions.corpus import take_fact, version_at
 from elastic_ring.costs import CostModel
 from elastic_ring.data.filesystem import at_submission
-from elastic_ring.data.growth import beside, grown, may_grow
 from elastic_ring.data.packing import Files
 from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
+from elastic_ring.data.prepared import may_grow, versions_beside, with_versions
 from elastic_ring.data.sampling.order import SampleOrder, SkippingOrder, by_batch
 from elastic_ring.data.sampling.validation import (
     ValidationSet,
@@ -393,8 +393,8 @@ class ElasticRingTrainer:
         except errors.CheckpointDamaged as error:
             raise ValueError(f"resume={self.run_config.resume!r}: {error}") from error
         if found.corpus:  # they lie beside the first one, also where that has moved
-            found = replace(found, corpus=beside(self.task.data, found.corpus))
-            at_submission(lambda: open_source(grown(self.task.data, found.corpus)))
+            found = replace(found, corpus=versions_beside(self.task.data, found.corpus))
+            at_submission(lambda: open_source(with_versions(self.task.data, found.corpus)))
         return found
 
     @property
@@ -691,7 +691,7 @@ class ElasticRingTrainer:
         step, versions = int(end["facts"]["step"]), take_fact(end["facts"])
         skips = rollback.take_fact(end["facts"])
         try:
-            order = training_order(replace(self.task, data=grown(self.task.data, by_batch(versions, skips))))
+            order = training_order(replace(self.task, data=with_versions(self.task.data, by_batch(versions, skips))))
             ids = SkippingOrder(order, skips).sample_ids(step)
         except (ValueError, errors.StorageFailed) as error:  # the crashes say more than a manifest that is gone
             end["message"] += f"\nThe batch of that step cannot be named: {error}"

@@ -117,9 +117,9 @@ def sources_of(given: Sequence[str]) -> list[str]:
 
 def report(manifest: Manifest, out: str) -> list[str]:
     """Lines on the result, on what was left out, and where the manifest is; its digest last."""
-    from elastic_ring.data.cuts import cut_shares
     from elastic_ring.data.listing import Group, summary
     from elastic_ring.data.manifest import MANIFEST
+    from elastic_ring.data.prepared import cut_shares
 
     dropped, uri = manifest.dropped, f"{out.rstrip('/')}/{MANIFEST}"
     lines = [
@@ -133,8 +133,8 @@ def report(manifest: Manifest, out: str) -> list[str]:
         lines.append(f"{manifest.num_counted:,} of the tokens count in the loss ({share:.1%})")
         cut = zip(CONTEXTS, cut_shares(uri, manifest, CONTEXTS), strict=True)
         lines.append(f"conversations cut by --context: {', '.join(f'{share:.1%} at {size:,}' for size, share in cut)}")
-    for what, groups in manifest.about.get("files", {}).items():
-        lines += summary(what.replace("_", " "), [Group(**group) for group in groups])
+    for title, groups in manifest.about.get("files", {}).items():
+        lines += summary(title.replace("_", " "), [Group.of(group) for group in groups])
     if len(manifest.sources) > 1:
         total = sum(source.weight or 0.0 for source in manifest.sources)
         lines += [

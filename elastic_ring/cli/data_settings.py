@@ -180,9 +180,9 @@ def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> So
 
 
 def _prepared(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:
-    from elastic_ring.data.cuts import log_documents
     from elastic_ring.data.filesystem import at_submission
     from elastic_ring.data.manifest import read_manifest
+    from elastic_ring.data.prepared import log_documents
     from elastic_ring.data.source import PreparedTokens
 
     manifest = at_submission(lambda: read_manifest(data.uri))

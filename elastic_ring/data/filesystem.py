@@ -1,7 +1,7 @@
 """File systems by URI, for reading: local paths and s3:// through pyarrow.fs, every other scheme through fsspec.
 
-A read that fails is of one of two kinds. Where the file is absent or damaged, that is a ValueError: the user mends it.
-Where the storage is away, refuses or is slow, that is a StorageFailed: `patiently` tries again.
+A failed read is a ValueError where the file is absent or damaged: the user mends it. It is a StorageFailed where the
+storage is away, refuses or is slow: `patiently` tries again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from elastic_ring.state.storage.folder import SUBMIT_S
 T = TypeVar("T")
 
 READ_ERRORS = (OSError, EOFError, pa.ArrowException)
-"""What pyarrow raises, of the file system and of the format."""
+"""Errors of pyarrow, of the file system and of the format."""
 NUM_READS = 3
-"""So many reads decide that data is damaged: bytes may also change on their way."""
+"""Reads after which data counts as damaged: bytes may also change on their way."""
 _ABSENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _WRONG_NAME = (errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP)
 _CLIENTS = frozenset({"aiobotocore", "aiohttp", "azure", "botocore", "google", "gcsfs", "requests", "s3fs", "urllib3"})
@@ -66,7 +66,7 @@ def _is_of_client(error: BaseException) -> bool:
     return type(error).__module__.partition(".")[0] in _CLIENTS
 
 
-def reading(name: str, action: Callable[[], T], *, what: str = "cannot be read") -> T:
+def reading(name: str, action: Callable[[], T], *, problem: str = "cannot be read") -> T:
     """Carry out one read. Raises StorageFailed where the storage failed, ValueError where the file is at fault; both
     say `name`."""
     try:
@@ -74,18 +74,17 @@ def reading(name: str, action: Callable[[], T], *, what: str = "cannot be read")
     except StorageFailed:
         raise
     except Exception as error:
-        raise_if_away(error, name, what)
+        raise_if_away(error, name, problem)
         if isinstance(error, READ_ERRORS) or _is_of_client(error):
-            raise ValueError(shown_url(f"{name}: {what}: {error}")) from error
+            raise ValueError(shown_url(f"{name}: {problem}: {error}")) from error
         raise
 
 
-def raise_if_away(error: BaseException, name: str, what: str = "cannot be read") -> None:
+def raise_if_away(error: BaseException, name: str, problem: str = "cannot be read") -> None:
     """Raises StorageFailed that says `name` where the storage has failed: its file is neither absent nor damaged, and
     leaving it out would lose existing data."""
     if is_away(error):
-        told = shown_url(f"{name} {what}: {one_line(error)}")
-        raise StorageFailed(told, path=shown_url(name)) from error
+        raise StorageFailed(shown_url(f"{name} {problem}: {one_line(error)}"), path=shown_url(name)) from error
 
 
 def patiently(action: Callable[[], T], limit_s: float = Timeouts.storage_s, tell: Callable[[str], None] = ignore) -> T:
@@ -99,8 +98,10 @@ def patiently(action: Callable[[], T], limit_s: float = Timeouts.storage_s, tell
         if not is_away(error):
             raise
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-        told = error.message if isinstance(error, StorageFailed) else f"the data cannot be read: {one_line(error)}"
-        raise StorageFailed(f"{told}{notes}", path=_path(error)) from error
+        message, path = f"the data cannot be read: {one_line(error)}", ""
+        if isinstance(error, StorageFailed):
+            message, path = error.message, str(error.facts.get("path", ""))
+        raise StorageFailed(f"{message}{notes}", path=path) from error
 
 
 def at_submission(action: Callable[[], T], limit_s: float = Timeouts.storage_s) -> T:
@@ -114,21 +115,26 @@ def at_submission(action: Callable[[], T], limit_s: float = Timeouts.storage_s) 
 
 
 def _is_refused(error: BaseException) -> bool:
-    links: list[BaseException] = [error, *([error.__cause__] if error.__cause__ is not None else [])]
-    return any(isinstance(one, PermissionError) or any(code in str(one) for code in _AWS_REFUSED) for one in links)
-
-
-def _path(error: BaseException) -> str:
-    return str(error.facts.get("path", "")) if isinstance(error, StorageFailed) else ""
+    return any(
+        isinstance(cause, PermissionError) or any(code in str(cause) for code in _AWS_REFUSED)
+        for cause in (error, error.__cause__)
+    )
 
 
 def located(uri: str) -> tuple[Any, str]:
-    """(file system, path in it). Reads nothing. Raises ValueError for a scheme that nobody knows."""
+    """(file system, path in it): pyarrow's for local paths and s3://, which may be the store that `AWS_ENDPOINT_URL`
+    names. Reads nothing. Raises ValueError for an unknown scheme."""
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme == "file":
         return fs.LocalFileSystem(), str(Path(rest if separator else uri).expanduser().absolute())
     if scheme == "s3":
-        return _s3_filesystem(), rest.rstrip("/")
+        variables = environment()
+        endpoint = variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL")
+        options = {}
+        if endpoint is not None:
+            parts, region = urlsplit(endpoint), variables.get("AWS_REGION", "us-east-1")
+            options = {"endpoint_override": parts.netloc, "scheme": parts.scheme, "region": region}
+        return fs.S3FileSystem(**options), rest.rstrip("/")
     import fsspec
 
     try:
@@ -151,15 +157,3 @@ def read_file(filesystem: Any, path: str, name: str, most_bytes: int) -> bytes:
         return data
 
     return reading(name, read)
-
-
-def _s3_filesystem() -> Any:
-    """pyarrow's, of Amazon or of the store that `AWS_ENDPOINT_URL` names."""
-    found = environment()
-    endpoint = found.get("AWS_ENDPOINT_URL_S3") or found.get("AWS_ENDPOINT_URL")
-    if endpoint is None:
-        return fs.S3FileSystem()
-    parts = urlsplit(endpoint)
-    return fs.S3FileSystem(
-        endpoint_override=parts.netloc, scheme=parts.scheme, region=found.get("AWS_REGION", "us-east-1")
-    )

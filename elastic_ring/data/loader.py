@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 IGNORE = -100
 LOOK_S = 0.2
 
+TENSORS = ("tokens", "targets", "positions", "document_ids")
 _LANES = (0x243F6A8885A308D3, 0x13198A2E03707344)
 
 
@@ -59,16 +61,11 @@ class Slice:
 
     def to(self, device: torch.device | str) -> Slice:
         """The same slice on another device."""
-        return replace(
-            self,
-            tokens=_moved(self.tokens, device),
-            targets=_moved(self.targets, device),
-            positions=_moved(self.positions, device),
-            document_ids=_moved(self.document_ids, device),
-        )
+        moved = {name: _copy_to(getattr(self, name), device) for name in TENSORS}
+        return replace(self, **moved)  # type: ignore[arg-type]
 
 
-def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+def _copy_to(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Copy through pinned memory: a non-blocking copy may read pageable memory after it was freed and reused."""
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
@@ -124,11 +121,14 @@ def joined(slices: Sequence[Slice], context_tokens: int) -> Slice:
     for row, part in enumerate(slices):
         document_ids.append(part.document_ids + len(starts))
         starts += [row * context_tokens + start for start in part.document_starts]
+    tokens, targets, positions = (
+        torch.cat([getattr(part, name) for part in slices], dim=1) for name in ("tokens", "targets", "positions")
+    )
     return Slice(
-        tokens=torch.cat([part.tokens for part in slices], dim=1),
-        targets=torch.cat([part.targets for part in slices], dim=1),
-        positions=torch.cat([part.positions for part in slices], dim=1),
-        document_ids=torch.cat(document_ids, dim=1),
+        tokens,
+        targets,
+        positions,
+        torch.cat(document_ids, dim=1),
         document_starts=tuple(starts),
         sample_id=first.sample_id,
         index_in_batch=first.index_in_batch,
@@ -166,13 +166,14 @@ class Loader:
     def prefetch(self, sample_ids: Sequence[int]) -> None:
         """Start to read these sequences. Errors are raised by the `load` of a sequence."""
         num_kept = 0
-        for (known, _), wanted in zip(self._ahead, sample_ids, strict=False):
-            if known != wanted:
+        for (sample_id, _), requested in zip(self._ahead, sample_ids, strict=False):
+            if sample_id != requested:
                 break
             num_kept += 1
         self._drop(num_kept)
         for sample_id in sample_ids[num_kept:]:
-            self._ahead.append((sample_id, self._thread.submit(self._read, sample_id)))
+            read = partial(self.source.read, sample_id)
+            self._ahead.append((sample_id, self._thread.submit(patiently, read, self._patience_s, self._tell)))
 
     def load(
         self, sample_id: int, index_in_batch: int, layout: Layout, cp_rank: int, *, upcoming: Sequence[int] = ()
@@ -198,9 +199,6 @@ class Loader:
                 self._read_ahead(upcoming[self._num_ahead :])
         return slice_sample(sample, layout, cp_rank, sample_id=sample_id, index_in_batch=index_in_batch)
 
-    def _read(self, sample_id: int) -> Sample:
-        return patiently(lambda: self.source.read(sample_id), self._patience_s, self._tell)
-
     def close(self) -> None:
         """Wait for a read in progress, if any, and end the thread."""
         self._drop()
@@ -219,9 +217,6 @@ class Loader:
             self._ahead.pop()[1].cancel()
 
 
-_COPIED = ("tokens", "targets", "positions", "document_ids")
-
-
 class ArrivedCopies:
     """Check that slices arrived unchanged on the device.
 
@@ -236,7 +231,7 @@ class ArrivedCopies:
 
     def keep(self, piece: Slice, batch: Any) -> None:
         """Enqueue copies of `batch`, which has the tensors of `piece` on the device."""
-        for name in _COPIED if self._on else ():
+        for name in TENSORS if self._on else ():
             there = getattr(batch, name)
             back = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
             self._kept.append((piece, name, back.copy_(there, non_blocking=True)))
@@ -246,9 +241,9 @@ class ArrivedCopies:
         kept, self._kept = self._kept, []
         for piece, name, back in kept:
             if not torch.equal(getattr(piece, name), back):
-                others = f" or of the {piece.num_sequences - 1} computed with it" if piece.num_sequences > 1 else ""
+                joint = f" or of the {piece.num_sequences - 1} computed with it" if piece.num_sequences > 1 else ""
                 raise DigestMismatch(
-                    f"step {step}: {name} of sequence {piece.sample_id}{others} arrived changed on the device; the "
+                    f"step {step}: {name} of sequence {piece.sample_id}{joint} arrived changed on the device; the "
                     "step runs again",
                     step=step,
                 )

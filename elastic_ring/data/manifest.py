@@ -29,18 +29,14 @@ MAX_MANIFEST_BYTES = 1 << 28
 MAX_COUNT, MAX_ROW_GROUPS = 1 << 53, 1 << 27
 """Bounds of a corpus: an index of its row groups is kept in memory."""
 _NAME = re.compile(r"^manifest(-\d+)?\.json$")
-_NOT_IN_DIGEST = frozenset(
-    {
-        *("digest", "about", "num_bytes", "sha256", "num_records", "num_bad_records", "num_bad", "bad_bytes"),
-        "tokens_by_length",
-    }
-)
+_NOT_IN_DIGEST = {"digest", "about", "num_bytes", "sha256", "tokens_by_length"}
+_NOT_IN_DIGEST |= {"num_records", "num_bad_records", "num_bad", "bad_bytes"}
 
 
 @settings
 class Shard:
-    """One Parquet file of tokens. `tokens_sha256` is of its tokens, `sha256` of its bytes. `num_counted` of its tokens
-    count in the loss, which a column says of each; None: all do, and there is no such column."""
+    """One Parquet file of tokens. `tokens_sha256` is of its tokens, `sha256` of its bytes. `num_counted`: tokens that
+    count in the loss, by the column COUNTED; None: all do, and there is no such column."""
 
     name: str
     num_documents: NonNegativeInt
@@ -78,9 +74,9 @@ class PreparedSource:
 
 @settings
 class Dropped:
-    """What the input had and the shards have not. `bad` names the first of `num_bad` unreadable inputs and says why.
+    """Counts of what was left out. `bad` names the first of `num_bad` unreadable inputs, with the reason.
 
-    `num_records` were read with the bad ones; `bad_bytes` are of files that are bad as a whole.
+    `num_records` includes bad ones; `bad_bytes` is the size of files that are bad as a whole.
     """
 
     num_duplicates: NonNegativeInt = 0
@@ -137,8 +133,8 @@ class Manifest:
     @property
     def num_counted(self) -> int | None:
         """How many tokens count in the loss; None where all do."""
-        found = [shard.num_counted for source in self.sources for shard in source.shards]
-        return None if None in found else sum(num for num in found if num is not None)
+        counts = [shard.num_counted for source in self.sources for shard in source.shards]
+        return None if None in counts else sum(num for num in counts if num is not None)
 
     @property
     def num_documents(self) -> int:
@@ -181,11 +177,11 @@ def read_manifest(uri: str) -> Manifest:
     data = read_file(filesystem, path, uri, MAX_MANIFEST_BYTES)
     try:
         plain = plain_json(data, MAX_MANIFEST_BYTES)
-        found = from_plain(Manifest, plain)
+        manifest = from_plain(Manifest, plain)
     except ValueError as error:
         raise ValueError(f"{shown_url(uri)}: is no manifest of elastic-ring data prepare: {error}") from error
-    if digest_of(plain) != found.digest:
+    if digest_of(plain) != manifest.digest:
         raise ValueError(
             f"{shown_url(uri)}: was altered after it was written: its content does not have its digest; restore it"
         )
-    return found
+    return manifest

@@ -14,21 +14,130 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ring.data.chunks import ChunkCache, Chunks, Counted, Starts
-
+Tokens = NDArray[np.int32]
+Starts = NDArray[np.int64]
+Counted = NDArray[np.bool_]
+TOKEN_BYTES = 4
+THREADS, THREAD_NAME = 4, "elastic-ring-read-ahead"
 END_OF_DOCUMENT = 256
 BYTE_VOCAB_SIZE = 257
 MAX_VOCAB_SIZE = 2**31
 
 Files = tuple[tuple[str, str], ...]
-"""(name, without the folder that was given; digest of what it holds) of each file."""
+"""(name below the given folder, digest of the content) of each file."""
+
+
+# ------------------------------------------------------------ chunks
+
+
+class Loaded(NamedTuple):
+    """A chunk's tokens, the offsets at which documents start in them, and which count in the loss; None: all."""
+
+    tokens: Tokens
+    starts: Starts
+    counted: Counted | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self if part is not None)
+
+
+class Chunk(Protocol):
+    """A part of the stream that is read in one piece. `name`, for messages: the file, and which part of it.
+    `num_tokens`: with end-of-document tokens, known without reading them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    def load(self) -> Loaded: ...
+
+
+class Chunks(Protocol):
+    """Chunks in the order of the stream."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Chunk: ...
+
+
+class ChunkCache:
+    """Loads each chunk once at a time and keeps the latest, at most `limit_bytes` of them, but always the last one."""
+
+    def __init__(self, chunks: Chunks, limit_bytes: int) -> None:
+        self.chunks, self.limit_bytes = chunks, limit_bytes
+        self._loaded: OrderedDict[int, Future[Loaded]] = OrderedDict()
+        self._lock = Lock()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def get(self, index: int) -> Loaded:
+        """A chunk, loaded by this thread unless another has begun. Raises what its `load` raises."""
+        with self._lock:
+            future, is_new = self._loaded.get(index) or Future(), index not in self._loaded
+            self._loaded[index] = future
+            self._loaded.move_to_end(index)
+        if is_new:
+            self._fill(index, future)
+        return future.result()
+
+    def load_ahead(self, indices: Iterable[int]) -> None:
+        """Begin to load chunks, as many as half of the cache holds. What one raises, `get` raises."""
+        left_bytes = self.limit_bytes // 2
+        for index in indices:
+            left_bytes -= self.chunks[index].num_tokens * TOKEN_BYTES
+            if left_bytes < 0:
+                return
+            with self._lock:
+                if index not in self._loaded:
+                    self._threads = self._threads or ThreadPoolExecutor(THREADS, thread_name_prefix=THREAD_NAME)
+                    self._loaded[index] = Future()
+                    self._threads.submit(self._fill, index, self._loaded[index])
+
+    def _fill(self, index: int, future: Future[Loaded]) -> None:
+        """Load a chunk, then drop those that were used longest ago, as many as are over the limit."""
+        try:
+            chunk = self.chunks[index]
+            loaded = chunk.load()
+            if len(loaded.tokens) != chunk.num_tokens:
+                raise ValueError(
+                    f"{chunk.name}: holds {len(loaded.tokens)} tokens, {chunk.num_tokens} when it was opened "
+                    "or by its metadata; a corpus must not change during a run: restore it, or start a new run"
+                )
+            future.set_result(loaded)
+        except BaseException as error:
+            with self._lock:
+                self._loaded.pop(index, None)  # the next one tries again
+            future.set_exception(error)
+            return
+        with self._lock:
+            sizes = self._sizes()
+            total = sum(sizes.values())
+            for older, num_bytes in sizes.items():
+                if total > self.limit_bytes and older != index:
+                    del self._loaded[older]
+                    total -= num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the loaded chunks."""
+        with self._lock:
+            return sum(self._sizes().values())
+
+    def _sizes(self) -> dict[int, int]:
+        return {i: f.result().num_bytes for i, f in self._loaded.items() if f.done() and f.exception() is None}
+
+
+# ------------------------------------------------------------ sequences
 
 
 @dataclass(frozen=True)
@@ -53,7 +162,7 @@ class PackedSource:
 
     Caches at most `cache_bytes` of chunks, but always the last one. `read` and `read_ahead` are thread-safe. `ends`:
     the stream's tokens up to the end of each chunk, where they are known without asking every chunk. `how`: what
-    decides about sequences beside the files, for the fingerprint. `told`: what of the files is used, for the console.
+    decides about sequences beside the files, for the fingerprint. `notes`: which files are used, for the console.
     """
 
     def __init__(
@@ -68,13 +177,15 @@ class PackedSource:
         ends: Starts | None = None,
         padding: int | None = None,
         cache_bytes: int = 128 * 2**20,
-        told: Sequence[str] = (),
+        notes: Sequence[str] = (),
     ) -> None:
-        self.told = told
+        self.notes = notes
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
         self.describe = describe
-        self._ends = _ends(chunks) if ends is None else ends
+        if ends is None:
+            ends = np.cumsum([chunks[index].num_tokens for index in range(len(chunks))], dtype=np.int64)
+        self._ends = ends
         self._how, self._digests = how, digests
         self._padding = padding
         self._cache = ChunkCache(chunks, cache_bytes)
@@ -131,10 +242,6 @@ class PackedSource:
         start = sample_id * self.context_tokens
         first, last = np.searchsorted(self._ends, (start, start + self.context_tokens), side="right")
         return range(int(first), int(last) + 1)
-
-
-def _ends(chunks: Chunks) -> Starts:
-    return np.cumsum([chunks[index].num_tokens for index in range(len(chunks))], dtype=np.int64)
 
 
 def check_context(context_tokens: int, align_tokens: int = 1) -> None:

@@ -9,23 +9,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
+from pyarrow import fs
 from pydantic import Field
 
-from elastic_ring.data.cuts import log_documents
-from elastic_ring.data.manifest import Manifest, PreparedSource, read_manifest
-from elastic_ring.data.packing import MAX_VOCAB_SIZE, Files, PackedSource, Sample, check_context
+from elastic_ring.control.messages import CorpusVersion
+from elastic_ring.data.filesystem import located, reading
+from elastic_ring.data.manifest import MANIFEST, Manifest, read_manifest
+from elastic_ring.data.packing import MAX_VOCAB_SIZE, Files, PackedSource, Sample, Starts, check_context
 from elastic_ring.data.row_groups import RowGroups
 from elastic_ring.data.sampling.mixed_order import MixedOrder, Numbering, Version
-from elastic_ring.files import absolute, shown_url
+from elastic_ring.errors import StorageFailed
+from elastic_ring.files import absolute, shown_url, with_access
 from elastic_ring.validation import PositiveInt, settings
+
+log = logging.getLogger(__name__)
 
 CACHE_BYTES, LEAST_CACHE_BYTES = 256 << 20, 32 << 20
 BLOCK_ROW_GROUPS, WINDOW_BLOCKS = 8, 8
 """Row groups that are read one after the other, and how many such blocks are mixed: 4 Mi tokens at 64 Ki each."""
+NUM_STRETCHES, STRETCH_ROW_GROUPS = 4, 8
+"""The sample of a corpus: so many stretches, evenly spaced, of so many row groups each; 2 Mi tokens by default."""
+_NUMBERED = re.compile(r"^manifest-(\d+)\.json$")
 
 
 @settings
@@ -78,7 +90,10 @@ class PreparedTokens:
             check_grown(before, after, uri)
         streams = [self._stream(index, manifests[-1]) for index in range(len(manifests[0].sources))]
         firsts = [0, *(later.first_step for later in self.later)]
-        sizes = [[self._num_sequences(source) for source in manifest.sources] for manifest in manifests]
+        sizes = [
+            [max(source.num_tokens - 1, 0) // self.context_tokens for source in manifest.sources]
+            for manifest in manifests
+        ]
         facts = ["prepared", self.context_tokens, [manifest.digest for manifest in manifests], firsts]
         return PreparedCorpus(
             tuple(streams),
@@ -90,9 +105,6 @@ class PreparedTokens:
             fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
         )
 
-    def _num_sequences(self, source: PreparedSource) -> int:
-        return max(source.num_tokens - 1, 0) // self.context_tokens
-
     def _stream(self, index: int, manifest: Manifest) -> PackedSource:
         source = manifest.sources[index]
         chunks = RowGroups(self.uri, manifest, source)
@@ -103,14 +115,10 @@ class PreparedTokens:
             vocab_size=manifest.vocab_size,
             describe=f"{shown_url(self.uri)} (source {source.name})",
             how=["prepared"],
-            digests=lambda: files_of(source),
+            digests=lambda: tuple((shard.name, shard.tokens_sha256) for shard in source.shards),
             padding=manifest.end_of_document if manifest.align_tokens > 1 else None,
             cache_bytes=max(LEAST_CACHE_BYTES, CACHE_BYTES // len(manifest.sources)),
         )
-
-
-def files_of(source: PreparedSource) -> Files:
-    return tuple((shard.name, shard.tokens_sha256) for shard in source.shards)
 
 
 class PreparedCorpus:
@@ -134,17 +142,14 @@ class PreparedCorpus:
         self._streams, self._weights, self._first_steps, self._sizes = streams, weights, first_steps, sizes
         self._is_complete, self._block, self._own = is_complete, block, fingerprint
         self._held = tuple(held) or (0,) * len(streams)
-        self._versions = tuple(
-            Version(step, tuple(self._usable(s, size, number) for s, size in enumerate(of_version)))
-            for number, (step, of_version) in enumerate(zip(first_steps, sizes, strict=True))
-        )
+        versions: list[Version] = []
+        for number, (step, of_version) in enumerate(zip(first_steps, sizes, strict=True)):
+            nums = [max(size - held, 0) for size, held in zip(of_version, self._held, strict=True)]
+            if number < len(sizes) - 1 or not is_complete:  # a block that is not complete waits for the next version
+                nums = [num // block * block for num in nums]
+            versions.append(Version(step, tuple(nums)))
+        self._versions = tuple(versions)
         self._numbering = Numbering(self._versions)
-
-    def _usable(self, source: int, size: int, version: int) -> int:
-        """Sequences of this part. A block that is not complete waits for the next version."""
-        num = max(size - self._held[source], 0)
-        last = version == len(self._sizes) - 1
-        return num if last and self._is_complete else num // self._block * self._block
 
     @property
     def num_sequences(self) -> int:
@@ -188,20 +193,18 @@ class PreparedCorpus:
                 f"validation num_sequences={num}: at least one sequence of each source must be left to train on, and "
                 f"they have {', '.join(map(str, self._versions[0].num_sequences))}; hold out fewer or give more text"
             )
-        training = self._part(self._first_steps, self._sizes, held=held, is_complete=self._is_complete)
-        return training, self._part([0], [held], held=(), is_complete=True)
-
-    def _part(self, steps: Any, sizes: Any, *, held: Sequence[int], is_complete: bool) -> PreparedCorpus:
-        return PreparedCorpus(
-            self._streams,
-            self._weights,
-            steps,
-            sizes,
-            is_complete=is_complete,
-            block=self._block,
-            fingerprint=self._own,
+        streams, weights, block, own = self._streams, self._weights, self._block, self._own
+        training = PreparedCorpus(
+            streams,
+            weights,
+            self._first_steps,
+            self._sizes,
+            is_complete=self._is_complete,
+            block=block,
+            fingerprint=own,
             held=held,
         )
+        return training, PreparedCorpus(streams, weights, [0], [held], is_complete=True, block=block, fingerprint=own)
 
     def _place(self, sample_id: int) -> tuple[PackedSource, int]:
         if not 0 <= sample_id < self.num_sequences:
@@ -220,38 +223,143 @@ def apportioned(num: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(parts)
 
 
-# ------------------------------------------------------------ manifests
+# ------------------------------------------------------------ manifests that grow
 
 
 def pinned_manifest(uri: str, digest: str) -> Manifest:
     """The manifest that a run uses. Raises ValueError if it has changed."""
-    found = read_manifest(uri)
-    if found.digest != digest:
+    manifest = read_manifest(uri)
+    if manifest.digest != digest:
         raise ValueError(
-            f"{shown_url(uri)}: has the digest {found.digest[:16]}, the run began with {digest[:16]}: a corpus must "
+            f"{shown_url(uri)}: has the digest {manifest.digest[:16]}, the run began with {digest[:16]}: a corpus must "
             "not change under a run; restore the manifest, or start a run of another name"
         )
-    return found
+    return manifest
 
 
 def check_grown(before: Manifest, after: Manifest, uri: str) -> None:
     """Raises ValueError where the later manifest, at `uri`, does not begin with the shards of the earlier one."""
     pairs = list(zip(before.sources, after.sources, strict=False))
-    shorter = [one.name for one, two in pairs if one.shards[: len(two.shards)] == two.shards != one.shards]
+    shorter = [old.name for old, new in pairs if old.shards[: len(new.shards)] == new.shards != old.shards]
     if shorter:
         raise ValueError(
             f"{shown_url(uri)}: source {shorter[0]} has fewer shards than the run has used: a corpus only grows under "
             "a run; restore the manifest, or start a run of another name"
         )
-    alike = (
-        before.vocab_size,
-        before.end_of_document,
-        before.row_group_tokens,
-        before.align_tokens,
-        before.tokenizer_sha256,
-    ) == (after.vocab_size, after.end_of_document, after.row_group_tokens, after.align_tokens, after.tokenizer_sha256)
-    grown = all(one.weight == two.weight and two.shards[: len(one.shards)] == one.shards for one, two in pairs)
-    if not (alike and grown and len(before.sources) == len(after.sources)):
+    fixed = ("vocab_size", "end_of_document", "row_group_tokens", "align_tokens", "tokenizer_sha256")
+    is_alike = all(getattr(before, name) == getattr(after, name) for name in fixed)
+    is_grown = all(old.weight == new.weight and new.shards[: len(old.shards)] == old.shards for old, new in pairs)
+    if not (is_alike and is_grown and len(before.sources) == len(after.sources)):
         raise ValueError(
             f"{shown_url(uri)}: a later manifest is of another preparation: it must begin with the same shards"
         )
+
+
+def may_grow(data: Any) -> bool:
+    """Whether a run may take longer manifests over: its own is a beginning's, and `later` does not say what follows."""
+    if not isinstance(data, PreparedTokens) or data.later:
+        return False
+    return _NUMBERED.match(data.uri.rpartition("/")[2]) is not None
+
+
+def with_versions(data: Any, versions: Iterable[CorpusVersion]) -> Any:
+    """The data of a run once it has taken these manifests over; `data` themselves where there are none."""
+    later = tuple(Later(version.first_step, with_access(version.uri, data.uri), version.digest) for version in versions)
+    return replace(data, later=later) if later else data
+
+
+def versions_beside(data: Any, versions: Iterable[CorpusVersion]) -> tuple[CorpusVersion, ...]:
+    """The versions in the folder of the data's own manifest, where a preparation writes them all."""
+    folder = data.uri.rpartition("/")[0]
+    return tuple(replace(version, uri=shown_url(f"{folder}/{version.uri.rpartition('/')[2]}")) for version in versions)
+
+
+def longer_manifest(uri: str, now: Manifest) -> tuple[str, Manifest] | None:
+    """(URI, manifest) of the longest manifest in the folder of `uri`, if it is longer than `now`, which `uri` names.
+
+    None if there is none, or if the manifest is complete. Raises ValueError that names a manifest which lacks
+    shards of `now`, has others in their place, or cannot be read; and for a folder that cannot be listed; StorageFailed
+    where the store is away. The first reads
+    "FILE: what is wrong: details; expected ...", where the details may be others at each look.
+    """
+    if now.is_complete:
+        return None
+    folder, _, name = uri.rpartition("/")
+    filesystem, path = located(folder)
+    selector = fs.FileSelector(path, recursive=False)
+    try:
+        files: list[Any] = reading(folder, lambda: filesystem.get_file_info(selector), problem="cannot be listed")
+    except ValueError as error:
+        raise ValueError(f"{error}; expected the manifests of the run's corpus") from error
+    names = [file.base_name for file in files if file.base_name == MANIFEST or _NUMBERED.match(file.base_name)]
+    newest = max(names, key=_num_pieces, default=name)
+    if _num_pieces(newest) <= _num_pieces(name):
+        return None
+    longer = f"{folder}/{newest}"
+    try:
+        manifest = read_manifest(longer)
+        check_grown(now, manifest, longer)
+    except ValueError as error:
+        raise ValueError(f"{error}; expected one that begins with the {now.num_shards} shard(s) of {name}") from error
+    return longer, manifest
+
+
+def _num_pieces(name: str) -> float:
+    """How many pieces a manifest has by its name; the complete one has all."""
+    numbered = _NUMBERED.match(name)
+    return int(numbered[1]) if numbered else float("inf")
+
+
+# ------------------------------------------------------------ documents that a context cuts
+
+
+def log_documents(uri: str, manifest: Manifest, context_tokens: int) -> None:
+    """Log which documents do not fit into a sequence; of conversations, how many are cut, where shards can be read."""
+    shares: list[float] = []
+    try:
+        shares += [] if manifest.num_counted is None else cut_shares(uri, manifest, [context_tokens])
+    except (ValueError, StorageFailed) as error:  # training fails with it where it matters
+        log.warning("how many conversations context_tokens=%d cuts is not known: %s", context_tokens, error)
+    if manifest.longest_document_tokens > context_tokens:
+        log.info(
+            "documents of up to %s tokens are packed over several sequences of context_tokens=%d",
+            f"{manifest.longest_document_tokens:,}",
+            context_tokens,
+        )
+    for share in shares:
+        log.info(
+            "context_tokens=%d cuts %.1f %% of the conversations: the rest of each trains without its beginning",
+            context_tokens,
+            100 * share,
+        )
+
+
+def cut_shares(uri: str, manifest: Manifest, contexts: Sequence[int]) -> list[float]:
+    """For each context, the share of documents with a sequence's edge inside, estimated from a sample of the shards.
+    Raises ValueError and StorageFailed."""
+    shares = np.zeros(len(contexts))
+    for source in manifest.sources:
+        if not source.num_documents:
+            continue
+        stretches = _stretches(RowGroups(uri, manifest, source), max(1, NUM_STRETCHES // len(manifest.sources)))
+        starts, ends = (np.concatenate(parts) for parts in zip(*stretches, strict=True))
+        # A document's last token is only a target: an edge may lie before it.
+        is_cut = starts[:, None] // contexts != np.maximum(ends - 2, starts)[:, None] // contexts
+        share = is_cut.mean(axis=0) if len(is_cut) else 1.0  # no document ends in the stretch in which it begins
+        shares += share * source.num_documents / manifest.num_documents
+    return [float(share) for share in shares]
+
+
+def _stretches(row_groups: RowGroups, num: int) -> Iterator[tuple[Starts, Starts]]:
+    """(first tokens, ends) in the stream of the documents that lie in each stretch; one stretch of a short source."""
+    length = len(row_groups)
+    width = length if length <= num * STRETCH_ROW_GROUPS else STRETCH_ROW_GROUPS
+    for first in range(0, length, max(width, -(-length // num))):
+        parts = []
+        for index in range(first, min(first + width, length)):
+            chunk = row_groups[index]
+            parts.append(chunk.load().starts + row_groups.ends[index] - chunk.num_tokens)
+        if first + width >= length:
+            parts.append(row_groups.ends[-1:])
+        edges = np.concatenate(parts)
+        yield edges[:-1], edges[1:]

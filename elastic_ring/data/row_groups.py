@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from elastic_ring.data.chunks import Loaded
 from elastic_ring.data.filesystem import NUM_READS, located, reading
 from elastic_ring.data.manifest import COLUMN, COUNTED, OFFSET, TOKENS_KEY, Manifest, PreparedSource, Shard
+from elastic_ring.data.packing import Loaded
 
 OPEN_SHARDS = 64
 UNREADABLE = "cannot be read as token shard"
@@ -101,27 +101,27 @@ class OpenShards:
 
     def read(self, shard: Shard, number: int, num_tokens: int) -> Any:
         """One row group. Raises StorageFailed; ValueError where the file is absent, damaged or another shard."""
-        path = self.path(shard)
+        path, columns = self.path(shard), [COLUMN, OFFSET] if shard.num_counted is None else [COLUMN, OFFSET, COUNTED]
+
+        def read() -> Any:
+            file, metadata, lock = self._opened(shard)
+            with lock:
+                parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=True)
+                num_values = _num_values(metadata, number)
+                if num_values != num_tokens:  # checked before anything is unpacked
+                    counts = f"has {num_values} tokens in row group {number}, {num_tokens} by its manifest"
+                    raise ValueError(f"{path}: {counts}: restore it")
+                return parquet.read_row_group(number, columns=columns)
+
         for left in reversed(range(NUM_READS)):
             try:
-                return reading(path, lambda: self._read(shard, number, num_tokens), what=UNREADABLE)
+                return reading(path, read, problem=UNREADABLE)
             except ValueError:
                 with self._lock:
                     self._open.pop(shard.name, None)  # its footer may have been damaged on its way
                 if not left:
                     raise
         raise AssertionError("the last read returns or raises")
-
-    def _read(self, shard: Shard, number: int, num_tokens: int) -> Any:
-        file, metadata, lock = self._opened(shard)
-        with lock:
-            parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=True)
-            held = _num_values(metadata, number)
-            if held != num_tokens:  # asked before anything is unpacked
-                told = f"has {held} tokens in row group {number}, {num_tokens} by its manifest"
-                raise ValueError(f"{self.path(shard)}: {told}: restore it")
-            columns = [COLUMN, OFFSET] if shard.num_counted is None else [COLUMN, OFFSET, COUNTED]
-            return parquet.read_row_group(number, columns=columns)
 
     def _opened(self, shard: Shard) -> tuple[Any, Any, Lock]:
         with self._lock:
@@ -148,4 +148,4 @@ def _num_values(metadata: Any, number: int) -> int:
         return -1
     group = metadata.row_group(number)
     columns = (group.column(index) for index in range(group.num_columns))
-    return next((int(one.num_values) for one in columns if one.path_in_schema.split(".")[0] == COLUMN), -1)
+    return next((int(column.num_values) for column in columns if column.path_in_schema.split(".")[0] == COLUMN), -1)

@@ -18,10 +18,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
+from pyarrow import fs
 
-from elastic_ring.data.chunks import Loaded, Starts, Tokens
 from elastic_ring.data.filesystem import reading
 from elastic_ring.data.manifest import COUNTED
 from elastic_ring.data.packing import (
@@ -29,7 +28,10 @@ from elastic_ring.data.packing import (
     END_OF_DOCUMENT,
     MAX_VOCAB_SIZE,
     Files,
+    Loaded,
     PackedSource,
+    Starts,
+    Tokens,
     aligned,
     check_context,
 )
@@ -85,29 +87,28 @@ class TokenShards:
         facts: list[list[object]] = []
         for path, _ in paths:
             index = _index_parquet if path.lower().endswith(_PARQUET) else _index_arrow
-            blocks, shard_facts = reading(path, partial(index, filesystem, path, self), what=UNREADABLE)
+            blocks, shard_facts = reading(path, partial(index, filesystem, path, self), problem=UNREADABLE)
             chunks += blocks
             facts.append(shard_facts)
+
+        def digests() -> Files:
+            """Of each file's facts and its first, middle and last bytes: other tokens may have the same lengths."""
+            files: list[tuple[str, str]] = []
+            for (path, size), of_shard in zip(paths, facts, strict=True):
+                sample = reading(path, partial(_sample, filesystem, path, size), problem=UNREADABLE)
+                digest = hashlib.sha256(json.dumps([size, of_shard]).encode() + sample).hexdigest()
+                files.append((Path(path).name, digest))
+            return tuple(files)
+
         return PackedSource(
             [chunk for chunk in chunks if chunk.num_tokens],
             context_tokens=self.context_tokens,
             vocab_size=self.vocab_size,
             describe=f"TokenShards({shown_url(self.uri)!r})",
             how=["shards", self.context_tokens, self.vocab_size, self.end_of_document, self.align_tokens],
-            digests=lambda: _digests(filesystem, paths, facts),
+            digests=digests,
             padding=self.end_of_document if self.align_tokens > 1 else None,
         )
-
-
-def _digests(filesystem: Any, paths: list[tuple[str, int]], facts: list[list[object]]) -> Files:
-    """Digests of each file's facts and its first, middle and last bytes: other tokens may have the same lengths."""
-    found = []
-    for (path, size_bytes), of_shard in zip(paths, facts, strict=True):
-        sample = reading(path, partial(_sample, filesystem, path, size_bytes), what=UNREADABLE)
-        found.append(
-            (Path(path).name, hashlib.sha256(json.dumps([size_bytes, of_shard]).encode() + sample).hexdigest())
-        )
-    return tuple(found)
 
 
 def _sample(filesystem: Any, path: str, size_bytes: int) -> bytes:
@@ -131,32 +132,35 @@ class _RowBlock:
         return f"{self.path} (row group or batch {self.block})"
 
     def load(self) -> Loaded:
-        read = _read_row_group if self.path.lower().endswith(_PARQUET) else _read_batch
-        lists = reading(
-            self.path, partial(read, self.filesystem, self.path, self.block, self.config.column), what=UNREADABLE
-        )
-        return Loaded(*_pack(lists, self.config, self.name))
+        def read() -> Any:
+            column = self.config.column
+            with self.filesystem.open_input_file(self.path) as file:
+                if self.path.lower().endswith(_PARQUET):
+                    return pq.ParquetFile(file).read_row_group(self.block, columns=[column]).column(0)
+                return pa.chunked_array([_open_arrow(file, column).get_batch(self.block).column(0)])
+
+        return Loaded(*_pack(reading(self.path, read, problem=UNREADABLE), self.config, self.name))
 
 
 def _list_shards(uri: str) -> tuple[Any, list[tuple[str, int]]]:
     """The file system, and (path, size in bytes) of every shard, in path order."""
+    setting = f"TokenShards uri={shown_url(uri)!r}"
 
     def look() -> tuple[Any, Any, list[Any]]:
-        located = uri if "://" in uri else str(Path(uri).absolute())
-        filesystem, path = pafs.FileSystem.from_uri(located)
+        filesystem, path = fs.FileSystem.from_uri(uri if "://" in uri else str(Path(uri).absolute()))
         info = filesystem.get_file_info(path)
-        if info.type != pafs.FileType.Directory:
+        if info.type != fs.FileType.Directory:
             return filesystem, info, [info]
-        return filesystem, info, filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
+        return filesystem, info, filesystem.get_file_info(fs.FileSelector(path, recursive=True))
 
-    filesystem, info, found = reading(f"TokenShards uri={shown_url(uri)!r}", look)
-    if info.type == pafs.FileType.NotFound:
-        raise ValueError(f"TokenShards uri={shown_url(uri)!r}: does not exist")
+    filesystem, info, files = reading(setting, look)
+    if info.type == fs.FileType.NotFound:
+        raise ValueError(f"{setting}: does not exist")
     endings = _PARQUET + _ARROW
-    shards = sorted((file.path, file.size) for file in found if file.is_file and file.path.lower().endswith(endings))
+    shards = sorted((file.path, file.size) for file in files if file.is_file and file.path.lower().endswith(endings))
     if not shards:
-        raise ValueError(f"TokenShards uri={shown_url(uri)!r}: no file here ends in {', '.join(endings)}")
-    if isinstance(filesystem, pafs.LocalFileSystem):
+        raise ValueError(f"{setting}: no file here ends in {', '.join(endings)}")
+    if isinstance(filesystem, fs.LocalFileSystem):
         check_links(info.path, (shard for shard, _ in shards))
     return filesystem, shards
 
@@ -170,32 +174,28 @@ def _index_parquet(filesystem: Any, path: str, config: TokenShards) -> tuple[lis
         facts: list[object] = []
         for group in range(metadata.num_row_groups):
             rows = metadata.row_group(group)
-            leaf = next(
-                column
-                for column in (rows.column(i) for i in range(rows.num_columns))
-                if column.path_in_schema.split(".")[0] == config.column
-            )
+            columns = (rows.column(index) for index in range(rows.num_columns))
+            leaf = next(column for column in columns if column.path_in_schema.split(".")[0] == config.column)
             statistics = leaf.statistics
-            if statistics is not None and statistics.has_min_max:
-                _check_range(statistics.min, statistics.max, config.vocab_size, f"{path} (row group {group})")
-            if config.align_tokens > 1:
-                num_tokens = _count(parquet.read_row_group(group, columns=[config.column]).column(0), config)
-            elif config.rows_end_documents and statistics is not None and statistics.has_null_count:
-                num_tokens = leaf.num_values - statistics.null_count
-            elif statistics is not None and statistics.has_null_count and statistics.null_count == 0:
+            extremes = [statistics.min, statistics.max] if statistics is not None and statistics.has_min_max else []
+            if extremes:
+                _check_range(extremes[0], extremes[1], config.vocab_size, f"{path} (row group {group})")
+            num_nulls = statistics.null_count if statistics is not None and statistics.has_null_count else None
+            if config.align_tokens == 1 and config.rows_end_documents and num_nulls is not None:
+                num_tokens = leaf.num_values - num_nulls
+            elif config.align_tokens == 1 and num_nulls == 0:
                 # No row is empty or null, so each adds one end-of-document token.
                 num_tokens = leaf.num_values + rows.num_rows
             else:
                 num_tokens = _count(parquet.read_row_group(group, columns=[config.column]).column(0), config)
             blocks.append(_RowBlock(filesystem, path, group, num_tokens, config))
-            extremes = [statistics.min, statistics.max] if statistics is not None and statistics.has_min_max else []
             facts.append([rows.num_rows, num_tokens, leaf.total_compressed_size, extremes])
     return blocks, facts
 
 
 def _index_arrow(filesystem: Any, path: str, config: TokenShards) -> tuple[list[_RowBlock], list[object]]:
     # Map for the index only: if a mapped file shrinks, reading it kills the process (SIGBUS).
-    local = isinstance(filesystem, pafs.LocalFileSystem)
+    local = isinstance(filesystem, fs.LocalFileSystem)
     with pa.memory_map(path) if local else filesystem.open_input_file(path) as file:
         _check_column(pa.ipc.open_file(file).schema, config.column, path)
         reader = _open_arrow(file, config.column)
@@ -207,16 +207,6 @@ def _index_arrow(filesystem: Any, path: str, config: TokenShards) -> tuple[list[
             blocks.append(_RowBlock(filesystem, path, index, num_tokens, config))
             facts.append([batch.num_rows, num_tokens])
     return blocks, facts
-
-
-def _read_row_group(filesystem: Any, path: str, group: int, column: str) -> Any:
-    with filesystem.open_input_file(path) as file:
-        return pq.ParquetFile(file).read_row_group(group, columns=[column]).column(0)
-
-
-def _read_batch(filesystem: Any, path: str, index: int, column: str) -> Any:
-    with filesystem.open_input_file(path) as file:
-        return pa.chunked_array([_open_arrow(file, column).get_batch(index).column(0)])
 
 
 def _open_arrow(file: Any, column: str) -> Any:
@@ -248,20 +238,15 @@ def _check_range(low: int, high: int, vocab_size: int, name: str) -> None:
         )
 
 
-def _lengths(lists: Any) -> Starts:
-    """Tokens per row, without empty and null rows."""
+def _lengths(lists: Any, config: TokenShards) -> tuple[Starts, Starts]:
+    """(tokens per row, those with end-of-document tokens and padding), without empty rows and nulls."""
     values = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
-    kept: Starts = values[values > 0]
-    return kept
+    lengths: Starts = values[values > 0]
+    return lengths, aligned(lengths + (not config.rows_end_documents), config.align_tokens)
 
 
 def _count(lists: Any, config: TokenShards) -> int:
-    return int(_in_stream(_lengths(lists), config).sum())
-
-
-def _in_stream(lengths: Starts, config: TokenShards) -> Starts:
-    """Tokens in the stream for rows of these lengths, with end-of-document tokens and padding."""
-    return aligned(lengths + (not config.rows_end_documents), config.align_tokens)
+    return int(_lengths(lists, config)[1].sum())
 
 
 def _pack(lists: Any, config: TokenShards, name: str) -> tuple[Tokens, Starts]:
@@ -272,7 +257,7 @@ def _pack(lists: Any, config: TokenShards, name: str) -> tuple[Tokens, Starts]:
     flat = values.to_numpy()
     if len(flat):
         _check_range(int(flat.min()), int(flat.max()), config.vocab_size, name)
-    lengths = _lengths(lists)
+    lengths, in_stream = _lengths(lists, config)
     ends = np.cumsum(lengths)
     if config.rows_end_documents:
         missing = np.flatnonzero(flat[ends - 1] != config.end_of_document)
@@ -281,7 +266,6 @@ def _pack(lists: Any, config: TokenShards, name: str) -> tuple[Tokens, Starts]:
                 f"{name}: {len(missing)} rows do not end in end_of_document={config.end_of_document}; "
                 "set rows_end_documents=False to have it put there"
             )
-    in_stream = _in_stream(lengths, config)
     starts = np.cumsum(in_stream) - in_stream
     tokens = np.full(int(in_stream.sum()), config.end_of_document, dtype=np.int32)
     if len(tokens) == len(flat):

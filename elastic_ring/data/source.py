@@ -43,10 +43,8 @@ class Source(Protocol):
 
     @property
     def num_sequences(self) -> int: ...
-
     @property
     def context_tokens(self) -> int: ...
-
     @property
     def fingerprint(self) -> str:
         """A digest of the corpus, to detect that another process, or an earlier run, saw different data."""
@@ -55,14 +53,12 @@ class Source(Protocol):
 
 
 class SourceConfig(Protocol):
-    """What `open_source` takes: picklable, and nothing is read before `open`. Users may bring their own."""
+    """The argument of `open_source`: picklable, and nothing is read before `open`. Users may bring their own."""
 
     @property
     def context_tokens(self) -> int: ...
-
     @property
     def vocab_size(self) -> int: ...
-
     def open(self) -> Source: ...
 
 
@@ -71,7 +67,6 @@ class _Ordered(Protocol):
     """A source with an order of its own."""
 
     def order(self, seed: int, global_batch: int) -> SampleOrder: ...
-
     def hold_out(self, num: int) -> tuple[Source, Source]: ...
 
 

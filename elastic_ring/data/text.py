@@ -10,6 +10,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -17,12 +18,28 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pyarrow import fs
 
-from elastic_ring.data.chunks import Loaded
 from elastic_ring.data.filesystem import reading
-from elastic_ring.data.listing import File, Listing, left_out_groups, list_source, shown, size, summary, used_groups
-from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, Files, PackedSource, aligned, check_context
-from elastic_ring.data.preparation.documents import MAX_RECORD_BYTES, Tally, TextIn, read_documents
-from elastic_ring.data.preparation.inputs import Piece, cut
+from elastic_ring.data.listing import (
+    File,
+    Listing,
+    left_out_groups,
+    list_source,
+    shown,
+    size,
+    summary,
+    used_groups,
+)
+from elastic_ring.data.packing import (
+    BYTE_VOCAB_SIZE,
+    END_OF_DOCUMENT,
+    Files,
+    Loaded,
+    PackedSource,
+    aligned,
+    check_context,
+)
+from elastic_ring.data.preparation.documents import BOM, MAX_RECORD_BYTES, Tally, TextIn, read_documents, text_problem
+from elastic_ring.data.preparation.inputs import OPENED_AT_ONCE, Piece, cut
 from elastic_ring.files import absolute
 from elastic_ring.validation import Must, settings
 
@@ -55,16 +72,16 @@ class StdlibText:
     def open(self) -> PackedSource:
         """List the files without reading them. Raises ValueError where there are none."""
         root = Path(sysconfig.get_path("stdlib"))
-        found = []
+        paths: list[Path] = []
         for directory, directories, names in os.walk(root):
             directories[:] = [name for name in directories if name not in _STDLIB_SKIPPED]
-            found += [Path(directory, name) for name in names if name.endswith(".py")]
-        if not found:
+            paths += [Path(directory, name) for name in names if name.endswith(".py")]
+        if not paths:
             raise ValueError(
                 f"StdlibText: no .py files under {root}; this Python keeps its standard library elsewhere "
                 "(in an archive?): use TextFiles with a directory of your own"
             )
-        ordered = sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        ordered = sorted(paths, key=lambda path: path.relative_to(root).as_posix())
         files = tuple(File(str(path), path.name, "text", path.stat().st_size) for path in ordered)
         listing = Listing(str(root), fs.LocalFileSystem(), files)
         return _open([listing], self.context_tokens, self.align_tokens, "StdlibText")
@@ -75,10 +92,10 @@ class TextFiles:
     """Files as documents of bytes: `paths` are files, directories (searched recursively) or glob patterns.
 
     In the given order, and in path order within each entry; a file named twice counts once. A text file is a document;
-    JSON, JSON lines, Parquet and Arrow have one in each record's `text`. Files that are no text are left out of a
-    directory or pattern, which the driver tells once; it is an error where they have more bytes than the others, unless
-    `allow_left_out`. The fingerprint covers every byte, so computing it reads the corpus once. `align_tokens` as for
-    `StdlibText`.
+    JSON, JSON lines, Parquet and Arrow have one in each record's `text`. Files that are no text by their names are left
+    out of a directory or pattern, which the driver prints once; it is an error where they have more bytes than the used
+    ones, unless `allow_left_out`. The fingerprint covers every byte, so computing it reads the corpus once.
+    `align_tokens` as for `StdlibText`.
     """
 
     _prefix: ClassVar[str] = "TextFiles "
@@ -111,14 +128,6 @@ class TextFiles:
         return _open(listings, self.context_tokens, self.align_tokens, shown(f"TextFiles{self.paths!r}"))
 
 
-def _told(listing: Listing) -> list[str]:
-    """What of an entry is used and left out, where it is not all text."""
-    if listing.left_out or any(file.kind != "text" for file in listing.files):
-        told = [*summary("used", used_groups([listing])), *summary("left out", left_out_groups([listing]))]
-        return [f"{shown(listing.uri)}: " + "\n".join(told)]
-    return []
-
-
 @dataclass(frozen=True)
 class _Piece:
     """Bytes [start, stop) of a file; a file's last piece also holds `num_ends` end-of-document tokens."""
@@ -128,6 +137,7 @@ class _Piece:
     start: int
     stop: int
     num_ends: int
+    is_first: bool
 
     @property
     def name(self) -> str:
@@ -138,12 +148,15 @@ class _Piece:
         return self.stop - self.start + (self.num_ends if self.stop == self.file.num_bytes else 0)
 
     def load(self) -> Loaded:
+        """Raises ValueError where the file is no text, by its first piece."""
         ends = self.stop == self.file.num_bytes
         # The last piece reads to the file's current end, so that a file that grew is detected.
         data = _read(self.filesystem, self.file.path, self.start, None if ends else self.stop)
+        if self.is_first and (problem := text_problem(data)):
+            raise ValueError(f"{self.file.path}: {problem}")
         tokens = np.full(len(data) + (self.num_ends if ends else 0), END_OF_DOCUMENT, dtype=np.int32)
         tokens[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-        return Loaded(tokens, np.array([0] if self.start == self.file.begins_at else [], dtype=np.int64))
+        return Loaded(tokens, np.array([0] if self.is_first else [], dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -165,7 +178,7 @@ class _Records:
 
     def load(self) -> Loaded:
         documents = list(read_documents(self.piece, TextIn(TEXT_COLUMN), Tally("fail")))
-        in_stream = aligned(np.array([len(one) + 1 for one in documents], dtype=np.int64), self.align_tokens)
+        in_stream = aligned(np.array([len(text) + 1 for text in documents], dtype=np.int64), self.align_tokens)
         starts = np.cumsum(in_stream) - in_stream
         tokens = np.full(int(in_stream.sum()), END_OF_DOCUMENT, dtype=np.int32)
         for start, document in zip(starts, documents, strict=True):
@@ -174,17 +187,12 @@ class _Records:
 
 
 def _open(listings: Sequence[Listing], context_tokens: int, align_tokens: int, describe: str) -> PackedSource:
-    chunks: list[_Piece | _Records] = []
-    for listing, file in _once(listings):
-        if file.problem:
-            raise ValueError(f"{file.path}: {file.problem}")
-        if file.kind != "text" or file.compression:
-            chunks += _records(listing, file, align_tokens)
-            continue
-        num_ends = 1 + -(file.num_bytes - file.begins_at + 1) % align_tokens
-        for start in range(file.begins_at, file.num_bytes, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, file.num_bytes)
-            chunks.append(_Piece(listing.filesystem, file, start, stop, num_ends))
+    """Sequences over the files, each once. Looks at the first bytes of text, for a byte order mark, and counts the
+    documents of records."""
+    files = _once(listings)
+    with ThreadPoolExecutor(OPENED_AT_ONCE, thread_name_prefix="elastic-ring-inputs") as threads:
+        parts = threads.map(lambda pair: _chunks(pair[0], pair[1], align_tokens), files)
+        chunks = [chunk for of_file in parts for chunk in of_file]
 
     def digests() -> Files:
         of_files: dict[str, tuple[str, Any]] = {}  # by path: two folders may have files of one name
@@ -193,11 +201,16 @@ def _open(listings: Sequence[Listing], context_tokens: int, align_tokens: int, d
             total.update(chunk.load().tokens.astype("<i4", copy=False).tobytes())
         return tuple((name, total.hexdigest()) for name, total in of_files.values())
 
+    notes: list[str] = []  # what of an entry is used and left out, where it is not all text
+    for listing in listings:
+        if listing.left_out or any(file.kind != "text" for file in listing.files):
+            groups = [*summary("used", used_groups([listing])), *summary("left out", left_out_groups([listing]))]
+            notes.append(f"{shown(listing.uri)}: " + "\n".join(groups))
     return PackedSource(
         chunks,
         context_tokens=context_tokens,
         vocab_size=BYTE_VOCAB_SIZE,
-        told=[told for listing in listings for told in _told(listing)],
+        notes=notes,
         describe=describe,
         digests=digests,
         how=["text", context_tokens, BYTE_VOCAB_SIZE, END_OF_DOCUMENT, align_tokens],
@@ -207,8 +220,8 @@ def _open(listings: Sequence[Listing], context_tokens: int, align_tokens: int, d
 
 def _once(listings: Sequence[Listing]) -> list[tuple[Listing, File]]:
     """The files that are not empty, each with its listing, the first time that it is named."""
-    found = {file.path: (listing, file) for listing in reversed(listings) for file in reversed(listing.files)}
-    ordered = [found.pop(file.path) for listing in listings for file in listing.files if file.path in found]
+    by_path = {file.path: (listing, file) for listing in reversed(listings) for file in reversed(listing.files)}
+    ordered = [by_path.pop(file.path) for listing in listings for file in listing.files if file.path in by_path]
     record_bytes = sum(file.num_bytes for _, file in ordered if file.kind != "text" or file.compression)
     if record_bytes > MAX_RECORD_BYTES:  # counted by reading them all, in every process: prepared once instead
         where = shown(listings[0].uri)
@@ -220,11 +233,18 @@ def _once(listings: Sequence[Listing]) -> list[tuple[Listing, File]]:
     return [(listing, file) for listing, file in ordered if file.num_bytes]
 
 
-def _records(listing: Listing, file: File, align_tokens: int) -> list[_Records]:
-    """The parts of a file of records, each with its tokens counted."""
-    pieces = cut(Listing(listing.uri, listing.filesystem, (file,)), 0, PIECE_BYTES)
-    counted = [_Records(piece, align_tokens, len(_Records(piece, align_tokens, 0).load().tokens)) for piece in pieces]
-    return [chunk for chunk in counted if chunk.num_tokens]
+def _chunks(listing: Listing, file: File, align_tokens: int) -> list[_Piece | _Records]:
+    """The pieces of a text file, or the parts of a file of records, each with its tokens counted."""
+    if file.kind != "text" or file.compression:
+        pieces = cut(Listing(listing.uri, listing.filesystem, (file,)), 0, PIECE_BYTES)
+        records = [_Records(part, align_tokens, len(_Records(part, align_tokens, 0).load().tokens)) for part in pieces]
+        return [part for part in records if part.num_tokens]
+    begins_at = len(BOM) if _read(listing.filesystem, file.path, 0, len(BOM)) == BOM else 0
+    num_ends = 1 + -(file.num_bytes - begins_at + 1) % align_tokens
+    return [
+        _Piece(listing.filesystem, file, start, min(start + PIECE_BYTES, file.num_bytes), num_ends, start == begins_at)
+        for start in range(begins_at, file.num_bytes, PIECE_BYTES)
+    ]
 
 
 def _read(filesystem: Any, path: str, start: int, stop: int | None) -> bytes:

@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from elastic_ring.data.chunks import Tokens
-from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT
+from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, Tokens
 from elastic_ring.files import check_model_links, plain_json, read_small
 
 BYTES = "bytes"
@@ -26,21 +25,21 @@ _OF_MODELS = ("config.json", "generation_config.json")
 _VOCABULARY = (".json", ".model", ".txt", ".tiktoken")
 
 
+Encode = Callable[[list[str]], list[list[int]]]
+"""(texts) -> token ids of each."""
+
+
 class Tokenizer(Protocol):
     """`encode` gives the tokens of each document, without an end. `sha256` identifies what it does."""
 
     @property
     def vocab_size(self) -> int: ...
-
     @property
     def end_of_document(self) -> int: ...
-
     @property
     def sha256(self) -> str: ...
-
     @property
     def needs_text(self) -> bool: ...
-
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         """Raises UnicodeDecodeError for a document that is no UTF-8, if the tokenizer `needs_text`."""
 
@@ -65,13 +64,12 @@ class FolderTokenizer:
     vocab_size: int
     end_of_document: int
     sha256: str
-    batch: Any
-    """(texts) -> token ids of each."""
+    encode_texts: Encode
     needs_text: bool = True
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         parts = [list(parts_of(document)) for document in documents]
-        encoded = iter(self.batch([part.decode("utf-8") for of_document in parts for part in of_document]))
+        encoded = iter(self.encode_texts([part.decode("utf-8") for of_document in parts for part in of_document]))
         return [
             np.concatenate([np.empty(0, np.int32), *(np.asarray(next(encoded), dtype=np.int32) for _ in of_document)])
             for of_document in parts
@@ -84,9 +82,9 @@ def parts_of(document: bytes, limit: int = PART_BYTES) -> Iterator[bytes]:
     while len(document) - start > limit:
         stop = start + limit
         for sign in (b"\n", b" "):
-            found = document.rfind(sign, start + 1, stop)
-            if found > start:
-                stop = found + 1 if sign == b"\n" else found  # a word's token begins with its space
+            at = document.rfind(sign, start + 1, stop)
+            if at > start:
+                stop = at + 1 if sign == b"\n" else at  # a word's token begins with its space
                 break
         while stop > start + 1 and document[stop] & 0xC0 == 0x80:  # inside a character
             stop -= 1
@@ -114,8 +112,8 @@ def open_tokenizer(where: str, end_of_document: str | None = None) -> Tokenizer:
     fast = folder / FAST
     if not fast.exists() and not any((folder / name).exists() for name in (CONFIG, "tokenizer.model", "vocab.json")):
         raise ValueError(f"tokenizer={where!r}: holds no {FAST} and no other tokenizer's files")
-    ids, batch = _fast(fast) if fast.exists() else _slow(folder)
-    token = end_of_document or _own_end(folder)
+    ids, encode = _open_fast(fast) if fast.exists() else _open_slow(folder)
+    token = end_of_document or _end_of_sequence(folder)
     if token is None:
         raise ValueError(
             f"tokenizer={where!r}: names no eos_token; say which token ends a document (--end-of-document)"
@@ -124,24 +122,24 @@ def open_tokenizer(where: str, end_of_document: str | None = None) -> Tokenizer:
         raise ValueError(
             f"tokenizer={where!r}: has no token {token!r}; say which one ends a document (--end-of-document)"
         )
-    return FolderTokenizer(max(ids.values()) + 1, ids[token], folder_digest(folder, ids[token]), batch)
+    return FolderTokenizer(max(ids.values()) + 1, ids[token], folder_digest(folder, ids[token]), encode)
 
 
-def _fast(path: Path) -> tuple[dict[str, int], Any]:
+def _open_fast(path: Path) -> tuple[dict[str, int], Encode]:
     from tokenizers import Tokenizer as Fast
 
     try:
-        found = Fast.from_file(str(path))
+        fast = Fast.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"tokenizer={str(path.parent)!r}: {path.name} cannot be read: {error}") from error
-    found.encode_special_tokens = True  # "<|endoftext|>" in a document is text
-    found.no_truncation()
-    found.no_padding()
+    fast.encode_special_tokens = True  # "<|endoftext|>" in a document is text
+    fast.no_truncation()
+    fast.no_padding()
 
-    def batch(texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in found.encode_batch_fast(texts, add_special_tokens=False)]
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in fast.encode_batch_fast(texts, add_special_tokens=False)]
 
-    return found.get_vocab(with_added_tokens=True), batch
+    return fast.get_vocab(with_added_tokens=True), encode
 
 
 def open_saved(folder: str | Path) -> Any:
@@ -154,19 +152,22 @@ def open_saved(folder: str | Path) -> Any:
         raise ValueError(f"tokenizer={str(folder)!r}: cannot be read: {error}") from error
 
 
-def _slow(folder: Path) -> tuple[dict[str, int], Any]:
-    found = open_saved(folder)
+def _open_slow(folder: Path) -> tuple[dict[str, int], Encode]:
+    slow = open_saved(folder)
 
-    def batch(texts: list[str]) -> list[list[int]]:
-        given = {"add_special_tokens": False, "split_special_tokens": True, "truncation": False}
-        ids: list[list[int]] = found(texts, **given)["input_ids"] if texts else []
+    def encode(texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        ids: list[list[int]] = slow(texts, add_special_tokens=False, split_special_tokens=True, truncation=False)[
+            "input_ids"
+        ]
         return ids
 
-    return found.get_vocab(), batch
+    return slow.get_vocab(), encode
 
 
-def _own_end(folder: Path) -> str | None:
-    """The folder's end-of-sequence token."""
+def _end_of_sequence(folder: Path) -> str | None:
+    """The folder's own end-of-sequence token."""
     for name in (CONFIG, "special_tokens_map.json"):
         if (folder / name).exists():
             try:

@@ -78,8 +78,8 @@ def contents_of(data: SourceConfig) -> tuple[str, Files]:
     is used.
     """
     source, fingerprint = at_submission(lambda: fingerprinted(data))
-    for told in getattr(source, "told", ()):
-        log.info("%s", told)
+    for note in getattr(source, "notes", ()):
+        log.info("%s", note)
     whole, files = f"{type(data).__qualname__} {fingerprint}", getattr(source, "files", ())
     return whole, tuple((name, digest[:DIGITS]) for name, digest in files) if len(files) <= MAX_FILES else ()
 

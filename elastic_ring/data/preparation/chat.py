@@ -11,13 +11,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
-from elastic_ring.data.chunks import Counted, Tokens
+from elastic_ring.data.packing import Counted, Tokens
 from elastic_ring.data.tokenizer import open_saved, open_tokenizer
 from elastic_ring.files import plain_json
 
@@ -35,20 +34,20 @@ PUT_MARKS = "put {% generation %} and {% endgeneration %} around the assistant's
 # ------------------------------------------------------------ from records to messages
 
 
-@dataclass(frozen=True)
+class Message(TypedDict):
+    """A message that the chat template sees; records may have more keys, as `tool_calls`."""
+
+    role: str
+    content: str | None
+
+
 class Conversations:
     """Records that are conversations. A document is one as JSON: its messages, the numbers of those that count, and
     the tools that it may call."""
 
-    is_text: bool = False
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ("messages", "conversations", "prompt")
-
-    @property
-    def told(self) -> str:
-        return "a conversation"
+    is_text = False
+    columns: tuple[str, ...] = ("messages", "conversations", "prompt")
+    description = "a conversation"
 
     def document(self, record: Any) -> bytes:
         """Raises KeyError for a record without a conversation, ValueError for one that cannot be trained on."""
@@ -57,73 +56,61 @@ class Conversations:
         column = next((name for name in self.columns if record.get(name) is not None), None)
         if column is None:
             raise KeyError(column)
-        begin = _messages(record[column], "user") if column == "prompt" else []
+        prompt = _messages(record[column], "user") if column == "prompt" else []
         rest = _messages(record.get("completion"), "assistant") if column == "prompt" else _messages(record[column])
         if not rest:
             raise ValueError("it has no messages")
-        if all(message["role"] != "assistant" for message in rest):
+        if all(message["role"] != "assistant" for message, _ in rest):
             raise ValueError("it has no assistant turn, so that nothing counts in the loss")
-        messages = _with_system(record.get("system"), begin + rest)
-        first, in_loss = len(messages) - len(rest), [message.pop(IN_LOSS[0], True) for message in messages]
-        turns = [at for at in range(first, len(messages)) if in_loss[at] and messages[at]["role"] == "assistant"]
+        messages = [message for message, _ in prompt + rest]
+        system = record.get("system")
+        if not isinstance(system, str | None):
+            raise ValueError(f"its system is a {type(system).__name__} and no text")
+        if system and messages[0]["role"] not in ("system", "developer"):
+            messages.insert(0, {"role": "system", "content": system})
+        elif system and messages[0]["content"] != system:
+            raise ValueError("its system and the system message in its list differ: keep one of them")
+        first = len(messages) - len(rest)
+        turns = [at for at, (message, counts) in enumerate(rest, first) if counts and message["role"] == "assistant"]
         if not turns:
             raise ValueError("nothing counts in the loss: its assistant turns are all marked so; leave the record out")
-        tools = _given(record.get("tools"))
+        tools = _without_nulls(record.get("tools"))
         if tools is not None and not isinstance(tools, list):
             raise ValueError(f"its tools are a {type(tools).__name__} and no list")
         return json.dumps({"messages": messages, "turns": turns, "tools": tools}, ensure_ascii=False).encode()
 
 
-def _messages(value: Any, role: str = "") -> list[dict[str, Any]]:
-    """A list of messages; text is one of `role`."""
+def _messages(value: Any, role: str = "") -> list[tuple[Message, bool]]:
+    """The messages of a list, and whether each may count in the loss; text is one message of `role`."""
     if role and isinstance(value, str):
-        return [{"role": role, "content": value}]
+        return [({"role": role, "content": value}, True)]
     if not isinstance(value, list):
         raise ValueError(f"a list of messages is needed where it has {type(value).__name__}")
     return [_message(number, turn) for number, turn in enumerate(value, 1)]
 
 
-def _message(number: int, turn: Any) -> dict[str, Any]:
+def _message(number: int, turn: Any) -> tuple[Message, bool]:
     if not isinstance(turn, Mapping):
         raise ValueError(f"message {number} is a {type(turn).__name__}")
-    turn = _given(turn)
-    if "from" in turn:
-        found, roles, content = turn.pop("from"), SHAREGPT, turn.pop("value", None)
-    else:
-        found, roles, content = turn.pop("role", None), ROLES, turn.pop("content", None)
-    if not isinstance(found, str) or found not in roles:
-        raise ValueError(f"message {number} has the role {found!r}: known are {', '.join(roles)}")
+    turn = _without_nulls(turn)
+    keys, roles = (("from", "value"), SHAREGPT) if "from" in turn else (("role", "content"), ROLES)
+    role, content = (turn.pop(key, None) for key in keys)
+    if not isinstance(role, str) or role not in roles:
+        raise ValueError(f"message {number} has the role {role!r}: known are {', '.join(roles)}")
     if not isinstance(content, str) and not (content is None and "tool_calls" in turn):
         raise ValueError(f"message {number} has {type(content).__name__} and no text in it")
-    in_loss = _pop_in_loss(number, turn)
-    return {**turn, "role": roles[found], "content": content, IN_LOSS[0]: in_loss}
-
-
-def _with_system(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages after a record's own `system`. Raises ValueError where they begin with another one."""
-    if not isinstance(system, str | None):
-        raise ValueError(f"its system is a {type(system).__name__} and no text")
-    if system and messages[0]["role"] not in ("system", "developer"):
-        return [{"role": "system", "content": system}, *messages]
-    if system and messages[0]["content"] != system:
-        raise ValueError("its system and the system message in its list differ: keep one of them")
-    return messages
-
-
-def _pop_in_loss(number: int, turn: dict[str, Any]) -> bool:
-    """Whether a message may count, by keys that no template sees."""
-    flags = {key: turn.pop(key) for key in IN_LOSS if key in turn}
+    flags = {key: turn.pop(key) for key in IN_LOSS if key in turn}  # which no template sees
     for key, flag in flags.items():
         if flag not in (0, 1):  # False and True are
             raise ValueError(f"message {number} has {key}={flag!r}: 0 or false leaves it out of the loss, 1 counts it")
-    return all(flags.values())
+    return {**turn, "role": roles[role], "content": content}, all(flags.values())
 
 
-def _given(value: Any) -> Any:
-    """Without fields that are null, which a table has in every row where one has them."""
+def _without_nulls(value: Any) -> Any:
+    """A value without fields that are null, which a table has in every row where one row has them."""
     if isinstance(value, Mapping):
-        return {key: _given(item) for key, item in value.items() if item is not None}
-    return [_given(item) for item in value] if isinstance(value, list) else value
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 # ------------------------------------------------------------ from messages to tokens
@@ -156,15 +143,13 @@ class ChatTokenizer:
         the template raises."""
         return [self._encode(**plain_json(conversation, len(conversation))) for conversation in conversations]
 
-    def _encode(
-        self, messages: list[dict[str, Any]], turns: list[int], tools: list[Any] | None
-    ) -> tuple[Tokens, Counted]:
+    def _encode(self, messages: list[Message], turns: list[int], tools: list[Any] | None) -> tuple[Tokens, Counted]:
         masks: list[Any] = []
         if self._has_marks:
-            found = self._tokenizer.apply_chat_template(
+            encoding = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
-            ids, masks = found["input_ids"], [found["assistant_masks"]]
+            ids, masks = encoding["input_ids"], [encoding["assistant_masks"]]
         if not masks or len(turns) < sum(message["role"] == "assistant" for message in messages):
             ids, in_turns = self._by_prefixes(messages, turns, tools)
             masks.append(in_turns)
@@ -176,8 +161,9 @@ class ChatTokenizer:
         return tokens, np.append(counted, False)
 
     def _by_prefixes(
-        self, messages: list[dict[str, Any]], turns: Sequence[int], tools: list[Any] | None
+        self, messages: list[Message], turns: Sequence[int], tools: list[Any] | None
     ) -> tuple[list[int], Counted]:
+        """The tokens, and which of them the `turns` add to the text before each."""
         render = partial(self._tokenizer.apply_chat_template, tools=tools, tokenize=False)
         texts = [render(messages)]
         for turn in turns:

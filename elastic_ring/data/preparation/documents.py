@@ -1,7 +1,7 @@
 """The documents of a piece, one after the other: JSON lines and lists, Parquet, Arrow, or one document a text file.
 
 A document is its UTF-8 bytes. What cannot be read is named and left out, or ends the preparation, as the caller asks.
-Whatever one record raises is that record's fault.
+Whatever one record raises is that record's fault. What expands is bounded here, before it is in memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -18,10 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_ring.data.filesystem import READ_ERRORS, located, raise_if_away, reading
-from elastic_ring.data.kinds import BOM, NO_TEXT, no_text
-from elastic_ring.data.listing import File
+from elastic_ring.data.listing import EXPORT
 from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow
-from elastic_ring.data.preparation.pages import row_bytes, row_groups
 from elastic_ring.files import plain_json
 from elastic_ring.wording import cut
 
@@ -34,6 +33,11 @@ MAX_RECORD_BYTES = 64 * 2**20
 MAX_NAMED = 20
 """How many bad inputs of a piece are named; all are counted."""
 MAX_WORDS = 500  # characters about one bad input
+MAX_NO_TEXT = 0.1
+"""Share of bytes that are no UTF-8, or control characters, above which a file is no text. Latin-1 has about 0.03."""
+BOM = b"\xef\xbb\xbf"
+GIT_LFS = b"version https://git-lfs"
+_CONTROL = bytes(sorted({*range(32)} - {*b"\t\n\v\f\r\b\x1b"}))
 OnBadInput = Literal["fail", "skip"]
 CONVERSATIONS = frozenset({"messages", "conversations"})
 """Columns that `--chat` takes."""
@@ -41,7 +45,7 @@ CONVERSATIONS = frozenset({"messages", "conversations"})
 
 @dataclass
 class Tally:
-    """What was read of a piece so far, and what was left out. `num_bad` counts what `bad` names the first of."""
+    """What was read of a piece so far, and what was left out. `num_bad` counts all, `bad` names the first of them."""
 
     on_bad_input: OnBadInput
     num_empty_documents: int = 0
@@ -52,75 +56,65 @@ class Tally:
     bad_bytes: int = 0
     bad: list[str] = field(default_factory=list)
 
-    def leave_out_record(self, what: str) -> None:
+    def leave_out_record(self, problem: str) -> None:
         """Note a bad record. Raises ValueError where that is to end the preparation."""
         self.num_bad_records += 1
-        self.leave_out(what)
+        self.leave_out(problem)
 
-    def leave_out(self, what: str, num_bytes: int = 0) -> None:
+    def leave_out(self, problem: str, num_bytes: int = 0) -> None:
         """Note a bad file of so many bytes. Raises ValueError where that is to end the preparation."""
-        what = cut(what, MAX_WORDS)
+        problem = cut(problem, MAX_WORDS)
         if self.on_bad_input == "fail":
             raise ValueError(
-                f"{what}; mend or remove it and prepare again, or go on without it: elastic-ring data prepare "
+                f"{problem}; mend or remove it and prepare again, or go on without it: elastic-ring data prepare "
                 "--on-bad-input skip"
             )
         self.num_bad += 1
         self.bad_bytes += num_bytes
         if self.num_bad <= MAX_NAMED:
-            log.warning("left out: %s", what)
-            self.bad.append(what)
+            log.warning("left out: %s", problem)
+            self.bad.append(problem)
         elif self.num_bad == MAX_NAMED + 1:
             log.warning("left out: more, which are counted and not named")
 
 
 class Content(Protocol):
-    """What of a record is its document."""
+    """How a record becomes a document.
+
+    `columns`: keys of records and columns of tables; each record needs one. `is_text`: the document is the text in a
+    column, and a text file is a document; else whole records are needed. `description`: of a record, for messages.
+    """
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Keys of records and columns of tables; each record needs one."""
-
+    def columns(self) -> tuple[str, ...]: ...
     @property
-    def is_text(self) -> bool:
-        """Whether it is the text in a column, and a text file is a document. Else it needs whole records."""
-
+    def is_text(self) -> bool: ...
     @property
-    def told(self) -> str:
-        """What a record has, for messages."""
+    def description(self) -> str: ...
 
     def document(self, record: Any) -> bytes:
         """Raises KeyError for a record without such a key; whatever else for another bad one."""
 
 
-@dataclass(frozen=True)
 class TextIn:
     """The text in one column."""
 
-    column: str
-    is_text: bool = True
+    is_text = True
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.column,)
-
-    @property
-    def told(self) -> str:
-        return f"text in {self.column!r}"
+    def __init__(self, column: str) -> None:
+        self.columns: tuple[str, ...] = (column,)
+        self.description = f"text in {column!r}"
 
     def document(self, record: Any) -> bytes:
-        return b"" if (text := record[self.column]) is None else text.encode()
+        return b"" if (text := record[self.columns[0]]) is None else text.encode()
 
 
 def read_documents(piece: Piece, content: Content, tally: Tally) -> Iterator[bytes]:
     """The documents of a piece in order, without empty ones. Raises ValueError for a file that has changed since it was
     listed, and for bad input where `tally` says so; StorageFailed where the storage is away."""
     filesystem, _ = located(piece.uri)
-    readers = {"jsonl": _json_lines, "json": _json, "parquet": _parquet, "arrow": _arrow, "text": _text}
     for span in piece.spans:
-        if span.file.problem:
-            tally.leave_out(f"{span.name}: {span.file.problem}", span.num_bytes)
-            continue
+        name = span.name
         size = reading(span.file.path, partial(filesystem.get_file_info, span.file.path)).size
         if size != span.file.num_bytes:
             raise ValueError(
@@ -129,175 +123,287 @@ def read_documents(piece: Piece, content: Content, tally: Tally) -> Iterator[byt
             )
         if not size:
             tally.num_empty_files += 1
-            tally.leave_out(f"{span.name}: is empty")
+            tally.leave_out(f"{name}: is empty")
             continue
         try:
-            for document in readers[span.file.kind](filesystem, span, content, tally):
+            for document in _SpanReader(filesystem, span, content, tally).documents():
                 tally.num_records += 1
                 if document:
                     yield document
                 else:
                     tally.num_empty_documents += 1
         except READ_ERRORS as error:
-            raise_if_away(error, span.name)
-            tally.leave_out(f"{span.name}: cannot be read{_from(span)}: {error}", span.num_bytes)
+            if not isinstance(error, PermissionError):  # one file's, which its owner mends: the others are read
+                raise_if_away(error, name)
+            way_out = "; decompress it, as zstd -d --long=31 does" if "too much memory" in str(error) else ""
+            tally.leave_out(f"{name}: cannot be read{span.part}: {error}{way_out}", span.num_bytes)
 
 
-def _from(span: Span) -> str:
-    return f" (part {span.start} to {span.stop})" if span.stop != WHOLE else ""
+def text_problem(data: bytes) -> str:
+    """Why the bytes of a file are not used as text; empty where they are."""
+    if data.startswith(GIT_LFS):
+        return "is a pointer of Git LFS in place of the file: fetch the file: git lfs pull"
+    num_decodable = len(data.decode("utf-8", "ignore").encode())
+    num_control = len(data) - len(data.translate(None, _CONTROL))
+    share = (len(data) - num_decodable + num_control) / max(len(data), 1)
+    if share <= MAX_NO_TEXT:
+        return ""
+    return (
+        f"is binary data or in another encoding ({share:.0%} of {len(data):,} bytes are no UTF-8 text): convert it "
+        f"with iconv, or {EXPORT}"
+    )
 
 
-def _json_lines(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
-    for number, (at, line) in enumerate(_lines(filesystem, span), 1):
-        if line.strip():
-            where = f"line {number} at byte {at}" if not span.start else f"the line at byte {at}"
-            yield from _record(partial(plain_json, line, MAX_RECORD_BYTES), f"{span.name}: {where}", content, tally)
+def _parse_json(data: bytes, most_bytes: int | None = None) -> Any:
+    """Raises ValueError for anything but JSON in UTF-8; Python's own reader takes UTF-16 and UTF-32 as well."""
+    return plain_json(data.decode("utf-8-sig"), MAX_RECORD_BYTES if most_bytes is None else most_bytes)
 
 
-def _json(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
-    """One list of records, or one record, over all lines of a file."""
-    data = _content(filesystem, span.file)
+@dataclass(frozen=True)
+class _SpanReader:
+    """Reads a part of a file as its kind says; notes bad records and a bad file in `tally`."""
+
+    filesystem: Any
+    span: Span
+    content: Content
+    tally: Tally
+
+    def documents(self) -> Iterator[bytes]:
+        readers = {
+            "jsonl": self._json_lines,
+            "json": self._json,
+            "parquet": self._parquet,
+            "arrow": self._arrow,
+            "text": self._text,
+        }
+        return readers[self.span.file.kind]()
+
+    def _text(self) -> Iterator[bytes]:
+        if not self.content.is_text:
+            self._refuse(f"is text: give records with {self.content.description}")
+            return
+        document = self._read_whole().removeprefix(BOM)
+        if problem := text_problem(document):
+            self._refuse(problem)
+        else:
+            yield document
+
+    def _json_lines(self) -> Iterator[bytes]:
+        for number, (at, line) in enumerate(self._lines(), 1):
+            if line.strip():
+                where = f"the line at byte {at}" if self.span.start else f"line {number} at byte {at}"
+                yield from self._record(line, _parse_json, where)
+
+    def _json(self) -> Iterator[bytes]:
+        """The records of one list, one record over all lines, or a record a line: files of all three end in .json."""
+        with closing(self._lines()) as lines:
+            _, first = next(lines)
+            has_more = next(lines, None) is not None
+        try:
+            if has_more and isinstance(_parse_json(first), dict):
+                yield from self._json_lines()
+                return
+        except ValueError:
+            pass
+        data = self._read_whole()
+        try:
+            value = _parse_json(data, len(data))
+        except ValueError as error:
+            self._refuse(f"is no JSON: {type(error).__name__}: {error}")
+            return
+        for number, record in enumerate(value if isinstance(value, list) else [value], 1):
+            yield from self._record(record, lambda record: record, f"record {number}")
+
+    def _parquet(self) -> Iterator[bytes]:
+        with self.filesystem.open_input_file(self.span.file.path) as file:
+            parquet = pq.ParquetFile(file)
+            stop = parquet.metadata.num_row_groups if self.span.stop == WHOLE else self.span.stop
+            if columns := self._columns(parquet.schema_arrow):
+                yield from self._rows(_parquet_batches(file, parquet, range(self.span.start, stop), columns))
+
+    def _arrow(self) -> Iterator[bytes]:
+        with open_arrow(self.filesystem, self.span.file.path) as batches:
+            mine = itertools.islice(batches, self.span.start, None if self.span.stop == WHOLE else self.span.stop)
+            first = next(mine, None)
+            if first is not None and (columns := self._columns(first.schema)):
+                yield from self._rows(batch.select(columns) for batch in itertools.chain([first], mine))
+
+    # ------------------------------------------------------------ records and rows
+
+    def _refuse(self, problem: str) -> None:
+        self.tally.leave_out(f"{self.span.name}: {problem}", self.span.num_bytes)
+
+    def _record(self, raw: Any, parse: Callable[[Any], Any], where: str) -> Iterator[bytes]:
+        """The document of a record, or none of a bad one: no JSON or no UTF-8, no object, no text, nested too deep."""
+        try:
+            value = parse(raw)
+            document = self.content.document(value)
+            if len(document) > MAX_RECORD_BYTES:
+                raise ValueError(f"it has {len(document):,} bytes: there may be {MAX_RECORD_BYTES:,}")
+        except Exception as error:
+            problem = f"is no JSON object with {self.content.description}: {type(error).__name__}: {error}"
+            if isinstance(error, KeyError):
+                problem = f"has no {self._missing_columns(value)}"
+            self.tally.num_records += 1
+            self.tally.leave_out_record(f"{self.span.name}: {where} {problem}")
+        else:
+            yield document
+
+    def _rows(self, batches: Iterator[Any]) -> Iterator[bytes]:
+        """The documents of tables, row by row: many rows may have one large value."""
+        is_text = self.content.is_text
+        rows = (row for batch in batches for row in (batch.column(0) if is_text else batch.to_struct_array()))
+        for number, row in enumerate(rows, 1):
+            where = f"row {number}{self.span.part}"
+            if not is_text:
+                yield from self._record(row, lambda row: row.as_py(), where)
+                continue
+            value = getattr(row, "value", row).as_buffer()  # a dictionary's row has its value in it
+            if value is not None and len(value) > MAX_RECORD_BYTES:
+                self.tally.num_records += 1
+                problem = f"has {len(value):,} bytes: there may be {MAX_RECORD_BYTES:,}"
+                self.tally.leave_out_record(f"{self.span.name}: {where} {problem}")
+            else:
+                yield b"" if value is None else value.to_pybytes()
+
+    def _columns(self, schema: Any) -> list[str]:
+        """The columns to read of a table; none of one that is a bad file."""
+        columns = [name for name in self.content.columns if name in schema.names]
+        if not columns:
+            tokens = "; tokens are trained on with --data shards:URI" if self.content.is_text else ""
+            self._refuse(f"has no column {self._missing_columns(schema.names)}{tokens}")
+        elif not self.content.is_text:
+            return list(schema.names)
+        for name in columns:
+            kind = schema.field(name).type
+            kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+            if not any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)):
+                self._refuse(f"column {name!r} is of type {kind} and not text")
+                return []
+        return columns
+
+    def _missing_columns(self, names: Any) -> str:
+        """The columns that a table or record with these `names` lacks, and the way out."""
+        way_out = "--text-column names the one to take" if self.content.is_text else "name one of them so"
+        if self.content.is_text and not CONVERSATIONS.isdisjoint(names):
+            way_out = "elastic-ring data prepare --chat takes conversations"
+        return f"{' or '.join(map(repr, self.content.columns))}: it has {', '.join(map(str, names))}; {way_out}"
+
+    # ------------------------------------------------------------ bytes
+
+    def _lines(self) -> Generator[tuple[int, bytes]]:
+        """(offset, line) of the lines that begin in the span; of a line that is too long its first bytes."""
+        start, stop = self.span.start, self.span.stop
+        opened = self._open() if stop == WHOLE else self.filesystem.open_input_file(self.span.file.path)
+        with opened as file, io.BufferedReader(file, BUFFER_BYTES) as reader:
+            at = reader.seek(start - 1) if start else 0
+            begins = not start  # else the end of a line that began before
+            while (stop == WHOLE or at < stop) and (part := reader.readline(MAX_RECORD_BYTES + 1)):
+                if begins:
+                    yield at, part
+                at += len(part)
+                begins = part.endswith(b"\n")
+
+    def _read_whole(self) -> bytes:
+        """All bytes of the file. Raises ArrowInvalid for a compressed one that has more than a document may have."""
+        is_compressed = self.span.file.compression is not None
+        with self._open() as stream:
+            data: bytes = stream.read(MAX_RECORD_BYTES + 1 if is_compressed else None)
+        if is_compressed and len(data) > MAX_RECORD_BYTES:
+            raise pa.ArrowInvalid(
+                f"it expands to more than {MAX_RECORD_BYTES:,} bytes: decompress it, or write JSON lines"
+            )
+        return data
+
+    def _open(self) -> Any:
+        """The bytes of the file as a stream, decompressed where they are compressed: the only place that does so."""
+        file = self.span.file
+        return self.filesystem.open_input_stream(file.path, compression=file.compression, buffer_size=BUFFER_BYTES)
+
+
+# ------------------------------------------------------------ pages of Parquet
+# pyarrow expands a page whole. What it expands to is read off the headers first, which are structs in Thrift's compact
+# protocol, as the footer is. pyarrow's own view of a footer ends the process where its statistics are damaged.
+
+DAMAGED = (LookupError, RecursionError, StopIteration, TypeError, UnicodeDecodeError)
+FOOTER_END_BYTES, MAX_FIELD = 8, 99
+BOOL, INT64, DOUBLE, BINARY, STRUCT = (1, 2), 6, 7, 8, 12
+LISTS, INTEGERS = (9, 10), (4, 5, INT64)
+
+
+def _parquet_batches(file: Any, parquet: Any, groups: range, names: Sequence[str]) -> Iterator[Any]:
+    """As many rows at a time as surely fit in memory. Raises ArrowInvalid for a page that expands to more than may be,
+    and for a damaged footer or header."""
+    end, most_bytes = file.size() - FOOTER_END_BYTES, 2 * MAX_RECORD_BYTES
+    num_bytes = min(int.from_bytes(file.read_at(4, max(end, 0)), "little"), end)
     try:
-        found = plain_json(data, len(data))
-    except ValueError as error:
-        tally.leave_out(f"{span.name}: is no JSON: {type(error).__name__}: {error}", span.num_bytes)
-        return
-    for number, value in enumerate(found if isinstance(found, list) else [found], 1):
-        yield from _record(partial(_same, value), f"{span.name}: record {number}", content, tally)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _record(load: Callable[[], Any], where: str, content: Content, tally: Tally) -> Iterator[bytes]:
-    """The document of a record, or none of a bad one."""
-    try:
-        value = load()
-        document = content.document(value)
-        if len(document) > MAX_RECORD_BYTES:
-            raise ValueError(f"it has {len(document):,} bytes: there may be {MAX_RECORD_BYTES:,}")
-    except KeyError:
-        tally.num_records += 1
-        tally.leave_out_record(f"{where} has no {_lacks(content, value)}")
-    except (
-        Exception
-    ) as error:  # no JSON or no UTF-8; no object; no text; nested too deep: whatever it is, it is one record
-        tally.num_records += 1
-        tally.leave_out_record(f"{where} is no JSON object with {content.told}: {type(error).__name__}: {error}")
-    else:
-        yield document
-
-
-def _lacks(content: Content, names: Any) -> str:
-    """Which columns something with these ones needs."""
-    way_out = "--text-column names the one to take" if content.is_text else "name one of them so"
-    if content.is_text and not CONVERSATIONS.isdisjoint(names):
-        way_out = "elastic-ring data prepare --chat takes conversations"
-    return f"{' or '.join(map(repr, content.columns))}: it has {', '.join(map(str, names))}; {way_out}"
-
-
-def _lines(filesystem: Any, span: Span) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of the lines that begin in the span; of a line that is too long its first bytes."""
-    whole = span.stop == WHOLE
-    opened = _stream(filesystem, span.file) if whole else filesystem.open_input_file(span.file.path)
-    with opened as file, io.BufferedReader(file, BUFFER_BYTES) as reader:
-        at = reader.seek(span.start - 1) if span.start else 0
-        begins = not span.start  # else the end of a line that began before
-        while (whole or at < span.stop) and (part := reader.readline(MAX_RECORD_BYTES + 1)):
-            if begins:
-                yield at, part
-            at += len(part)
-            begins = part.endswith(b"\n")
-
-
-def _parquet(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
-    with filesystem.open_input_file(span.file.path) as file:
-        parquet = pq.ParquetFile(file)
-        stop = parquet.metadata.num_row_groups if span.stop == WHOLE else span.stop
-        columns = _columns(parquet.schema_arrow, content, span, tally)
-        if columns:
-            batches = _batches(file, parquet, range(span.start, stop), columns)
-            yield from _rows(batches, content, span, tally)
-
-
-def _batches(file: Any, parquet: Any, groups: range, names: Sequence[str]) -> Iterator[Any]:
-    """As many rows at a time as surely fit in memory."""
-    columns = row_groups(file)
-    for group in groups:
-        num_bytes = row_bytes(file, columns[group], names, 2 * MAX_RECORD_BYTES)
-        num_rows = min(max(MAX_RECORD_BYTES // num_bytes, 1), NUM_ROWS)
+        row_groups = _read_struct(file.read_at(num_bytes, end - num_bytes), 0)[0][4]
+        columns = [[_column_chunk(chunk[3], end) for chunk in row_groups[group][1]] for group in groups]
+    except DAMAGED as error:
+        raise pa.ArrowInvalid("the footer is damaged") from error
+    for group, chunks in zip(groups, columns, strict=True):
+        row_bytes = 1
+        for path, start, num_bytes in chunks:
+            if any(f"{path}.".startswith(f"{name}.") for name in names):
+                largest = _largest_page(file.read_at(num_bytes, start))
+                if largest > most_bytes:
+                    problem = f"a page of {path!r} expands to {largest:,} bytes: there may be {most_bytes:,}"
+                    raise pa.ArrowInvalid(problem)
+                row_bytes += largest
+        num_rows = min(max(MAX_RECORD_BYTES // row_bytes, 1), NUM_ROWS)
         yield from parquet.iter_batches(num_rows, row_groups=[group], columns=names)
 
 
-def _arrow(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
-    with open_arrow(filesystem, span.file.path) as batches:
-        mine = itertools.islice(batches, span.start, None if span.stop == WHOLE else span.stop)
-        first = next(mine, None)
-        columns = [] if first is None else _columns(first.schema, content, span, tally)
-        if columns:
-            chosen = (batch.select(columns) for batch in itertools.chain([first], mine))
-            yield from _rows(chosen, content, span, tally)
+def _column_chunk(about: dict[int, Any], most_bytes: int) -> tuple[str, int, int]:
+    """(path, start, bytes) of a column in a row group."""
+    first, dictionary = about[9], about.get(11, 0)
+    start = dictionary if 0 < dictionary < first else first
+    return ".".join(part.decode() for part in about[3]), max(start, 0), max(min(about[7], most_bytes), 0)
 
 
-def _columns(schema: Any, content: Content, span: Span, tally: Tally) -> list[str]:
-    """The columns to read of a table; none of one that is a bad file."""
-    found = [name for name in content.columns if name in schema.names]
-    if not found:
-        tokens = "; tokens are trained on with --data shards:URI" if content.is_text else ""
-        tally.leave_out(f"{span.name}: has no column {_lacks(content, schema.names)}{tokens}", span.num_bytes)
-    if not content.is_text:
-        return list(schema.names) if found else []
-    for name in found:
-        kind = schema.field(name).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)):
-            tally.leave_out(f"{span.name}: column {name!r} is of type {kind} and not text", span.num_bytes)
-            return []
-    return found
-
-
-def _rows(batches: Iterator[Any], content: Content, span: Span, tally: Tally) -> Iterator[bytes]:
-    """The documents of tables, row by row: many rows may have one large value."""
-    rows = (row for batch in batches for row in (batch.column(0) if content.is_text else batch.to_struct_array()))
-    for number, row in enumerate(rows, 1):
-        where = f"{span.name}: row {number}{_from(span)}"
-        if not content.is_text:
-            yield from _record(row.as_py, where, content, tally)
-            continue
-        value = getattr(row, "value", row).as_buffer()  # a dictionary's row has its value in it
-        if value is not None and len(value) > MAX_RECORD_BYTES:
-            tally.num_records += 1
-            tally.leave_out_record(f"{where} has {len(value):,} bytes: there may be {MAX_RECORD_BYTES:,}")
-        else:
-            yield b"" if value is None else value.to_pybytes()
-
-
-def _text(filesystem: Any, span: Span, content: Content, tally: Tally) -> Iterator[bytes]:
-    if not content.is_text:
-        tally.leave_out(f"{span.name}: is text: give records with {content.told}", span.num_bytes)
-        return
-    document = _content(filesystem, span.file).removeprefix(BOM)
+def _largest_page(chunk: bytes) -> int:
+    """The most bytes that a page of a column chunk expands to. Raises ArrowInvalid for a damaged header."""
+    at = largest = 0
     try:
-        document.decode()
-        why = ""
-    except UnicodeDecodeError:
-        why = no_text(document)
-    if why:
-        tally.leave_out(f"{span.name}: looks like {NO_TEXT}{why}", span.num_bytes)
-    else:
-        yield document
+        while at < len(chunk):
+            header, at = _read_struct(chunk, at)
+            largest, at = max(largest, header[2]), at + max(header[3], 0)
+    except DAMAGED as error:
+        raise pa.ArrowInvalid(f"the page header before byte {at} of a column is damaged") from error
+    return largest
 
 
-def _content(filesystem: Any, file: File) -> bytes:
-    """All bytes of a file. Raises ArrowInvalid for a compressed one that has more than a document may have."""
-    with _stream(filesystem, file) as stream:
-        data: bytes = stream.read(MAX_RECORD_BYTES + 1 if file.compression else None)
-    if file.compression and len(data) > MAX_RECORD_BYTES:
-        raise pa.ArrowInvalid(f"it expands to more than {MAX_RECORD_BYTES:,} bytes: decompress it, or write JSON lines")
-    return data
+def _read_struct(data: bytes, at: int) -> tuple[dict[int, Any], int]:
+    """Values by field, and where they end. Fields rise by at most 15: else pyarrow may read others."""
+    fields, field = dict[int, Any](), 0
+    while head := data[at]:
+        field, kind, at = field + (head >> 4), head & 15, at + 1
+        if not head >> 4 or field > MAX_FIELD:
+            raise LookupError(f"field {field}")
+        fields[field], at = (None, at) if kind in BOOL else _read_value(data, at, kind)
+    return fields, at + 1
 
 
-def _stream(filesystem: Any, file: File) -> Any:
-    """The bytes of a file, decompressed where they are compressed."""
-    return filesystem.open_input_stream(file.path, compression=file.compression, buffer_size=BUFFER_BYTES)
+def _read_value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
+    if kind == STRUCT:
+        return _read_struct(data, at)
+    if kind in LISTS:
+        num, kind, at = data[at] >> 4, data[at] & 15, at + 1
+        num, at = _read_number(data, at) if num == 15 else (num, at)
+        values = []
+        for _ in range(min(num, len(data))):
+            value, at = _read_value(data, at, kind)
+            values.append(value)
+        return values, at
+    if kind == BINARY:
+        num, at = _read_number(data, at)
+        return data[at : at + num], at + num
+    if kind in INTEGERS:
+        number, at = _read_number(data, at, 64 if kind == INT64 else 32)
+        return number >> 1 ^ -(number & 1), at
+    return None, at + {**dict.fromkeys((*BOOL, 3), 1), DOUBLE: 8}[kind]
+
+
+def _read_number(data: bytes, at: int, num_bits: int = 32) -> tuple[int, int]:
+    end = next(end for end in range(at, at + 10) if data[end] < 128) + 1
+    return sum((byte & 127) << 7 * place for place, byte in enumerate(data[at:end])) % (1 << num_bits), end

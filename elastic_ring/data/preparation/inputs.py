@@ -6,7 +6,7 @@ and becomes one or more token shards. Nothing is tokenised here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from elastic_ring.data.filesystem import raise_if_away
-from elastic_ring.data.listing import OPENED_AT_ONCE, File, Listing
+from elastic_ring.data.listing import File, Listing
 
+OPENED_AT_ONCE = 16
 ARROW_FILE = b"ARROW1"
 WHOLE = -1
 """`stop` of a span that reaches to the end of its file."""
@@ -37,6 +38,11 @@ class Span:
     @property
     def name(self) -> str:
         return self.file.name
+
+    @property
+    def part(self) -> str:
+        """Which part of its file it is, for messages; empty for the whole."""
+        return f" (part {self.start} to {self.stop})" if self.stop != WHOLE else ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Piece:
 def cut(listing: Listing, source: int, piece_bytes: int) -> list[Piece]:
     """The pieces of a source: small files together, large ones in parts, none of many more than `piece_bytes`."""
     with ThreadPoolExecutor(OPENED_AT_ONCE, thread_name_prefix="elastic-ring-inputs") as threads:
-        parts = threads.map(partial(_parts, listing.filesystem, piece_bytes), listing.files)
+        parts = threads.map(partial(_spans, listing.filesystem, piece_bytes), listing.files)
         spans = [span for of_file in parts for span in of_file]
     groups: list[list[Span]] = []
     filled = 0
@@ -73,41 +79,33 @@ def cut(listing: Listing, source: int, piece_bytes: int) -> list[Piece]:
     ]
 
 
-def _parts(filesystem: Any, piece_bytes: int, file: File) -> list[Span]:
-    """A file's spans. Only files above `piece_bytes` are opened; a broken one stays whole."""
-    if file.num_bytes <= piece_bytes or file.kind in ("text", "json") or file.compression or file.problem:
+def _spans(filesystem: Any, piece_bytes: int, file: File) -> list[Span]:
+    """A file's spans. Only tables above `piece_bytes` are opened; a broken one stays whole."""
+    if file.num_bytes <= piece_bytes or file.kind in ("text", "json") or file.compression:
         return [Span(file, file.num_bytes)]
     if file.kind == "jsonl":
         starts = range(0, file.num_bytes, piece_bytes)
         stops = [min(at + piece_bytes, file.num_bytes) for at in starts]
         return [Span(file, stop - at, at, stop) for at, stop in zip(starts, stops, strict=True)]
-    sizes = _parquet_sizes if file.kind == "parquet" else _arrow_sizes
     try:
-        return list(_together(file, sizes(filesystem, file.path), piece_bytes))
+        if file.kind == "parquet":
+            with filesystem.open_input_file(file.path) as stream:
+                metadata = pq.ParquetFile(stream).metadata
+                sizes = [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
+        else:
+            with open_arrow(filesystem, file.path) as batches:
+                sizes = [max(batch.nbytes, 1) for batch in batches]
     except (OSError, pa.ArrowException) as error:
         raise_if_away(error, file.path)  # else the same corpus would be cut into other pieces
-        return [Span(file, file.num_bytes)]  # whoever reads it says what is wrong with it
-
-
-def _together(file: File, sizes: Sequence[int], piece_bytes: int) -> Iterator[Span]:
+        return [Span(file, file.num_bytes)]  # its reader says what is wrong with it
+    spans: list[Span] = []
     first, filled = 0, 0
     for index, size in enumerate(sizes):
         if filled and filled + size > piece_bytes:
-            yield Span(file, filled, first, index)
+            spans.append(Span(file, filled, first, index))
             first, filled = index, 0
         filled += size
-    yield Span(file, filled, first, len(sizes))
-
-
-def _parquet_sizes(filesystem: Any, path: str) -> list[int]:
-    with filesystem.open_input_file(path) as stream:
-        metadata = pq.ParquetFile(stream).metadata
-        return [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
-
-
-def _arrow_sizes(filesystem: Any, path: str) -> list[int]:
-    with open_arrow(filesystem, path) as batches:
-        return [max(batch.nbytes, 1) for batch in batches]
+    return [*spans, Span(file, filled, first, len(sizes))]
 
 
 @contextmanager

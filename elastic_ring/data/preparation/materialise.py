@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,7 +26,7 @@ from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)
 
-WRITTEN = "input.json"
+INPUT_RECORD = "input.json"
 INPUT, TOKENS = "input", "tokens"
 FILE_BYTES = 32 << 20
 NUM_ROWS = 1000
@@ -80,7 +80,7 @@ def as_source(data: Any, context_tokens: int) -> Any:
         raise ValueError(
             f"data is a DatasetDict of {', '.join(data)}: give one of its datasets, data[{next(iter(data))!r}]"
         )
-    once = next((what for name, what in READ_ONCE.items() if name in names), None)
+    once = next((kind for name, kind in READ_ONCE.items() if name in names), None)
     if once is None and hasattr(data, "__next__"):
         once = "an iterator"
     if once is not None:
@@ -101,6 +101,20 @@ def _names(data: Any) -> set[str]:
     return {f"{cls.__module__}.{cls.__qualname__}" for cls in type(data).__mro__}
 
 
+class _Settings(TypedDict):
+    tokenizer: str
+    text_column: str
+    align_tokens: int
+
+
+class _InputRecord(TypedDict):
+    """What the folder was written from, as INPUT_RECORD has it."""
+
+    sha256: str
+    num_documents: int
+    settings: _Settings
+
+
 def materialised(source: DatasetTokens, uri: str, session: Session | None = None) -> PreparedTokens:
     """The dataset as a prepared corpus under `uri`, written there unless it is there already.
 
@@ -108,90 +122,79 @@ def materialised(source: DatasetTokens, uri: str, session: Session | None = None
     other settings.
     """
     storage, kind = Storage(uri).open(), kind_of(source.dataset)
-    if storage.exists(WRITTEN):
-        _check_same(source, _written(storage), uri)
+    if storage.exists(INPUT_RECORD):
+        _check_same(source, storage, uri)
         log.info("the %s dataset is in %s, written by an earlier submission", kind, uri)
     else:
         log.info("the %s dataset is written to %s and prepared there, since a run reads by index", kind, uri)
         storage.remove_folder(INPUT)  # what a kill left
-        storage.replace(WRITTEN, json.dumps(_write(source, storage)).encode())
+        storage.replace(INPUT_RECORD, json.dumps(_write(source, storage)).encode())
     if not storage.exists(f"{TOKENS}/{MANIFEST}"):
-        prepare(
-            PrepareConfig(
-                (f"{uri}/{INPUT}",),
-                f"{uri}/{TOKENS}",
-                tokenizer=source.tokenizer,
-                text_column=source.text_column,
-                end_of_document=source.end_of_document,
-                align_tokens=source.align_tokens,
-            ),
-            session,
+        config = PrepareConfig(
+            (f"{uri}/{INPUT}",),
+            f"{uri}/{TOKENS}",
+            tokenizer=source.tokenizer,
+            text_column=source.text_column,
+            end_of_document=source.end_of_document,
+            align_tokens=source.align_tokens,
         )
+        prepare(config, session)
         storage.remove_folder(INPUT)
     return PreparedTokens.of(f"{uri}/{TOKENS}/{MANIFEST}", source.context_tokens)
 
 
-def _settings(source: DatasetTokens) -> dict[str, Any]:
+def _settings(source: DatasetTokens) -> _Settings:
     tokenizer = open_tokenizer(source.tokenizer, source.end_of_document)
     return {"tokenizer": tokenizer.sha256, "text_column": source.text_column, "align_tokens": source.align_tokens}
 
 
-def _written(storage: Storage) -> dict[str, Any]:
-    """The report of `_write`. Raises ValueError."""
+def _check_same(source: DatasetTokens, storage: Storage, uri: str) -> None:
+    """Raises ValueError where the folder was written from other documents, with other settings, or does not say."""
     try:
-        found = plain_json(storage.read_record(WRITTEN))
-        if isinstance(found["settings"], dict) and isinstance(found["sha256"], str):
-            return dict(found)
-    except (ValueError, LookupError, TypeError):
-        pass
-    raise ValueError(f"{storage.at(WRITTEN)}: does not say what was written there; give a run of another name")
-
-
-def _check_same(source: DatasetTokens, written: dict[str, Any], uri: str) -> None:
-    if written["settings"] != _settings(source):
+        record = plain_json(storage.read_record(INPUT_RECORD))
+        settings, sha256 = dict(record["settings"]), str(record["sha256"])
+    except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"{uri}: was prepared with {written['settings']}, not {_settings(source)}; give a run of another name"
-        )
+            f"{storage.at(INPUT_RECORD)}: does not say what was written there; give a run of another name"
+        ) from error
+    if settings != _settings(source):
+        raise ValueError(f"{uri}: was prepared with {settings}, not {_settings(source)}; give a run of another name")
     total = hashlib.sha256()
     for column in _columns(source):
         _add(total, column)
-    if total.hexdigest() != written["sha256"]:
+    if total.hexdigest() != sha256:
         raise ValueError(
             f"{uri}: the dataset has other documents, or another order, than when it was written there: a corpus must "
             "not change under a run; give the same (a shuffle needs a seed), or a run of another name"
         )
 
 
-def _write(source: DatasetTokens, storage: Storage) -> dict[str, Any]:
-    """Write the documents as Parquet files; what identifies them."""
-    total, number, num_documents = hashlib.sha256(), 0, 0
+def _write(source: DatasetTokens, storage: Storage) -> _InputRecord:
+    """Write the documents as Parquet files."""
+    total, num_documents, num_files = hashlib.sha256(), 0, 0
     columns: list[Any] = []
+
+    def write_file() -> None:
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({source.text_column: pa.chunked_array(columns)}), sink, compression="zstd")
+        storage.replace(f"{INPUT}/part-{num_files:06d}.parquet", sink.getvalue().to_pybytes())
+
     for column in _columns(source):
         _add(total, column)
         num_documents += len(column)
         columns.append(column)
         if sum(part.nbytes for part in columns) >= FILE_BYTES:
-            _write_file(source, storage, number, columns)
-            columns, number = [], number + 1
+            write_file()
+            columns, num_files = [], num_files + 1
     if columns:
-        _write_file(source, storage, number, columns)
+        write_file()
     if not num_documents:
         raise ValueError("the dataset has no rows: give documents")
-    return {
-        "sha256": total.hexdigest(),
-        "num_documents": num_documents,
-        "settings": _settings(source),
-    }
-
-
-def _write_file(source: DatasetTokens, storage: Storage, number: int, columns: list[Any]) -> None:
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({source.text_column: pa.chunked_array(columns)}), sink, compression="zstd")
-    storage.replace(f"{INPUT}/part-{number:06d}.parquet", sink.getvalue().to_pybytes())
+    return {"sha256": total.hexdigest(), "num_documents": num_documents, "settings": _settings(source)}
 
 
 def _add(total: Any, column: Any) -> None:
-    """Lengths and bytes of the documents, so that neither a moved boundary nor a null goes unnoticed."""
+    """Add lengths and bytes of the documents, so that neither a moved boundary nor a null goes unnoticed."""
     for document in column.to_pylist():
         data = b"" if document is None else document.encode()
         total.update((-1 if document is None else len(data)).to_bytes(8, "little", signed=True) + data)
@@ -208,7 +211,9 @@ def _columns(source: DatasetTokens) -> Iterator[Any]:
             "DatasetTokens(dataset, context_tokens, text_column=...)"
         )
     if of_ray:
-        tables = _in_order(dataset.select_columns([name]))
+        dataset = dataset.select_columns([name])
+        dataset.context.execution_options.preserve_order = True  # by default rows come as they are ready
+        tables = dataset.iter_batches(batch_size=NUM_ROWS, batch_format="pyarrow")
     else:
         tables = dataset.select_columns([name]).with_format("arrow").iter(NUM_ROWS)
     for table in tables:
@@ -216,9 +221,3 @@ def _columns(source: DatasetTokens) -> Iterator[Any]:
             yield from table.column(name).cast(pa.large_string()).chunks
         except pa.ArrowException as error:
             raise ValueError(f"the dataset's column {name!r} is no text: {error}") from error
-
-
-def _in_order(dataset: Any) -> Iterator[Any]:
-    """A Ray dataset's rows in its order; by default they come as they are ready."""
-    dataset.context.execution_options.preserve_order = True
-    yield from dataset.iter_batches(batch_size=NUM_ROWS, batch_format="pyarrow")

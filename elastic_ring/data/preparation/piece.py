@@ -1,6 +1,9 @@
 """One piece of a preparation: its documents become token shards and a record. What a worker does, in any process.
 
-All files are written whole under names that follow from the piece, so a piece that runs twice changes nothing.
+All files are written whole under names that follow from the piece, so a piece that runs twice changes nothing. Shards
+are Parquet files with row groups of a fixed number of tokens. Each row is a document with its end, or a part of one
+where a row group ends inside it: `offset` counts the document's tokens before the row. Where not all tokens count in
+the loss, `counted` has a mask. The same documents give the same tokens in the same rows, on any machine.
 """
 
 from __future__ import annotations
@@ -8,20 +11,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from elastic_ring.data.chunks import Counted, Tokens
 from elastic_ring.data.filesystem import patiently
-from elastic_ring.data.manifest import MAX_MANIFEST_BYTES, Dropped, Shard
+from elastic_ring.data.manifest import COLUMN, COUNTED, MAX_MANIFEST_BYTES, OFFSET, TOKENS_KEY, Dropped, Shard
+from elastic_ring.data.packing import Counted, Starts, Tokens
 from elastic_ring.data.preparation.chat import ChatTokenizer, Conversations
 from elastic_ring.data.preparation.documents import OnBadInput, Tally, TextIn, read_documents
 from elastic_ring.data.preparation.inputs import Piece
-from elastic_ring.data.preparation.shard_writer import ShardWriter
 from elastic_ring.data.tokenizer import Tokenizer, open_tokenizer
 from elastic_ring.files import plain_json
 from elastic_ring.state.storage.folder import Storage
@@ -31,6 +36,7 @@ SHARDS, PIECES, DUPLICATES = "shards", "pieces", "duplicates"
 """Folders of a preparation: token shards, records of complete pieces, digests and numbers of repeated documents."""
 BATCH_BYTES = 1 << 20
 DIGEST_BYTES = 16
+SHARD_ROW_GROUPS = 256
 
 
 @dataclass(frozen=True)
@@ -75,24 +81,24 @@ class PieceWorker:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises ValueError where this machine's tokenizer is not the one of the job."""
-        found = open_tokenizer(self.job.tokenizer, self.job.end_of_document)
-        if found.sha256 != self.job.tokenizer_sha256:
+        tokenizer = open_tokenizer(self.job.tokenizer, self.job.end_of_document)
+        if tokenizer.sha256 != self.job.tokenizer_sha256:
             raise ValueError(
                 f"tokenizer={self.job.tokenizer!r}: is another one on this machine; give all nodes the same"
             )
-        return found
+        return tokenizer
 
     @cached_property
     def chat(self) -> ChatTokenizer | None:
         """Raises ValueError where this machine's chat template is not the one of the job."""
         if self.job.chat_sha256 is None:
             return None
-        found = ChatTokenizer(self.job.tokenizer, self.job.end_of_document)
-        if found.sha256 != self.job.chat_sha256:
+        chat = ChatTokenizer(self.job.tokenizer, self.job.end_of_document)
+        if chat.sha256 != self.job.chat_sha256:
             raise ValueError(
                 f"tokenizer={self.job.tokenizer!r}: has another chat template on this machine; give all nodes the same"
             )
-        return found
+        return chat
 
     @cached_property
     def storage(self) -> Storage:
@@ -101,7 +107,10 @@ class PieceWorker:
     def digest(self, piece: Piece) -> None:
         """Write the digests of the piece's documents, in order; read again while the input's storage is away."""
         digests = patiently(
-            lambda: b"".join(document_digest(document) for document in self._documents(piece, self._tally()))
+            lambda: b"".join(
+                hashlib.blake2b(document, digest_size=DIGEST_BYTES).digest()
+                for document in self._documents(piece, Tally(self.job.on_bad_input))
+            )
         )
         self.storage.replace(digests_name(piece.name), digests)
 
@@ -111,7 +120,7 @@ class PieceWorker:
         return patiently(lambda: self._prepare(piece))
 
     def _prepare(self, piece: Piece) -> PieceRecord:
-        job, tokenizer, tally = self.job, self.tokenizer, self._tally()
+        job, tokenizer, tally = self.job, self.tokenizer, Tally(self.job.on_bad_input)
         writer = ShardWriter(
             self.storage,
             f"{SHARDS}/{piece.name}",
@@ -121,8 +130,9 @@ class PieceWorker:
             job.align_tokens,
             masked=self.chat is not None,
         )
-        repeated = self._repeated(piece)
-        for batch in batches(self._kept(piece, tally, repeated)):
+        repeats = self.storage.read(repeated_name(piece.name)) if job.drop_duplicates else b""
+        repeated = set(np.frombuffer(repeats, dtype="<i8").tolist())  # numbers of documents that came before
+        for batch in batches(self._kept_documents(piece, tally, repeated)):
             for tokens, counted in self._encoded(batch, piece, tally):
                 writer.add(tokens, counted)
         dropped = Dropped(
@@ -157,27 +167,21 @@ class PieceWorker:
             )
             return []
 
-    def _tally(self) -> Tally:
-        return Tally(self.job.on_bad_input)
-
     def _documents(self, piece: Piece, tally: Tally) -> Iterator[bytes]:
         content = TextIn(self.job.text_column) if self.job.chat_sha256 is None else Conversations()
         return read_documents(piece, content, tally)
 
-    def _repeated(self, piece: Piece) -> NDArray[np.int64]:
-        """The numbers of the piece's documents that came before."""
-        data = self.storage.read(repeated_name(piece.name)) if self.job.drop_duplicates else b""
-        return np.frombuffer(data, dtype="<i8")
-
-    def _kept(self, piece: Piece, tally: Tally, repeated: NDArray[np.int64]) -> Iterator[bytes]:
-        left_out = set(repeated.tolist())
+    def _kept_documents(self, piece: Piece, tally: Tally, repeated: set[int]) -> Iterator[bytes]:
         for number, document in enumerate(self._documents(piece, tally)):
-            if number in left_out:
+            if number in repeated:
                 continue
-            if self.tokenizer.needs_text and not _is_utf8(document):
+            try:
+                if self.tokenizer.needs_text:
+                    document.decode()
+            except UnicodeDecodeError:
                 tally.leave_out_record(f"{piece.spans[0].name}: document {number} from its beginning on is no UTF-8")
-                continue
-            yield document
+            else:
+                yield document
 
 
 def batches(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
@@ -192,10 +196,6 @@ def batches(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
             batch, num_bytes = [], 0
     if batch:
         yield batch
-
-
-def document_digest(document: bytes) -> bytes:
-    return hashlib.blake2b(document, digest_size=DIGEST_BYTES).digest()
 
 
 def record_name(piece: str) -> str:
@@ -215,9 +215,109 @@ def read_record(storage: Storage, piece: str) -> PieceRecord:
     return from_plain(PieceRecord, plain_json(data, MAX_MANIFEST_BYTES))
 
 
-def _is_utf8(document: bytes) -> bool:
-    try:
-        document.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+# ------------------------------------------------------------ shards
+
+
+@dataclass
+class ShardWriter:
+    """Takes documents in order; `close` gives the records of all shards. `name`: of the files, without ending.
+    `masked`: not all tokens count."""
+
+    storage: Storage
+    name: str
+    vocab_size: int
+    end_of_document: int
+    row_group_tokens: int
+    align_tokens: int = 1
+    masked: bool = False
+    longest_tokens: int = 0
+    tokens_by_length: Counter[int] = field(default_factory=Counter)
+    _shards: list[Shard] = field(default_factory=list)
+    _documents: deque[tuple[Tokens, Counted]] = field(default_factory=deque)
+    _num_tokens: int = 0
+    _offset: int = 0  # tokens of the first document that are in an earlier shard
+
+    def add(self, document: Tokens, counted: Counted | None = None) -> None:
+        """The tokens of one document, without its end; if `masked`, which of them and of its end count. Raises
+        ValueError for one outside the vocabulary."""
+        if len(document) and not 0 <= int(document.min()) <= int(document.max()) < self.vocab_size:
+            raise ValueError(f"{self.name}: the tokenizer gave a token outside its vocabulary [0, {self.vocab_size})")
+        num_tokens = -(-(len(document) + 1) // self.align_tokens) * self.align_tokens
+        ended = np.full(num_tokens, self.end_of_document, dtype=np.int32)
+        ended[: len(document)] = document
+        counts = np.zeros(num_tokens if self.masked else 0, dtype=np.bool_)
+        if counted is not None:
+            counts[: len(document) + 1] = counted
+        self._documents.append((ended, counts))
+        self._num_tokens += num_tokens
+        self.longest_tokens = max(self.longest_tokens, num_tokens)
+        self.tokens_by_length[num_tokens.bit_length() - 1] += num_tokens
+        while self._num_tokens >= SHARD_ROW_GROUPS * self.row_group_tokens:
+            self._write(SHARD_ROW_GROUPS * self.row_group_tokens)
+
+    def close(self) -> tuple[Shard, ...]:
+        if self._num_tokens:
+            self._write(self._num_tokens)
+        return tuple(self._shards)
+
+    def _write(self, num_tokens: int) -> None:
+        """A shard of the first `num_tokens`; the rest is kept."""
+        parts: list[Tokens] = []
+        counts: list[Counted] = []
+        starts: list[int] = []
+        filled = 0
+        while filled < num_tokens:
+            document, counted = self._documents.popleft()
+            part = document[: num_tokens - filled]
+            parts.append(part)
+            counts.append(counted[: len(part)])
+            starts.append(filled - self._offset)
+            filled += len(part)
+            self._offset = 0 if len(part) == len(document) else self._offset + len(part)
+            if self._offset:
+                self._documents.appendleft((document[len(part) :], counted[len(part) :]))
+        self._num_tokens -= num_tokens
+        name = f"{self.name}-{len(self._shards):03d}.parquet"
+        tokens = np.concatenate(parts)
+        if self.vocab_size <= 1 << 16:
+            tokens = tokens.astype(np.uint16)
+        masks = np.concatenate(counts) if self.masked else None
+        shard, data = shard_file(name, tokens, np.array(starts, np.int64), self.row_group_tokens, masks)
+        self.storage.replace(name, data)
+        self._shards.append(shard)
+
+
+def shard_file(
+    name: str, tokens: NDArray[np.integer], starts: Starts, row_group_tokens: int, counted: Counted | None
+) -> tuple[Shard, bytes]:
+    """One shard and its file. `starts` are the documents' first tokens; the first may lie before the shard."""
+    total = hashlib.sha256(starts.astype("<i8").tobytes())
+    total.update(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tobytes())
+    if counted is not None:
+        total.update(b"counted" + np.packbits(counted).tobytes())
+    digest = total.hexdigest()
+    cuts = np.arange(0, len(tokens), row_group_tokens)
+    rows = np.unique(np.concatenate([cuts, starts[starts >= 0]]))
+    owner = np.searchsorted(starts, rows, side="right") - 1
+    ends = pa.array(np.append(rows, len(tokens)).astype(np.int32))
+    columns = {COLUMN: pa.ListArray.from_arrays(ends, pa.array(tokens)), OFFSET: pa.array(rows - starts[owner])}
+    if counted is not None:
+        columns[COUNTED] = pa.ListArray.from_arrays(ends, pa.array(counted))
+    table = pa.table(columns).replace_schema_metadata({TOKENS_KEY: digest.encode()})
+    sink = pa.BufferOutputStream()
+    options = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True}
+    with pq.ParquetWriter(sink, table.schema, **options) as writer:
+        firsts = np.searchsorted(rows, np.append(cuts, len(tokens)))
+        for first, last in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
+            writer.write_table(table.slice(first, last - first), row_group_size=last - first)
+    data: bytes = sink.getvalue().to_pybytes()
+    shard = Shard(
+        name.rpartition("/")[2],
+        int((starts >= 0).sum()),
+        len(tokens),
+        digest,
+        len(data),
+        hashlib.sha256(data).hexdigest(),
+        None if counted is None else int(counted.sum()),
+    )
+    return shard, data

@@ -10,8 +10,7 @@ import logging
 import pickle
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 import ray
 import ray.data
@@ -29,6 +28,18 @@ NUM_ATTEMPTS = 3
 NO_PROGRESS_S, SLOW_BYTES_PER_S = 1800, 100_000
 
 
+class _Task(TypedDict):
+    number: int
+    work: bytes
+
+
+class _Outcome(TypedDict):
+    number: int
+    record: str
+    error: str
+    message: str
+
+
 class _PoolWorker:
     """An actor of the pool. A user's mistake comes back as a row, so that it arrives with its own class and words."""
 
@@ -36,28 +47,22 @@ class _PoolWorker:
         environment()["TOKENIZERS_PARALLELISM"] = "false"  # a process for each CPU already
         self._worker: PieceWorker | None = None
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, row: _Task) -> _Outcome:
         record, kind, message = "", "", ""
         attempt, job, task, piece = pickle.loads(row["work"])
         try:
             self._worker = self._worker or PieceWorker(job)
-            _count_attempt(self._worker, f"{ATTEMPTS}/{attempt}/{task}-{piece.name}")
-            done = getattr(self._worker, task)(piece)
-            record = done.to_json().decode() if done is not None else ""
+            names = (f"{ATTEMPTS}/{attempt}/{task}-{piece.name}.{number}" for number in range(NUM_ATTEMPTS))
+            if not any(self._worker.storage.create(name, secrets.token_bytes(8)) for name in names):
+                raise errors.RunFailed(
+                    f"piece {task}-{piece.name} killed its process {NUM_ATTEMPTS} times: too little memory for one of "
+                    "its documents? Ray's logs say how each ended"
+                )
+            piece_record = getattr(self._worker, task)(piece)
+            record = piece_record.to_json().decode() if piece_record is not None else ""
         except (ValueError, errors.ElasticRingError) as error:
             kind, message = type(error).__name__, str(error)
         return {"number": row["number"], "record": record, "error": kind, "message": message}
-
-
-def _count_attempt(worker: PieceWorker, name: str) -> None:
-    """Raises RunFailed where NUM_ATTEMPTS processes have begun this piece before."""
-    for number in range(NUM_ATTEMPTS):
-        if worker.storage.create(f"{name}.{number}", secrets.token_bytes(8)):
-            return
-    raise errors.RunFailed(
-        f"piece {name.rpartition('/')[2]} killed its process {NUM_ATTEMPTS} times: too little memory for one of its "
-        "documents? Ray's logs say how each ended"
-    )
 
 
 def over_cluster(
@@ -75,15 +80,19 @@ def over_cluster(
             f"workers={workers}: this process has no Ray: give prepare(config, "
             "elastic_ring.runtime.driver.ray_session.cluster), which joins or starts one, or workers=0"
         )
-    with _quiet():
-        try:
-            for row in _dataset(workers, job, task, pieces).iter_rows():
-                if row["error"]:
-                    raise getattr(errors, row["error"], ValueError)(row["message"])
-                record = from_plain(PieceRecord, plain_json(row["record"])) if row["record"] else None
-                yield pieces[row["number"]], record
-        except ray.exceptions.RayError as error:
-            raise errors.RunFailed(f"the preparation's workers failed; the same command goes on: {error}") from error
+    logger = logging.getLogger("ray.data")  # which has notices on each execution
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        for row in _dataset(workers, job, task, pieces).iter_rows():
+            if row["error"]:
+                raise getattr(errors, row["error"], ValueError)(row["message"])
+            record = from_plain(PieceRecord, plain_json(row["record"])) if row["record"] else None
+            yield pieces[row["number"]], record
+    except ray.exceptions.RayError as error:
+        raise errors.RunFailed(f"the preparation's workers failed; the same command goes on: {error}") from error
+    finally:
+        logger.setLevel(level)
     PieceWorker(job).storage.remove_folder(ATTEMPTS)
 
 
@@ -103,15 +112,3 @@ def _dataset(workers: int | None, job: Job, task: str, pieces: Sequence[Piece]) 
     largest = max(piece.num_bytes for piece in pieces)
     context.execution_no_progress_timeout_s = NO_PROGRESS_S + largest // SLOW_BYTES_PER_S
     return dataset.map(_PoolWorker, compute=pool, num_cpus=1)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Ray Data's notices on each execution."""
-    logger = logging.getLogger("ray.data")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -28,8 +27,6 @@ from tqdm import tqdm
 
 from elastic_ring.data.listing import (
     Group,
-    Listing,
-    bad_groups,
     check_apart,
     left_out_groups,
     list_source,
@@ -47,7 +44,7 @@ from elastic_ring.data.manifest import (
     Shard,
     read_manifest,
 )
-from elastic_ring.data.preparation.chat import RULES, ChatTokenizer, Conversations
+from elastic_ring.data.preparation.chat import RULES, ChatTokenizer
 from elastic_ring.data.preparation.documents import OnBadInput
 from elastic_ring.data.preparation.inputs import Piece, cut
 from elastic_ring.data.preparation.piece import (
@@ -81,6 +78,13 @@ Spread = Callable[[Job, Task, Sequence[Piece]], Iterator[tuple[Piece, PieceRecor
 """Runs pieces and yields each as it is complete, in any order."""
 Session = Callable[[int], AbstractContextManager[None]]
 """Joins a Ray, or starts one with so many CPUs: `elastic_ring.runtime.driver.ray_session.cluster`."""
+DECIDE_NOTHING = (
+    *("sources", "out", "tokenizer", "end_of_document", "workers"),
+    *("on_bad_input", "max_bad_share", "allow_left_out", "chat"),
+)
+"""Settings that do not change the result, or whose effect `Plan.settings` has as digests."""
+MAX_NAMED = 100
+"""How many bad inputs a manifest names."""
 
 
 @settings
@@ -142,17 +146,13 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """The pieces in the order in which they are worked on, and what identifies the preparation."""
+    """The pieces in the order in which they are worked on, and what identifies the preparation, as JSON has it."""
 
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
     input: str
     pieces: tuple[Piece, ...]
     groups: Mapping[str, Sequence[Group]]
-    """What was used and what was left out, for the summary."""
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"settings": self.settings, "input": self.input}
+    """Files that are used and left out, for the summary."""
 
 
 def prepare(config: PrepareConfig, session: Session | None = None) -> Manifest:
@@ -168,8 +168,8 @@ def prepare(config: PrepareConfig, session: Session | None = None) -> Manifest:
     storage = open_or_refuse(config.out, setting="out")
     if claim(storage, plan):
         log.info("%s is complete already", storage.at(MANIFEST))
-        return read_manifest(_uri(config.out, MANIFEST))
-    spread = _in_process
+        return read_manifest(f"{config.out.rstrip('/')}/{MANIFEST}")
+    spread: Spread = _in_process
     within: AbstractContextManager[None] = nullcontext()
     workers = config.workers
     if workers is None and sum(piece.num_bytes for piece in plan.pieces) <= SMALL_BYTES:
@@ -204,47 +204,24 @@ def plan_of(config: PrepareConfig, tokenizer: Tokenizer, chat: ChatTokenizer | N
     """The work to do. Raises ValueError for sources without files."""
     for uri in config.sources:
         check_apart(uri, config.out)
-    columns = Conversations().columns if chat is not None else (config.text_column,)
-    listings = [list_source(uri, columns=columns, allow_left_out=config.allow_left_out) for uri in config.sources]
-    pieces = [cut(listing, index, config.piece_bytes) for index, listing in enumerate(listings)]
+    listings = [list_source(uri, allow_left_out=config.allow_left_out) for uri in config.sources]
     decides = dataclasses.asdict(config)
-    for name in (
-        "sources",
-        "out",
-        "tokenizer",
-        "end_of_document",
-        "workers",
-        "on_bad_input",
-        "max_bad_share",
-        "allow_left_out",
-        "chat",
-    ):
+    for name in DECIDE_NOTHING:
         del decides[name]
     decides |= {"tokenizer_sha256": tokenizer.sha256, "weights": list(config.weights)}
     if chat is not None:
         decides |= {"chat_rules": RULES, "chat_sha256": chat.sha256}
-    groups = {"used": used_groups(listings), "bad": bad_groups(listings), "left_out": left_out_groups(listings)}
-    return Plan(decides, _input_digest(listings), tuple(_by_turns(pieces, config.weights)), groups)
-
-
-def _input_digest(listings: Sequence[Listing]) -> str:
-    return hashlib.sha256(json.dumps([listing.facts for listing in listings]).encode()).hexdigest()
-
-
-def _by_turns(pieces: Sequence[list[Piece]], weights: Sequence[float]) -> list[Piece]:
-    """Source after source; with weights, so that the sources of a mixture grow together."""
-    ordered = [piece for of_source in pieces for piece in of_source]
-    if not weights:
-        return ordered
-    done = [0.0] * len(pieces)
-    place: dict[Piece, tuple[float, int]] = {}
-    for piece in ordered:
-        place[piece] = (done[piece.source] / weights[piece.source], piece.source)
-        done[piece.source] += max(piece.num_bytes, 1)
-    return sorted(ordered, key=place.__getitem__)
-
-
-# ------------------------------------------------------------ the folder
+    digest = hashlib.sha256(json.dumps([listing.facts for listing in listings]).encode()).hexdigest()
+    pieces = [piece for index, listing in enumerate(listings) for piece in cut(listing, index, config.piece_bytes)]
+    if config.weights:  # the sources of a mixture grow together; else one follows the other
+        worked_bytes = [0.0] * len(listings)
+        turns: dict[Piece, tuple[float, int]] = {}
+        for piece in pieces:
+            turns[piece] = (worked_bytes[piece.source] / config.weights[piece.source], piece.source)
+            worked_bytes[piece.source] += max(piece.num_bytes, 1)
+        pieces.sort(key=turns.__getitem__)
+    groups = {"used": used_groups(listings), "left_out": left_out_groups(listings)}
+    return Plan(json.loads(json.dumps(decides)), digest, tuple(pieces), groups)
 
 
 def claim(storage: Storage, plan: Plan) -> bool:
@@ -252,35 +229,28 @@ def claim(storage: Storage, plan: Plan) -> bool:
 
     Raises ValueError for a folder with other files, or another preparation's.
     """
+    identity = {"settings": plan.settings, "input": plan.input}
     if not storage.exists(PREPARATION):
         names = [name for name, _ in storage.names(recursive=False)] + storage.folders()
         names = [name for name in names if not name.startswith(".")]  # what a kill left of a file half written
         if names:
             raise ValueError(f"out={storage.uri!r}: holds other files ({names[0]}, ...); give an empty or a new folder")
-        storage.create(PREPARATION, json.dumps(plan.identity, indent=1, sort_keys=True).encode())
+        storage.create(PREPARATION, json.dumps(identity, indent=1, sort_keys=True).encode())
     try:
-        found = plain_json(storage.read_record(PREPARATION, MAX_MANIFEST_BYTES), MAX_MANIFEST_BYTES)
+        stored = plain_json(storage.read_record(PREPARATION, MAX_MANIFEST_BYTES), MAX_MANIFEST_BYTES)
     except ValueError as error:
         raise ValueError(f"out={storage.uri!r}: {PREPARATION} cannot be read: {error}; give a new folder") from error
-    if found != json.loads(json.dumps(plan.identity)):
-        raise ValueError(
-            f"out={storage.uri!r}: holds another preparation: {_difference(found, plan)}; give a new folder"
-        )
-    return storage.exists(MANIFEST)
-
-
-def _difference(found: Any, plan: Plan) -> str:
-    if not isinstance(found, dict) or not isinstance(found.get("settings"), dict):
-        return f"its {PREPARATION} says something else"
-    now = json.loads(json.dumps(plan.settings))
-    other = [name for name in now if now[name] != found["settings"].get(name)]
-    if not other:
-        return "its input had other files or sizes"
-    return "; ".join(f"{name} was {found['settings'].get(name)}, is {now[name]}" for name in other)
-
-
-def _uri(folder: str, name: str) -> str:
-    return f"{folder.rstrip('/')}/{name}"
+    if stored == identity:
+        return storage.exists(MANIFEST)
+    difference = f"its {PREPARATION} says something else"
+    if isinstance(stored, dict) and isinstance(before := stored.get("settings"), dict):
+        changed = [
+            f"{name} was {before.get(name)}, is {value}"
+            for name, value in plan.settings.items()
+            if value != before.get(name)
+        ]
+        difference = "; ".join(changed) or "its input had other files or sizes"
+    raise ValueError(f"out={storage.uri!r}: holds another preparation: {difference}; give a new folder")
 
 
 # ------------------------------------------------------------ running
@@ -296,8 +266,8 @@ def _find_duplicates(storage: Storage, job: Job, plan: Plan, spread: Spread) -> 
     """Write for each piece which of its documents came before, in this piece or an earlier one."""
     if storage.exists(f"{DUPLICATES}/found"):
         return
-    known = {name for name, _ in storage.names(DUPLICATES)}
-    missing = [piece for piece in plan.pieces if digests_name(piece.name) not in known]
+    stored = {name for name, _ in storage.names(DUPLICATES)}
+    missing = [piece for piece in plan.pieces if digests_name(piece.name) not in stored]
     with _bar("looking for duplicates", plan.pieces, missing) as bar:
         for piece, _ in spread(job, "digest", missing):
             bar.update(piece.num_bytes)
@@ -312,10 +282,13 @@ def _find_duplicates(storage: Storage, job: Job, plan: Plan, spread: Spread) -> 
     storage.replace(f"{DUPLICATES}/found", b"")
 
 
-def _run(
-    storage: Storage, job: Job, plan: Plan, spread: Spread, assemble: Callable[[Sequence[PieceRecord]], Manifest]
-) -> Manifest:
-    """Prepare the pieces that have no record; the manifest of all. On the way, complete beginnings get manifests."""
+class Assemble(Protocol):
+    def __call__(self, records: Sequence[PieceRecord], *, is_complete: bool = True) -> Manifest: ...
+
+
+def _run(storage: Storage, job: Job, plan: Plan, spread: Spread, assemble: Assemble) -> Manifest:
+    """Prepare the pieces that have no record; the manifest of all. On the way, complete beginnings get manifests, from
+    which training may begin."""
     names = {name for name, _ in storage.names(PIECES)}
     there = [piece for piece in plan.pieces if record_name(piece.name) in names]
     with ThreadPoolExecutor(READ_AT_ONCE, thread_name_prefix="elastic-ring-records") as threads:
@@ -332,49 +305,51 @@ def _run(
             while complete < len(plan.pieces) and plan.pieces[complete].name in records:
                 complete += 1
             if complete < len(plan.pieces) and complete >= GROWTH * max(published, 1):
-                _publish(storage, plan, assemble, [records[piece.name] for piece in plan.pieces[:complete]])
+                beginning = assemble([records[piece.name] for piece in plan.pieces[:complete]], is_complete=False)
+                if all(source.shards for source in beginning.sources):
+                    storage.replace(f"manifest-{complete:06d}.json", beginning.to_json())
                 published = complete
     return assemble([records[piece.name] for piece in plan.pieces])
 
 
-def _publish(storage: Storage, plan: Plan, assemble: Callable[..., Manifest], records: Sequence[PieceRecord]) -> None:
-    """A manifest of the complete beginning, from which training may begin."""
-    manifest = assemble(records, is_complete=False)
-    if all(source.shards for source in manifest.sources):
-        storage.replace(f"manifest-{len(records):06d}.json", manifest.to_json())
-
-
-def _bar(what: str, pieces: Sequence[Piece], missing: Sequence[Piece]) -> tqdm:
+def _bar(title: str, pieces: Sequence[Piece], missing: Sequence[Piece]) -> tqdm:
     total = sum(piece.num_bytes for piece in pieces)
     initial = total - sum(piece.num_bytes for piece in missing)
-    return tqdm(desc=what, total=total, initial=initial, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
+    return tqdm(desc=title, total=total, initial=initial, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
 
 
-if TYPE_CHECKING:
-    from elastic_ring.data.preparation.prepare import Plan, PrepareConfig
-
-MAX_NAMED = 100
-"""How many bad inputs a manifest names."""
+# ------------------------------------------------------------ the manifest
 
 
 def assemble(
     config: PrepareConfig, tokenizer: Tokenizer, plan: Plan, records: Sequence[PieceRecord], *, is_complete: bool = True
 ) -> Manifest:
-    """The manifest of these pieces. Raises ValueError where a source of the whole has no document."""
-    by_name = sorted(records, key=lambda record: record.name)
+    """The manifest of these pieces. Raises ValueError where a source of the whole has no document, or more was skipped
+    than is allowed."""
+    records = sorted(records, key=lambda record: record.name)
+
+    def shards_of(prefix: str) -> tuple[Shard, ...]:
+        return tuple(shard for record in records if record.name.startswith(prefix) for shard in record.shards)
+
     if config.weights:
+        names = [uri.rstrip("/").rpartition("/")[2] for uri in config.sources]
+        numbered = [name if names.count(name) == 1 else f"{name}-{index}" for index, name in enumerate(names)]
         sources = tuple(
-            PreparedSource(name, weight, _shards(by_name, f"{index:03d}-"))
-            for index, (name, weight) in enumerate(zip(_names(config.sources), config.weights, strict=True))
+            PreparedSource(name, weight, shards_of(f"{index:03d}-"))
+            for index, (name, weight) in enumerate(zip(numbered, config.weights, strict=True))
         )
     else:
-        sources = (PreparedSource("all", None, _shards(by_name)),)
+        sources = (PreparedSource("all", None, shards_of("")),)
     empty = [source.name for source in sources if not source.shards]
     if empty and is_complete:
         raise ValueError(f"sources={config.sources!r}: {empty[0]} has no document; give text, or leave the source out")
-    dropped = _dropped(by_name)
+    parts = [record.dropped for record in records]
+    counts = [each.name for each in dataclasses.fields(Dropped) if each.name != "bad"]
+    bad = tuple(line for part in parts for line in part.bad)[:MAX_NAMED]
+    dropped = Dropped(bad=bad, **{name: sum(getattr(part, name) for part in parts) for name in counts})
     if is_complete:
         _check_bad_share(config, plan, dropped)
+    lengths = [record.tokens_by_length for record in records if record.shards]
     return Manifest(
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end_of_document,
@@ -384,53 +359,34 @@ def assemble(
         tokenizer_sha256=tokenizer.sha256,
         sources=sources,
         is_complete=is_complete,
-        longest_document_tokens=max((record.longest_document_tokens for record in by_name), default=0),
-        tokens_by_length=_by_length(by_name),
+        longest_document_tokens=max((record.longest_document_tokens for record in records), default=0),
+        # None where pieces of an earlier version have not counted them.
+        tokens_by_length=tuple(map(sum, zip_longest(*lengths, fillvalue=0))) if all(lengths) else (),
         dropped=dropped,
         about={
             "sources": list(map(shown, config.sources)),
             "tokenizer": config.tokenizer,
             "pyarrow": pa.__version__,
-            "files": {what: [dataclasses.asdict(group) for group in groups] for what, groups in plan.groups.items()},
+            "files": {title: [group.to_plain() for group in groups] for title, groups in plan.groups.items()},
         },
     ).sealed()
-
-
-def _by_length(records: Sequence[PieceRecord]) -> tuple[int, ...]:
-    """The sums over pieces; none where pieces of an earlier version have not counted them."""
-    counts = [one.tokens_by_length for one in records if one.shards]
-    return tuple(map(sum, zip_longest(*counts, fillvalue=0))) if all(counts) else ()
-
-
-def _dropped(records: Sequence[PieceRecord]) -> Dropped:
-    """The sum over pieces; of what is bad the first are named."""
-    parts = [record.dropped for record in records]
-    names = [one.name for one in dataclasses.fields(Dropped) if one.name != "bad"]
-    sums = {name: sum(getattr(part, name) for part in parts) for name in names}
-    return Dropped(bad=tuple(itertools.islice((line for part in parts for line in part.bad), MAX_NAMED)), **sums)
 
 
 def _check_bad_share(config: PrepareConfig, plan: Plan, dropped: Dropped) -> None:
     """Raises ValueError where more was skipped than is allowed."""
     total_bytes = sum(piece.num_bytes for piece in plan.pieces)
-    shares = {
-        f"{dropped.num_bad_records:,} of {dropped.num_records:,} records": dropped.num_bad_records
-        / max(dropped.num_records, 1),
-        f"{dropped.bad_bytes:,} of {total_bytes:,} bytes, whole files,": dropped.bad_bytes / max(total_bytes, 1),
-    }
-    told, share = max(shares.items(), key=lambda item: item[1])
+    share, amount = max(
+        (
+            dropped.num_bad_records / max(dropped.num_records, 1),
+            f"{dropped.num_bad_records:,} of {dropped.num_records:,} records",
+        ),
+        (
+            dropped.bad_bytes / max(total_bytes, 1),
+            f"{dropped.bad_bytes:,} of {total_bytes:,} bytes, whole files,",
+        ),
+    )
     if share > config.max_bad_share:
         raise ValueError(
-            f"max_bad_share={config.max_bad_share}: {told} ({share:.1%}) are bad; the first: {dropped.bad[0]}. Mend "
+            f"max_bad_share={config.max_bad_share}: {amount} ({share:.1%}) are bad; the first: {dropped.bad[0]}. Mend "
             "the input, or allow more: --max-bad-share; what is prepared is kept"
         )
-
-
-def _shards(records: Sequence[PieceRecord], prefix: str = "") -> tuple[Shard, ...]:
-    return tuple(shard for record in records if record.name.startswith(prefix) for shard in record.shards)
-
-
-def _names(uris: Sequence[str]) -> list[str]:
-    """A name for each source: the last part of its URI, numbered where two are alike."""
-    names = [uri.rstrip("/").rpartition("/")[2] for uri in uris]
-    return [name if names.count(name) == 1 else f"{name}-{index}" for index, name in enumerate(names)]

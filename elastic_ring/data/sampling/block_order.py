@@ -60,8 +60,17 @@ class BlockOrder:
         assert stages[0].first == 0
         assert all(stage.num_sequences % block == 0 for stage in stages[:-1])
         self._seed, self._source, self._block, self._window = seed, source, block, window
-        self._stages = _effective(stages)
-        self._irregular = self._epochs_of_growth()
+        self._stages: list[Stage] = []  # without those in which this source has not grown
+        for stage in stages:
+            if self._stages and stage.first == self._stages[-1].first:
+                self._stages[-1] = stage
+            elif not self._stages or stage.num_sequences > self._stages[-1].num_sequences:
+                self._stages.append(stage)
+        self._growth_epochs: list[_Epoch] = []  # that begin before the last stage does
+        self._first_regular = 0
+        while self._first_regular < self._stages[-1].first:
+            self._growth_epochs.append(self._growing_epoch(len(self._growth_epochs), self._first_regular))
+            self._first_regular += self._growth_epochs[-1].num_sequences
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
         self._mixed: OrderedDict[tuple[int, int], Ids] = OrderedDict()
 
@@ -76,33 +85,21 @@ class BlockOrder:
     # ------------------------------------------------------------ epochs
 
     def _epoch_of(self, index: int) -> _Epoch:
-        for epoch in self._irregular:
+        for epoch in self._growth_epochs:
             if epoch.first <= index < epoch.first + epoch.num_sequences:
                 return epoch
-        first = self._irregular[-1].first + self._irregular[-1].num_sequences if self._irregular else 0
-        more, _ = divmod(index - first, self._stages[-1].num_sequences)
-        return self._regular(len(self._irregular) + more, first + more * self._stages[-1].num_sequences)
-
-    def _regular(self, number: int, first: int) -> _Epoch:
-        """An epoch in which the source does not grow."""
+        stage = self._stages[-1]
+        later = (index - self._first_regular) // stage.num_sequences
+        number, first = len(self._growth_epochs) + later, self._first_regular + later * stage.num_sequences
         if number not in self._epochs:
-            num_blocks = -(-self._stages[-1].num_sequences // self._block)
+            num_blocks = -(-stage.num_sequences // self._block)
             blocks = self._permuted(np.arange(num_blocks), number, len(self._stages) - 1)
-            self._epochs[number] = self._epoch(number, first, blocks, self._stages[-1])
+            self._epochs[number] = self._epoch(number, first, blocks, stage)
             while len(self._epochs) > KEPT:
                 self._epochs.popitem(last=False)
         return self._epochs[number]
 
-    def _epochs_of_growth(self) -> list[_Epoch]:
-        """The epochs that begin before the last stage does."""
-        epochs: list[_Epoch] = []
-        first, last = 0, self._stages[-1].first
-        while first < last:
-            epochs.append(self._growing(len(epochs), first))
-            first += epochs[-1].num_sequences
-        return epochs
-
-    def _growing(self, number: int, first: int) -> _Epoch:
+    def _growing_epoch(self, number: int, first: int) -> _Epoch:
         at = max(index for index, stage in enumerate(self._stages) if stage.first <= first)
         stage = self._stages[at]
         num_blocks = stage.num_sequences // self._block
@@ -148,14 +145,3 @@ class BlockOrder:
             while len(self._mixed) > KEPT:
                 self._mixed.popitem(last=False)
         return self._mixed[key]
-
-
-def _effective(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Without stages in which this source has not grown, and of those that begin together only the last."""
-    kept: list[Stage] = []
-    for stage in stages:
-        if kept and stage.first == kept[-1].first:
-            kept[-1] = stage
-        elif not kept or stage.num_sequences > kept[-1].num_sequences:
-            kept.append(stage)
-    return tuple(kept)

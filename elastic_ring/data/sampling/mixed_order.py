@@ -40,14 +40,11 @@ class Mixture:
 
     def counts(self, num: int) -> tuple[int, ...]:
         """How many of the first `num` indices fall to each source."""
-        below = [0, *(self._num_below(end, num) for end in self._ends)]
-        return tuple(high - low for low, high in pairwise(below))
-
-    def _num_below(self, end: int, num: int) -> int:
-        """How many of the first `num` points are less than `end`: the multiples of MODULUS that b + STEP * i passes,
-        less those that it passes when it starts `end` earlier."""
-        late = floor_sum(num, MODULUS, STEP, self._begin + MODULUS - end)
-        return floor_sum(num, MODULUS, STEP, self._begin + MODULUS) - late
+        # Points below an end: the multiples of MODULUS that begin + STEP * i passes, less those that it passes when it
+        # starts by so much earlier.
+        begin = self._begin + MODULUS
+        passed = [floor_sum(num, MODULUS, STEP, begin - end) for end in (0, *self._ends)]
+        return tuple(low - high for low, high in pairwise(passed))
 
 
 def floor_sum(num: int, modulus: int, step: int, begin: int) -> int:
@@ -146,13 +143,8 @@ class MixedOrder:
         """The ids of the `global_batch` sequences of this step, in batch order."""
         if step < 0:
             raise ValueError(f"step={step}: steps count from 0")
-        if step not in self._steps:
-            self._steps[step] = self._sample_ids(step)
-            while len(self._steps) > KEPT:
-                self._steps.popitem(last=False)
-        return self._steps[step]
-
-    def _sample_ids(self, step: int) -> tuple[int, ...]:
+        if step in self._steps:
+            return self._steps[step]
         first = step * self.global_batch
         used = list(self._mixture.counts(first))
         ids: list[int] = []
@@ -160,4 +152,7 @@ class MixedOrder:
             source = self._mixture.source(index)
             ids.append(self._numbering.sample_id(source, self._sources[source].sequence(used[source])))
             used[source] += 1
+        self._steps[step] = tuple(ids)
+        while len(self._steps) > KEPT:
+            self._steps.popitem(last=False)
         return tuple(ids)

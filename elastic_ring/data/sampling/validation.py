@@ -1,6 +1,6 @@
 """What a validation computes: sets of sequences with names and weights, each held out or a corpus of its own.
 
-One validation is one list of sequences, set after set, which the rings share; what it found is added up in that order,
+One validation is one list of sequences, set after set, which the rings share; its results are added up in that order,
 whatever the mesh. No model and no exchange in here.
 """
 
@@ -41,14 +41,14 @@ class ValidationSet:
 
 def holds_out(sets: Mapping[str, ValidationSet]) -> bool:
     """Whether sequences are held out of the training data: without sets, or for one that has no data of its own."""
-    return not sets or any(one.data is None for one in sets.values())
+    return not sets or any(part.data is None for part in sets.values())
 
 
 def measured(sets: Collection[str], metrics: Collection[str]) -> list[str]:
-    """The names of what a validation finds: of all sets together, and of each. Raises ValueError for one that is there
-    twice."""
+    """The names of a validation's results: of all sets together, and of each. Raises ValueError for a name that two
+    have."""
     kinds = [LOSS, PERPLEXITY, *metrics]
-    names = [f"val_{kind}" for kind in kinds] + [f"val_{one}_{kind}" for one in sets for kind in kinds]
+    names = [f"val_{kind}" for kind in kinds] + [f"val_{name}_{kind}" for name in sets for kind in kinds]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"metrics and validation: two have the name {twice}: rename the metric or the set")
@@ -57,14 +57,14 @@ def measured(sets: Collection[str], metrics: Collection[str]) -> list[str]:
 
 def check_sets(sets: Mapping[str, ValidationSet], validates: bool, context_tokens: int) -> None:
     """Raises ValueError for sets without a result."""
-    for name, one in sets.items():
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or not isinstance(one, ValidationSet):
+    for name, part in sets.items():
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or not isinstance(part, ValidationSet):
             raise ValueError(
                 f"validation={{{name!r}: ...}}: give ValidationSet(...) by names of small letters, digits and _"
             )
-        if one.data is not None and one.data.context_tokens != context_tokens:
+        if part.data is not None and part.data.context_tokens != context_tokens:
             raise ValueError(
-                f"validation {name}: its data has context_tokens={one.data.context_tokens}, and "
+                f"validation {name}: its data has context_tokens={part.data.context_tokens}, and "
                 f"step.context_tokens={context_tokens}: set both to the same"
             )
     if sets and not validates:
@@ -88,8 +88,17 @@ class ValidationSource:
 
     def __init__(self, sets: Mapping[str, ValidationSet], held: Source, own: Mapping[str, Source]) -> None:
         """`held`: the sequences held out; `own`: of the sets that have data of their own the opened sources."""
-        known = sets or {"": ValidationSet()}
-        self._parts = [_part(name, one, own.get(name, held)) for name, one in known.items()]
+        self._parts: list[_Part] = []
+        for name, part in (sets or {"": ValidationSet()}).items():
+            source = own.get(name, held)
+            total = source.num_sequences
+            num = part.num_sequences or total
+            if num > total:
+                where = HELD_OUT if part.data is None else str(part.data)
+                raise ValueError(
+                    f"validation {name}: num_sequences={num} of {total} in {where}: take fewer, or leave it out for all"
+                )
+            self._parts.append(_Part(name, part.weight, source, [index * total // num for index in range(num)]))
         self._places = [(part, sequence) for part in self._parts for sequence in part.ids]
 
     @property
@@ -109,31 +118,36 @@ class ValidationSource:
         return part.source.read(sequence)
 
     def means(self, kinds: Sequence[str], sums: Sequence[Sequence[tuple[float, float]]]) -> dict[str, float]:
-        """What a validation found, by the names of `measured`. `sums`: of each sequence, for each of `kinds`, (sum,
-        number). They are added up without rounding in between, so that nothing depends on who computed which."""
+        """The results, by the names of `measured`. `sums`: of each sequence, for each of `kinds`, (sum, number). They
+        are added up without rounding in between, so that nothing depends on who computed which."""
         rows = iter(sums)
-        by_set = {part.name: _means_of(kinds, list(islice(rows, len(part.ids)))) for part in self._parts}
-        together = {kind: self._mean([means[kind] for means in by_set.values()]) for kind in kinds}
-        told = _named("val_", together)
-        for name, means in by_set.items():
-            told |= _named(f"val_{name}_", means) if name else {}
-        return told
-
-    def _mean(self, values: Sequence[float]) -> float:
+        by_set: dict[str, dict[str, float]] = {}
+        for part in self._parts:
+            of_part, means = list(islice(rows, len(part.ids))), dict[str, float]()
+            for column, kind in enumerate(kinds):
+                total, number = (math.fsum(row[column][index] for row in of_part) for index in (0, 1))
+                means[kind] = total / number if number else math.nan
+            by_set[part.name] = means
         weights = [part.weight for part in self._parts]
-        if len(values) == 1:  # not even rounded
-            return values[0]
-        return math.fsum(weight * value for weight, value in zip(weights, values, strict=True)) / math.fsum(weights)
+        together: dict[str, float] = {}
+        for kind in kinds:
+            values = [means[kind] for means in by_set.values()]
+            weighted = math.fsum(weight * value for weight, value in zip(weights, values, strict=True))
+            together[kind] = values[0] if len(values) == 1 else weighted / math.fsum(weights)  # one is not even rounded
+        results = _with_perplexity("val_", together)
+        for name, means in by_set.items():
+            results |= _with_perplexity(f"val_{name}_", means) if name else {}
+        return results
 
 
 def open_sets(sets: Mapping[str, ValidationSet]) -> dict[str, tuple[Source, str]]:
     """The source and fingerprint of each set with data of its own. Raises as `fingerprinted`, with the set's name."""
-    found = {}
-    for name, one in sets.items():
-        if one.data is not None:
+    opened = {}
+    for name, part in sets.items():
+        if part.data is not None:
             with of_set(name):
-                found[name] = fingerprinted(one.data)
-    return found
+                opened[name] = fingerprinted(part.data)
+    return opened
 
 
 @contextmanager
@@ -149,30 +163,11 @@ def with_sets(fingerprint: str, opened: Mapping[str, tuple[Source, str]]) -> str
     """The training data's fingerprint and those of the sets, as one."""
     if not opened:
         return fingerprint
-    return hashlib.sha256(":".join([fingerprint, *(one for _, one in opened.values())]).encode()).hexdigest()
+    return hashlib.sha256(":".join([fingerprint, *(digest for _, digest in opened.values())]).encode()).hexdigest()
 
 
-def _part(name: str, one: ValidationSet, source: Source) -> _Part:
-    total = source.num_sequences
-    num = one.num_sequences or total
-    if num > total:
-        where = HELD_OUT if one.data is None else str(one.data)
-        raise ValueError(
-            f"validation {name}: num_sequences={num} of {total} in {where}: take fewer, or leave it out for all"
-        )
-    return _Part(name, one.weight, source, [index * total // num for index in range(num)])
-
-
-def _means_of(kinds: Sequence[str], rows: Sequence[Sequence[tuple[float, float]]]) -> dict[str, float]:
-    means = {}
-    for column, kind in enumerate(kinds):
-        total, number = (math.fsum(row[column][part] for row in rows) for part in (0, 1))
-        means[kind] = total / number if number else math.nan
-    return means
-
-
-def _named(prefix: str, means: Mapping[str, float]) -> dict[str, float]:
-    """With the perplexity after the loss."""
-    loss, others = means[LOSS], {kind: mean for kind, mean in means.items() if kind != LOSS}
+def _with_perplexity(prefix: str, means: Mapping[str, float]) -> dict[str, float]:
+    """The means by their full names, with the perplexity after the loss."""
+    loss = means[LOSS]
     perplexity = math.exp(loss) if not loss > MOST_NATS else math.inf
-    return {f"{prefix}{kind}": mean for kind, mean in {LOSS: loss, PERPLEXITY: perplexity, **others}.items()}
+    return {f"{prefix}{kind}": mean for kind, mean in {LOSS: loss, PERPLEXITY: perplexity, **means}.items()}

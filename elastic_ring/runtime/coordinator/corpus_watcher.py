@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_ring.control.state import State
-from elastic_ring.data.growth import longer_manifest, may_grow
 from elastic_ring.data.manifest import Manifest
-from elastic_ring.data.prepared import pinned_manifest
+from elastic_ring.data.prepared import longer_manifest, may_grow, pinned_manifest
 from elastic_ring.files import shown_url, with_access
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from elastic_ring.control.messages import BatchSkip, CorpusVersion
 from elastic_ring.data.filesystem import patiently
-from elastic_ring.data.growth import grown
 from elastic_ring.data.loader import Loader
+from elastic_ring.data.prepared import with_versions
 from elastic_ring.data.sampling.order import SampleOrder, SkippingOrder, by_batch
 from elastic_ring.data.sampling.validation import ValidationSource, open_sets, with_sets
 from elastic_ring.data.source import Source, fingerprinted, hold_out, open_source, order_of
@@ -48,7 +48,7 @@ class MemberData:
         if (versions, skips) == self._reads:
             return None
         if versions:
-            data = grown(self._task.data, by_batch(versions, skips))
+            data = with_versions(self._task.data, by_batch(versions, skips))
             source = self._patiently(lambda: open_source(data))
             self._training, _ = hold_out(source, num_sequences=self._task.num_held_out)
         new = [skip for skip in skips if skip not in self._reads[1]]

@@ -43,8 +43,8 @@ def compressed(codec: str, content: bytes) -> bytes:
 def archive(kind: str) -> bytes:
     data = io.BytesIO()
     if kind == "zip":
-        with zipfile.ZipFile(data, "w") as made:
-            made.writestr("a.txt", "text " * 50)
+        with zipfile.ZipFile(data, "w") as archive_file:
+            archive_file.writestr("a.txt", "text " * 50)
     else:
         with tarfile.open(fileobj=data, mode="w") as tar:
             info = tarfile.TarInfo("a.txt")
@@ -73,16 +73,12 @@ GOOD: dict[str, bytes] = {
     "records.jsonl": RECORDS,
     "records.ndjson": RECORDS,
     "bom.jsonl": BOM + RECORDS,
-    "part-00000": RECORDS,
-    "records.txt": RECORDS,
     "records.json.gz": gzip.compress(RECORDS),
     "members.jsonl.gz": gzip.compress(RECORDS) + gzip.compress(RECORDS),
     "records.jsonl.bz2": bz2.compress(RECORDS),
     "records.jsonl.zst": compressed("zstd", RECORDS),
     "records.jsonl.lz4": compressed("lz4", RECORDS),
     "plain.txt.gz": gzip.compress(b"compressed text"),
-    "unnamed": gzip.compress(RECORDS),
-    "unpacked.jsonl.gz": RECORDS,
     "large.parquet": parquet(pa.array(["one", None, "two", ""], pa.large_string())),
     "dictionary.pq": parquet(pa.array(["one", "one"]).dictionary_encode()),
     "crlf.jsonl": RECORDS.replace(b"\n", b"\r\n"),
@@ -107,8 +103,13 @@ BAD: dict[str, bytes] = {
     "text.parquet": b"this is no Parquet",
     "twice.txt.gz": gzip.compress(gzip.compress(b"x" * 99)),
     "window.txt.zst": zstd_frame(b"text of a file with a long window", 31),
-    "records.jsonl.xz": lzma.compress(RECORDS),
     "zip.txt": archive("zip"),
+    "unnamed": gzip.compress(RECORDS),
+    "unpacked.jsonl.gz": RECORDS,
+    "dataset_info.json": json.dumps({"features": {"text": {"dtype": "string"}}}, indent=2).encode(),
+    "config.json": b'{"hidden_size": 8}',
+    "noise": np.random.default_rng(0).bytes(4096),
+    "zeros.dat": bytes(999),
 }
 """Files whose names promise documents, and that have none or other ones."""
 
@@ -117,8 +118,9 @@ OTHER: dict[str, bytes] = {
     "archive.tar": archive("tar"),
     "archive.tgz": gzip.compress(archive("tar")),
     "text.xz": lzma.compress(b"text"),
+    "records.jsonl.xz": lzma.compress(RECORDS),
+    "table.parquet.gz": gzip.compress(parquet(pa.array(["one"]))),
     "noise.bin": np.random.default_rng(0).bytes(4096),
-    "zeros.bin": bytes(999),
     "table.csv": b"a,b\n1,2\n",
     "table.tsv.gz": gzip.compress(b"a\tb\n1\t2\n"),
     "picture.png": b"\x89PNG\r\n\x1a\n" + bytes(50),
@@ -126,12 +128,10 @@ OTHER: dict[str, bytes] = {
     "model.safetensors": struct.pack("<Q", 60) + b'{"__metadata__":{"format":"pt"}' + b" " * 29,
     "array.npy": b"\x93NUMPY\x01\x00v\x00{'descr': '<f8'}",
     "words.pkl": pickle.dumps(["many words"] * 50 + ["x"]),
-    "dataset_info.json": json.dumps({"features": {"text": {"dtype": "string"}}}, indent=2).encode(),
-    "config.json": b'{"hidden_size": 8}',
     ".hidden.txt": b"hidden",
     "_SUCCESS": b"",
 }
-"""Files that belong to no corpus."""
+"""Files that are not read, by their names."""
 
 LINKED = ("loop", "dangling.txt", "same.txt")
 

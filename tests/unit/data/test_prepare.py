@@ -21,7 +21,7 @@ import ray
 from elastic_ring.cli import data as command
 from elastic_ring.data.manifest import Manifest, digest_of, read_manifest
 from elastic_ring.data.preparation import prepare as prepare_module
-from elastic_ring.data.preparation.piece import PieceRecord, PieceWorker
+from elastic_ring.data.preparation.piece import PieceWorker
 from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 from tests.unit.data.corpora import prepared, texts, texts_of, tokens_of, write_jsonl, write_table
 
@@ -51,10 +51,6 @@ def test_every_document_of_every_format_is_there_once_and_in_order(corpus: Path,
     for power, num_tokens in enumerate(manifest.tokens_by_length):
         assert num_tokens == sum(length for length in lengths if 2**power <= length < 2 ** (power + 1))
     assert sum(manifest.tokens_by_length) == manifest.num_tokens
-    counted = [PieceRecord("a", manifest.sources[0].shards, 1, tokens_by_length=lengths) for lengths in ((8,), (2, 3))]
-    assert prepare_module._by_length(counted) == (10, 3)
-    earlier = dataclasses.replace(counted[0], tokens_by_length=())
-    assert prepare_module._by_length([*counted, earlier]) == (), "a piece of an earlier version has not counted"
     old = {**dataclasses.asdict(manifest), "tokens_by_length": ()}
     assert digest_of(old) == manifest.digest, "a corpus that was prepared before is the same corpus"
     assert (manifest.vocab_size, manifest.end_of_document, manifest.is_complete) == (257, 256, True)
@@ -79,7 +75,7 @@ def test_how_the_input_is_cut_loses_and_repeats_nothing(corpus: Path, tmp_path: 
 
 
 def test_a_piece_of_many_tokens_becomes_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ring.data.preparation.shard_writer.SHARD_ROW_GROUPS", 3)
+    monkeypatch.setattr("elastic_ring.data.preparation.piece.SHARD_ROW_GROUPS", 3)
     source = write_jsonl(tmp_path / "a.jsonl", texts(30))
     manifest = prepared(tmp_path / "out", source, piece_bytes=10**9)
     assert all(shard.num_tokens == 3 * 64 for shard in manifest.sources[0].shards[:-1])
@@ -251,7 +247,7 @@ def test_a_source_without_a_document_is_refused(tmp_path: Path) -> None:
         prepared(tmp_path / "out2", tmp_path / "absent")
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(b"\x89PNG\r\n")
-    with pytest.raises(ValueError, match=r"none below it that can be read as text\. Left out: looks like a picture"):
+    with pytest.raises(ValueError, match=r"none below it that can be read as text\. Left out: is a picture"):
         prepared(tmp_path / "out2", tmp_path / "pictures")
 
 

@@ -14,11 +14,10 @@ from elastic_ring.cli.settings import parse
 from elastic_ring.cli.train import data_source
 from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.control.state import State
-from elastic_ring.data.growth import grown
 from elastic_ring.data.manifest import MANIFEST, read_manifest
 from elastic_ring.data.preparation.inputs import Piece
 from elastic_ring.data.preparation.piece import PieceRecord, PieceWorker
-from elastic_ring.data.prepared import PreparedTokens
+from elastic_ring.data.prepared import PreparedTokens, with_versions
 from elastic_ring.data.source import open_source, order_of
 from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
 from tests.object_store.store import ObjectStore
@@ -134,7 +133,7 @@ def test_a_run_on_an_object_store_finds_what_is_prepared_meanwhile_and_reads_the
     read = {}
     for place in (uri, str(tmp_path / "out")):
         there = [CorpusVersion(one.first_step, one.uri.replace(uri, place), one.digest) for one in versions]
-        corpus = open_source(grown(PreparedTokens.of(data.uri.replace(uri, place), 48), there))
+        corpus = open_source(with_versions(PreparedTokens.of(data.uri.replace(uri, place), 48), there))
         order = order_of(corpus, 0, 4)
         read[place] = [corpus.read(i).tokens.tolist() for step in range(12) for i in order.sample_ids(step)]
     assert read[uri] == read[str(tmp_path / "out")]

@@ -24,12 +24,10 @@ from elastic_ring.cli import train
 from elastic_ring.cli.settings import parse
 from elastic_ring.control.state import State
 from elastic_ring.data import row_groups
-from elastic_ring.data.chunks import ChunkCache
-from elastic_ring.data.growth import longer_manifest
 from elastic_ring.data.loader import consumed_digest, samples_text, slice_sample
 from elastic_ring.data.manifest import Manifest, read_manifest
 from elastic_ring.data.packing import END_OF_DOCUMENT
-from elastic_ring.data.prepared import Later, PreparedCorpus, PreparedTokens, apportioned
+from elastic_ring.data.prepared import Later, PreparedCorpus, PreparedTokens, apportioned, longer_manifest
 from elastic_ring.data.sampling.order import share
 from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.model.config import ModelConfig
@@ -132,14 +130,14 @@ def test_what_is_read_ahead_is_not_read_again(tmp_path: Path, monkeypatch: pytes
     source = corpus(tmp_path)
     loads: list[str] = []
     threads: set[str] = set()
-    whole = ChunkCache._load
+    whole = row_groups.RowGroup.load
 
-    def load(cache: ChunkCache, index: int) -> Any:
-        loads.append(cache.chunks[index].name)
+    def load(chunk: row_groups.RowGroup) -> Any:
+        loads.append(chunk.name)
         threads.add(threading.current_thread().name)
-        return whole(cache, index)
+        return whole(chunk)
 
-    monkeypatch.setattr(ChunkCache, "_load", load)
+    monkeypatch.setattr(row_groups.RowGroup, "load", load)
     source.read_ahead(range(source.num_sequences))
     for sample_id in range(source.num_sequences):
         source.read(sample_id)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ring.data.listing import LEADS_OUT, list_source
-from elastic_ring.data.preparation import documents, pages
+from elastic_ring.data.preparation import documents
 from elastic_ring.data.shards import TokenShards
 from elastic_ring.data.text import TextFiles
 from elastic_ring.data.tokenizer import open_tokenizer
@@ -36,7 +36,7 @@ def write_compressed(path: Path, content: bytes) -> Path:
 MEASURED = """
 import sys
 from elastic_ring.data.listing import list_source
-from elastic_ring.data.preparation import documents, pages
+from elastic_ring.data.preparation import documents
 from elastic_ring.data.preparation.inputs import cut
 
 def peak_bytes():
@@ -159,9 +159,9 @@ def test_headers_of_pages_that_two_readers_read_differently_are_refused() -> Non
 
     large = header(1 << 30, 0)
     in_page = b"\x2c\x15\x02\x18\x03abc\x11\x17" + bytes(8) + b"\x00"  # a struct with a number, text, true, a double
-    assert pages._largest_page(header(7, 3, in_page) + b"xyz" + header(9, 0)) == 9
-    assert pages._largest_page(header(7, 3 + (1 << 31)) + b"xyz" + large) == 1 << 30
-    assert pages._largest_page(header(7, -1 % (1 << 31)) + large) == 7, "pyarrow reads no page behind one of 2 GiB"
+    assert documents._largest_page(header(7, 3, in_page) + b"xyz" + header(9, 0)) == 9
+    assert documents._largest_page(header(7, 3 + (1 << 31)) + b"xyz" + large) == 1 << 30
+    assert documents._largest_page(header(7, -1 % (1 << 31)) + large) == 7, "pyarrow reads no page behind one of 2 GiB"
     for odd in (
         header(1 << 30, 0, b"\x05\x04\x0e"),  # field 2 again
         header(1 << 30, 0, b"\x05" + varint((1 << 17) + 4) + b"\x0e"),
@@ -172,7 +172,7 @@ def test_headers_of_pages_that_two_readers_read_differently_are_refused() -> Non
         bytes(9),
     ):
         with pytest.raises(pa.ArrowInvalid, match="page header"):
-            pages._largest_page(odd + bytes(20))
+            documents._largest_page(odd + bytes(20))
 
 
 # ---------------------------------------------------------------- names and links
@@ -223,7 +223,7 @@ def test_links_out_of_a_data_folder_are_refused_by_name_or_left_out(private: Pat
             list_source(uri)
         listing = list_source(uri, allow_left_out=True)
         assert [file.name for file in listing.files] == ["a.txt"]
-        left_out = {one.name for one in listing.left_out if one.why == LEADS_OUT}
+        left_out = {file.name for file in listing.left_out if file.reason == LEADS_OUT}
         assert left_out == {"b.txt", "c"} if uri == str(folder) else "b.txt" in left_out
     (folder / "b.txt").unlink()
     (folder / "c").unlink()

@@ -18,7 +18,7 @@ import torch
 
 from elastic_ring import ElasticRingTrainer, RunConfig, StepConfig
 from elastic_ring.control.messages import CorpusVersion
-from elastic_ring.data.growth import beside
+from elastic_ring.data.prepared import versions_beside
 from elastic_ring.data.sampling.validation import ValidationSet
 from elastic_ring.data.source import PreparedTokens, SourceConfig, StdlibText, TextFiles, TokenShards
 from elastic_ring.model.config import preset
@@ -176,7 +176,7 @@ def test_slices_that_a_model_is_built_in_are_part_of_it() -> None:
 def test_later_manifests_are_looked_for_beside_the_first_one() -> None:
     data = PreparedTokens(CONTEXT, "s3://bucket/new/manifest-000004.json", "digest", 257)
     version = CorpusVersion(5, "/old/place/manifest.json", "later")
-    assert [asdict(one) for one in beside(data, [version])] == [
+    assert [asdict(one) for one in versions_beside(data, [version])] == [
         {**asdict(version), "uri": "s3://bucket/new/manifest.json"}
     ]
 

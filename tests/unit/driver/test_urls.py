@@ -16,9 +16,9 @@ from elastic_ring import ElasticRingTrainer, OptimConfig, RunConfig, StepConfig
 from elastic_ring.cli import settings, train
 from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.data.filesystem import located, reading
-from elastic_ring.data.growth import beside, grown
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
+from elastic_ring.data.prepared import versions_beside, with_versions
 from elastic_ring.data.source import PreparedTokens, TokenShards
 from elastic_ring.errors import StorageFailed
 from elastic_ring.files import shown_url, with_access
@@ -121,9 +121,9 @@ def test_what_a_store_answers_is_told_without_the_password() -> None:
 
 def test_a_corpus_that_grows_is_journalled_without_the_password_and_opened_with_it() -> None:
     data = PreparedTokens(64, f"{STORE}/out/manifest-2.json", "a" * 64, 257, 1)
-    (version,) = beside(data, [CorpusVersion(3, "elsewhere/manifest-4.json", "b" * 64)])
+    (version,) = versions_beside(data, [CorpusVersion(3, "elsewhere/manifest-4.json", "b" * 64)])
     assert version.uri == "memory://store/out/manifest-4.json"
-    assert grown(data, [version]).later[0].uri == f"{STORE}/out/manifest-4.json"
+    assert with_versions(data, [version]).later[0].uri == f"{STORE}/out/manifest-4.json"
     assert with_access("memory://another/out/manifest-4.json", data.uri) == "memory://another/out/manifest-4.json"
     told: list[tuple[str, str]] = []
     watcher = CorpusWatcher(data, 1.0, lambda uri, digest: told.append((uri, digest)), print)
