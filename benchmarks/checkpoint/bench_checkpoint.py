@@ -35,8 +35,9 @@ from torch.distributed import checkpoint as dcp
 from benchmarks.harness import results
 from benchmarks.harness.arguments import at_least_one, bench_parser
 from elastic_ring.state.checkpoints import checkpoint
-from elastic_ring.state.checkpoints.checkpoint import Snapshot
+from elastic_ring.state.checkpoints.checkpoint import ShardPart
 from elastic_ring.state.checkpoints.manifest import Manifest, attempt_folder
+from elastic_ring.state.safetensors import safetensors_chunks
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.storage.folder import Storage
 
@@ -61,10 +62,10 @@ class Bench:
     """The systems by name. Each saves `tensors` in an empty folder."""
 
     def __init__(self, shard: Shard) -> None:
-        self.shard, self.tensors = shard, checkpoint.tensors_of(shard)
+        self.shard, self.tensors = shard, shard.tensors()
         shapes = {name: tuple(param.shape) for name, param in shard.params.items()}
         self.described = checkpoint.describe(shard, shapes, 1)
-        self.last: Snapshot | None = None
+        self.last: ShardPart | None = None
         self.on_gpu = any(tensor.is_cuda for tensor in self.tensors.values())
         self.host = {name: tensor.cpu() for name, tensor in self.tensors.items()}
         self.stream = torch.cuda.Stream() if self.on_gpu else None
@@ -92,7 +93,7 @@ class Bench:
     def plain(self, folder: Path) -> Saved:
         begun = time.monotonic()
         with open(folder / "data", "wb", buffering=0) as file:
-            for chunk in checkpoint.safetensors_chunks(self.host):
+            for chunk in safetensors_chunks(self.host):
                 for start in range(0, len(chunk), CHUNK_BYTES):
                     file.write(memoryview(chunk)[start : start + CHUNK_BYTES])
             os.fsync(file.fileno())

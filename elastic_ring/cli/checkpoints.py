@@ -132,9 +132,9 @@ def _verify(storage: Storage, options: argparse.Namespace) -> int:
 
 
 def _prune(storage: Storage, options: argparse.Namespace) -> int:
-    from elastic_ring.state.checkpoints import checkpoint, retention
+    from elastic_ring.state.checkpoints import retention
 
-    removed = checkpoint.prune(storage, options.keep_last, options.keep_every, read_bytes=True)
+    removed = retention.prune(storage, options.keep_last, options.keep_every, read_bytes=True)
     num_rejected = retention.remove_set_aside(storage) if options.rejected else 0
     left = retention.leftovers(storage, options.unfinished_after_s)
     retention.remove_leftovers(storage, left, options.unfinished_after_s)

@@ -1,27 +1,38 @@
-"""One rank's share of the training state: what a newcomer must receive, and nothing else.
+"""One rank's share of the training state: parameters (fp32 slices of FSDP2's shards), optimizer state and counters.
 
-Parameters (fp32 local slices of the FSDP2 shards), the optimizer's state and the counters. Random numbers
-are not in it: they are reseeded for every sequence. No communication and no FSDP2 here.
+Heals, copies and checkpoints hold it in one form: tensors by name and `ShardMeta`. Random numbers are not in it: they
+are reseeded for every sequence. No communication and no FSDP2 here.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_ring.config import CpuOffload
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state.device.digest import device_digests
-from elastic_ring.state.header import NO_DIGEST, Counters, Header, TensorSpec, matching, put_tensors, take_tensors
+from elastic_ring.state.header import (
+    NO_DIGEST,
+    OPTIMIZER,
+    PARAMS,
+    Counters,
+    Header,
+    ShardMeta,
+    TensorSpec,
+    plain_value,
+)
 from elastic_ring.state.host_optimizer import step_from_host
+from elastic_ring.state.safetensors import raw_bytes
 
-__all__ = ["Counters", "Shard", "digest_of", "raw_bytes"]
+OWN_TO_A_DEVICE = ("params", "fused", "foreach", "capturable")
+"""Settings of an optimizer's groups that are never restored: another device may compute otherwise."""
 
 
 @dataclass
@@ -41,7 +52,7 @@ class Shard:
 
     @property
     def device(self) -> torch.device:
-        """Where its steps are computed."""
+        """The device of its optimizer steps."""
         return self.computes_on or next(iter(self.params.values())).device
 
     def rebind(self, params: Mapping[str, Tensor]) -> None:
@@ -81,11 +92,39 @@ class Shard:
 
     # ------------------------------------------------------------ moving it
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors: `params/NAME`, then `optimizer/NAME/FIELD`, in the module's order."""
+        tensors = {f"{PARAMS}/{name}": param for name, param in self.params.items()}
+        for name, param in self.params.items():
+            state = self.optimizer.state.get(param, {})
+            tensors |= {f"{OPTIMIZER}/{name}/{key}": v for key, v in state.items() if isinstance(v, Tensor)}
+        return tensors
+
+    def meta(self) -> ShardMeta:
+        """Everything but the tensors. Raises ValueError, which names the value, for values that JSON cannot hold."""
+        names = {id(param): name for name, param in self.params.items()}
+        kind = f"optimizer={type(self.optimizer).__name__}"
+        groups: list[dict[str, JsonValue]] = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            settings = {key: value for key, value in group.items() if key != "params"}
+            params: list[JsonValue] = [names[id(param)] for param in group["params"]]
+            groups.append({k: plain_value(v, f"{kind}: {k} of group {index}") for k, v in settings.items()})
+            groups[-1]["params"] = params
+        plain = {
+            name: {
+                key: plain_value(value, f"{kind}: {key} of {name}")
+                for key, value in self.optimizer.state.get(param, {}).items()
+                if not isinstance(value, Tensor)
+            }
+            for name, param in self.params.items()
+        }
+        return ShardMeta(self.counters, tuple(groups), {name: values for name, values in plain.items() if values})
+
     def describe(self) -> tuple[Header, list[Tensor]]:
         """The tensors in a fixed order, and a header with their layout, without a digest."""
-        skeleton, tensors = self._flatten()
-        layout = tuple(TensorSpec.of(tensor) for tensor in tensors)
-        return Header(self.cp_rank, self.counters, skeleton, layout, NO_DIGEST), tensors
+        tensors = self.tensors()
+        layout = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+        return Header(self.cp_rank, self.meta(), layout, NO_DIGEST), list(tensors.values())
 
     def pack(self) -> tuple[Header, list[Tensor]]:
         """As `describe`, with the digest."""
@@ -93,59 +132,95 @@ class Shard:
         return replace(header, digest=digest_of(self.counters, tensors, self.device)), tensors
 
     def check_header(self, header: Header) -> None:
-        """Raises DigestMismatch for a shard that does not fit this one's parameters."""
-        own = {name: (param.dtype, tuple(param.shape)) for name, param in self.params.items()}
+        """Raises DigestMismatch for a shard that does not fit this one's parameters and optimizer."""
+        own = {f"{PARAMS}/{name}": TensorSpec.of(param)[:2] for name, param in self.params.items()}
         try:
-            specs = {name: header.layout[slot.index] for name, slot in header.skeleton["params"].items()}
-            optimizer = header.skeleton["optimizer"]
-            fits = {name: (spec.dtype, spec.shape) for name, spec in specs.items()} == own
-            fits = fits and isinstance(optimizer["state"], dict) and isinstance(optimizer["param_groups"], list)
-        except (TypeError, KeyError, AttributeError, IndexError):
-            fits = False
-        if not fits:
+            if own != {name: spec[:2] for name, spec in header.layout.items() if name.startswith(f"{PARAMS}/")}:
+                raise ValueError("it is of other parameters than this model's")
+            self._group_settings(header.meta)
+        except ValueError as error:
             raise DigestMismatch(
-                f"the header of a healed shard of cp_rank {header.cp_rank} is of other parameters than this model's",
+                f"the header of a healed shard of cp_rank {header.cp_rank} does not fit: {error}",
                 cp_rank=header.cp_rank,
-            )
+            ) from error
 
     def places(self, header: Header) -> list[Tensor]:
-        """Memory for each tensor of a header, in its order: this shard's own where that fits, as a device may have no
-        room for a second copy of the state. Who has filled some of it must fill all, and then `load`."""
-        own: dict[int, Tensor] = {}
-        matching(header.skeleton, {"params": self.params, "optimizer": self.optimizer.state_dict()}, own)
-        device = next(iter(self.params.values())).device
+        """Memory for each tensor of a header: this shard's own where it fits, as a device may have no room for a second
+        copy of the state. A caller that has filled some of it must fill all, and then `load`."""
+        own, device = self.tensors(), next(iter(self.params.values())).device
         places = []
-        for index, spec in enumerate(header.layout):
-            mine = own.get(index)
-            fits = mine is not None and mine.is_contiguous() and TensorSpec.of(mine) == spec
-            there = device if spec.is_cuda else torch.device("cpu")
-            places.append(mine.detach() if fits else torch.empty(spec.shape, dtype=spec.dtype, device=there))  # type: ignore[union-attr]
+        for name, spec in header.layout.items():
+            mine = own.get(name)
+            if mine is None or not mine.is_contiguous() or TensorSpec.of(mine) != spec:
+                there = device if spec.is_cuda else torch.device("cpu")
+                mine = torch.empty(spec.shape, dtype=spec.torch_dtype, device=there)
+            places.append(mine.detach())
         return places
 
     def load(self, header: Header, tensors: Sequence[Tensor]) -> None:
-        """Become what `pack` described; `tensors` may be `places`. The caller has verified the digest."""
-        state = put_tensors(header.skeleton, tensors)
+        """Become what `pack` described; `tensors` may be `places`. The caller has verified digest and header."""
+        named = dict(zip(header.layout, tensors, strict=True))
         with torch.no_grad():
-            for name, value in state["params"].items():
-                self.params[name].copy_(value)
-        # load_state_dict moves state to its parameter's device, where there may be no room for it.
-        moved = {} if self.cpu_offload != "none" else state["optimizer"]["state"]
-        self.optimizer.load_state_dict({**state["optimizer"], "state": moved})
-        # And it casts state to its parameter's type; what was verified must arrive as it was.
-        order = [param for group in self.optimizer.param_groups for param in group["params"]]
-        for index, value in state["optimizer"]["state"].items():
-            self.optimizer.state[order[index]] = value
-        self.cp_rank, self.counters = header.cp_rank, header.counters
+            for name, param in self.params.items():
+                param.copy_(named.pop(f"{PARAMS}/{name}"))
+        self.restore_optimizer(header.meta, named)
+        self.cp_rank, self.counters = header.cp_rank, header.meta.counters
+
+    def restore_optimizer(self, meta: ShardMeta, tensors: Mapping[str, Tensor]) -> None:
+        """Take over settings and state of the optimizer; `tensors`: `optimizer/NAME/FIELD`, used where they are.
+
+        Not by `load_state_dict`, which casts state to its parameter's type and moves it to its device, where there may
+        be no room. Raises ValueError for settings that do not fit this optimizer.
+        """
+        for group, settings in zip(self.optimizer.param_groups, self._group_settings(meta), strict=True):
+            group.update(settings)
+        self.optimizer.state.clear()
+        states: dict[str, dict[str, object]] = {name: dict(values) for name, values in meta.plain.items()}
+        for key, value in tensors.items():
+            name, _, entry = key.removeprefix(f"{OPTIMIZER}/").rpartition("/")
+            states.setdefault(name, {})[entry] = value
+        for name, param in self.params.items():
+            if name in states:
+                self.optimizer.state[param] = states[name]
+
+    def _group_settings(self, meta: ShardMeta) -> list[dict[str, object]]:
+        """For each of the optimizer's groups the settings of the saved group that has its first parameter."""
+        saved = {str(name): group for group in meta.groups for name in group["params"]}  # type: ignore[union-attr]
+        names = {id(param): name for name, param in self.params.items()}
+        restored: list[dict[str, object]] = []
+        for group in self.optimizer.param_groups:
+            settings: dict[str, object] = {}
+            for name in sorted(names[id(param)] for param in group["params"])[:1]:
+                if name not in saved:
+                    raise ValueError(f"it has no group of the optimizer with {name}")
+                for key, value in saved[name].items():
+                    if key not in OWN_TO_A_DEVICE:
+                        if not _fits(group.get(key), value):
+                            raise ValueError(f"it has {key}={str(value)[:200]!r} for {name}")
+                        settings[key] = _restored(group.get(key), value)
+            restored.append(settings)
+        return restored
 
     def digest(self) -> str:
         """sha256 over counters, parameters and optimizer state; equal for equal bits."""
-        return digest_of(self.counters, self._flatten()[1], self.device)
+        return digest_of(self.counters, list(self.tensors().values()), self.device)
 
-    def _flatten(self) -> tuple[Any, list[Tensor]]:
-        """The state with a `Slot` for each tensor, and the tensors."""
-        tensors: list[Tensor] = []
-        state = {"params": self.params, "optimizer": self.optimizer.state_dict()}
-        return take_tensors(state, tensors), tensors
+
+def _fits(present: object, value: object) -> bool:
+    """Whether a setting of an optimizer may become `value`: a number for a number, a list for a tuple of as many."""
+    if present is None or value is None:
+        return True
+    if isinstance(present, (tuple, list)):
+        return isinstance(value, (list, tuple)) and len(value) == len(present) and all(map(_fits, present, value))
+    numbers = isinstance(present, (bool, int, float, Tensor)), isinstance(value, (bool, int, float))
+    return numbers[0] == numbers[1] if any(numbers) else type(present) is type(value)
+
+
+def _restored(present: object, value: object) -> object:
+    """JSON has lists for tuples, and numbers for tensors of one element."""
+    if isinstance(present, tuple) and isinstance(value, list):
+        return tuple(value)
+    return torch.full_like(present, value) if isinstance(present, Tensor) and isinstance(value, (int, float)) else value
 
 
 def digest_of(counters: Counters, tensors: Sequence[Tensor], device: torch.device | None = None) -> str:
@@ -167,10 +242,3 @@ def uses_device(tensor: Tensor, device: torch.device) -> bool:
     """Whether a tensor of a shard that computes on `device` is digested and sent from there: on a GPU all but what is
     small and in host memory."""
     return tensor.is_cuda or (device.type == "cuda" and tensor.numel() > 1)
-
-
-def raw_bytes(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
-    """The bytes of each tensor, without a copy where it is contiguous and in host memory."""
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().cpu().reshape(-1)
-        yield flat.view(torch.uint8).numpy().data

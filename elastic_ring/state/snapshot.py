@@ -8,7 +8,6 @@ nothing of the shard before its apply. Nothing here sends anything, and nothing 
 
 from __future__ import annotations
 
-import math
 import struct
 import threading
 import time
@@ -181,7 +180,8 @@ def take(shard: Shard, membership_id: tuple[int, int], buffers: Buffers, stream:
     head = _HEAD.pack(step, *membership_id, len(text)) + text
     data[SEAL_BYTES : SEAL_BYTES + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     snapshot = Snapshot(SnapshotId(step, membership_id), shard.cp_rank, data, is_taken=True)
-    places = (data[offset : offset + _size(spec)] for offset, spec in zip(offsets, header.layout, strict=True))
+    specs = header.layout.values()
+    places = (data[offset : offset + spec.num_bytes] for offset, spec in zip(offsets, specs, strict=True))
     snapshot.fill(zip(places, tensors, strict=True), stream)
     return snapshot
 
@@ -197,8 +197,8 @@ def opened(data: Tensor, what: str) -> tuple[SnapshotId, Header, list[Tensor]]:
         if size != data.numel():
             raise ValueError(f"{data.numel()} bytes instead of {size}")
         tensors = [
-            data[offset : offset + _size(spec)].view(spec.dtype).view(spec.shape)
-            for offset, spec in zip(offsets, header.layout, strict=True)
+            data[offset : offset + spec.num_bytes].view(spec.torch_dtype).view(spec.shape)
+            for offset, spec in zip(offsets, header.layout.values(), strict=True)
         ]
     except (ValueError, struct.error, RuntimeError) as error:
         raise DigestMismatch(f"{what} is no snapshot: {error}") from error
@@ -208,7 +208,7 @@ def opened(data: Tensor, what: str) -> tuple[SnapshotId, Header, list[Tensor]]:
 def load(data: Tensor, wanted: SnapshotId, cp_rank: int, shard: Shard, what: str) -> None:
     """Make `shard` what a snapshot's bytes say. Raises DigestMismatch unless they are those of `wanted`."""
     found, header, tensors = opened(data, what)
-    if found != wanted or header.cp_rank != cp_rank or header.counters.applied != wanted.step:
+    if found != wanted or header.cp_rank != cp_rank or header.meta.counters.applied != wanted.step:
         raise DigestMismatch(
             f"{what} is of {named(found)} and cp_rank {header.cp_rank}, not of {named(wanted)} and {cp_rank}"
         )
@@ -222,12 +222,8 @@ def load(data: Tensor, wanted: SnapshotId, cp_rank: int, shard: Shard, what: str
 def _places(header_bytes: int, header: Header) -> tuple[list[int], int]:
     """Where each tensor begins, and the bytes of all."""
     at, offsets = SEAL_BYTES + _HEAD.size + header_bytes, []
-    for spec in header.layout:
+    for spec in header.layout.values():
         at += -at % ALIGN_BYTES
         offsets.append(at)
-        at += _size(spec)
+        at += spec.num_bytes
     return offsets, at
-
-
-def _size(spec: Any) -> int:
-    return int(math.prod(spec.shape)) * int(spec.dtype.itemsize)

@@ -117,7 +117,7 @@ def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] =
         after_chunk()
     _synchronise(device)
     arrived = time.monotonic()
-    found = digest_of(header.counters, tensors, device)
+    found = digest_of(header.meta.counters, tensors, device)
     link.host.send([torch.ones(1, dtype=torch.uint8)], DONOR, 0).wait()  # acknowledges arrival, before the verdict
     if found != header.digest:
         raise DigestMismatch(

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ring.errors import StorageFailed
-from elastic_ring.state.checkpoints.checkpoint import safetensors_chunks
 from elastic_ring.state.checkpoints.stored_weights import StoredWeights
 from elastic_ring.state.checkpoints.weight_files import (
     MAX_FILE_BYTES,
@@ -32,7 +31,7 @@ from elastic_ring.state.checkpoints.weight_files import (
     index_text,
     remove_others,
 )
-from elastic_ring.state.shard import raw_bytes
+from elastic_ring.state.safetensors import raw_bytes, safetensors_chunks
 from elastic_ring.state.storage.backend import StoredFile, pieces
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.wording import few

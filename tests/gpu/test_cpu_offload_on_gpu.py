@@ -24,7 +24,6 @@ from elastic_ring.config import CpuOffload
 from elastic_ring.control.messages import SnapshotId
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.state import host_optimizer
-from elastic_ring.state.checkpoints.checkpoint import tensors_of
 from elastic_ring.state.device.digest import device_digests
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.snapshot import Buffers, load, take
@@ -64,7 +63,7 @@ def step(shard: Shard, number: int) -> None:
 
 def bits(shard: Shard) -> dict[str, str]:
     """The digest of each tensor, wherever it lies."""
-    found = tensors_of(shard)
+    found = shard.tensors()
     digests = device_digests(list(found.values()), shard.device)
     return {name: digest.hex() for name, digest in zip(found, digests, strict=True)}
 

@@ -124,7 +124,7 @@ def test_a_flipped_byte_is_found_before_anything_is_on_the_device() -> None:
 def test_a_checkpoint_is_the_state_before_the_step_that_is_queued_right_after_it(tmp_path: Path) -> None:
     shard, stream = make_shard(0), torch.cuda.Stream()
     shapes = {name: tuple(param.shape) for name, param in shard.params.items()}
-    last: checkpoint.Snapshot | None = None
+    last: checkpoint.ShardPart | None = None
     storage = Storage(str(tmp_path)).open(write=False)
     for number in range(1, 4):
         step(shard)

@@ -26,7 +26,6 @@ from elastic_ring.config import environment
 from elastic_ring.errors import CheckpointDamaged
 from elastic_ring.files import name_below, user_folder
 from elastic_ring.integrations.ray_train.untrusted import check_names, data_only, gathered
-from elastic_ring.state.checkpoints.checkpoint import safetensors_chunks
 from elastic_ring.state.checkpoints.weight_files import (
     MAX_FILE_BYTES,
     WEIGHTS,
@@ -36,7 +35,7 @@ from elastic_ring.state.checkpoints.weight_files import (
     index_text,
     remove_others,
 )
-from elastic_ring.state.shard import raw_bytes
+from elastic_ring.state.safetensors import raw_bytes, safetensors_chunks
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.optim import make_optimizer, make_own_optimizer
 from elastic_ring.train.task import TrainingTask

@@ -35,10 +35,11 @@ from elastic_ring.runtime.coordinator.resume import (
     shortened,
     uri_of,
 )
-from elastic_ring.state.checkpoints.checkpoint import commit, committed, keep, prune, set_aside, wrong_with
+from elastic_ring.state.checkpoints.checkpoint import commit, committed, set_aside, wrong_with
 from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, Described, Manifest, age_key, located, read_manifest
-from elastic_ring.state.checkpoints.retention import UNFINISHED_AFTER_S
+from elastic_ring.state.checkpoints.retention import UNFINISHED_AFTER_S, keep, prune
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS_FOLDER
+from elastic_ring.state.header import ShardMeta
 from elastic_ring.state.storage.backend import Retries, StoredFile, Upload
 from elastic_ring.state.storage.folder import Storage
 
@@ -315,7 +316,7 @@ class CheckpointKeeper:
             num_parts=head["dp"],
             files=tuple(StoredFile(**part["file"]) for part in parts),
             tensors={name: Described(**{**one, "shape": tuple(one["shape"])}) for name, one in head["tensors"].items()},
-            meta=head["meta"],
+            meta=ShardMeta.from_plain(head["meta"]),
             run=self._writer.run(),
         )
         begun = time.monotonic()

@@ -24,14 +24,14 @@ from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.state.checkpoints.checkpoint import (
     Reader,
-    Snapshot,
+    ShardPart,
     buffers_for,
     describe,
-    interval_s,
     take,
     write_part,
 )
 from elastic_ring.state.checkpoints.manifest import attempt_folder, located, read_manifest
+from elastic_ring.state.checkpoints.retention import interval_s
 from elastic_ring.state.pinned import Pinning
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.storage.backend import ignore
@@ -176,7 +176,7 @@ class Saver:
         self._run, self._send, self._inject = run, send, inject
         self.schedule = SaveSchedule(run.checkpoint_config)
         self._storage: Storage | None = None
-        self._last: Snapshot | None = None
+        self._last: ShardPart | None = None
         self._stream: Any = None  # on which copies from a GPU run beside the next step
         self.pinning = Pinning("checkpoints")
         self._thread: threading.Thread | None = None
@@ -206,7 +206,7 @@ class Saver:
         described = describe(shard, shapes, place.mesh.dp)
 
         def pin() -> None:
-            found = Snapshot(shard.cp_rank, part)
+            found = ShardPart(shard.cp_rank, part, {}, shard.meta())
             try:
                 for name, buffer, _ in buffers_for(shard, described, part, self._last):
                     found.tensors[name] = buffer
@@ -273,7 +273,7 @@ class Saver:
         self.schedule.saved(part["blocked_s"])
         if place.global_rank == 0:
             part["tensors"] = {name: asdict(one) for name, one in described.items()}
-            part["meta"] = snapshot.meta
+            part["meta"] = asdict(snapshot.meta)
             part["interval"] = self.schedule.news()
         self._thread = threading.Thread(target=self._write, args=(snapshot, part, begun), name="saver", daemon=True)
         self._thread.start()
@@ -303,7 +303,7 @@ class Saver:
         self._waits_for = text
         self._tell(f"writing a checkpoint {text}")
 
-    def _write(self, snapshot: Snapshot, part: dict[str, Any], begun: float) -> None:
+    def _write(self, snapshot: ShardPart, part: dict[str, Any], begun: float) -> None:
         self._waits_for = ""
         try:
             snapshot.finish()

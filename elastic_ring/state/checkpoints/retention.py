@@ -1,17 +1,20 @@
-"""Which checkpoint is whole, what was set aside, and what writers that died have left behind.
+"""How often checkpoints are taken, which of them stay, and removal of rejected ones and of files of dead writers.
 
-How checkpoints are written, read and pruned is `elastic_ring.state.checkpoints.checkpoint`.
+How checkpoints are written and read is `elastic_ring.state.checkpoints.checkpoint`.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic_ring.errors import CheckpointDamaged
 from elastic_ring.files import plain_json
+from elastic_ring.state.checkpoints.checkpoint import committed, wrong_with
 from elastic_ring.state.checkpoints.manifest import (
     COMMIT,
     FOLDER,
@@ -26,14 +29,16 @@ from elastic_ring.state.storage.folder import PROBE, Storage
 
 UNFINISHED_AFTER_S = 3600.0
 """No writer takes so long between two files of one checkpoint."""
+KEPT_NAME, MAX_KEPT_BYTES = "kept.json", 4096
+"""In the run's folder: the step whose checkpoint retention leaves."""
 
 
-# ---------------------------------------------------------------- what nobody will finish
+# ---------------------------------------------------------------- leftovers and rejected checkpoints
 
 
 @dataclass(frozen=True)
 class Leftovers:
-    """Files and uploads of checkpoints that never counted and never will."""
+    """Files and uploads of checkpoints that were never committed and never will be."""
 
     files: tuple[Entry, ...] = ()
     uploads: tuple[Upload, ...] = ()
@@ -45,7 +50,7 @@ class Leftovers:
 
 @dataclass(frozen=True)
 class SetAside:
-    """A checkpoint that failed its verification: its files stay until somebody removes them."""
+    """A checkpoint that failed its verification; its files stay until `remove_set_aside`."""
 
     folder: str
     reasons: tuple[str, ...]
@@ -53,11 +58,11 @@ class SetAside:
 
 
 def leftovers(storage: Storage, unfinished_after_s: float = UNFINISHED_AFTER_S) -> Leftovers:
-    """What belongs to no checkpoint: of a step that another attempt committed, older than the newest checkpoint, or
-    without a new file for `unfinished_after_s` (0 where no run writes)."""
+    """Files and uploads of attempts that no checkpoint uses, if their step was committed by another attempt, is older
+    than the newest checkpoint, or has had no new file for `unfinished_after_s` (0 where no run writes)."""
     entries = storage.entries(FOLDER)
     kept = _kept_folders(storage, entries)
-    newest = max((age_key(name) for name in committed_folders(entries)), default=(-1, -1))
+    newest = max((age_key(name) for name in _committed_folders(entries)), default=(-1, -1))
     last_s: dict[str, float] = defaultdict(float)
     for entry in entries:
         last_s[_attempt(entry.path)] = max(last_s[_attempt(entry.path)], entry.modified_unix_s)
@@ -70,7 +75,6 @@ def leftovers(storage: Storage, unfinished_after_s: float = UNFINISHED_AFTER_S) 
         has_commit = "/".join(parts[:3]) in kept
         return has_commit or age_key(path) < newest or now_s - touched_unix_s >= unfinished_after_s
 
-    cut = len(storage.root) + 1
     files = [entry for entry in entries if is_left(entry.path, last_s[_attempt(entry.path)])]
     files += [
         entry
@@ -80,35 +84,35 @@ def leftovers(storage: Storage, unfinished_after_s: float = UNFINISHED_AFTER_S) 
     uploads = [
         upload
         for upload in storage.uploads(FOLDER)
-        if is_left(path := upload.path[cut:], max(upload.begun_unix_s, last_s.get(_attempt(path), 0.0)))
+        if is_left(upload.path, max(upload.begun_unix_s, last_s.get(_attempt(upload.path), 0.0)))
     ]
     return Leftovers(tuple(files), tuple(uploads))
 
 
-def remove_leftovers(storage: Storage, found: Leftovers, unfinished_after_s: float = UNFINISHED_AFTER_S) -> None:
-    """Uploads first: one that ends meanwhile would leave a file."""
-    for upload in found.uploads:
+def remove_leftovers(storage: Storage, left: Leftovers, unfinished_after_s: float = UNFINISHED_AFTER_S) -> None:
+    """Uploads first: one that is completed meanwhile would leave a file."""
+    for upload in left.uploads:
         storage.abort(upload)
-    for file in found.files:
+    for file in left.files:
         storage.remove(file.path)
     storage.remove_empty_folders(FOLDER, unfinished_after_s)
 
 
 def set_aside_checkpoints(storage: Storage) -> list[SetAside]:
-    """Those that `checkpoint.set_aside` has put there, newest first."""
+    """The checkpoints that `checkpoint.set_aside` rejected, newest first."""
     entries = storage.entries(FOLDER)
-    found = []
+    rejected = []
     for entry in entries:
         if entry.path.endswith(REJECTED):
             folder = entry.path.rsplit("/", 1)[0]
             reasons, attempt = _record(storage, entry.path)
             num_bytes = sum(other.num_bytes for other in entries if attempt and _attempt(other.path) == attempt)
-            found.append(SetAside(folder, reasons, num_bytes))
-    return sorted(found, key=lambda each: age_key(each.folder), reverse=True)
+            rejected.append(SetAside(folder, reasons, num_bytes))
+    return sorted(rejected, key=lambda checkpoint: age_key(checkpoint.folder), reverse=True)
 
 
 def remove_set_aside(storage: Storage) -> int:
-    """Remove what was set aside; how many checkpoints."""
+    """Remove all rejected checkpoints; returns how many."""
     entries = storage.entries(FOLDER)
     rejected = [entry for entry in entries if entry.path.endswith(REJECTED)]
     for entry in rejected:
@@ -119,19 +123,19 @@ def remove_set_aside(storage: Storage) -> int:
     return len(rejected)
 
 
-def committed_folders(entries: Sequence[Entry]) -> Iterator[str]:
+def _committed_folders(entries: Sequence[Entry]) -> list[str]:
     suffix = f"/{COMMIT}"
-    return (entry.path.removesuffix(suffix) for entry in entries if entry.path.endswith(suffix))
+    return [entry.path.removesuffix(suffix) for entry in entries if entry.path.endswith(suffix)]
 
 
 def _kept_folders(storage: Storage, entries: Sequence[Entry]) -> set[str]:
     """Folders of steps that have a manifest, and the attempts that a manifest or a rejected one names."""
     kept: set[str] = set()
-    for folder in committed_folders(entries):
+    for folder in _committed_folders(entries):
         kept.add(folder)
         try:
             kept.add(read_manifest(storage, folder).folder)
-        except (CheckpointDamaged, ValueError):  # whose files they are is not known: all of the step stay
+        except (CheckpointDamaged, ValueError):  # which files it uses is unknown: all of the step stay
             kept |= {_attempt(entry.path) for entry in entries if entry.path.startswith(f"{folder}/")}
     for entry in entries:
         if entry.path.endswith(REJECTED):
@@ -161,3 +165,97 @@ def _record(storage: Storage, name: str) -> tuple[tuple[str, ...], str]:
 def _attempt(path: str) -> str:
     """`checkpoints/step-N/lineage-L/attempt-ID` of a file in it."""
     return "/".join(path.split("/")[:4])
+
+
+# ---------------------------------------------------------------- retention
+
+
+def interval_s(cost_s: float, mean_time_between_failures_s: float) -> float:
+    """How often to save, after Young (CACM 1974) and Daly (FGCS 2006): sqrt(2 * cost * MTBF), at least the cost."""
+    return max(cost_s, math.sqrt(2.0 * cost_s * mean_time_between_failures_s) - cost_s)
+
+
+def keep(storage: Storage, step: int) -> None:
+    """Exempt the checkpoint of `step` from retention, in place of the one that was kept before."""
+    storage.replace(KEPT_NAME, json.dumps({"step": step}).encode())
+
+
+def kept_step(storage: Storage) -> int | None:
+    """The step of the last `keep`; None if there is none. Raises CheckpointDamaged, StorageFailed."""
+    if not storage.exists(KEPT_NAME):
+        return None
+    try:
+        record = plain_json(storage.read_record(KEPT_NAME, MAX_KEPT_BYTES), MAX_KEPT_BYTES)
+        step = record["step"] if isinstance(record, dict) else None
+    except (ValueError, KeyError) as error:
+        raise CheckpointDamaged(
+            f"{KEPT_NAME} cannot be read ({error}): remove it, or have a checkpoint kept"
+        ) from error
+    if type(step) is not int:
+        raise CheckpointDamaged(f"{KEPT_NAME} names no step: remove it, or have a checkpoint kept")
+    return step
+
+
+def superfluous(steps: Iterable[int], keep_last: int, keep_every: int, kept: int | None = None) -> list[int]:
+    """The steps whose checkpoints retention removes: all but the newest `keep_last`, multiples of `keep_every` (if not
+    0), and `kept`."""
+    ordered = sorted(steps)
+    stays = set(ordered[-keep_last:]) | {step for step in ordered if keep_every and step % keep_every == 0} | {kept}
+    return [step for step in ordered if step not in stays]
+
+
+def prune(
+    storage: Storage,
+    keep_last: int,
+    keep_every: int,
+    lineage: int | None = None,
+    *,
+    read_bytes: bool = False,
+    read_back: int | None = None,
+) -> list[int]:
+    """Remove superfluous checkpoints of one lineage or of each; returns their steps. The step of `keep` stays.
+
+    If no checkpoint that stays is whole (by its files' sizes or, with `read_bytes`, by every byte), the newest that is
+    whole stays, too. So does `read_back`, the newest step of which every byte was verified.
+    """
+    assert keep_last >= 1
+    kept = kept_step(storage)
+    by_lineage: dict[int, dict[int, str]] = {}
+    for folder in committed(storage):
+        of_lineage, step = age_key(folder)
+        by_lineage.setdefault(of_lineage, {})[step] = folder
+    removed = []
+    for of_lineage, folders in by_lineage.items():
+        if of_lineage < 0 or lineage not in (None, of_lineage):
+            continue
+        going = superfluous(folders, keep_last, keep_every, kept)
+        if not going:
+            continue
+        newest_first = sorted(folders, key=lambda step: (step not in going, step), reverse=True)
+        whole = next(
+            (step for step in newest_first if not wrong_with(storage, folders[step], read_bytes=read_bytes)), None
+        )
+        for step in going:
+            if step not in (whole, read_back):
+                _remove_checkpoint(storage, folders[step])
+                removed.append(step)
+    return removed
+
+
+def _remove_checkpoint(storage: Storage, folder: str) -> None:
+    """Remove a checkpoint. Checkpoints that were set aside in its folder stay, unless all of them were undone."""
+
+    def is_undone(name: str) -> bool:
+        try:
+            return bool(plain_json(storage.read_record(name, 2 * MAX_BYTES), 2 * MAX_BYTES)["undone"])
+        except (ValueError, LookupError, TypeError):  # of an earlier version, or damaged
+            return False
+
+    rejected = [name for name, _ in storage.names(folder, recursive=False) if name.endswith(REJECTED)]
+    try:
+        own = folder if all(map(is_undone, rejected)) else read_manifest(storage, folder).folder
+    except CheckpointDamaged:  # which files are its own is unknown
+        own = ""
+    storage.remove(f"{folder}/{COMMIT}")  # first: without a manifest it does not count
+    if own:
+        storage.remove_folder(own)

@@ -1,5 +1,5 @@
-"""Reads final weights tensor by tensor, from one safetensors file or from several with an index, wherever they are; and
-a run's weights, final or of its newest checkpoint, as the first values of another run."""
+"""Reads weights tensor by tensor: final weights from one safetensors file or several with an index, and a run's
+weights, final or of its newest checkpoint, as the first values of another run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from elastic_ring.errors import CheckpointDamaged, StorageFailed, WeightsDamaged
 from elastic_ring.files import shown_url
-from elastic_ring.state.checkpoints.checkpoint import PARAMS, Reader, committed, wrong_with
-from elastic_ring.state.checkpoints.header import Place, read_places
+from elastic_ring.state.checkpoints.checkpoint import Reader, committed, wrong_with
 from elastic_ring.state.checkpoints.manifest import age_key, located, read_manifest
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_INDEX, are_there, read_index
+from elastic_ring.state.header import PARAMS
+from elastic_ring.state.safetensors import Place, read_places
 from elastic_ring.state.storage.folder import Storage
 
 
@@ -27,7 +28,7 @@ class StoredWeights:
 
     storage: Storage
     places: Mapping[str, tuple[str, Place]]
-    """The file of each tensor, and where it is in it."""
+    """(file, place in it) of each tensor."""
 
     @classmethod
     def open(cls, where: str | os.PathLike[str]) -> StoredWeights:
@@ -35,19 +36,19 @@ class StoredWeights:
 
         Raises ValueError for weights that are not there, not whole or not safetensors.
         """
-        storage, name = _located(os.fspath(where))
+        storage, name = _locate_weights(os.fspath(where))
         try:
             if not name.endswith(".json"):
                 return cls(storage, _places(storage, name))
             weight_map = read_index(storage.read_record(name), storage.at(name))
-            found: dict[str, tuple[str, Place]] = {}
+            places: dict[str, tuple[str, Place]] = {}
             for file in sorted(set(weight_map.values())):
-                found |= {key: place for key, place in _places(storage, file).items() if weight_map.get(key) == file}
+                places |= {key: place for key, place in _places(storage, file).items() if weight_map.get(key) == file}
         except StorageFailed as error:
             raise ValueError(f"weights cannot be read as safetensors: {error.message}") from error
-        if missing := sorted(weight_map.keys() - found.keys()):
+        if missing := sorted(weight_map.keys() - places.keys()):
             raise ValueError(f"{storage.at(name)}: {missing[0]} is not in {weight_map[missing[0]]}, which it names")
-        return cls(storage, found)
+        return cls(storage, places)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -73,23 +74,22 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class RunWeights:
-    """First values: the weights that a run has ended with or, where it has not ended, those of its newest checkpoint.
-    `digest`: of what describes their contents, the same wherever the run lies."""
+    """First values for a run: the final weights of another run or, before it has ended, of its newest checkpoint.
+    `folder`: of the checkpoint; empty for final weights. `digest`: of the files' digests, wherever they lie."""
 
     uri: str
     folder: str
-    """Of the checkpoint; empty for final weights."""
     digest: str
 
     def __repr__(self) -> str:
-        """Goes into the run's identity, which knows no places."""
+        """Part of the run's identity, which is the same wherever the files lie."""
         return f"RunWeights({self.digest})"
 
     @classmethod
     def open(cls, where: str) -> RunWeights:
-        """`where`: a run's folder, or one of its checkpoints. Reads what describes the weights; who reads from a
-        checkpoint's file verifies it first. Raises ValueError where there are no weights."""
-        storage, folder = _run_of(where)
+        """`where`: a run's folder, or one of its checkpoints. Reads manifests and headers; a checkpoint's file is
+        verified when it is first read. Raises ValueError where there are no weights."""
+        storage, folder = _locate_run(where)
         try:
             if not folder and are_there(storage):
                 return cls(storage.uri, "", _digest(storage))
@@ -106,13 +106,13 @@ class RunWeights:
 
     @property
     def record(self) -> dict[str, str]:
-        """For the run's config.json, by which a later submission begins with the same."""
+        """For the run's config.json, from which a later submission takes the same weights."""
         return {"uri": shown_url(self.uri), "folder": self.folder, "digest": self.digest}
 
     @classmethod
     def of_record(cls, where: str, record: object) -> RunWeights | None:
-        """What `record` says that a run began with, where that is `where`; nothing is read."""
-        storage, folder = _run_of(where)
+        """The weights that `record` names, if it names weights of `where`; nothing is read."""
+        storage, folder = _locate_run(where)
         if not isinstance(record, dict) or record.get("uri") != shown_url(storage.uri):
             return None
         there, digest = str(record.get("folder", "")), str(record.get("digest", ""))
@@ -122,7 +122,7 @@ class RunWeights:
         return cls(storage.uri, there, digest)
 
     def check_unchanged(self) -> None:
-        """Raises ValueError where they are no longer there, or others."""
+        """Raises ValueError if they are gone or changed."""
         now = RunWeights.open(f"{self.uri}/{self.folder}".rstrip("/"))
         if now != self:
             raise ValueError(
@@ -141,15 +141,15 @@ class RunWeights:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         if isinstance(self._stored, StoredWeights):
             return self._stored.shapes
-        found, prefix = self._stored.manifest.tensors, f"{PARAMS}/"
-        return {name.removeprefix(prefix): tuple(one.shape) for name, one in found.items() if name.startswith(prefix)}
+        tensors, prefix = self._stored.manifest.tensors.items(), f"{PARAMS}/"
+        return {name.removeprefix(prefix): tensor.shape for name, tensor in tensors if name.startswith(prefix)}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ValueError where the run has other parameters than these."""
+        """Raises ValueError if the run has other parameters than these."""
         own = self._shapes
         for name in [*shapes, *own]:
             if own.get(name) != shapes.get(name):
-                there, here = (f"has {name} of shape {found.get(name)}" for found in (own, shapes))
+                there, here = (f"has {name} of shape {model.get(name)}" for model in (own, shapes))
                 raise ValueError(
                     f"from={self.uri!r} is of another model: it {there}, this one {here}; give the run's own sizes or "
                     "--model-folder"
@@ -168,13 +168,13 @@ class RunWeights:
         except (CheckpointDamaged, ValueError) as error:
             if isinstance(error.__cause__, StorageFailed):
                 raise error.__cause__ from error
-            told = getattr(error, "message", str(error))
-            raise WeightsDamaged(f"from={self.uri!r}: {told}: give another checkpoint") from error
+            message = getattr(error, "message", str(error))
+            raise WeightsDamaged(f"from={self.uri!r}: {message}: give another checkpoint") from error
         return whole if rows is None or not whole.dim() else whole[rows[0] : rows[1]]
 
 
-def _run_of(where: str) -> tuple[Storage, str]:
-    """(a run's storage, folder of the checkpoint that is meant, if one is)."""
+def _locate_run(where: str) -> tuple[Storage, str]:
+    """(a run's storage, folder of the named checkpoint or "")."""
     uri, folder = located("", where.rstrip("/"))
     storage = Storage(uri or where.rstrip("/"))
     if storage.is_local:  # workers have folders of their own
@@ -183,14 +183,14 @@ def _run_of(where: str) -> tuple[Storage, str]:
 
 
 def _digest(storage: Storage) -> str:
-    """Of the index, or of the one file's header: both have the digest of the weights."""
+    """The digest of the index, or of the single file's header: both hold the digest of the weights."""
     if storage.exists(WEIGHTS_INDEX):
         return hashlib.sha256(storage.read_record(WEIGHTS_INDEX)).hexdigest()[:16]
     length = int.from_bytes(storage.read(WEIGHTS, 0, 8), "little")
     return hashlib.sha256(storage.read(WEIGHTS, 8, length)).hexdigest()[:16]
 
 
-def _located(where: str) -> tuple[Storage, str]:
+def _locate_weights(where: str) -> tuple[Storage, str]:
     """(folder, name in it) of a file of weights or an index."""
     if os.path.isfile(where) or where.endswith((".safetensors", ".json")):
         folder, name = os.path.split(where)
@@ -209,17 +209,11 @@ def _located(where: str) -> tuple[Storage, str]:
 
 
 def _places(storage: Storage, file: str) -> dict[str, tuple[str, Place]]:
-    size = _size(storage, file)
-    try:
-        found = read_places(lambda start, num_bytes: storage.read(file, start, num_bytes), size)
-    except ValueError as error:
-        raise ValueError(f"{storage.at(file)}: cannot be read as safetensors ({error})") from error
-    return {name: (file, place) for name, place in found.items()}
-
-
-def _size(storage: Storage, file: str) -> int:
-    folder = os.path.dirname(file)
-    sizes = dict(storage.names(folder, recursive=False))
+    sizes = dict(storage.names(os.path.dirname(file), recursive=False))
     if file not in sizes:
         raise ValueError(f"{storage.at(file)}: cannot be read as safetensors: there is no such file")
-    return sizes[file]
+    try:
+        places = read_places(lambda start, num_bytes: storage.read(file, start, num_bytes), sizes[file])
+    except ValueError as error:
+        raise ValueError(f"{storage.at(file)}: cannot be read as safetensors ({error})") from error
+    return {name: (file, place) for name, place in places.items()}

@@ -1,8 +1,8 @@
-"""Which files final weights lie in: one safetensors file, or several and the index that names them.
+"""The files of final weights: one safetensors file, or several with the index that names them. No tensors in here.
 
-The index is Hugging Face's: `weight_map` has each tensor's file, by its name from the index's folder. Files of several
-lie in a folder whose name is never used twice (`weights/ATTEMPT`), so that no attempt writes over another's; they count
-once the index names them, which is replaced whole. No tensors in here.
+The index is Hugging Face's: `weight_map` has each tensor's file, relative to the index. Several files lie in a folder
+whose name is never used twice (`weights/ATTEMPT`), so that no attempt overwrites another; they count once the index,
+which is replaced whole, names them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from elastic_ring.errors import StorageFailed
 from elastic_ring.files import name_below, plain_json
@@ -22,11 +21,10 @@ WEIGHTS = "weights.safetensors"
 WEIGHTS_INDEX = "weights.safetensors.index.json"
 WEIGHTS_FOLDER = "weights"
 MAX_FILE_BYTES = 4 << 30
-"""The most bytes of tensors in one file. A larger tensor has a file of its own."""
 
 
 def grouped(sizes: Mapping[str, int], limit_bytes: int) -> Iterator[list[str]]:
-    """The names in their order, as many to a file as `limit_bytes` allows, at least one."""
+    """The names in order, grouped into files of at most `limit_bytes`; a larger tensor has a file of its own."""
     group: list[str] = []
     group_bytes = 0
     for name, num_bytes in sizes.items():
@@ -40,7 +38,7 @@ def grouped(sizes: Mapping[str, int], limit_bytes: int) -> Iterator[list[str]]:
 
 
 def file_names(attempt: str, num_files: int) -> list[str]:
-    """One file has the name that it keeps; several have names that no other attempt has."""
+    """A single file is always `weights.safetensors`; several have names that no other attempt has."""
     if num_files == 1:
         return [WEIGHTS]
     return [
@@ -49,7 +47,7 @@ def file_names(attempt: str, num_files: int) -> list[str]:
     ]
 
 
-def index_text(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> bytes:
+def index_text(weight_map: Mapping[str, str], metadata: Mapping[str, object]) -> bytes:
     """An index as Hugging Face's libraries write it; `metadata` has at least `total_size`, in bytes."""
     return (json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n").encode()
 
@@ -64,7 +62,7 @@ def read_index(data: bytes, where: str) -> dict[str, str]:
 
 
 def are_there(storage: Storage) -> bool:
-    """Whether final weights are in a run's folder: the one file, or all that its index names. Raises StorageFailed."""
+    """Whether a run's folder has final weights: the single file, or all files of the index. Raises StorageFailed."""
     if not storage.exists(WEIGHTS_INDEX):
         return storage.exists(WEIGHTS)
     try:
@@ -75,15 +73,17 @@ def are_there(storage: Storage) -> bool:
 
 
 def remove_others(storage: Storage, kept: list[str]) -> None:
-    """Remove all weights but those `kept`, and what writers that died or gave up have left of theirs.
+    """Remove all files of weights that are not in `kept`, with the temporary files and uploads of failed writers.
 
     Raises nothing: the weights are whole without it.
     """
     try:
         if WEIGHTS_INDEX not in kept:
             storage.remove(WEIGHTS_INDEX)  # before the files that it names
-        for name in _left_over(storage):
-            if name not in kept:
+        # The dot: temporary files of `Storage.replace`.
+        beside = [name for name, _ in storage.names(recursive=False) if name.startswith((WEIGHTS, f".{WEIGHTS}"))]
+        for name in [*beside, *(name for name, _ in storage.names(WEIGHTS_FOLDER))]:
+            if name not in kept and name != WEIGHTS_INDEX:
                 storage.remove(name)
         storage.remove_empty_folders(WEIGHTS_FOLDER, 0.0)
         for upload in storage.uploads():
@@ -91,9 +91,3 @@ def remove_others(storage: Storage, kept: list[str]) -> None:
                 storage.abort(upload)
     except StorageFailed as error:
         log.warning("files of earlier attempts to write the weights are left: %s", error)
-
-
-def _left_over(storage: Storage) -> list[str]:
-    """All files of weights, also those that `Storage.replace` had not put in their place."""
-    beside = [name for name, _ in storage.names(recursive=False) if name.startswith((WEIGHTS, f".{WEIGHTS}"))]
-    return [name for name in beside if name != WEIGHTS_INDEX] + [name for name, _ in storage.names(WEIGHTS_FOLDER)]

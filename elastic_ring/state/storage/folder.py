@@ -147,7 +147,7 @@ class Storage:
     def replace(self, name: str, data: bytes | Iterable[bytes | memoryview]) -> None:
         """Replace a file whole, without a digest, which takes longer than a disk. Of two writers either may win."""
         with self._failing("cannot be written", name):
-            chunks = [data] if isinstance(data, bytes) else data
+            chunks = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
             self._files.replace(self.at(name), pieces(chunks, self._files.piece_bytes))
 
     def remove(self, name: str) -> None:

@@ -32,7 +32,7 @@ from elastic_ring.runtime.coordinator.resume import Resume, find_resume
 from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
 from elastic_ring.runtime.terms import Terms
 from elastic_ring.runtime.worker.saver import Place, Saver, SaveSchedule, open_checkpoint
-from elastic_ring.state.checkpoints.checkpoint import KEPT_NAME
+from elastic_ring.state.checkpoints.retention import KEPT_NAME
 from elastic_ring.state.storage import folder as storage_folder
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.vote import NOTHING, Flag
@@ -592,7 +592,7 @@ def test_a_copy_that_fails_costs_that_checkpoint_and_not_the_step(tmp_path: Path
     shapes = {name: whole for name, whole in full_shapes().items() if name in shard.params}
     run.savers[0].save(shard, shapes, Place(1, 1, Mesh(DP, CP), 0, "0123456789abcdef", 0))
     part = run.parts.get(timeout=60.0)
-    assert "which a checkpoint cannot hold" in part["error"]
+    assert "which no checkpoint, copy or heal holds" in part["error"]
     run.keeper.written(part)
     assert run.next(CheckpointFailed).step == 1
     assert run.commit(2) == [2]

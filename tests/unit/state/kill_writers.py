@@ -18,8 +18,9 @@ from secrets import token_hex
 import torch
 
 from elastic_ring.state.checkpoints import checkpoint
-from elastic_ring.state.checkpoints.checkpoint import Snapshot
+from elastic_ring.state.checkpoints.checkpoint import ShardPart
 from elastic_ring.state.checkpoints.manifest import Described, Manifest, attempt_folder
+from elastic_ring.state.header import Counters, ShardMeta
 from elastic_ring.state.storage.folder import Storage
 
 CP = 2
@@ -29,11 +30,11 @@ NUM_FLOATS = 20 * (1 << 20) // 4
 
 def save(storage: Storage, step: int) -> None:
     folder, files = attempt_folder(step, 1, token_hex(8)), []
+    meta = ShardMeta(Counters(), (), {})
     for cp_rank in range(CP):
         tensors = {"params/weight": torch.full((NUM_FLOATS,), float(step))}
-        files.append(checkpoint.write_part(storage, folder, Snapshot(cp_rank, 0, tensors)))
+        files.append(checkpoint.write_part(storage, folder, ShardPart(cp_rank, 0, tensors, meta)))
     described = {"params/weight": Described("F32", (CP * NUM_FLOATS,), False, 0)}
-    meta = {"counters": {}, "groups": [], "plain": {}}
     assert checkpoint.commit(storage, Manifest(step, 1, 1, "identity", folder, CP, 1, tuple(files), described, meta))
 
 

@@ -18,11 +18,13 @@ from elastic_ring.cli.train import _weights_on_record
 from elastic_ring.config import RunConfig
 from elastic_ring.errors import CheckpointDamaged, StorageFailed, WeightsDamaged
 from elastic_ring.monitor.metrics import write_json
-from elastic_ring.state.checkpoints import checkpoint
+from elastic_ring.state.checkpoints import checkpoint, retention
 from elastic_ring.state.checkpoints.checkpoint import Reader
 from elastic_ring.state.checkpoints.manifest import FORMAT, Manifest, attempt_folder, file_name
 from elastic_ring.state.checkpoints.stored_weights import RunWeights
-from elastic_ring.state.shard import Counters, Shard
+from elastic_ring.state.header import Counters
+from elastic_ring.state.safetensors import safetensors_chunks
+from elastic_ring.state.shard import Shard
 from elastic_ring.state.storage.folder import Storage
 from tests.object_store.store import ObjectStore
 
@@ -68,7 +70,7 @@ def save(
             shard = shard_of(cp_rank, cp, optimizer=optimizer)
             described = checkpoint.describe(shard, SHAPES, dp)
             files.append(checkpoint.write_part(storage, folder, checkpoint.take(shard, described, part)))
-    meta = checkpoint.meta_of(shard)
+    meta = shard.meta()
     manifest = Manifest(step, lineage, 1, "identity", folder, cp, dp, tuple(files), described, meta)
     assert checkpoint.commit(storage, manifest)
     return manifest
@@ -91,11 +93,11 @@ def either(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 def same(one: Shard, other: Shard) -> bool:
-    left, right = checkpoint.tensors_of(one), checkpoint.tensors_of(other)
+    left, right = one.tensors(), other.tensors()
     return (
         list(left) == list(right)
         and all(torch.equal(left[name], right[name]) for name in left)
-        and checkpoint.meta_of(one) == checkpoint.meta_of(other)
+        and one.meta() == other.meta()
     )
 
 
@@ -136,7 +138,7 @@ def test_each_ring_writes_its_part_once(storage: Storage) -> None:
     described = checkpoint.describe(shard, SHAPES, 3)
     parts = [checkpoint.take(shard, described, part) for part in range(3)]
     names = [name for part in parts for name in part.tensors]
-    assert sorted(names) == sorted(checkpoint.tensors_of(shard))
+    assert sorted(names) == sorted(shard.tensors())
     assert all(part.tensors for part in parts)
 
 
@@ -219,7 +221,7 @@ def rewritten(storage: Storage, manifest: Manifest, **changes: object) -> str:
 def test_a_manifest_with_numbers_or_names_that_cannot_be_is_refused_by_all_who_read_it(storage: Storage) -> None:
     manifest = save(storage, 2, 1)
     first, *others = manifest.files
-    embed, meta = manifest.tensors["params/embed"], dict(manifest.meta)
+    embed, meta = manifest.tensors["params/embed"], dataclasses.asdict(manifest.meta)
     strangers: list[dict[str, object]] = [
         {"cp": 0},
         {"cp": -1},
@@ -275,7 +277,7 @@ def test_a_file_that_holds_less_of_a_tensor_than_the_manifest_says_is_named_and_
         "params/head": real["params/head"][0],
         "optimizer/embed/exp_avg": real["optimizer/embed/exp_avg"].double(),
     }.items():
-        storage.replace(manifest.files[1].name, checkpoint.safetensors_chunks({**real, name: odd}))
+        storage.replace(manifest.files[1].name, safetensors_chunks({**real, name: odd}))
         file = storage.digest(manifest.files[1].name)
         folder = rewritten(storage, manifest, files=(manifest.files[0], file))
         assert not checkpoint.wrong_with(storage, folder), "each digest is right"
@@ -296,8 +298,8 @@ def test_a_file_that_holds_less_of_a_tensor_than_the_manifest_says_is_named_and_
 
 def test_a_stranger_s_settings_of_the_optimizer_and_shapes_of_another_model_are_refused(storage: Storage) -> None:
     manifest = save(storage, 2, 1)
-    groups = [{**group, "lr": "fast"} for group in manifest.meta["groups"]]
-    folder = rewritten(storage, manifest, meta={**manifest.meta, "groups": groups})
+    groups = tuple({**group, "lr": "fast"} for group in manifest.meta.groups)
+    folder = rewritten(storage, manifest, meta=dataclasses.replace(manifest.meta, groups=groups))
     with pytest.raises(CheckpointDamaged, match="lr='fast'"):
         Reader(storage, checkpoint.read_manifest(storage, folder)).fill(shard_of(0, 2, steps=0), 2)
     other = shard_of(0, 2, steps=0)
@@ -366,18 +368,18 @@ def test_the_newest_lineage_comes_first(storage: Storage) -> None:
 def test_an_optimizer_that_keeps_objects_is_refused() -> None:
     shard = shard_of(0, 1)
     shard.optimizer.param_groups[0]["hook"] = object()
-    with pytest.raises(ValueError, match="AdamW keeps values"):
-        checkpoint.meta_of(shard)
+    with pytest.raises(ValueError, match=r"AdamW: hook of group 0 is a builtins.object"):
+        shard.meta()
 
 
 def test_the_interval_follows_young_and_daly() -> None:
-    assert checkpoint.interval_s(10.0, 20_000.0) == pytest.approx(622.5, abs=0.1)
-    assert checkpoint.interval_s(100.0, 1.0) == 100.0
+    assert retention.interval_s(10.0, 20_000.0) == pytest.approx(622.5, abs=0.1)
+    assert retention.interval_s(100.0, 1.0) == 100.0
 
 
 def test_retention_keeps_the_newest_and_every_nth() -> None:
-    assert checkpoint.superfluous([10, 20, 30, 40, 50], keep_last=2, keep_every=0) == [10, 20, 30]
-    assert checkpoint.superfluous([10, 20, 30, 40, 50], keep_last=1, keep_every=20) == [10, 30]
+    assert retention.superfluous([10, 20, 30, 40, 50], keep_last=2, keep_every=0) == [10, 20, 30]
+    assert retention.superfluous([10, 20, 30, 40, 50], keep_last=1, keep_every=20) == [10, 30]
 
 
 def test_first_values_of_another_run_stay_those_on_record_and_a_damaged_one_is_refused(tmp_path: Path) -> None:

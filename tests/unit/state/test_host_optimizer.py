@@ -59,7 +59,7 @@ def take_step(shard: Shard, step: int) -> None:
 
 
 def assert_same_bits(shard: Shard, other: Shard) -> None:
-    left, right = checkpoint.tensors_of(shard), checkpoint.tensors_of(other)
+    left, right = shard.tensors(), other.tensors()
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
     assert shard.counters == other.counters

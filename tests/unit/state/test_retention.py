@@ -112,17 +112,17 @@ def test_retention_never_removes_the_last_that_is_whole(storage: Storage, how: s
             damage(storage, how, manifest.files[0].name)
     # By its size a flipped file is whole: the keeper says which step it has read.
     read_back = 2 if how == "flipped" and not read_bytes else None
-    assert checkpoint.prune(storage, 2, 0, read_bytes=read_bytes, read_back=read_back) == [1, 3]
+    assert retention.prune(storage, 2, 0, read_bytes=read_bytes, read_back=read_back) == [1, 3]
     assert [int(folder[17:25]) for folder in checkpoint.committed(storage)] == [5, 4, 2]
-    assert checkpoint.prune(storage, 2, 0, read_bytes=read_bytes, read_back=read_back) == []
+    assert retention.prune(storage, 2, 0, read_bytes=read_bytes, read_back=read_back) == []
 
 
 def test_retention_is_of_each_lineage(storage: Storage) -> None:
     for lineage in (1, 2):
         for step in (1, 2, 3):
             save(storage, 1, 1, step=step, lineage=lineage)
-    assert checkpoint.prune(storage, 2, 0, lineage=2) == [1]
-    assert sorted(checkpoint.prune(storage, 1, 0)) == [1, 2, 2]
+    assert retention.prune(storage, 2, 0, lineage=2) == [1]
+    assert sorted(retention.prune(storage, 1, 0)) == [1, 2, 2]
     assert storage.folders(checkpoint.FOLDER) == ["step-00000003"]
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from elastic_ring.state.header import Header
-from elastic_ring.state.shard import Counters, Shard, digest_of
+from elastic_ring.state.header import Counters, Header
+from elastic_ring.state.shard import Shard, digest_of
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {

@@ -23,7 +23,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.state.device import squares as device_squares
 from elastic_ring.state.device.squares import squared_norm
-from elastic_ring.state.shard import Counters
+from elastic_ring.state.header import Counters
 from elastic_ring.train.transaction import TransactionOptions, sequence_seed
 from elastic_ring.train.vote import MustGoBack
 from tests.unit.groups.processes import Membership, membership
