@@ -22,7 +22,7 @@ from benchmarks.probes.gpu_steps import build, connected, one_step
 from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.runtime.gpu.device import empty_cache
 from elastic_ring.runtime.groups.groups import Connector
-from elastic_ring.runtime.groups.registry import forget_groups
+from elastic_ring.runtime.groups.groups import forget_groups
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.train.transaction import Transaction
 

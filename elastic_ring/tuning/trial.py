@@ -39,8 +39,7 @@ from elastic_ring.files import plain_json, read_small
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.driver.cluster import worker_environment
 from elastic_ring.runtime.gpu.device import DeviceLease, be_deterministic, kernel_cache, newcomer_bytes
-from elastic_ring.runtime.groups.groups import Connector, Rendezvous
-from elastic_ring.runtime.groups.registry import forget_groups
+from elastic_ring.runtime.groups.groups import Connector, Rendezvous, forget_groups
 from elastic_ring.runtime.groups.sockets import LOOPBACK, RendezvousStore
 from elastic_ring.state import snapshot
 from elastic_ring.train.startup.check_pattern import check_pattern

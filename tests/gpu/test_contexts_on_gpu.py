@@ -66,7 +66,7 @@ def use_beside(device: torch.device) -> None:
     failed: list[BaseException] = []
 
     def look() -> None:
-        marks.come_along()
+        marks.set_device()
         marks.look()
 
     def alone(call: Callable[[], Any]) -> None:

@@ -35,7 +35,7 @@ TAKES_OVER = {
 }
 """Functions with which a thread takes the death over: what they call belongs to the walk."""
 BEGINS, ENDS = "NodeAgent._report_death", "RecoveryLog.resumed"
-LEAVES = {"Worker._run", "Coordinator._publish", "CoordinatorClient.publish", "AgentServer._serve"}
+LEAVES = {"Worker._train", "Coordinator._publish", "CoordinatorClient.publish", "AgentServer._serve"}
 """What these call does not: it is the next step's, and records of committed ones."""
 
 

@@ -1,7 +1,7 @@
 """One small process per node that watches the workers there and kills by PID. No training, no torch.
 
 It holds a pidfd on each worker (death, with its signal), reads their progress stamps (hangs), sends heartbeats to the
-coordinator, and kills a hung coordinator of its own node so that Ray restarts it. It decides nothing else.
+coordinator, and kills a hung coordinator of its own node so that Ray restarts it. No other decision may enter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from elastic_ring.config import Timeouts, environment
 from elastic_ring.monitor.detect import HangDetector, HangSettings, Observation, ProcReader
@@ -30,6 +29,7 @@ from elastic_ring.runtime.agent.memory_guard import MemoryGuard, guard_limit, ra
 from elastic_ring.runtime.agent.messages import (
     BadGpus,
     Beat,
+    CoordinatorEndpoint,
     Death,
     Echo,
     Forget,
@@ -41,6 +41,7 @@ from elastic_ring.runtime.agent.messages import (
     Resolved,
     Said,
     Watch,
+    WorkerReading,
     message_of,
 )
 from elastic_ring.runtime.agent.notices import Notices
@@ -58,7 +59,7 @@ OUT_OF_MEMORY = "out of memory"
 NUM_LOG_LINES = 12
 KEPT_NOTICES = 1000
 PROGRESS_S = 1.0
-"""Seconds between beats that also tell what each worker does."""
+"""Seconds between beats with a reading of the workers."""
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Watched:
 @dataclass(frozen=True)
 class AgentSpec:
     """`early`: report a death when the exit begins; freeing a GPU's memory takes the kernel tenths of a second.
-    `notices`: whom to ask whether this machine is taken away, as `agent.notices` says; empty for nobody.
+    `notices`: the provider to ask for a preemption notice, as in `agent.notices`; empty for none.
     `memory_limit`: the share of the node's memory at which the worker that grew is killed; 0 for never."""
 
     node: str
@@ -91,8 +92,8 @@ class AgentSpec:
 
 @dataclass
 class Link:
-    """The connection to one coordinator, with what belongs to it alone: made when it attaches, dropped whole.
-    `is_here`: the coordinator runs on this node, by the process `pid`."""
+    """The connection to one coordinator and its state: made when it attaches, dropped whole. `is_here`: the
+    coordinator runs on this node, as the process `pid`."""
 
     connection: JsonConnection
     pid: int
@@ -106,8 +107,8 @@ class Link:
 
 @dataclass
 class News:
-    """What each coordinator hears that attaches: the deaths so far, until their workers are forgotten, and when the
-    machine goes; and sentences that nobody has heard yet."""
+    """Sent to each coordinator that attaches: the deaths so far, until their workers are forgotten, and when the
+    machine goes; and log sentences, each sent once."""
 
     deaths: list[Death] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
@@ -134,36 +135,43 @@ class NodeAgent:
 
     # ------------------------------------------------------------ what the coordinator calls through Ray
 
-    def attach(self, coordinator: dict[str, Any]) -> None:
-        """Connect to a (new) coordinator: host, port, key, pid, node. Reports every death so far again."""
+    def attach(self, coordinator: CoordinatorEndpoint) -> None:
+        """Connect to a (new) coordinator. Reports every death so far again."""
         with self._lock:
             self._start()
         node = self._spec.node
-        connection = dial(coordinator["host"], coordinator["port"], self._spec.timeouts.hello_s)
-        connection.send(Hello(node, coordinator["key"], os.getpid(), reconnect_s(environment())))
-        threading.Thread(target=self._check_resolver, args=(connection,), name="resolver", daemon=True).start()
+        connection = dial(coordinator.host, coordinator.port, self._spec.timeouts.hello_s)
+        connection.send(Hello(node, coordinator.key, os.getpid(), reconnect_s(environment())))
+
+        def check_resolver() -> None:
+            address = connection.sock.getsockname()[0]
+            took_s = lookup_s(address)
+            with self._lock:
+                connection.send(Resolved(address, took_s))
+
+        threading.Thread(target=check_resolver, name="resolver", daemon=True).start()
         with self._lock:
             if self._link is not None:
                 self._link.connection.close()
-            self._link = Link(connection, coordinator["pid"], coordinator["node"] == node, time.monotonic())
+            self._link = Link(connection, coordinator.pid, coordinator.node == node, time.monotonic())
             self._exits.unwatch(COORDINATOR)
             if self._link.is_here:
                 self._exits.watch(self._link.pid, COORDINATOR)
             for death in self._news.deaths:
                 connection.send(death)
-            self._tell_notice()
-            self._tell_untold()
+            self._send_notice()
+            self._send_sentences()
             if text := warning(node, self._spec.memory_limit, ray_threshold(os.getppid())):
                 connection.send(Said(text))
 
     def keep_variables(self, folder: str, values: dict[str, str], python: str = "") -> str:
-        """Keep variables for the run's workers on this node, in its stamp folder; the command that starts Python with
-        them. `python`: the job's own `py_executable`."""
+        """Write variables for the run's workers on this node into its stamp folder; returns the command that starts
+        Python with them. `python`: the job's own `py_executable`."""
         with self._lock:
-            where = Path(folder)
-            if where not in self._locks:
-                self._locks[where] = hold(where, self._spec.timeouts.clear_s)
-            path = keep_variables(where, values)
+            stamps = Path(folder)
+            if stamps not in self._locks:
+                self._locks[stamps] = hold(stamps, self._spec.timeouts.clear_s)
+            path = keep_variables(stamps, values)
         words = shlex.join([sys.executable, "-I", "-S", launch.__file__, str(path)])
         return f"{words} {python or shlex.quote(sys.executable)}"
 
@@ -175,7 +183,13 @@ class NodeAgent:
         """Start the watching thread, once."""
         if self._started:
             return
-        notices = Notices(self._spec.notices, self._on_notice, self._tell) if self._spec.notices else None
+
+        def leave(in_s: float) -> None:
+            with self._lock:
+                self._news.leaves_at = time.monotonic() + in_s
+                self._send_notice()
+
+        notices = Notices(self._spec.notices, leave, self._tell) if self._spec.notices else None
         self._started = True
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         raise_open_files()
@@ -188,30 +202,19 @@ class NodeAgent:
         if notices is not None:
             notices.open()
 
-    def _check_resolver(self, connection: JsonConnection) -> None:
-        address = connection.sock.getsockname()[0]
-        took_s = lookup_s(address)
-        with self._lock:
-            connection.send(Resolved(address, took_s))
-
-    def _on_notice(self, in_s: float) -> None:
-        with self._lock:
-            self._news.leaves_at = time.monotonic() + in_s
-            self._tell_notice()
-
     def _tell(self, text: str) -> None:
-        """A sentence for the run's log; the node's name goes before it."""
+        """Add a sentence to the run's log, behind the node's name."""
         log.warning("%s", text)
         with self._lock:
             self._news.sentences.append(text)
-            self._tell_untold()
+            self._send_sentences()
 
-    def _tell_untold(self) -> None:
-        """Send all waiting reports, including those from before there was a connection."""
+    def _send_sentences(self) -> None:
+        """Send all waiting sentences, including those from before there was a connection."""
         while self._news.sentences and self._link is not None:
             self._send(Said(f"node {self._spec.node}: {self._news.sentences.pop(0)}"))
 
-    def _tell_notice(self) -> None:
+    def _send_notice(self) -> None:
         if self._news.leaves_at:
             self._send(Leaves(max(0.0, self._news.leaves_at - time.monotonic())))
 
@@ -241,7 +244,9 @@ class NodeAgent:
         readable = [fd for fd, _ in poll.poll((EARLY_PERIOD_S if early else PERIOD_S) * 1e3)]
         with self._lock:
             for key in self._exits.ending() if early else ():
-                self._report_exit_begun(key)
+                if (watched := self._watched.get(key)) is not None:  # the cause is reported when it is known
+                    watched.ending = True
+                    self._report(watched, "its process is ending", time.monotonic())
             for notice in self._exits.wait(0):
                 if notice.key != COORDINATOR:
                     self._report_death(notice)
@@ -255,7 +260,8 @@ class NodeAgent:
             self._look_for_hangs()
             self._look_at_memory(now)
             self._report_bad_gpus()
-            self._beat()
+            if self._link is not None and now - self._link.beat_at >= self._spec.timeouts.beat_s:
+                self._beat(self._link, now)
             self._check_coordinator()
 
     def _receive(self, link: Link) -> None:
@@ -276,23 +282,18 @@ class NodeAgent:
                 case Forget():
                     self._forget(message.worker)
 
-    def _beat(self) -> None:
-        now, link = time.monotonic(), self._link
-        if link is None or now - link.beat_at < self._spec.timeouts.beat_s:
-            return
+    def _beat(self, link: Link, now: float) -> None:
         link.beat_at, reading, health = now, None, None
         if now - link.read_at >= PROGRESS_S:
-            link.read_at, reading, health = now, self._read(), self._health.take()
+            workers = {worker: progress(watched.last) for worker, watched in self._watched.items()}
+            for worker, watched in self._watched.items():
+                if (memory := self._memory.process(watched.pid)) is not None:
+                    workers[worker].update(vars(memory))  # type: ignore[typeddict-item]
+            pressure = self._memory.pressure()
+            share, waits = self._memory.read().share, vars(pressure) if pressure is not None else {}
+            link.read_at, health = now, self._health.take()
+            reading = NodeReading(workers, share, self._guard.limit, waits)
         link.connection.send(Beat(reading, health))
-
-    def _read(self) -> NodeReading:
-        workers = {worker: progress(watched.last) for worker, watched in self._watched.items()}
-        for worker, watched in self._watched.items():
-            if (memory := self._memory.process(watched.pid)) is not None:
-                workers[worker] |= vars(memory)
-        pressure = self._memory.pressure()
-        share, waits = self._memory.read().share, vars(pressure) if pressure is not None else {}
-        return NodeReading(workers, share, self._guard.limit, waits)
 
     def _check_coordinator(self) -> None:
         """Kill a coordinator of this node that is stopped or silent. The limit on silence is long: training goes on
@@ -325,13 +326,13 @@ class NodeAgent:
 
     # ------------------------------------------------------------ workers
 
-    def _watch_worker(self, wanted: Watch) -> None:
-        self._gpus.update(wanted.gpus)
-        if wanted.worker in self._watched:
+    def _watch_worker(self, request: Watch) -> None:
+        self._gpus.update(request.gpus)
+        if request.worker in self._watched:
             return
-        stamps = StampReader(wanted.stamp_path)
-        self._watched[wanted.worker] = Watched(wanted.worker, wanted.pid, stamps, wanted.log_path)
-        self._exits.watch(wanted.pid, wanted.worker)
+        stamps = StampReader(request.stamp_path)
+        self._watched[request.worker] = Watched(request.worker, request.pid, stamps, request.log_path)
+        self._exits.watch(request.pid, request.worker)
         # Locked, so that nobody removes the run's folder between two of its workers. A living worker holds the lock
         # too: a process that removes the folder now removes a dead run's.
         folder = stamps.path.parent
@@ -377,7 +378,7 @@ class NodeAgent:
             self._kill(hang.worker, hang.describe())
 
     def _look_at_memory(self, now: float) -> None:
-        """Kill the worker that grew, before Ray or the kernel chooses somebody else."""
+        """Kill the worker that grew, before Ray or the kernel chooses another process."""
         verdict = self._guard.look(now, {worker: watched.pid for worker, watched in self._watched.items()})
         if verdict is None:
             return
@@ -387,32 +388,23 @@ class NodeAgent:
         self._watched[verdict.worker].memory = verdict.text
         self._kill(verdict.worker, f"{OUT_OF_MEMORY}: {verdict.text}")
 
-    def _report_exit_begun(self, key: str) -> None:
-        """Report that a process has begun to exit; its cause is reported when it is known."""
-        if key in self._watched:
-            watched = self._watched[key]
-            watched.ending = True
-            reason = "hung" if watched.hang else OUT_OF_MEMORY if watched.memory else "died"
-            self._report(watched, reason, "its process is ending", time.monotonic())
-
     def _report_death(self, notice: ExitNotice) -> None:
         watched = self._watched.pop(notice.key, None)
         if watched is None:
             return
         if signal_name(notice.signal) == "SIGKILL" and not watched.killed:
             watched.memory = self._guard.kernel_killed(notice.key) or ray_killed(watched.log_path, watched.pid)
-        reason = "hung" if watched.hang else OUT_OF_MEMORY if watched.memory else "died"
-        reason = "exited" if notice.exit_code is not None and reason == "died" else reason
-        self._report(watched, reason, describe_exit(notice), notice.monotonic_s, signal_name(notice.signal))
+        died = "died" if notice.exit_code is None else "exited"
+        self._report(watched, describe_exit(notice), notice.monotonic_s, signal_name(notice.signal), died)
         self._drop_stamps(watched)
 
-    def _report(self, watched: Watched, reason: str, how: str, monotonic_s: float, signal: str = "") -> None:
+    def _report(self, watched: Watched, how: str, monotonic_s: float, signal: str = "", died: str = "died") -> None:
         stamp = watched.stamps.read() or watched.last
         why = watched.hang or watched.memory
         death = Death(
             worker=watched.worker,
             pid=watched.pid,
-            reason=reason,
+            reason="hung" if watched.hang else OUT_OF_MEMORY if watched.memory else died,
             how=f"{why}; {how}" if why else how,
             monotonic_s=monotonic_s,
             step=stamp.step if stamp else -1,
@@ -426,13 +418,13 @@ class NodeAgent:
         self._send(death)
 
 
-def progress(stamp: Stamp | None) -> dict[str, Any]:
-    """A worker's step and phase, for how long it has been in that, and the seconds of its last whole step by part, as
-    `metrics_table.CLOCK_PARTS`; what is no part of every step is `other`. {} if unknown."""
+def progress(stamp: Stamp | None) -> WorkerReading:
+    """A worker's step and phase, the seconds since this phase began, and those of its last whole step by part, as
+    `metrics_table.CLOCK_PARTS`; the rest is `other`. {} if unknown."""
     if stamp is None:
         return {}
     in_phase_s = round(max(0.0, (time.monotonic_ns() - stamp.monotonic_ns) / 1e9), 3)
-    figures: dict[str, Any] = {"at_step": stamp.step, "phase": phase_name(stamp.phase), "in_phase_s": in_phase_s}
+    figures: WorkerReading = {"at_step": stamp.step, "phase": phase_name(stamp.phase), "in_phase_s": in_phase_s}
     if (clock := stamp.clock) is not None:
         parts = {part: clock.phases_s[part] for part in CLOCK_PARTS if part in clock.phases_s}
         parts |= {"data": clock.data_wait_s, "other": sum(clock.phases_s.values()) - sum(parts.values())}
@@ -441,8 +433,8 @@ def progress(stamp: Stamp | None) -> dict[str, Any]:
 
 
 def hang_settings(timeouts: Timeouts) -> HangSettings:
-    """A worker's heartbeat thread touches the stamps in every phase. Only writing the weights, native code that keeps
-    the GIL, and compilers silence it."""
+    """Limits on a worker's silence. Its heartbeat thread touches the stamps in every phase; only writing the weights,
+    native code that keeps the GIL, and compilers silence it."""
     return HangSettings(
         period_s=PERIOD_S,
         floor_s=timeouts.heart_floor_s,

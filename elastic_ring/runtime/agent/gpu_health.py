@@ -1,7 +1,7 @@
-"""A node's GPUs as NVML sees them: use, power, temperature, memory errors, slowdowns, and Xid errors as they happen.
+"""Reads a node's GPUs through NVML: use, power, temperature, memory errors, slowdowns, and Xid errors as they happen.
 
 NVML is the optional package nvidia-ml-py; without it, or without a driver, readings are empty. It needs no root.
-Calls may hang where a GPU has fallen off its bus: only `health.HealthThread` may make them. No CUDA and no torch here.
+Calls may hang if a GPU has fallen off its bus: only `health.HealthThread` may make them. No CUDA and no torch here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +34,27 @@ RISING = {
     "needs_reset": "memory row(s) to remap that wait for a reset, or cannot be remapped",
     "xid_errors": "Xid error(s)",
 }
-"""What rises before a GPU fails."""
+"""Counters that rise before a GPU fails."""
 OF_PROGRAMS = frozenset({13, 31, 43, 45, 68, 69, 94, 109})
-"""Xid errors that a program's own fault, or its end, causes on a healthy GPU (a contained memory error, 94, ends up in
-the counts of memory errors)."""
+"""Xid errors that a program's own fault, or its end, causes on a healthy GPU (a contained memory error, 94, also counts
+as a memory error)."""
+
+
+class GpuReport(TypedDict, total=False):
+    """`Nvml.describe` of one GPU; readings that it lacks are missing."""
+
+    index: int
+    name: str
+    used_bytes: int
+    total_bytes: int
+    max_clock_mhz: int
+    needs_reset: float
+    ecc_errors: float
+    slowed: float
 
 
 class Nvml:
-    """The GPUs of this node. `open` first; nothing else may be called where it returned False."""
+    """The GPUs of this node. Call `open` first, and nothing else if it returned False."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -61,21 +74,17 @@ class Nvml:
             log.info("no NVML on this node: %s", error)
             return False
         self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
-        self._listen()
-        return bool(self._handles)
-
-    def _listen(self) -> None:
-        """Have NVML collect Xid errors; some virtual GPUs have none."""
         try:
             self._events = self._nvml.nvmlEventSetCreate()
             for handle in self._handles:
                 self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, self._events)
-        except self._nvml.NVMLError as error:
+        except self._nvml.NVMLError as error:  # some virtual GPUs have none
             log.info("NVML reports no Xid errors here: %s", error)
             self._events = None
+        return bool(self._handles)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for an Xid error; whether this waited, or one came."""
+        """Wait for an Xid error; False if NVML cannot wait for any."""
         if self._events is None:
             return False
         try:
@@ -83,7 +92,7 @@ class Nvml:
             index, xid = self._nvml.nvmlDeviceGetIndex(event.device), int(event.eventData)
         except self._nvml.NVMLError_Timeout:
             return True
-        except self._nvml.NVMLError as error:  # a GPU that is lost, say; its other readings go on
+        except self._nvml.NVMLError as error:  # a lost GPU, say; its other readings go on
             log.warning("NVML reports no more Xid errors: %s", error)
             self._events = None
             return False
@@ -95,9 +104,9 @@ class Nvml:
         """By the GPU's index; readings that a GPU lacks are missing."""
         return {str(index): self._read(index, handle) for index, handle in enumerate(self._handles)}
 
-    def describe(self) -> list[dict[str, Any]]:
-        """The same with each GPU's name, memory and highest clock (0 if unknown): for a look before a start."""
-        found = []
+    def describe(self) -> list[GpuReport]:
+        """The readings with each GPU's name, memory and highest clock (0 if unknown): for a look before a start."""
+        reports = []
         for (index, reading), handle in zip(self.read().items(), self._handles, strict=True):
             try:
                 clock = int(self._nvml.nvmlDeviceGetMaxClockInfo(handle, self._nvml.NVML_CLOCK_SM))
@@ -105,21 +114,20 @@ class Nvml:
                 clock = 0
             name = self._nvml.nvmlDeviceGetName(handle)
             memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-            found.append(
-                {
-                    **reading,
-                    "index": int(index),
-                    "name": name if isinstance(name, str) else name.decode(),
-                    "used_bytes": int(memory.used),
-                    "total_bytes": int(memory.total),
-                    "max_clock_mhz": clock,
-                }
-            )
-        return found
+            report: GpuReport = {
+                **reading,  # type: ignore[typeddict-item]
+                "index": int(index),
+                "name": name if isinstance(name, str) else name.decode(),
+                "used_bytes": int(memory.used),
+                "total_bytes": int(memory.total),
+                "max_clock_mhz": clock,
+            }
+            reports.append(report)
+        return reports
 
     def _read(self, index: int, handle: Any) -> Reading:
         nvml = self._nvml
-        asked: dict[str, Callable[[], float]] = {
+        getters: dict[str, Callable[[], float]] = {
             "utilisation": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
             "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             "temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
@@ -128,16 +136,16 @@ class Nvml:
             ),
             "slowed": lambda: is_slowed(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
         }
-        found: Reading = {"xid_errors": self._xids[index]} if self._events is not None else {}
-        for key, ask in asked.items():
+        reading: Reading = {"xid_errors": self._xids[index]} if self._events is not None else {}
+        for key, get in getters.items():
             try:
-                found[key] = float(ask())
+                reading[key] = float(get())
             except nvml.NVMLError as error:
-                log.debug("GPU %d does not tell %s: %s", index, key, error)
-        return found | self._memory(handle)
+                log.debug("GPU %d has no reading of %s: %s", index, key, error)
+        return reading | self._memory(handle)
 
     def _memory(self, handle: Any) -> Reading:
-        """Rows that were remapped; retired pages on GPUs before Ampere; {} if NVML reports neither."""
+        """The remapped rows; retired pages on GPUs before Ampere; {} if NVML reports neither."""
         nvml = self._nvml
         try:
             corrected, uncorrected, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
@@ -155,11 +163,11 @@ class Nvml:
             return {}
 
 
-# ---------------------------------------------------------------- judgements, from what was read
+# ---------------------------------------------------------------- judgements
 
 
 def is_of_the_device(xid: int) -> bool:
-    """Whether an Xid error says something of the GPU, and not of the program on it."""
+    """Whether an Xid error is the GPU's, and not of the program on it."""
     return xid not in OF_PROGRAMS
 
 
@@ -171,14 +179,14 @@ def is_slowed(reasons: int) -> bool:
 
 
 def worse(before: Mapping[str, Reading], now: Mapping[str, Reading]) -> list[str]:
-    """A sentence for each GPU whose counters have risen between two readings, and for counts already there at its first
-    reading (`before` lacks it then)."""
-    told = []
+    """A sentence for each GPU whose counters have risen between two readings, or were not 0 at its first reading
+    (`before` lacks it then)."""
+    sentences = []
     for index, reading in now.items():
-        known = before.get(index, {})
-        risen = {key: reading[key] - known.get(key, 0.0) for key in RISING if key in reading}
-        shown = ", ".join(f"{risen[key]:.0f} {what}" for key, what in RISING.items() if risen.get(key, 0.0) > 0)
+        earlier = before.get(index, {})
+        risen = {key: reading[key] - earlier.get(key, 0.0) for key in RISING if key in reading}
+        shown = ", ".join(f"{risen[key]:.0f} {errors}" for key, errors in RISING.items() if risen.get(key, 0.0) > 0)
         if shown:
             since = "since the last look" if index in before else "from before"
-            told.append(f"GPU {index} has {shown} {since}: it may fail; look at dmesg and nvidia-smi -q")
-    return told
+            sentences.append(f"GPU {index} has {shown} {since}: it may fail; look at dmesg and nvidia-smi -q")
+    return sentences

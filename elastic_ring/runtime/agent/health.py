@@ -1,7 +1,7 @@
-"""A node's health beside its workers: network counters, its resolver, and GPUs where there are any.
+"""A node's health beside its workers: network counters, its resolver, and its GPUs.
 
-The readings are made in threads of their own.
-A call to a driver may hang; deaths and hangs of workers must be noticed all the same. No decisions here.
+Threads of their own make the readings: a call to a driver may hang, and deaths and hangs of workers must be noticed all
+the same. No decisions here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from elastic_ring.runtime.agent.gpu_health import Nvml, Reading, worse
+from elastic_ring.runtime.agent.messages import NodeHealth
+
+log = logging.getLogger(__name__)
+
+LIMIT_S = 2.0
+"""A resolver that is reachable answers, or refuses, within a second."""
+HEALTH_S = 5.0
+"""Between two readings: reading eight GPUs takes some milliseconds of one core."""
 
 ERRORS = (
     "symbol_error",
@@ -39,12 +46,12 @@ INFINIBAND_KEYS = ("infiniband_errors", "infiniband_drops", "infiniband_sent_byt
 def network_counters(root: str | os.PathLike[str] = "/") -> dict[str, int]:
     """Sums since boot over all interfaces but the loopback; of InfiniBand only where there are ports. `root`: where
     /sys is."""
-    found = {"errors": 0, "drops": 0}
+    sums = {"errors": 0, "drops": 0}
     for name, counters in psutil.net_io_counters(pernic=True).items():
         if name != "lo":
-            found["errors"] += counters.errin + counters.errout
-            found["drops"] += counters.dropin + counters.dropout
-    return found | infiniband_counters(root)
+            sums["errors"] += counters.errin + counters.errout
+            sums["drops"] += counters.dropin + counters.dropout
+    return sums | infiniband_counters(root)
 
 
 def infiniband_counters(root: str | os.PathLike[str]) -> dict[str, int]:
@@ -52,31 +59,29 @@ def infiniband_counters(root: str | os.PathLike[str]) -> dict[str, int]:
     folders = sorted(Path(root, "sys/class/infiniband").glob("*/ports/*/counters"))
     if not folders:
         return {}
+
+    def total(*names: str) -> int:
+        """Without the counters that a driver lacks."""
+        values = 0
+        for path in (folder / name for folder in folders for name in names):
+            with suppress(OSError, ValueError):
+                values += int(path.read_text())
+        return values
+
     return {
-        "infiniband_errors": sum(_counter(folder / name) for folder in folders for name in ERRORS),
-        "infiniband_drops": sum(_counter(folder / name) for folder in folders for name in DROPS),
-        "infiniband_sent_bytes": WORD_BYTES * sum(_counter(folder / "port_xmit_data") for folder in folders),
-        "infiniband_received_bytes": WORD_BYTES * sum(_counter(folder / "port_rcv_data") for folder in folders),
+        "infiniband_errors": total(*ERRORS),
+        "infiniband_drops": total(*DROPS),
+        "infiniband_sent_bytes": WORD_BYTES * total("port_xmit_data"),
+        "infiniband_received_bytes": WORD_BYTES * total("port_rcv_data"),
     }
 
 
-def _counter(path: Path) -> int:
-    """0 where the driver has no such counter."""
-    with suppress(OSError, ValueError):
-        return int(path.read_text())
-    return 0
-
-
-LIMIT_S = 2.0
-"""A resolver that is reachable answers, or refuses, within a second."""
-
-
 def lookup_s(address: str) -> float:
-    """Seconds that a look-up of the name of `address` takes, at most about LIMIT_S; it need not have one. torch looks
-    the name up at each rendezvous: with a resolver that does not answer that takes ten seconds longer."""
+    """Seconds that a look-up of the name of `address` takes, at most about LIMIT_S; it need not have a name. torch
+    looks the name up at each rendezvous: with a resolver that does not answer that takes ten seconds longer."""
 
     def look() -> None:
-        with suppress(OSError):  # nobody knows the address: a quick answer, which is what counts
+        with suppress(OSError):  # an unknown address is a quick answer, too
             socket.getnameinfo((address, 0), 0)
 
     begun, thread = time.monotonic(), threading.Thread(target=look, name="resolver", daemon=True)
@@ -86,7 +91,7 @@ def lookup_s(address: str) -> float:
 
 
 def resolver_warning(node: str, address: str, took_s: float) -> str:
-    """What a run says of a node whose look-up took so long; empty if that is fast enough."""
+    """A warning for a node whose look-up took so long; empty if that is fast enough."""
     if took_s < LIMIT_S:
         return ""
     return (
@@ -96,25 +101,19 @@ def resolver_warning(node: str, address: str, took_s: float) -> str:
     )
 
 
-log = logging.getLogger(__name__)
-
-HEALTH_S = 5.0
-"""Between two readings: reading eight GPUs takes some milliseconds of one core."""
-
-
 class HealthThread:
-    """The newest reading, and news of GPUs that get worse. `tell` is called with a sentence, in the thread."""
+    """Keeps the newest reading, and calls `tell` in its thread with a sentence for each GPU that gets worse."""
 
     def __init__(self, tell: Callable[[str], None], network: Callable[[], dict[str, int]] = network_counters) -> None:
         self._tell, self._network = tell, network
-        self._newest: dict[str, Any] | None = None
+        self._newest: NodeHealth | None = None
         self._gpus: dict[str, Reading] = {}
 
     def open(self) -> None:
         threading.Thread(target=self._watch, name="health", daemon=True).start()
 
-    def take(self) -> dict[str, Any] | None:
-        """The newest reading, once; None while there is no newer one."""
+    def take(self) -> NodeHealth | None:
+        """The newest reading, once; None while there is none newer."""
         newest, self._newest = self._newest, None
         return newest
 

@@ -1,23 +1,53 @@
-"""What node agents and the coordinator say to each other: frozen data, in the codec of the core's messages."""
+"""Messages between node agents and the coordinator: frozen data, in the codec of the core's messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from elastic_ring.control.messages import decoded
+from elastic_ring.runtime.agent.gpu_health import Reading
+
+
+@dataclass(frozen=True)
+class CoordinatorEndpoint:
+    """Where an agent connects to the coordinator: its server, the server's key, and its own process and node."""
+
+    host: str
+    port: int
+    key: str
+    pid: int
+    node: str
+
+
+class WorkerReading(TypedDict, total=False):
+    """A worker's progress (`agent.progress`), and its memory as `host_memory.ProcessMemory`."""
+
+    at_step: int
+    phase: str
+    in_phase_s: float
+    clock: dict[str, float]
+    rss_bytes: int
+    peak_rss_bytes: int
+    shared_bytes: int
+
+
+class NodeHealth(TypedDict):
+    """A reading of `agent.health`: the network's counters, and GPUs by their index."""
+
+    network: dict[str, int]
+    gpus: dict[str, Reading]
 
 
 @dataclass(frozen=True)
 class FromAgent:
-    """What an agent says of its node."""
+    """A message of an agent about its node."""
 
 
 @dataclass(frozen=True)
 class Hello(FromAgent):
-    """The first line of a connection. `reconnect_s`: how long Ray's processes of the node wait for a head that is
-    gone."""
+    """The first line of a connection. `reconnect_s`: how long Ray's processes of the node wait for a lost head."""
 
     node: str
     key: str
@@ -27,11 +57,10 @@ class Hello(FromAgent):
 
 @dataclass(frozen=True)
 class NodeReading:
-    """`workers`: what each does (`agent.progress`), and its memory. `memory_share`: of the node's memory, used;
-    `limit`: where the agent's guard acts, lower where Ray's own monitor would act first. `pressure`: `some` and `full`
-    of `host_memory.Pressure`, {} without kernel support."""
+    """`memory_share`: the used share of the node's memory. `limit`: the share at which the agent's guard acts, below
+    that of Ray's own monitor. `pressure`: `some` and `full` of `host_memory.Pressure`, {} without kernel support."""
 
-    workers: Mapping[str, Any]
+    workers: Mapping[str, WorkerReading]
     memory_share: float
     limit: float
     pressure: Mapping[str, float]
@@ -39,10 +68,10 @@ class NodeReading:
 
 @dataclass(frozen=True)
 class Beat(FromAgent):
-    """The agent runs. `reading` and `health` (`agent.health`) only in some beats."""
+    """The agent runs. `reading` and `health` come only in some beats."""
 
     reading: NodeReading | None = None
-    health: Mapping[str, Any] | None = None
+    health: NodeHealth | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +92,7 @@ class Death(FromAgent):
 
 @dataclass(frozen=True)
 class BadGpus(FromAgent):
-    """The GPUs of the node that must not be used; replaces what was said before."""
+    """The GPUs of the node that must not be used; replaces the last such message."""
 
     names: tuple[str, ...]
 
@@ -97,7 +126,7 @@ class HungUp(FromAgent):
 
 @dataclass(frozen=True)
 class ToAgent:
-    """What the coordinator says to an agent."""
+    """A message of the coordinator to an agent."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +136,7 @@ class Echo(ToAgent):
 
 @dataclass(frozen=True)
 class Watch(ToAgent):
-    """Watch this worker: by pidfd, and by its stamps. `gpus`: the names of those that its process sees."""
+    """Watch this worker: by pidfd, and by its stamps. `gpus`: names of the GPUs that its process sees."""
 
     worker: str
     pid: int

@@ -1,7 +1,7 @@
-"""Asks the provider, on each node, whether this machine is about to be taken away.
+"""Asks the provider, on each node, for a notice that this machine is about to be taken away.
 
-A function without arguments answers None, or in how many seconds the machine goes. It is named in `RunConfig.notices`:
-`aws`, `gcp` and `azure` are here, any other is MODULE:FUNCTION. The answer becomes Ray's drain notice. No decisions.
+A function without arguments answers None, or in how many seconds the machine goes. `RunConfig.notices` names it: `aws`,
+`gcp` and `azure` are here, any other is MODULE:FUNCTION. The answer becomes Ray's drain notice. No decisions.
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ ANSWER_S = 2.0
 METADATA = "http://169.254.169.254"
 GCP_METADATA = "http://metadata.google.internal"
 GCP_NOTICE_S = 30.0
-"""What Google Cloud grants after it has said so (compute/docs/instances/preemptible)."""
+"""The time that Google Cloud grants after its notice (compute/docs/instances/preemptible)."""
 
 
 def find(name: str) -> Ask:
-    """The function of this name. Raises: ValueError for one that is not there."""
+    """The function of this name. Raises: ValueError if there is none."""
     if name in PROVIDERS:
         return PROVIDERS[name]
     module, _, function = name.partition(":")
     try:
-        found: Ask = getattr(importlib.import_module(module), function)
+        ask: Ask = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"notices={name!r}: give one of {', '.join(PROVIDERS)}, or MODULE:FUNCTION that can be imported on each "
             f"node ({error})"
         ) from error
-    return found
+    return ask
 
 
 class Notices:
-    """Asks in a thread of its own, as a provider may take long to answer; `tell(in_s)` once, `failed(text)` for each
-    new reason why there is no answer. Raises: ValueError as `find`."""
+    """Asks in a thread of its own, as a provider may take long to answer; calls `tell(in_s)` once, and `failed(text)`
+    for each new reason without an answer. Raises: ValueError as `find`."""
 
     def __init__(self, name: str, tell: Callable[[float], None], failed: Callable[[str], None]) -> None:
         self._name, self._tell, self._failed = name, tell, failed
         self._ask = find(name)
 
     def open(self) -> None:
-        threading.Thread(target=self._watch, args=(self._ask,), name="notices", daemon=True).start()
+        threading.Thread(target=self._watch, name="notices", daemon=True).start()
 
-    def _watch(self, ask: Ask) -> None:
-        told_failure, pause = "", threading.Event()
+    def _watch(self) -> None:
+        last_reason, pause = "", threading.Event()
         while True:
             try:
-                in_s = ask()
+                in_s = self._ask()
                 if in_s is not None:
                     log.warning("the provider takes this machine away in %.0f s", in_s)
                     self._tell(in_s)
                     return
             except Exception as error:
-                if f"{error}" != told_failure:  # logged once: off that provider there is never an answer
-                    told_failure = f"{error}"
+                if f"{error}" != last_reason:  # logged once: off that provider there is never an answer
+                    last_reason = f"{error}"
                     self._failed(f"notices={self._name!r} does not say whether this machine is taken away: {error}")
             pause.wait(ASK_EVERY_S)
 
@@ -74,22 +74,22 @@ class Notices:
 def aws(base: str = METADATA) -> float | None:
     """EC2's instance-action of a spot instance, by IMDSv2: two minutes' notice."""
     token = _get(f"{base}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "300"}, method="PUT")
-    found = _get(f"{base}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token or ""})
-    return None if found is None else _until(datetime.fromisoformat(plain_json(found)["time"]))
+    notice = _get(f"{base}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token or ""})
+    return None if notice is None else _seconds_until(datetime.fromisoformat(plain_json(notice)["time"]))
 
 
 def gcp(base: str = GCP_METADATA) -> float | None:
     """Compute Engine's `preempted`; the machine goes half a minute later."""
-    found = _get(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
-    return GCP_NOTICE_S if found is not None and found.strip() == "TRUE" else None
+    preempted = _get(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+    return GCP_NOTICE_S if preempted is not None and preempted.strip() == "TRUE" else None
 
 
 def azure(base: str = METADATA) -> float | None:
     """Azure's scheduled events of the kinds that end this machine."""
-    found = _get(f"{base}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
-    events = plain_json(found)["Events"] if found is not None else []
+    document = _get(f"{base}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
+    events = plain_json(document)["Events"] if document is not None else []
     ends = [event["NotBefore"] for event in events if event["EventType"] in ("Preempt", "Terminate")]
-    return min((_until(parsedate_to_datetime(at)) if at else 0.0 for at in ends), default=None)
+    return min((_seconds_until(parsedate_to_datetime(at)) if at else 0.0 for at in ends), default=None)
 
 
 PROVIDERS: Mapping[str, Ask] = {"aws": aws, "gcp": gcp, "azure": azure}
@@ -108,6 +108,6 @@ def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | Non
         raise
 
 
-def _until(at: datetime) -> float:
+def _seconds_until(at: datetime) -> float:
     """Seconds from now, at least 0."""
     return max(0.0, (at - datetime.now(UTC)).total_seconds())

@@ -102,6 +102,7 @@ from elastic_ring.runtime.stages import Stages
 from elastic_ring.runtime.terms import Terms, TermWatch
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.runtime.worker.faults import SLOW_SAVE_S, inject_into_coordinator
+from elastic_ring.runtime.worker.saver import CheckpointTerms
 
 log = logging.getLogger(__name__)
 
@@ -671,7 +672,7 @@ class Coordinator:
             self.storage.checkpoints.gone_back(build.step, (build.term, build.generation))
         for left in [one for one in decision.commands if isinstance(one, Release) and one.wrong]:
             self.recorder.found_wrong(left.wrong, [left.worker])
-        self.dispatch.send(decision.commands, self.recorder.metrics.last_step, self._told_of_checkpoints())
+        self.dispatch.send(decision.commands, self.recorder.metrics.last_step, self._checkpoint_terms())
         if not isinstance(self.state.phase, Building):
             self.dispatch.end_meeting()
         if isinstance(before.phase, Reconnecting) and isinstance(self.state.phase, Running):
@@ -682,16 +683,13 @@ class Coordinator:
             end = self.state.phase.end
             self._finish({"error": end.error, "message": end.message, "facts": dict(end.facts)})
 
-    def _told_of_checkpoints(self) -> dict[str, Any]:
-        """What members need to know to save: see `runtime.worker.saver`."""
+    def _checkpoint_terms(self) -> CheckpointTerms:
         num_losses = sum(self.recorder.recoveries.num_lost().values())
         seen_s = self.clock() - self.recorder.begin.started_s
-        return {
-            "attempt": self.run_spec.attempt,
-            "lineage": self.run_spec.resume.lineage,
-            "mean_time_between_failures_s": (seen_s + PRIOR_FAILURE_S) / (1 + num_losses),
-            "wants_first": not (self.recorder.totals.checkpoints or self.run_spec.resume.checkpoints),
-        }
+        mean_s = (seen_s + PRIOR_FAILURE_S) / (1 + num_losses)
+        resume = self.run_spec.resume
+        wants_first = not (self.recorder.totals.checkpoints or resume.checkpoints)
+        return CheckpointTerms(self.run_spec.attempt, resume.lineage, mean_s, wants_first)
 
     # ------------------------------------------------------------ the end
 

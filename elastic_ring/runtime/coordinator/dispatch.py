@@ -40,7 +40,9 @@ from elastic_ring.runtime.agent.stamp_dir import stamp_folder
 from elastic_ring.runtime.coordinator.inbox import Happened, Put, WorkerFound
 from elastic_ring.runtime.driver.cluster import Cluster, watch_ref
 from elastic_ring.runtime.driver.drain import leave_node
-from elastic_ring.runtime.groups.sockets import RendezvousStore, common_host
+from elastic_ring.runtime.groups.sockets import RendezvousStore, StoreAddress, common_host
+from elastic_ring.runtime.worker.coordinator_client import CommandDetails
+from elastic_ring.runtime.worker.saver import CheckpointTerms
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +130,9 @@ class Dispatcher:
             else:
                 watch_ref(handle.describe.remote(), self._found)
 
-    def send(self, commands: Iterable[Command], published: int, checkpoint: Mapping[str, Any] | None = None) -> None:
+    def send(self, commands: Iterable[Command], published: int, checkpoint: CheckpointTerms | None = None) -> None:
         """`published`: the last step that is recorded. `checkpoint`: what members need to know to save."""
+        details = CommandDetails(published)
         for command in commands:
             match command:
                 case StartWorker():
@@ -139,13 +142,13 @@ class Dispatcher:
                 case KillWorker():
                     self._kill(command)
                 case Build():
-                    self._tell(command, {**self._rendezvous(command), "published": published, "checkpoint": checkpoint})
+                    self._tell(command, CommandDetails(published, self._rendezvous(command), checkpoint))
                 case Release():
-                    self._tell(command, {"published": published})
+                    self._tell(command, details)
                     if not command.wrong:  # else it marks its GPU first, and ends by itself
                         self._ray_calls.put(self._cluster.remove_worker, command.worker)
                 case Stop() | Answer() | Hello() | Standby() | Finalize():
-                    self._tell(command, {"published": published})
+                    self._tell(command, details)
                 case EndRun():
                     log.info("%s: end of run: %s %s", command.cause, command.error or "success", command.message)
 
@@ -220,7 +223,7 @@ class Dispatcher:
             self._ray_calls.put(self._cluster.remove_worker, command.worker)
             self._happened(WorkerLost(command.cause, command.worker, "unreachable", command.reason))
 
-    def _tell(self, command: Any, extra: dict[str, Any]) -> None:
+    def _tell(self, command: Any, details: CommandDetails) -> None:
         handle = self._handles.get(command.worker)
         if handle is None:
             return
@@ -234,17 +237,16 @@ class Dispatcher:
             elif error is not None:
                 log.warning("%s: %s to %s: %s", command.cause, type(command).__name__, command.worker, error)
 
-        watch_ref(handle.command.remote(to_json(command), extra), sent)
+        watch_ref(handle.command.remote(to_json(command), details), sent)
 
-    def _rendezvous(self, command: Build) -> dict[str, Any]:
+    def _rendezvous(self, command: Build) -> StoreAddress:
         identity = (command.term, command.generation)
         if self._meeting is None or self._meeting.id != identity:
             # After a build that did not come to its end, because one of them comes from an address that is not known.
             self._keeps_out = self._keeps_out and self._meeting is None
             self._meeting = self._meet(command, identity)
         store = self._meeting.store
-        place = {"store_host": store.host, "store_port": store.port, "store_secret": store.secret}
-        return {**place, "hosts": self._meeting.hosts}
+        return StoreAddress(store.host, store.port, store.secret, tuple(self._meeting.hosts))
 
     def _meet(self, command: Build, identity: tuple[int, int]) -> Meeting:
         workers = {*command.members, *(worker for heal in command.heals for worker in (heal.donor, *heal.newcomers))}

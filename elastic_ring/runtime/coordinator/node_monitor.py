@@ -27,6 +27,7 @@ from elastic_ring.runtime.agent.health import resolver_warning
 from elastic_ring.runtime.agent.messages import (
     BadGpus,
     Beat,
+    CoordinatorEndpoint,
     Death,
     Echo,
     Forget,
@@ -331,14 +332,14 @@ class NodeMonitor(NodeFigures):
     def _start_agent(self, node: NodeInfo) -> None:
         """Start or find the node's agent and have it connect. Waits for Ray, so the lock must not be held."""
         agent, server = self._cluster.start_agent(node), self._agent_server
-        here = {"pid": os.getpid(), "node": self._own_node}
+        endpoint = CoordinatorEndpoint(server.host, server.port, server.key, os.getpid(), self._own_node)
 
         def attached(_: Any, error: BaseException | None) -> None:
             if error is not None:
                 log.error("agent of node %s did not attach: %s", node.node, error)
                 self._unattached.put((node.node, agent))
 
-        attaching = agent.attach.remote({"host": server.host, "port": server.port, "key": server.key, **here})
+        attaching = agent.attach.remote(endpoint)
         with self._lock:
             if self.info(node.node) is not None:  # it may have been lost meanwhile
                 self._nodes[node.node].agent = agent

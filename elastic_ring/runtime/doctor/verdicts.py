@@ -8,6 +8,7 @@ from itertools import product
 from statistics import median
 from typing import Any, Generic, Literal, TypedDict, TypeVar
 
+from elastic_ring.runtime.agent.gpu_health import GpuReport
 from elastic_ring.wording import few
 
 Verdict = Literal["ok", "note", "warning", "failure"]
@@ -23,18 +24,6 @@ ON_THE_WAY_S = 30.0
 """The most that a starting worker's report may wait for its reader."""
 SLOW_SHARE = 0.5
 NUM_NAMED = 4
-
-
-class GpuReport(TypedDict, total=False):
-    """`gpu_health.Nvml.describe`; readings that a GPU lacks are missing."""
-
-    index: int
-    name: str
-    used_bytes: int
-    max_clock_mhz: int
-    needs_reset: float
-    ecc_errors: float
-    slowed: float
 
 
 class HostReport(TypedDict, total=False):

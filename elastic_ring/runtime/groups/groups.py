@@ -2,11 +2,13 @@
 
 A generation has four groups: `world` (votes), `shard` (FSDP2 inside a ring), `ring` (K/V hops) and
 `replica` (gradients across rings). The training thread builds them; the control thread may abort them at any time.
-How each kind of group is built and aborted is in `gloo` and `nccl`.
+They stand in torch's global tables, where alone FSDP2 and DeviceMesh find groups. How each kind of group is built and
+aborted is in `gloo` and `nccl`.
 """
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_ring.errors import GroupAborted, PeerFailed
@@ -28,14 +31,16 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.groups.gloo import Sockets
 from elastic_ring.runtime.groups.nccl import BatchedGroup, LaunchGate
-from elastic_ring.runtime.groups.registry import make_default, register_group
 from elastic_ring.runtime.groups.sockets import NewListeners, with_secret
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.state.transfer import Link
 
+_ABORT_AGAIN_S = 0.02
+_STORE_TRY_S = 0.3
+
 
 def self_test(groups: Groups) -> None:
-    """A known sum over each group of several ranks, and over the ring a known number from every rank to every other.
+    """Check a known sum over each group of several ranks, and a known number between each pair of ranks of the ring.
 
     Raises PeerFailed for a wrong result, GroupAborted when the groups were aborted meanwhile.
     """
@@ -43,17 +48,17 @@ def self_test(groups: Groups) -> None:
         group: Any = getattr(groups, name)
         if group.size() == 1:
             continue
-        on = groups.connector.device if name != "world" else torch.device("cpu")
-        probe = torch.tensor([1.0, float(group.rank())], device=on)
+        device = groups.connector.device if name != "world" else torch.device("cpu")
+        probe = torch.tensor([1.0, float(group.rank())], device=device)
         # The other groups' launches take the gate's lock themselves, and it is not reentrant.
         with groups.launching() if name == "shard" else nullcontext():
             work = group.allreduce([probe])
         work.wait()
         size = group.size()
-        found = probe.tolist()
+        total = probe.tolist()
         groups.check()  # on a device an abort ends the exchange without an error
-        if found != [size, size * (size - 1) / 2]:
-            raise PeerFailed(f"self-test of group {name}: got {found} from {size} ranks")
+        if total != [size, size * (size - 1) / 2]:
+            raise PeerFailed(f"self-test of group {name}: got {total} from {size} ranks")
     received = shift(groups.ring, groups.connector.device)
     groups.check()
     if received != [float(peer) for peer in range(len(received))]:
@@ -61,7 +66,7 @@ def self_test(groups: Groups) -> None:
 
 
 def shift(ring: Any, device: torch.device) -> list[float]:
-    """All-to-all exchange of ranks, batched where the group supports it; returns what was received.
+    """Exchange ranks all-to-all, batched where the group supports it; returns the received ranks.
 
     NCCL connects two ranks at their first exchange, which takes as long as gigabytes do later. A hop pulls straight
     from its source, so a dense ring needs every pair.
@@ -83,14 +88,61 @@ def shift(ring: Any, device: torch.device) -> list[float]:
     return [float(value) for value in received.tolist()]
 
 
-_ABORT_AGAIN_S = 0.02
-_STORE_TRY_S = 0.3
+def register_group(
+    full_name: str,
+    store: PrefixStore,
+    backend: Any,
+    kind: str,
+    device_type: str,
+    ranks: Sequence[int],
+    global_rank: int,
+) -> dist.ProcessGroup:
+    """Create a group of these global ranks over a connected `backend` of `kind` (gloo, nccl), in torch's tables."""
+    group = dist.ProcessGroup(store, list(ranks).index(global_rank), len(ranks))
+    backend_type = getattr(dist.ProcessGroup.BackendType, kind.upper())
+    group._register_backend(torch.device(device_type), backend_type, backend)
+    group._set_default_backend(backend_type)
+    group._set_group_name(full_name)  # type: ignore[arg-type]
+    world = c10d._world
+    world.pg_map[group] = (kind, store)
+    world.pg_names[group] = full_name  # type: ignore[assignment]
+    world.pg_group_ranks[group] = {peer: i for i, peer in enumerate(ranks)}
+    world.pg_backend_config[group] = f"{device_type}:{kind}"
+    c10d._register_process_group(full_name, group)  # type: ignore[arg-type]
+    return group
+
+
+def forget_groups() -> None:
+    """Remove the old generation's groups from torch's tables; frees their threads and sockets.
+
+    Drop the module first: FSDP2 modules are reference cycles, which keep shards and groups until they are collected.
+    """
+    world = c10d._world
+    # Asks whether these groups are NCCL's, not whether there is a GPU: a run on CPUs may be on a host with GPUs.
+    if dist.is_initialized() and any(kind == "nccl" for kind, _ in world.pg_map.values()):
+        # As `destroy_process_group`, but without waiting for NCCL's groups to shut down: they are aborted.
+        c10d._update_default_pg(None)
+        for table in (
+            world.pg_map,
+            world.pg_names,
+            world.pg_group_ranks,
+            world.pg_backend_config,
+            world.pg_to_tag,
+            world.tags_to_pg,
+            world.pg_coalesce_state,
+        ):
+            table.clear()
+        c10d._unregister_all_process_groups()
+        world.group_count = 0
+    elif dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
 
 
 @dataclass(frozen=True)
 class Rendezvous:
     """Where and under which name the ranks of one generation meet. `prefix` carries (term, generation), `secret` is
-    the store's. `hosts`: where all of them are, empty where not all are known."""
+    the store's. `hosts`: where all of the ranks are; empty if some are unknown."""
 
     host: str
     port: int
@@ -151,7 +203,7 @@ class Groups:
 
     def link(self, ranks: Sequence[int]) -> Link | None:
         """The link of a heal between members, by global rank, the donor first: parts of `world` and, on a device, of
-        `replica`. None where not all of them hold the same shard in this mesh. Raises GroupAborted, PeerFailed."""
+        `replica`. None unless all of them hold the same shard in this mesh. Raises GroupAborted, PeerFailed."""
         replicas = self.mesh.replicas(self.mesh.coordinate(self.global_rank).cp_rank)
         if not set(ranks) <= set(replicas):
             return None
@@ -201,22 +253,21 @@ class Connector:
         `connect`."""
         with translated(self), self._sockets.admitting():
             begun = time.monotonic()
-            store = self._open_store()
-            self._exchange_addresses(store, mesh, global_rank)
+            store = self._meet(mesh, global_rank)
             met = time.monotonic()
             coordinate = mesh.coordinate(global_rank)
             everyone, ring = range(mesh.size), mesh.ring(coordinate.dp_rank)
             replicas = mesh.replicas(coordinate.cp_rank)
             world = self._group(store, "world", everyone, global_rank)
-            make_default(world)
+            c10d._update_default_pg(world)
             voting = time.monotonic()
             row, column = coordinate.dp_rank, coordinate.cp_rank
             named = ((f"shard{row}", ring), (f"ring{row}", ring), (f"replica{column}", replicas))
             hops: dist.ProcessGroup | BatchedGroup
             sums: dist.ProcessGroup | BatchedGroup
             if self.device.type == "cuda":
-                shard, *others = self._open_nccl(named, global_rank, voting)
-                hops, sums = (BatchedGroup(each._get_backend(self.device), self.gate.launching) for each in others)
+                shard, *batched = self._open_nccl(named, global_rank, voting)
+                hops, sums = (BatchedGroup(group._get_backend(self.device), self.gate.launching) for group in batched)
             else:
                 shard, hops, sums = (self._group(store, *name_ranks, global_rank) for name_ranks in named)
                 self.timings["groups_s"] = time.monotonic() - voting
@@ -236,17 +287,26 @@ class Connector:
 
     def link(self, name: str, workers: Sequence[str], worker: str) -> Link:
         """Groups of their own for a donor (first) and its newcomers, by worker id; they need no rank."""
+        begun, host = time.monotonic(), self.host_link(name, workers, worker)
+        if self.device.type != "cuda":
+            return Link(host)
         with translated(self):
-            link = self._make_link(name, workers, worker)
-            if link.device is not None:
-                nccl.first_exchange(link.device, self.device)
-                self.raise_if_aborted()  # an abort ends the exchange and raises nothing
-            return link
+            _, backend = self._nccl_backend(f"link/{name}/nccl", list(workers).index(worker), len(workers))
+            device_group = BatchedGroup(backend, self.gate.launching)
+            self._opened = NewListeners(self.where.address, self.where.hosts)
+            nccl.in_parallel([partial(self._connect, backend, "link_group", begun)], self._look)
+            nccl.first_exchange(device_group, self.device)
+            self.raise_if_aborted()  # an abort ends the exchange and raises nothing
+        return Link(host, device_group)
 
     def host_link(self, name: str, workers: Sequence[str], worker: str) -> Any:
-        """A group of `workers`, by worker id, for host memory alone, connected; they need no rank."""
-        with translated(self):
-            return self._link_host_group(name, workers, worker)
+        """A connected group of `workers`, by worker id, for host memory alone; they need no rank."""
+        with translated(self), self._sockets.admitting():
+            prefixed = PrefixStore(f"{self.where.prefix}/link/{name}", self._open_store())
+            index = list(workers).index(worker)
+            self._sockets.listen()
+            self._sockets.exchange_ports(prefixed, index, range(len(workers)))
+            return self._gloo(prefixed, index, len(workers))
 
     def abort(self) -> None:
         """Fail every operation of this generation, blocked or to come; the peers see it once `close` is called."""
@@ -262,13 +322,13 @@ class Connector:
         self._sockets.shut_down()
 
     def close(self) -> None:
-        """Let go of the connections of an aborted generation, once nobody waits for them any more."""
+        """Close the connections of an aborted generation, once nobody waits for them any more."""
         self._sockets.close()
         # Of groups that a boundary left up: freeing them would abort them too, but one after another.
         self._aborter.abort(self._nccl)
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """After `close`: whether every group on the device has let go of its memory within this time."""
+        """After `close`: whether every group on the device has freed its memory within this time."""
         return self._aborter.wait(timeout_s)
 
     def retire(self, link: Link) -> None:
@@ -318,10 +378,12 @@ class Connector:
         self._sockets.add_peer(socket.gethostbyname(self.where.host), self.where.port)
         return with_secret(store, self.where.secret)
 
-    def _exchange_addresses(self, store: Store, mesh: Mesh, global_rank: int) -> None:
-        """Listen, and exchange addresses with the other ranks."""
+    def _meet(self, mesh: Mesh, global_rank: int) -> Store:
+        """Open the store, listen, and exchange addresses with the other ranks."""
+        store = self._open_store()
         self._sockets.listen()
         self._sockets.exchange_ports(PrefixStore(self.where.prefix, store), global_rank, range(mesh.size))
+        return store
 
     def _group(self, store: Store, name: str, ranks: Sequence[int], global_rank: int) -> dist.ProcessGroup:
         """Connect and register one group, so that FSDP2 and DeviceMesh find it by name."""
@@ -348,35 +410,13 @@ class Connector:
         self._connecting = nccl.Builds(connects)
         return groups
 
-    def _make_link(self, name: str, workers: Sequence[str], worker: str) -> Link:
-        begun, host = time.monotonic(), self._link_host_group(name, workers, worker)
-        if self.device.type != "cuda":
-            return Link(host)
-        device_group = self._link_device_group(name, workers, worker)
-        self._opened = NewListeners(self.where.address, self.where.hosts)
-        nccl.in_parallel([partial(self._connect, device_group.backend, "link_group", begun)], self._look)
-        return Link(host, device_group)
-
-    def _link_host_group(self, name: str, workers: Sequence[str], worker: str) -> Any:
-        """The link's group of host memory, connected."""
-        prefixed = PrefixStore(f"{self.where.prefix}/link/{name}", self._open_store())
-        index = list(workers).index(worker)
-        with self._sockets.admitting():
-            self._sockets.listen()
-            self._sockets.exchange_ports(prefixed, index, range(len(workers)))
-            return self._gloo(prefixed, index, len(workers))
-
-    def _link_device_group(self, name: str, workers: Sequence[str], worker: str) -> BatchedGroup:
-        """The link's group on the device, not connected yet."""
-        _, backend = self._nccl_backend(f"link/{name}/nccl", list(workers).index(worker), len(workers))
-        return BatchedGroup(backend, self.gate.launching)
-
     def _nccl_backend(self, name: str, rank: int, size: int) -> tuple[PrefixStore, Any]:
         """A backend that is not connected yet, with its own connection to the store: a waiting client blocks."""
         store = PrefixStore(f"{self.where.prefix}/{name}", self._open_store())
         backend = nccl.create_backend(store, rank, size, self.device, self.where.collective_s)
-        self._keep(backend)
-        self.raise_if_aborted()  # an abort before `_keep` has missed this backend
+        with self._lock:
+            self._nccl.append(backend)
+        self.raise_if_aborted()  # an earlier abort has missed this backend
         return store, backend
 
     def _connect(self, backend: Any, kind: str, since: float) -> float:
@@ -393,14 +433,10 @@ class Connector:
         if self._opened is not None:
             self._opened.keep_out_strangers()
 
-    def _keep(self, backend: Any) -> None:
-        with self._lock:
-            self._nccl.append(backend)
-
     def exchange_error(self) -> str:
         """NCCL's own report of a broken link in these groups; empty if there is none."""
         with self._lock:
-            backends = [] if self.aborted else [each for each in self._nccl if not self._aborter.has_begun(each)]
+            backends = [] if self.aborted else [own for own in self._nccl if not self._aborter.has_begun(own)]
         return next((error for error in map(nccl.link_error, backends) if error), "")
 
     def raise_if_aborted(self) -> None:

@@ -18,6 +18,7 @@ import socket
 import struct
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from ipaddress import IPv4Address
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -111,6 +112,17 @@ def keep_out(sock: socket.socket, hosts: Collection[str] | None) -> None:
 
 
 BACKLOG = 2048  # as torch's own
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where the ranks of one generation meet. `secret`: as in `RendezvousStore`. `hosts`: where all of the ranks are;
+    empty if some are unknown."""
+
+    host: str
+    port: int
+    secret: str
+    hosts: tuple[str, ...] = ()
 
 
 class RendezvousStore:

@@ -16,8 +16,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -45,13 +46,17 @@ from elastic_ring.runtime.gpu.device import keep_caches_private
 from elastic_ring.runtime.groups.nccl import has_failed
 from elastic_ring.runtime.groups.transport import is_transport_error
 from elastic_ring.runtime.terms import TermGuard
-from elastic_ring.runtime.worker.coordinator_client import CoordinatorClient, WorkerSpec
+from elastic_ring.runtime.worker.coordinator_client import (
+    CommandDetails,
+    CoordinatorClient,
+    WorkerDescription,
+    WorkerSpec,
+    start_reports,
+)
 from elastic_ring.runtime.worker.env_fingerprint import environment_fingerprint
-from elastic_ring.runtime.worker.error_classifier import error_kind, error_text
 from elastic_ring.runtime.worker.member import Member
 from elastic_ring.runtime.worker.stall_watchdog import StallDetected, StallWatchdog, look_at_device
-from elastic_ring.runtime.worker.start_reports import StartWork, start_reports
-from elastic_ring.runtime.worker.training_thread import TrainingThread
+from elastic_ring.runtime.worker.training_thread import TrainingThread, error_kind, error_text
 from elastic_ring.train.memory import drop_frames
 from elastic_ring.train.vote import ComputedWrongly, MustGoBack
 
@@ -60,6 +65,7 @@ log = logging.getLogger(__name__)
 HEART_PERIOD_S = 0.1
 STACKS_SHARE = 0.5  # of a start's time: then a worker that still warms up logs its stacks; Ray takes a part first
 GIVE_UP_S = 2.0  # an abort takes half a second; the coordinator's `Stop` tries again, for longer
+T = TypeVar("T")
 
 
 class Worker:
@@ -68,16 +74,16 @@ class Worker:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self._client = CoordinatorClient(spec, lambda: self._seen[0])
-        self._commands: queue.Queue[tuple[Any, dict[str, Any]]] = queue.Queue()
+        self._commands: queue.Queue[tuple[Any, CommandDetails]] = queue.Queue()
         self._training = TrainingThread("training")
         self._num_abandoned = 0
         self._seen = self._built = (0, 0)
         self._activity = "spare"
         self._warm: Member | None = None
         self._stamps = StampWriter(spec.stamp_path)
-        self._held: int | None = None  # the folder of the stamps, until this process ends
+        self._folder_lock: int | None = None  # on the folder of the stamps, until this process ends
         self._stall_watchdog = StallWatchdog(spec.run.timeouts.stall_s, self._moved)
-        self._starting, self._start_work = threading.Lock(), StartWork()
+        self._starting = threading.Lock()
         self._attempt = ""  # of the submission for whose members this process speaks, as global rank 0
 
     @property
@@ -88,22 +94,25 @@ class Worker:
 
     # ------------------------------------------------------------ what the coordinator calls
 
-    def start(self, coordinator: Any) -> dict[str, Any]:
+    def start(self, coordinator: Any) -> WorkerDescription:
         """Become a warm spare, once. Returns `describe()`; a new coordinator calls it again."""
         with self._starting:
             if self._warm is None:
                 # Dump every thread's stack into the log: a start that takes too long is killed.
-                faulthandler.dump_traceback_later(STACKS_SHARE * self.spec.run.timeouts.start_s)
+                start_s, client = self.spec.run.timeouts.start_s, self._client
+                faulthandler.dump_traceback_later(STACKS_SHARE * start_s)
                 try:
-                    self._client.coordinator = coordinator
-                    start_s = self.spec.run.timeouts.start_s
-                    with start_reports(self._client, self.spec.worker, start_s, self._start_work):
-                        self._warm_up(coordinator, self._start_work)
+                    client.coordinator = coordinator
+                    injector = client.injector()
+                    callbacks = client.publish, client.saved, client.ask_callbacks
+                    member = Member(self.spec, self._stamps, injector, *callbacks)
+                    with start_reports(client, self.spec.worker, start_s, member.parts.start_work):
+                        self._warm_up(member)
                 finally:
                     faulthandler.cancel_dump_traceback_later()
         return self.describe()
 
-    def _warm_up(self, coordinator: Any, work: StartWork) -> None:
+    def _warm_up(self, member: Member) -> None:
         check_arrived(self.spec.run.env, environment())
         keep_caches_private()
         torch.set_num_threads(self.spec.scaling.num_threads)
@@ -111,43 +120,44 @@ class Worker:
         warnings.filterwarnings("ignore", message=".*returned a view.*", category=UserWarning)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         raise_open_files()
-        self._client.coordinator = coordinator
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # every thread's stack into the log, on request
-        self._held = hold(self._stamps.path.parent, self.spec.run.timeouts.clear_s)
+        self._folder_lock = hold(self._stamps.path.parent, self.spec.run.timeouts.clear_s)
         self._stamps.open()
-        client = self._client
-        member = Member(self.spec, self._stamps, client.injector(), client.publish, client.saved, client.ask_callbacks)
-        member.start_work = work
-        member.warm_up()
+        member.parts.warm_up()
         self._warm = member
         self._training.start()
-        TermGuard(self.spec.run, self._own_claim, self._client.is_there).start()
-        threads = [(self._beat, "heart"), (self._control, "control")]
+
+        def own_claim() -> TermClaim | None:
+            return TermClaim(self._seen[0], self._attempt) if self._attempt else None
+
+        TermGuard(self.spec.run, own_claim, self._client.is_there).start()
+        threads: list[tuple[Callable[[], None], str]] = [(self._beat, "heart"), (self._control, "control")]
         if self.spec.scaling.device == "cuda":
-            threads.append((self._look_at_device, "device-watch"))
+            marks, report = member.parts.progress.marks, lambda stall: self._commands.put((stall, CommandDetails()))
+            look = partial(look_at_device, marks, self._stall_watchdog, member.exchange_error, report)
+            threads.append((look, "device-watch"))
         for target, name in threads:
             threading.Thread(target=target, name=name, daemon=True).start()
 
-    def _own_claim(self) -> TermClaim | None:
-        return TermClaim(self._seen[0], self._attempt) if self._attempt else None
-
-    def command(self, data: dict[str, Any], extra: dict[str, Any]) -> None:
+    def command(self, data: dict[str, Any], details: CommandDetails) -> None:
         """Take one command; carried out by the control thread, in order of arrival."""
-        self._commands.put((from_json(data), extra))
+        self._commands.put((from_json(data), details))
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> WorkerDescription:
         """Identity, paths and environment of this worker."""
+        stderr = Path("/proc/self/fd/2")
+        log_path, parts = str(stderr.readlink()) if stderr.is_symlink() else "", self._member.parts
         return {
             "worker": self.spec.worker,
             "pid": os.getpid(),
             "node": self.spec.node,
             "stamp_path": self.spec.stamp_path,
-            "log_path": _stderr_path(),
-            "fingerprint": self._member.warm.data.fingerprint,
-            "environment": environment_fingerprint(self.spec.scaling.num_threads, self._member.warm.environment),
-            "gpus": self._member.warm.gpus,
-            "stages": self._start_work.stages.ended,
-            "limits": host.limits(str(Path(_stderr_path()).parent)),
+            "log_path": log_path,
+            "fingerprint": parts.warm.data.fingerprint,
+            "environment": environment_fingerprint(self.spec.scaling.num_threads, parts.warm.environment),
+            "gpus": parts.warm.gpus,
+            "stages": parts.start_work.stages.ended,
+            "limits": host.limits(str(Path(log_path).parent)),
         }
 
     def generation(self) -> int:
@@ -162,14 +172,14 @@ class Worker:
 
     def _control(self) -> None:
         while True:
-            command, extra = self._commands.get()
+            command, details = self._commands.get()
             try:
-                self._obey(command, extra)
+                self._obey(command, details)
             except Exception:
                 # The control thread must live: without it this worker can only be killed.
                 log.exception("command %s failed", type(command).__name__)
 
-    def _obey(self, command: Any, extra: dict[str, Any]) -> None:
+    def _obey(self, command: Any, details: CommandDetails) -> None:
         if isinstance(command, StallDetected):  # by this worker itself, of a generation that may be older than the term
             self._abort_stalled(command)
             return
@@ -191,79 +201,77 @@ class Worker:
             case Release() if command.wrong:
                 log.error("%s", command.wrong)
                 if self._warm is not None:
-                    self._warm.fail_device(ComputedWrongly(command.wrong))
+                    self._warm.parts.lease.erred(ComputedWrongly(command.wrong))
                 os._exit(0)
             case Release():
                 log.info("released")  # the coordinator has Ray end this process
             case Hello():
-                # What the old coordinator had been sent but had not written down is sent again.
-                self._member.records.rewind(int(extra.get("published", -1)))
+                # The old coordinator may have received records that it did not write down: they are sent again.
+                self._member.parts.records.rewind(details.published)
                 self._client.answer(Status(self._client.cause(), self.spec.worker, *self._seen, self._activity))
             case Stop(mode="boundary"):
                 self._member.request_boundary()
             case Stop(mode="save"):
-                self._member.save_soon()
+                self._member.parts.saver.schedule.ask()
             case Answer():
-                self._member.callback_wait.answer(command)
+                self._member.callback_wait.answers.put(command)
             case Stop():
-                self._abort_and_report(extra)
+                self._abort_and_report(details)
             case Build():
-                self._build(command, extra)
+                self._build(command, details)
             case Standby():
                 self._become_spare()
             case Finalize():
                 self._order("finished", lambda: self._finalize(command))
 
-    def _abort_and_report(self, extra: dict[str, Any]) -> None:
+    def _abort_and_report(self, details: CommandDetails) -> None:
         started = time.monotonic()
         if not self._release_training():
             log.error("training thread did not return within %.1f s of the abort", self.spec.run.timeouts.park_s)
             return
         self._activity = "paused"
         log.info("paused for %s in %.3f s", self._seen, time.monotonic() - started)
-        self._report("aborted", self._seen, int(extra.get("published", -1)))
+        self._report("aborted", self._seen, details.published)
 
-    def _abort_stalled(self, told: StallDetected) -> None:
+    def _abort_stalled(self, stall: StallDetected) -> None:
         """Abort a stalled step, as a failed exchange would."""
         member = self._member
-        if self._training.paused.is_set() or not self._stall_watchdog.holds(told):
+        if self._training.paused.is_set() or not self._stall_watchdog.holds(stall):
             return
         phase = phase_name(self._stamps.phase)
         log.error(
             "step %d of generation %d stalled in %s: %s; its process groups are aborted",
             member.applied,
-            told.generation,
+            stall.generation,
             phase,
-            told.why,
+            stall.why,
         )
-        # A thread that returns reports by itself. One that does not is abandoned, or killed, at the next `Stop`.
+        # A thread that returns reports by itself. Another one is abandoned, or killed, at the next `Stop`.
         if not member.abort(self._training.paused, GIVE_UP_S):
-            identity = (self.spec.worker, told.term, told.generation)
-            detail = f"stalled in {phase}: {told.why}"
+            identity = (self.spec.worker, stall.term, stall.generation)
+            detail = f"stalled in {phase}: {stall.why}"
             self._client.answer(MemberFailed(self._client.cause(), *identity, "peer", member.applied, detail))
 
-    def _build(self, command: Build, extra: dict[str, Any]) -> None:
+    def _build(self, command: Build, details: CommandDetails) -> None:
         # A boundary leaves the old groups up.
         if not self._release_training():
             log.error("training thread busy; cannot build %s", self._seen)
             return
         self._built = self._seen
         speaks = command.members[0] == self.spec.worker
-        self._attempt = str((extra.get("checkpoint") or {}).get("attempt", "")) if speaks else ""
+        self._attempt = details.checkpoint.attempt if speaks and details.checkpoint is not None else ""
         self._stall_watchdog.halt()
-        self._member.prepare(command, extra)  # from here on an abort reaches this build
+        self._member.prepare(command, details)  # from here on an abort reaches this build
         self._order("building", lambda: self._build_and_train(command))
 
     def _become_spare(self) -> None:
         self._attempt = ""
-        if self._member.released:
+        if self._member.context_releaser.released:
             log.info("this process has released all GPUs but one: it exits, and a new spare starts")
             os._exit(0)  # at once: until then it counts as a spare
         if self._release_training():
             self._member.become_spare()
             self._activity = "spare"
-
-    # ------------------------------------------------------------ training thread
 
     def _order(self, activity: str, work: Callable[[], None]) -> None:
         self._activity = activity
@@ -275,146 +283,118 @@ class Worker:
         outcome = self._training.release(member.abort, lambda: not member.writing, self.spec.run.timeouts.park_s)
         if outcome == "stuck":
             log.error("abandons the training thread, which waits for a message of a dead peer")
-            self._training.leave()
-            self._member.abandon_groups()
+            self._training.abandon()
+            member.abandon_groups()
             self._num_abandoned += 1
             self._training = TrainingThread(f"training-{self._num_abandoned}")
             self._training.start()
         return outcome != "busy"
 
+    # ------------------------------------------------------------ training thread
+
     def _build_and_train(self, command: Build) -> None:
-        member, identity = self._member, (self.spec.worker, command.term, command.generation)
-        try:
-            resumed, extra = member.build(self._client.cause())
-        except BaseException as error:  # a sys.exit in the user's code is an answer too
-            if not self._training.is_this:
-                return  # abandoned: another thread has taken over
-            log.warning("build of %s failed: %s", identity[1:], error, exc_info=not is_transport_error(error))
-            receives = any(self.spec.worker in heal.newcomers for heal in command.heals)
-            kind = self._kind_of(error, healing=receives)
-            self._pause()
-            if kind == "peer":
-                self._client.answer(BuildFailed(self._client.cause(), *identity, f"{type(error).__name__}: {error}"))
-            else:  # not a peer's failure: building again with this worker would not help
-                self._report_failure(kind, error, identity, command.step)
-            return
-        if not self._training.is_this:
+        built = self._carry_out("build", command, lambda: self._member.build(self._client.cause()))
+        if built is None:
             return
         self._activity = "running"
-        self._client.answer(resumed, extra)
-        if member.in_mesh:
-            self._run(command)
+        self._client.answer(*built)
+        if self._member.parts.in_mesh:
+            self._train(command)
 
-    def _run(self, command: Build) -> None:
-        member, identity = self._member, (self.spec.worker, command.term, command.generation)
-        self._stall_watchdog.begin(identity[1:])
+    def _train(self, command: Build) -> None:
+        membership_id = (command.term, command.generation)
+        self._stall_watchdog.begin(membership_id)
         try:
-            kind = member.train()
-        except BaseException as error:  # a sys.exit in the user's code is an answer too
-            if not self._training.is_this:
-                return
-            kind = self._kind_of(error)
-            self._pause()
-            log.warning("step %d broke off (%s): %s", member.applied, kind, error, exc_info=kind == "device")
-            self._report_failure(kind, error, identity, member.applied)
-            return
+            kind = self._carry_out("train", command, self._member.train)
         finally:
-            self._stall_watchdog.end(identity[1:])
-        if not self._training.is_this:
+            self._stall_watchdog.end(membership_id)
+        if kind is None:
             return
         self._activity = "finished" if kind == "finished" else "paused"
         self._training.pause()
-        self._report(kind, identity[1:], -1)
+        self._report(kind, membership_id, -1)
 
     def _finalize(self, command: Finalize) -> None:
-        identity = (self.spec.worker, command.term, command.generation)
-        try:
-            finalized = self._member.finalize(self._client.cause(), *identity)
-        except BaseException as error:  # a sys.exit in the user's code is an answer too
-            if not self._training.is_this:
-                return
-            log.warning("writing the weights broke off: %s", error)
-            kind = self._kind_of(error)
-            self._pause()
-            self._report_failure(
-                kind if kind in ("peer", "device", "storage") else "check", error, identity, self._member.applied
-            )
-            return
-        if not self._training.is_this:
-            return
-        self._training.pause()
+        finalized = self._carry_out("finalize", command, lambda: self._member.finalize(self._client.cause(), command))
         if finalized is not None:
+            self._training.pause()
             self._client.answer(finalized)
 
-    def _kind_of(self, error: BaseException, healing: bool = False) -> str:
-        member = self._member
-        kind = error_kind(error, lambda: has_failed(member.device), healing=healing)
-        if kind in ("device", "user", "check", "memory", "storage") and member.aborted:
-            return "peer"  # an abort leaves garbage in the buffers; the device is probed before the report
-        if kind == "device":
-            member.fail_device(error)  # reports must say so even if this message is lost
-        if isinstance(error, ComputedWrongly) and self.spec.worker in member.names_of(error.ranks):
-            member.fail_device(error)  # no other process takes this GPU
-        return kind
+    def _carry_out(self, order: str, command: Build | Finalize, work: Callable[[], T]) -> T | None:
+        """The result of `work`; None if it failed, which is reported, or if this thread has been abandoned."""
+        try:
+            result = work()
+        except BaseException as error:  # a sys.exit in the user's code is an answer too
+            if self._training.is_this:
+                self._report_failure(order, command, error)
+            return None
+        return result if self._training.is_this else None
 
-    def _report_failure(self, kind: str, error: BaseException, identity: tuple[str, int, int], step: int) -> None:
+    def _report_failure(self, order: str, command: Build | Finalize, error: BaseException) -> None:
+        parts, lease, worker = self._member.parts, self._member.parts.lease, self.spec.worker
+        healing = isinstance(command, Build) and any(worker in heal.newcomers for heal in command.heals)
+        kind = error_kind(error, lambda: has_failed(lease.device), healing=healing and order == "build")
+        accused: tuple[str, ...] = ()
+        suspects: tuple[str, ...] = ()
+        if isinstance(error, ComputedWrongly):
+            members = parts.now.command.members
+            accused, suspects = (tuple(members[rank] for rank in ranks) for ranks in (error.ranks, error.differs))
+        if kind in ("device", "user", "check", "memory", "storage") and parts.aborted:
+            kind = "peer"  # an abort leaves garbage in the buffers; the device is probed before the report
+        elif kind == "device" or worker in accused:
+            lease.erred(error)  # reports must say so even if this message is lost, and no other process takes this GPU
+        if order == "finalize" and kind not in ("peer", "device", "storage"):
+            kind = "check"
+        # Pause before the report is sent, so that the next order never waits for this thread.
+        self._activity = "paused"
+        self._training.pause()
+        identity, step = (worker, command.term, command.generation), self._member.applied
+        if order == "build" and isinstance(command, Build):
+            step = command.step
+        shows_stack = kind == "device" or (order == "build" and not is_transport_error(error))
+        log.warning("%s broke off at step %d (%s): %s", order, step, kind, error, exc_info=shows_stack)
+        if order == "build" and kind == "peer":  # in other cases a build with this worker would fail again
+            self._client.answer(BuildFailed(self._client.cause(), *identity, f"{type(error).__name__}: {error}"))
+            return
         if kind == "memory":
             drop_frames(error)  # first: the text needs memory, too
-        text = error_text(error, kind)
-        accused = self._member.names_of(error.ranks) if isinstance(error, ComputedWrongly) else ()
-        suspects = self._member.names_of(error.differs) if isinstance(error, ComputedWrongly) else ()
         first_step = -1
         if isinstance(error, MustGoBack):
             first_step, step = error.facts["first_step"], error.facts["step"]
+        text = error_text(error, kind)
         failed = MemberFailed(self._client.cause(), *identity, kind, step, text, accused, first_step, suspects)
         self._client.answer(failed)
-
-    def _pause(self) -> None:
-        """Pause before the report is sent, so that the next order never waits for this thread."""
-        self._activity = "paused"
-        self._training.pause()
 
     # ------------------------------------------------------------ report and heart
 
     def _report(self, kind: str, identity: tuple[int, int], published: int) -> None:
         """Send this worker's state, and its records of steps that may not have been published yet."""
-        records = self._member.records.after(published) if kind == "aborted" else self._member.unsent()
-        self._client.answer(self._member.report(self._client.cause(), *identity, kind), {"records": records})
+        member = self._member
+        records = member.parts.records.after(published) if kind == "aborted" else member.unsent_records()
+        self._client.answer(member.report(self._client.cause(), *identity, kind), {"records": records})
 
     def _beat(self) -> None:
         """Heartbeat: shows that this process runs and that its GIL is free."""
         self._stamps.bind_thread()
         while True:
             self._stamps.touch()
-            self._member.progress.pauses.beat()
-            told = self._stall_watchdog.look(time.monotonic())
-            if told is not None:
-                self._tell_control(told)
+            self._member.parts.progress.pauses.beat()
+            stall = self._stall_watchdog.look(time.monotonic())
+            if stall is not None:
+                self._commands.put((stall, CommandDetails()))
             time.sleep(HEART_PERIOD_S)
 
     def _moved(self) -> tuple[int, ...]:
-        if self._member.device.type != "cpu":
-            return self._member.moved()  # waiting for a GPU is a busy wait: CPU time proves nothing
-        return (*self._member.moved(), self._training.cpu_ticks)
-
-    def _look_at_device(self) -> None:
-        look_at_device(
-            self._member.progress.marks, self._stall_watchdog, self._member.exchange_error, self._tell_control
-        )
-
-    def _tell_control(self, told: StallDetected) -> None:
-        self._commands.put((told, {}))
+        moved = self._member.moved()
+        if self._member.parts.lease.device.type != "cpu":
+            return moved  # waiting for a GPU is a busy wait: CPU time proves nothing
+        return (*moved, self._training.cpu_ticks)
 
 
-def check_arrived(asked: Mapping[str, str], own: Mapping[str, str]) -> None:
-    """Raises RunFailed if this process was started without variables of `run.env`."""
-    if missing := sorted(asked.keys() - own.keys()):
+def check_arrived(variables: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Raises RunFailed if this process was started without `variables` of `run.env`."""
+    if missing := sorted(variables.keys() - own.keys()):
         raise RunFailed(
             f"run.env: {', '.join(missing)} did not reach this worker: a runtime_env with nsight, rocprof_sys, "
             "image_uri or container starts Python its own way; give them in env_vars of that runtime_env"
         )
-
-
-def _stderr_path() -> str:
-    path = Path("/proc/self/fd/2")
-    return str(path.readlink()) if path.is_symlink() else ""

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -43,14 +42,15 @@ _VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
 )
 """Environment variables that can change the order or the precision of sums."""
+Environment = dict[str, str | int | None]
 _WORDS = "deterministic implementation|non-?deterministic|not deterministic"
 _NOT_REPEATABLE = re.compile(_WORDS, re.IGNORECASE)
 _AFTERWARDS = re.compile(r", but\b|\. |\(Triggered|\n")
 
 
-def environment_fingerprint(num_threads: int, gpus: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What bitwise results depend on besides the inputs: if equal on two machines, results are equal. `gpus`: from
-    `gpu_environment`, where there are any."""
+def environment_fingerprint(num_threads: int, gpus: Mapping[str, str | int | None] | None = None) -> Environment:
+    """What bitwise results depend on besides the inputs: if equal on two machines, results are equal. `gpus`: of
+    `gpu_environment`, on a machine that has some."""
     return {
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
@@ -61,7 +61,7 @@ def environment_fingerprint(num_threads: int, gpus: Mapping[str, Any] | None = N
     }
 
 
-def gpu_environment(kernels: Mapping[str, str]) -> dict[str, Any]:
+def gpu_environment(kernels: Mapping[str, str]) -> Environment:
     """The GPUs, the driver, the libraries, and `kernels` by their use, for a worker on GPUs."""
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     return {
@@ -76,20 +76,23 @@ def gpu_environment(kernels: Mapping[str, str]) -> dict[str, Any]:
 
 def versions(device: str) -> dict[str, str]:
     """Versions that a run on this kind of device uses, as found in this process; missing ones are left out."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    present = {"python": platform.python_version(), "torch": torch.__version__}
     for name, distribution in (("elastic_ring", "elastic-ring"), ("ray", "ray")):
         with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed has no version
-            found[name] = metadata.version(distribution)
+            present[name] = metadata.version(distribution)
     if device == "cuda":
-        found.update((name, version) for name, version in gpu_versions().items() if version)
-    return dict(sorted(found.items()))
+        present.update((name, version) for name, version in gpu_versions().items() if version)
+    return dict(sorted(present.items()))
 
 
 def gpu_versions() -> dict[str, str]:
-    """Versions of CUDA, the driver and NCCL; empty strings for those that are missing."""
-    has_nccl = torch.distributed.is_nccl_available()
+    """Versions of CUDA, the driver and NCCL; empty strings for the missing ones."""
+    has_nccl, texts = torch.distributed.is_nccl_available(), []
+    for path in _DRIVER_FILES:
+        with suppress(OSError):
+            texts.append(path.read_text(errors="replace"))
     return {
-        "driver": driver_version([_text(path) for path in _DRIVER_FILES]),
+        "driver": driver_version(texts),
         "cuda": str(torch.version.cuda or ""),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "",
     }
@@ -97,27 +100,20 @@ def gpu_versions() -> dict[str, str]:
 
 def driver_version(texts: list[str]) -> str:
     """The first version number in the texts of the kernel module; empty if there is none."""
-    return next((found.group() for text in texts if (found := _VERSION.search(text))), "")
+    return next((match.group() for text in texts if (match := _VERSION.search(text))), "")
 
 
 def packages() -> dict[str, str]:
     """Versions of the installed packages that provide kernels."""
-    found = {}
+    present = {}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            present[name] = metadata.version(name)
+    return present
 
 
 def variables(of: Mapping[str, str]) -> dict[str, str]:
     return {name: of[name] for name in _VARIABLES if name in of}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 class NondeterminismLog(logging.Filter):
@@ -128,7 +124,7 @@ class NondeterminismLog(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: set[str] = set()
+        self._logged: set[str] = set()
         self._new: list[str] = []
 
     def listen(self) -> None:
@@ -142,9 +138,9 @@ class NondeterminismLog(logging.Filter):
         if not _NOT_REPEATABLE.search(text):
             return True
         operator = _AFTERWARDS.split(text.partition("Warning: ")[2] or text)[0]  # without the source location
-        if operator in self._known:
+        if operator in self._logged:
             return False
-        self._known.add(operator)
+        self._logged.add(operator)
         self._new.append(operator)
         return True
 

@@ -19,11 +19,11 @@ from elastic_ring.faults import EXCHANGES, Fault
 log = logging.getLogger(__name__)
 
 SLOW_FACTOR, SLOW_LEAST_S, SLOW_MOST_S = 4.0, 0.02, 0.25
-"""What each part of a slow process's passes takes longer: a multiple of its own time, so that it stays the slowest on a
-busy machine too, within bounds below the time after which silence counts as a stall."""
+"""The delay of each part of a slow process's passes: a multiple of its own time, so that it stays the slowest on a busy
+machine too, within bounds below the time after which silence counts as a stall."""
 ANSWER_LEAVES_S = 0.02
 SLOW_SAVE_S = 5.0
-"""What a file, or a manifest, of a checkpoint takes longer with slow@...,phase=upload or commit."""
+"""The delay of a file, or a manifest, of a checkpoint with slow@...,phase=upload or commit."""
 
 Ask = Callable[[int], bool]
 """Asks the coordinator for the fault with this index; False when it has fired already."""
@@ -45,20 +45,16 @@ class Injector:
 
     def check(self, *, phase: str, step: int, rank: int, hop: int | None = None, role: str | None = None) -> None:
         """Fire the faults planned for this phase, step and rank."""
-        if self._is_slow:
-            self._drag(phase)
+        if self._is_slow:  # wait for a multiple of the time since the last check within a pass
+            if self._pass_since is not None:
+                passed_s = time.monotonic() - self._pass_since
+                time.sleep(min(max(SLOW_FACTOR * passed_s, SLOW_LEAST_S), SLOW_MOST_S))
+            self._pass_since = time.monotonic() if phase in ("forward", "backward", *EXCHANGES) else None
         for index, fault in list(self._left.items()):
             if fault.matches(step=step, phase=phase, rank=rank, hop=hop, role=role):
                 del self._left[index]
                 if self._ask(index):
                     self._fire(fault)
-
-    def _drag(self, phase: str) -> None:
-        """Wait for a multiple of the time since the last check within a pass."""
-        if self._pass_since is not None:
-            passed_s = time.monotonic() - self._pass_since
-            time.sleep(min(max(SLOW_FACTOR * passed_s, SLOW_LEAST_S), SLOW_MOST_S))
-        self._pass_since = time.monotonic() if phase in ("forward", "backward", *EXCHANGES) else None
 
     def _fire(self, fault: Fault) -> None:
         log.warning("planned fault %s fires in pid %d", fault, os.getpid())
@@ -95,8 +91,8 @@ def hold_gil() -> None:
 
 
 def inject_into_coordinator(kind: str) -> None:
-    """The coordinator's own faults, called by the thread that decides once the request is granted: nothing is decided
-    between the grant and the fault, however short the phase is. The answer has time to leave."""
+    """Fire the coordinator's own fault, in the deciding thread that grants it: nothing is decided in between, however
+    short the phase is. The answer has time to leave."""
     signals = {"kill-coordinator": signal.SIGKILL, "freeze-coordinator": signal.SIGSTOP}
     if kind in signals:
         time.sleep(ANSWER_LEAVES_S)
@@ -104,12 +100,12 @@ def inject_into_coordinator(kind: str) -> None:
 
 
 def signal_node(number: signal.Signals) -> None:
-    """Send a signal to this worker's raylet and everything that it started, this process last.
+    """Send a signal to this worker's raylet and all processes that it started, this one last.
 
     SIGSTOP is a host that vanishes: its sockets stay open and nothing answers.
     """
     raylet = psutil.Process(os.getppid())
-    others = [p for p in raylet.children(recursive=True) if p.pid != os.getpid()]
-    for process in (raylet, *others):
+    children = [process for process in raylet.children(recursive=True) if process.pid != os.getpid()]
+    for process in (raylet, *children):
         process.send_signal(number)
     os.kill(os.getpid(), number)

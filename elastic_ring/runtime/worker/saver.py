@@ -1,8 +1,8 @@
 """Saves this rank's part of a checkpoint: a copy in host memory first, then the file, both beside the next steps.
 
-One thread copies from a GPU, digests and writes, one part at a time; what is in host memory the training thread copies,
-and before the state changes it waits for the copy. Whether a checkpoint is due
-and whether it counts is decided elsewhere: ranks agree in the vote, the coordinator commits.
+One thread copies from a GPU, digests and writes, one part at a time. The training thread copies state that is in host
+memory, and waits for the copy before the state changes. Whether a checkpoint is due and whether it counts is decided
+elsewhere: ranks agree in the vote, the coordinator commits.
 """
 
 from __future__ import annotations
@@ -41,16 +41,25 @@ from elastic_ring.train.vote import NOTHING, Flag
 log = logging.getLogger(__name__)
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 30.0, 3600.0
-"""Bounds of the interval that a run chooses itself."""
+"""Bounds of an interval that the run chooses."""
+SendPart = Callable[[dict[str, Any]], None]
 LAST_S = 3.0
-"""The last step is saved too where the checkpoint before took no longer: the end of a run waits for it."""
+"""The last step is saved too if the checkpoint before took no longer: the end of a run waits for it."""
 
-Told = Mapping[str, Any]
+
+@dataclass(frozen=True)
+class CheckpointTerms:
+    """What the coordinator sends with a build: where its checkpoints belong, and what decides their interval."""
+
+    attempt: str
+    lineage: int
+    mean_time_between_failures_s: float
+    wants_first: bool
 
 
 def open_checkpoint(run: RunConfig, checkpoint: Checkpoint, tell: Callable[[str], None] = ignore) -> Reader:
-    """A reader of a checkpoint of this run, or of another by its path, which waits for the storage as long as a build
-    may take to read one. Raises CheckpointDamaged, StorageFailed."""
+    """A reader of a checkpoint of this run, or of another by its path. It waits for the storage for `restore_s`. Raises
+    CheckpointDamaged, StorageFailed."""
     uri, folder = located(run.storage_uri, checkpoint.folder)
     storage = Storage(uri, timeout_s=run.timeouts.restore_s, tell=tell).open(write=False)
     try:
@@ -68,17 +77,17 @@ class SaveSchedule:
         self._config = config
         self._last_s = time.monotonic()
         self._cost_s = 0.0
-        self.wrote_s = math.inf  # how long the last one took until its part was written
+        self.wrote_s = math.inf  # of the last checkpoint, until its part was written
         self.mean_time_between_failures_s = 86_400.0
-        self._told_s = 0.0
+        self._reported_s = 0.0
         self._is_asked = False
         self._missed_s = -math.inf
         self.wants_first = False
-        """Whether no checkpoint of the run counts yet. A run that chooses its intervals itself takes one at once, since
-        a loss before it may cost everything; not before there is memory for it."""
+        """Whether no checkpoint of the run counts yet. A run without a set interval takes one at once, since a loss
+        before it may cost everything; not before there is memory for it."""
 
     def ask(self) -> None:
-        """The next one is due at once: a node that leaves takes the state with it. Called by the control thread."""
+        """Make the next checkpoint due at once: a node leaves with its state. Called by the control thread."""
         self._is_asked = True
 
     def is_due(self, applied: int, total_steps: int) -> bool:
@@ -96,7 +105,7 @@ class SaveSchedule:
 
     @property
     def is_first(self) -> bool:
-        """Whether the next one is due at once, as none exists."""
+        """Whether the next checkpoint is due at once, as none exists."""
         return self.wants_first and self._config.every_steps is None and self._config.every_s is None
 
     @property
@@ -106,12 +115,12 @@ class SaveSchedule:
             return self._config.every_s
         if not self._cost_s:
             return FIRST_INTERVAL_S
-        found = interval_s(self._cost_s, self.mean_time_between_failures_s)
-        return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, found))
+        best_s = interval_s(self._cost_s, self.mean_time_between_failures_s)
+        return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, best_s))
 
     def is_new_miss(self) -> bool:
-        """Whether to report a checkpoint that is left out: each one if the interval is in steps; else, because it stays
-        due in every step, once in LEAST_INTERVAL_S."""
+        """Whether to report a skipped checkpoint: each if the interval is in steps; else, because it stays due in every
+        step, once in LEAST_INTERVAL_S."""
         now = time.monotonic()
         if not self._config.every_steps and now - self._missed_s < LEAST_INTERVAL_S:
             return False
@@ -119,21 +128,21 @@ class SaveSchedule:
         return True
 
     def saved(self, blocked_s: float) -> None:
-        """One was taken, for which training waited `blocked_s`."""
+        """A checkpoint was taken, for which training waited `blocked_s`."""
         self._last_s, self._cost_s = time.monotonic(), blocked_s
         self._is_asked = self.wants_first = False
 
     def waited(self, blocked_s: float) -> None:
-        """Training also waited for the end of the last one's copy."""
+        """Training also waited for the end of the last checkpoint's copy."""
         self._cost_s += blocked_s
 
     def news(self) -> str:
-        """The interval that the run has chosen, and why; empty where it is set, or much the same as last time."""
+        """The interval that the run has chosen, and why; empty if it is set, or much the same as last time."""
         config, interval_s = self._config, self.interval_s
         is_set = config.every_steps is not None or config.every_s is not None
-        if is_set or abs(interval_s - self._told_s) <= 0.1 * self._told_s:
+        if is_set or abs(interval_s - self._reported_s) <= 0.1 * self._reported_s:
             return ""
-        self._told_s = interval_s
+        self._reported_s = interval_s
         return (
             f"a checkpoint blocks for {self._cost_s:.3f} s and a loss is expected every "
             f"{self.mean_time_between_failures_s:.0f} s: the next checkpoint in {interval_s:.0f} s"
@@ -142,7 +151,7 @@ class SaveSchedule:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank's part goes. `attempt` and `lineage` come from the coordinator with each build."""
+    """Where this rank's part of a checkpoint goes; `attempt` and `lineage` as in `CheckpointTerms`."""
 
     term: int
     generation: int
@@ -152,9 +161,8 @@ class Place:
     lineage: int
 
     @classmethod
-    def of(cls, command: Build, global_rank: int, told: Told) -> Place:
-        identity = command.term, command.generation
-        return cls(*identity, command.mesh, global_rank, str(told["attempt"]), int(told["lineage"]))
+    def of(cls, command: Build, global_rank: int, terms: CheckpointTerms) -> Place:
+        return cls(command.term, command.generation, command.mesh, global_rank, terms.attempt, terms.lineage)
 
     def folder(self, step: int) -> str:
         """The folder of all ranks' files, the same on each and never used twice."""
@@ -167,7 +175,7 @@ class Saver:
     def __init__(
         self,
         run: RunConfig,
-        send: Callable[[dict[str, Any]], None],
+        send: SendPart,
         inject: Callable[[int, int], None] = lambda step, rank: None,
         tell: Callable[[str], None] = ignore,
     ) -> None:
@@ -183,10 +191,10 @@ class Saver:
         self.newest = (-1, 0, 0)  # (step, term, generation) of the part that was saved last
         self._awaits_memory = False  # `prepare` has not begun to pin it
 
-    def begin(self, told: Told, *, pins: bool) -> None:
-        """A generation begins. `told`: what the coordinator sent about it. `pins`: `prepare` will pin memory for it."""
-        self.schedule.mean_time_between_failures_s = float(told["mean_time_between_failures_s"])
-        self.schedule.wants_first = bool(told["wants_first"])
+    def begin(self, terms: CheckpointTerms, *, pins: bool) -> None:
+        """A generation begins. `pins`: `prepare` will pin memory for it."""
+        self.schedule.mean_time_between_failures_s = terms.mean_time_between_failures_s
+        self.schedule.wants_first = terms.wants_first
         self._awaits_memory = pins
 
     @property
@@ -206,22 +214,22 @@ class Saver:
         described = describe(shard, shapes, place.mesh.dp)
 
         def pin() -> None:
-            found = ShardPart(shard.cp_rank, part, {}, shard.meta())
+            pinned = ShardPart(shard.cp_rank, part, {}, shard.meta())
             try:
                 for name, buffer, _ in buffers_for(shard, described, part, self._last):
-                    found.tensors[name] = buffer
+                    pinned.tensors[name] = buffer
             finally:
-                self._last = found
+                self._last = pinned
 
         self.pinning.start(device, pin)
 
     def before_apply(self) -> None:
-        """The shard is about to change: not before the copy that is under way ends."""
+        """Wait for the end of the copy under way: the shard is about to change."""
         if self._last is not None:
             self.schedule.waited(self._last.wait())
 
     def leave(self) -> None:
-        """The generation ends: the shard may be changed or freed."""
+        """End the generation: afterwards the shard may be changed or freed."""
         self.pinning.wait()
         if self._last is not None:
             self._last.wait()
@@ -232,7 +240,7 @@ class Saver:
         self._last = None
 
     def flags(self, applied: int, total_steps: int, global_rank: int) -> Flag:
-        """What this rank says in the vote of the step that makes `applied`."""
+        """This rank's flags in the vote of the step that makes `applied`."""
         due = Flag.DUE if global_rank == 0 and self.schedule.is_due(applied, total_steps) else NOTHING
         if self.schedule.is_first and (self._awaits_memory or self.pinning.is_running):
             return Flag.BUSY  # training need not wait for what is pinned beside it
@@ -272,14 +280,14 @@ class Saver:
         part["blocked_s"] = time.monotonic() - begun
         self.schedule.saved(part["blocked_s"])
         if place.global_rank == 0:
-            part["tensors"] = {name: asdict(one) for name, one in described.items()}
+            part["tensors"] = {name: asdict(tensor) for name, tensor in described.items()}
             part["meta"] = asdict(snapshot.meta)
             part["interval"] = self.schedule.news()
         self._thread = threading.Thread(target=self._write, args=(snapshot, part, begun), name="saver", daemon=True)
         self._thread.start()
 
     def missed(self, place: Place, step: int) -> None:
-        """A checkpoint was due, and some rank still writes the last: global rank 0 reports it."""
+        """Report, on global rank 0, that a due checkpoint is skipped because some rank still writes the last."""
         if place.global_rank == 0 and not self.schedule.is_first and self.schedule.is_new_miss():
             why = f"the last one is still being written{self._waits_for and ': it '}{self._waits_for}"
             log.warning("the checkpoint of step %d is left out: %s", step, why)

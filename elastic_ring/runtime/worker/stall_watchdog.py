@@ -28,7 +28,7 @@ MembershipId = tuple[int, int]
 
 @dataclass(frozen=True)
 class StallDetected:
-    """From the heartbeat thread to the control thread. `moved` are the progress numbers at that moment."""
+    """Sent by the heartbeat thread to the control thread. `moved`: the progress numbers at that moment."""
 
     term: int
     generation: int
@@ -46,28 +46,23 @@ class StallWatchdog:
     def __init__(self, limit_s: float, moved: Callable[[], tuple[int, ...]]) -> None:
         self._limit_s, self._moved = limit_s, moved
         self._period_s = min(LOOK_S, limit_s / 8)
-        self._under_way: MembershipId | None = None
+        self.under_way: MembershipId | None = None
         self._last: tuple[MembershipId, tuple[int, ...]] | None = None
         self._stalled_s = 0.0
         self._looked_at = 0.0
 
     def begin(self, membership_id: MembershipId) -> None:
         """Steps of this generation run from here on."""
-        self._under_way = membership_id
-
-    @property
-    def under_way(self) -> MembershipId | None:
-        """The generation whose steps run."""
-        return self._under_way
+        self.under_way = membership_id
 
     def halt(self) -> None:
         """No steps run. For the control thread, while the training thread is paused or abandoned."""
-        self._under_way = None
+        self.under_way = None
 
     def end(self, membership_id: MembershipId) -> None:
         """The steps of this generation have ended; a call for another generation changes nothing."""
-        if self._under_way == membership_id:
-            self._under_way = None
+        if self.under_way == membership_id:
+            self.under_way = None
 
     def look(self, now: float) -> StallDetected | None:
         """A stall longer than the limit; reported again each time the limit passes once more.
@@ -78,7 +73,7 @@ class StallWatchdog:
         if since_s < self._period_s:
             return None
         self._looked_at = now
-        under_way = self._under_way
+        under_way = self.under_way
         state = None if under_way is None else (under_way, self._moved())
         if under_way is None or state is None or state != self._last:
             self._last, self._stalled_s = state, 0.0
@@ -91,9 +86,8 @@ class StallWatchdog:
 
     def holds(self, stall: StallDetected) -> bool:
         """Whether the stall still lasts."""
-        if self._under_way != (stall.term, stall.generation):
-            return False
-        return stall.moved is None or stall.moved == self._moved()
+        is_current = self.under_way == (stall.term, stall.generation)
+        return is_current and (stall.moved is None or stall.moved == self._moved())
 
 
 class DeviceMarks:
@@ -115,7 +109,7 @@ class DeviceMarks:
         self._device = device
         self._free = [own for own in self._free if own[0] == device]
 
-    def come_along(self) -> None:
+    def set_device(self) -> None:
         """Make that device current in the calling thread: threads default to GPU 0 and would open a context there."""
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -151,12 +145,12 @@ def look_at_device(
     exchange_error: Callable[[], str],
     report: Callable[[StallDetected], None],
 ) -> None:
-    """The body of a thread: count completed events, and report a broken link that the groups of the running generation
-    know of, once per generation. NCCL is configured to end nothing by itself then."""
+    """The body of a thread: count completed events, and report a broken link of the running generation's groups, once
+    per generation. NCCL is configured to end nothing by itself then."""
     reported: MembershipId | None = None
     while True:
         try:
-            marks.come_along()
+            marks.set_device()
             marks.look()
             membership_id = stall_watchdog.under_way
             if membership_id is not None and membership_id != reported and (error := exchange_error()):
@@ -169,13 +163,13 @@ def look_at_device(
 
 
 LEAST_S = 5.0
-"""Less is a busy machine."""
+"""A shorter silence is a busy machine."""
 CPU_SHARE = 0.1
-"""Who used more of the CPU than this share of a silence ran: a compiler that kept the GIL."""
+"""A process that used more of the CPU than this share of a silence has run: a compiler kept the GIL."""
 
 
 class PauseWatch:
-    """`beat` is called several times a second by one thread, `within_s` by any."""
+    """Notes for how long this process did not run. One thread calls `beat` several times a second; any, `within_s`."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, cpu_s: Callable[[], float] = time.process_time
@@ -191,10 +185,10 @@ class PauseWatch:
         self._last = self._clock(), self._cpu_s()
 
     def within_s(self, begun_s: float) -> float:
-        """For how many seconds this process did not run since `begun_s`."""
-        pauses, now = list(self._pauses), self._since_last()  # the thread that beats may wake up after this one
-        found = {begin: end for begin, end in (*pauses, *([now] if now else []))}
-        return sum(max(0.0, end - max(begin, begun_s)) for begin, end in found.items())
+        """Seconds since `begun_s` in which this process did not run."""
+        pauses, last = list(self._pauses), self._since_last()  # the thread that beats may wake up after this one
+        ends = {begin: end for begin, end in (*pauses, *([last] if last else []))}
+        return sum(max(0.0, end - max(begin, begun_s)) for begin, end in ends.items())
 
     def _since_last(self) -> tuple[float, float] | None:
         (before_s, cpu_before_s), now_s = self._last, self._clock()
@@ -205,7 +199,7 @@ class PauseWatch:
 
 
 class StepProgress:
-    """Signs that a step moves: marks behind the device's work, waits for data and for others; and this process's own
+    """Signs that a step moves: marks behind the device's work, and waits for data or peers; and this process's own
     pauses, which are no part of a step."""
 
     def __init__(self) -> None:

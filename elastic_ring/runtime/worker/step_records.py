@@ -20,20 +20,20 @@ Publish = Callable[[Sequence[Notice]], None]
 
 
 def gpu_memory() -> dict[str, int]:
-    """What torch holds of this process's GPU, in bytes by kind; {} without one. Takes 0.1 ms on an H200."""
+    """Bytes of this process's GPU that torch holds, by kind; {} without a GPU. Takes 0.1 ms on an H200."""
     if not torch.cuda.is_initialized():
         return {}
-    found = torch.cuda.memory_stats()
+    stats = torch.cuda.memory_stats()
     return {
-        "allocated": found["allocated_bytes.all.current"],
-        "reserved": found["reserved_bytes.all.current"],
-        "fragmented": found["inactive_split_bytes.all.current"],
-        "peak": found["allocated_bytes.all.peak"],
+        "allocated": stats["allocated_bytes.all.current"],
+        "reserved": stats["reserved_bytes.all.current"],
+        "fragmented": stats["inactive_split_bytes.all.current"],
+        "peak": stats["allocated_bytes.all.peak"],
     }
 
 
 class StepRecords:
-    """The newest KEPT_RECORDS of them; `publish` hands some to the coordinator."""
+    """The newest KEPT_RECORDS records; `publish` hands some to the coordinator."""
 
     def __init__(self, publish: Publish) -> None:
         self.publish = publish
@@ -46,25 +46,25 @@ class StepRecords:
         del self._records[:-KEPT_RECORDS]
 
     def send(self, through: int) -> None:
-        """Publish what has not been, up to step `through`."""
+        """Publish the records that have not been, up to step `through`."""
         with self._lock:
-            ready = [r for r in self._records if self._published < r.metrics.step <= through]
+            ready = [record for record in self._records if self._published < record.metrics.step <= through]
             if ready:
                 self.publish(ready)
                 self._published = ready[-1].metrics.step
 
     def go_back(self, step: int) -> None:
-        """The run goes back to a checkpoint: `step` runs next, records of it and of later steps do not count."""
+        """Go back to a checkpoint: `step` runs next; records of it and of later steps do not count."""
         with self._lock:
             self._records = [record for record in self._records if record.metrics.step < step]
             self._published = step - 1
 
     def after(self, step: int) -> list[StepRecord]:
-        """Those of committed steps newer than `step`."""
+        """Records of committed steps newer than `step`."""
         return [record for record in self._records if record.metrics.step > step]
 
     def unsent(self) -> list[StepRecord]:
-        """Those that `send` has not published yet."""
+        """Records that `send` has not published yet."""
         return self.after(self._published)
 
     def mark_published(self, published: int) -> None:
@@ -79,26 +79,19 @@ class StepRecords:
 
 
 class StepNotices:
-    """Publishes what a step did that it should not have: operators without a deterministic form, and compilations."""
+    """Publishes nondeterministic operators and compilations of a step, which should have neither."""
 
     def __init__(self, worker: str, publish: Publish) -> None:
         self._worker, self._publish = worker, publish
-        self._nondeterminism, self._compiled = NondeterminismLog(), CompileWatch()
-
-    def listen(self) -> None:
-        """Hear torch's warnings, of the whole process."""
-        self._nondeterminism.listen()
-
-    def before_steps(self) -> None:
-        self._compiled.before_steps()
+        self.nondeterminism, self.compilations = NondeterminismLog(), CompileWatch()
 
     def after_step(self, step: int, deterministic: bool) -> None:
         """`deterministic`: the run asks for such operators, or its device has no others."""
-        heard = self._nondeterminism.take()
+        reasons = self.nondeterminism.take()
         if step == 0 and not deterministic:
-            heard.append("deterministic=False")
-        if heard:
-            self._publish([NotRepeatable(step, "; ".join(heard))])
-        later, before = self._compiled.of_step(step)
+            reasons.append("deterministic=False")
+        if reasons:
+            self._publish([NotRepeatable(step, "; ".join(reasons))])
+        later, before = self.compilations.of_step(step)
         if later or before is not None:
             self._publish([Compiled(step, self._worker, later, before or 0)])

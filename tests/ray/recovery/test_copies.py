@@ -13,7 +13,7 @@ import pytest
 from elastic_ring import CheckpointConfig, OptimConfig
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import JOURNAL_NAME
-from elastic_ring.runtime.worker.copy_exchange import Held
+from elastic_ring.runtime.worker.copy_exchange import StoredCopy
 from elastic_ring.train.optim import learning_rate
 from tests.ray.conftest import Heard, fault_free
 from tests.ray.recovery.test_checkpoints import run, same
@@ -110,7 +110,7 @@ def flipping_schedule(marker: Path, optim: OptimConfig, step: int) -> float:
     """The usual rate. In step 4 each worker flips a byte of each copy that it holds, once."""
     mine = marker.with_suffix(f".{os.getpid()}")
     if step == 4 and not mine.exists():
-        for held in [one for one in gc.get_objects() if type(one) is Held]:
+        for held in [copy for copy in gc.get_objects() if type(copy) is StoredCopy]:
             held.data[held.data.numel() // 2] ^= 1
             mine.touch()
     return learning_rate(step, optim, None)

@@ -31,7 +31,7 @@ from elastic_ring.runtime.coordinator.inbox import CheckpointCounts, CheckpointF
 from elastic_ring.runtime.coordinator.resume import Resume, find_resume
 from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
 from elastic_ring.runtime.terms import Terms
-from elastic_ring.runtime.worker.saver import Place, Saver, SaveSchedule, open_checkpoint
+from elastic_ring.runtime.worker.saver import CheckpointTerms, Place, Saver, SaveSchedule, open_checkpoint
 from elastic_ring.state.checkpoints.retention import KEPT_NAME
 from elastic_ring.state.storage import folder as storage_folder
 from elastic_ring.state.storage.folder import Storage
@@ -717,23 +717,23 @@ def test_the_interval_follows_cost_and_failures_within_bounds_where_nobody_sets_
 
 
 def test_the_first_checkpoint_comes_after_step_1_where_nobody_sets_the_interval(tmp_path: Path) -> None:
-    told = {"mean_time_between_failures_s": 86_400.0, "wants_first": True}
+    terms = CheckpointTerms("attempt", 0, 86_400.0, True)
     parts: list[dict[str, Any]] = []
     saver = Saver(RunConfig("first", run_dir=str(tmp_path)), parts.append)
-    saver.begin(told, pins=False)
+    saver.begin(terms, pins=False)
     assert (saver.flags(1, 20, 0), saver.flags(1, 20, 1)) == (Flag.DUE, NOTHING)
     saver.schedule.saved(0.01)
     assert saver.flags(2, 20, 0) == NOTHING, "the next one in its time"
-    saver.begin({**told, "wants_first": False}, pins=False)
+    saver.begin(replace(terms, wants_first=False), pins=False)
     assert saver.flags(3, 20, 0) == NOTHING, "a later generation: there is one"
-    saver.begin(told, pins=True)
+    saver.begin(terms, pins=True)
     assert (saver.flags(1, 20, 0), saver.flags(1, 20, 1)) == (Flag.BUSY, Flag.BUSY), "training does not wait for memory"
     place = Place(1, 1, Mesh(1, 1), 0, "attempt", 0)
     saver.missed(place, 1)
     assert parts == [], "nothing is late"
     for config in (CheckpointConfig(every_steps=5), CheckpointConfig(every_s=9.0), CheckpointConfig(every_steps=0)):
         asked = Saver(RunConfig("asked", run_dir=str(tmp_path), checkpoint_config=config), parts.append)
-        asked.begin(told, pins=True)
+        asked.begin(terms, pins=True)
         assert asked.flags(1, 20, 0) == NOTHING, config
 
 

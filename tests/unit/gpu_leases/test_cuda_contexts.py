@@ -21,8 +21,10 @@ from elastic_ring.runtime.gpu import device
 from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser, Contexts, CudaContexts, end_contexts, unused_others
 from elastic_ring.runtime.worker import member
 from elastic_ring.runtime.worker.actor import Worker
+from elastic_ring.runtime.worker.coordinator_client import CommandDetails
 from elastic_ring.runtime.worker.copies import Copies
-from elastic_ring.runtime.worker.member import Generation, Member
+from elastic_ring.runtime.worker.member import Member, StepLoop
+from elastic_ring.runtime.worker.member_parts import Generation
 from elastic_ring.runtime.worker.stall_watchdog import StepProgress
 from elastic_ring.state.pinned import loaded_runtime
 
@@ -231,26 +233,30 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
         return outcome, SimpleNamespace(data_wait_s=0.0)
 
     state.run = run
-    training: Any = Member.__new__(Member)
     command = Build("c", "a", 1, 5, Mesh(1, 2), ("a", "b"), 0, None, (), True)
     groups: Any = SimpleNamespace(global_rank=1)
     connector: Any = SimpleNamespace(aborted=False)
-    training._generation = Generation(command, connector, {}, groups=groups)
-    training.warm = SimpleNamespace(transaction=state)
-    training._copies, training._saver = Copies(RunConfig(name="run"), "a"), saver
-    training._spec = SimpleNamespace(
-        task=SimpleNamespace(step=SimpleNamespace(steps=9, val_every_steps=0, deterministic=True))
+    step = SimpleNamespace(steps=9, validates_after=lambda step: False, deterministic=True)
+    parts: Any = SimpleNamespace(
+        now=Generation(command, connector, CommandDetails(), groups=groups),
+        transaction=state,
+        copies=Copies(RunConfig(name="run"), "a"),
+        saver=saver,
+        spec=SimpleNamespace(task=SimpleNamespace(step=step)),
+        lease=SimpleNamespace(device=OWN, gpu=""),
+        notices=SimpleNamespace(
+            compilations=SimpleNamespace(before_steps=lambda: None), after_step=lambda step, deterministic: None
+        ),
+        watch=lambda phase, step: None,
+        speaks=False,
+        stamps=SimpleNamespace(waited_for_data=lambda waited_s: None),
+        progress=StepProgress(),
     )
-    training._device_lease = SimpleNamespace(device=OWN)
-    training._notices = SimpleNamespace(before_steps=lambda: None, after_step=lambda step, deterministic: None)
-    for name in ("_watch", "_send", "_prepare_host_memory"):
-        setattr(training, name, lambda *given, **named: None)
-    training._validate_if_due = lambda step: 0.0
-    training._stamps = SimpleNamespace(waited_for_data=lambda waited_s: None)
-    training.progress = StepProgress()
-    training._record = lambda outcome, local, took_s, frozen_s: order.append("recorded")
-    training._context_releaser = SimpleNamespace(committed=lambda *given: order.append(f"told {given}"))
-    assert training.train() == "boundary"
+    releaser: Any = SimpleNamespace(committed=lambda *step: order.append(f"told {step}"))
+    loop: Any = StepLoop(parts, None, releaser)  # type: ignore[arg-type]
+    loop._prepare_host_memory = lambda: None
+    loop._record = lambda outcome, local, took_s, frozen_s: order.append("recorded")
+    assert loop.run() == "boundary"
     assert order == [
         "run 0",
         "recorded",
@@ -269,7 +275,7 @@ def _become_spare(released: bool) -> None:
     """In a process of its own: the code that it ends with says how far it came."""
     worker: Any = Worker.__new__(Worker)
     worker._release_training = lambda: True
-    worker._warm = SimpleNamespace(become_spare=lambda: None, released=released)
+    worker._warm = SimpleNamespace(become_spare=lambda: None, context_releaser=SimpleNamespace(released=released))
     worker._become_spare()
     sys.exit(7 if worker._activity == "spare" else 8)
 

@@ -187,14 +187,18 @@ def test_who_stands_by_waits_for_its_groups_before_it_empties_the_cache() -> Non
             return aborter.wait(timeout_s)
 
     standing: Any = Member.__new__(Member)
-    standing._generation = SimpleNamespace(connector=Connector())
-    standing._context_releaser = SimpleNamespace(left_mesh=lambda: None)
-    standing.warm = SimpleNamespace(transaction=SimpleNamespace(drop=lambda: order.append("dropped")))
-    standing._copies = standing._saver = SimpleNamespace(clear=lambda: order.append("cleared"))
-    standing._device_lease = SimpleNamespace(give_back=lambda: order.append("given back"))
+    standing.context_releaser = SimpleNamespace(left_mesh=lambda: None)
+    cleared = SimpleNamespace(clear=lambda: order.append("cleared"))
+    standing.parts = SimpleNamespace(
+        generation=SimpleNamespace(connector=Connector()),
+        transaction=SimpleNamespace(drop=lambda: order.append("dropped")),
+        copies=cleared,
+        saver=cleared,
+        lease=SimpleNamespace(give_back=lambda: order.append("given back")),
+    )
     standing.become_spare()
     assert order == ["cleared", "cleared", "dropped", "closed", "aborted", "given back"]
-    assert standing._generation is None
+    assert standing.parts.generation is None
     assert member.BECOME_SPARE_S > 1.0
 
 

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.groups.groups import Connector, Rendezvous
-from elastic_ring.runtime.groups.registry import forget_groups
+from elastic_ring.runtime.groups.groups import Connector, Rendezvous, forget_groups
 from elastic_ring.runtime.groups.sockets import RendezvousStore
 
 HOST = "127.0.0.1"

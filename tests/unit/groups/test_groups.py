@@ -149,8 +149,7 @@ def only_publish(me: Any, where: Rendezvous, mesh: Mesh) -> None:
     """Come to the meeting, say where this rank listens, and do nothing more: a peer that died there."""
     leave(me)
     me.connector = Connector(where)
-    me.store = me.connector._open_store()
-    me.connector._exchange_addresses(me.store, mesh, me.rank)
+    me.store = me.connector._meet(mesh, me.rank)
 
 
 def resources(me: Any) -> tuple[int, int]:
@@ -287,9 +286,7 @@ def meet(me: Any, where: Rendezvous, mesh: Mesh) -> None:
     """The first half of a build: the store, the ports, the group of all."""
     leave(me)
     me.connector = Connector(where)
-    store = me.connector._open_store()
-    me.connector._exchange_addresses(store, mesh, me.rank)
-    me.world = me.connector._group(store, "world", range(mesh.size), me.rank)
+    me.world = me.connector._group(me.connector._meet(mesh, me.rank), "world", range(mesh.size), me.rank)
 
 
 def connect_out_of_reach(me: Any, port: int, name: str) -> None:

@@ -79,7 +79,7 @@ class Backend:
 @pytest.mark.parametrize("aborted", ["meanwhile", "afterwards", "never"])
 def test_an_abort_ends_a_communicator_whenever_it_comes(aborted: str) -> None:
     connector, backend = Connector(Rendezvous("127.0.0.1", 1, "1/0", "127.0.0.1", WAIT_S, WAIT_S)), Backend()
-    connector._keep(backend)
+    connector._nccl.append(backend)
     thread = threading.Thread(target=connect_now, args=(backend, torch.device("cpu"), lambda: connector.aborted))
     thread.start()
     assert backend.connecting.wait(WAIT_S)
@@ -116,7 +116,7 @@ def test_a_build_of_torch_that_tells_of_no_errors_tells_of_none() -> None:
 def test_what_an_aborted_generation_says_of_its_links_is_not_asked() -> None:
     connector = Connector(Rendezvous("127.0.0.1", 1, "1/0", "127.0.0.1", WAIT_S, WAIT_S))
     backend = SimpleNamespace(get_error=lambda: ErrorType.COMM_ERROR, abort=lambda: None)
-    connector._keep(backend)
+    connector._nccl.append(backend)
     assert connector.exchange_error() == "NCCL reports COMM_ERROR"
     connector.abort()
     assert connector.exchange_error() == ""

@@ -21,7 +21,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups import groups as groups_module
 from elastic_ring.runtime.groups.groups import Connector, Part, Rendezvous, nccl
 from elastic_ring.runtime.groups.transport import translated
-from elastic_ring.runtime.worker.heals import _link
+from elastic_ring.runtime.worker.generation_build import heal_link
 from tests.unit.groups.processes import HOST, Membership, abort, connect, leave, membership
 from tests.unit.train.tiny_task import begin, facts, make_task, rebuild, run_steps
 
@@ -191,7 +191,7 @@ def test_groups_of_a_generation_that_is_given_up_already_do_not_begin_to_connect
 def say_over_link(me: Any, heal: Heal, members: tuple[str, ...]) -> dict[str, Any]:
     """A word from the donor to the newcomers over the link, as a heal gets it; and what making it still took."""
     num_before, worker = len(me.created), f"w{me.rank}"
-    link = _link(heal, worker, members, me.groups if worker in members else None, me.connector)
+    link = heal_link(heal, worker, members, me.groups if worker in members else None, me.connector)
     word = torch.tensor([7.0 if worker == heal.donor else 0.0])
     if worker == heal.donor:
         works = [link.host.send([word], peer, 0) for peer in range(1, link.size())]

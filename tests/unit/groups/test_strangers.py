@@ -137,16 +137,16 @@ def test_only_the_members_hosts_reach_the_store_of_a_generation() -> None:
         came_from = known
         dispatch = Dispatcher(run_spec, "127.0.0.5", None, nodes, None, None)  # type: ignore[arg-type]
         place = dispatch._rendezvous(build)
-        at = (place["store_host"], place["store_port"])
+        at = (place.host, place.port)
         assert [reaches(at, one) for one in ("127.0.0.2", "127.0.0.5", "127.0.0.3")] == [True, True, are_let_in]
         store = TCPStore(*at, is_master=False, wait_for_workers=False, timeout=SOON)
-        with_secret(store, place["store_secret"]).set("a", "b")
+        with_secret(store, place.secret).set("a", "b")
     came_from = "127.0.0.4"
     for generation, are_let_in in ((3, False), (4, True), (5, True)):
         if generation == 3:
             dispatch = Dispatcher(run_spec, "127.0.0.5", None, nodes, None, None)  # type: ignore[arg-type]
         place = dispatch._rendezvous(replace(build, generation=generation))
-        assert reaches((place["store_host"], place["store_port"]), "127.0.0.3") == are_let_in, generation
+        assert reaches((place.host, place.port), "127.0.0.3") == are_let_in, generation
 
 
 def reached_while_it_builds(me: Any, hosts: tuple[str, ...]) -> list[bool]:
@@ -173,8 +173,8 @@ def test_the_store_of_a_generation_is_gone_with_all_connections_once_its_members
     build = Build("c", "w0", 1, 2, PAIR, ("w0", "w1"), 0, None, (), True)
     place = dispatch._rendezvous(build)
     assert dispatch._rendezvous(replace(build, worker="w1")) == place
-    at = (place["store_host"], place["store_port"])
-    where = replace(pair.meeting(), host=at[0], port=at[1], secret=place["store_secret"])
+    at = (place.host, place.port)
+    where = replace(pair.meeting(), host=at[0], port=at[1], secret=place.secret)
     with socket.create_connection(at, timeout=5) as stranger:
         pair.all(connect, where, PAIR)
         dispatch.end_meeting()

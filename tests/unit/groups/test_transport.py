@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.transport import is_transport_error, translated
-from elastic_ring.runtime.worker.error_classifier import error_kind, error_text
+from elastic_ring.runtime.worker.training_thread import error_kind, error_text
 from elastic_ring.train.abortable_collectives import make_abortable
 from tests.unit.groups.processes import Membership, connect, membership
 

@@ -16,7 +16,7 @@ from elastic_ring.control.decisions.quorum import decide
 from elastic_ring.control.messages import Heal, Report
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.worker.heals import heal_over_link
+from elastic_ring.runtime.worker.generation_build import heal_over_link
 from elastic_ring.runtime.worker.member import Member
 from tests.unit.groups.processes import Membership, abort, membership
 from tests.unit.train.tiny_task import begin, facts, make_task, rebuild, run_steps
@@ -57,7 +57,7 @@ def heal(me: Any, role: str, fires: bool) -> str:
 def report(me: Any) -> Report:
     worker_spec = SimpleNamespace(worker=f"w{me.rank}", scaling=ScalingConfig(), run=RunConfig(name="r"), task=None)
     member = Member(worker_spec, None, None, lambda records: None)  # type: ignore[arg-type]
-    member.warm = SimpleNamespace(transaction=me.state)  # type: ignore[assignment]
+    member.parts.warm = SimpleNamespace(transaction=me.state)  # type: ignore[assignment]
     return member.report("c", 1, me.membership_id[1], "aborted")
 
 

@@ -32,8 +32,8 @@ from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.warmup import NullProcessGroup, length_classes, warm_up_variants
 from elastic_ring.monitor.stamps import Phase, StampReader, StampWriter
 from elastic_ring.runtime.notices import Compiled
-from elastic_ring.runtime.worker.member import Member
-from elastic_ring.runtime.worker.start_reports import StartWork
+from elastic_ring.runtime.worker.coordinator_client import StartWork
+from elastic_ring.runtime.worker.member_parts import MemberParts
 from elastic_ring.runtime.worker.step_records import StepNotices
 from elastic_ring.train.startup.compilations import EVENTS, CompileEvents, CompileWatch
 
@@ -238,15 +238,15 @@ def test_a_length_of_each_class_lies_between_the_edges_of_tiles() -> None:
 @pytest.fixture
 def member(tmp_path: Path) -> Iterator[Any]:
     """The part of a member that counts and announces, with real stamps."""
-    made: Any = Member.__new__(Member)
+    made: Any = MemberParts.__new__(MemberParts)
     made.start_work = StartWork()
-    made._stamps = StampWriter(tmp_path / "w").open()
+    made.stamps = StampWriter(tmp_path / "w").open()
     made.published = []
-    made._notices = StepNotices("w", made.published.extend)
-    EVENTS.listener = made._announce_compilation
+    made.notices = StepNotices("w", made.published.extend)
+    EVENTS.listener = made.announce_compilation
     yield made
     EVENTS.listener = None
-    made._stamps.close()
+    made.stamps.close()
 
 
 def compile_one(head_dim: int = HEAD_DIM, rows: int = 16) -> None:
@@ -255,10 +255,10 @@ def compile_one(head_dim: int = HEAD_DIM, rows: int = 16) -> None:
 
 
 def test_a_compilation_in_a_step_has_a_phase_of_its_own_while_it_lasts(plant: Any, member: Any) -> None:
-    interface, reader, seen = plant(H100_64), StampReader(member._stamps.path), []
+    interface, reader, seen = plant(H100_64), StampReader(member.stamps.path), []
     EVENTS.attach()
     interface.on_compile = lambda: seen.append(reader.read())
-    member._stamps.stamp(3, Phase.BACKWARD, 1)
+    member.stamps.stamp(3, Phase.BACKWARD, 1)
     compile_one()
     (during,), after = seen, reader.read()
     assert after is not None
@@ -275,13 +275,13 @@ def test_a_worker_tells_what_it_compiled_before_and_after_step_0(
     interface = plant(H100_64)
     EVENTS.attach()
     compile_one()
-    member._notices.after_step(0, True)
+    member.notices.after_step(0, True)
     assert member.published.pop() == Compiled(0, "w", [], 1)
     with caplog.at_level(logging.WARNING):
-        member._notices.after_step(1, True)
+        member.notices.after_step(1, True)
         compile_one(rows=400)
         interface._flash_attn_bwd.compile_cache["a kernel"] = "compiled"
-        member._notices.after_step(2, True)
+        member.notices.after_step(2, True)
     names = ["flash-attn-4 flash_attn_fwd", "flash-attn-4 flash_attn_bwd"]
     assert member.published == [Compiled(2, "w", names, 0)]
     assert caplog.messages == [f"step 2 compiled 2 more: {'; '.join(names)}; the warm-up did not cover it"]
@@ -291,8 +291,8 @@ def test_a_spare_that_joins_later_counts_its_warm_up_as_before(plant: Any, membe
     plant(H100_64)
     EVENTS.attach()
     compile_one()
-    member._notices.before_steps()
-    member._notices.after_step(7, True)
+    member.notices.compilations.before_steps()
+    member.notices.after_step(7, True)
     assert member.published == [Compiled(7, "w", [], 1)]
 
 

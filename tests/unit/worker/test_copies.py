@@ -15,7 +15,7 @@ from elastic_ring.control.messages import Build, HeldCopy, ParityGroup, Snapshot
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.worker.copies import Copies
-from elastic_ring.runtime.worker.copy_exchange import DONE, FAILED
+from elastic_ring.runtime.worker.copy_exchange import DONE, FAILED, CopyStore
 from elastic_ring.state import sealed
 from elastic_ring.state.snapshot import Snapshot
 from elastic_ring.train.vote import NOTHING, Flag, Outcome, Tally
@@ -48,7 +48,8 @@ class Ring:
         self.groups = rings.groups(3)
         self.shards = [make_shard(steps=command.step, seed=rank, rows=3 + rank) for rank in range(3)]
         told = [] if told is None else told
-        self.copies = [Copies(RunConfig(copy_every_steps=2), worker, told.append) for worker in MEMBERS]
+        run = RunConfig(copy_every_steps=2)
+        self.copies = [Copies(run, worker, lambda copied: told.append(copied.figures)) for worker in MEMBERS]
         for rank, shard in enumerate(self.shards):
             shard.cp_rank = rank
         self.begin(command)
@@ -75,7 +76,7 @@ class Ring:
                 assert not exchange.is_alive
 
     def held(self, rank: int) -> set[tuple[int, tuple[int, ...], bool]]:
-        return {(one.snapshot.step, one.cp_ranks, one.own) for one in self.copies[rank].held()}
+        return {(one.snapshot.step, one.cp_ranks, one.own) for one in self.copies[rank].store.held()}
 
 
 def outcome(copies: Flag = NOTHING) -> Outcome:
@@ -85,7 +86,7 @@ def outcome(copies: Flag = NOTHING) -> Outcome:
 def loaded(data: Tensor, wanted: SnapshotId, rank: int) -> str:
     """The digest of the shard that a newcomer makes of it."""
     newcomer = make_shard(steps=0, seed=9, rows=3 + rank)
-    Copies(RunConfig(), "d").healed(wanted, rank, data, newcomer)
+    CopyStore("d").fill(wanted, rank, data, newcomer)
     return newcomer.digest()
 
 
@@ -112,11 +113,11 @@ def test_a_copy_is_the_bits_of_its_owner_while_the_owner_trains_on(rings: Thread
     ring.step()
     at = SnapshotId(0, (1, 3))
     for rank in range(3):
-        assert loaded(ring.copies[(rank + 1) % 3].piece(at, rank), at, rank) == digests[rank]
-        ring.copies[rank].load(at, rank, ring.shards[rank])
+        assert loaded(ring.copies[(rank + 1) % 3].store.piece(at, rank), at, rank) == digests[rank]
+        ring.copies[rank].store.load(at, rank, ring.shards[rank])
         assert ring.shards[rank].digest() == digests[rank]
     with pytest.raises(DigestMismatch, match="a holds nothing of cp_rank 1 of step 0"):
-        ring.copies[0].piece(at, 1)
+        ring.copies[0].store.piece(at, 1)
 
 
 def test_a_due_snapshot_is_skipped_while_some_rank_is_busy_and_the_last_complete_one_stays(rings: ThreadRings) -> None:
@@ -189,7 +190,7 @@ def test_memory_that_cannot_be_had_costs_that_copy_and_nothing_else(
     ring = Ring(rings, build(**(groups if where == "parity" else {"copy_holders": RING})))
     whole = [ring.held(rank) for rank in range(3)]
     ring.step()
-    buffers = ring.copies[1]._pinned if where == "snapshot" else ring.copies[1]._buffers
+    buffers = ring.copies[1].store.pinned if where == "snapshot" else ring.copies[1].store.buffers
     finish = Snapshot.finish
     with monkeypatch.context() as patch:
         if where == "copying":
@@ -217,12 +218,12 @@ def test_a_copy_that_was_damaged_in_memory_is_named_dropped_and_not_reported_aga
     rings: ThreadRings, caplog: pytest.LogCaptureFixture
 ) -> None:
     ring, at = Ring(rings, build(copy_holders=RING)), SnapshotId(0, (1, 3))
-    one = ring.copies[1]
-    one._held[0].data[300] ^= 1
+    one = ring.copies[1].store
+    one.copies[0].data[300] ^= 1
     with pytest.raises(DigestMismatch, match="the copy of cp_rank 0 of step 0"):
         one.piece(at, 0)
     assert one.held() == (HeldCopy(at, (1,), own=True),)
-    one._own[at].data[300] ^= 1
+    one.own[at].data[300] ^= 1
     before = ring.shards[1].digest()
     with pytest.raises(DigestMismatch, match="the snapshot of cp_rank 1 of step 0"):
         one.load(at, 1, ring.shards[1])
@@ -233,11 +234,11 @@ def test_a_copy_that_was_damaged_in_memory_is_named_dropped_and_not_reported_aga
 def test_a_parity_gives_back_the_snapshot_of_each_of_its_group(rings: ThreadRings) -> None:
     groups = (ParityGroup((0, 1), 2), ParityGroup((2,), 0))
     ring, at = Ring(rings, build(parity_groups=groups)), SnapshotId(0, (1, 3))
-    assert ring.copies[2].held()[1:] == (HeldCopy(at, (0, 1), parity_of=("a", "b")),)
+    assert ring.copies[2].store.held()[1:] == (HeldCopy(at, (0, 1), parity_of=("a", "b")),)
     assert ring.held(0) == {(0, (0,), True), (0, (2,), False)}, "the parity of one is a copy"
     for lost, other in ((0, 1), (1, 0)):
-        parity = ring.copies[2].piece(at, lost, (MEMBERS[other],)).clone()
-        whole = sealed.missing_piece(parity, [ring.copies[other].own_piece(at)], "it")
+        parity = ring.copies[2].store.piece(at, lost, (MEMBERS[other],)).clone()
+        whole = sealed.missing_piece(parity, [ring.copies[other].store.own_piece(at)], "it")
         assert loaded(whole, at, lost) == ring.shards[lost].digest()
 
 
@@ -245,25 +246,25 @@ def test_at_a_build_only_what_it_keeps_stays_and_memory_is_used_again(rings: Thr
     ring = Ring(rings, build(copy_holders=RING))
     for _ in range(4):
         ring.step()
-    used = {one.data.data_ptr() for one in ring.copies[0]._own.values()}
+    used = {one.data.data_ptr() for one in ring.copies[0].store.own.values()}
     for one in ring.copies:
         one.leave()
         assert (one.is_on, one.flags(6)) == (False, NOTHING)
         one.keep(SnapshotId(4, (1, 3)))
     assert ring.held(0) == {(4, (0,), True), (4, (2,), False)}
     ring.begin(build(generation=5, step=4, copy_holders=RING))
-    assert {one.snapshot.membership_id for one in ring.copies[0].held()} == {(1, 3), (1, 5)}
-    assert {one.data.data_ptr() for one in ring.copies[0]._own.values()} == used
+    assert {one.snapshot.membership_id for one in ring.copies[0].store.held()} == {(1, 3), (1, 5)}
+    assert {one.data.data_ptr() for one in ring.copies[0].store.own.values()} == used
     ring.copies[0].clear()
-    assert ring.copies[0].held() == ()
+    assert ring.copies[0].store.held() == ()
 
 
 def test_nothing_of_an_exchange_counts_after_its_generation_has_ended(rings: ThreadRings) -> None:
     ring = Ring(rings, build(copy_holders=RING))
     ring.copies[1].leave()
     ring.copies[1].keep(None)
-    exchange = ring.copies[1]._keep_own, ring.copies[0]._exchanges[-1]
-    exchange[1].is_over = True
+    exchange = ring.copies[0]._exchanges[-1]
+    exchange.is_over = True
     ring.copies[0].keep(None)
-    ring.copies[0]._keep_own(exchange[1])
-    assert ring.copies[0].held() == ()
+    exchange.keep_own()
+    assert ring.copies[0].store.held() == ()

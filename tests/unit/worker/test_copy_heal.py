@@ -18,7 +18,7 @@ from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.copies import Copies
-from elastic_ring.runtime.worker.heals import heal_from_copies, takes_part
+from elastic_ring.runtime.worker.generation_build import heal_from_copies, takes_part
 from tests.unit.groups.processes import Membership, abort, connect, membership
 from tests.unit.train.tiny_task import begin, facts, make_task
 
@@ -68,7 +68,7 @@ def train(me: Any, num_steps: int) -> list[str]:
 
 
 def held(me: Any) -> list[tuple[int, tuple[int, ...], bool]]:
-    return sorted((one.snapshot.step, one.cp_ranks, one.own) for one in me.copies.held())
+    return sorted((one.snapshot.step, one.cp_ranks, one.own) for one in me.copies.store.held())
 
 
 def step_back(me: Any, where: Any, command: Build, heals: tuple[Heal, ...], is_new: bool) -> str:
@@ -87,10 +87,10 @@ def step_back(me: Any, where: Any, command: Build, heals: tuple[Heal, ...], is_n
     try:
         if not any(worker in heal.newcomers for heal in heals):
             with me.state.filling():
-                me.copies.load(wanted, me.rank, me.state.shard)
+                me.copies.store.load(wanted, me.rank, me.state.shard)
         for heal in heals:
             if takes_part(heal, worker):
-                heal_from_copies(heal, wanted, worker, me.copies, me.state, me.connector, lambda role: None, {})
+                heal_from_copies(heal, wanted, worker, me.copies.store, me.state, me.connector, lambda role: None, {})
         hold(me, command)
     except ElasticRingError as error:
         return f"{type(error).__name__}: {error}"
@@ -98,7 +98,7 @@ def step_back(me: Any, where: Any, command: Build, heals: tuple[Heal, ...], is_n
 
 
 def flip(me: Any) -> None:
-    me.copies._held[-1].data[500] ^= 1
+    me.copies.store.copies[-1].data[500] ^= 1
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,10 @@ def swapped(me: Any, where: Any, command: Build, heals: tuple[Heal, ...]) -> str
     me.rank = forget
     if worker == "a":
         with me.state.filling():
-            me.copies.load(wanted, rank, me.state.shard)
+            me.copies.store.load(wanted, rank, me.state.shard)
     for heal in heals:
         if takes_part(heal, worker):
-            heal_from_copies(heal, wanted, worker, me.copies, me.state, me.connector, lambda role: None, {})
+            heal_from_copies(heal, wanted, worker, me.copies.store, me.state, me.connector, lambda role: None, {})
     assert (wanted.step, (rank,), True) in held(me)
     return str(me.state.shard.digest())
 

@@ -11,8 +11,10 @@ from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import Build, Heal
 from elastic_ring.errors import GroupAborted
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.worker import member as member_module
-from elastic_ring.runtime.worker.member import Generation, Member, Warmed
+from elastic_ring.runtime.worker import generation_build
+from elastic_ring.runtime.worker.coordinator_client import CommandDetails
+from elastic_ring.runtime.worker.member import Member
+from elastic_ring.runtime.worker.member_parts import Generation, Warmed
 
 SURVIVOR, NEWCOMER = "w", "v"
 HEAL = Heal(0, SURVIVOR, (NEWCOMER,))
@@ -48,10 +50,12 @@ class Parts:
         stamps = SimpleNamespace(stamp=lambda step, phase: None, generation=0)
         self.member = Member(spec, stamps, None, lambda records: None)  # type: ignore[arg-type]
         data, kernels = SimpleNamespace(news=lambda versions, skips: None), SimpleNamespace(settle=self.settle)
-        self.member.warm = Warmed(data, kernels, self.state, 1, [], {})  # type: ignore[arg-type]
-        monkeypatch.setattr(member_module, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now))
-        monkeypatch.setattr(member_module, "forget_groups", lambda: None)
-        monkeypatch.setattr(member_module, "heal_over_link", lambda *args: self.take("heal", 1000) or 5)
+        self.member.parts.warm = Warmed(data, kernels, self.state, 1, [], {})  # type: ignore[arg-type]
+        monkeypatch.setattr(
+            generation_build, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
+        )
+        monkeypatch.setattr(generation_build, "forget_groups", lambda: None)
+        monkeypatch.setattr(generation_build, "heal_over_link", lambda *args: self.take("heal", 1000) or 5)
 
     def take(self, what: str, seconds: float) -> None:
         self.notes.append((what, self.member.writing))
@@ -78,7 +82,7 @@ class Parts:
         heals = () if fresh else (HEAL,)
         vote: Any = None if fresh else SimpleNamespace(step=6)
         command = Build("c", "w", 1, 3, Mesh(2, 1), (SURVIVOR, NEWCOMER), 7, vote, heals, fresh)
-        self.member._generation = Generation(command, self, {})  # type: ignore[arg-type]
+        self.member.parts.generation = Generation(command, self, CommandDetails())  # type: ignore[arg-type]
         return self.member.build("c")[1]
 
 
@@ -117,4 +121,6 @@ def test_a_build_that_breaks_off_raises_and_writes_no_more(monkeypatch: pytest.M
         parts.build()
     assert parts.notes[-1][0] == break_in
     assert not parts.member.writing
-    assert parts.member._generation.groups is parts.groups, "a thread that is left behind in them must not free them"
+    assert parts.member.parts.generation.groups is parts.groups, (
+        "a thread that is left behind in them must not free them"
+    )

@@ -21,7 +21,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.stamps import Phase
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.actor import Worker
-from elastic_ring.runtime.worker.coordinator_client import WorkerSpec
+from elastic_ring.runtime.worker.coordinator_client import CommandDetails, WorkerSpec
 from elastic_ring.runtime.worker.stall_watchdog import StepProgress
 from tests.unit.groups.processes import Membership, connect, leave, membership
 
@@ -59,10 +59,11 @@ class Part:
 
     def __init__(self, me: Any, step: Any) -> None:
         self._me, self._step = me, step
-        self.device = torch.device("cpu")
-        self.applied, self.writing, self.device_failed, self.in_mesh = 7, False, False, True
-        self.num_moves = 0
-        self.progress = StepProgress()
+        self.applied, self.writing, self.num_moves = 7, False, 0
+        self.progress, self.in_mesh = StepProgress(), True
+        self.lease = SimpleNamespace(device=torch.device("cpu"))
+        self.records = SimpleNamespace(after=lambda step: [])
+        self.parts = self
 
     @property
     def aborted(self) -> bool:
@@ -79,8 +80,7 @@ class Part:
             self._step(self._me, self)
         return "finished"
 
-    unsent = list
-    records = SimpleNamespace(after=lambda step: [])
+    unsent_records = list
 
     def report(self, cause: str, term: int, generation: int, kind: str) -> Any:
         return Stop(cause, "reported", term, generation, kind)
@@ -107,7 +107,7 @@ def begin_step(me: Any, step: Any, folder: str) -> None:
     for body in (me.worker._beat, me.worker._control):
         threading.Thread(target=body, daemon=True).start()
     order = Build("c", "w", *MEMBERSHIP, PAIR, ("w", "v"), 7, None, (), False)
-    me.worker._order("running", lambda: me.worker._run(order))
+    me.worker._order("running", lambda: me.worker._train(order))
 
 
 def wait_for_a_peer_that_never_answers(me: Any, part: Part) -> None:
@@ -142,7 +142,7 @@ def heard_nothing_more(me: Any) -> bool:
 
 
 def told_to_stop(me: Any) -> Any:
-    me.worker.command(to_json(Stop("c", "w", MEMBERSHIP[0], MEMBERSHIP[1] + 1, "abort")), {})
+    me.worker.command(to_json(Stop("c", "w", MEMBERSHIP[0], MEMBERSHIP[1] + 1, "abort")), CommandDetails())
     return heard(me)
 
 

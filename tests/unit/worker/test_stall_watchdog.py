@@ -17,7 +17,13 @@ from elastic_ring.config import Timeouts
 from elastic_ring.data.loader import Loader
 from elastic_ring.errors import GroupAborted
 from elastic_ring.runtime.worker import stall_watchdog
-from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks, StallDetected, StallWatchdog, look_at_device
+from elastic_ring.runtime.worker.stall_watchdog import (
+    DeviceMarks,
+    PauseWatch,
+    StallDetected,
+    StallWatchdog,
+    look_at_device,
+)
 from elastic_ring.runtime.worker.training_thread import TrainingThread
 
 LIMIT_S = 920.0
@@ -178,7 +184,7 @@ def test_the_thread_that_asks_a_device_chooses_it(monkeypatch: pytest.MonkeyPatc
     for device in (None, torch.device("cpu"), torch.device("cuda", 1)):
         if device is not None:
             marks.move_to(device)
-        marks.come_along()
+        marks.set_device()
     assert chosen == [torch.device("cuda", 1)]
 
 
@@ -270,3 +276,43 @@ def test_a_broken_link_that_the_groups_know_of_is_told_once_for_each_generation(
         (3, "NCCL reports COMM_ERROR"),
         (4, "NCCL reports COMM_ERROR"),
     ]
+
+
+# ------------------------------------------------------------ pauses of the host
+
+
+class Host:
+    """A clock, and a CPU clock, that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = self.cpu = 0.0
+
+    def watch(self) -> PauseWatch:
+        return PauseWatch(lambda: self.now, lambda: self.cpu)
+
+
+@pytest.mark.parametrize("beats_first", [True, False])
+def test_a_host_that_stands_still_for_100_s_is_seen_whichever_thread_wakes_first(beats_first: bool) -> None:
+    host = Host()
+    watch = host.watch()
+    host.now = host.cpu = 2.0
+    watch.beat()
+    host.now = 102.0
+    if beats_first:
+        watch.beat()
+    assert watch.within_s(1.0) == pytest.approx(100.0)
+    assert watch.within_s(52.0) == pytest.approx(50.0), "of a step that began meanwhile"
+    watch.beat()
+    assert watch.within_s(1.0) == pytest.approx(100.0), "once"
+    host.now = 103.0
+    assert watch.within_s(102.5) == 0.0
+
+
+def test_a_busy_machine_and_a_compiler_that_keeps_the_gil_are_no_pause() -> None:
+    host = Host()
+    watch = host.watch()
+    host.now = 4.0
+    watch.beat()
+    host.now, host.cpu = 64.0, 30.0
+    watch.beat()
+    assert watch.within_s(0.0) == 0.0

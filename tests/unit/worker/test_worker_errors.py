@@ -37,8 +37,9 @@ class Part:
 
     def __init__(self, work: Any, aborted: bool = False) -> None:
         self._work, self.aborted = work, aborted
-        self.device = torch.device("cpu")
         self.applied, self.writing, self.device_failed, self.in_mesh = 0, False, False, True
+        self.lease = SimpleNamespace(device=torch.device("cpu"), erred=self.fail_device)
+        self.parts = self
 
     def build(self, cause: str) -> Any:
         return self._work("build")
@@ -79,7 +80,7 @@ def told(
     command = order(build)
     run = {
         "build": lambda: actor._build_and_train(command),
-        "train": lambda: actor._run(command),
+        "train": lambda: actor._train(command),
         "finalize": lambda: actor._finalize(Finalize("c", "w", 1, 3)),
     }[at]
     actor._training.give(run)
@@ -137,9 +138,9 @@ def test_a_worker_that_has_told_of_its_device_reports_itself_unhealthy(tmp_path:
     member = Member(spec, None, None, lambda records: None)  # type: ignore[arg-type]
     nothing = SimpleNamespace(applied=0, unapplied=None, valid=False, shard=None, has_gradient=False, last=None)
     nothing.gradient_membership_id = nothing.state_id = (0, 0)
-    member.warm = SimpleNamespace(transaction=nothing)  # type: ignore[assignment]
+    member.parts.warm = SimpleNamespace(transaction=nothing)  # type: ignore[assignment]
     assert member.report("c", 1, 4, "aborted").healthy
-    member._device_lease.has_erred = True
+    member.parts.lease.has_erred = True
     assert not member.report("c", 1, 4, "aborted").healthy
 
 
@@ -159,19 +160,18 @@ from types import SimpleNamespace
 import ray  # which a start imports too, in its own time
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.runtime.worker import actor
-from elastic_ring.runtime.worker.coordinator_client import WorkerSpec
+from elastic_ring.runtime.worker.coordinator_client import StartWork, WorkerSpec
 
 class Slow:
     warm = SimpleNamespace(data=SimpleNamespace(fingerprint=""), environment={}, gpus=[])
-    def __init__(self, *_): self.device = None
+    def __init__(self, *_): self.parts, self.start_work = self, StartWork()
     def warm_up(self): wait_for_a_driver()
-    def moved(self): return (0,)
 
 def wait_for_a_driver():
     time.sleep(seconds)
 
 actor.Member = Slow
-actor.Worker._look_at_device = actor.Worker._beat = actor.Worker._control = lambda self: None
+actor.Worker._beat = actor.Worker._control = lambda self: None
 for name, seconds in (("slow", 6.0), ("quick", 0.0)):
     run = RunConfig()
     spec = WorkerSpec(name, "n", "127.0.0.1", f"{sys.argv[1]}/{name}", None, ScalingConfig(), run)
@@ -202,13 +202,12 @@ from elastic_ring.runtime.worker import actor
 from elastic_ring.runtime.worker.coordinator_client import WorkerSpec
 
 class Ready:
-    def __init__(self, *_): self.device = None
+    def __init__(self): self.parts = self
     def warm_up(self): pass
 
-actor.Member = Ready
 actor.Worker._beat = actor.Worker._control = lambda self: None
 started = actor.Worker(WorkerSpec("w", "n", "127.0.0.1", f"{sys.argv[1]}/w", None, ScalingConfig(), RunConfig()))
-started._warm_up(None, actor.StartWork())
+started._warm_up(Ready())
 print("warm", flush=True)
 time.sleep(600)
 """

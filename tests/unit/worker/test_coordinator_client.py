@@ -1,4 +1,4 @@
-"""A worker that warms up tells its coordinator how much CPU it uses, and stops telling once it is warm."""
+"""A worker that warms up reports its work and its CPU time to the coordinator, until it is warm."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from typing import Any
 import pytest
 
 from elastic_ring.control.messages import WorkerStarting, from_json
-from elastic_ring.runtime.worker import start_reports as reports
-from elastic_ring.runtime.worker.coordinator_client import CoordinatorClient
-from elastic_ring.runtime.worker.start_reports import StartWork, cpu_used_s, start_reports
+from elastic_ring.runtime.worker import coordinator_client
+from elastic_ring.runtime.worker.coordinator_client import CoordinatorClient, StartWork, cpu_used_s, start_reports
+
+
+def client_of(events: queue.Queue[dict[str, Any]]) -> CoordinatorClient:
+    spec: Any = SimpleNamespace(worker="w0.t1")
+    client = CoordinatorClient(spec, lambda: 1)
+    client.coordinator = SimpleNamespace(notify=SimpleNamespace(remote=lambda event, extra: events.put(event)))
+    return client
 
 
 def test_a_worker_that_warms_up_reports_its_growing_cpu_time_until_it_is_warm() -> None:
     received: queue.Queue[dict[str, Any]] = queue.Queue()
-    spec: Any = SimpleNamespace(worker="w0.t1")
-    client = CoordinatorClient(spec, lambda: 1)
-    client.coordinator = SimpleNamespace(notify=SimpleNamespace(remote=lambda event, extra: received.put(event)))
-    with start_reports(client, "w0.t1", start_s=0.1, work=StartWork()):
+    with start_reports(client_of(received), "w0.t1", start_s=0.1, work=StartWork()):
         first = from_json(received.get(timeout=10.0))
         began = time.process_time()
         while time.process_time() < began + 0.1:
@@ -38,21 +41,18 @@ def test_a_worker_that_warms_up_reports_its_growing_cpu_time_until_it_is_warm() 
     assert received.empty()
 
 
-def test_a_change_of_work_is_told_before_the_next_report_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "CHANGES_S", 0.02)
+def test_a_change_of_work_is_reported_before_the_next_report_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_client, "CHANGES_S", 0.02)
     received: queue.Queue[dict[str, Any]] = queue.Queue()
-    spec: Any = SimpleNamespace(worker="w0.t1")
-    client = CoordinatorClient(spec, lambda: 1)
-    client.coordinator = SimpleNamespace(notify=SimpleNamespace(remote=lambda event, extra: received.put(event)))
-    work, told = StartWork(), []
-    with start_reports(client, "w0.t1", 3600.0, work):
-        for what, compiling in (("opens the data", ""), ("opens the data", "FlexAttention"), ("first runs", "")):
-            work.what, work.compiling = what, compiling
-            while not told or told[-1] != work.told:
+    work, reported = StartWork(), []
+    with start_reports(client_of(received), "w0.t1", 3600.0, work):
+        for stage, compiling in (("opens the data", ""), ("opens the data", "FlexAttention"), ("first runs", "")):
+            work.stage, work.compiling = stage, compiling
+            while not reported or reported[-1] != str(work):
                 report = received.get(timeout=10.0)
-                told.append(report["doing"])
+                reported.append(report["doing"])
                 assert report["compiles"] == report["doing"].startswith("compiles ")
-    assert told[-3:] == ["opens the data", "compiles FlexAttention", "first runs"]
+    assert reported[-3:] == ["opens the data", "compiles FlexAttention", "first runs"]
 
 
 def test_the_cpu_time_of_a_compiler_in_a_process_of_its_own_counts() -> None:
