@@ -21,8 +21,7 @@ from benchmarks.harness.gpu_runs import GpuRun
 from benchmarks.probes.gpu_steps import build, connected, one_step
 from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.runtime.gpu.device import empty_cache
-from elastic_ring.runtime.groups.groups import Connector
-from elastic_ring.runtime.groups.groups import forget_groups
+from elastic_ring.runtime.groups.groups import Connector, forget_groups
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.train.transaction import Transaction
 

@@ -42,8 +42,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from benchmarks.harness.arguments import bench_parser
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.cuda_contexts import CudaContexts, end_contexts, unused_others
-from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous, nccl
-from elastic_ring.runtime.groups.groups import forget_groups
+from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous, forget_groups, nccl
 
 MESHES = {2: Mesh(1, 2), 4: Mesh(2, 2)}  # by the host's GPUs
 VARIANTS: dict[str, dict[str, str]] = {
