@@ -65,6 +65,11 @@ log = logging.getLogger(__name__)
 HEART_PERIOD_S = 0.1
 STACKS_SHARE = 0.5  # of a start's time: then a worker that still warms up logs its stacks; Ray takes a part first
 GIVE_UP_S = 2.0  # an abort takes half a second; the coordinator's `Stop` tries again, for longer
+BROKE_OFF = {
+    "build": "the build broke off",
+    "train": "training broke off",
+    "finalize": "writing the weights broke off",
+}
 T = TypeVar("T")
 
 
@@ -352,7 +357,7 @@ class Worker:
         if order == "build" and isinstance(command, Build):
             step = command.step
         shows_stack = kind == "device" or (order == "build" and not is_transport_error(error))
-        log.warning("%s broke off at step %d (%s): %s", order, step, kind, error, exc_info=shows_stack)
+        log.warning("%s at step %d (%s): %s", BROKE_OFF[order], step, kind, error, exc_info=shows_stack)
         if order == "build" and kind == "peer":  # in other cases a build with this worker would fail again
             self._client.answer(BuildFailed(self._client.cause(), *identity, f"{type(error).__name__}: {error}"))
             return
