@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from elastic_ring.control.messages import BatchSkip, Build, CorpusVersion
 from elastic_ring.data.filesystem import patiently
-from elastic_ring.data.prepared import with_versions
 from elastic_ring.data.loader import Loader
+from elastic_ring.data.prepared import with_versions
 from elastic_ring.data.sampling.order import SampleOrder, SkippingOrder, by_batch
 from elastic_ring.data.sampling.validation import ValidationSource, open_sets, with_sets
 from elastic_ring.data.source import Source, fingerprinted, hold_out, open_source, order_of
