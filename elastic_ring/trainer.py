@@ -67,6 +67,7 @@ from elastic_ring.monitor.metrics import (
 )
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.result import Result
+from elastic_ring.monitor.start_times import Stages
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.agent import notices
 from elastic_ring.runtime.autoscaler import ON_HEAD
@@ -91,7 +92,6 @@ from elastic_ring.runtime.driver.session import interruptible, lease
 from elastic_ring.runtime.head import reconnect_s, warn_if_shorter
 from elastic_ring.runtime.identity import Identity, contents_of, described, identity_of
 from elastic_ring.runtime.run_folder import check_writable
-from elastic_ring.runtime.stages import Stages
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.checkpoints.stored_weights import RunWeights

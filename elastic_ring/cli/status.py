@@ -24,8 +24,8 @@ from elastic_ring.monitor.journal import salvage_file
 from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.monitor.page import LOCAL, Page
 from elastic_ring.monitor.report import render_status
+from elastic_ring.monitor.start_times import start_table
 from elastic_ring.monitor.terminal import clear_screen
-from elastic_ring.runtime.coordinator.folds.run_totals import StartTimes
 from elastic_ring.runtime.run_storage import RunRecords
 
 
@@ -84,11 +84,7 @@ def _print(records: RunRecords, render: Callable[[Path], str], watch_s: float | 
 def startup_text(folder: Path) -> str:
     """Raises ValueError where there is no run."""
     render_status(folder)  # refuses what is no run
-    times = StartTimes()
-    for line in salvage_file(folder / JOURNAL_NAME)[0]:
-        if (fact := fact_of(line)) is not None:
-            times.saw(fact)
-    return "\n".join(times.lines()) + "\n"
+    return "\n".join(start_table(map(fact_of, salvage_file(folder / JOURNAL_NAME)[0]))) + "\n"
 
 
 def _serve(records: RunRecords, host: str, port: int) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypedDict
+from typing import Any
 
 from elastic_ring.errors import RecordDamaged
 from elastic_ring.files import plain_json
@@ -29,7 +29,7 @@ from elastic_ring.monitor.metrics import (
     JOURNAL_NAME,
     METRICS_NAME,
     SUMMARY_NAME,
-    RecoveryEvent,
+    CheckpointEvent,
     StepMetrics,
     read_status,
     write_json,
@@ -60,16 +60,6 @@ class RunInfo:
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
-
-
-class CheckpointEvent(TypedDict):
-    """A checkpoint that counts: steps, place, size, for how long training waited, and how long it took."""
-
-    step: int
-    path: str
-    bytes: int
-    blocked_s: float
-    total_s: float
 
 
 class Control:
@@ -146,8 +136,8 @@ class Callback:
         """After `step`: `val_loss`, `val_perplexity`, and `val_NAME` of each metric of the trainer's `metrics`; with
         several sets the means of all, and `val_SET_loss` and so on of each."""
 
-    def on_recovery(self, recovery: RecoveryEvent) -> None:
-        """A recovery is over."""
+    def on_recovery(self, recovery: Mapping[str, Any]) -> None:
+        """A recovery is over: the fields of `metrics.Recovery` by name."""
 
     def on_checkpoint(self, checkpoint: CheckpointEvent) -> None:
         """A checkpoint counts: its manifest is written."""

@@ -1,5 +1,5 @@
-"""Which share of a run's time went into steps that stayed committed, and where the rest went. Pure: the caller passes
-all times."""
+"""The share of a run's time that went into steps that stayed committed, and the parts of the rest. Pure: the caller
+passes all times."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from elastic_ring.monitor.metrics import Recovery
 
 CLOCK_PARTS = ("idle", "forward", "backward", "reduce", "vote", "apply", "other", "data")
 """Parts of a step on one rank; `other` has the rare ones: validating, saving, compiling, rebuilding. Waits for
@@ -22,7 +24,7 @@ class Goodput:
         step_times_s: Mapping[int, float] | None = None,
         lost_s: Mapping[str, float] | None = None,
     ) -> None:
-        """`lost_s`: what an earlier coordinator counted."""
+        """`lost_s`: as an earlier coordinator counted it."""
         self._start_s, self.lost = start_s, LossLedger(lost_s)
         self._kept_s: dict[int, float] = dict(step_times_s or {})
         self.kept_s = math.fsum(self._kept_s.values())
@@ -39,10 +41,10 @@ class Goodput:
 
     def undone(self, first_step: int) -> int:
         """Remove `first_step` and all later steps; returns how many committed steps that undid."""
-        gone = [step for step in self._kept_s if step >= first_step]
-        for step in gone:
+        undone = [step for step in self._kept_s if step >= first_step]
+        for step in undone:
             self.kept_s -= self._kept_s.pop(step)
-        return len(gone)
+        return len(undone)
 
     def undone_s(self, first_step: int) -> float:
         """Time of `first_step` and of all later steps."""
@@ -55,24 +57,23 @@ class Goodput:
 
 
 LOSS_CAUSES = ("startup", "waiting", "stalled", "frozen", "validation", "undone", "resize")
-"""What a `LossLedger` knows: before the first step; waiting for workers, without and with state; the host of rank 0 did
-not run; computing the held-out sequences; committed steps that were given up; planned changes of the mesh, but for
-drains."""
+"""Causes of lost time: before the first step; waiting for workers, without and with state; the host of rank 0 did not
+run; held-out sequences; committed steps that were given up; planned changes of the mesh, but for drains."""
 
 
 class LossLedger:
     """Seconds of a run that no step got, by cause."""
 
-    def __init__(self, known_s: Mapping[str, float] | None = None) -> None:
-        """`known_s`: what an earlier coordinator counted."""
-        self.lost_s = {cause: float((known_s or {}).get(cause, 0.0)) for cause in LOSS_CAUSES}
+    def __init__(self, counted_s: Mapping[str, float] | None = None) -> None:
+        """`counted_s`: by an earlier coordinator."""
+        self.lost_s = {cause: float((counted_s or {}).get(cause, 0.0)) for cause in LOSS_CAUSES}
         self._now_in: tuple[str, float] = ("", 0.0)
 
     def add(self, cause: str, seconds: float) -> None:
         self.lost_s[cause] += max(0.0, seconds)
 
     def look(self, cause: str, now_s: float) -> None:
-        """From now on the run loses its time to `cause`; empty: it does not."""
+        """From now on the run loses its time to `cause`; empty for none."""
         before, since_s = self._now_in
         if before:
             self.add(before, now_s - since_s)
@@ -84,49 +85,46 @@ def time_by_part(
     total_s: float,
     lost_s: Mapping[str, float],
     blocked_s: float,
-    recoveries: Sequence[Mapping[str, Any]],
+    recoveries: Sequence[Recovery],
 ) -> dict[str, float]:
-    """A run's time by part. `blocked_s`: waits for checkpoints. What is counted twice,
-    a wait for workers within a recovery, is taken from the recovery."""
-    planned = [record for record in recoveries if record["kind"] == "drained"]
-    others = [record for record in recoveries if record["kind"] != "drained"]
-
-    def without_steps(records: Sequence[Mapping[str, Any]]) -> float:
-        return math.fsum(record["detect_s"] + record["close_s"] + record["heal_s"] for record in records)
-
-    found = {
+    """A run's time by part. `blocked_s`: waits for checkpoints. A wait for workers within a recovery, which would count
+    twice, is subtracted from the recovery."""
+    closing_s = {True: 0.0, False: 0.0}  # without steps, by whether a recovery was a drain
+    for recovery in recoveries:
+        closing_s[recovery.kind == "drained"] += math.fsum(map(recovery.seconds, ("detect", "close", "heal")))
+    parts = {
         "steps": kept_s,
         "startup": lost_s["startup"],
         "waiting": lost_s["waiting"] + lost_s["stalled"] + lost_s["frozen"],
         "validation": lost_s["validation"],
         "checkpoint": blocked_s,
-        "recovery": max(0.0, without_steps(others) - lost_s["stalled"]),
-        "rerun": math.fsum(record.get("broken_off_s", 0.0) for record in recoveries),
+        "recovery": max(0.0, closing_s[False] - lost_s["stalled"]),
+        "rerun": math.fsum(recovery.broken_off_s for recovery in recoveries),
         "undone": lost_s["undone"],
-        "resize": lost_s["resize"] + without_steps(planned),
+        "resize": lost_s["resize"] + closing_s[True],
     }
-    return {**found, "other": max(0.0, total_s - math.fsum(found.values()))}
+    return {**parts, "other": max(0.0, total_s - math.fsum(parts.values()))}
 
 
 TIME_PARTS = tuple(time_by_part(0.0, 0.0, dict.fromkeys(LOSS_CAUSES, 0.0), 0.0, ()))
 
 
 WARM_STEPS = 3
-"""First steps of a run that compile and pin memory; no forecast is of them."""
+"""First steps of a run, which compile and pin memory; no forecast covers them."""
 NEVER_FORECAST = ("startup", "waiting", "validation", "other")
 """Parts of a run's time that a forecast's goodput does not count as lost."""
 
 
 def seen_of(steps_s: Sequence[float], summary: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of an ended run that a forecast has, too. `step_s`: the median of the steps after the first;
-    `gpu_bytes`: the peak of a rank's tensors; `goodput`: steps' share of the time from the first one to the last,
-    held-out sequences aside. What is not on record is left out."""
-    found: dict[str, float] = {}
+    """The measured figures of an ended run that a forecast has, too, as far as they are on record. `step_s`: the median
+    of the steps after the first; `gpu_bytes`: the peak of a rank's tensors; `goodput`: steps' share of the time from
+    the first one to the last, held-out sequences aside."""
+    seen: dict[str, float] = {}
     if steps_s:
-        found["step_s"] = statistics.median(steps_s[WARM_STEPS:] or steps_s)
+        seen["step_s"] = statistics.median(steps_s[WARM_STEPS:] or steps_s)
     if peak := summary.get("peak_gpu_bytes"):
-        found["gpu_bytes"] = float(peak)
+        seen["gpu_bytes"] = float(peak)
     parts = {name: s for name, s in (summary.get("time_s") or {}).items() if name not in NEVER_FORECAST}
     if parts.get("steps"):
-        found["goodput"] = parts["steps"] / math.fsum(parts.values())
-    return found
+        seen["goodput"] = parts["steps"] / math.fsum(parts.values())
+    return seen

@@ -11,12 +11,14 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypedDict
+from typing import Any, Required, TypedDict, cast
 
+from elastic_ring.control.facts import GenerationBegan, ReliefsChanged
 from elastic_ring.errors import RecordDamaged, RunFailed
 from elastic_ring.files import replace_file
 from elastic_ring.mesh import Mesh
@@ -36,40 +38,104 @@ WENT_BACK, AGAIN, BEGINS, OF_RUN = "went back", "again", "begins", "run"
 """Notes in metrics.jsonl: the run begins at this step again; the step ran again with the same loss; the lines before
 this step are missing; whose lines these are, by the run's identity."""
 
-MetricsLine = dict[str, Any]
-GENERATION_KEYS = ("term", "generation", "mesh", "reason")
 
-
-class RecoveryEvent(TypedDict):
-    """A recovery as summary.json has it; seconds are None for what did not happen."""
+class ResumePoint(TypedDict):
+    """The checkpoint at which an attempt began."""
 
     step: int
-    faults: list[str]
+    path: str
+
+
+class CheckpointEvent(ResumePoint, total=False):
+    """A checkpoint that counts: steps, path, size, for how long training waited, and how long it took."""
+
+    bytes: int
+    blocked_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """A recovery; seconds are None for phases that did not happen. The journal and status.json have all fields,
+    summary.json those before `kind`.
+
+    `kind`: the cause, one of `metrics_table.CAUSES`. `broken_off_s`: time of attempts at a step that broke off.
+    `phases`: seconds and bytes of each part of building and healing. `lost`: how many members, by reason.
+    """
+
+    step: int
+    faults: Sequence[str]
     cause: str
     action: str
     detect_s: float | None
     close_s: float | None
     heal_s: float | None
-    rerun_s: float | None
-    total_s: float | None
+    rerun_s: float | None = None
+    total_s: float | None = None
     steps_undone: int
     steps_rerun: int
     source: str | None
     survivor_pids_kept: bool
     exact: bool
+    kind: str = ""
+    broken_off_s: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    lost: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, object]) -> Recovery:
+        """The inverse of `to_json`. Raises: TypeError for a missing field or one of another type."""
+        return cls(**_field_values(cls, line))
+
+    def seconds(self, part: str) -> float:
+        """Of detect, close, heal, rerun or total; 0 where it did not happen."""
+        return float(getattr(self, f"{part}_s") or 0.0)
+
+    def merge(self, later: Recovery) -> Recovery:
+        """One recovery of two, where `later` began before a step had been committed after this one."""
+        return replace(
+            later,
+            faults=[*self.faults, *later.faults],
+            cause=f"{self.cause}; {later.cause}",
+            kind=self.kind,
+            detect_s=self.seconds("detect") + later.seconds("detect"),
+            close_s=self.seconds("close") + later.seconds("close"),
+            heal_s=self.seconds("heal") + later.seconds("heal"),
+            broken_off_s=self.broken_off_s + later.broken_off_s,
+            steps_undone=max(self.steps_undone, later.steps_undone),
+            steps_rerun=max(self.steps_rerun, later.steps_rerun),
+            source=min(self.source or "", later.source or ""),  # checkpoint before peer copy before replica
+            survivor_pids_kept=self.survivor_pids_kept and later.survivor_pids_kept,
+            exact=self.exact and later.exact,
+            lost=dict(Counter(self.lost) + Counter(later.lost)),
+        )
 
 
-RECOVERY_KEYS = tuple(RecoveryEvent.__annotations__)
+RECOVERY_KEYS = tuple(part.name for part in fields(Recovery))[: [p.name for p in fields(Recovery)].index("kind")]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Metrics of the held-out sequences after `step`, by name (`val_loss`, ...); None where not finite."""
+
+    step: int
+    values: Mapping[str, float | None]
+
+    def to_json(self) -> dict[str, float | None]:
+        return {"step": self.step, **self.values}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What summary.json says of a run, with its keys in their order.
+    """summary.json: its keys in their order.
 
     `losses`: those on record, by `float.hex`. `samples_sha256`: None where records of steps are missing. `exact`:
     whether equal bits are promised; where they are not, the file says null, as they may be equal all the same.
     `stopped`: why a callback has stopped the run, empty if none has. `planned_steps`: those of the settings.
-    `validation`: what the last one found.
+    `validation`: the newest one.
     """
 
     steps: int
@@ -79,32 +145,31 @@ class Summary:
     goodput: float
     exact: bool
     mesh_changed: bool = field(init=False)
-    generations: Sequence[Mapping[str, Any]]
-    recoveries: Sequence[Mapping[str, Any]]
+    generations: Sequence[GenerationBegan]
+    recoveries: Sequence[Recovery]
     compilations_after_step_0: int = 0
     skipped_steps: int = 0
     lost_workers: Mapping[str, int] = field(default_factory=dict)
-    resumed_from: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    checkpoints: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    memory: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    resumed_from: Sequence[ResumePoint] = field(default_factory=list)
+    checkpoints: Sequence[CheckpointEvent] = field(default_factory=list)
+    memory: Sequence[ReliefsChanged] = field(default_factory=list)
     peak_gpu_bytes: int = 0
     time_s: Mapping[str, float] = field(default_factory=dict)
     identity: str = ""
     stopped: str = ""
     planned_steps: int
-    validation: Mapping[str, float | None] = field(default_factory=dict)
+    validation: Validation | None = None
 
     def __post_init__(self) -> None:
-        meshes = [generation["mesh"] for generation in self.generations]
+        meshes = [generation.mesh for generation in self.generations]
         object.__setattr__(self, "mesh_changed", any(mesh != meshes[0] for mesh in meshes))
 
     def to_json(self) -> dict[str, Any]:
-        """Leaves out additional keys of generations and recoveries. Raises: KeyError when one lacks a key."""
         return asdict(self) | {
             "exact": self.exact or None,
-            "generations": [{key: generation[key] for key in GENERATION_KEYS} for generation in self.generations],
-            "recoveries": [{key: recovery[key] for key in RECOVERY_KEYS} for recovery in self.recoveries],
+            "recoveries": [{key: getattr(recovery, key) for key in RECOVERY_KEYS} for recovery in self.recoveries],
             "time_s": {part: round(seconds, 3) for part, seconds in self.time_s.items()},
+            "validation": self.validation.to_json() if self.validation else {},
         }
 
 
@@ -159,16 +224,10 @@ class StepMetrics:
         }
 
     @classmethod
-    def from_json(cls, line: Mapping[str, Any]) -> StepMetrics:
+    def from_json(cls, line: Mapping[str, object]) -> StepMetrics:
         """The inverse of `to_json`, with the loss bit for bit. Raises: KeyError, TypeError, ValueError."""
-        values: dict[str, Any] = {}
-        for part in fields(cls):
-            value = line.get(part.name, part.default)
-            value = math.nan if value is None and part.type == "float" else value
-            if not isinstance(value, _TYPES[str(part.type)]):
-                raise TypeError(f"{part.name} is {value!r}, no {part.type}")
-            values[part.name] = value
-        return cls(**{**values, "loss": float.fromhex(line["loss_hex"]), "mesh": Mesh(**line["mesh"])})
+        values = _field_values(cls, line)
+        return cls(**{**values, "loss": float.fromhex(str(line["loss_hex"])), "mesh": Mesh(**values["mesh"])})
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -177,19 +236,52 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "float | None": (int, float, NoneType),
     "bool": (bool,),
     "str": (str,),
+    "str | None": (str, NoneType),
     "Mesh": (dict,),
+    "Sequence[str]": (list, tuple),
+    "Mapping[str, float]": (dict,),
+    "Mapping[str, int]": (dict,),
 }
 
 
-class Lineage:
-    """Which lines of a metrics.jsonl count, by step: those that stand, those that are to run again, and validations."""
+def _field_values(kind: type[StepMetrics | Recovery], line: Mapping[str, object]) -> dict[str, Any]:
+    """The fields of `kind` as JSON has them, null for a float as nan. Raises: TypeError for another type."""
+    values: dict[str, Any] = {}
+    for part in fields(kind):
+        default = part.default if part.default_factory is MISSING else part.default_factory()
+        value = line.get(part.name, default)
+        value = math.nan if value is None and part.type == "float" else value
+        if not isinstance(value, _TYPES[str(part.type)]):
+            raise TypeError(f"{part.name} is {value!r}, no {part.type}")
+        values[part.name] = value
+    return values
 
-    def __init__(self, lines: Iterable[MetricsLine]) -> None:
+
+class MetricsLine(TypedDict, total=False):
+    """A line of metrics.jsonl, as far as its readers here use it: a step, a validation, or a note."""
+
+    step: Required[int]
+    note: str
+    identity: str
+    build: list[int]
+    loss_hex: str
+    replaces_loss_hex: str
+    step_s: float
+    skipped: bool
+    exposed_hop_wait_s: float | None
+    samples: str
+    unix_s: float
+
+
+class Lineage:
+    """The lines of a metrics.jsonl that count, by step: those that stand, those that are to run again, validations."""
+
+    def __init__(self, lines: Iterable[Mapping[str, Any]]) -> None:
         self.standing: dict[int, MetricsLine] = {}
         self.undone: dict[int, MetricsLine] = {}
-        self.validations: dict[int, MetricsLine] = {}
+        self.validations: dict[int, Validation] = {}
         self.notes: list[MetricsLine] = []
-        for line in lines:
+        for line in cast("Iterable[MetricsLine]", lines):
             step, note = int(line["step"]), line.get("note")
             if note == WENT_BACK:
                 self.undone |= {later: self.standing.pop(later) for later in [*self.standing] if later >= step}
@@ -198,32 +290,33 @@ class Lineage:
             elif "loss_hex" in line:
                 self.undone.pop(step, None)
                 self.standing[step] = line
-            elif "note" not in line:
-                self.validations[step] = line
-            if "note" in line:
+            elif note is None:
+                values = {name: value for name, value in line.items() if name != "step"}
+                self.validations[step] = Validation(step, cast("dict[str, float | None]", values))
+            if note is not None:
                 self.notes.append(line)
 
 
 @dataclass
-class Newest:
-    """What a run last measured: its newest committed step, the Unix time of that, the newest step that timed its
-    exchanges, what the newest validation found and after which step, and how many steps were skipped."""
+class NewestMetrics:
+    """The newest committed step and the Unix time of its record, the newest step that timed its exchanges, the newest
+    validation, and how many steps were skipped."""
 
     step: StepMetrics | None = None
     unix_s: float | None = None
     timed: StepMetrics | None = None
-    validation: Mapping[str, float | None] = field(default_factory=dict)
+    validation: Validation | None = None
     num_skipped: int = 0
 
     @classmethod
-    def of(cls, lineage: Lineage) -> Newest:
+    def of(cls, lineage: Lineage) -> NewestMetrics:
         steps = [line for _, line in sorted(lineage.standing.items())]
         timed = next((line for line in reversed(steps) if line["exposed_hop_wait_s"] is not None), None)
         return cls(
             step=StepMetrics.from_json(steps[-1]) if steps else None,
             unix_s=steps[-1]["unix_s"] if steps else None,
             timed=StepMetrics.from_json(timed) if timed else None,
-            validation=next((dict(line) for line in reversed(lineage.validations.values())), {}),
+            validation=next(reversed(lineage.validations.values()), None),
             num_skipped=sum(bool(line["skipped"]) for line in steps),
         )
 
@@ -251,7 +344,7 @@ class MetricsLog:
         self._validated: set[int] = set()
         self._went_back: set[tuple[int, int]] = set()
         self._begun: set[int] = set()  # steps before which others are missing
-        self.newest = Newest()
+        self.newest = NewestMetrics()
 
     def open(self, identity: str = "") -> MetricsLog:
         """Open the file and continue it; a new one says whose it is. Raises: JournalDamaged."""
@@ -268,10 +361,10 @@ class MetricsLog:
             for lines in (lineage.standing, lineage.undone)
         )
         self._validated = set(lineage.validations)
-        self._went_back = {tuple(line["build"]) for line in lineage.notes if line["note"] == WENT_BACK}
+        self._went_back = {(line["build"][0], line["build"][1]) for line in lineage.notes if line["note"] == WENT_BACK}
         self._begun = {line["step"] for line in lineage.notes if line["note"] == BEGINS}
         self.last_step = max([*self._by_step, *(step - 1 for step in self._begun)], default=-1)
-        self.newest = Newest.of(lineage)
+        self.newest = NewestMetrics.of(lineage)
 
     def go_back(self, step: int, build: tuple[int, int]) -> int:
         """The members of `build`, (term, generation), begin at a checkpoint of `step` steps: later ones run again.
@@ -309,11 +402,11 @@ class MetricsLog:
         Raises: RunFailed when it is there with another loss: a published step was undone.
         """
         line = metrics.to_json()
-        known = self._by_step.get(metrics.step)
-        if known is not None:
-            if known[0] != line["loss_hex"]:
+        recorded = self._by_step.get(metrics.step)
+        if recorded is not None:
+            if recorded[0] != line["loss_hex"]:
                 raise RunFailed(
-                    f"step {metrics.step} was published with loss {known[0]} and now has {line['loss_hex']}",
+                    f"step {metrics.step} was published with loss {recorded[0]} and now has {line['loss_hex']}",
                     step=metrics.step,
                 )
             return False
@@ -329,16 +422,16 @@ class MetricsLog:
         self.last_step = max(self.last_step, metrics.step)
         return True
 
-    def validated(self, step: int, found: Mapping[str, float]) -> None:
-        """Write what validation after `step` found, `val_loss` and others that begin with `val_`, once.
+    def validated(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of a validation after `step` (`val_loss`, `val_...`), once.
 
         It has its own line, possibly before the step's: the ring validates before it goes on, and may fail in between.
         """
         if step not in self._validated:
             self._validated.add(step)
-            finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
-            self.newest.validation = {"step": step, **finite}
-            self._journal.append(self.newest.validation)
+            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+            self.newest.validation = Validation(step, finite)
+            self._journal.append(self.newest.validation.to_json())
 
     def losses_hex(self) -> list[str]:
         """The losses of all steps on record, in order: all, but for those that `begin_at` reported as missing.
@@ -370,24 +463,25 @@ def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return committed_lines(list(read(Path(directory) / METRICS_NAME)))
 
 
-def committed_lines(lines: Iterable[MetricsLine]) -> list[dict[str, Any]]:
-    """The same of lines that are read already; what is no line of a run's metrics is left out."""
+def committed_lines(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """As `read_metrics`, of lines that are read already; lines of other files are left out."""
     lineage = Lineage(line for line in lines if isinstance(line.get("step"), int))
-    return [{**line, **lineage.validations.get(step, {})} for step, line in sorted(lineage.standing.items())]
+    validations = {step: validation.values for step, validation in lineage.validations.items()}
+    return [{**line, **validations.get(step, {})} for step, line in sorted(lineage.standing.items())]
 
 
-def rebuilt(
-    salvaged: tuple[Sequence[MetricsLine], Sequence[Flaw]], identity: str, before: int
-) -> tuple[str, list[MetricsLine]]:
-    """(what is wrong with a metrics.jsonl that `salvage` read as `salvaged`, empty if nothing; the lines of a new one
-    in its place).
+def rebuild_metrics(
+    salvaged: tuple[Sequence[Mapping[str, Any]], Sequence[Flaw]], identity: str, before: int
+) -> tuple[str, list[dict[str, Any]]]:
+    """The damage of a metrics.jsonl that `salvage` read as `salvaged`, empty for none, and the lines of a new file in
+    its place.
 
-    The new one has what is right of the steps before `before`, and says where lines are missing; nothing of another
-    run, which has another `identity`.
+    The new file has the undamaged lines of the steps before `before` and notes where lines are missing, but no line
+    of a run with another `identity`.
     """
     lines, damaged = salvaged
     owner = next((line.get("identity") for line in lines if line.get("note") == OF_RUN), identity)
-    kept: list[MetricsLine] = [{"step": 0, "note": OF_RUN, "identity": identity}]
+    kept: list[dict[str, Any]] = [{"step": 0, "note": OF_RUN, "identity": identity}]
     if owner != identity:
         return "it is another run's", kept
     lineage, last_step = Lineage(line for line in lines if isinstance(line.get("step"), int)), -1
@@ -395,13 +489,13 @@ def rebuilt(
         if step != last_step + 1:
             kept.append({"step": step, "note": BEGINS})
         last_step = step
-        kept.append(lineage.standing[step])
-    kept += [line for step, line in lineage.validations.items() if step < before]
+        kept.append({**lineage.standing[step]})
+    kept += [validation.to_json() for step, validation in lineage.validations.items() if step < before]
     more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
     return f"line {damaged[0].line}{more} of it {damaged[0].problem}" if damaged else "", kept
 
 
-def missing_steps(lines: Iterable[MetricsLine], before: int) -> list[int]:
+def missing_steps(lines: Iterable[Mapping[str, Any]], before: int) -> list[int]:
     """The steps before `before` that are not on record."""
     return sorted({*range(before)} - {*Lineage(lines).standing})
 
@@ -413,12 +507,12 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     nothing that a run needs to resume.
     """
     try:
-        found = read_json(folder / STATUS_NAME) or None
-        if found and not (
-            isinstance(found.get("updated_unix_s", 0.0), (int, float)) and isinstance(found.get("end") or {}, dict)
+        status = read_json(folder / STATUS_NAME) or None
+        if status and not (
+            isinstance(status.get("updated_unix_s", 0.0), (int, float)) and isinstance(status.get("end") or {}, dict)
         ):
             raise RecordDamaged(f"{folder / STATUS_NAME} is no status of a run")
-        return found
+        return status
     except RecordDamaged as error:
         log.warning("%s; it counts as missing", error)
         return None
@@ -438,8 +532,8 @@ def overwrite_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> 
 
 def storage_error(folder: Path, error: OSError) -> str:
     """The message for a run folder that cannot be written to."""
-    what = "its disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "nothing can be written there"
-    return f"run folder {str(folder)!r}: {what} ({error}). Free space there, or give another folder"
+    cause = "its disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "nothing can be written there"
+    return f"run folder {str(folder)!r}: {cause} ({error}). Free space there, or give another folder"
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any], *, durable: bool = False) -> None:

@@ -1,12 +1,18 @@
-"""What a worker publishes: records of its committed steps, and notices. Frozen data only."""
+"""Messages between the workers and the coordinator beside the core's events: committed steps, notices, checkpoints.
+
+Frozen data only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.metrics import StepMetrics
+from elastic_ring.state.checkpoints.manifest import Described
+from elastic_ring.state.header import ShardMeta
+from elastic_ring.state.storage.backend import StoredFile
 from elastic_ring.train.vote import Outcome
 
 
@@ -40,7 +46,7 @@ class StorageAwaited(Notice):
 
 @dataclass(frozen=True)
 class Validated(Notice):
-    """What held-out sequences gave after `step`, by metric."""
+    """Metrics of the held-out sequences after `step`, by name."""
 
     step: int
     measured: Mapping[str, float]
@@ -52,7 +58,7 @@ class NotRepeatable(Notice):
     """Why the bits of `step` would not come again."""
 
     step: int
-    what: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -66,16 +72,54 @@ class LeftOut(Notice):
 
 @dataclass(frozen=True)
 class Copied(Notice):
-    """Figures of copies in peers' memory that are complete."""
+    """An exchange of copies in peers' memory that is complete. `skipped`: how many snapshots were left out so far."""
 
-    figures: Mapping[str, Any]
+    step: int
+    bytes: int
+    num_holders: int
+    blocked_s: float
+    total_s: float
+    skipped: int
 
 
 @dataclass(frozen=True)
 class Compiled(Notice):
-    """What a worker compiled in a step after step 0, and how many kernels before its first step or in step 0."""
+    """Kernels that a worker compiled in a step after step 0, and how many before its first step or in step 0."""
 
     step: int
     worker: str
     names: Sequence[str]
     num_before: int
+
+
+@dataclass(frozen=True)
+class CheckpointPart:
+    """A rank's part of the checkpoint of `step`, whose `file` is written, or an `error` instead.
+
+    Global rank 0's part also has the `tensors` and `meta` of the checkpoint, and a remark on the `interval` where the
+    run has chosen another.
+    """
+
+    step: int
+    membership_id: tuple[int, int]
+    lineage: int
+    folder: str
+    mesh: Mesh
+    dp_rank: int
+    cp_rank: int
+    file: StoredFile | None = None
+    blocked_s: float = 0.0
+    total_s: float = 0.0
+    tensors: Mapping[str, Described] | None = None
+    meta: ShardMeta | None = None
+    interval: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class CheckpointLeftOut:
+    """No rank saves the checkpoint of `step`, which was due."""
+
+    step: int
+    membership_id: tuple[int, int]
+    reason: str

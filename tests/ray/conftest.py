@@ -240,11 +240,11 @@ def check_folds(trainer: ElasticRingTrainer, facts: list[Fact], summary: dict[st
     for fact in facts:
         totals.saw(fact)
         recoveries.saw(fact)
-    assert summary["generations"] == totals.generations
+    assert summary["generations"] == [vars(generation) for generation in totals.generations]
     assert summary["checkpoints"] == totals.checkpoints
-    assert summary["memory"] == totals.reliefs
+    assert summary["memory"] == [vars(relief) for relief in totals.reliefs]
     assert summary["compilations_after_step_0"] == totals.num_compiled_late
-    assert summary["recoveries"] == [{key: one[key] for key in RECOVERY_KEYS} for one in recoveries.records]
+    assert summary["recoveries"] == [{key: getattr(one, key) for key in RECOVERY_KEYS} for one in recoveries.records]
 
 
 def check_records(trainer: ElasticRingTrainer, result: Result) -> None:

@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic_ring.control.facts import GenerationBegan
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.monitor.goodput import Goodput
 from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.monitor.metrics import (
     SUMMARY_NAME,
     MetricsLog,
+    Recovery,
     StepMetrics,
     Summary,
     missing_steps,
@@ -129,8 +131,8 @@ class Records:
             samples_sha256=None if missing else samples_digest(lines),
             goodput=self._goodput.ratio(time.monotonic()),
             exact=not missing and not recoveries and all(line["mesh"] == attempts[0]["mesh"] for line in attempts),
-            generations=[{"term": TERM, **line} for line in attempts],
-            recoveries=recoveries,
+            generations=[GenerationBegan(TERM, a["generation"], a["mesh"], a["reason"]) for a in attempts],
+            recoveries=[Recovery.from_json(line) for line in recoveries],
             skipped_steps=sum(bool(line["skipped"]) for line in lines),
             lost_workers={"worker group failed": num_failures} if num_failures else {},
             resumed_from=[

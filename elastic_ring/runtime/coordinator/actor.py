@@ -62,6 +62,7 @@ from elastic_ring.control.state import Building, Ended, Reconnecting, Running, S
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, StorageFailed, TermLost
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import JOURNAL_NAME, storage_error
+from elastic_ring.monitor.start_times import Stages
 from elastic_ring.runtime.agent.messages import Death, Said
 from elastic_ring.runtime.agent.rpc import raise_open_files
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
@@ -96,9 +97,8 @@ from elastic_ring.runtime.coordinator.status_file import write_end
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, built_generation, clear, left_behind
 from elastic_ring.runtime.head import is_kept, warn_if_shorter
-from elastic_ring.runtime.notices import Notice
+from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart, Notice
 from elastic_ring.runtime.run_storage import Mirror
-from elastic_ring.runtime.stages import Stages
 from elastic_ring.runtime.terms import Terms, TermWatch
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.runtime.worker.faults import SLOW_SAVE_S, inject_into_coordinator
@@ -161,7 +161,7 @@ class Coordinator:
         """Committed steps from global rank 0."""
         self._queue.put(StepsPublished(records))
 
-    def saved(self, worker: str, part: dict[str, Any]) -> None:
+    def saved(self, worker: str, part: CheckpointPart | CheckpointLeftOut) -> None:
         """A worker's part of a checkpoint is written, or is not, and why."""
         self._queue.put(PartSaved(part))
 
@@ -374,7 +374,8 @@ class Coordinator:
         mirror = Mirror(run, claim.term, watch.look)
         writer = Writer(
             claim.term,
-            {"identity": run_spec.identity.digest, "run": checkpoint_facts(run_spec)},
+            run_spec.identity.digest,
+            checkpoint_facts(run_spec),
             run_spec.attempt,
             resumed_from=lambda: self.recorder.totals.resumed_from,
             data=lambda: {
@@ -503,7 +504,7 @@ class Coordinator:
 
     def _on_event(self, event: Event, extra: Mapping[str, Any]) -> None:
         if isinstance(event, MemberFailed):
-            self.recorder.recoveries.member_failed(event.worker, event.kind, event.step, event.detail)
+            self.recorder.recoveries.member_failed(event)
             if event.kind == "corrupt":
                 self.recorder.broke_off_wrong(event.detail, (event.term, event.generation), event.accused)
             if event.kind == "back":
@@ -577,7 +578,7 @@ class Coordinator:
 
     def _retry_checkpoint(self) -> None:
         """After a checkpoint that was not written the next one is not left to an interval of an hour."""
-        if isinstance(self.state.phase, Running) and self.storage.checkpoints.take_retry():
+        if isinstance(self.state.phase, Running) and self.storage.checkpoints.tries.take_retry():
             self._decide(CheckpointDue(self._cause()))
 
     def _end_if_nobody_answers(self) -> None:
@@ -602,7 +603,7 @@ class Coordinator:
     @property
     def _checkpoints_failing_s(self) -> float:
         """For how long no checkpoint could be written, for whatever reason, even an unreported one."""
-        return max(self.storage.checkpoints.failing_s, self.recorder.detectors.checkpoints.overdue_s)
+        return max(self.storage.checkpoints.tries.failing_s, self.recorder.detectors.checkpoints.overdue_s)
 
     def _end_if_checkpoints_fail(self) -> None:
         """Checked at each tick, as a store that hangs raises nothing."""

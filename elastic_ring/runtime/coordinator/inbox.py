@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ring.control.messages import CallbacksAnswered, Checkpoint, Event
-from elastic_ring.runtime.notices import Notice
+from elastic_ring.monitor.metrics import CheckpointEvent
+from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart, Notice
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,14 @@ class Abandoned:
 class PartSaved:
     """A rank's part of a checkpoint is written, or is not, and why."""
 
-    part: Mapping[str, Any]
+    part: CheckpointPart | CheckpointLeftOut
 
 
 @dataclass(frozen=True)
 class CheckpointCounts:
     """A checkpoint has been committed."""
 
-    checkpoint: Mapping[str, Any]
+    checkpoint: CheckpointEvent
 
 
 @dataclass(frozen=True)

@@ -57,13 +57,16 @@ from elastic_ring.monitor.journal import Retried
 from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import (
     SUMMARY_NAME,
+    CheckpointEvent,
     MetricsLog,
+    ResumePoint,
     Summary,
     missing_steps,
     read_metrics,
     write_json,
 )
 from elastic_ring.monitor.plot import draw_run
+from elastic_ring.monitor.start_times import Stage, build_stages
 from elastic_ring.runtime.coordinator.driver_feed import PublishedSteps
 from elastic_ring.runtime.coordinator.folds.recovery_log import RecordFact, RecoveryLog
 from elastic_ring.runtime.coordinator.folds.run_totals import RunTotals
@@ -78,26 +81,12 @@ from elastic_ring.runtime.notices import (
     StorageAwaited,
     Validated,
 )
-from elastic_ring.runtime.stages import Stage, in_order
 from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.storage.backend import ONCE, Retries
 from elastic_ring.train.guards import listed
 
 log = logging.getLogger(__name__)
 
-BUILT = (
-    ("free_s", "frees what an earlier place took"),
-    ("device_s", "takes its device"),
-    ("meet_s", "meets the others"),
-    ("world_s", "connects to them"),
-    ("wrap_s", "wraps the model"),
-    ("values_s", "first values"),
-    ("restore_s", "reads the checkpoint"),
-    ("join_s", "waits for its groups, tests them"),
-    ("heal_s", "heals"),
-    ("check_s", "checks the model"),
-)
-"""Parts of a build, as a member's timings name them, in their order."""
 WAIT_TOLD_S = 30.0
 
 
@@ -145,7 +134,7 @@ class Latest:
     gpu_memory: Mapping[str, int] = field(default_factory=dict)
     peak_gpu_bytes: int = 0
     work_s: Sequence[float] = ()
-    copied: Mapping[str, Any] | None = None
+    copied: Copied | None = None
     attempt_began_at: float = 0.0
 
 
@@ -198,7 +187,7 @@ class RunRecorder:
             self.recoveries.say(f"back to step {build.step}: {undone} recorded step(s) run again")
         return build
 
-    def checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+    def checkpoint(self, checkpoint: CheckpointEvent) -> None:
         """A checkpoint counts."""
         self._tell(CheckpointWritten(dict(checkpoint), round(time.time(), 3)))
         log.info(
@@ -262,12 +251,12 @@ class RunRecorder:
             case Validated(step, measured, took_s):
                 self.metrics.validated(step, dict(measured))
                 self.goodput.lost.add("validation", took_s)
-            case NotRepeatable(step, what):
-                self.recoveries.not_repeatable(step, what)
+            case NotRepeatable(step, reason):
+                self.recoveries.bits.not_repeatable(step, reason)
             case LeftOut():
                 self._left_out(notice)
-            case Copied(figures):
-                self.latest.copied = figures
+            case Copied():
+                self.latest.copied = notice
             case Compiled():
                 self._tell(CompiledLate(notice.step, notice.worker, list(notice.names), notice.num_before))
 
@@ -279,8 +268,7 @@ class RunRecorder:
     def built(self, worker: str, timings: Mapping[str, Any]) -> None:
         """A member is in its place; noted where no step has been committed with it yet."""
         if self.metrics.last_step < self.begin.first_step and "begun_unix_s" in timings:
-            took_s = [(what, float(timings.get(key, 0.0))) for key, what in BUILT]
-            self.stages(worker, in_order(timings["begun_unix_s"], took_s))
+            self.stages(worker, build_stages(timings))
 
     def _committed(self, record: StepRecord) -> None:
         metrics, step, now = record.metrics, record.metrics.step, self._clock()
@@ -354,7 +342,7 @@ class RunRecorder:
         change, known = state.last_change, self.totals.generations[-1:]
         if change is None or change.resumed_at is None:
             return
-        if [(one["term"], one["generation"]) for one in known] == [(change.term, change.generation)]:
+        if [(began.term, began.generation) for began in known] == [(change.term, change.generation)]:
             return
         mesh = {"dp": change.mesh.dp, "cp": change.mesh.cp}
         self._tell(GenerationBegan(change.term, change.generation, mesh, change.reason))
@@ -365,8 +353,7 @@ class RunRecorder:
         costs = covered(state)
         if change.previous_mesh is None and len(costs) > 1:  # there is more than one host
             self.recoveries.say(said(costs))
-        self.recoveries.compare_environments(change.members)
-        self.recoveries.compare_places(change.mesh, change.members)
+        self.recoveries.compare_members(change.mesh, change.members)
         if change.previous_mesh is not None and (not change.planned or change.drained):
             self.recoveries.begin(change, self.metrics.last_step + 1, self.latest.attempt_began_at)
         elif change.previous_mesh is not None:
@@ -376,7 +363,7 @@ class RunRecorder:
     def _look_at_memory(self, state: State, change: Change) -> None:
         """Record a relief of the memory ladder more or less than in the last generation."""
         ladder, known = state.memory, self.totals.reliefs
-        before = len(known[-1]["reliefs"]) if known else 0
+        before = len(known[-1].reliefs) if known else 0
         if ladder.num_reliefs == before:
             return
         reliefs = list(state.options.memory_reliefs[: ladder.num_reliefs])
@@ -384,7 +371,7 @@ class RunRecorder:
         self._tell(ReliefsChanged(change.step, change.generation, ladder.num_shortages, reliefs, why))
         self.recoveries.say(f"memory ladder in force from step {change.step}: {', '.join(reliefs) or 'none'}")
         if other := [name for name in reliefs if name in CHANGING_BITS]:
-            self.recoveries.not_repeatable(change.step, f"reliefs of the memory ladder: {', '.join(other)}")
+            self.recoveries.bits.not_repeatable(change.step, f"reliefs of the memory ladder: {', '.join(other)}")
 
     def _look_at_corpus(self, state: State) -> None:
         """Record a longer manifest with its first step."""
@@ -395,7 +382,7 @@ class RunRecorder:
     def _resumed(self, restored: Checkpoint) -> None:
         """This attempt began at a checkpoint: the newest that verified, which may be older than the one first tried."""
         uri, folder = located(self._run.storage_uri, restored.folder)
-        found = {"step": restored.step, "path": f"{uri.rstrip('/')}/{folder}"}
+        found: ResumePoint = {"step": restored.step, "path": f"{uri.rstrip('/')}/{folder}"}
         known = self.totals.resumed_from
         planned = known[-1] if known else None
         self._tell(ResumedFrom([dict(one) for one in (*known[:-1], found)]))
@@ -424,7 +411,7 @@ class RunRecorder:
         mesh = mesh_of(state)
 
         def person(worker: str) -> dict[str, Any]:
-            known = {"worker": worker, "node": nodes.get(worker, ""), "pid": self.recoveries.pid_of(worker)}
+            known = {"worker": worker, "node": nodes.get(worker, ""), "pid": self.recoveries.bits.pid_of(worker)}
             return {**known, **self.nodes.progress(worker)}
 
         return {
@@ -435,12 +422,12 @@ class RunRecorder:
             "mesh": {"dp": mesh.dp, "cp": mesh.cp} if mesh else {"dp": 0, "cp": 0},
             "step": self.metrics.last_step + 1,
             "total_steps": end_step(state),
-            "validation": self.metrics.newest.validation,
+            "validation": validation.to_json() if (validation := self.metrics.newest.validation) else {},
             "resumed_from": [dict(one) for one in self.totals.resumed_from],
             "members": [{"global_rank": rank, **person(w)} for rank, w in enumerate(members(state))],
             "spares": [person(w) for w in spares(state)],
             "covered": covered(state),
-            "recoveries": self.recoveries.records[-20:],
+            "recoveries": [recovery.to_json() for recovery in self.recoveries.records[-20:]],
             "updated_unix_s": time.time(),
             "ended": False,
             "checkpoint_intervals_missed": self.detectors.checkpoints.num_intervals,
@@ -475,14 +462,14 @@ class RunRecorder:
                 "run has trained: samples_sha256 and exact are null"
             )
         now, num_steps = self._clock(), self.metrics.last_step + 1
-        exact = exact and not missing and self.recoveries.same_environment
+        exact = exact and not missing and self.recoveries.bits.are_promised
         summary = Summary(
             steps=num_steps,
             losses=self.metrics.losses_hex(),
             weights_sha256=weights_sha256,
             samples_sha256=None if missing else samples_digest(lines),
             goodput=self.goodput.ratio(now),
-            exact=exact and all(recovery["exact"] for recovery in self.recoveries.records),
+            exact=exact and all(recovery.exact for recovery in self.recoveries.records),
             generations=self.totals.generations,
             recoveries=self.recoveries.records,
             compilations_after_step_0=self.totals.num_compiled_late,
@@ -505,7 +492,7 @@ class RunRecorder:
             self._tell(
                 ForecastSeen(dict(self.begin.planned), seen_of(list(self.metrics.step_times_s().values()), summary))
             )
-        draw_run(self._run.folder, self.recoveries.records, [one["step"] for one in self.totals.resumed_from])
+        draw_run(self._run.folder, summary["recoveries"], [one["step"] for one in self.totals.resumed_from])
         return summary
 
     def take_lines(self, after: int) -> list[str]:

@@ -1,6 +1,6 @@
-"""Where a submission begins: the checkpoints of its run, or of another, that it may use, by the lineage they belong to.
+"""The checkpoint at which a submission begins: of its run or of another, by the lineage they belong to.
 
-Asked by the driver before anything starts, and by the coordinator's keeper of checkpoints. Nothing is written here.
+Used by the driver before anything starts, and by the coordinator's keeper of checkpoints. Nothing is written here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic_ring.files import name_below, shown_url
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import salvage
 from elastic_ring.monitor.json_files import as_written, parse_json
-from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, ResumePoint
 from elastic_ring.runtime.identity import Identity
 from elastic_ring.runtime.run_storage import growing
 from elastic_ring.state.checkpoints.checkpoint import committed, wrong_with
@@ -32,8 +32,8 @@ from elastic_ring.wording import cut, few
 
 @dataclass(frozen=True)
 class Earlier:
-    """The later manifests that were decided, how many steps ran, from step 0 on, and which batches are left out; None
-    where no records say."""
+    """From the records of earlier submissions: later manifests of the corpus, the number of steps from step 0 on, and
+    the batches left out (None without records)."""
 
     corpus: tuple[CorpusVersion, ...] = ()
     num_steps: int = 0
@@ -41,11 +41,10 @@ class Earlier:
 
 
 def earlier(storage: Storage, lineage: int, identity: str, damaged: dict[str, str]) -> Earlier:
-    """The records of the last submission of `lineage`, which took over those before it.
+    """Read the records of the last submission of `lineage`, which took over those before it.
 
-    Empty where its records are no longer in `storage` (an object store keeps only the last submission's), or where they
-    belong to another `identity`. Damaged lines are left out, and named in `damaged`, by file.
-    Raises StorageFailed.
+    Empty where they are no longer in `storage` (an object store keeps only the last submission's) or belong to another
+    `identity`. Damaged lines are left out, and named in `damaged`, by file. Raises StorageFailed.
     """
     attempts = [f"{name}/" for name in storage.folders() if name.startswith("attempt-")]
     for folder in ("", *reversed(attempts)):
@@ -79,8 +78,8 @@ def _records(storage: Storage, name: str, damaged: dict[str, str]) -> list[dict[
 
 LINEAGES = "lineages"
 LENGTHS = ("total_steps", "warmup_steps")
-NUM_TOLD, LONGEST_TOLD = 3, 200
-"""The most findings of a report of damage, and characters of each."""
+MAX_FINDINGS, MAX_CHARACTERS = 3, 200
+"""Of a report of damage, and of each finding in it."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +88,19 @@ class Resume:
 
     lineage: int = 0
     checkpoints: tuple[Checkpoint, ...] = ()
-    resumed_from: tuple[Mapping[str, Any], ...] = ()
-    """The resumes so far, this one last: {"step", "path"}."""
+    resumed_from: tuple[ResumePoint, ...] = ()
+    """The resumes so far, this one last."""
     corpus: tuple[CorpusVersion, ...] = ()
     """The later manifests of the corpus: those at that checkpoint, and those that earlier submissions took after it."""
     num_steps: int = 0
-    """How many steps earlier submissions ran, where the corpus may grow: these use the same sequences again."""
+    """How many steps earlier submissions ran, where the corpus may grow: they use the same sequences again."""
     skips: tuple[BatchSkip, ...] = ()
     """The batches that are left out: by the settings, and by earlier submissions that went back."""
     excludes: bool = True
     """Whether the run's storage keeps two writers of one name apart, as the driver has tried."""
     places: Mapping[str, str] = field(default_factory=dict)
-    """Where the contents were when the newest checkpoint was written."""
+    """The paths of the data when the newest checkpoint was written."""
     sequences_per_pass: int | None = None
-    """As that checkpoint's manifest says."""
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Why checkpoints and records do not count, by name; by URI where they lie in another storage than the run's."""
 
@@ -111,26 +109,16 @@ class Resume:
         """The step that runs first, if the newest verifies."""
         return self.checkpoints[-1].step if self.checkpoints else 0
 
-    def journalled(self) -> dict[str, Any]:
-        """What the next submission needs to know of this one's beginning, for the journal's first note."""
+    def journalled(self) -> dict[str, object]:
+        """For the journal's first note, which the next submission reads."""
         corpus = [asdict(version) for version in self.corpus]
         skips = [asdict(skip) for skip in self.skips]
         return {"lineage": self.lineage, "corpus": corpus, "num_steps": self.num_steps, "skips": skips}
 
 
-def known(storage: Storage) -> list[Checkpoint]:
-    """The checkpoints that count, of all lineages, by lineage and step. Those that are damaged are left out."""
-    return listed(storage)[0]
-
-
-def listed(storage: Storage) -> tuple[list[Checkpoint], dict[str, str]]:
-    """As `known`, and why others do not count, by folder: their manifest is damaged, or of another folder."""
-    manifests, damaged = _manifests(storage)
-    return list(manifests), damaged
-
-
-def _manifests(storage: Storage) -> tuple[dict[Checkpoint, Manifest], dict[str, str]]:
-    found: dict[Checkpoint, Manifest] = {}
+def scan_checkpoints(storage: Storage) -> tuple[dict[Checkpoint, Manifest], dict[str, str]]:
+    """The checkpoints that count, by lineage and step, with their manifests; and the damage of others, by folder."""
+    valid: dict[Checkpoint, Manifest] = {}
     damaged: dict[str, str] = {}
     for folder in reversed(committed(storage)):
         try:
@@ -142,112 +130,102 @@ def _manifests(storage: Storage) -> tuple[dict[Checkpoint, Manifest], dict[str, 
             if storage.exists(f"{folder}/{COMMIT}"):
                 raise
             continue  # removed since it was listed
-        found[Checkpoint(manifest.step, folder, Mesh(manifest.num_parts, manifest.cp))] = manifest
-    return found, damaged
+        valid[Checkpoint(manifest.step, folder, Mesh(manifest.num_parts, manifest.cp))] = manifest
+    return valid, damaged
 
 
-def lineage_of(checkpoint: Checkpoint) -> int:
-    return lineage_of_folder(checkpoint.folder)
-
-
-def lineage_of_folder(folder: str) -> int:
+def lineage_of(folder: str) -> int:
     """-1 if the name of the folder is not a checkpoint's."""
     return age_key(located("", folder)[1])[0]
 
 
 @dataclass
 class _Stored:
-    """What a storage has: `found` counts as far as its manifests and names say, by lineage and step; `begun` has the
-    checkpoints at which each lineage began. `damaged`: why the other checkpoints and records do not count, by name."""
+    """The checkpoints of a storage whose manifests are right, by lineage and step; the checkpoints at which each
+    lineage began; and the damage of other checkpoints and records, by name."""
 
     storage: Storage
-    found: list[Checkpoint]
+    checkpoints: list[Checkpoint]
     damaged: dict[str, str]
     begun: dict[int, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, storage: Storage, identity: Identity) -> _Stored:
-        manifests, damaged = _manifests(storage)
-        strangers = [one for one, manifest in manifests.items() if _other_settings(manifest, identity)]
-        if len(strangers) == len(manifests):  # these are the run's, and the settings are others: `_resume` says so
+        manifests, damaged = scan_checkpoints(storage)
+        strangers = [c.folder for c, manifest in manifests.items() if _other_settings(manifest, identity)]
+        if len(strangers) == len(manifests):  # these are the run's, and its settings have changed: `_resume` says so
             strangers = []
-        damaged |= {one.folder: f"{storage.at(one.folder)} is a checkpoint of other settings" for one in strangers}
-        stored = cls(storage, [one for one in manifests if one not in strangers], damaged)
-        stored._read_lineages(identity.digest)
-        return stored
-
-    def _read_lineages(self, identity: str) -> None:
-        for name, _ in self.storage.names(LINEAGES):
-            number = re.fullmatch(rf"{LINEAGES}/(\d+)\.json", name)
-            if number is None:  # one that was set aside
+        damaged |= {folder: f"{storage.at(folder)} is a checkpoint of other settings" for folder in strangers}
+        stored = cls(storage, [c for c in manifests if c.folder not in strangers], damaged)
+        for name, _ in storage.names(LINEAGES):
+            lineage = _lineage_of_record(name)
+            if lineage < 0:  # it was set aside
                 continue
+            where = storage.at(name)
             try:
-                begun = parse_json(self.storage.read_record(name), self.storage.at(name))
-                if begun.get("identity", identity) != identity:
-                    raise RecordDamaged(f"{self.storage.at(name)} is another run's", path=name)
-                with as_written(self.storage.at(name)):
-                    self.begun[int(number[1])] = [
-                        _checkpoint_name(folder, self.storage.at(name)) for folder in begun["from"]
-                    ]
+                begun = parse_json(storage.read_record(name), where)
+                if begun.get("identity", identity.digest) != identity.digest:
+                    raise RecordDamaged(f"{where} is another run's", path=name)
+                with as_written(where):
+                    stored.begun[lineage] = [_checkpoint_name(folder, where) for folder in begun["from"]]
             except RecordDamaged as error:
-                self.damaged[name] = error.message
+                damaged[name] = error.message
+        return stored
 
     @property
     def newest(self) -> int:
         """The newest lineage, -1 for none."""
-        names = [*self.damaged, *(one.folder for one in self.found)]
-        records = (re.fullmatch(rf"{LINEAGES}/(\d+)\.json", name) for name in names)
-        return max([*self.begun, *map(lineage_of_folder, names), *(int(one[1]) for one in records if one)], default=-1)
+        names = [*self.damaged, *(checkpoint.folder for checkpoint in self.checkpoints)]
+        return max([*self.begun, *map(lineage_of, names), *map(_lineage_of_record, names)], default=-1)
+
+    def of_lineage(self, lineage: int) -> list[Checkpoint]:
+        return self.whole([c for c in self.checkpoints if lineage_of(c.folder) == lineage])
 
     def whole(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Without the newest ones that lack a file or a part of one; what each byte is shows when it is read."""
+        """Drop the newest that lack a file or a part of one; wrong bytes show only when they are read."""
         left = list(candidates)
         while left and (wrong := wrong_with(self.storage, left[-1].folder, read_bytes=False)):
             self.damaged[left.pop().folder] = shortened(wrong)
         return left
 
 
-def find_resume(run: RunConfig, identity: Identity, *, grows: bool = False) -> Resume:
-    """Where a submission with these settings begins, by `run.resume`. `grows`: the corpus may grow while it trains.
+def _lineage_of_record(name: str) -> int:
+    """-1 if the name is not that of a lineage's record."""
+    match = re.fullmatch(rf"{LINEAGES}/(\d+)\.json", name)
+    return int(match[1]) if match else -1
 
-    Without earlier submissions the settings say which batches are left out.
+
+def find_resume(run: RunConfig, identity: Identity, *, grows: bool = False) -> Resume:
+    """The checkpoint at which a submission with these settings begins, by `run.resume`. `grows`: the corpus may grow
+    while it trains. Without earlier submissions the settings say which batches are left out.
 
     Raises: ValueError for a step without a checkpoint, a path that is none, and a checkpoint of another run's settings
     (it names what differs) or of a newer format; StorageFailed.
     """
     writes = not Storage(run.storage_uri).is_local  # a folder is tried elsewhere
     storage = open_or_refuse(run.storage_uri, write=writes, timeout_s=run.timeouts.storage_s)
-    reads = grows or goes_back(run)
-    return replace(_found_resume(run, storage, identity, reads), excludes=storage.excludes)
-
-
-def _found_resume(run: RunConfig, storage: Storage, identity: Identity, reads: bool) -> Resume:
+    goes_back = run.loss_spike == "act" and "back" in run.loss_spike_actions  # and so leaves batches out
+    reads_earlier = grows or goes_back
     stored = _Stored.of(storage, identity)
     newest = stored.newest
     if run.resume == "never":
-        return Resume(newest + 1, skips=skips_of(run))
+        return Resume(newest + 1, skips=skips_of(run), excludes=storage.excludes)
     if run.resume == "auto":
-        usable = _newest_whole(run, stored)
-        before = earlier(storage, max(newest, 0), identity.digest, stored.damaged) if reads else Earlier()
-        found = _resume(run, storage, usable, max(newest, 0), identity, before)
-        return replace(found, damaged=stored.damaged)
-    if run.resume.isdigit():
-        usable = stored.whole([checkpoint for checkpoint in stored.found if checkpoint.step == int(run.resume)])[-1:]
+        usable, lineage, read_lineage = _newest_whole(run, stored), max(newest, 0), max(newest, 0)
+    elif run.resume.isdigit():
+        usable = stored.whole([c for c in stored.checkpoints if c.step == int(run.resume)])[-1:]
         if not usable:
-            steps = ", ".join(str(checkpoint.step) for checkpoint in stored.found)
+            steps = ", ".join(str(checkpoint.step) for checkpoint in stored.checkpoints)
             raise ValueError(
                 f"resume={run.resume!r}: no checkpoint of that step in {storage.uri}; "
                 f"there are {steps or 'none'}{_and_damaged(stored.damaged)}"
             )
-        before = earlier(storage, lineage_of(usable[-1]), identity.digest, stored.damaged) if reads else Earlier()
-        found = _resume(run, storage, usable, newest + 1, identity, before)
-        return replace(found, damaged=stored.damaged)
-    return _resume_from(run, newest + 1, identity, reads)
-
-
-def goes_back(run: RunConfig) -> bool:
-    """Whether this run may go back on purpose, and so leave batches out."""
-    return run.loss_spike == "act" and "back" in run.loss_spike_actions
+        lineage, read_lineage = newest + 1, lineage_of(usable[-1].folder)
+    else:
+        return replace(_resume_from(run, newest + 1, identity, reads_earlier), excludes=storage.excludes)
+    before = earlier(storage, read_lineage, identity.digest, stored.damaged) if reads_earlier else Earlier()
+    resume = _resume(run, storage, usable, lineage, identity, before)
+    return replace(resume, damaged=stored.damaged, excludes=storage.excludes)
 
 
 def skips_of(run: RunConfig) -> tuple[BatchSkip, ...]:
@@ -259,23 +237,25 @@ def skips_of(run: RunConfig) -> tuple[BatchSkip, ...]:
 
 
 def _newest_whole(run: RunConfig, stored: _Stored) -> list[Checkpoint]:
-    """The checkpoints that a submission may use: those of the newest lineage; where that has none, the one at which it
-    began; where that is not known, or its own are damaged, those of the lineages before. None for step 0.
+    """The checkpoints that a submission may use: of the newest lineage; where that has none, the one at which it began;
+    where that is not known, or its own are damaged, of the lineages before. Empty for step 0.
 
-    Raises ValueError where there were checkpoints and none is left: a run must not begin at step 0 again without a
-    word after a week of training; and where somebody chose one that is not there any more.
+    Raises ValueError where there were checkpoints and none is left, as a run must not begin at step 0 again without a
+    word after a week of training; and where the one at which the lineage began is gone.
     """
     newest = stored.newest
-    usable = stored.whole([one for one in stored.found if lineage_of(one) == newest])
-    begun_from, lost = stored.begun.get(newest, ()), _lost(stored, newest)
+    usable, begun_from = stored.of_lineage(newest), stored.begun.get(newest, ())
+    ending = f"/lineage-{newest:03d}/"
+    aside = [name for name, _ in stored.storage.names(FOLDER) if name.endswith(REJECTED) and ending in name]
+    lost = [*aside, *(name for name in stored.damaged if lineage_of(name) == newest >= 0)]  # do not count any more
     if usable:  # where no byte of them is right, the one at which they began is left
-        return [*(one for one in stored.found if one.folder in begun_from and one.step < usable[0].step), *usable]
+        return [*(c for c in stored.checkpoints if c.folder in begun_from and c.step < usable[0].step), *usable]
     if newest in stored.begun and not begun_from and not lost:
         return []
     usable = _beginning_of(run, stored, begun_from)
-    others = {lineage_of(one) for one in stored.found} - {newest} if lost or newest not in stored.begun else set[int]()
-    for lineage in sorted(others, reverse=True):
-        usable = usable or stored.whole([one for one in stored.found if lineage_of(one) == lineage])
+    if lost or newest not in stored.begun:
+        for lineage in sorted({lineage_of(c.folder) for c in stored.checkpoints} - {newest}, reverse=True):
+            usable = usable or stored.of_lineage(lineage)
     if usable or not (lost or begun_from):
         return usable
     if lost:
@@ -290,26 +270,19 @@ def _newest_whole(run: RunConfig, stored: _Stored) -> list[Checkpoint]:
     )
 
 
-def _lost(stored: _Stored, lineage: int) -> list[str]:
-    """The checkpoints of a lineage that do not count any more."""
-    ending = f"/lineage-{lineage:03d}/"
-    aside = [name for name, _ in stored.storage.names(FOLDER) if name.endswith(REJECTED) and ending in name]
-    return [*aside, *(name for name in stored.damaged if lineage_of_folder(name) == lineage >= 0)]
-
-
 def _and_damaged(damaged: Mapping[str, str]) -> str:
     return "; " + shortened(damaged.values()) if damaged else ""
 
 
 def shortened(lines: Iterable[str]) -> str:
-    """The first of them, and how many more there are, for one line."""
-    return few((cut(line, LONGEST_TOLD) for line in lines), NUM_TOLD, "; ")
+    """One line: the first of the lines, and how many more there are."""
+    return few((cut(line, MAX_CHARACTERS) for line in lines), MAX_FINDINGS, "; ")
 
 
 def _beginning_of(run: RunConfig, stored: _Stored, begun_from: Sequence[str]) -> list[Checkpoint]:
-    """The checkpoint that a lineage began at, of this storage or of one beside it; none where it is not there any more.
+    """The checkpoint at which a lineage began, in this storage or in one beside it; empty where it is gone.
 
-    Raises ValueError for another one: a record, which may be a stranger's, does not say what is opened as this user.
+    Raises ValueError for another storage: a record may be a stranger's, and must not choose what this user opens.
     """
     usable = []
     for path in begun_from:
@@ -321,46 +294,47 @@ def _beginning_of(run: RunConfig, stored: _Stored, begun_from: Sequence[str]) ->
             )
         if uri:
             storage = open_or_refuse(uri, write=False, timeout_s=run.timeouts.storage_s, setting="resume")
-            usable += [Checkpoint(one.step, path, one.mesh) for one in known(storage) if one.folder == folder]
+            usable += [replace(c, folder=path) for c in scan_checkpoints(storage)[0] if c.folder == folder]
         else:
-            usable += stored.whole([one for one in stored.found if one.folder == path])
+            usable += stored.whole([c for c in stored.checkpoints if c.folder == path])
     return usable
 
 
-def _checkpoint_name(given: object, where: str) -> str:
-    """`given` if it names a checkpoint, in this storage or, with a whole path, in another. Raises RecordDamaged."""
-    uri, folder = located("", given) if isinstance(given, str) else ("", "")
+def _checkpoint_name(name: object, where: str) -> str:
+    """`name` if it is a checkpoint's, in this storage or, with a whole path, in another. Raises RecordDamaged."""
+    uri, folder = located("", name) if isinstance(name, str) else ("", "")
     try:
         name_below(folder, where)
-        is_name = lineage_of_folder(folder) >= 0 and uri.isprintable() and uri.rpartition("/")[2] not in (".", "..")
+        is_name = lineage_of(folder) >= 0 and uri.isprintable() and uri.rpartition("/")[2] not in (".", "..")
     except ValueError:
         is_name = False
     if not is_name:
-        raise RecordDamaged(f"{where} names {cut(ascii(given), LONGEST_TOLD)}, which is no checkpoint", path=where)
-    return str(given)
+        raise RecordDamaged(f"{where} names {cut(ascii(name), MAX_CHARACTERS)}, which is no checkpoint", path=where)
+    return str(name)
 
 
 def lineage_name(lineage: int) -> str:
     return f"{LINEAGES}/{lineage:03d}.json"
 
 
-def _resume_from(run: RunConfig, lineage: int, identity: Identity, reads: bool) -> Resume:
-    """From a path: of one checkpoint, or of a run, whose newest is taken."""
+def _resume_from(run: RunConfig, lineage: int, identity: Identity, reads_earlier: bool) -> Resume:
+    """From a path: of a checkpoint, or of a run, whose newest is used."""
     uri, folder = located("", run.resume.rstrip("/"))
     where = uri or run.resume.rstrip("/")
     storage = open_or_refuse(where, write=False, timeout_s=run.timeouts.storage_s, setting="resume")
     stored = _Stored.of(storage, identity)
-    usable = stored.whole([one for one in stored.found if one.folder == folder or not uri])[-1:]
+    usable = stored.whole([c for c in stored.checkpoints if c.folder == folder or not uri])[-1:]
     if not usable:
         raise ValueError(
             f"resume={run.resume!r}: there is no checkpoint; give auto, never, a step, or the path of a "
             f"run or of one of its checkpoints (elastic-ring checkpoints list PATH)"
             f"{_and_damaged(stored.damaged)}"
         )
-    whole = [Checkpoint(one.step, uri_of(storage, one.folder), one.mesh) for one in usable]
-    before = earlier(storage, lineage_of(usable[-1]), identity.digest, stored.damaged) if reads else Earlier()
-    found = _resume(run, storage, whole, lineage, identity, before)
-    return replace(found, damaged={uri_of(storage, name): why for name, why in stored.damaged.items()})
+    source = lineage_of(usable[-1].folder)
+    before = earlier(storage, source, identity.digest, stored.damaged) if reads_earlier else Earlier()
+    usable = [replace(checkpoint, folder=uri_of(storage, checkpoint.folder)) for checkpoint in usable]
+    resume = _resume(run, storage, usable, lineage, identity, before)
+    return replace(resume, damaged={uri_of(storage, name): reason for name, reason in stored.damaged.items()})
 
 
 def _resume(
@@ -374,11 +348,11 @@ def _resume(
     if uri != storage.uri:
         storage = Storage(uri, timeout_s=storage.timeout_s).open(write=False)
     manifest = read_manifest(storage, folder)
-    if told := _other_settings(manifest, identity):
+    if differences := _other_settings(manifest, identity):
         raise ValueError(
-            f"{uri_of(storage, folder)} is a checkpoint of other settings ({few(told, NUM_TOLD, '; ')}): "
+            f"{uri_of(storage, folder)} is a checkpoint of other settings ({few(differences, MAX_FINDINGS, '; ')}): "
             "submit the same, choose "
-            f"another run name, or give resume='never' in a new storage_path{_lengths(manifest, told)}"
+            f"another run name, or give resume='never' in a new storage_path{_longer_run(manifest, differences)}"
         )
     resumed_from = (*manifest.run.get("resumed_from", ()), {"step": newest.step, "path": uri_of(storage, folder)})
     by_then = tuple(CorpusVersion(**version) for version in manifest.run.get("corpus", ()))
@@ -397,11 +371,10 @@ def _resume(
     )
 
 
-def _lengths(manifest: Manifest, told: Sequence[str]) -> str:
-    """The way out for a longer run, whose schedule follows its steps where nobody says otherwise: as flags."""
+def _longer_run(manifest: Manifest, differences: Sequence[str]) -> str:
+    """The flags for a run with more steps, whose schedule follows the steps by default; empty if more differs."""
     there = {name: str(manifest.run.get("settings", {}).get(f"optim.{name}")) for name in LENGTHS}
-    other = {one.partition(":")[0] for one in told}
-    if not other <= {f"optim.{name}" for name in LENGTHS}:
+    if not {text.partition(":")[0] for text in differences} <= {f"optim.{name}" for name in LENGTHS}:
         return ""
     flags = " ".join(f"--optim.{name.replace('_', '-')} {value}" for name, value in there.items())
     return f"; for more steps at the rate with which its schedule ended give {flags}"

@@ -18,9 +18,9 @@ from elastic_ring.errors import RecordDamaged
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, write_json
+from elastic_ring.monitor.start_times import Stage
 from elastic_ring.runtime.coordinator.resume import Resume
 from elastic_ring.runtime.identity import Identity
-from elastic_ring.runtime.stages import Stage
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_FOLDER, WEIGHTS_INDEX
 from elastic_ring.train.task import TrainingTask

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from elastic_ring.control.state import Finishing, Running, State, end_step, members
+from elastic_ring.monitor.metrics import CheckpointEvent
 from elastic_ring.runtime.coordinator.inbox import Abandoned, CheckpointCounts, FaultAsked, Inbox, NodeBeat
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
 
@@ -63,7 +64,7 @@ def aside(
     work: Callable[[], End],
     events: Inbox,
     echo: Callable[[str], None],
-    checkpoint: Callable[[Mapping[str, Any]], None],
+    checkpoint: Callable[[CheckpointEvent], None],
     look: Callable[[], None] = lambda: None,
 ) -> End | None:
     """Do long work beside the deciding thread, whose silence would otherwise look like a hang to the agents. `look` is

@@ -21,7 +21,14 @@ from elastic_ring.errors import CoordinatorLost, ElasticRingError, JournalDamage
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.journal import Flaw, Journal, salvage, salvage_file
 from elastic_ring.monitor.json_files import read_json
-from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, missing_steps, rebuilt
+from elastic_ring.monitor.metrics import (
+    JOURNAL_NAME,
+    METRICS_NAME,
+    STATUS_NAME,
+    SUMMARY_NAME,
+    missing_steps,
+    rebuild_metrics,
+)
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import (
     RunSpec,
@@ -200,13 +207,13 @@ def _metrics(run_spec: RunSpec) -> list[str]:
         return []
     identity = run_spec.identity.digest
     if path.exists():
-        wrong, lines = rebuilt(salvage_file(path), identity, resume.step)
+        wrong, lines = rebuild_metrics(salvage_file(path), identity, resume.step)
         if wrong:
             told.append(json_files.set_aside(path, f"{path}: {wrong}"))
     else:
         uri, _ = located(run_spec.run.storage_uri, resume.checkpoints[-1].folder)
         source = Storage(uri, timeout_s=run_spec.run.timeouts.storage_s).open(write=False)
-        _, lines = rebuilt(salvage(run_storage.growing(source, METRICS_NAME)), identity, resume.step)
+        _, lines = rebuild_metrics(salvage(run_storage.growing(source, METRICS_NAME)), identity, resume.step)
     if not path.exists():
         with Journal(path, durable=True) as journal:
             for line in lines:

@@ -24,10 +24,10 @@ from elastic_ring.control.messages import (
     WorkerStarting,
     to_json,
 )
+from elastic_ring.monitor.start_times import Stage, Stages
 from elastic_ring.runtime.doctor.verdicts import HostReport
 from elastic_ring.runtime.groups.sockets import StoreAddress
-from elastic_ring.runtime.notices import Notice, StepRecord
-from elastic_ring.runtime.stages import Stage, Stages
+from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart, Notice, StepRecord
 from elastic_ring.runtime.worker.faults import Injector
 from elastic_ring.runtime.worker.saver import CheckpointTerms
 from elastic_ring.train.task import TrainingTask
@@ -101,7 +101,7 @@ class CoordinatorClient:
         """Send records of committed steps, and notices."""
         self.coordinator.publish.remote(self._spec.worker, records)
 
-    def saved(self, part: dict[str, Any]) -> None:
+    def saved(self, part: CheckpointPart | CheckpointLeftOut) -> None:
         """Send that this rank's part of a checkpoint is written, or why it is not."""
         self.coordinator.saved.remote(self._spec.worker, part)
 

@@ -165,7 +165,6 @@ class Copies:
                 total_s,
                 waited_s,
             )
-            figures = {"step": own.id.step, "bytes": num_bytes, "num_holders": num_holders, "blocked_s": waited_s}
-            self._publish(Copied({**figures, "total_s": total_s, "skipped": self.num_skipped}))
+            self._publish(Copied(own.id.step, num_bytes, num_holders, waited_s, total_s, skipped=self.num_skipped))
 
         exchange.start(report)

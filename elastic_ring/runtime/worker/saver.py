@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from elastic_ring.control.decisions.detectors import FIRST_INTERVAL_S
 from elastic_ring.control.messages import Build, Checkpoint
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart
 from elastic_ring.state.checkpoints.checkpoint import (
     Reader,
     ShardPart,
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 30.0, 3600.0
 """Bounds of an interval that the run chooses."""
-SendPart = Callable[[dict[str, Any]], None]
+SendPart = Callable[[CheckpointPart | CheckpointLeftOut], None]
 LAST_S = 3.0
 """The last step is saved too if the checkpoint before took no longer: the end of a run waits for it."""
 
@@ -255,17 +256,8 @@ class Saver:
         assert not self.is_busy, "the vote has asked"
         self.wait(0.0)
         step, coordinate = shard.counters.applied, place.mesh.coordinate(place.global_rank)
-        part: dict[str, Any] = {
-            "step": step,
-            "term": place.term,
-            "generation": place.generation,
-            "lineage": place.lineage,
-            "folder": place.folder(step),
-            "cp_rank": coordinate.cp_rank,
-            "part": coordinate.dp_rank,
-            "cp": place.mesh.cp,
-            "dp": place.mesh.dp,
-        }
+        membership_id, ranks = (place.term, place.generation), (coordinate.dp_rank, coordinate.cp_rank)
+        part = CheckpointPart(step, membership_id, place.lineage, place.folder(step), place.mesh, *ranks)
         self.newest = (step, place.term, place.generation)
         try:
             self.pinning.wait()
@@ -277,12 +269,10 @@ class Saver:
             self._failed(part, error)
             return
         self._last = snapshot
-        part["blocked_s"] = time.monotonic() - begun
-        self.schedule.saved(part["blocked_s"])
+        part = replace(part, blocked_s=time.monotonic() - begun)
+        self.schedule.saved(part.blocked_s)
         if place.global_rank == 0:
-            part["tensors"] = {name: asdict(tensor) for name, tensor in described.items()}
-            part["meta"] = asdict(snapshot.meta)
-            part["interval"] = self.schedule.news()
+            part = replace(part, tensors=described, meta=snapshot.meta, interval=self.schedule.news())
         self._thread = threading.Thread(target=self._write, args=(snapshot, part, begun), name="saver", daemon=True)
         self._thread.start()
 
@@ -291,15 +281,7 @@ class Saver:
         if place.global_rank == 0 and not self.schedule.is_first and self.schedule.is_new_miss():
             why = f"the last one is still being written{self._waits_for and ': it '}{self._waits_for}"
             log.warning("the checkpoint of step %d is left out: %s", step, why)
-            self._send(
-                {
-                    "step": step,
-                    "term": place.term,
-                    "generation": place.generation,
-                    "lineage": place.lineage,
-                    "missed": why,
-                }
-            )
+            self._send(CheckpointLeftOut(step, (place.term, place.generation), why))
 
     def wait(self, timeout_s: float) -> bool:
         """Whether nothing is being written, after at most `timeout_s`."""
@@ -311,21 +293,21 @@ class Saver:
         self._waits_for = text
         self._tell(f"writing a checkpoint {text}")
 
-    def _write(self, snapshot: ShardPart, part: dict[str, Any], begun: float) -> None:
+    def _write(self, snapshot: ShardPart, part: CheckpointPart, begun: float) -> None:
         self._waits_for = ""
         try:
             snapshot.finish()
             if self._storage is None:
                 uri, storage_s = self._run.storage_uri, self._run.timeouts.storage_s
                 self._storage = Storage(uri, timeout_s=storage_s, tell=self._waits).open(write=False)
-            rank = part["part"] * part["cp"] + part["cp_rank"]
-            file = write_part(self._storage, part["folder"], snapshot, lambda: self._inject(part["step"], rank))
+            rank = part.dp_rank * part.mesh.cp + part.cp_rank
+            file = write_part(self._storage, part.folder, snapshot, lambda: self._inject(part.step, rank))
         except Exception as error:  # training goes on without this checkpoint; the coordinator counts it
             self._failed(part, error)
             return
         self.schedule.wrote_s = time.monotonic() - begun
-        self._send({**part, "file": asdict(file), "total_s": self.schedule.wrote_s})
+        self._send(replace(part, file=file, total_s=self.schedule.wrote_s))
 
-    def _failed(self, part: dict[str, Any], error: Exception) -> None:
-        log.error("this rank's part of the checkpoint of step %d is missing", part["step"], exc_info=error)
-        self._send({**part, "error": f"{type(error).__name__}: {error}"})
+    def _failed(self, part: CheckpointPart, error: Exception) -> None:
+        log.error("this rank's part of the checkpoint of step %d is missing", part.step, exc_info=error)
+        self._send(replace(part, error=f"{type(error).__name__}: {error}"))

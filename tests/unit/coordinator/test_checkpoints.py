@@ -8,7 +8,7 @@ import os
 import queue
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +28,9 @@ from elastic_ring.runtime.coordinator import checkpoints
 from elastic_ring.runtime.coordinator import resume as resume_module
 from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper, Writer
 from elastic_ring.runtime.coordinator.inbox import CheckpointCounts, CheckpointFailed, CheckpointsListed, Inbox
-from elastic_ring.runtime.coordinator.resume import Resume, find_resume
+from elastic_ring.runtime.coordinator.resume import Resume, find_resume, scan_checkpoints
 from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
+from elastic_ring.runtime.notices import CheckpointPart
 from elastic_ring.runtime.terms import Terms
 from elastic_ring.runtime.worker.saver import CheckpointTerms, Place, Saver, SaveSchedule, open_checkpoint
 from elastic_ring.state.checkpoints.retention import KEPT_NAME
@@ -41,7 +42,6 @@ from tests.object_store.store import ObjectStore
 from tests.unit.state.test_checkpoint import same, shard_of
 
 IDENTITY = Identity({"step.seed": "0", VERSION: CONTENTS})
-FACTS = {"identity": IDENTITY.digest, "run": {"settings": IDENTITY.what}}
 CP, DP = 2, 2
 
 
@@ -54,21 +54,20 @@ class Run:
         config: CheckpointConfig,
         resume: Resume | None = None,
         term: int = 1,
-        facts: Mapping[str, Any] = FACTS,
         ask: Callable[[], None] = lambda: None,
         **more: Any,
     ) -> None:
         """`folder`: of a file system, or s3://BUCKET/FOLDER."""
         self.config = RunConfig("kept", run_dir=str(folder), checkpoint_config=config)
         self.told: Inbox = queue.Queue()
-        writer = Writer(term, facts, **more)
+        writer = Writer(term, IDENTITY.digest, {"settings": IDENTITY.what}, **more)
         self.keeper = CheckpointKeeper(self.config, resume or Resume(), writer, self.told.put, ask)
-        self.parts: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.parts: queue.Queue[Any] = queue.Queue()
         self.savers = [Saver(self.config, self.parts.put) for _ in range(CP * DP)]
         self.keeper.open()
         self.last = self.listed()
 
-    def save(self, step: int, generation: int = 1, *, ranks: int = CP * DP) -> list[dict[str, Any]]:
+    def save(self, step: int, generation: int = 1, *, ranks: int = CP * DP) -> list[CheckpointPart]:
         """The first `ranks` ranks save; returns the parts that they tell of, by rank."""
         for rank in range(ranks):
             shard = shard_of(rank % CP, CP, steps=step)
@@ -76,7 +75,7 @@ class Run:
             self.savers[rank].save(shard, shapes, Place(1, generation, Mesh(DP, CP), rank, "0123456789abcdef", 0))
         parts = [self.parts.get(timeout=60.0) for _ in range(ranks)]
         assert all(saver.wait(60.0) for saver in self.savers)
-        return sorted(parts, key=lambda part: (part["part"], part["cp_rank"]))
+        return sorted(parts, key=lambda part: (part.dp_rank, part.cp_rank))
 
     def commit(self, step: int, generation: int = 1) -> list[int]:
         """Every rank saves, the steps are on record, and what is old is removed; the steps that count then."""
@@ -158,7 +157,7 @@ def test_a_store_that_refuses_to_remove_what_is_left_over_holds_up_no_checkpoint
         refused.append(folder)
         raise StorageFailed("uploads may not be listed")
 
-    monkeypatch.setattr(run.keeper._storage, "uploads", refuse)
+    monkeypatch.setattr(run.keeper.stored.storage, "uploads", refuse)
     assert run.commit(2) == [2], "the one before is gone all the same"
     assert len(refused) == 1, "and it is not tried again at once"
     assert "could not be removed: uploads may not be listed" in caplog.text
@@ -176,14 +175,14 @@ def test_a_checkpoint_that_counts_only_at_the_end_leaves_no_more_than_retention_
     run.keeper.look(2)
     assert run.keeper.close(60.0, prunes=not goes_back)
     left = [2] if not goes_back else [1, 2]
-    assert [one.step for one in checkpoints.known(run.keeper._storage)] == left
+    assert [one.step for one in scan_checkpoints(run.keeper.stored.storage)[0]] == left
     later = Run(
         tmp_path,
         CheckpointConfig(every_steps=1, keep_last=1),
         find_resume(replace(run.config, resume="auto"), IDENTITY),
     )
     assert later.keeper.close(60.0, prunes=True)
-    assert [one.step for one in checkpoints.known(run.keeper._storage)] == left, "it wrote none, so none goes"
+    assert [one.step for one in scan_checkpoints(run.keeper.stored.storage)[0]] == left, "it wrote none, so none goes"
 
 
 def test_parts_and_checkpoints_of_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:
@@ -256,7 +255,7 @@ def test_auto_begins_where_a_lineage_began_that_was_cut_before_its_first_checkpo
     path = str(tmp_path / "source/checkpoints/step-00000001/lineage-000")
     run = replace(source.config, run_dir=str(folder), resume=path)
     kept = Run(folder, every_1, begun := find_resume(run, IDENTITY), term=2)
-    kept.keeper._jobs.put(kept.keeper._tell)
+    kept.keeper._jobs.put(kept.keeper.stored.post_list)
     assert kept.listed() == begun.checkpoints, "another run's lineage is 0 as this one's"
     found = find_resume(replace(run, resume="auto"), IDENTITY)
     assert (found.step, found.lineage, found.resumed_from) == (1, begun.lineage, begun.resumed_from)
@@ -319,16 +318,16 @@ def test_a_part_that_cannot_be_written_is_told_and_the_next_checkpoint_counts(tm
     quick = replace(run.config, timeouts=Timeouts(storage_s=0.1))
     run.savers = [Saver(quick, run.parts.put) for _ in range(CP * DP)]
     for part in run.save(1):
-        assert "error" in part
+        assert part.error
         run.keeper.written(part)
     assert run.next(CheckpointFailed).step == 1
-    assert run.keeper.failing_s > 0.0
+    assert run.keeper.tries.failing_s > 0.0
     (folder / "checkpoints").unlink()
     for part in run.save(2):
         run.keeper.written(part)
     run.keeper.look(1)
     assert run.next(CheckpointCounts).checkpoint["step"] == 2
-    assert run.keeper.failing_s == 0.0
+    assert run.keeper.tries.failing_s == 0.0
 
 
 def test_a_commit_that_failed_after_its_manifest_was_there_keeps_its_files(
@@ -377,7 +376,7 @@ def test_a_kept_checkpoint_outlives_others_once_it_counts_and_a_step_that_is_sav
     ]
     (tmp_path / KEPT_NAME).write_text("{")
     with pytest.raises(CheckpointDamaged, match=r"kept\.json cannot be read .*remove it"):
-        checkpoints.prune(run.keeper._storage, 1, 0)
+        checkpoints.prune(run.keeper.stored.storage, 1, 0)
 
 
 @pytest.mark.slow
@@ -390,7 +389,7 @@ def test_a_listing_that_fails_is_no_failed_checkpoint_and_a_commit_that_fails_is
             monkeypatch.setenv(name, value)
         uri = f"s3://{object_store.new_bucket()}/runs/kept"
         run = Run(uri, CheckpointConfig(every_steps=1))
-        run.keeper._storage = Storage(uri, timeout_s=0.0)  # one attempt at each request
+        run.keeper.stored.storage = Storage(uri, timeout_s=0.0)  # one attempt at each request
         refused = threading.Semaphore(0)
 
         def fault(method: str, path: str) -> str | None:
@@ -400,9 +399,9 @@ def test_a_listing_that_fails_is_no_failed_checkpoint_and_a_commit_that_fails_is
             return "503"
 
         proxy.fault, failing = fault, ("GET", "prefix=runs%2Fkept%2Fcheckpoints%2F&")
-        run.keeper._jobs.put(run.keeper._tell)
+        run.keeper._jobs.put(run.keeper.stored.post_list)
         assert all(refused.acquire(timeout=60.0) for _ in range(3))
-        assert (run.keeper.failing_s, run.told.empty()) == (0.0, True)
+        assert (run.keeper.tries.failing_s, run.told.empty()) == (0.0, True)
         failing = ("", "")
         assert run.listed() == ()
         failing = ("PUT", "COMMIT.json")
@@ -410,10 +409,10 @@ def test_a_listing_that_fails_is_no_failed_checkpoint_and_a_commit_that_fails_is
             run.keeper.written(part)
         run.keeper.look(1)
         assert run.next(CheckpointFailed).step == 1
-        assert run.keeper.failing_s > 0.0
+        assert run.keeper.tries.failing_s > 0.0
         failing = ("", "")
         assert run.next(CheckpointCounts).checkpoint["step"] == 1
-        assert run.keeper.failing_s == 0.0
+        assert run.keeper.tries.failing_s == 0.0
 
 
 def test_a_checkpoint_that_is_left_out_is_told_and_the_next_is_asked_for_soon(
@@ -423,15 +422,15 @@ def test_a_checkpoint_that_is_left_out_is_told_and_the_next_is_asked_for_soon(
     place = Place(1, 1, Mesh(DP, CP), 0, "0123456789abcdef", 0)
     run.savers[1].missed(replace(place, global_rank=1), 4)
     run.savers[0].missed(place, 4)
-    assert not run.keeper.take_retry(), "nothing was tried yet"
+    assert not run.keeper.tries.take_retry(), "nothing was tried yet"
     run.keeper.written(run.parts.get(timeout=1.0))
     assert run.parts.empty(), "only rank 0 tells"
     assert run.next(CheckpointFailed) == CheckpointFailed(4, "the last one is still being written")
-    assert (run.keeper.failing_s > 0.0, run.keeper.take_retry()) == (True, False)
+    assert (run.keeper.tries.failing_s > 0.0, run.keeper.tries.take_retry()) == (True, False)
     monkeypatch.setattr(checkpoints, "ASK_AGAIN_S", 0.0)
-    assert run.keeper.take_retry()
+    assert run.keeper.tries.take_retry()
     run.commit(5)
-    assert not run.keeper.take_retry()
+    assert not run.keeper.tries.take_retry()
     by_time = SaveSchedule(CheckpointConfig(every_s=5.0))
     assert [by_time.is_new_miss() for _ in range(3)] == [True, False, False], (
         "it is due in every step until it is taken"
@@ -445,12 +444,12 @@ def test_a_file_that_the_coordinator_does_not_see_whole_keeps_the_checkpoint_fro
     run = Run(tmp_path, CheckpointConfig(every_steps=1))
     for step, cut in ((1, lambda file: file.unlink()), (2, lambda file: os.truncate(file, 10))):
         parts = run.save(step)
-        cut(tmp_path / parts[1]["file"]["name"])
+        cut(tmp_path / parts[1].file.name)
         for part in parts:
             run.keeper.written(part)
         run.keeper.look(step)
         failed = run.next(CheckpointFailed)
-        assert parts[1]["file"]["name"] in failed.why
+        assert parts[1].file.name in failed.why
         assert "storage_path must be one place for all nodes" in failed.why
         assert run.is_silent()
     assert not list(tmp_path.glob("checkpoints/*/*/COMMIT.json"))
@@ -490,12 +489,12 @@ def test_whatever_keeps_a_checkpoint_from_counting_is_told_and_counts_as_failing
     for step, why in ((1, "a defect"), (2, "a manifest is damaged"), (3, "there is one already, of another writer")):
         if step == 3:
             run.commit(3)
-            assert run.keeper.failing_s == 0.0
+            assert run.keeper.tries.failing_s == 0.0
         for part in run.save(step, generation=2):
             run.keeper.written(part)
         run.keeper.look(step)
         assert why in run.next(CheckpointFailed).why
-        assert run.keeper.failing_s > 0.0
+        assert run.keeper.tries.failing_s > 0.0
 
 
 def test_what_a_replaced_submission_commits_late_is_set_aside(tmp_path: Path) -> None:
@@ -523,7 +522,7 @@ def test_a_newer_checkpoint_with_a_wrong_byte_does_not_push_out_the_last_that_wa
         run.keeper.look(step)
         assert run.next(CheckpointCounts).checkpoint["step"] == step
         run.listed()
-        file = tmp_path / parts[0]["file"]["name"]
+        file = tmp_path / parts[0].file.name
         file.write_bytes(file.read_bytes()[:-1] + b"?")
         run.keeper.clean(step)
         return [one.step for one in run.listed()]
@@ -535,7 +534,7 @@ def test_a_newer_checkpoint_with_a_wrong_byte_does_not_push_out_the_last_that_wa
     monkeypatch.setattr(checkpoints, "READ_BACK_BYTES", 0)
     assert [flipped(run, step) for step in (3, 4)] == [[1, 3], [1, 4]], "too large to be read: the last that was stays"
     resumed = Run(tmp_path, only_1, replace(find_resume(run.config, IDENTITY), excludes=True), term=2)
-    assert resumed.keeper._retention.read_back == 4, "members read it whole where they begin"
+    assert resumed.keeper.stored._read_back == 4, "members read it whole where they begin"
 
 
 @pytest.mark.slow
@@ -581,8 +580,8 @@ def test_a_store_that_ignores_conditions_is_known_to_the_coordinator_and_each_te
         with ThreadPoolExecutor(3) as pool:
             claims = [pool.submit(Terms(run, excludes=resume.excludes).open().claim, "a") for _ in range(3)]
         assert len({claim.result().term for claim in claims}) == 3
-        keeper = CheckpointKeeper(run, resume, Writer(1, FACTS), lambda message: None)
-        assert not keeper._storage.excludes
+        keeper = CheckpointKeeper(run, resume, Writer(1, IDENTITY.digest), lambda message: None)
+        assert not keeper.stored.storage.excludes
 
 
 def test_a_copy_that_fails_costs_that_checkpoint_and_not_the_step(tmp_path: Path) -> None:
@@ -592,7 +591,7 @@ def test_a_copy_that_fails_costs_that_checkpoint_and_not_the_step(tmp_path: Path
     shapes = {name: whole for name, whole in full_shapes().items() if name in shard.params}
     run.savers[0].save(shard, shapes, Place(1, 1, Mesh(DP, CP), 0, "0123456789abcdef", 0))
     part = run.parts.get(timeout=60.0)
-    assert "which no checkpoint, copy or heal holds" in part["error"]
+    assert "which no checkpoint, copy or heal holds" in part.error
     run.keeper.written(part)
     assert run.next(CheckpointFailed).step == 1
     assert run.commit(2) == [2]
@@ -718,7 +717,7 @@ def test_the_interval_follows_cost_and_failures_within_bounds_where_nobody_sets_
 
 def test_the_first_checkpoint_comes_after_step_1_where_nobody_sets_the_interval(tmp_path: Path) -> None:
     terms = CheckpointTerms("attempt", 0, 86_400.0, True)
-    parts: list[dict[str, Any]] = []
+    parts: list[Any] = []
     saver = Saver(RunConfig("first", run_dir=str(tmp_path)), parts.append)
     saver.begin(terms, pins=False)
     assert (saver.flags(1, 20, 0), saver.flags(1, 20, 1)) == (Flag.DUE, NOTHING)

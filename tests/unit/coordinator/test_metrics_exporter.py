@@ -15,7 +15,7 @@ from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import CheckpointConfig, OptimConfig, RunConfig, StepConfig
 from elastic_ring.control.decisions.detectors import FIRST_INTERVAL_S
 from elastic_ring.control.facts import CheckpointWritten, RecoveryEnded
-from elastic_ring.control.messages import Build, SnapshotId, Vote
+from elastic_ring.control.messages import Build, MemberFailed, SnapshotId, Vote
 from elastic_ring.control.pool import Node, Worker
 from elastic_ring.control.state import (
     Building,
@@ -169,7 +169,7 @@ HEALTH = {
 MEMORY = {"allocated": 100, "reserved": 160, "fragmented": 30, "peak": 140}
 
 
-COPIED = Copied({"step": 20, "bytes": 512, "num_holders": 1, "blocked_s": 0.125, "total_s": 0.5, "skipped": 3})
+COPIED = Copied(step=20, bytes=512, num_holders=1, blocked_s=0.125, total_s=0.5, skipped=3)
 
 
 RUN = RunConfig("measured", run_dir="measured", checkpoint_config=CheckpointConfig(every_steps=5))
@@ -277,7 +277,7 @@ def test_a_coordinator_that_starts_anew_exports_the_same(recorder: RunRecorder, 
     recorder.write_status(STATE, force=True)
     again = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
     again.open(Begin())
-    again.recall(RecoveryEnded(recorder.recoveries.records[0], closes=True), ())
+    again.recall(RecoveryEnded(recorder.recoveries.records[0].to_json(), closes=True), ())
     again.publish([COPIED])
     again.recoveries.worker_started("a", 1, {"gpu": "NVIDIA H100 80GB HBM3"})
     again.nodes = recorder.nodes
@@ -313,7 +313,7 @@ def test_a_recovery_has_one_cause(tmp_path: Path, failures: tuple[str, ...], mor
     recorder = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
     recorder.open(Begin())
     for failure in failures:
-        recorder.recoveries.member_failed("a", failure, 2, "text")
+        recorder.recoveries.member_failed(MemberFailed("", "a", 1, 1, failure, 2, "text"))
     recorder.recoveries.begin(change(2, **more), 2, 0.0)
     recorder.recoveries.committed(2, 12.5)
     recorder.coordinator_back(13.0)
@@ -347,7 +347,7 @@ def test_the_exporter_gives_ray_each_finite_number_each_recovery_once_and_the_en
     monkeypatch.setattr(metrics_exporter, "Gauge", FakeMetric)
     monkeypatch.setattr(metrics_exporter, "Histogram", FakeHistogram)
     exporter = MetricsExporter(RUN, recorder, lambda: 0.0)
-    recorder.recoveries.records.append({**recorder.recoveries.records[0], "total_s": 8.0})
+    recorder.recoveries.records.append(replace(recorder.recoveries.records[0], total_s=8.0))
     exporter.export(STATE, 0.0, 20.0)
     exporter.export(STATE, 1.0, 20.0)  # too early
     exporter.export(STATE, 2.0, 20.0, failed=True)
@@ -365,7 +365,8 @@ def test_a_defect_of_the_exporter_is_logged_and_does_not_reach_the_run(
     recorder: RunRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     exporter = MetricsExporter(RunConfig("measured", run_dir="measured"), recorder, lambda: 0.0)
-    recorder.recoveries.records.append({"step": 1})  # no duration in it
+    broken: Any = {"step": 1}
+    recorder.recoveries.records.append(broken)
     exporter.export(STATE, 0.0, 20.0)
     exporter.export(STATE, 0.0, 20.0, failed=False)
     assert [line.message for line in caplog.records] == ["metrics are not exported any more"]
@@ -391,9 +392,9 @@ def test_utilisation_is_known_by_the_gpus_name_or_the_setting_and_not_with_a_pat
 
 
 def test_workers_with_different_gpus_have_no_peak(recorder: RunRecorder) -> None:
-    assert recorder.recoveries.gpu() == "NVIDIA H100 80GB HBM3"
+    assert recorder.recoveries.bits.gpu() == "NVIDIA H100 80GB HBM3"
     recorder.recoveries.worker_started("b", 2, {"gpu": "NVIDIA A100-SXM4-80GB"})
-    assert recorder.recoveries.gpu() == ""
+    assert recorder.recoveries.bits.gpu() == ""
 
 
 def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path: Path) -> None:

@@ -63,9 +63,9 @@ def test_a_recovery_that_was_open_is_closed_by_the_successor(notes: list[Any]) -
     again = successor(notes)
     again.committed(3, 11.0)
     (record,) = again.records
-    assert record["faults"] == ["kill@step=3,phase=idle,rank=1"]
-    assert record["detect_s"] == pytest.approx(0.2)
-    assert record["total_s"] == pytest.approx(1.0)
+    assert record.faults == ["kill@step=3,phase=idle,rank=1"]
+    assert record.detect_s == pytest.approx(0.2)
+    assert record.total_s == pytest.approx(1.0)
     assert again.unfired() == []
 
 
@@ -80,13 +80,13 @@ def test_survivors_that_were_replaced_too_are_not_kept(notes: list[Any]) -> None
         story = RecoveryLog(RUN, notes.append)
         story.begin(change(survivors=survivors), 3)
         story.committed(3, 11.0)
-        assert story.records[0]["survivor_pids_kept"] is kept
+        assert story.records[0].survivor_pids_kept is kept
     story = RecoveryLog(RUN, notes.append)
     story.worker_started("c", 7, {})
     story.resumed("c", {"pid": 8})
     story.begin(change(), 3)
     story.committed(3, 11.0)
-    assert not story.records[0]["survivor_pids_kept"]
+    assert not story.records[0].survivor_pids_kept
 
 
 def test_a_coordinator_that_came_back_meanwhile_does_not_close_it(notes: list[Any]) -> None:
@@ -95,7 +95,7 @@ def test_a_coordinator_that_came_back_meanwhile_does_not_close_it(notes: list[An
     first.coordinator_back(10.8, 3, 10.6)
     again = successor(notes)
     again.committed(3, 11.0)
-    assert [record["action"] for record in again.records] == [
+    assert [record.action for record in again.records] == [
         "coordinator restarted from its journal",
         "spare took its place",
     ]
@@ -106,25 +106,25 @@ def test_an_unequal_machine_is_told_once_and_not_forgotten(notes: list[Any]) -> 
     first = RecoveryLog(RUN, notes.append)
     for worker, version in (("a", "2.13"), ("b", "2.13"), ("e", "2.12")):
         first.worker_started(worker, 1, {"torch": version, "cpu": "AVX512"})
-    first.compare_environments(("a", "b"))
-    assert first.same_environment
-    first.compare_environments(("a", "e"))
-    first.compare_environments(("a", "e"))
+    first.bits.compare_environments(("a", "b"))
+    assert first.bits.are_promised
+    first.bits.compare_environments(("a", "e"))
+    first.bits.compare_environments(("a", "e"))
     assert first.lines == [
         "e is another machine than the first member (torch 2.12 instead of 2.13): from here on the run promises the "
         "same samples, not the same bits"
     ]
-    assert not successor(notes).same_environment
+    assert not successor(notes).bits.are_promised
 
 
 def test_a_mesh_that_was_replaced_as_a_whole_is_compared_with_the_first_one(notes: list[Any]) -> None:
     first = RecoveryLog(RUN, notes.append)
     first.worker_started("a", 1, {"cpu": "AVX512"})
-    first.compare_environments(("a",))
+    first.bits.compare_environments(("a",))
     again = successor(notes)
     again.worker_started("z", 2, {"cpu": "AVX2"})
-    again.compare_environments(("z",))
-    assert not again.same_environment
+    again.bits.compare_environments(("z",))
+    assert not again.bits.are_promised
 
 
 def test_a_granted_fault_is_known_to_the_successor_with_who_asked(notes: list[Any]) -> None:
@@ -135,7 +135,7 @@ def test_a_granted_fault_is_known_to_the_successor_with_who_asked(notes: list[An
 def told_places(story: RecoveryLog, mesh: Mesh, **gpus: str) -> None:
     for worker, gpu in gpus.items():
         story.resumed(worker, {"gpu": gpu})
-    story.compare_places(mesh, tuple(gpus))
+    story.compare_members(mesh, tuple(gpus))
 
 
 def test_a_rank_that_moves_to_another_gpu_ends_the_promise_where_three_or_more_are_summed(notes: list[Any]) -> None:
@@ -144,10 +144,10 @@ def test_a_rank_that_moves_to_another_gpu_ends_the_promise_where_three_or_more_a
         story = RecoveryLog(RUN, notes.append)
         told_places(story, mesh, a="g0", b="g1", c="g2", d="g3")
         told_places(story, mesh, a="g0", e="g1", c="g2", d="g3")
-        assert story.same_environment, "a newcomer on the GPU of the place"
+        assert story.bits.are_promised, "a newcomer on the GPU of the place"
         again = successor(notes)
         told_places(again, mesh, a="g0", e="g3", c="g2", f="g1")
-        assert again.same_environment is kept
+        assert again.bits.are_promised is kept
         assert again.lines == (
             []
             if kept
@@ -164,7 +164,7 @@ def test_places_on_cpus_and_of_another_mesh_promise_nothing_and_break_nothing(no
     assert notes == []
     told_places(story, Mesh(3, 1), a="g0", b="g1", c="g2")
     told_places(story, Mesh(2, 1), b="g1", c="g2")
-    assert story.same_environment
+    assert story.bits.are_promised
 
 
 def test_a_rank_that_told_its_gpu_to_the_coordinator_before_has_not_moved(notes: list[Any]) -> None:
@@ -172,31 +172,31 @@ def test_a_rank_that_told_its_gpu_to_the_coordinator_before_has_not_moved(notes:
     told_places(first, Mesh(1, 4), a="g0", b="g1", c="g2", d="g3")
     again = successor(notes)
     told_places(again, Mesh(1, 4), a="", b="g1", c="", d="g3")
-    assert again.same_environment
+    assert again.bits.are_promised
     told_places(again, Mesh(1, 4), a="g1", b="g0", c="g2", d="g3")
-    assert not again.same_environment
+    assert not again.bits.are_promised
 
 
 def test_what_is_not_repeatable_is_told_once_and_no_later_recovery_is_exact(notes: list[Any]) -> None:
     story = RecoveryLog(RUN, notes.append)
-    story.not_repeatable(2, "put_ does not have a deterministic implementation")
-    story.not_repeatable(2, "deterministic=False")
+    story.bits.not_repeatable(2, "put_ does not have a deterministic implementation")
+    story.bits.not_repeatable(2, "deterministic=False")
     story.begin(change(), 3)
     story.committed(3, 11.0)
-    assert not story.records[0]["exact"]
+    assert not story.records[0].exact
     assert story.lines[0] == (
         "what is computed is not repeatable (put_ does not have a deterministic implementation; first seen in step 2): "
         "from here on the run promises the same samples, not the same bits"
     )
     assert sum("promises the same samples" in line for line in story.lines) == 1
-    assert not successor(notes).same_environment
+    assert not successor(notes).bits.are_promised
 
 
 def test_what_only_the_newcomer_has_is_named_too(notes: list[Any]) -> None:
     story = RecoveryLog(RUN, notes.append)
     story.worker_started("a", 1, {"nccl": "2.28.9"})
     story.worker_started("b", 2, {"nccl": "2.28.9", "NCCL_ALGO": "Tree"})
-    story.compare_environments(("a", "b"))
+    story.bits.compare_environments(("a", "b"))
     assert "(NCCL_ALGO Tree instead of None)" in story.lines[0]
 
 
@@ -206,6 +206,6 @@ def test_a_worker_that_was_killed_for_its_device_is_told_of_by_the_devices_words
     lost = (LostWorker("b", "node", 1, "device error", "AcceleratorError: CUDA error: an ECC error"),)
     story.begin(change(lost=lost), 3)
     story.committed(3, 11.0)
-    assert story.records[0]["cause"] == (
+    assert story.records[0].cause == (
         "rank 1 device error in backward of step 3 (AcceleratorError: CUDA error: an ECC error)"
     )

@@ -160,7 +160,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made._clear = lambda: []
     terms, journal = Terms(run), Journal(run.folder / "journal.jsonl", durable=True).open()
     watch = TermWatch(run, terms.claim("0123456789"), terms)
-    checkpoints = CheckpointKeeper(run, Resume(), Writer(1, {}), made._put)
+    checkpoints = CheckpointKeeper(run, Resume(), Writer(1, ""), made._put)
     made.storage = TermStorage(journal, watch, Mirror(run, 1), checkpoints)
     made.recorder = RunRecorder(run, made._note, made.clock)
     made.storage_wait = StorageWait(run, Clock())

@@ -1,23 +1,17 @@
-"""Where the seconds of a start went is a fold over its stages."""
+"""Where the seconds of a start went is a table of its stages."""
 
 from __future__ import annotations
 
 from elastic_ring.control.facts import StartStage, fact_of, line_of
-from elastic_ring.runtime.coordinator.folds.run_totals import StartTimes
-from elastic_ring.runtime.stages import Stages, in_order, process_unix_s
+from elastic_ring.monitor.start_times import Stages, build_stages, process_unix_s, start_table
 
 
-def folded(*stages: StartStage) -> StartTimes:
-    times = StartTimes()
-    for stage in stages:
-        fact = fact_of(line_of(stage))
-        assert fact is not None
-        times.saw(fact)
-    return times
+def table(*stages: StartStage) -> list[str]:
+    return start_table(fact_of(line_of(stage)) for stage in stages)
 
 
 def test_the_worker_that_the_others_waited_for_is_shown_in_the_order_of_time() -> None:
-    found = folded(
+    lines = table(
         StartStage("driver", "imports", 100.0, 3.0),
         StartStage("w1", "imports", 104.0, 9.0),
         StartStage("w0", "imports", 104.0, 2.0),
@@ -27,18 +21,18 @@ def test_the_worker_that_the_others_waited_for_is_shown_in_the_order_of_time() -
         StartStage("w2", "imports", 104.0, 60.0),  # a spare, which nobody waits for
         StartStage("run", "first step", 114.2, 1.0),
     )
-    rows = [line.split(maxsplit=3) for line in found.lines()[1:-1]]
+    rows = [line.split(maxsplit=3) for line in lines[1:-1]]
     assert [tuple(row[:3]) for row in rows] == [
         ("0.0", "3.0", "driver"),
         ("4.0", "9.0", "w1"),
         ("13.5", "0.7", "w1"),
         ("14.2", "1.0", "run"),
     ]
-    assert found.lines()[-1] == "2 other worker(s) beside it"
+    assert lines[-1] == "2 other worker(s) beside it"
 
 
 def test_a_run_of_before_has_no_stages_and_says_so() -> None:
-    assert folded().lines() == ["no stage of this run's start is on record"]
+    assert table() == ["no stage of this run's start is on record"]
 
 
 def test_stages_follow_each_other_without_a_gap_from_the_beginning_of_the_process() -> None:
@@ -49,4 +43,5 @@ def test_stages_follow_each_other_without_a_gap_from_the_beginning_of_the_proces
     (first, since_s, took_s), (second, then_s, _) = stages.ended
     assert (first, second, since_s) == ("imports", "works", process_unix_s())
     assert abs(since_s + took_s - then_s) < 1e-3
-    assert in_order(10.0, [("a", 2.0), ("b", 0.0), ("c", 1.0)]) == [("a", 10.0, 2.0), ("c", 12.0, 1.0)]
+    timings = {"begun_unix_s": 10.0, "meet_s": 2.0, "world_s": 0.0, "heal_s": 1.0}
+    assert build_stages(timings) == [("meets the others", 10.0, 2.0), ("heals", 12.0, 1.0)]

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from elastic_ring.control.facts import GenerationBegan
 from elastic_ring.errors import JournalDamaged, RecordDamaged, RunFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.goodput import Goodput
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import (
-    GENERATION_KEYS,
     RECOVERY_KEYS,
     MetricsLog,
+    Recovery,
     StepMetrics,
     Summary,
     read_metrics,
@@ -184,8 +185,8 @@ def summary(**changes: Any) -> dict[str, Any]:
         "samples_sha256": "bb",
         "goodput": 0.9,
         "exact": True,
-        "recoveries": [RECOVERY],
-        "generations": [{"term": 1, "generation": 1, "mesh": {"dp": 2, "cp": 2}, "reason": "formed", "x": 1}],
+        "recoveries": [Recovery(**RECOVERY, kind="died", broken_off_s=0.1)],
+        "generations": [GenerationBegan(1, 1, {"dp": 2, "cp": 2}, "formed")],
     }
     return Summary(**{**values, **changes}).to_json()
 
@@ -222,23 +223,26 @@ def test_the_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
     assert content["steps"] == 2
     assert [float.fromhex(loss) for loss in content["losses"]] == [2.0, 1.5]
     assert list(content["generations"][0]) == ["term", "generation", "mesh", "reason"]
-    assert list(GENERATION_KEYS) == ["term", "generation", "mesh", "reason"]
     assert content["recoveries"] == [RECOVERY]
     assert list(content["recoveries"][0]) == list(RECOVERY_KEYS)
 
 
 def test_a_run_whose_mesh_changed_says_so_and_promises_nothing_of_its_bits() -> None:
-    ring = {"term": 1, "generation": 2, "mesh": {"dp": 1, "cp": 2}, "reason": "fewer rings"}
+    generations = [GenerationBegan(1, 1, {"dp": 2, "cp": 2}, ""), GenerationBegan(1, 2, {"dp": 1, "cp": 2}, "")]
     undisturbed = summary()
     assert (undisturbed["exact"], undisturbed["mesh_changed"]) == (True, False)
-    shrank = summary(exact=False, generations=[*undisturbed["generations"], ring])
+    shrank = summary(exact=False, generations=generations)
     assert (shrank["exact"], shrank["mesh_changed"]) == (None, True), "its bits may be equal all the same"
 
 
-def test_a_summary_of_a_recovery_that_lacks_a_promised_key_is_refused() -> None:
-    lacking = {key: value for key, value in RECOVERY.items() if key != "heal_s"}
-    with pytest.raises(KeyError, match="heal_s"):
-        summary(recoveries=[lacking])
+@pytest.mark.parametrize("damage", [{"heal_s": "?"}, {"exact": 1}, {"faults": "kill"}, {"lost": []}])
+def test_a_recovery_that_lacks_a_field_or_has_one_of_another_type_is_refused(damage: dict[str, Any]) -> None:
+    assert Recovery.from_json(RECOVERY).to_json() == {**Recovery(**RECOVERY).to_json()}
+    (name,) = damage
+    with pytest.raises(TypeError, match=name):
+        Recovery.from_json({**RECOVERY, **damage})
+    with pytest.raises(TypeError, match="heal_s"):
+        Recovery.from_json({key: value for key, value in RECOVERY.items() if key != "heal_s"})
 
 
 def test_a_json_file_is_replaced_whole(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from elastic_ring.monitor.json_files import json_bytes, read_json
 from elastic_ring.monitor.metrics import Summary, committed_lines
 from elastic_ring.monitor.page import page_data
 from elastic_ring.monitor.report import render_status
-from elastic_ring.runtime.coordinator.resume import earlier, listed
+from elastic_ring.runtime.coordinator.resume import earlier, scan_checkpoints
 from elastic_ring.runtime.coordinator.run_spec import summary_of
 from elastic_ring.state import sealed, snapshot
 from elastic_ring.state.checkpoints import checkpoint, retention
@@ -225,7 +225,7 @@ def read_checkpoints(storage: Storage) -> None:
     for at in checkpoint.committed(storage):
         wrong_now = checkpoint.wrong_with(storage, at)
         retention.leftovers(storage, 0.0)
-        listed(storage)
+        scan_checkpoints(storage)
         if not wrong_now:
             found = checkpoint.read_manifest(storage, at)
             Reader(storage, found).fill(shard_of(0, 3, steps=0), 3)

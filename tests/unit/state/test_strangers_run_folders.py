@@ -21,7 +21,7 @@ from elastic_ring.errors import RecordDamaged
 from elastic_ring.monitor import callbacks
 from elastic_ring.monitor.journal import Journal, journal_bytes, read, salvage_file
 from elastic_ring.monitor.json_files import json_bytes
-from elastic_ring.monitor.metrics import Summary, missing_steps, rebuilt
+from elastic_ring.monitor.metrics import Summary, missing_steps, rebuild_metrics
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime.coordinator.resume import find_resume
 from elastic_ring.runtime.driver import attach
@@ -189,7 +189,7 @@ def test_the_end_the_steps_and_what_callbacks_were_told(folder: Path, data: st.D
     with fenced(at):
         Result(dict(SUMMARY), at).metrics  # noqa: B018  reads
     with fenced(at):
-        _, kept = rebuilt(salvage_file(at / "metrics.jsonl"), "identity", 1 << 10)
+        _, kept = rebuild_metrics(salvage_file(at / "metrics.jsonl"), "identity", 1 << 10)
         missing_steps(kept, 1 << 10)
     with fenced(at):
         list(read(at / "journal.jsonl"))

@@ -103,8 +103,8 @@ def test_each_rank_holds_its_own_snapshot_and_its_peers_copy_and_the_last_that_i
     ring.step()
     ring.step()
     assert ring.held(1) == {(step, (rank,), rank == 1) for step in (2, 4) for rank in (0, 1)}
-    assert [one["step"] for one in told].count(4) == 3
-    assert {one["num_holders"] for one in told} == {1}
+    assert [copied.step for copied in told].count(4) == 3
+    assert {copied.num_holders for copied in told} == {1}
 
 
 def test_a_copy_is_the_bits_of_its_owner_while_the_owner_trains_on(rings: ThreadRings) -> None:

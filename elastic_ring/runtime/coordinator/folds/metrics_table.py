@@ -23,7 +23,8 @@ from elastic_ring.control.decisions.detectors import PressureWatch
 from elastic_ring.control.state import State, members, mesh_of, phase_name, spares
 from elastic_ring.gpus import peak_flops
 from elastic_ring.monitor.goodput import CLOCK_PARTS, TIME_PARTS
-from elastic_ring.monitor.metrics import StepMetrics
+from elastic_ring.monitor.metrics import CheckpointEvent, Recovery, StepMetrics, Validation
+from elastic_ring.runtime.notices import Copied
 
 if TYPE_CHECKING:
     from elastic_ring.runtime.coordinator.recorder import RunRecorder
@@ -67,14 +68,14 @@ class Reading:
     def utilisation(self) -> float | None:
         """None where model or peak is unknown."""
         step, recoveries = self.recorder.metrics.newest.step, self.recorder.recoveries
-        peak = self.run.peak_tflops * 1e12 if self.run.peak_tflops else peak_flops(recoveries.gpu())
+        peak = self.run.peak_tflops * 1e12 if self.run.peak_tflops else peak_flops(recoveries.bits.gpu())
         if step is None or self.step_flops is None or peak is None:
             return None
         return self.step_flops / (step.step_s * step.mesh.size * peak)
 
     def is_bit_exact(self) -> bool:
         recoveries = self.recorder.recoveries
-        is_exact = recoveries.same_environment and all(record["exact"] for record in recoveries.records)
+        is_exact = recoveries.bits.are_promised and all(recovery.exact for recovery in recoveries.records)
         return is_exact and self.state.promise == "bit-exact"
 
     def phases(self) -> dict[str, float]:
@@ -177,13 +178,13 @@ STEP_1, VALIDATION_1, CHECKPOINT_1 = "after the first step", "after the first va
 _run = _Source[Reading](lambda r: r)
 _state = _Source[State](lambda r: r.state)
 _recorder = _Source["RunRecorder"](lambda r: r.recorder)
-_recoveries = _Source[Sequence[Mapping[str, Any]]](lambda r: r.recorder.recoveries.records)
+_recoveries = _Source[Sequence[Recovery]](lambda r: r.recorder.recoveries.records)
 _step = _Source[StepMetrics](lambda r: r.recorder.metrics.newest.step, STEP_1)
-_validation = _Source[Mapping[str, float | None]](lambda r: r.recorder.metrics.newest.validation, VALIDATION_1)
+_validation = _Source[Validation](lambda r: r.recorder.metrics.newest.validation, VALIDATION_1)
 _timed = _Source[StepMetrics](lambda r: r.recorder.metrics.newest.timed, STEP_1)
 _clock = _Source[list[Mapping[str, float]]](lambda r: r.clocks, STEP_1)
-_checkpoint = _Source[Mapping[str, Any]](lambda r: next(iter(r.recorder.totals.checkpoints[-1:]), None), CHECKPOINT_1)
-_copy = _Source[Mapping[str, Any]](lambda r: r.recorder.latest.copied, "with copies")
+_checkpoint = _Source[CheckpointEvent](lambda r: next(iter(r.recorder.totals.checkpoints[-1:]), None), CHECKPOINT_1)
+_copy = _Source[Copied](lambda r: r.recorder.latest.copied, "with copies")
 _memory = _Source[PressureWatch](lambda r: r.recorder.detectors.memory)
 
 
@@ -223,11 +224,11 @@ _ROWS: dict[str, Metric] = {
     # training
     "loss": _step("mean loss of the newest committed step's tokens; missing while not finite", lambda s: s.loss),
     "validation_loss": _validation(
-        "loss of the newest validation, the weighted mean of its sets", lambda v: v.get("val_loss")
+        "loss of the newest validation, the weighted mean of its sets", lambda v: v.values.get("val_loss")
     ),
     "validation": _validation(
         "what the newest validation found",
-        lambda v: {name.removeprefix("val_"): number for name, number in v.items() if name != "step"},
+        lambda v: {name.removeprefix("val_"): number for name, number in v.values.items()},
         "loss, perplexity and each metric, of all sets and of each (SET_loss)",
     ),
     "gradient_norm": _step("norm of the gradient before clipping; missing while not finite", lambda s: s.grad_norm),
@@ -301,7 +302,7 @@ _ROWS: dict[str, Metric] = {
     # recoveries
     "recoveries, recoveries": _recoveries(
         "recoveries so far, by the cause of each",
-        lambda records: {**dict.fromkeys(CAUSES, 0), **Counter(record["kind"] for record in records)},
+        lambda records: {**dict.fromkeys(CAUSES, 0), **Counter(record.kind for record in records)},
         CAUSES,
         label="cause",
     ),
@@ -313,13 +314,13 @@ _ROWS: dict[str, Metric] = {
     ),
     "recovery_sum_seconds, seconds": _recoveries(
         "time of all recoveries so far, by part",
-        lambda records: {part: sum(float(record[f"{part}_s"]) for record in records) for part in RECOVERY_PARTS},
+        lambda records: {part: sum(record.seconds(part) for record in records) for part in RECOVERY_PARTS},
         RECOVERY_PARTS,
     ),
     "recovery_duration_seconds, seconds": _run(
         "durations of the recoveries that this coordinator saw; Ray makes its sum of bucket midpoints, so take "
         "sums from elastic_ring_recovery_sum_seconds",
-        lambda r: [(p, d[f"{p}_s"]) for d in r.recorder.recoveries.records[r.num_observed :] for p in RECOVERY_PARTS],
+        lambda r: [(p, d.seconds(p)) for d in r.recorder.recoveries.records[r.num_observed :] for p in RECOVERY_PARTS],
         RECOVERY_PARTS,
         only="after the first recovery",
         kind="histogram",
@@ -362,11 +363,11 @@ _ROWS: dict[str, Metric] = {
         only="where the kernel tells",
     ),
     "undone_steps, steps": _recoveries(
-        "committed steps so far that a recovery undid", lambda records: sum(r["steps_undone"] for r in records)
+        "committed steps so far that a recovery undid", lambda records: sum(r.steps_undone for r in records)
     ),
     "rerun_steps, steps": _recoveries(
         "steps so far that ran again because nobody held their result",
-        lambda records: sum(r["steps_rerun"] for r in records),
+        lambda records: sum(r.steps_rerun for r in records),
     ),
     # checkpoints
     "checkpoints, checkpoints": _recorder("checkpoints so far that count", lambda r: len(r.totals.checkpoints)),
@@ -397,17 +398,17 @@ _ROWS: dict[str, Metric] = {
     # copies in peers' memory
     "copy_step, steps": _copy(
         "steps that the newest snapshot contains whose exchange with the peers of global rank 0 is complete",
-        lambda c: c["step"],
+        lambda c: c.step,
     ),
-    "copy_size_bytes, bytes": _copy("size of this snapshot of global rank 0", lambda c: c["bytes"]),
+    "copy_size_bytes, bytes": _copy("size of this snapshot of global rank 0", lambda c: c.bytes),
     "copy_seconds, seconds": _copy(
         "its exchange: all of it (total), and how long training waited for it (blocked)",
-        lambda c: {"total": c["total_s"], "blocked": c["blocked_s"]},
+        lambda c: {"total": c.total_s, "blocked": c.blocked_s},
         ("total", "blocked"),
     ),
     "copies_skipped, snapshots": _copy(
         "snapshots that this process of global rank 0 left out because the last was still under way",
-        lambda c: c["skipped"],
+        lambda c: c.skipped,
     ),
     # where time goes
     "goodput_ratio": _run(
