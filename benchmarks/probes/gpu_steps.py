@@ -13,7 +13,7 @@ from elastic_ring.data.sampling.order import Order
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.device import kernel_cache
 from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
-from elastic_ring.state.device.digest import device_digests
+from elastic_ring.state.device_sums import device_digests
 from elastic_ring.train.transaction import Transaction, TransactionOptions, Watch
 
 

@@ -49,7 +49,7 @@ from benchmarks.probes.gpu_steps import build, connected, one_step
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.runtime.gpu.device import be_deterministic, kernel_cache, visible_gpus, warm_devices
 from elastic_ring.runtime.groups import nccl
-from elastic_ring.state.device.digest import device_digests
+from elastic_ring.state.device_sums import device_digests
 from elastic_ring.train.startup.warm import attention_shapes, warm_up_device
 
 

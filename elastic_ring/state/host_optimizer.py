@@ -1,12 +1,12 @@
-"""An optimizer's step whose state waits in host memory and visits the device in buckets, a few parameters at a time.
+"""An optimizer step whose state is in host memory and visits the device in buckets, a few parameters at a time.
 
-The step is the optimizer's own, on the device: each parameter gets the bits that it gets when the state stays there. On
-a CPU the copies are plain ones. Nothing here knows what the state means.
+The optimizer computes it on the device: bits are the same as with its state there. Nothing here depends on the state's
+meaning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ BUCKET_ELEMENTS = 32 << 20
 def step_from_host(
     optimizer: Optimizer, gradients: Mapping[Tensor, Tensor], device: torch.device, *, with_params: bool = False
 ) -> None:
-    """One step on `device` with the gradient of each parameter, which is there; `with_params`: parameters are not, and
-    visit it, too. All tensors of the state are in host memory before and after.
+    """Take one step on `device`, which has the gradients. All tensors of the state are in host memory before and after,
+    with `with_params` the parameters, too.
 
-    `optimizer` must treat each parameter by itself, whatever others a step has, as AdamW does. What visits for at most
-    two buckets is on the device at a time. Returns once all of it is in host memory again.
+    `optimizer` must treat each parameter independently of the others, as AdamW does. At most two buckets are on the
+    device at a time. Returns once all of the state is in host memory again.
     """
     way_back = _WayBack(device)
     groups = [list(group["params"]) for group in optimizer.param_groups]
-    for bucket in _buckets([param for group in groups for param in group]):
+    for bucket in batched((param for group in groups for param in group), BUCKET_ELEMENTS):
         waiting = {param: optimizer.state.get(param, {}) for param in bucket}
         visitors = {param: _on(device, param) if with_params else param for param in bucket}
         for param, visitor in visitors.items():
@@ -51,16 +51,16 @@ def step_from_host(
     way_back.finish()
 
 
-def _buckets(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive parameters of at most BUCKET_ELEMENTS in all, or a single larger one."""
-    bucket: list[Tensor] = []
-    for param in params:
-        if bucket and sum(other.numel() for other in bucket) + param.numel() > BUCKET_ELEMENTS:
-            yield bucket
-            bucket = []
-        bucket.append(param)
-    if bucket:
-        yield bucket
+def batched(tensors: Iterable[Tensor], limit_elements: int) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of at most so many elements in all, or a single larger one."""
+    batch: list[Tensor] = []
+    for tensor in tensors:
+        if batch and sum(other.numel() for other in batch) + tensor.numel() > limit_elements:
+            yield batch
+            batch = []
+        batch.append(tensor)
+    if batch:
+        yield batch
 
 
 def _on(device: torch.device, value: Any) -> Any:
@@ -68,7 +68,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 class _WayBack:
-    """Copies from the device to host memory; from a GPU beside the next bucket's way there and its step."""
+    """Copies from the device to host memory; from a GPU concurrently with the next bucket's copy and step."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -77,28 +77,26 @@ class _WayBack:
         self._arrived: Any = None  # the event behind those under way
 
     def take(self, value: Tensor, place: Tensor) -> Tensor:
-        """`place`, to which `value` will be copied."""
+        """Queue a copy of `value` to `place`; returns `place`."""
         self._next.append((place, value))
         return place
 
-    def take_state(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of one parameter as it will be in host memory; reuses the memory of `before` if it is pinned."""
-        return {
-            key: self.take(value, self._place_for(value, before.get(key))) if isinstance(value, Tensor) else value
-            for key, value in state.items()
-        }
-
-    def _place_for(self, value: Tensor, before: Any) -> Tensor:
-        """Host memory that nobody else reads; what came from a peer or a file is not pinned, and copied slowly."""
-        fits = isinstance(before, Tensor) and (before.shape, before.dtype) == (value.shape, value.dtype)
-        if fits and not before.is_cuda and (self._stream is None or before.is_pinned()):
-            return before
-        if self._stream is None:
-            return torch.empty(value.shape, dtype=value.dtype)
-        return pinned.empty(value.numel() * value.element_size()).view(value.dtype).view(value.shape)
+    def take_state(self, state: Mapping[str, object], before: Mapping[str, object]) -> dict[str, object]:
+        """Queue copies of one parameter's state; returns it in host memory, that of `before` where it fits."""
+        places = dict(state)
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                place = before.get(key)
+                # State from a peer or a file is not pinned, and would be copied slowly.
+                fits = isinstance(place, Tensor) and (place.shape, place.dtype) == (value.shape, value.dtype)
+                is_fast = isinstance(place, Tensor) and (self._stream is None or place.is_pinned())
+                if not isinstance(place, Tensor) or place.is_cuda or not (fits and is_fast):
+                    place = pinned.empty_like(value)
+                places[key] = self.take(value, place)
+        return places
 
     def begin(self) -> None:
-        """Copy the taken state, once the previous copy has arrived."""
+        """Start the queued copies, once the previous ones have arrived."""
         if self._stream is None:
             self._copy()
             return
@@ -116,7 +114,7 @@ class _WayBack:
         self._under_way, self._next = self._next, []
 
     def finish(self) -> None:
-        """Until all has arrived."""
+        """Wait until all copies have arrived."""
         if self._stream is not None:
             self._stream.synchronize()
         self._under_way = []

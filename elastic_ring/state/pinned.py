@@ -1,4 +1,4 @@
-"""Pinned host memory that does not hold up the GPU's other threads while it is taken.
+"""Pinned host memory, allocated without blocking the process's other GPU threads.
 
 `torch.empty(pin_memory=True)` calls cudaHostAlloc, which holds the driver's lock while the system finds every page: on
 an H100 host no thread of the process could launch a kernel for 4.6 s while 6 GiB were pinned. Here the pages are found
@@ -18,10 +18,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.cuda import cudart
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the proce
 
 
 class Pinning:
-    """A thread that takes pinned memory for `what` before it is needed. Failing only means that it is taken later."""
+    """A thread that allocates pinned memory for `purpose` before it is needed. If it fails, it is allocated later."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, purpose: str) -> None:
+        self._purpose = purpose
         self._thread: threading.Thread | None = None
 
     @property
@@ -47,7 +47,7 @@ class Pinning:
             try:
                 pin()
             except (MemoryError, RuntimeError) as error:
-                log.warning("no pinned memory for %s yet: %s", self._what, error)
+                log.warning("no pinned memory for %s yet: %s", self._purpose, error)
 
         self._thread = threading.Thread(target=work, name="pinning", daemon=True)
         self._thread.start()
@@ -76,7 +76,7 @@ def empty(num_bytes: int) -> Tensor:
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Host memory of a tensor's shape and type: pinned for one on a GPU. Raises as `empty`."""
+    """Host memory of a tensor's shape and type, pinned if the tensor is on a GPU. Raises as `empty`."""
     if not tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     return empty(prod(tensor.shape) * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
@@ -91,28 +91,24 @@ def find_pages(data: Tensor) -> None:
 
 
 class _Registered(mmap.mmap):
-    """Memory that CUDA knows; it forgets it before the system does."""
+    """Memory registered with CUDA; unregistered before it goes back to the system."""
 
     _address, _device = 0, 0
 
     def register(self, address: int) -> None:
         """Raises MemoryError where the system cannot pin so much, and RuntimeError for any other reason."""
-        code = int(_runtime().cudaHostRegister(address, len(self), _PORTABLE))
+        code = int(cudart().cudaHostRegister(address, len(self), _PORTABLE))
         if code:
             _forget_error()
-            said = f"cudaHostRegister of {len(self) / 1e9:.2f} GB returned {code}"
-            raise MemoryError(said) if code == _NO_MEMORY else RuntimeError(said)
+            message = f"cudaHostRegister of {len(self) / 1e9:.2f} GB returned {code}"
+            raise MemoryError(message) if code == _NO_MEMORY else RuntimeError(message)
         self._address, self._device = address, torch.cuda.current_device()
 
     def __del__(self) -> None:
         if self._address and torch.cuda.is_initialized():
-            with torch.cuda.device(self._device):  # a thread without a choice would get a context on GPU 0
-                if int(_runtime().cudaHostUnregister(self._address)):
+            with torch.cuda.device(self._device):  # threads default to GPU 0, and would open a context there
+                if int(cudart().cudaHostUnregister(self._address)):
                     _forget_error()
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()
 
 
 def loaded_runtime() -> ctypes.CDLL:
@@ -122,6 +118,6 @@ def loaded_runtime() -> ctypes.CDLL:
 
 
 def _forget_error() -> None:
-    """Or torch reports it as the error of this thread's next kernel."""
+    """Clear CUDA's last error, which torch would report as the error of this thread's next kernel."""
     with suppress(OSError):
         loaded_runtime().cudaGetLastError()

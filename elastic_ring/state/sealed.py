@@ -1,17 +1,17 @@
-"""Sealed bytes: host memory that begins with its own size and digest, how it travels, and the XOR of several.
+"""Sealed bytes: host memory that begins with its own size and digest, sending and receiving it, and parities.
 
-A seal takes SEAL_BYTES: the number of bytes in all, the xxh3_128 of those after the seal, zeros. Whoever holds sealed
-bytes can verify them alone. The digest guards against damage, not against malice; it is faster than sha256.
-A *parity* is the XOR of whole sealed pieces, seals included, sealed again: XOR with all of them but one gives that one,
-whose own seal then proves it.
+A seal takes SEAL_BYTES: the number of bytes in all, the xxh3_128 of those after the seal, zeros. So sealed bytes can be
+verified alone. The digest guards against damage, not against malice; it is faster than sha256.
+A *parity* is the XOR of whole sealed pieces, seals included, sealed again: XOR with all pieces but one gives the last
+piece, whose own seal then proves it.
 
-What the bytes mean is in `state.snapshot`; who sends them to whom is decided elsewhere.
+The meaning of the bytes is in `state.snapshot`; who sends them to whom is decided elsewhere.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ CHUNK_BYTES = 32 << 20
 DIGEST_BYTES = 4 << 20  # short enough that no other Python thread waits for long
 
 Allocate = Callable[[int], Tensor]
-"""Host memory, uint8, of at least so many bytes."""
+"""Allocates host memory, uint8, of at least so many bytes."""
 
 
 def seal(data: Tensor) -> None:
@@ -40,12 +40,12 @@ def sealed_size(data: Tensor) -> int:
     return int(SEAL.unpack(bytes(data[: SEAL.size].numpy()))[0])
 
 
-def verify(data: Tensor, what: str) -> None:
-    """Raises DigestMismatch, naming `what`, unless the seal of `data` fits its bytes."""
+def verify(data: Tensor, label: str) -> None:
+    """Raises DigestMismatch, with `label`, unless the seal of `data` fits its bytes."""
     size, digest = SEAL.unpack(bytes(data[: SEAL.size].numpy())) if data.numel() >= SEAL_BYTES else (0, b"")
     if size != data.numel() or not size:
-        raise DigestMismatch(f"{what} has {data.numel()} bytes, its seal says {size}")
-    _check(_digest(data[SEAL_BYTES:]), digest, what)
+        raise DigestMismatch(f"{label} has {data.numel()} bytes, its seal says {size}")
+    _compare(_digest(data[SEAL_BYTES:]), digest, label)
 
 
 def xor(into: Tensor, data: Tensor) -> None:
@@ -64,74 +64,65 @@ def parity_of(pieces: list[Tensor], allocate: Allocate) -> Tensor:
     return parity
 
 
-def missing_piece(parity: Tensor, others: list[Tensor], what: str) -> Tensor:
-    """The piece of a parity beside `others`. `parity` is used up. Raises DigestMismatch."""
+def missing_piece(parity: Tensor, pieces: list[Tensor], label: str) -> Tensor:
+    """Rebuild the piece of a parity that is not in `pieces`, in the memory of `parity`. Raises DigestMismatch."""
     body = parity[SEAL_BYTES:]
-    for piece in others:
+    for piece in pieces:
         xor(body, piece)
     size = sealed_size(body) if body.numel() >= SEAL_BYTES else 0
     if not SEAL_BYTES <= size <= body.numel():
-        raise DigestMismatch(f"{what}, rebuilt from a parity, would have {size} bytes")
-    verify(body[:size], f"{what}, rebuilt from a parity,")
+        raise DigestMismatch(f"{label}, rebuilt from a parity, would have {size} bytes")
+    verify(body[:size], f"{label}, rebuilt from a parity,")
     return body[:size]
 
 
-# ---------------------------------------------------------------- on their way
+# ---------------------------------------------------------------- sending and receiving
 
 
 def refuse(group: Any, receiver: int) -> list[Any]:
-    """Send a seal of no bytes: there is nothing this time. The receiver's DigestMismatch says so."""
+    """Begin to send an empty message: no copy available. It raises DigestMismatch at the receiver."""
     return [group.send([torch.zeros(SEAL_BYTES, dtype=torch.uint8)], receiver, 0)]
 
 
 def send(group: Any, data: Tensor, receiver: int) -> list[Any]:
-    """Begin to send sealed bytes; returns what to wait for. `data` must stay as it is until then."""
+    """Begin to send sealed bytes; returns the works to wait for. `data` must not change until then."""
     return [group.send([piece], receiver, 0) for piece in (data[:SEAL_BYTES], *data[SEAL_BYTES:].split(CHUNK_BYTES))]
 
 
 def receive(
-    group: Any, sender: int, allocate: Allocate, what: str, after_chunk: Callable[[], None] = lambda: None
+    group: Any, sender: int, allocate: Allocate, label: str, after_chunk: Callable[[], None] = lambda: None
 ) -> Tensor:
-    """Sealed bytes from `sender`, verified on arrival. Raises DigestMismatch, once all of them are here."""
-    return receive_over(group, sender, lambda size: allocate(size)[:size], what, after_chunk)
-
-
-def receive_over(
-    group: Any, sender: int, place: Allocate, what: str, after_chunk: Callable[[], None] = lambda: None
-) -> Tensor:
-    """As `receive`; `place` gives exactly the memory. Where it has none: MemoryError, once the sender is rid of all."""
+    """Receive sealed bytes from `sender`. Raises DigestMismatch once all have arrived, and MemoryError for lack of
+    memory once the sender is rid of them."""
     head = torch.empty(SEAL_BYTES, dtype=torch.uint8)
     group.recv([head], sender, 0).wait()
     size, digest = SEAL.unpack(bytes(head[: SEAL.size].numpy()))
     if size < SEAL_BYTES:
-        raise DigestMismatch(f"{what} would have {size} bytes")
+        raise DigestMismatch(f"{label} would have {size} bytes")
     try:
-        data = place(size)
+        data = allocate(size)[:size]
     except (MemoryError, RuntimeError) as error:
-        _discard(group, sender, size - SEAL_BYTES)
-        raise MemoryError(f"{what} has {size} bytes, for which there is no memory: {error}") from error
+        # Receive and drop its bytes, so that the sender can go on and the next bytes are not mistaken for them.
+        num_bytes = size - SEAL_BYTES
+        chunk = torch.empty(min(CHUNK_BYTES, num_bytes), dtype=torch.uint8)
+        for start in range(0, num_bytes, CHUNK_BYTES):
+            group.recv([chunk[: min(CHUNK_BYTES, num_bytes - start)]], sender, 0).wait()
+        raise MemoryError(f"{label} has {size} bytes, for which there is no memory: {error}") from error
     data[:SEAL_BYTES] = head
     chunks = data[SEAL_BYTES:].split(CHUNK_BYTES) if size > SEAL_BYTES else ()
     works = [group.recv([chunk], sender, 0) for chunk in chunks]
-    found = xxhash.xxh3_128()
+    total = xxhash.xxh3_128()
     for work, chunk in zip(works, chunks, strict=True):
         work.wait()
-        _update(found, chunk)
+        _update(total, chunk)
         after_chunk()
-    _check(found.digest(), digest, what)
+    _compare(total.digest(), digest, label)
     return data
 
 
-def _discard(group: Any, sender: int, num_bytes: int) -> None:
-    """Receive and drop a sender's bytes, so that it can go on and the next bytes are not mistaken for them."""
-    chunk = torch.empty(min(CHUNK_BYTES, num_bytes), dtype=torch.uint8)
-    for start in range(0, num_bytes, CHUNK_BYTES):
-        group.recv([chunk[: min(CHUNK_BYTES, num_bytes - start)]], sender, 0).wait()
-
-
-def _check(found: bytes, expected: bytes, what: str) -> None:
-    if found != expected:
-        raise DigestMismatch(f"{what} has digest {found.hex()[:16]}, its seal says {expected.hex()[:16]}")
+def _compare(computed: bytes, sealed: bytes, label: str) -> None:
+    if computed != sealed:
+        raise DigestMismatch(f"{label} has digest {computed.hex()[:16]}, its seal says {sealed.hex()[:16]}")
 
 
 def _digest(data: Tensor) -> bytes:
@@ -140,12 +131,7 @@ def _digest(data: Tensor) -> bytes:
     return total.digest()
 
 
-def _update(total: Any, data: Tensor) -> None:
-    for piece in _pieces(data):
-        total.update(piece)
-
-
-def _pieces(data: Tensor) -> Iterator[memoryview]:
+def _update(total: xxhash.xxh3_128, data: Tensor) -> None:
     view = data.numpy().data
     for start in range(0, len(view), DIGEST_BYTES):
-        yield view[start : start + DIGEST_BYTES]
+        total.update(view[start : start + DIGEST_BYTES])

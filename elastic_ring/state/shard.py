@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from elastic_ring.config import CpuOffload
 from elastic_ring.errors import DigestMismatch
-from elastic_ring.state.device.digest import device_digests
+from elastic_ring.state.device_sums import device_digests
 from elastic_ring.state.header import (
     NO_DIGEST,
     OPTIMIZER,
@@ -225,7 +225,7 @@ def _restored(present: object, value: object) -> object:
 
 def digest_of(counters: Counters, tensors: Sequence[Tensor], device: torch.device | None = None) -> str:
     """sha256 over the counters and the tensors in order: raw bytes, or for a shard on a GPU (`device`) sums that are
-    computed there (`state.device.digest`), also over large tensors that wait in host memory."""
+    computed there (`state.device_sums`), also over large tensors that wait in host memory."""
     total = hashlib.sha256(repr(counters).encode())
     device = device or (tensors[0].device if tensors else torch.device("cpu"))
     sums = iter(device_digests([tensor for tensor in tensors if uses_device(tensor, device)], device))

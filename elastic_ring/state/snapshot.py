@@ -1,9 +1,9 @@
 """A rank's whole shard in host memory, taken after a step: sealed bytes that any process can load or send on.
 
 Behind the seal (`state.sealed`) come the step, the (term, generation) whose members took it, the length of the header,
-the header (`state.header`) and the tensors, each at a multiple of ALIGN_BYTES. Host memory is kept and used again; for
-a shard on a GPU it is pinned and filled on a stream of its own: the copy runs beside the next step, which changes
-nothing of the shard before its apply. Nothing here sends anything, and nothing is unpickled.
+the header (`state.header`) and the tensors, each at a multiple of ALIGN_BYTES. Host memory is reused; for a shard on a
+GPU it is pinned and filled on a stream of its own: the copy runs beside the next step, which changes nothing of the
+shard before its apply. Nothing here sends anything, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PIECE_BYTES = 32 << 20
 
 
 class HostSnapshot:
-    """A snapshot of rank `cp_rank` of a ring; `fill` begins it."""
+    """A copy of tensors of rank `cp_rank` in host memory; `fill` begins it."""
 
     def __init__(self, cp_rank: int) -> None:
         self.cp_rank = cp_rank
@@ -40,8 +40,8 @@ class HostSnapshot:
         self._error: Exception | None = None
 
     def fill(self, pairs: Iterable[tuple[Tensor, Tensor]], stream: Any) -> None:
-        """`pairs` are (contiguous host memory, tensor), of equally many bytes. Tensors in host memory are copied now,
-        those of a GPU on `stream`, behind what the current stream does now, once a thread waits for it."""
+        """Begin to copy: `pairs` are (contiguous host memory, tensor), of equally many bytes. Tensors in host memory
+        are copied now; tensors on a GPU once a thread waits, on `stream`, after the current stream's work of now."""
         for place, tensor in pairs:
             if tensor.is_cuda:
                 self._left.append((place, tensor))
@@ -51,8 +51,8 @@ class HostSnapshot:
             self._stream, self._begin = stream, torch.cuda.current_stream(stream.device).record_event()
 
     def wait(self) -> float:
-        """Until the shard may be changed or freed by anybody; returns how long that took, in seconds. The first call
-        copies, so it should not be the thread that trains."""
+        """Wait until the shard may be changed or freed; returns the seconds waited. The first call copies, so it
+        should not come from the training thread."""
         if not self._left:
             return 0.0
         begun = time.monotonic()
@@ -66,31 +66,31 @@ class HostSnapshot:
         return time.monotonic() - begun
 
     def finish(self) -> None:
-        """Until all of it is in host memory. Raises what broke the copy off: MemoryError or RuntimeError."""
+        """Wait until all of it is in host memory. Raises the error of the copy: MemoryError or RuntimeError."""
         self.wait()
         if self._error is not None:
             raise self._error
 
     def _copy(self) -> None:
         num_bytes = 0
-        # Of this device, or leaving the stream would open a context on GPU 0 in a thread that has chosen none.
+        # Set the device: threads default to GPU 0, and leaving the stream would open a context there.
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._begin)
             try:
                 for place, tensor in self._left:
-                    there, here = (raw(each).split(PIECE_BYTES) for each in (place, tensor))
-                    for to, piece in zip(there, here, strict=True):
-                        to.copy_(piece, non_blocking=True)
+                    targets, sources = (raw(whole).split(PIECE_BYTES) for whole in (place, tensor))
+                    for target, piece in zip(targets, sources, strict=True):
+                        target.copy_(piece, non_blocking=True)
                         num_bytes += piece.numel()
                         if num_bytes >= PIECE_BYTES:
                             self._stream.synchronize()
                             num_bytes = 0
-            finally:  # what is queued still reads the tensors, also where the next piece failed
+            finally:  # queued copies still read the tensors, also where the next piece failed
                 self._stream.synchronize()
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """Its bytes (uint8), without a copy where it is contiguous."""
+    """The tensor's bytes (uint8), without a copy where it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
@@ -101,12 +101,12 @@ _SLACK_BYTES = 1 << 20  # a header grows with the numbers in it
 
 
 def named(snapshot_id: SnapshotId) -> str:
-    """In a log line or an error."""
+    """A snapshot's name in a log line or an error."""
     return f"step {snapshot_id.step} (generation {snapshot_id.membership_id[1]})"
 
 
 class Buffers:
-    """Host memory that is used again. May be called from any thread."""
+    """A pool of host memory. May be called from any thread."""
 
     def __init__(self, *, is_pinned: bool = False) -> None:
         self._is_pinned = is_pinned
@@ -116,22 +116,21 @@ class Buffers:
     def take(self, num_bytes: int) -> Tensor:
         """At least so many bytes (uint8), with any content. Raises as `pinned.empty`, or RuntimeError."""
         with self._lock:
-            fitting = [one for one in self._free if num_bytes <= one.numel() <= 2 * num_bytes + _SLACK_BYTES]
+            fitting = [data for data in self._free if num_bytes <= data.numel() <= 2 * num_bytes + _SLACK_BYTES]
             if fitting:
-                found = min(fitting, key=Tensor.numel)
-                self._free = [one for one in self._free if one is not found]
-                return found
+                smallest = min(fitting, key=Tensor.numel)
+                self._free = [data for data in self._free if data is not smallest]
+                return smallest
         whole_bytes = num_bytes + _SLACK_BYTES
         return pinned.empty(whole_bytes) if self._is_pinned else torch.empty(whole_bytes, dtype=torch.uint8)
 
     def reserve(self, num_bytes: int, num: int) -> None:
         """Prepare `num` buffers of at least so many bytes. Raises as `take`."""
-        taken = [self.take(num_bytes) for _ in range(num)]
-        for one in taken:
-            self.give_back(one)
+        for buffer in [self.take(num_bytes) for _ in range(num)]:
+            self.give_back(buffer)
 
     def give_back(self, data: Tensor) -> None:
-        """`data`, all of it or its begin, is not used any more, by nobody."""
+        """Return a buffer, or a view of its begin, to the pool."""
         whole = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage())
         with self._lock:
             self._free = [*self._free[-(_KEPT - 1) :], whole]
@@ -142,7 +141,7 @@ class Buffers:
 
 
 class Snapshot(HostSnapshot):
-    """`data` is sealed once `finish` has returned. `is_taken`: by this worker itself, in memory of that kind."""
+    """`data` is sealed once `finish` has returned. `is_taken`: by this worker itself, so that the memory is pinned."""
 
     def __init__(self, snapshot_id: SnapshotId, cp_rank: int, data: Tensor, *, is_taken: bool = False) -> None:
         super().__init__(cp_rank)
@@ -151,7 +150,7 @@ class Snapshot(HostSnapshot):
 
     @classmethod
     def empty(cls, snapshot_id: SnapshotId, cp_rank: int) -> Snapshot:
-        """In place of one that could not be taken."""
+        """Stands for a snapshot that could not be taken."""
         return cls(snapshot_id, cp_rank, torch.empty(0, dtype=torch.uint8))
 
     @property
@@ -159,7 +158,7 @@ class Snapshot(HostSnapshot):
         return self.data.numel() == 0
 
     def finish(self) -> None:
-        """Copy what is on a GPU, and seal it. In another thread than the one that trains. Raises as `HostSnapshot`."""
+        """Copy tensors from the GPU and seal the data. Not from the training thread. Raises as `HostSnapshot`."""
         super().finish()
         seal(self.data)
 
@@ -186,9 +185,9 @@ def take(shard: Shard, membership_id: tuple[int, int], buffers: Buffers, stream:
     return snapshot
 
 
-def opened(data: Tensor, what: str) -> tuple[SnapshotId, Header, list[Tensor]]:
+def opened(data: Tensor, label: str) -> tuple[SnapshotId, Header, list[Tensor]]:
     """(id, header, views of the tensors) of a snapshot's bytes, verified. Raises DigestMismatch."""
-    verify(data, what)
+    verify(data, label)
     try:
         step, term, generation, length = _HEAD.unpack(bytes(data[SEAL_BYTES : SEAL_BYTES + _HEAD.size].numpy()))
         begin = SEAL_BYTES + _HEAD.size
@@ -201,16 +200,16 @@ def opened(data: Tensor, what: str) -> tuple[SnapshotId, Header, list[Tensor]]:
             for offset, spec in zip(offsets, header.layout.values(), strict=True)
         ]
     except (ValueError, struct.error, RuntimeError) as error:
-        raise DigestMismatch(f"{what} is no snapshot: {error}") from error
+        raise DigestMismatch(f"{label} is no snapshot: {error}") from error
     return SnapshotId(step, (term, generation)), header, tensors
 
 
-def load(data: Tensor, wanted: SnapshotId, cp_rank: int, shard: Shard, what: str) -> None:
-    """Make `shard` what a snapshot's bytes say. Raises DigestMismatch unless they are those of `wanted`."""
-    found, header, tensors = opened(data, what)
-    if found != wanted or header.cp_rank != cp_rank or header.meta.counters.applied != wanted.step:
+def load(data: Tensor, expected: SnapshotId, cp_rank: int, shard: Shard, label: str) -> None:
+    """Load a snapshot's bytes into `shard`. Raises DigestMismatch unless they are the snapshot `expected`."""
+    snapshot_id, header, tensors = opened(data, label)
+    if snapshot_id != expected or header.cp_rank != cp_rank or header.meta.counters.applied != expected.step:
         raise DigestMismatch(
-            f"{what} is of {named(found)} and cp_rank {header.cp_rank}, not of {named(wanted)} and {cp_rank}"
+            f"{label} is of {named(snapshot_id)} and cp_rank {header.cp_rank}, not of {named(expected)} and {cp_rank}"
         )
     shard.check_header(header)
     places = shard.places(header)
@@ -220,7 +219,7 @@ def load(data: Tensor, wanted: SnapshotId, cp_rank: int, shard: Shard, what: str
 
 
 def _places(header_bytes: int, header: Header) -> tuple[list[int], int]:
-    """Where each tensor begins, and the bytes of all."""
+    """(offset of each tensor, bytes of the whole snapshot)."""
     at, offsets = SEAL_BYTES + _HEAD.size + header_bytes, []
     for spec in header.layout.values():
         at += -at % ALIGN_BYTES

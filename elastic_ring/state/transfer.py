@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state.header import MAX_HEADER_BYTES, Header
+from elastic_ring.state.host_optimizer import batched
 from elastic_ring.state.shard import Shard, digest_of, uses_device
 
 CHUNK_BYTES = 64 << 20
@@ -61,7 +62,7 @@ def send_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] = la
             work.wait()
         num_bytes += piece.numel() * piece.element_size()
         after_chunk()
-    for batch in _batches(_chunks(on_device)):
+    for batch in batched(_chunks(on_device), BATCH_BYTES):
         staged = [piece.to(device) for piece in batch]
         link.device._start_coalescing()
         for piece in staged:
@@ -70,7 +71,8 @@ def send_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] = la
         link.device._end_coalescing().wait()
         num_bytes += sum(piece.numel() for piece in batch)
         after_chunk()
-    _synchronise(device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
     sent = time.monotonic()
     for receiver in receivers:
         link.host.recv([torch.empty(1, dtype=torch.uint8)], receiver, 0).wait()
@@ -104,7 +106,7 @@ def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] =
         link.host.recv([chunk], DONOR, 0).wait()
         num_bytes += chunk.numel()
         after_chunk()
-    for batch in _batches(_chunks(on_device)):
+    for batch in batched(_chunks(on_device), BATCH_BYTES):
         staged = [piece if piece.device == device else torch.empty_like(piece, device=device) for piece in batch]
         link.device._start_coalescing()
         for piece in staged:
@@ -115,13 +117,14 @@ def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] =
                 piece.copy_(arrived_piece)
         num_bytes += sum(piece.numel() for piece in batch)
         after_chunk()
-    _synchronise(device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
     arrived = time.monotonic()
-    found = digest_of(header.meta.counters, tensors, device)
+    digest = digest_of(header.meta.counters, tensors, device)
     link.host.send([torch.ones(1, dtype=torch.uint8)], DONOR, 0).wait()  # acknowledges arrival, before the verdict
-    if found != header.digest:
+    if digest != header.digest:
         raise DigestMismatch(
-            f"healed shard of cp_rank {header.cp_rank} has digest {found[:16]}, its donor's is {header.digest[:16]}",
+            f"healed shard of cp_rank {header.cp_rank} has digest {digest[:16]}, its donor's is {header.digest[:16]}",
             cp_rank=header.cp_rank,
         )
     shard.load(header, tensors)
@@ -135,24 +138,6 @@ def _parts(tensors: list[Tensor], device: torch.device, link: Link) -> tuple[lis
         return tensors, []
     on_device = [tensor for tensor in tensors if uses_device(tensor, device)]
     return [tensor for tensor in tensors if not uses_device(tensor, device)], on_device
-
-
-def _synchronise(device: torch.device) -> None:
-    """Wait until what was queued for the device is done."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def _batches(pieces: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive pieces of at most BATCH_BYTES in all, or a single larger one: one batched operation each."""
-    batch: list[Tensor] = []
-    for piece in pieces:
-        if batch and sum(other.numel() for other in batch) + piece.numel() > BATCH_BYTES:
-            yield batch
-            batch = []
-        batch.append(piece)
-    if batch:
-        yield batch
 
 
 def _chunks(tensors: list[Tensor]) -> list[Tensor]:

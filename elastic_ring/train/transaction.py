@@ -39,7 +39,7 @@ from elastic_ring.experts.balance import LoadMeter
 from elastic_ring.experts.exchange import ExpertExchange, expert_layers
 from elastic_ring.mesh import Coordinate, Mesh
 from elastic_ring.state.checkpoints.checkpoint import Reader
-from elastic_ring.state.device.squares import squared_norm
+from elastic_ring.state.device_sums import squared_norm
 from elastic_ring.state.header import Counters
 from elastic_ring.state.shard import Shard, digest_of
 from elastic_ring.train.attention_context import attention_of, batch_of

@@ -25,7 +25,7 @@ from elastic_ring.runtime.gpu.device import empty_cache, visible_gpus
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks
 from elastic_ring.state import pinned
-from elastic_ring.state.device.squares import eager_squared_norm, squared_norm
+from elastic_ring.state.device_sums import eager_squared_norm, squared_norm
 from elastic_ring.train.startup.warm import _one_step
 
 pytestmark = pytest.mark.gpu

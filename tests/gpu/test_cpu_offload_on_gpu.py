@@ -24,7 +24,7 @@ from elastic_ring.config import CpuOffload
 from elastic_ring.control.messages import SnapshotId
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.state import host_optimizer
-from elastic_ring.state.device.digest import device_digests
+from elastic_ring.state.device_sums import device_digests
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.snapshot import Buffers, load, take
 from elastic_ring.train.transaction import Transaction

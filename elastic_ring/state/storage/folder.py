@@ -85,22 +85,11 @@ class Storage:
     def _shown(self, name: str = "") -> str:
         return self.at(name) if self.is_local else f"s3://{self.at(name)}"
 
-    @contextmanager
-    def _failing(self, problem: str, name: str = "") -> Iterator[None]:
-        """Turns any error into a StorageFailed: `name`, `problem` and the cause."""
-        try:
-            yield
-        except StorageFailed:
-            raise
-        except Exception as error:
-            where, notes = self._shown(name), "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-            raise StorageFailed(f"{where} {problem}: {type(error).__name__}: {error}{notes}", path=where) from error
-
     # ------------------------------------------------------------ opening
 
     def open(self, *, write: bool = True) -> Storage:
         """Check that it is there, and with `write` try a small file and the exclusive create. Raises StorageFailed."""
-        with self._failing("cannot be reached"):
+        with _failing(self, "cannot be reached"):
             self._files.connect(write=write)
         if write:
             name = f"{PROBE}-{secrets.token_hex(4)}"
@@ -125,7 +114,7 @@ class Storage:
         Raises StorageFailed. The rest of a killed process has no meaning: nothing names it.
         """
         digest = _Digest()
-        with self._failing("cannot be written", name):
+        with _failing(self, "cannot be written", name):
             self._files.write(self.at(name), digest.update(pieces(chunks, self._files.piece_bytes)))
         return digest.stored_file(name)
 
@@ -135,7 +124,7 @@ class Storage:
         No two writers may give the same `data`. In a store that does not exclude, of writers within SETTLE_S the last
         one wins, and the others see that when they read back.
         """
-        with self._failing("cannot be created", name):
+        with _failing(self, "cannot be created", name):
             if self.excludes:
                 return self._files.create(self.at(name), data)
             if self._files.entry(self.at(name)) is not None:
@@ -146,41 +135,41 @@ class Storage:
 
     def replace(self, name: str, data: bytes | Iterable[bytes | memoryview]) -> None:
         """Replace a file whole, without a digest, which takes longer than a disk. Of two writers either may win."""
-        with self._failing("cannot be written", name):
+        with _failing(self, "cannot be written", name):
             chunks = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
             self._files.replace(self.at(name), pieces(chunks, self._files.piece_bytes))
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-        with self._failing("cannot be removed", name):
+        with _failing(self, "cannot be removed", name):
             self._files.remove(self.at(name))
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder with all that is in it, and the folders above that are empty then."""
-        with self._failing("cannot be removed", name):
+        with _failing(self, "cannot be removed", name):
             self._files.remove_folder(self.at(name))
 
     def remove_empty_folders(self, name: str, unchanged_s: float) -> None:
         """Remove the empty folders below `name` that were not changed for `unchanged_s`; object stores have none."""
-        with self._failing("cannot be removed", name):
+        with _failing(self, "cannot be removed", name):
             self._files.remove_empty_folders(self.at(name), unchanged_s)
 
     def uploads(self, folder: str = "") -> list[Upload]:
         """Multipart uploads under `folder` that are neither completed nor aborted; none on file systems."""
-        with self._failing("has uploads that cannot be listed", folder):
+        with _failing(self, "has uploads that cannot be listed", folder):
             uploads, cut = self._files.uploads(self.at(folder)), len(self.root) + 1
             return [replace(upload, path=upload.path[cut:]) for upload in uploads]
 
     def abort(self, upload: Upload) -> None:
         """Abort a multipart upload, which frees what it holds."""
-        with self._failing("has an upload that cannot be aborted", upload.path):
+        with _failing(self, "has an upload that cannot be aborted", upload.path):
             self._files.abort(replace(upload, path=self.at(upload.path)))
 
     # ------------------------------------------------------------ reading
 
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         """The bytes of a file, or of a part of it. Raises StorageFailed, also for a missing file."""
-        with self._failing("cannot be read", name):
+        with _failing(self, "cannot be read", name):
             return b"".join(self._stream(name, start, num_bytes))
 
     def read_record(self, name: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -189,14 +178,14 @@ class Storage:
 
     def size(self, name: str) -> int:
         """Bytes of a file. Raises StorageFailed, also for a missing file."""
-        with self._failing("cannot be looked up", name):
-            return self._entry(name).num_bytes
+        with _failing(self, "cannot be looked up", name):
+            return _entry(self, name).num_bytes
 
     def load(self, name: str) -> tuple[bytearray, StoredFile]:
         """A whole file, and its size and digest as they were read. Raises StorageFailed."""
         digest = _Digest()
-        with self._failing("cannot be read", name):
-            data = bytearray(self._entry(name).num_bytes)
+        with _failing(self, "cannot be read", name):
+            data = bytearray(_entry(self, name).num_bytes)
             for piece in digest.update(self._stream(name)):
                 data[digest.num_bytes - len(piece) : digest.num_bytes] = piece
         return data, digest.stored_file(name)
@@ -204,14 +193,14 @@ class Storage:
     def digest(self, name: str) -> StoredFile:
         """Size and digest of a whole file, read piece by piece. Raises StorageFailed."""
         digest = _Digest()
-        with self._failing("cannot be read", name):
+        with _failing(self, "cannot be read", name):
             for _ in digest.update(self._stream(name)):
                 pass
         return digest.stored_file(name)
 
     def exists(self, name: str) -> bool:
         """Whether there is a file of that name, or one under a folder of that name."""
-        with self._failing("cannot be looked up", name):
+        with _failing(self, "cannot be looked up", name):
             if self._files.entry(self.at(name)) is not None:
                 return True
             return next(self._files.entries(self.at(name), recursive=True), None) is not None
@@ -222,23 +211,17 @@ class Storage:
 
     def entries(self, folder: str = "", *, recursive: bool = True) -> list[Entry]:
         """The files under `folder` with size and time, sorted; `path` is the name under the root."""
-        with self._failing("cannot be listed", folder):
+        with _failing(self, "cannot be listed", folder):
             entries, cut = self._files.entries(self.at(folder), recursive=recursive), len(self.root) + 1
             return sorted((replace(entry, path=entry.path[cut:]) for entry in entries), key=lambda entry: entry.path)
 
     def folders(self, folder: str = "") -> list[str]:
         """Names of the folders directly in `folder`, sorted."""
-        with self._failing("cannot be listed", folder):
+        with _failing(self, "cannot be listed", folder):
             return sorted(self._files.folders(self.at(folder)))
 
-    def _entry(self, name: str) -> Entry:
-        entry = self._files.entry(self.at(name))
-        if entry is None:
-            raise FileNotFoundError("there is no such file")
-        return entry
-
     def _stream(self, name: str, start: int = 0, num_bytes: int | None = None) -> Iterator[bytes]:
-        size = self._entry(name).num_bytes
+        size = _entry(self, name).num_bytes
         return self._files.read(self.at(name), start, size if num_bytes is None else min(size, start + num_bytes))
 
 
@@ -290,3 +273,22 @@ class _Digest:
                     self._sha256.update(piece)
                 self.num_bytes += len(piece)
                 yield piece
+
+
+def _entry(storage: Storage, name: str) -> Entry:
+    entry = storage._files.entry(storage.at(name))
+    if entry is None:
+        raise FileNotFoundError("there is no such file")
+    return entry
+
+
+@contextmanager
+def _failing(storage: Storage, problem: str, name: str = "") -> Iterator[None]:
+    """Turns any error into a StorageFailed: `name`, `problem` and the cause."""
+    try:
+        yield
+    except StorageFailed:
+        raise
+    except Exception as error:
+        where, notes = storage._shown(name), "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        raise StorageFailed(f"{where} {problem}: {type(error).__name__}: {error}{notes}", path=where) from error

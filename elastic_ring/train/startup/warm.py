@@ -35,7 +35,7 @@ from elastic_ring.data.loader import joined, slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.sampling.order import pass_sizes
 from elastic_ring.model import fp8
-from elastic_ring.state.device.squares import squared_norm
+from elastic_ring.state.device_sums import squared_norm
 from elastic_ring.state.shard import Shard, digest_of
 from elastic_ring.train.attention_context import attention_of
 from elastic_ring.train.memory import is_out_of_memory

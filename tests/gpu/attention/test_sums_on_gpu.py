@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from elastic_ring.attention.merge import eager_merge_all_, eager_own_gradients, merge_all_, own_gradients
-from elastic_ring.state.device import digest as device_digest
-from elastic_ring.state.device.squares import eager_squared_norm, squared_norm
+from elastic_ring.state import device_sums
+from elastic_ring.state.device_sums import eager_squared_norm, squared_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -97,15 +97,13 @@ def check_own_gradients(device: str, head_dim: int) -> None:
     torch.testing.assert_close(dlse, wanted_dlse, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_words", [1, 7, 4096, 5_000_003, 2 * device_digest.PIECE_WORDS + 3])
+@pytest.mark.parametrize("num_words", [1, 7, 4096, 5_000_003, 2 * device_sums.PIECE_WORDS + 3])
 def test_a_digest_in_one_pass_is_the_eager_one(num_words: int) -> None:
     words = torch.randint(-(2**62), 2**62, (num_words,), device="cuda", dtype=torch.int64)
     sums = torch.zeros(2, dtype=torch.int64, device="cuda")
-    device_digest.eager_sums(words, sums)
+    device_sums.eager_sums(words, sums)
     wanted = sums.tolist()
-    _, first, second = map(
-        int, torch.frombuffer(bytearray(device_digest.device_digests([words])[0]), dtype=torch.int64)
-    )
+    _, first, second = map(int, torch.frombuffer(bytearray(device_sums.device_digests([words])[0]), dtype=torch.int64))
     assert [first, second] == wanted
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ring.state.device.digest import PIECE_WORDS, device_digests
+from elastic_ring.state.device_sums import PIECE_WORDS, device_digests
 
 
 def device_digest(tensor: torch.Tensor) -> bytes:

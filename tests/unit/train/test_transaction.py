@@ -21,8 +21,8 @@ from elastic_ring.data.source import hold_out
 from elastic_ring.errors import LossSpike, TooManySkipped
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.state.device import squares as device_squares
-from elastic_ring.state.device.squares import squared_norm
+from elastic_ring.state import device_sums
+from elastic_ring.state.device_sums import squared_norm
 from elastic_ring.state.header import Counters
 from elastic_ring.train.transaction import TransactionOptions, sequence_seed
 from elastic_ring.train.vote import MustGoBack
@@ -472,7 +472,7 @@ def test_the_norm_is_summed_piece_by_piece_in_fp64(monkeypatch: pytest.MonkeyPat
     flat = torch.randn(100, generator=torch.Generator().manual_seed(0))
     wanted = float(flat.double().square().sum())
     assert float(squared_norm(flat)) == pytest.approx(wanted, rel=1e-14)
-    monkeypatch.setattr(device_squares, "PIECE_ELEMENTS", 7)
+    monkeypatch.setattr(device_sums, "PIECE_ELEMENTS", 7)
     assert float(squared_norm(flat)) == pytest.approx(wanted, rel=1e-14)
     assert float(squared_norm(flat[:0])) == 0.0
     flat[50] = float("nan")

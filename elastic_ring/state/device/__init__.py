@@ -1,1 +1,0 @@
-"""Sums over tensors on the device that holds them: digests and squares."""
