@@ -26,18 +26,19 @@ from elastic_ring.monitor.metrics import (
     METRICS_NAME,
     STATUS_NAME,
     SUMMARY_NAME,
+    MetricsLine,
     committed_lines,
 )
 
 _PARTS = ("detect", "close", "heal", "rerun")
 _NUM_RECOVERIES_SHOWN = 5
 _FORECAST_IS_RIGHT = 0.1
-"""Where measured and planned memory differ by more than this share of the plan, the line says so."""
+"""A larger difference, as a share of the planned memory, is reported."""
 _STALE_S = 10.0
 _NUM_PACED, _BREAK = 64, 20
-"""The pace is that of so many steps; what takes so many times as long as the median between two is a break."""
-NUM_TOLD = 3
-"""How many damaged lines of a file are named."""
+"""Steps that make the pace; an interval above 20 times their median is a break."""
+MAX_FLAWS_NAMED = 3
+"""Damaged lines of a file that are named."""
 
 
 def recovery_line(recovery: Mapping[str, Any]) -> str:
@@ -51,7 +52,9 @@ def recovery_line(recovery: Mapping[str, Any]) -> str:
     parts = [f"{part} {seconds(s)}" for part in _PARTS if (s := recovery.get(f"{part}_s")) is not None]
     if parts:
         done += f": {', '.join(parts)}"
-    return "; ".join([cause, done, _lost(int(recovery["steps_undone"]))])
+    num_undone = int(recovery["steps_undone"])
+    lost = f"{num_undone} step{'s' if num_undone > 1 else ''} undone" if num_undone else "no step lost"
+    return "; ".join([cause, done, lost])
 
 
 TIME_NAMES = {
@@ -73,7 +76,7 @@ def goodput_line(summary: Mapping[str, Any]) -> str:
     parts: Mapping[str, float] = summary.get("time_s", {})
     total_s, line = math.fsum(parts.values()), f"goodput {summary['goodput']:.0%}"
     shown = [(s, TIME_NAMES[part]) for part, s in parts.items() if part in TIME_NAMES]
-    shown = sorted(one for one in shown if one[0] >= max(_LEAST_S, _LEAST_SHARE * total_s))[::-1]
+    shown = sorted(part for part in shown if part[0] >= max(_LEAST_S, _LEAST_SHARE * total_s))[::-1]
     rest = ", ".join(f"{name} {seconds(s)} s" for s, name in shown)
     return f"{line} of {seconds(total_s)} s" + (f"; the rest: {rest}" if rest else "")
 
@@ -90,7 +93,7 @@ def seconds(value_s: float | None) -> str:
 def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) -> str:
     """The known state of a run: phase, mesh, generation, step, members, spares, last recoveries.
 
-    What is damaged is named, and the rest shown. Raises: ValueError when the folder is missing or is no run's.
+    Names damaged files, and shows the rest. Raises: ValueError when the folder is missing or is no run's.
     """
     folder = Path(run_folder)
     if not folder.is_dir():
@@ -101,77 +104,68 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
         files = f"{STATUS_NAME}, {JOURNAL_NAME} or {SUMMARY_NAME}"
         raise ValueError(f"run folder {folder}: holds no {files}; give the --run-dir of a run")
     now = time.time() if now_unix_s is None else now_unix_s
-    parts: tuple[Callable[[], Iterable[str]], ...] = (
+    sections: tuple[Callable[[], Iterable[str]], ...] = (
         lambda: [_state_line(folder, status, summary, now)],
-        lambda: [_versions_line(folder / CONFIG_NAME)],
+        lambda: _versions_lines(folder / CONFIG_NAME),
         lambda: [_mesh_line(status, summary)],
         lambda: [_step_line(status, summary, steps)],
-        lambda: [_rates_line(steps)],
-        lambda: [_validation_line(steps)],
-        lambda: [_checkpoint_line(status)],
-        lambda: [_data_line(status)],
+        lambda: _newest_step_lines(steps),
+        lambda: _delay_lines(status),
         lambda: _membership_lines(status, now),
         lambda: _memory_lines(folder / CONFIG_NAME, status or summary),
         lambda: _recovery_lines(list(status.get("recoveries") or summary.get("recoveries") or [])),
         lambda: _summary_lines(summary),
         lambda: [_row("decision", records.decision)] if records.decision else [],
-        lambda: [_row("damaged", told) for told in records.damaged],
+        lambda: [_row("damaged", reason) for reason in records.damaged],
     )
-    return "\n".join(line for part in parts for line in _shown(part) if line) + "\n"
-
-
-def _shown(part: Callable[[], Iterable[str]]) -> list[str]:
-    """The lines of a part; of one that a stranger's file makes no sense of, that."""
-    try:
-        return list(part())
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        return [_row("damaged", f"a record that holds something else ({type(error).__name__}: {error})")]
+    lines: list[str] = []
+    for section in sections:
+        try:
+            lines += section()
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            lines.append(_row("damaged", f"a record with unexpected content ({type(error).__name__}: {error})"))
+    return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
 class Records:
-    """The readable part of a run's records, and what is wrong with each damaged file."""
+    """The intact part of a run's records, and what is wrong with each damaged file."""
 
     status: Mapping[str, Any]
     summary: Mapping[str, Any]
     steps: Sequence[Mapping[str, Any]]
     decision: str
-    """The reason of the newest journal line with commands; the others only note an event."""
+    """The reason of the newest journal line with commands; lines without commands only note an event."""
     damaged: tuple[str, ...]
 
     @classmethod
     def of(cls, folder: Path) -> Records:
+        """Raises: OtherFormat."""
         damaged: list[str] = []
-        status, summary = (_known(folder / name, damaged) for name in (STATUS_NAME, SUMMARY_NAME))
-        lines, journal = (_right_lines(folder / name, damaged) for name in (METRICS_NAME, JOURNAL_NAME))
-        newest = next((line for line in reversed(journal) if line.get("commands")), None)
+
+        def content(name: str) -> Mapping[str, Any]:
+            try:
+                return read_json(folder / name) or {}
+            except (RecordDamaged, OSError) as error:
+                damaged.append(str(error))
+                return {}
+
+        def lines(name: str) -> Sequence[MetricsLine]:
+            path = folder / name
+            try:
+                records, flaws = salvage_file(path)
+            except RecordDamaged as error:
+                damaged.append(error.message)
+                return []
+            damaged.extend(f"line {flaw.line} of {path}" for flaw in flaws[:MAX_FLAWS_NAMED])
+            if len(flaws) > MAX_FLAWS_NAMED:
+                damaged.append(f"{len(flaws) - MAX_FLAWS_NAMED} more lines of {path}")
+            return records
+
+        status, summary, metrics = content(STATUS_NAME), content(SUMMARY_NAME), lines(METRICS_NAME)
+        newest = next((line for line in reversed(lines(JOURNAL_NAME)) if line.get("commands")), None)
         decision = "" if newest is None else str(newest.get("reason") or "-")
-        return cls(status, summary, committed_lines(lines), decision, tuple(damaged))
-
-
-def _known(path: Path, damaged: list[str]) -> dict[str, Any]:
-    try:
-        return read_json(path) or {}
-    except (RecordDamaged, OSError) as error:
-        damaged.append(str(error))
-        return {}
-
-
-def _right_lines(path: Path, damaged: list[str]) -> list[dict[str, Any]]:
-    try:
-        lines, wrong = salvage_file(path)
-    except RecordDamaged as error:
-        damaged.append(error.message)
-        return []
-    damaged += [f"line {flaw.line} of {path}" for flaw in wrong[:NUM_TOLD]]
-    damaged += [f"{len(wrong) - NUM_TOLD} more lines of {path}"] if len(wrong) > NUM_TOLD else []
-    return lines
-
-
-def _lost(steps_undone: int) -> str:
-    if steps_undone == 0:
-        return "no step lost"
-    return f"{steps_undone} step{'s' if steps_undone > 1 else ''} undone"
+        return cls(status, summary, committed_lines(metrics), decision, tuple(damaged))
 
 
 def _state_line(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any], now: float) -> str:
@@ -189,40 +183,27 @@ def _state_line(folder: Path, status: Mapping[str, Any], summary: Mapping[str, A
     return f"{state}, news of {max(0.0, age_s):.1f} s ago"
 
 
-def _checkpoint_line(status: Mapping[str, Any]) -> str:
-    num = int(status.get("checkpoint_intervals_missed", 0))
-    return (
-        f"  saved      no checkpoint for {num} intervals, since step {status['checkpoint_step']}"
-        if num >= TOLD_AFTER
-        else ""
-    )
-
-
-def _data_line(status: Mapping[str, Any]) -> str:
-    share = float(status.get("data_wait_share", 0.0))
-    return _row("data", f"waited for in {share:.0%} of the last steps' time") if share >= DATA_LIMIT else ""
-
-
 def _status_age_s(status: Mapping[str, Any], now: float) -> float:
     """Seconds since the last status update of a run that has not ended."""
     return now - float(status.get("updated_unix_s", now))
 
 
-def _versions_line(path: Path) -> str:
+def _versions_lines(config: Path) -> list[str]:
     """The recorded versions. An unreadable config is reported here and does not fail the status."""
     try:
-        found = (read_json(path) or {}).get("versions", {})
+        versions = (read_json(config) or {}).get("versions", {})
     except (OSError, RecordDamaged) as error:
-        return _row("versions", f"{CONFIG_NAME} cannot be read ({error})")
-    told = ", ".join(f"{name} {version}" for name, version in found.items()) if isinstance(found, Mapping) else ""
-    return _row("versions", told) if told else ""
+        return [_row("versions", f"{CONFIG_NAME} cannot be read ({error})")]
+    if not isinstance(versions, Mapping) or not versions:
+        return []
+    return [_row("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))]
 
 
 def _mesh_line(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     newest = status or ((summary.get("generations") or [{}])[-1])
     mesh = newest.get("mesh")
-    nobody = "none any more" if status.get("ended") else "none yet"
-    shape = f"dp={mesh['dp']} x cp={mesh['cp']}" if mesh and mesh["dp"] else nobody
+    absent = "none any more" if status.get("ended") else "none yet"
+    shape = f"dp={mesh['dp']} x cp={mesh['cp']}" if mesh and mesh["dp"] else absent
     term, generation = newest.get("term", "?"), newest.get("generation", "?")
     return _row("mesh", f"{shape}   generation {generation}   term {term}")
 
@@ -243,25 +224,38 @@ def _step_line(status: Mapping[str, Any], summary: Mapping[str, Any], steps: Seq
     return _row("step", text)
 
 
-def _rates_line(steps: Sequence[Mapping[str, Any]]) -> str:
-    if not steps or steps[-1].get("lr") is None:
-        return ""
-    norm = steps[-1].get("grad_norm")
-    told = "not finite" if norm is None else f"{norm:.3g}"
-    load = steps[-1].get("expert_load_max")
-    fullest = "" if load is None else f"   fullest expert {load:.2f} times its fair share"
-    return _row("rates", f"learning rate {steps[-1]['lr']:.3g}   gradient norm {told}{fullest}")
+def _newest_step_lines(steps: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    """Rates of the newest step, and results of the newest validation, the means of all sets first."""
+    if steps and steps[-1].get("lr") is not None:
+        norm, load = steps[-1].get("grad_norm"), steps[-1].get("expert_load_max")
+        text = f"learning rate {steps[-1]['lr']:.3g}   gradient norm {'not finite' if norm is None else f'{norm:.3g}'}"
+        yield _row("rates", text + ("" if load is None else f"   fullest expert {load:.2f} times its fair share"))
+    validated = next((line for line in reversed(steps) if "val_perplexity" in line), None)
+    if validated is not None:
+        metrics = {name.removeprefix("val_"): value for name, value in validated.items() if name.startswith("val_")}
+        texts = (f"{name} {'not finite' if value is None else f'{value:.4g}'}" for name, value in metrics.items())
+        yield _row("validated", f"{', '.join(texts)} (step {validated['step']})")
+
+
+def _delay_lines(status: Mapping[str, Any]) -> Iterable[str]:
+    """Overdue checkpoints, and waits for data."""
+    num_missed = int(status.get("checkpoint_intervals_missed", 0))
+    if num_missed >= TOLD_AFTER:
+        yield _row("saved", f"no checkpoint for {num_missed} intervals, since step {status['checkpoint_step']}")
+    share = float(status.get("data_wait_share", 0.0))
+    if share >= DATA_LIMIT:
+        yield _row("data", f"waited for in {share:.0%} of the last steps' time")
 
 
 def left_s(steps: Sequence[Mapping[str, Any]], num_left: int) -> float | None:
-    """Seconds for so many steps at the pace of the last ones, with what came between them; without breaks, as before a
-    resume. None where there is no pace yet, or nothing left."""
+    """Seconds for `num_left` steps at the pace of the last 64, validations and checkpoints included, breaks (before a
+    resume) left out. None without a pace or without steps left."""
     times = [line["unix_s"] for line in steps[-_NUM_PACED:] if line.get("unix_s") is not None]
-    between = [later - earlier for earlier, later in pairwise(times)]
-    if not between or num_left < 1:
+    intervals_s = [later - earlier for earlier, later in pairwise(times)]
+    if not intervals_s or num_left < 1:
         return None
-    longest = _BREAK * statistics.median(between)
-    paced = [one for one in between if 0 <= one <= longest]  # a clock may go back
+    longest_s = _BREAK * statistics.median(intervals_s)
+    paced = [interval_s for interval_s in intervals_s if 0 <= interval_s <= longest_s]  # a clock may go back
     return num_left * math.fsum(paced) / len(paced) if paced else None
 
 
@@ -271,16 +265,6 @@ def duration(value_s: float) -> str:
         if value_s < limit:
             return f"{value_s / size:.{1 if unit == 'h' and value_s < 36_000 else 0}f} {unit}"
     return f"{value_s / 86_400:.1f} days"
-
-
-def _validation_line(steps: Sequence[Mapping[str, Any]]) -> str:
-    """What the newest validation found, the means of all sets first."""
-    line = next((line for line in reversed(steps) if "val_perplexity" in line), None)
-    if line is None:
-        return ""
-    found = {name.removeprefix("val_"): value for name, value in line.items() if name.startswith("val_")}
-    told = ", ".join(f"{name} {'not finite' if value is None else f'{value:.4g}'}" for name, value in found.items())
-    return _row("validated", f"{told} (step {line['step']})")
 
 
 def human_rate(value: float) -> str:
@@ -298,9 +282,8 @@ def _membership_lines(status: Mapping[str, Any], now: float) -> Iterable[str]:
         return
     members = sorted(status.get("members") or [], key=lambda member: int(member["global_rank"]))
     for index, member in enumerate(members):
-        who = f"rank {member['global_rank']:<3} {member['worker']}"
-        where = f"node {member['node']}   pid {member['pid']}"
-        yield _row("members" if index == 0 else "", f"{who}   {where}")
+        text = f"rank {member['global_rank']:<3} {member['worker']}   node {member['node']}   pid {member['pid']}"
+        yield _row("members" if index == 0 else "", text)
     yield from _clock_lines(members)
     if status:
         spares = status.get("spares") or []
@@ -313,43 +296,45 @@ def _membership_lines(status: Mapping[str, Any], now: float) -> Iterable[str]:
 
 
 def _clock_lines(members: Sequence[Mapping[str, Any]]) -> Iterable[str]:
-    """Where the newest whole step's time went: the mean over the ranks, and on which rank a part took longest."""
+    """The newest step's time by part: the mean over the ranks, and the rank on which the part took longest."""
     clocks = {member["global_rank"]: member["clock"] for member in members if member.get("clock")}
     if not clocks:
         return
-    told = []
+    texts = []
     for part in CLOCK_PARTS:
         longest = max(clocks, key=lambda rank: float(clocks[rank][part]))
         mean_s = math.fsum(clock[part] for clock in clocks.values()) / len(clocks)
         if clocks[longest][part] >= 0.0005:
-            told.append(f"{part} {seconds(mean_s)} (rank {longest}: {seconds(clocks[longest][part])})")
-    yield _row("clock", f"{', '.join(told)}   s a step, mean and longest")
+            texts.append(f"{part} {seconds(mean_s)} (rank {longest}: {seconds(clocks[longest][part])})")
+    yield _row("clock", f"{', '.join(texts)}   s a step, mean and longest")
 
 
 def forecast_line(planned_bytes: int | None, peak_bytes: int) -> str:
-    """The most that the tensors of a GPU took, beside the plan; empty where nothing was measured."""
+    """The measured peak of a GPU's tensors beside the planned one; empty without a measurement."""
     if not peak_bytes:
         return ""
     peak = f"peak {peak_bytes / 2**30:.1f} GiB of tensors"
     if not planned_bytes:
         return peak
     off = peak_bytes / planned_bytes - 1
-    beside = f"{peak}, planned {planned_bytes / 2**30:.1f} GiB"
+    text = f"{peak}, planned {planned_bytes / 2**30:.1f} GiB"
     if abs(off) <= _FORECAST_IS_RIGHT:
-        return beside
-    return f"{beside}: {abs(100 * off):.0f} % {'more' if off > 0 else 'less'} than planned"
+        return text
+    return f"{text}: {abs(100 * off):.0f} % {'more' if off > 0 else 'less'} than planned"
 
 
 def _memory_lines(config: Path, newest: Mapping[str, Any]) -> Iterable[str]:
-    """What the run takes of GPUs, and of hosts."""
+    """Peaks of GPU memory and of the workers' host memory."""
     try:
         planned = (read_json(config) or {}).get("planned_gpu_bytes")
-    except (OSError, RecordDamaged):  # the versions' line says so
+    except (OSError, RecordDamaged):  # reported by the versions' line
         planned = None
-    if told := forecast_line(planned, int(newest.get("peak_gpu_bytes", 0))):
-        yield _row("GPU memory", told)
-    people = [*(newest.get("members") or []), *(newest.get("spares") or [])]
-    peaks = [one["peak_rss_bytes"] for one in people if isinstance(one, Mapping) and "peak_rss_bytes" in one]
+    if text := forecast_line(planned, int(newest.get("peak_gpu_bytes", 0))):
+        yield _row("GPU memory", text)
+    workers = [*(newest.get("members") or []), *(newest.get("spares") or [])]
+    peaks = [
+        worker["peak_rss_bytes"] for worker in workers if isinstance(worker, Mapping) and "peak_rss_bytes" in worker
+    ]
     if peaks:
         yield _row("memory", f"peak {max(peaks) / 2**30:.2f} GiB of a worker's process")
 
