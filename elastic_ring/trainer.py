@@ -58,7 +58,7 @@ from elastic_ring.data.source import SourceConfig, fingerprinted, hold_out, open
 from elastic_ring.files import plain_json, shown_plain, shown_url
 from elastic_ring.forecast.pass_choice import AS_SET, choose_pass
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling, check_callbacks
+from elastic_ring.monitor.callbacks import Callback, CallbackDelivery, RunInfo, check_callbacks
 from elastic_ring.monitor.json_files import read_json, set_aside
 from elastic_ring.monitor.metrics import (
     CONFIG_NAME,
@@ -630,21 +630,21 @@ class ElasticRingTrainer:
                 if news.get("phase") != "starting":  # until then the folder may hold an earlier attempt's records
                     awaited = news.get("awaited")
                     self._bring_news(at_once=news["ended"] is not None or awaited is not None)
-                    telling.tell()
+                    telling.deliver()
                     if awaited is not None:
                         self._answer(coordinator, telling, awaited)
                 if news["ended"] is not None:
                     return dict(news["ended"])
                 time.sleep(FOLLOW_S)
 
-    def _answer(self, coordinator: Any, telling: Telling, step: int) -> None:
+    def _answer(self, coordinator: Any, telling: CallbackDelivery, step: int) -> None:
         """The run waits after `step` steps for what callbacks want. Who gets no answer here is asked again."""
-        wanted = telling.wanted(step)
-        if wanted is None:
+        requests = telling.requests(step)
+        if requests is None:
             return
         try:
-            if ray.get(coordinator.answer.remote(step, **wanted), timeout=2 * self.run_config.timeouts.hello_s):
-                telling.granted(step, wanted)
+            if ray.get(coordinator.answer.remote(step, **requests), timeout=2 * self.run_config.timeouts.hello_s):
+                telling.grant(step, requests)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError, ray.exceptions.ActorDiedError):
             log.warning("the coordinator does not take what callbacks want; the driver tries again")
 
@@ -658,9 +658,9 @@ class ElasticRingTrainer:
             except errors.StorageFailed as error:
                 log.warning("the run's records cannot be fetched now, training goes on: %s", error)
 
-    def _telling(self) -> Telling:
+    def _telling(self) -> CallbackDelivery:
         run, folder = self.run_config, self.run_config.driver_folder
-        return Telling(
+        return CallbackDelivery(
             self.callbacks,
             RunInfo(run.name, folder, self._config()),
             bring=partial(run_storage.fetch_places, run, folder),
@@ -670,7 +670,7 @@ class ElasticRingTrainer:
     def _told(self, done: Result) -> Result:
         """`done`, once the callbacks have received what an earlier driver left."""
         with self._telling() as telling:
-            telling.tell()
+            telling.deliver()
         return done
 
     def _result(self, end: dict[str, Any]) -> Result:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from elastic_ring.errors import RecordDamaged
 from elastic_ring.files import plain_json
@@ -40,11 +40,9 @@ log = logging.getLogger(__name__)
 CALLBACKS_NAME, LOCK_NAME = "callbacks.json", "callbacks.lock"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 """Before a callback that raised and tries again is called again; the pause doubles."""
-MORE = ("states", "wanted")
-"""In the record, beside the delivered events: each callback's state, and what it wants of the run."""
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 STOPPED_BY_USER = "stopped by the user"
-"""The message of a run's end that somebody wanted."""
+"""The message of a run's end."""
 STEP, VALIDATION, RECOVERY, CHECKPOINT = KINDS = ("step", "validation", "recovery", "checkpoint")
 
 
@@ -62,39 +60,70 @@ class RunInfo:
     id: str = ""
 
 
+class Requests(TypedDict, total=False):
+    """Requests to the run: why to stop it, whether to save a checkpoint, whether to keep it, and that step."""
+
+    stop: str
+    saves: bool
+    keeps: bool
+    at: int
+
+
+class Granted(TypedDict):
+    """What the run does for its callbacks at one validation."""
+
+    stop: str
+    saves: bool
+    keeps: bool
+
+
+class Record(TypedDict):
+    """callbacks.json: by callback, the newest delivered event of each kind, its state and its requests; and the newest
+    granted requests with their step, or None."""
+
+    id: str
+    run: str
+    delivered: dict[str, dict[str, int]]
+    states: dict[str, dict[str, Any]]
+    requests: dict[str, Requests]
+    granted: tuple[int, Granted] | None
+
+
 class Control:
-    """What one callback wants of the run. It takes effect at the validation under delivery, else at the next one:
+    """One callback's requests to the run. They take effect at the validation under delivery, else at the next one:
     training waits there for all callbacks with `controls`, `timeouts.callback_s` at most."""
 
-    def __init__(self, wanted: dict[str, Any], *, controls: bool) -> None:
-        self._wanted, self._controls = wanted, controls
+    def __init__(self, requests: Requests, *, controls: bool) -> None:
+        self._requests, self._controls = requests, controls
         self.at = -1  # the step of the event under delivery
 
     def stop(self, reason: str) -> None:
         """End the run as if it had no more steps: it saves, writes its weights and is finished."""
-        self._want(stop=str(reason) or "no reason given")
+        self._changeable()["stop"] = str(reason) or "no reason given"
 
     def checkpoint(self, *, keep: bool = False) -> None:
         """Take a checkpoint. `keep`: retention leaves it until another is kept."""
-        self._want(saves=True, **({"keeps": True, "at": self.at} if keep else {}))
+        self._changeable()["saves"] = True
+        if keep:
+            self._requests.update({"keeps": True, "at": self.at})
 
-    def told_validation(self, before: int) -> None:
-        """A validation comes next; `before`: the step of the one before. A checkpoint wanted there, but not answered in
-        time, would now hold another state."""
-        if self._wanted.get("keeps") and self._wanted["at"] <= before:
-            for flag in ("saves", "keeps", "at"):
-                self._wanted.pop(flag, None)
+    def drop_stale_save(self, validated_step: int) -> None:
+        """Drop a request for a kept checkpoint of `validated_step` or before: a later one holds another state."""
+        if self._requests.get("keeps") and self._requests["at"] <= validated_step:
+            self._requests.pop("saves", None)
+            self._requests.pop("keeps", None)
+            self._requests.pop("at", None)
 
-    def _want(self, **what: Any) -> None:
+    def _changeable(self) -> Requests:
         if not self._controls:
             raise ValueError(
                 "controls=False: set controls = True in the callback's class, so that training waits for it"
             )
-        self._wanted.update(what)
+        return self._requests
 
 
 class Callback:
-    """Override the methods of the events that you want. All run in the driver's process, one at a time, never in a
+    """Override the methods of the events that you need. All run in the driver's process, one at a time, never in a
     worker.
 
     A callback receives every committed step, validation, recovery and checkpoint once, in order within its kind,
@@ -115,7 +144,7 @@ class Callback:
     """What the next driver finds here, as JSON: the best loss so far, for example. Set before `on_start`, saved with
     each event."""
     end: str = ""
-    """Before `on_end`: "finished", "failed", or "stopped" if somebody wanted that; empty if the run goes on."""
+    """Before `on_end`: "finished", "failed", "stopped" (by the user), or empty if the run goes on."""
 
     @property
     def name(self) -> str:
@@ -148,77 +177,72 @@ class Callback:
 
 @dataclass(frozen=True)
 class Event:
-    """One event of a kind; `index` rises within the kind: a step's number, or a count."""
+    """One event of a kind. `index` rises within the kind: a step's number, or a count. `content` is what the callback's
+    method gets."""
 
     kind: str
     index: int
-    told: Any
+    content: Any
 
-    def tell(self, callback: Callback) -> None:
+    def deliver(self, callback: Callback) -> None:
         match self.kind:
             case "step":
-                callback.on_step(self.told)
+                callback.on_step(self.content)
             case "validation":
-                callback.on_validation(self.index, self.told)
+                callback.on_validation(self.index, self.content)
             case "recovery":
-                callback.on_recovery(self.told)
+                callback.on_recovery(self.content)
             case "checkpoint":
-                callback.on_checkpoint(self.told)
+                callback.on_checkpoint(self.content)
 
 
 class RunEvents:
-    """Reads a run's records as they grow: metrics.jsonl and the notes in journal.jsonl."""
+    """Reads a run's records as they grow: metrics.jsonl and the facts of journal.jsonl."""
 
     def __init__(self, folder: Path) -> None:
-        self._metrics, self._journal = _Lines(folder / METRICS_NAME), _Lines(folder / JOURNAL_NAME)
+        self._metrics, self._journal = _NewLines(folder / METRICS_NAME), _NewLines(folder / JOURNAL_NAME)
         self._last_step = -1
         self._counts = {RECOVERY: 0, CHECKPOINT: 0}
         self._early: dict[int, Event] = {}  # validations whose step is not written yet
 
     def news(self) -> list[Event]:
-        """What is new since the last call. A step comes before its validation; a step number comes once."""
-        found = []
-        for line in self._metrics.new():
+        """The events since the last call. A step comes before its validation; a step number comes once."""
+        events = []
+        for line in self._metrics.read():
             step = line.get("step")
-            if type(step) is not int:  # nobody's line
+            if type(step) is not int or "note" in line:  # no line of a run; a step that ran again with the same loss
                 continue
-            if "note" in line:  # a step that ran again with the same loss, and where that began
-                continue
-            if "loss_hex" in line:
-                if step > self._last_step:
-                    self._last_step = step
-                    try:
-                        with as_written(f"the line of step {step}"):
-                            found.append(Event(STEP, step, StepMetrics.from_json(line)))
-                    except RecordDamaged as error:
-                        log.error("%s; callbacks do not receive it", error.message)
-            else:
-                self._early[step] = Event(VALIDATION, step, _numbers(line))
-            found += [self._early.pop(at) for at in sorted(self._early) if at <= self._last_step]
-        for line in self._journal.new():
+            if "loss_hex" not in line:
+                metrics = {  # JSON has null for values that are not finite
+                    name: math.nan if value is None else float(value)
+                    for name, value in line.items()
+                    if name != "step" and (value is None or isinstance(value, (int, float)))
+                }
+                self._early[step] = Event(VALIDATION, step, metrics)
+            elif step > self._last_step:
+                self._last_step = step
+                try:
+                    with as_written(f"the line of step {step}"):
+                        events.append(Event(STEP, step, StepMetrics.from_json(line)))
+                except RecordDamaged as error:
+                    log.error("%s; callbacks do not receive it", error.message)
+            events += [self._early.pop(at) for at in sorted(self._early) if at <= self._last_step]
+        for line in self._journal.read():
             kind = line.get("note")
             if kind in self._counts and kind in line:
-                found.append(Event(kind, self._counts[kind], line[kind]))
+                events.append(Event(kind, self._counts[kind], line[kind]))
                 self._counts[kind] += 1
-        return found
+        return events
 
 
-def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a validation's line; JSON has null for values that are not finite."""
-    return {
-        name: math.nan if value is None else float(value)
-        for name, value in line.items()
-        if name != "step" and (value is None or isinstance(value, (int, float)))
-    }
-
-
-class _Lines:
-    """The complete lines of a JSON lines file that others append to."""
+class _NewLines:
+    """The complete lines that others append to a JSON lines file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
 
-    def new(self) -> Iterator[dict[str, Any]]:
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The records since the last call."""
         try:
             file = opened(self._path)
         except FileNotFoundError:
@@ -250,53 +274,49 @@ class _Listener:
         self._raised = Counter[tuple[str, type[Exception]]]()
         self.state_text = json.dumps(self.callback.state)
 
-    def tell(self, now: float) -> None:
-        """Tell all that is new, unless it is too early to try again."""
-        if now < self.retry_at or not self._has_started(now):
+    def deliver(self, now: float) -> None:
+        """Deliver all new events, unless it is too early to try again."""
+        if now < self.retry_at:
             return
-        while (event := self._next()) is not None:
-            self._prepare(event)
+        if not self.has_started:
             try:
-                event.tell(self.callback)
+                self.callback.on_start(self.run)
+            except Exception as error:
+                self._try_later(now, "on_start", error)
+                return
+            self.has_started = True
+        while (event := self._next()) is not None:
+            self.callback.control.at = event.index
+            if event.kind == VALIDATION:
+                self.callback.control.drop_stale_save(self.place.get(VALIDATION, -1))
+            try:
+                event.deliver(self.callback)
                 self.state_text = json.dumps(self.callback.state, allow_nan=False)
             except Exception as error:  # the run is worth more than its log
                 if self.callback.tries_again:
                     self._try_later(now, f"on_{event.kind}", error)
                     return
-                self._say(f"on_{event.kind}", error, "the next event follows", once=True)
-                self._restore()
+                self._report(f"on_{event.kind}", error, "the next event follows", once=True)
+                self.callback.state.clear()  # the method may have left half a change, or no JSON
+                self.callback.state.update(plain_json(self.state_text))
             self.place[event.kind] = event.index
             self._waiting.popleft()
             self.save()
         self.pause_s = 0.0
 
-    def _prepare(self, event: Event) -> None:
-        self.callback.control.at = event.index
-        if event.kind == VALIDATION:
-            self.callback.control.told_validation(self.place.get(VALIDATION, -1))
-
-    def _restore(self) -> None:
-        """What a method that raised, or left no JSON, has made of the state does not count."""
-        self.callback.state.clear()
-        self.callback.state.update(plain_json(self.state_text))
-
-    def _has_started(self, now: float) -> bool:
-        try:
-            if not self.has_started:
-                self.callback.on_start(self.run)
-        except Exception as error:
-            self._try_later(now, "on_start", error)
-            return False
-        self.has_started = True
-        return True
+    def _next(self) -> Event | None:
+        if not self._waiting:
+            news = self._events.news()
+            self._waiting.extend(event for event in news if event.index > self.place.get(event.kind, -1))
+        return self._waiting[0] if self._waiting else None
 
     def _try_later(self, now: float, doing: str, error: Exception) -> None:
         self.pause_s = min(max(2 * self.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
         self.retry_at = now + self.pause_s
-        self._say(doing, error, f"it is called again in {self.pause_s:.0f} s")
+        self._report(doing, error, f"it is called again in {self.pause_s:.0f} s")
 
-    def _say(self, doing: str, error: Exception, then: str, *, once: bool = False) -> None:
-        """With the traceback the first time, later in one line or, with `once`, in the count at the end."""
+    def _report(self, doing: str, error: Exception, then: str, *, once: bool = False) -> None:
+        """Log the error: the first time with its traceback, later in one line or, with `once`, counted at the end."""
         self._raised[doing, type(error)] += 1
         if self._raised[doing, type(error)] == 1:
             log.error("callback %s: %s raised; %s", self.callback.name, doing, then, exc_info=error)
@@ -319,16 +339,10 @@ class _Listener:
     def is_behind(self) -> bool:
         return self.pause_s > 0
 
-    def _next(self) -> Event | None:
-        if not self._waiting:
-            news = self._events.news()
-            self._waiting.extend(event for event in news if event.index > self.place.get(event.kind, -1))
-        return self._waiting[0] if self._waiting else None
 
-
-class Telling:
-    """Delivers events to the callbacks of one run. Of several drivers that follow it one delivers; another takes over
-    once that one is gone. Use it in a `with`; it reads and calls nothing before the first `tell`."""
+class CallbackDelivery:
+    """Delivers events to the callbacks of one run. One of the drivers that follow it delivers; another takes over when
+    that driver ends. A context manager; it reads and calls nothing before the first `deliver`."""
 
     def __init__(
         self,
@@ -339,16 +353,16 @@ class Telling:
         bring: Callable[[], None] = lambda: None,
         keep: Callable[[], None] = lambda: None,
     ) -> None:
-        """For a run whose folder is a copy: `bring` fetches the record from the run's storage before it is read, and
-        `keep` stores it after each delivery."""
+        """For a run in an object store: `bring` fetches the record before it is read, `keep` stores it after each
+        delivery."""
         self._run, self._callbacks, self._clock = run, tuple(callbacks), clock
         self._bring, self._keep, self._is_kept = bring, keep, True
-        self._record: dict[str, Any] = {}
+        self._record: Record = _empty_record("", run.name)
         self._listeners: list[_Listener] = []
         self._lock: int | None = None
-        self._said_other = False
+        self._has_reported_other = False
 
-    def __enter__(self) -> Telling:
+    def __enter__(self) -> CallbackDelivery:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -356,7 +370,7 @@ class Telling:
             return
         for listener in self._listeners:
             if kind is None or issubclass(kind, Exception):  # an interrupted driver leaves at once
-                listener.tell(math.inf)
+                listener.deliver(math.inf)
                 self._put()
                 if listener.is_behind:
                     log.error("callback %s has not received every event: submit the run again", listener.callback.name)
@@ -364,35 +378,40 @@ class Telling:
         os.close(self._lock)
         self._lock = None
 
-    def tell(self) -> None:
-        """Deliver the events that each callback lacks. Call it once the run's records belong to its attempt."""
+    def deliver(self) -> None:
+        """Deliver to each callback the events that it lacks. Call it once the run's records belong to its attempt."""
         if self._callbacks and self._has_lock():
             for listener in self._listeners:
-                listener.tell(self._clock())
+                listener.deliver(self._clock())
             self._put()
 
-    def wanted(self, step: int) -> dict[str, Any] | None:
-        """What callbacks want of the run (`stop`, `saves`, `keeps`) after all events up to the validation after `step`
-        steps. None while one with `controls` lacks events, and where this driver has none. An attempt that reaches a
-        step again wants what was granted there."""
+    def requests(self, step: int) -> Granted | None:
+        """The requests of all callbacks, after all events up to the validation after `step` steps.
+
+        None while a callback with `controls` lacks events, and where this driver has no such callback. An attempt that
+        reaches a step again gets the requests that were granted there.
+        """
         controlling = [listener for listener in self._listeners if listener.callback.controls]
         if any(listener.place.get(VALIDATION, -1) < step - 1 for listener in controlling) or not controlling:
             return None
-        granted = self._record["granted"]
-        if granted and step <= granted["step"]:
-            given = {name: value for name, value in granted.items() if name != "step"}
-            return given if step == granted["step"] else {"stop": "", "saves": False, "keeps": False}
-        found = [(listener.callback.name, self._record["wanted"][listener.callback.name]) for listener in controlling]
-        stops = [f"{name}: {wanted['stop']}" for name, wanted in found if "stop" in wanted]
-        flags = {flag: any(flag in wanted for _, wanted in found) for flag in ("saves", "keeps")}
-        return {"stop": "; ".join(stops), **flags}
+        if self._record["granted"] is not None:
+            granted_step, granted = self._record["granted"]
+            if step <= granted_step:
+                return granted if step == granted_step else {"stop": "", "saves": False, "keeps": False}
+        names = [listener.callback.name for listener in controlling]
+        requests = {name: self._record["requests"][name] for name in names}
+        return {
+            "stop": "; ".join(f"{name}: {request['stop']}" for name, request in requests.items() if "stop" in request),
+            "saves": any("saves" in request for request in requests.values()),
+            "keeps": any("keeps" in request for request in requests.values()),
+        }
 
-    def granted(self, step: int, given: Mapping[str, Any]) -> None:
-        """After `step` steps the run does what callbacks want."""
-        if any(given.values()):
-            self._record["granted"] = {"step": step, **given}
-        for wanted in self._record["wanted"].values():
-            wanted.clear()
+    def grant(self, step: int, granted: Granted) -> None:
+        """Record that the run does so after `step` steps."""
+        if any(granted.values()):
+            self._record["granted"] = (step, granted)
+        for requests in self._record["requests"].values():
+            cast(dict[str, object], requests).clear()  # each callback's `control` holds it
         self._save()
 
     def _put(self) -> None:
@@ -409,9 +428,9 @@ class Telling:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
-            if not self._said_other:
+            if not self._has_reported_other:
                 log.info("another driver runs the callbacks of run %s; this one takes over if it ends", self._run.name)
-            self._said_other = True
+            self._has_reported_other = True
             return False
         self._lock = descriptor
         self._open()
@@ -419,22 +438,15 @@ class Telling:
 
     def _open(self) -> None:
         self._bring()
-        self._record = _read(self._run.folder / CALLBACKS_NAME, self._run.name) or {
-            "id": secrets.token_hex(8),
-            "run": self._run.name,
-            "told": {},
-            "states": {},
-            "wanted": {},
-            "granted": {},
-        }
-        run, told = replace(self._run, id=self._record["id"]), self._record["told"]
+        self._record = _read(self._run.folder / CALLBACKS_NAME, self._run.name)
+        run = replace(self._run, id=self._record["id"])
         self._save()
         for callback in self._callbacks:
-            callback.control = Control(self._record["wanted"].setdefault(callback.name, {}), controls=callback.controls)
+            requests = self._record["requests"].setdefault(callback.name, {})
+            callback.control = Control(requests, controls=callback.controls)
             callback.state = self._record["states"].setdefault(callback.name, {})
-        self._listeners = [
-            _Listener(callback, run, told.setdefault(callback.name, {}), self._save) for callback in self._callbacks
-        ]
+            place = self._record["delivered"].setdefault(callback.name, {})
+            self._listeners.append(_Listener(callback, run, place, self._save))
 
     def _save(self) -> None:
         write_json(self._run.folder / CALLBACKS_NAME, self._record)
@@ -453,13 +465,15 @@ def end_of(folder: Path) -> str:
 
 
 def kept_places(record: Mapping[str, Any], *, was_finished: bool = False) -> dict[str, Any]:
-    """Callbacks have received the steps that stay; each attempt counts recoveries and checkpoints anew. Grants hold for
-    an attempt that goes on, but not for one that extends a finished run."""
-    told = {
+    """The record for the next attempt: steps and validations stay delivered, recoveries and checkpoints count anew.
+
+    Grants hold for an attempt that goes on, but not for one that extends a finished run.
+    """
+    delivered = {
         name: {kind: at for kind, at in place.items() if kind in (STEP, VALIDATION)}
-        for name, place in record["told"].items()
+        for name, place in record["delivered"].items()
     }
-    return {**record, "told": told, **({"granted": {}} if was_finished else {})}
+    return {**record, "delivered": delivered, **({"granted": None} if was_finished else {})}
 
 
 def check_callbacks(
@@ -484,20 +498,31 @@ def check_callbacks(
         raise ValueError(f"callbacks: two are called {twice[0]!r}: give each a `name` of its own")
 
 
-def _read(path: Path, run: str) -> dict[str, Any]:
-    """The record of delivered events; empty where there is none. One that is damaged or another run's is set aside:
-    callbacks receive everything again."""
+def _empty_record(identity: str, run: str) -> Record:
+    return {"id": identity, "run": run, "delivered": {}, "states": {}, "requests": {}, "granted": None}
+
+
+def _read(path: Path, run: str) -> Record:
+    """The record of delivered events. A damaged one, or another run's, is set aside: callbacks receive everything
+    again."""
+    record = _empty_record(secrets.token_hex(8), run)
     try:
-        found = read_json(path)
-        if found is None:
-            return {}
-        if found.get("run", run) != run:
-            raise RecordDamaged(f"{path} is of run {found['run']!r}")
+        content = read_json(path)
+        if content is None:
+            return record
+        if content.get("run", run) != run:
+            raise RecordDamaged(f"{path} is of run {content['run']!r}")
         with as_written(str(path)):
-            told = {name: {kind: int(at) for kind, at in place.items()} for name, place in found["told"].items()}
-            more = {name: {str(key): dict(value) for key, value in found.get(name, {}).items()} for name in MORE}
-            granted = {**found["granted"], "step": int(found["granted"]["step"])} if found.get("granted") else {}
-            return {"id": str(found["id"]), "run": run, "told": told, **more, "granted": granted}
+            places, requests = content["delivered"].items(), content.get("requests", {}).items()
+            granted_step, granted = content.get("granted") or (0, None)
+            return {
+                "id": str(content["id"]),
+                "run": run,
+                "delivered": {name: {kind: int(at) for kind, at in place.items()} for name, place in places},
+                "states": {str(name): dict(state) for name, state in content.get("states", {}).items()},
+                "requests": {str(name): cast(Requests, dict(request)) for name, request in requests},
+                "granted": granted and (int(granted_step), cast(Granted, dict(granted))),
+            }
     except RecordDamaged as error:
         log.warning("%s, and the callbacks receive everything again", set_aside(path, error.message))
-        return {}
+        return record

@@ -22,8 +22,9 @@ from google.protobuf.message import DecodeError
 
 from elastic_ring.integrations.trackers import MLflow, TensorBoard, Tracker, WandB, _points_of
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.callbacks import STOPPED_BY_USER, RunInfo, Telling
+from elastic_ring.monitor.callbacks import STOPPED_BY_USER, CallbackDelivery, RunInfo
 from elastic_ring.monitor.journal import Journal
+from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.monitor.metrics import JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, MetricsLog, StepMetrics
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,8 +67,8 @@ class Records:
 
 def tell(folder: Path, tracker: Tracker) -> None:
     """One driver from its beginning to its end."""
-    with Telling([tracker], RunInfo("tracked", folder, CONFIG)) as driver:
-        driver.tell()
+    with CallbackDelivery([tracker], RunInfo("tracked", folder, CONFIG)) as driver:
+        driver.deliver()
 
 
 KILLED = """
@@ -273,7 +274,7 @@ def test_a_run_that_was_stopped_is_no_failed_one_and_each_end_has_its_state(
         if end is not None:
             message = STOPPED_BY_USER if name == "stopped" else "step 3"
             status = {"ended": True, "end": {"error": end, "message": message}}
-            (run / STATUS_NAME).write_text(json.dumps(status))
+            (run / STATUS_NAME).write_bytes(json_bytes(status))
         tell(run, MLflow(uri))
         client = mlflow.MlflowClient(tracking_uri=uri)
         tag = json.loads((run / "callbacks.json").read_text())["id"]

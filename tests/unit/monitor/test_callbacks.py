@@ -23,8 +23,8 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import (
     CALLBACKS_NAME,
     Callback,
+    CallbackDelivery,
     RunInfo,
-    Telling,
     check_callbacks,
     kept_places,
 )
@@ -101,8 +101,8 @@ def records(tmp_path: Path) -> Records:
     return Records(tmp_path)
 
 
-def telling(folder: Path, *callbacks: Callback) -> Telling:
-    return Telling(callbacks, RunInfo("first", folder))
+def telling(folder: Path, *callbacks: Callback) -> CallbackDelivery:
+    return CallbackDelivery(callbacks, RunInfo("first", folder))
 
 
 def test_each_event_is_told_once_over_drivers_and_new_records(tmp_path: Path, records: Records) -> None:
@@ -110,10 +110,10 @@ def test_each_event_is_told_once_over_drivers_and_new_records(tmp_path: Path, re
     for numbers in ((0, 1), (2,), ()):
         callback = Hears()
         with telling(tmp_path, callback) as driver:
-            driver.tell()
+            driver.deliver()
             records.steps(*numbers)
-            driver.tell()
-            driver.tell()
+            driver.deliver()
+            driver.deliver()
         heard += callback.heard
     assert heard == [("start", "first"), 0, 1, "end", ("start", "first"), 2, "end", ("start", "first"), "end"]
 
@@ -121,7 +121,7 @@ def test_each_event_is_told_once_over_drivers_and_new_records(tmp_path: Path, re
 def test_what_comes_between_the_last_look_and_the_end_is_told_too(tmp_path: Path, records: Records) -> None:
     callback = Hears()
     with telling(tmp_path, callback) as driver:
-        driver.tell()
+        driver.deliver()
         records.steps(0)
     assert callback.heard == [("start", "first"), 0, "end"]
 
@@ -130,11 +130,11 @@ def test_a_validation_waits_for_its_step_and_what_is_not_finite_is_nan(tmp_path:
     callback = Hears()
     with telling(tmp_path, callback) as driver:
         records.metrics.validated(0, {"val_loss": float("nan")})
-        driver.tell()
+        driver.deliver()
         assert callback.heard == [("start", "first")]
         records.steps(0, 1)
         records.metrics.validated(1, {"val_loss": 2.25, "val_accuracy": 0.5})
-        driver.tell()
+        driver.deliver()
     assert callback.heard[1] == 0
     assert callback.heard[2][0] == 0
     assert callback.heard[2][1]["val_loss"] != callback.heard[2][1]["val_loss"]
@@ -146,10 +146,10 @@ def test_recoveries_and_checkpoints_are_told_from_the_journal(tmp_path: Path, re
     with telling(tmp_path, first) as driver:
         records.recovery("rank 3 died")
         records.journal.append({"note": "checkpoint", "checkpoint": {"step": 4}})
-        driver.tell()
+        driver.deliver()
     with telling(tmp_path, second) as driver:
         records.recovery("rank 3 died")  # once more, in the same words
-        driver.tell()
+        driver.deliver()
     assert first.heard == [("start", "first"), "rank 3 died", ("checkpoint", 4), "end"]
     assert second.heard == [("start", "first"), "rank 3 died", "end"]
 
@@ -158,10 +158,10 @@ def test_a_line_that_its_writer_has_not_finished_is_told_once_it_has(tmp_path: P
     callback, line = Hears(), journal_bytes([step(0).to_json()])
     with telling(tmp_path, callback) as driver, (tmp_path / METRICS_NAME).open("ab", buffering=0) as file:
         file.write(line[:40])
-        driver.tell()
+        driver.deliver()
         assert callback.heard == [("start", "first")]
         file.write(line[40:])
-        driver.tell()
+        driver.deliver()
         assert callback.heard == [("start", "first"), 0]
 
 
@@ -177,9 +177,9 @@ def test_a_callback_that_raises_is_told_the_next_event_and_its_error_once(
     callback = Breaks()
     records.steps(0, 1, 2, 3)
     with telling(tmp_path, callback) as driver:
-        driver.tell()
+        driver.deliver()
         records.steps(4)
-        driver.tell()
+        driver.deliver()
         assert callback.heard == [("start", "first"), 0, 3, 4]
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert said == [
@@ -188,7 +188,7 @@ def test_a_callback_that_raises_is_told_the_next_event_and_its_error_once(
     ]
     after = Hears()
     with telling(tmp_path, after) as driver:
-        driver.tell()
+        driver.deliver()
     assert after.heard == [("start", "first"), "end"], "what raised counts as told"
 
 
@@ -210,7 +210,7 @@ def test_a_callback_knows_how_the_run_ended(
     if status is not None:
         (tmp_path / STATUS_NAME).write_bytes(json_bytes(status))
     with pytest.raises(raised) if raised else nullcontext(), telling(tmp_path, callback) as driver:
-        driver.tell()
+        driver.deliver()
         if raised:
             raise raised
     assert (callback.heard[-1], callback.end) == ("end", end)
@@ -221,18 +221,18 @@ def test_a_callback_that_tries_again_is_called_again_later_and_disturbs_no_other
 ) -> None:
     broken, whole, now = Hears("broken", raises_at=1, tries_again=True), Hears("whole"), [0.0]
     records.steps(0, 1, 2)
-    with Telling([broken, whole], RunInfo("first", tmp_path), clock=lambda: now[0]) as driver:
+    with CallbackDelivery([broken, whole], RunInfo("first", tmp_path), clock=lambda: now[0]) as driver:
         pauses = []
         for _ in range(9):
-            driver.tell()
-            driver.tell()  # too early: not called
+            driver.deliver()
+            driver.deliver()  # too early: not called
             pauses.append(driver._listeners[0].retry_at - now[0])
             now[0] += pauses[-1]
         assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300]
         assert broken.heard == [("start", "first"), 0]
         assert whole.heard == [("start", "first"), 0, 1, 2]
         broken.raises_at = -1
-        driver.tell()
+        driver.deliver()
         assert broken.heard == [("start", "first"), 0, 1, 2]
     said = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(said) == 9
@@ -252,7 +252,7 @@ def test_a_line_that_is_no_steps_stops_no_callback(
     records.metrics._journal.append({**step(1).to_json(), **wrong})
     records.steps(2)
     with telling(tmp_path, callback) as driver:
-        driver.tell()
+        driver.deliver()
     assert callback.heard == [("start", "first"), 0, 2, "end"]
     assert "the line of step 1 is no record of a run" in caplog.text
 
@@ -262,11 +262,11 @@ def test_what_a_broken_callback_was_not_told_is_told_by_the_next_driver(
 ) -> None:
     records.steps(0, 1, 2)
     with telling(tmp_path, Hears("broken", raises_at=1, tries_again=True)) as driver:
-        driver.tell()
+        driver.deliver()
     assert "callback broken has not received every event: submit the run again" in caplog.text
     mended = Hears("broken")
     with telling(tmp_path, mended) as driver:
-        driver.tell()
+        driver.deliver()
     assert mended.heard == [("start", "first"), 1, 2, "end"]
 
 
@@ -285,12 +285,12 @@ def test_a_callback_that_cannot_start_starts_later(tmp_path: Path, records: Reco
     callback = Unreachable()
     records.steps(0)
     with telling(tmp_path, callback) as driver:
-        driver.tell()
+        driver.deliver()
         callback.is_down = False
     assert callback.heard == [("start", "first"), 0, "end"], "it is tried once more at the end"
     never = Unreachable("never")
     with telling(tmp_path, never) as driver:
-        driver.tell()
+        driver.deliver()
     assert never.heard == [], "what has not started is not ended"
 
 
@@ -305,7 +305,7 @@ def test_all_drivers_of_an_attempt_tell_one_id_and_a_new_attempt_has_another(tmp
         if anew:
             set_aside(tmp_path, keep_metrics=False)
         with telling(tmp_path, Asks()) as driver:
-            driver.tell()
+            driver.deliver()
     assert ids[0] == ids[1] != ids[2]
     assert all(ids)
 
@@ -315,11 +315,11 @@ def test_of_two_drivers_one_tells_and_the_other_takes_over(tmp_path: Path, recor
     records.steps(0)
     with telling(tmp_path, other) as waits:
         with telling(tmp_path, one) as first:
-            first.tell()
-            waits.tell()
+            first.deliver()
+            waits.deliver()
             assert other.heard == []
         records.steps(1)
-        waits.tell()
+        waits.deliver()
     assert one.heard == [("start", "first"), 0, "end"]
     assert other.heard == [("start", "first"), 1, "end"]
 
@@ -335,7 +335,7 @@ class Dies(Hears):
         if metrics.step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 with telling(Path(sys.argv[1]), Dies()) as driver:
-    driver.tell()
+    driver.deliver()
 """
 
 
@@ -350,19 +350,19 @@ def test_a_driver_that_is_killed_in_a_method_leaves_that_one_event_to_be_told_ag
     assert heard.read_text().split() == ["0", "1", "2"]
     after = Hears()
     with telling(tmp_path, after) as driver:
-        driver.tell()
+        driver.deliver()
     assert after.heard == [("start", "first"), 2, 3, "end"]
 
 
 def test_a_new_attempt_in_the_folder_is_told_from_its_beginning(tmp_path: Path, records: Records) -> None:
     records.steps(0, 1)
     with telling(tmp_path, Hears()) as driver:
-        driver.tell()
+        driver.deliver()
     set_aside(tmp_path, keep_metrics=False)
     Records(tmp_path).steps(0)
     callback = Hears()
     with telling(tmp_path, callback) as driver:
-        driver.tell()
+        driver.deliver()
     assert callback.heard == [("start", "first"), 0, "end"]
 
 
@@ -372,7 +372,7 @@ def test_an_attempt_that_goes_on_from_a_checkpoint_is_told_what_is_new(tmp_path:
     records.metrics.close()
     before, ids = Hears(), []
     with telling(tmp_path, before) as driver:
-        driver.tell()
+        driver.deliver()
         ids.append(driver._record["id"])
     set_aside(tmp_path, keep_metrics=True)
     again = Records(tmp_path)
@@ -381,7 +381,7 @@ def test_an_attempt_that_goes_on_from_a_checkpoint_is_told_what_is_new(tmp_path:
     again.recovery("rank 0 died")
     after = Hears()
     with telling(tmp_path, after) as driver:
-        driver.tell()
+        driver.deliver()
         ids.append(driver._record["id"])
     assert before.heard == [("start", "first"), 0, 1, "rank 3 died", "end"]
     assert after.heard == [("start", "first"), 2, "rank 0 died", "end"]
@@ -392,12 +392,12 @@ def test_a_record_of_what_was_told_that_is_damaged_or_of_another_run_is_set_asid
     tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture
 ) -> None:
     records.steps(0)
-    others = '{"id": "a", "told": {"hears": {"step": 9}}, "run": "other"}'
+    others = '{"id": "a", "delivered": {"hears": {"step": 9}}, "run": "other"}'
     for number, damaged in enumerate(("{", "{}", "[]", others), 1):
         (tmp_path / CALLBACKS_NAME).write_text(damaged)
         hears = Hears()
         with telling(tmp_path, hears) as driver:
-            driver.tell()
+            driver.deliver()
         assert hears.heard == [("start", "first"), 0, "end"]
         assert (tmp_path / f"{CALLBACKS_NAME}.damaged-{number}").read_text() == damaged
     assert "it is set aside as callbacks.json.damaged-4, and the callbacks receive everything again" in caplog.text
@@ -423,18 +423,18 @@ def test_in_an_object_store_a_driver_on_another_host_goes_on_where_the_first_one
         (folder / METRICS_NAME).unlink(missing_ok=True)
         Records(folder).steps(*steps)
         hears = Hears()
-        with Telling(
+        with CallbackDelivery(
             (hears,),
             RunInfo("told", folder, {}),
             bring=partial(run_storage.fetch_places, run, folder),
             keep=partial(run_storage.keep_places, run, folder),
         ) as telling:
-            telling.tell()
+            telling.deliver()
         heard.append([event for event in hears.heard if isinstance(event, int)])
     assert heard == [[0, 1, 2], [3], [4]]
     run_storage.reset_places(run, goes_on=True, was_finished=False)
     run_storage.fetch_places(run, tmp_path)
-    assert json.loads((tmp_path / CALLBACKS_NAME).read_text())["told"]["hears"] == {"step": 4}
+    assert json.loads((tmp_path / CALLBACKS_NAME).read_text())["delivered"]["hears"] == {"step": 4}
     run_storage.reset_places(run, goes_on=False, was_finished=False)
     run_storage.fetch_places(run, tmp_path)
     assert not (tmp_path / CALLBACKS_NAME).exists()
@@ -464,29 +464,29 @@ def validated(records: Records, *numbers: int, loss: float = 2.0) -> None:
 def test_what_a_callback_wants_is_known_once_it_is_told_and_outlives_its_driver(tmp_path: Path) -> None:
     records, run = Records(tmp_path), RunInfo("run", tmp_path)
     validated(records, 1)
-    with Telling([Controls(), Hears()], run) as telling:
-        assert telling.wanted(2) is None
-        telling.tell()
-        assert telling.wanted(2) == {"stop": "", "saves": True, "keeps": True}
-        assert telling.wanted(4) is None
-        telling.granted(2, {"stop": "", "saves": True, "keeps": True})
-        assert telling.wanted(2) == {"stop": "", "saves": True, "keeps": True}, "the same for members that ask again"
+    with CallbackDelivery([Controls(), Hears()], run) as telling:
+        assert telling.requests(2) is None
+        telling.deliver()
+        assert telling.requests(2) == {"stop": "", "saves": True, "keeps": True}
+        assert telling.requests(4) is None
+        telling.grant(2, {"stop": "", "saves": True, "keeps": True})
+        assert telling.requests(2) == {"stop": "", "saves": True, "keeps": True}, "the same for members that ask again"
         validated(records, 3)
-        telling.tell()
-    with Telling([Controls(), Hears()], run) as telling:
-        telling.tell()
-        assert telling.wanted(4) == {"stop": "Controls: seen enough", "saves": True, "keeps": True}
-        telling.granted(4, {"stop": "Controls: seen enough", "saves": False, "keeps": False})
+        telling.deliver()
+    with CallbackDelivery([Controls(), Hears()], run) as telling:
+        telling.deliver()
+        assert telling.requests(4) == {"stop": "Controls: seen enough", "saves": True, "keeps": True}
+        telling.grant(4, {"stop": "Controls: seen enough", "saves": False, "keeps": False})
     for was_finished, stop in ((False, "Controls: seen enough"), (True, "")):
         record = read_json(tmp_path / CALLBACKS_NAME)
         assert record is not None
         write_json(tmp_path / CALLBACKS_NAME, kept_places(record, was_finished=was_finished))
-        with Telling([Controls()], run) as telling:  # an attempt after the cluster was lost, or one that is longer
-            telling.tell()
-            again = telling.wanted(4)
+        with CallbackDelivery([Controls()], run) as telling:  # the next attempt, or a longer run
+            telling.deliver()
+            again = telling.requests(4)
             assert again is not None
             assert again["stop"] == stop
-            assert telling.wanted(2) == {"stop": "", "saves": False, "keeps": False}
+            assert telling.requests(2) == {"stop": "", "saves": False, "keeps": False}
 
 
 class Odd(Callback):
@@ -496,13 +496,13 @@ class Odd(Callback):
 
 def test_what_was_to_be_kept_and_had_no_answer_is_forgotten_and_no_state_that_is_no_json_stays(tmp_path: Path) -> None:
     records, keeps, odd = Records(tmp_path), KeepBest(), Odd()
-    with Telling([keeps, odd], RunInfo("run", tmp_path)) as telling:
+    with CallbackDelivery([keeps, odd], RunInfo("run", tmp_path)) as telling:
         validated(records, 1, loss=2.0)
-        telling.tell()
+        telling.deliver()
         assert odd.state == {"seen": 1}
         validated(records, 3, loss=5.0)
-        telling.tell()
-        assert telling.wanted(4) == {"stop": "", "saves": False, "keeps": False}
+        telling.deliver()
+        assert telling.requests(4) == {"stop": "", "saves": False, "keeps": False}
         assert odd.state == {"seen": 1}, "a set is no JSON"
 
 
@@ -511,25 +511,25 @@ def test_control_is_refused_where_training_would_not_wait(tmp_path: Path) -> Non
         check_callbacks([Controls()], validates=False)
     hears = Hears()
     Records(tmp_path)
-    with Telling([hears], RunInfo("run", tmp_path)) as telling:
-        telling.tell()
+    with CallbackDelivery([hears], RunInfo("run", tmp_path)) as telling:
+        telling.deliver()
         with pytest.raises(ValueError, match="set controls = True"):
             hears.control.stop("now")
-        assert telling.wanted(2) is None, "it has nobody who could want something"
+        assert telling.requests(2) is None, "it has nobody who could want something"
 
 
 def test_early_stopping_and_the_best_checkpoint_follow_the_least_loss(tmp_path: Path) -> None:
-    records, wanted = Records(tmp_path), []
-    with Telling([EarlyStopping(patience=2, min_delta=0.05), KeepBest()], RunInfo("run", tmp_path)) as telling:
+    records, requests = Records(tmp_path), []
+    with CallbackDelivery([EarlyStopping(patience=2, min_delta=0.05), KeepBest()], RunInfo("run", tmp_path)) as telling:
         for index, loss in enumerate((3.0, 2.5, 2.48, 2.6)):
             validated(records, index, loss=loss)
-            telling.tell()
-            wanted.append(telling.wanted(index + 1))
-            telling.granted(index + 1, wanted[-1] or {})
-    assert [one["keeps"] for one in wanted if one] == [True, True, True, False]
-    assert [bool(one["stop"]) for one in wanted if one] == [False, False, False, True]
-    assert wanted[-1] is not None
-    assert "val_loss has not improved in 2 validations; its best was 2.5000 after step 1" in wanted[-1]["stop"]
+            telling.deliver()
+            requests.append(telling.requests(index + 1))
+            telling.grant(index + 1, requests[-1] or {})
+    assert [one["keeps"] for one in requests if one] == [True, True, True, False]
+    assert [bool(one["stop"]) for one in requests if one] == [False, False, False, True]
+    assert requests[-1] is not None
+    assert "val_loss has not improved in 2 validations; its best was 2.5000 after step 1" in requests[-1]["stop"]
     with pytest.raises(ValueError, match="patience=0"):
         EarlyStopping(patience=0)
     check_callbacks([EarlyStopping("val_accuracy"), KeepBest()], metrics=["val_loss", "val_accuracy"])

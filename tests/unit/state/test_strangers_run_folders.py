@@ -169,7 +169,7 @@ def test_the_end_the_steps_and_what_callbacks_were_told(folder: Path, data: st.D
     at = folder / "ended"
     at.mkdir(exist_ok=True)
     status = {"run": "r", "ended": True, "end": {"error": "E", "message": "m", "attempt": "a"}, "updated_unix_s": 1.0}
-    told = {"id": "i", "run": "r", "told": {"Callback": {"step": 0, "recovery": 1}}}
+    told = {"id": "i", "run": "r", "delivered": {"Callback": {"step": 0, "recovery": 1}}}
     notes = [{"note": "recovery", "recovery": {"cause": "c"}}, {"note": "checkpoint", "checkpoint": {"path": "p"}}]
     lines = [STEP, {"step": 0, "val_loss": 1.0}, {"step": 1, "note": "goes back", "build": [1, 1]}]
     (at / "status.json").write_bytes(data.draw(odd_json(status)))
@@ -184,8 +184,8 @@ def test_the_end_the_steps_and_what_callbacks_were_told(folder: Path, data: st.D
         attach.end_on_record(run, "a")
     with fenced(at):
         attach.refuse_if_written_to(run)
-    with fenced(at), callbacks.Telling([callbacks.Callback()], callbacks.RunInfo("r", at)) as telling:
-        telling.tell()
+    with fenced(at), callbacks.CallbackDelivery([callbacks.Callback()], callbacks.RunInfo("r", at)) as telling:
+        telling.deliver()
     with fenced(at):
         Result(dict(SUMMARY), at).metrics  # noqa: B018  reads
     with fenced(at):
