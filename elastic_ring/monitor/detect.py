@@ -117,9 +117,9 @@ class Hang:
     phase: str
 
     def describe(self) -> str:
-        what = {"stopped": "was stopped", "computing": "computed without progress"}.get(self.kind, "made no progress")
+        verb = {"stopped": "was stopped", "computing": "computed without progress"}.get(self.kind, "made no progress")
         where = self.phase if self.step < 0 else f"{self.phase} of step {self.step}"
-        return f"{what} for {self.still_s:.2f} s (limit {self.limit_s:.2f} s) in {where}"
+        return f"{verb} for {self.still_s:.2f} s (limit {self.limit_s:.2f} s) in {where}"
 
 
 @dataclass
@@ -215,8 +215,13 @@ class HangDetector:
     def _follow(
         self, track: _Track, stamp: Stamp | None, reading: ProcReading, stopped: bool, counted_s: float
     ) -> None:
-        computed_s = max(0, reading.cpu_ns - track.cpu_ns) / 1e9 if track.has_reading else 0.0
-        waited_s = _waited_s(track, reading, counted_s)
+        computed_s = waited_s = 0.0
+        if track.has_reading:
+            computed_s = max(0, reading.cpu_ns - track.cpu_ns) / 1e9
+            # The kernel adds a wait for a CPU to the sum when the wait ends. During a wait the thread is runnable and
+            # its time on a CPU does not grow.
+            starved = reading.thread_state == "R" and 0 < reading.run_ns == track.run_ns
+            waited_s = counted_s if starved else min(max(0, reading.wait_ns - track.wait_ns) / 1e9, counted_s)
         track.run_ns, track.wait_ns, track.cpu_ns = reading.run_ns, reading.wait_ns, reading.cpu_ns
         track.has_reading = True
         # Two stopped readings in a row show that the stop lasted the time between them; one shows no duration.
@@ -227,32 +232,18 @@ class HangDetector:
         track.idle_s = max(0.0, track.idle_s + passed_s - computed_s / _COMPUTING_SHARE)
         track.longest_idle_s = max(track.longest_idle_s, track.idle_s)
         if stamp is not None and stamp.counter != track.counter:
-            self._learn(track)
+            # A silence has ended. A stop, a first step and the phases with limits of their own do not show how long
+            # healthy work is silent.
+            is_usual = track.num_steps > 0 and track.phase not in self.settings.phase_floors_s
+            if is_usual and not track.was_stopped:
+                self._slowest_idle_s = max(self._slowest_idle_s, track.longest_idle_s)
+                self._slowest_computing_s = max(self._slowest_computing_s, track.silent_s)
             if 0 <= track.step < stamp.step:
                 track.num_steps += 1
             track.counter, track.step, track.phase = stamp.counter, stamp.step, stamp.phase
             track.silent_s = track.idle_s = track.longest_idle_s = 0.0
             track.reported = False
         track.was_stopped = stopped
-
-    def _learn(self, track: _Track) -> None:
-        """Let the limits follow a silence that has ended. A stop, a first step and the phases with limits of their own
-        do not show how long healthy work is silent."""
-        usual = track.num_steps > 0 and track.phase not in self.settings.phase_floors_s
-        if usual and not track.was_stopped:
-            self._slowest_idle_s = max(self._slowest_idle_s, track.longest_idle_s)
-            self._slowest_computing_s = max(self._slowest_computing_s, track.silent_s)
-
-
-def _waited_s(track: _Track, reading: ProcReading, counted_s: float) -> float:
-    """Seconds of this tick that the stamping thread was runnable without a CPU."""
-    if not track.has_reading:
-        return 0.0
-    waited_s = max(0, reading.wait_ns - track.wait_ns) / 1e9
-    # The kernel adds a wait to the sum when the wait ends. During a wait the thread is runnable and its time on a CPU
-    # does not grow.
-    starved = reading.thread_state == "R" and 0 < reading.run_ns == track.run_ns
-    return counted_s if starved else min(waited_s, counted_s)
 
 
 class ProcReader:
@@ -272,7 +263,8 @@ class ProcReader:
         thread = self._stat(f"{task}/stat")
         if thread is None:
             return ProcReading(state, "X", 0, 0, cpu_ns)
-        return ProcReading(state, thread[0].decode(), *self._times(f"{task}/schedstat"), cpu_ns)
+        times = (_read(f"{task}/schedstat") or b"0 0 0").split()  # just gone, or a kernel without schedstats
+        return ProcReading(state, thread[0].decode(), int(times[0]), int(times[1]), cpu_ns)
 
     @staticmethod
     def _stat(path: str) -> list[bytes] | None:
@@ -280,14 +272,6 @@ class ProcReader:
         # The command's name stands in parentheses and may contain spaces and parentheses.
         data = _read(path)
         return None if data is None else data.rpartition(b")")[2].split()
-
-    @staticmethod
-    def _times(path: str) -> tuple[int, int]:
-        data = _read(path)
-        if data is None:  # just gone, or a kernel without schedstats
-            return 0, 0
-        run_ns, wait_ns, _ = data.split()
-        return int(run_ns), int(wait_ns)
 
 
 _UTIME, _STIME = 11, 12  # fields of /proc/PID/stat, counted from the state

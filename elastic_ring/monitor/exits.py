@@ -102,10 +102,9 @@ class ExitWatch:
         assert self._selector is not None, "ExitWatch.wait before open"
         notices, self._gone = self._gone, []
         for ready, _ in self._selector.select(0 if notices else timeout_s):
-            known = self._watched.get(ready.data)
-            if known is None:  # unwatched by another thread since select returned
+            if ready.data not in self._watched:  # unwatched by another thread since select returned
                 continue
-            pid, pidfd = known
+            pid, pidfd = self._watched[ready.data]
             exit_code, number, source = _cause(pid, pidfd)
             notices.append(ExitNotice(pid, ready.data, time.monotonic(), exit_code, number, source))
             self.unwatch(ready.data)

@@ -57,8 +57,8 @@ class HostMemory:
         fields = _fields(self._root / "proc/meminfo")
         total = fields["MemTotal:"] << 10
         node = MemoryReading(total, total - (fields["MemAvailable:"] << 10))
-        limits = [found for folder in self._with_parents("self") if (found := _limited(folder, total)) is not None]
-        return max([node, *limits], key=lambda reading: reading.share)
+        limits = (_limited(folder, total) for folder in self._with_parents("self"))
+        return max([node, *filter(None, limits)], key=lambda reading: reading.share)
 
     def rss_bytes(self, pid: int) -> int:
         """Resident memory of a process; 0 once it is gone."""
@@ -78,8 +78,8 @@ class HostMemory:
         """Pressure on the node or a cgroup around this process, whichever is more; None without kernel support."""
         files = [self._root / "proc/pressure/memory"]
         files += [folder / "memory.pressure" for folder in self._with_parents("self")]
-        found = [pressure for path in files if (pressure := _pressure(path)) is not None]
-        return max(found, key=lambda pressure: (pressure.full, pressure.some), default=None)
+        pressures = filter(None, map(_pressure, files))
+        return max(pressures, key=lambda pressure: (pressure.full, pressure.some), default=None)
 
     def kill_counter(self, pid: int) -> Path | None:
         """The file in which the kernel counts what its OOM killer took in the cgroup of a process; the node's, if that

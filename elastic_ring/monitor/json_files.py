@@ -49,12 +49,12 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def as_written(where: str) -> Iterator[None]:
-    """Around what uses a record's content: whatever a run does not write there is damage. Raises RecordDamaged."""
+    """Wraps the reading of a record's content. Raises: RecordDamaged for content that no run writes."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        told = f"{where} is no record of a run ({type(error).__name__}: {error})"
-        raise RecordDamaged(told, path=where) from error
+        reason = f"{where} is no record of a run ({type(error).__name__}: {error})"
+        raise RecordDamaged(reason, path=where) from error
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -69,7 +69,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def readable_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """As `read_json`; empty also where it is damaged: for a file that a run can do without."""
+    """As `read_json`, for a file that a run can do without: empty if it is missing or damaged."""
     try:
         return read_json(path) or {}
     except RecordDamaged:
@@ -77,7 +77,7 @@ def readable_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def set_aside(path: Path, why: str) -> str:
-    """Rename a damaged file, so that its name says so and a new one can take its place. Returns a line to tell."""
+    """Rename a damaged file, so that a new one can take its place. Returns a line for the log."""
     free = (path.with_name(f"{path.name}{DAMAGED}{number}") for number in count(1))
     kept = next(other for other in free if not other.exists())
     path.rename(kept)

@@ -37,7 +37,7 @@ MAX_CONNECTIONS = 64
 ACCEPT_PAUSE_S = 0.2
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?")
 FRESH_S = 0.5
-"""Browsers that ask more often than this get the last answer: reading a long run's records takes its time."""
+"""Requests within this time get the last answer: reading a long run's records takes time."""
 
 
 class Page:
@@ -80,10 +80,10 @@ class Page:
         self._server.shutdown()
 
     def answers_to(self, host: str) -> bool:
-        """Whether a request's `Host` is an address or a name of this machine: a page of a stranger, whose own name
-        leads here by now (DNS rebinding), must not read the run through its reader's browser."""
+        """True if a request's `Host` is an address or a name of this machine. Guards against DNS rebinding: another
+        site's page, whose name resolves to this address, would read the run through its reader's browser."""
         if not host:
-            return True  # every browser says one
+            return True  # every browser sends one
         name = (urlsplit(f"//{host}").hostname or "") if _HOST.fullmatch(host) else ""
         with suppress(ValueError):
             return bool(ip_address(name))
@@ -91,11 +91,11 @@ class Page:
         return name in ("localhost", self._host.lower()) or name in _own_names()
 
     def data(self) -> bytes:
-        """What the page shows, as JSON; at most `FRESH_S` old."""
+        """The page's data as JSON, at most `FRESH_S` old."""
         with self._lock:
             if self._last is None or time.monotonic() - self._last[0] > FRESH_S:
-                found = json.dumps(page_data(self._look()), allow_nan=False).encode()
-                self._last = (time.monotonic(), found)
+                data = json.dumps(page_data(self._look()), allow_nan=False).encode()
+                self._last = (time.monotonic(), data)
             return self._last[1]
 
 
@@ -107,20 +107,20 @@ def _own_names() -> frozenset[str]:
 
 
 class _Server(ThreadingHTTPServer):
-    """For at most MAX_CONNECTIONS at a time. A browser that goes away, or somebody who says no HTTP, is no error."""
+    """Serves at most MAX_CONNECTIONS at a time. A closed connection or a request that is no HTTP is no error."""
 
     daemon_threads = True
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        super().__init__(*given)
+        super().__init__(*arguments)
 
     def get_request(self) -> Any:
         try:
             return super().get_request()
         except OSError as error:
             log.debug("no connection is taken: %s", error)
-            time.sleep(ACCEPT_PAUSE_S)  # when descriptors have run out, whoever waits stays ready
+            time.sleep(ACCEPT_PAUSE_S)  # descriptors have run out: the connection stays in the backlog
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -141,31 +141,28 @@ class _Server(ThreadingHTTPServer):
 
 def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = 30.0  # of a connection that says nothing
+        timeout = 30.0  # of a silent connection
 
         def do_GET(self) -> None:
             if not page.answers_to(self.headers.get("Host", "")):
-                told = b"this page answers to its address and to the name of its machine, and to no other name\n"
-                self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain; charset=utf-8", told)
+                text = b"this page answers to its address and to the name of its machine, and to no other name\n"
+                self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain; charset=utf-8", text)
                 return
             path = self.path.partition("?")[0]
             if path == "/":
                 html = resources.files("elastic_ring.monitor").joinpath("page.html").read_bytes()
                 self._answer(HTTPStatus.OK, "text/html; charset=utf-8", html)
             elif path == "/data.json":
-                self._answer_data()
+                status = HTTPStatus.OK
+                try:
+                    data = page.data()
+                except (ElasticRingError, ValueError, OSError) as error:  # the page shows it, and asks again
+                    log.warning("the run's records cannot be read: %s", error)
+                    status = HTTPStatus.SERVICE_UNAVAILABLE
+                    data = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+                self._answer(status, "application/json", data)
             else:
                 self._answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"there are / and /data.json\n")
-
-        def _answer_data(self) -> None:
-            status = HTTPStatus.OK
-            try:
-                told = page.data()
-            except (ElasticRingError, ValueError, OSError) as error:  # the page shows it, and asks again
-                log.warning("the run's records cannot be read: %s", error)
-                status = HTTPStatus.SERVICE_UNAVAILABLE
-                told = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
-            self._answer(status, "application/json", told)
 
         def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
             self.send_response(status)
@@ -181,73 +178,58 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-# ---------------------------------------------------------------- what it shows
+# ---------------------------------------------------------------- its data
 
 
 def page_data(folder: Path, now_unix_s: float | None = None) -> dict[str, Any]:
-    """The state, the curves and the ranks of a run, from the records in its folder. Raises RecordDamaged for records
-    that hold something else."""
-    try:
-        return _page_data(folder, now_unix_s)
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        told = f"the records in {folder} hold something else ({type(error).__name__}: {error})"
-        raise RecordDamaged(told, path=str(folder)) from error
-
-
-def _page_data(folder: Path, now_unix_s: float | None) -> dict[str, Any]:
+    """The state, the curves and the ranks of a run, from the records in its folder. Raises: RecordDamaged for records
+    with unexpected content."""
     now = time.time() if now_unix_s is None else now_unix_s
     records = Records.of(folder)
     status, summary, steps = records.status, records.summary, records.steps
-    recoveries = list(summary.get("recoveries") or status.get("recoveries") or [])
-    num_left = status.get("total_steps", len(steps)) - status.get("step", len(steps))
-    left = None if status.get("ended") else left_s(steps, num_left)
-    return {
-        "run": status.get("run") or folder.resolve().name,
-        "phase": _phase(status, summary),
-        "error": "; ".join(filter(None, (status.get("error"), *records.damaged))),
-        "news_s": None if status.get("ended") or not status else max(0.0, now - status.get("updated_unix_s", now)),
-        "step": status.get("step", len(steps)),
-        "total_steps": status.get("total_steps", len(steps)),
-        "term": status.get("term"),
-        "generation": status.get("generation"),
-        "mesh": status.get("mesh"),
-        "tokens_per_s": _rate(steps[-5:]),
-        "left": "" if left is None else duration(left),
-        "goodput": summary.get("goodput"),
-        "exact": summary.get("exact"),
-        "loss": _curve(steps, "loss"),
-        "validation": {name: _curve(steps, name) for name in loss_names(steps)},
-        **{name: _curve(steps, name) for name in ("step_s", "lr", "grad_norm", "rate")},
-        "resumes": sorted({one["step"] for one in summary.get("resumed_from") or status.get("resumed_from") or []}),
-        "generations": _generations(steps),
-        "recoveries": [{"step": one["step"], "line": recovery_line(one)} for one in recoveries],
-        "ranks": sorted(status.get("members") or [], key=lambda member: int(member["global_rank"])),
-        "spares": status.get("spares") or [],
-        "story": status.get("story") or [],
-    }
+    try:
+        num_left = status.get("total_steps", len(steps)) - status.get("step", len(steps))
+        left = None if status.get("ended") else left_s(steps, num_left)
+        rates = [line["tokens_per_s"] for line in steps[-5:] if line.get("tokens_per_s") is not None]
+        has_ended = status.get("ended") or (summary and not status)
+        recoveries = summary.get("recoveries") or status.get("recoveries") or []
+        resumes = summary.get("resumed_from") or status.get("resumed_from") or []
+        return {
+            "run": status.get("run") or folder.resolve().name,
+            "phase": "failed" if status.get("error") else "ended" if has_ended else str(status.get("phase", "unknown")),
+            "error": "; ".join(filter(None, (status.get("error"), *records.damaged))),
+            "news_s": None if status.get("ended") or not status else max(0.0, now - status.get("updated_unix_s", now)),
+            "step": status.get("step", len(steps)),
+            "total_steps": status.get("total_steps", len(steps)),
+            "term": status.get("term"),
+            "generation": status.get("generation"),
+            "mesh": status.get("mesh"),
+            "tokens_per_s": human_rate(math.fsum(rates) / len(rates)) if rates else None,
+            "left": "" if left is None else duration(left),
+            "goodput": summary.get("goodput"),
+            "exact": summary.get("exact"),
+            "loss": _curve(steps, "loss"),
+            "validation": {name: _curve(steps, name) for name in loss_names(steps)},
+            **{name: _curve(steps, name) for name in ("step_s", "lr", "grad_norm")},
+            "rate": _curve(steps, "tokens_per_s"),
+            "resumes": sorted({resume["step"] for resume in resumes}),
+            "generations": _generations(steps),
+            "recoveries": [{"step": record["step"], "line": recovery_line(record)} for record in recoveries],
+            "ranks": sorted(status.get("members") or [], key=lambda member: int(member["global_rank"])),
+            "spares": status.get("spares") or [],
+            "story": status.get("story") or [],
+        }
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        reason = f"the records in {folder} have unexpected content ({type(error).__name__}: {error})"
+        raise RecordDamaged(reason, path=str(folder)) from error
 
 
 def _curve(steps: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
-    key = {"rate": "tokens_per_s"}.get(name, name)
-    return thinned([(line["step"], line[key]) for line in steps if line.get(key) is not None])
-
-
-def _phase(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    if status.get("error"):
-        return "failed"
-    if status.get("ended") or (summary and not status):
-        return "ended"
-    return str(status.get("phase", "unknown"))
-
-
-def _rate(recent: Sequence[Mapping[str, Any]]) -> str | None:
-    """Tokens per second over the last steps, for people."""
-    rates = [line["tokens_per_s"] for line in recent if line.get("tokens_per_s") is not None]
-    return human_rate(math.fsum(rates) / len(rates)) if rates else None
+    return thinned([(line["step"], line[name]) for line in steps if line.get(name) is not None])
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """At most `most` points, which keep each stretch's lowest and highest: a spike must not go."""
+    """At most `most` points: the lowest and the highest of each stretch, so that spikes stay."""
     if len(points) <= most:
         return list(points)
     kept: dict[int, float] = {}
@@ -259,10 +241,10 @@ def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list
     return sorted(kept.items())
 
 
-def _generations(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The mesh over the steps: where each generation began and ended."""
-    found = []
+def _generations(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
+    """The mesh over the steps: the first and last step of each generation."""
+    bands = []
     for generation, lines in groupby(steps, key=lambda line: line["generation"]):
         band = list(lines)
-        found.append({"generation": generation, "first": band[0]["step"], "last": band[-1]["step"], **band[0]["mesh"]})
-    return found
+        bands.append({"generation": generation, "first": band[0]["step"], "last": band[-1]["step"], **band[0]["mesh"]})
+    return bands

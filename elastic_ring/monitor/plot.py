@@ -21,7 +21,7 @@ from elastic_ring.monitor.report import seconds
 _LOSS_COLOUR = "#1f4e79"
 _RECOVERY_COLOUR, _RESUME_COLOUR = "#b3261e", "#2e7d32"
 _BELOW = {"grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_s": "tokens/s"}
-"""What is drawn below the loss."""
+"""Panels below the loss."""
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -49,8 +49,8 @@ def draw_loss(
     path: str | os.PathLike[str],
     resumes: Sequence[int] = (),
 ) -> None:
-    """Write a PNG. `steps`: lines of metrics.jsonl in order; `recoveries`: those of the summary; `resumes`: the steps
-    that ran first after one."""
+    """Write a PNG. `steps`: lines of metrics.jsonl in order; `recoveries`: as in summary.json; `resumes`: the first
+    steps after a resume."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -60,7 +60,12 @@ def draw_loss(
     axes, *below = figure.subplots(1 + len(_BELOW), sharex=True, gridspec_kw={"height_ratios": [4, *[1] * len(_BELOW)]})
     _draw_generations(axes, steps)
     _draw_line(axes, steps, "loss", 1.6)
-    validated = _draw_validations(axes, steps)
+    validations = loss_names(steps)
+    for index, name in enumerate(validations):
+        points = [(line["step"], line[name]) for line in steps if line.get(name) is not None]
+        label = "validation" if name == "val_loss" else name.removeprefix("val_").removesuffix("_loss")
+        style = {"color": "#c77700"} if name == "val_loss" else {"color": f"C{index + 3}", "alpha": 0.8}
+        axes.plot(*zip(*points, strict=True), "o-", linewidth=0.6, markersize=4, label=label, zorder=4, **style)
     skipped = [line["step"] for line in steps if line.get("skipped")]
     if skipped:
         axes.plot(
@@ -74,7 +79,7 @@ def draw_loss(
             clip_on=False,
             zorder=4,
         )
-    if validated or skipped:
+    if validations or skipped:
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, frameon=False, fontsize=8)
     axes.set_ylabel("loss (nats per token)")
     axes.set_title("Loss of the committed steps", loc="left", fontsize=11)
@@ -110,26 +115,15 @@ def draw_loss(
 
 
 def _draw_line(axes: Axes, steps: Sequence[Mapping[str, Any]], name: str, width: float) -> None:
-    """What is not finite leaves a gap."""
+    """Plot one metric; values that are not finite leave a gap."""
     values = [math.nan if line.get(name) is None else line[name] for line in steps]
     axes.plot([line["step"] for line in steps], values, color=_LOSS_COLOUR, linewidth=width, zorder=3)
 
 
-def _draw_validations(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> bool:
-    """The mean of all sets, and each; returns whether there is any."""
-    names = loss_names(steps)
-    for index, name in enumerate(names):
-        points = [(line["step"], line[name]) for line in steps if line.get(name) is not None]
-        label = "validation" if name == "val_loss" else name.removeprefix("val_").removesuffix("_loss")
-        style = {"color": "#c77700"} if name == "val_loss" else {"color": f"C{index + 3}", "alpha": 0.8}
-        axes.plot(*zip(*points, strict=True), "o-", linewidth=0.6, markersize=4, label=label, zorder=4, **style)
-    return bool(names)
-
-
 def loss_names(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of the losses that validations have found: that of all sets, then each set's."""
-    found = {name for line in steps for name, value in line.items() if value is not None}
-    return sorted((name for name in found if re.fullmatch("val_(.+_)?loss", name)), key=lambda name: (len(name), name))
+    """Names of the validations' losses: the mean of all sets, then each set's."""
+    names = {name for line in steps for name, value in line.items() if value is not None}
+    return sorted((name for name in names if re.fullmatch("val_(.+_)?loss", name)), key=lambda name: (len(name), name))
 
 
 def _draw_marks(axes: Axes, steps: Sequence[int], colour: str) -> None:
@@ -139,12 +133,12 @@ def _draw_marks(axes: Axes, steps: Sequence[int], colour: str) -> None:
 
 
 def short_cause(cause: str) -> str:
-    """`rank 3 died in backward +1` of `rank 3 died in backward of step 21 (killed by SIGKILL); rank ...`."""
-    first, *others = cause.split("; ")
+    """`rank 3 died in backward +1` for `rank 3 died in backward of step 21 (killed by SIGKILL); rank ...`."""
+    first, *rest = cause.split("; ")
     text = re.sub(r" (of|in) step \d+", "", re.sub(r" \([^)]*\)?", "", first)).strip()
     if len(text) > 40:
         text = text[:37].rstrip() + "..."
-    return f"{text} +{len(others)}" if others else text
+    return f"{text} +{len(rest)}" if rest else text
 
 
 def _draw_generations(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:

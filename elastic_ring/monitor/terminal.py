@@ -46,6 +46,7 @@ def clear_screen() -> None:
 @contextmanager
 def coloured() -> Iterator[None]:
     """The terminal itself, for text of this program and of the command line alone, such as `--help`."""
-    out, err = (one.stream if isinstance(one, PlainStream) else one for one in (sys.stdout, sys.stderr))
+    streams = (sys.stdout, sys.stderr)
+    out, err = (stream.stream if isinstance(stream, PlainStream) else stream for stream in streams)
     with redirect_stdout(out), redirect_stderr(err):
         yield
