@@ -26,7 +26,6 @@ from elastic_ring.monitor.metrics import (
     METRICS_NAME,
     STATUS_NAME,
     SUMMARY_NAME,
-    MetricsLine,
     committed_lines,
 )
 
@@ -150,7 +149,7 @@ class Records:
                 damaged.append(str(error))
                 return {}
 
-        def lines(name: str) -> Sequence[MetricsLine]:
+        def lines(name: str) -> Sequence[Mapping[str, Any]]:
             path = folder / name
             try:
                 records, flaws = salvage_file(path)
