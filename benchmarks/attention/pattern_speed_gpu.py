@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.results import write_json
-from elastic_ring.attention.kernels.adapters import flash_attn4
+from elastic_ring.attention.kernels.adapters import flash_attn
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import covering
@@ -51,14 +51,14 @@ NUM_SHOWN = 8
 class _DenseFlash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, lse = flash_attn4.forward(q, k, v, causal=True, scale=q.size(-1) ** -0.5)
+        out, lse = flash_attn.flash4_forward(q, k, v, causal=True, scale=q.size(-1) ** -0.5)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
         q = ctx.saved_tensors[0]
-        return flash_attn4.backward(dout, *ctx.saved_tensors, causal=True, scale=q.size(-1) ** -0.5)
+        return flash_attn.flash4_backward(dout, *ctx.saved_tensors, causal=True, scale=q.size(-1) ** -0.5)
 
 
 def dense_of(kernel: Kernel) -> Attend:

@@ -8,7 +8,7 @@ in this file.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,8 @@ class BlockLists:
 
 @dataclass(frozen=True, eq=False)
 class BlockMasks:
-    """The pairs of blocks that are kept in part: `masks` (m, 128, 4) int32, a bit for each query and key (`packed`), of
-    which block pair (i, j) has number `numbers[:, i, j]` (H or 1, n or 2, n' or 2) int32. Number 0 is the causal
-    mask."""
+    """Masks of partial blocks: `masks` (m, 128, 4) int32, a bit for each query and key (`packed`). `numbers` (H or 1, n
+    or 2, n' or 2) int32 has the mask of each pair of blocks; number 0 is the causal mask."""
 
     numbers: torch.Tensor
     masks: torch.Tensor
@@ -50,12 +49,12 @@ class BlockMasks:
 @dataclass(frozen=True, eq=False)
 class BlockTables:
     """Lists of blocks of 128 tokens: diagonal blocks (`own`, with the causal mask) and fully visible blocks (`full`).
-    With `masks`, `own` are all blocks that are kept in part.
+    With `masks`, `own` are all partial blocks.
 
     `own` and `full` list key blocks per query block, for forward; `own_by_key` and `full_by_key` list query blocks
     per key block, for backward. Fetched keys have no diagonal blocks: all counts of `own` are 0. `all_rows`: the
     queries are all queries of a rank, so their number is the same in every call; `all_keys`: the same for keys.
-    `whole`: the tables of all heads and the first head of this subset, if this is a subset. `made` caches objects that
+    `whole`: the tables of all heads and the first head of this subset, if this is a subset. `derived` caches what
     kernels derive from the tables.
     """
 
@@ -69,7 +68,7 @@ class BlockTables:
     all_keys: bool = True
     whole: tuple[BlockTables, int] | None = field(default=None, repr=False)
     masks: BlockMasks | None = None
-    made: dict[str, Any] = field(default_factory=dict, repr=False)
+    derived: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -82,34 +81,30 @@ class BlockTables:
 
     def of_heads(self, first: int, last: int) -> BlockTables:
         """The tables of query heads `first` to `last` - 1."""
-        lists = (self.own, self.own_by_key, self.full, self.full_by_key)
-        own, own_by_key, full, full_by_key = (each.of_heads(first, last) for each in lists)
-        return BlockTables(
-            own,
-            own_by_key,
-            full,
-            full_by_key,
-            self.num_q_blocks,
-            self.num_k_blocks,
-            self.all_rows,
-            self.all_keys,
+        return replace(
+            self,
+            own=self.own.of_heads(first, last),
+            own_by_key=self.own_by_key.of_heads(first, last),
+            full=self.full.of_heads(first, last),
+            full_by_key=self.full_by_key.of_heads(first, last),
             whole=(self, first),
             masks=self.masks and self.masks.of_heads(first, last),
+            derived={},
         )
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors of the lists and of `made`, possibly with duplicates."""
+        """All tensors of the lists and of `derived`, possibly with duplicates."""
         for lists in (self.own, self.own_by_key, self.full, self.full_by_key):
             yield from (lists.counts, lists.indices)
         if self.masks is not None:
             yield from (self.masks.numbers, self.masks.masks)
-        for made in self.made.values():
-            yield from (x for x in vars(made).values() if isinstance(x, torch.Tensor))
+        for derived in self.derived.values():
+            yield from (x for x in vars(derived).values() if isinstance(x, torch.Tensor))
 
 
 def tables_between(own: Mask, full: Kept, device: torch.device, masks: torch.Tensor | None = None) -> BlockTables:
     """Tables from `full` (H or 1, n, n) bool, queries first, the fully visible blocks, and `own` (H or 1, n) bool,
-    whether a query block sees its diagonal block under the causal mask. With `masks`, `full` says how each is kept."""
+    whether a query block sees its diagonal block under the causal mask. With `masks`, `full` is as in `Kept`."""
     num_heads, num_blocks = full.shape[:2]
     if masks is not None:
         at, full = np.arange(num_blocks), full.copy()
@@ -134,8 +129,8 @@ def tables_apart(
 ) -> BlockTables:
     """Tables for one or more groups whose queries see only keys of their own group, all fully and none diagonal.
 
-    `kept[i]` (H or 1, n, m) bool, queries first, are the visible blocks of group i; with `masks` they say how each is
-    kept (`Kept`). The query blocks of the groups are concatenated; `keys[i]` (m,) are the ascending indices of the
+    `kept[i]` (H or 1, n, m) bool, queries first, are the visible blocks of group i, with `masks` as in `Kept`. The
+    query blocks of the groups are concatenated; `keys[i]` (m,) are the ascending indices of the
     group's key blocks, and all groups together use every index from 0. If any group has H heads, all get H.
     """
     num_heads = max(len(each) for each in kept)
@@ -148,7 +143,8 @@ def tables_apart(
         return _listed(chosen, queries, keys, device), _listed(by_key, keys, queries, device)
 
     if masks is None:
-        own, own_by_key = (_empty_lists(num_heads, num, device) for num in (num_q_blocks, num_k_blocks))
+        empty = [torch.zeros(1, num_heads, n, dtype=torch.int32, device=device) for n in (num_q_blocks, num_k_blocks)]
+        own, own_by_key = (BlockLists(counts, counts.unsqueeze(-1)) for counts in empty)
         full, full_by_key = listed(kept)
         numbered = None
     else:
@@ -164,10 +160,10 @@ def tables_apart(
     )
 
 
-# ------------------------------------------------------------ what a rule keeps of each block
+# ------------------------------------------------------------ the kept part of each block
 
 Kept = NDArray[Any]
-"""What is kept of each pair of blocks, int16: nothing, 0; all, WHOLE; else FIRST_MASK + a mask's number. Or bool."""
+"""The kept part of each pair of blocks, int16: 0, nothing; WHOLE, all; else FIRST_MASK + a mask's number. Or bool."""
 WHOLE, CAUSAL, FIRST_MASK = 1, 2, 2
 MOST_MASKS = 1 << 12
 """Different masks of a plan: 8 MiB of device memory."""
@@ -176,28 +172,24 @@ PAIRS_AT_ONCE = 1 << 8
 
 
 class MaskNumbers:
-    """Numbers the masks of a plan in the order in which they are found; the first is the causal one."""
+    """Numbers the masks of a plan, in the order of their first use after the causal mask."""
 
     def __init__(self) -> None:
         causal = np.tril(np.ones((BLOCK_TOKENS, BLOCK_TOKENS), dtype=bool))
         self._numbers = {packed(causal).tobytes(): 0}
 
     def kept(self, rule: Rule, kinds: Kinds, queries: Positions, keys: Positions, causal: bool) -> Kept:
-        """`kinds` (n, m) of the blocks `queries` and `keys` under `rule`, with the masks of those kept in part. Raises:
+        """`kinds` (n, m) of the blocks `queries` and `keys` under `rule`, with the masks of partial blocks. Raises
         `ValueError` beyond `MOST_MASKS`."""
         kept = np.where(kinds == FULL, WHOLE, 0).astype(np.int16)
         rows, columns = np.nonzero(kinds == PART)
         for first in range(0, len(rows), PAIRS_AT_ONCE):
             some = rows[first : first + PAIRS_AT_ONCE], columns[first : first + PAIRS_AT_ONCE]
             seen = rule.token_pairs(queries[some[0]], keys[some[1]], BLOCK_TOKENS, causal)
-            kept[some] = [self._number(mask) for mask in seen]
+            kept[some] = [0 if not mask.any() else WHOLE if mask.all() else self._number(mask) for mask in seen]
         return kept
 
     def _number(self, mask: Mask) -> int:
-        if not mask.any():
-            return 0
-        if mask.all():
-            return WHOLE
         number = self._numbers.setdefault(packed(mask).tobytes(), len(self._numbers))
         if number >= MOST_MASKS:
             raise ValueError(
@@ -208,7 +200,7 @@ class MaskNumbers:
         return FIRST_MASK + number
 
     def array(self) -> NDArray[np.int32]:
-        """(m, 128, 4), as `BlockMasks` has them."""
+        """(m, 128, 4), the `masks` of `BlockMasks`."""
         words = np.frombuffer(bytearray(b"".join(self._numbers)), dtype="<i4")
         return words.reshape(-1, BLOCK_TOKENS, MASK_WORDS)
 
@@ -226,21 +218,23 @@ def kept_between(
     causal: bool = True,
     masks: MaskNumbers | None = None,
 ) -> Kept:
-    """(H, n, m), or (1, n, m) if all heads follow one rule: what is kept of each pair of the blocks `queries` and
-    `keys`; bool without `masks`, which number the ways in which a rule keeps part of a block.
+    """(H, n, m), or (1, n, m) if all heads follow one rule: the kept part of each pair of the blocks `queries` and
+    `keys`; bool without `masks`.
 
     Block indices count from the sequence's start, in any order; `documents` are token ranges. Raises `ValueError` for
-    a rule that keeps part of a block where there are no `masks`.
+    a rule with partial blocks where there are no `masks`.
     """
     for rule in dict.fromkeys(rules if masks is None else ()):
         for number, (start, stop) in enumerate(documents):
             check_whole_blocks(rule.of_document(number), stop - start, causal)
     chosen = rules[:1] if len(set(rules)) == 1 else rules
-    of_rule = {rule: _of_documents(rule, documents, queries, keys, causal, masks) for rule in dict.fromkeys(chosen)}
+    of_rule = {
+        rule: _kept_in_documents(rule, documents, queries, keys, causal, masks) for rule in dict.fromkeys(chosen)
+    }
     return np.stack([of_rule[rule] for rule in chosen])
 
 
-def _of_documents(
+def _kept_in_documents(
     rule: Rule,
     documents: tuple[Range, ...],
     queries: Positions,
@@ -248,15 +242,15 @@ def _of_documents(
     causal: bool,
     masks: MaskNumbers | None,
 ) -> Kept:
-    """(n, m): what `rule` keeps of each pair of blocks; nothing across documents."""
+    """(n, m): the kept part of each pair of blocks under `rule`; nothing across documents."""
     kept: Kept = np.zeros((len(queries), len(keys)), dtype=bool if masks is None else np.int16)
     for number, (start, stop) in enumerate(documents):
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
         rows, columns = (np.flatnonzero((first <= blocks) & (blocks < last)) for blocks in (queries, keys))
         if len(rows) and len(columns):
-            here, own, others = rule.of_document(number), queries[rows] - first, keys[columns] - first
-            for strip, kinds in row_strips(here, stop - start, BLOCK_TOKENS, own, others, causal):
-                some = kinds != NONE if masks is None else masks.kept(here, kinds, own[strip], others, causal)
+            here, own, own_keys = rule.of_document(number), queries[rows] - first, keys[columns] - first
+            for strip, kinds in row_strips(here, stop - start, BLOCK_TOKENS, own, own_keys, causal):
+                some = kinds != NONE if masks is None else masks.kept(here, kinds, own[strip], own_keys, causal)
                 kept[np.ix_(rows[strip], columns)] = some
     return kept
 
@@ -275,7 +269,8 @@ def check_documents(document_starts: tuple[int, ...]) -> None:
 
 
 def check_whole_blocks(rule: Rule, seq_len: int, causal: bool = True) -> None:
-    """Raises `ValueError` if `rule` keeps part of a block of a document of `seq_len` tokens, or could for some content.
+    """Raises `ValueError` if `rule` has, or for some content could have, partial blocks in a document of `seq_len`
+    tokens.
 
     Where `causal`, a diagonal block counts as whole if all its causal pairs are kept.
     """
@@ -317,12 +312,7 @@ def _listed(
     heads = np.arange(num_heads) * (counts.shape[1] * indices.shape[2])
     for chosen, at, to in zip(wide, rows, columns, strict=True):
         each = counts[:, at].ravel()
-        found = np.flatnonzero(chosen)  # np.nonzero of a 3-D array is several times slower
+        flat = np.flatnonzero(chosen)  # np.nonzero of a 3-D array is several times slower
         starts = np.add.outer(heads, at * indices.shape[2]).ravel() - (np.cumsum(each) - each)
-        indices.ravel()[np.repeat(starts, each) + np.arange(found.size)] = to[found % max(1, len(to))]
+        indices.ravel()[np.repeat(starts, each) + np.arange(flat.size)] = to[flat % max(1, len(to))]
     return BlockLists(*(torch.from_numpy(each).unsqueeze(0).to(device) for each in (counts, indices)))
-
-
-def _empty_lists(num_heads: int, num_rows: int, device: torch.device) -> BlockLists:
-    counts = torch.zeros(1, num_heads, num_rows, dtype=torch.int32, device=device)
-    return BlockLists(counts, counts.unsqueeze(-1))

@@ -42,10 +42,10 @@ class Kernel:
     `forward(q, k, v, *, causal, scale) -> (out, lse)`: q, out (B, Sq, H, D); k, v (B, Sk, Hkv, D); lse
     (B, Sq, H), natural log, fp32 or fp64. `backward(dout, q, k, v, out, lse, *, causal, scale) ->
     (dq, dk, dv)` takes the *merged* out and lse, so that the gradients of all calls add up to the exact total.
-    Causal tiles are square. A query that sees none of the keys gets out 0 and lse -inf; one that sees none at all is
-    given to backward with lse +inf. A kernel that covers a mask also takes `mask` (Sq, Sk), one that covers documents
-    takes `documents`, of one sequence (B = 1), with `causal`; one over tables takes
-    `(..., tables, scale)` in place of `causal` and `scale`. `attend` and `gradients` make the call for any cover.
+    Causal tiles are square. A query that sees none of these keys gets out 0 and lse -inf; a query that sees no key in
+    any call has lse +inf in backward. A kernel that covers a mask also takes `mask` (Sq, Sk); a kernel that covers
+    documents takes `documents`, of one sequence (B = 1), with `causal`; a kernel over tables takes `tables` in place
+    of `causal`. `attend` and `gradients` make the call for any cover.
 
     - `covers`: the kinds of calls that it serves; "masked_tables" are those with blocks that are kept in part.
     - `max_head_dim`: None means no limit. `head_dims`: the only ones, if not None.
@@ -81,13 +81,7 @@ class Kernel:
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cover: Cover, scale: float) -> Pair:
         """(out, lse) of one call."""
-        if isinstance(cover, BlockTables):
-            return self.forward(q, k, v, cover, scale)
-        if isinstance(cover, Documents):
-            return self.forward(q, k, v, causal=True, scale=scale, documents=cover)
-        if isinstance(cover, torch.Tensor):
-            return self.forward(q, k, v, causal=False, scale=scale, mask=cover)
-        return self.forward(q, k, v, causal=cover == "causal", scale=scale)
+        return self.forward(q, k, v, **_cover_arguments(cover), scale=scale)
 
     def gradients(
         self,
@@ -102,17 +96,11 @@ class Kernel:
         **places: torch.Tensor,
     ) -> Grads:
         """(dq, dk, dv) of one call."""
-        if isinstance(cover, BlockTables):
-            return self.backward(dout, q, k, v, out, lse, cover, scale, **places)
-        if isinstance(cover, Documents):
-            return self.backward(dout, q, k, v, out, lse, causal=True, scale=scale, documents=cover, **places)
-        if isinstance(cover, torch.Tensor):
-            return self.backward(dout, q, k, v, out, lse, causal=False, scale=scale, mask=cover, **places)
-        return self.backward(dout, q, k, v, out, lse, causal=cover == "causal", scale=scale, **places)
+        return self.backward(dout, q, k, v, out, lse, **_cover_arguments(cover), scale=scale, **places)
 
     def refusal(self, device: torch.device | str, dtype: torch.dtype, head_dim: int, deterministic: bool) -> str | None:
         """The reason why this kernel does not support such a call, or None if it does."""
-        device = torch.device(device)
+        device, sparse = torch.device(device), "tables" in self.covers
         if device.type not in self.devices:
             return f"runs on {', '.join(self.devices)}, not on {device.type}"
         if dtype not in self.dtypes:
@@ -124,15 +112,14 @@ class Kernel:
         if head_dim % self.head_dim_multiple:
             return f"takes multiples of {self.head_dim_multiple} as head_dim, not {head_dim}"
         if deterministic and not self.deterministic and self.deterministic_backward is None:
-            sparse = "tables" in self.covers
             return "has no deterministic sparse backward on this device" if sparse else "is not deterministic"
         if self.package is not None and self.version() is None:
             return f"needs {self.package}, which is not installed"
         if self.min_capability is not None:
             capability = torch.cuda.get_device_capability(device)
             if capability < self.min_capability:
-                needed, found = (".".join(map(str, pair)) for pair in (self.min_capability, capability))
-                return f"needs compute capability {needed}, and this device has {found}"
+                needed, present = (".".join(map(str, pair)) for pair in (self.min_capability, capability))
+                return f"needs compute capability {needed}, and this device has {present}"
         return None
 
     def repeatable(self) -> Kernel:
@@ -148,3 +135,21 @@ class Kernel:
             return metadata.version(self.package) if self.package is not None else torch.__version__
         except metadata.PackageNotFoundError:
             return None
+
+
+def _cover_arguments(cover: Cover) -> dict[str, bool | torch.Tensor | Documents | BlockTables]:
+    if isinstance(cover, BlockTables):
+        return {"tables": cover}
+    if isinstance(cover, Documents):
+        return {"causal": True, "documents": cover}
+    if isinstance(cover, torch.Tensor):
+        return {"causal": False, "mask": cover}
+    return {"causal": cover == "causal"}
+
+
+def native_inputs(inputs: tuple[torch.Tensor, ...], documents: Documents | None = None) -> tuple[torch.Tensor, ...]:
+    """dout, q, k, v, out and lse of a backward pass as flash kernels take them: lse contiguous (B, H, Sq); of packed
+    documents each without its first dimension."""
+    *wide, lse = inputs
+    native = (*wide, lse.transpose(1, 2).contiguous())
+    return native if documents is None else tuple(x[0] for x in native)

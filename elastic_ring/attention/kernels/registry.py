@@ -8,23 +8,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from elastic_ring.attention.kernels.adapters import (
-    aten_cpu,
-    aten_flash,
-    block_reference,
-    block_sparse,
-    cudnn,
-    flash_attn2,
-    flash_attn4,
-    flex,
-    reference,
-)
+from elastic_ring.attention.kernels.adapters import aten, flash_attn, flex, reference
 from elastic_ring.attention.kernels.kernel import DENSE, CoverKind, Kernel
 from elastic_ring.attention.kernels.verify import self_test
 from elastic_ring.errors import RunFailed
@@ -33,84 +22,103 @@ logger = logging.getLogger(__name__)
 
 _ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)
-
-
-def _of(name: str, adapter: Any, dtypes: tuple[torch.dtype, ...], **what: Any) -> Kernel:
-    """A kernel whose functions are those of a file of `adapters`."""
-    repeatable = getattr(adapter, "deterministic_backward", None)
-    return Kernel(
-        name,
-        dtypes=dtypes,
-        forward=adapter.forward,
-        backward=adapter.backward,
-        deterministic_backward=repeatable,
-        **what,
-    )
-
-
 _PACKED: tuple[CoverKind, ...] = (*DENSE, "documents")
-_GPU: dict[str, Any] = {
-    "covers": DENSE,
-    "devices": ("cuda",),
-    "max_head_dim": 256,
-    "deterministic": False,
-    "min_capability": (8, 0),
-    "head_dim_multiple": 8,
-    "keeps_type": True,
-}
-_EXACT: dict[str, Any] = {"dtypes": _ALL_DTYPES, "max_head_dim": None, "deterministic": True}
-_TABLES: dict[str, Any] = {
-    "covers": ("tables", "masked_tables"),
-    "devices": ("cuda",),
-    "dtypes": _HALF,
-    "max_head_dim": None,
-    "head_dims": (64, 128),
-    "keeps_type": True,
-}
+_on_gpu = partial(
+    Kernel,
+    covers=DENSE,
+    devices=("cuda",),
+    dtypes=_HALF,
+    max_head_dim=256,
+    deterministic=False,
+    min_capability=(8, 0),
+    head_dim_multiple=8,
+    keeps_type=True,
+)
+_exact = partial(Kernel, dtypes=_ALL_DTYPES, max_head_dim=None, deterministic=True)
+_over_tables = partial(
+    Kernel,
+    covers=("tables", "masked_tables"),
+    devices=("cuda",),
+    dtypes=_HALF,
+    max_head_dim=None,
+    head_dims=(64, 128),
+    keeps_type=True,
+)
 
 KERNELS: tuple[Kernel, ...] = (
-    _of(
+    _on_gpu(
         "flash-attn-4",
-        flash_attn4,
-        _HALF,
-        **_GPU | {"min_capability": (9, 0), "covers": _PACKED},
+        forward=flash_attn.flash4_forward,
+        backward=flash_attn.flash4_backward,
+        deterministic_backward=flash_attn.flash4_deterministic_backward,
+        min_capability=(9, 0),
+        covers=_PACKED,
         writes_gradients=True,
-        tile_tokens=flash_attn4.TILE_TOKENS,
+        tile_tokens=flash_attn.TILE_TOKENS,
         package="flash-attn-4",
     ),
-    _of("cudnn", cudnn, _HALF, **_GPU | {"max_head_dim": 128}),
-    _of("flash-attn-2", flash_attn2, _HALF, **_GPU, writes_gradients=True, package="flash-attn"),
-    _of("aten-flash", aten_flash, _HALF, **_GPU | {"covers": _PACKED}),
-    _of(
-        "flex", flex, (*_HALF, torch.float32), **_GPU | {"deterministic": True, "head_dim_multiple": 16}, by_length=True
+    _on_gpu("cudnn", forward=aten.cudnn_forward, backward=aten.cudnn_backward, max_head_dim=128),
+    _on_gpu(
+        "flash-attn-2",
+        forward=flash_attn.flash2_forward,
+        backward=flash_attn.flash2_backward,
+        deterministic_backward=flash_attn.flash2_deterministic_backward,
+        writes_gradients=True,
+        package="flash-attn",
     ),
-    _of("aten-cpu", aten_cpu, covers=(*DENSE, "mask"), devices=("cpu",), **_EXACT),
-    _of("reference", reference, covers=_PACKED, devices=("cpu", "cuda"), **_EXACT),
-    Kernel(
+    _on_gpu(
+        "aten-flash",
+        forward=aten.flash_forward,
+        backward=aten.flash_backward,
+        deterministic_backward=aten.flash_deterministic_backward,
+        covers=_PACKED,
+    ),
+    _on_gpu(
+        "flex",
+        forward=flex.forward,
+        backward=flex.backward,
+        dtypes=(*_HALF, torch.float32),
+        deterministic=True,
+        head_dim_multiple=16,
+        by_length=True,
+    ),
+    _exact(
+        "aten-cpu",
+        forward=aten.cpu_forward,
+        backward=aten.cpu_backward,
+        covers=(*DENSE, "mask"),
+        devices=("cpu",),
+    ),
+    _exact(
+        "reference",
+        forward=reference.forward,
+        backward=reference.backward,
+        covers=_PACKED,
+        devices=("cpu", "cuda"),
+    ),
+    _over_tables(
         "flash-attn-4-sparse",
-        forward=block_sparse.flash_forward,
-        backward=block_sparse.flash_backward,
+        forward=flash_attn.sparse_forward,
+        backward=flash_attn.sparse_backward,
         deterministic=False,
         writes_gradients=True,
         package="flash-attn-4",
-        **_TABLES,
     ),
-    Kernel(
+    _over_tables(
         "flex-sparse",
-        forward=block_sparse.flex_forward,
-        backward=block_sparse.flex_backward,
+        forward=flex.sparse_forward,
+        backward=flex.sparse_backward,
         deterministic=True,
         by_length=True,
-        **_TABLES,
     ),
-    _of(
+    _exact(
         "reference-sparse",
-        block_reference,
+        forward=reference.sparse_forward,
+        backward=reference.sparse_backward,
         covers=("tables", "masked_tables"),
         devices=("cpu", "cuda"),
         writes_gradients=True,
         only_by_name=True,
-        **_EXACT,
     ),
 )
 """In order of preference."""
@@ -129,7 +137,7 @@ def named(name: str) -> Kernel:
 
 
 def sparse_form(backend: Kernel | str | None) -> str | None:
-    """The name of the kernel over tables in a dense kernel's family; None if there is none."""
+    """The name of the kernel over tables of a dense kernel's family; None if there is none."""
     name = f"{backend.name if isinstance(backend, Kernel) else backend}-sparse"
     return name if any(kernel.name == name for kernel in covering("tables")) else None
 
@@ -185,7 +193,7 @@ def _select(
             reasons[kernel.name] = refusal
             continue
         kernel = kernel.repeatable() if deterministic else kernel
-        # Masks of blocks are tested where they are needed only: they are compiled apart.
+        # Masks of blocks are compiled apart, so they are tested only where they are needed.
         tested = replace(kernel, covers=tuple(each for each in kernel.covers if each in (cover, *_ALWAYS_TESTED)))
         failure = self_test(
             tested, device=device.type, dtype=dtype, head_dim=head_dim, head_ratio=head_ratio, cache_dir=cache_dir

@@ -1,5 +1,5 @@
-"""The self-test of kernels on this device: out, lse and gradients of small cases of all that a kernel covers, against
-the fp64 reference.
+"""The self-test of kernels on this device: out, lse and gradients of small cases of each cover, against the fp64
+reference.
 
 Results are cached per process. Passes are also cached on disk if a folder is given; the key has the versions and the
 device. Backward passes have been silently wrong before, so no kernel is used untested. Code shared with a kernel under
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 CASES_VERSION = 3
-"""Raise it with the cases: a pass of older ones proves less."""
+"""Raise it with the cases: a pass of older cases proves less."""
 SPARSE_HALF_TOLERANCE = 2e-2
 """For half-precision kernels over tables: gradients pass through buffers of 16 bits."""
 
@@ -63,7 +63,11 @@ def self_test(
     if cache_dir is None:
         return warm_up_kernels(kernel, device, dtype, head_dim, head_ratio)
     case = (kernel.deterministic, kernel.covers, str(dtype), head_dim, head_ratio)
-    proof = cache_dir / f"kernel-{_key(kernel, case, device)}.json"
+    where = ""
+    if device == "cuda":
+        where = f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()} {torch.version.cuda}"
+    key = repr((kernel.name, kernel.version(), torch.__version__, where, case, CASES_VERSION)).encode()
+    proof = cache_dir / f"kernel-{hashlib.sha256(key).hexdigest()[:24]}.json"
     if proof.exists():
         return None
     failure = warm_up_kernels(kernel, device, dtype, head_dim, head_ratio)
@@ -72,16 +76,8 @@ def self_test(
             proof.parent.mkdir(parents=True, exist_ok=True)
             replace_file(proof, json.dumps({"backend": kernel.name, "version": kernel.version()}).encode())
         except OSError as error:  # e.g. another user's folder; the next process runs the test again
-            logger.warning("that %s passed its test is not kept: %s", kernel.name, error)
+            logger.warning("the passed self-test of %s is not kept: %s", kernel.name, error)
     return failure
-
-
-def _key(kernel: Kernel, case: tuple[object, ...], device: str) -> str:
-    where = ""
-    if device == "cuda":
-        where = f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()} {torch.version.cuda}"
-    parts = (kernel.name, kernel.version(), torch.__version__, where, case, CASES_VERSION)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
 def warm_up_kernels(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, head_ratio: int) -> str | None:
@@ -94,10 +90,10 @@ def warm_up_kernels(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: i
         # The first call may run inside activation checkpointing, which must not count tensors that this test saves.
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             for case in _cases(kernel, device, dtype, head_dim, head_ratio):
-                found = _found(kernel, case)
-                again = _found(kernel, case) if kernel.deterministic else found
-                wanted = _wanted(case, head_dim**-0.5)
-                if (failure := disagreement(found, again, wanted, case.tolerance, case.of)) is not None:
+                results = _kernel_results(kernel, case)
+                again = _kernel_results(kernel, case) if kernel.deterministic else results
+                expected = _reference_results(case, head_dim**-0.5)
+                if (failure := disagreement(results, again, expected, case.tolerance, case.of)) is not None:
                     return failure
     except torch.OutOfMemoryError:
         raise
@@ -114,8 +110,8 @@ def warm_up_kernels(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: i
     return None
 
 
-def _wanted(case: _Case, scale: float) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv of the reference: one sequence and query head at a time, since it stores all scores and
+def _reference_results(case: _Case, scale: float) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv of the reference: one sequence and query head at a time, because it stores all scores and
     other workers may train on this GPU."""
     q, k, v, dout = case.inputs
     (num_sequences, _, num_heads, _), group = q.shape, q.size(2) // k.size(2)
@@ -129,15 +125,15 @@ def _wanted(case: _Case, scale: float) -> list[torch.Tensor]:
         ]
         heads.append([torch.cat(parts) for parts in zip(*each, strict=True)])
     out, lse, dq, dk, dv = (torch.cat(parts, dim=2) for parts in zip(*heads, strict=True))
-    return [out, lse, dq, *(found.unflatten(2, (-1, group)).sum(3) for found in (dk, dv))]
+    return [out, lse, dq, *(grad.unflatten(2, (-1, group)).sum(3) for grad in (dk, dv))]
 
 
 def disagreement(
-    found: list[torch.Tensor], again: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float, of: str = ""
+    results: list[torch.Tensor], again: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float, of: str = ""
 ) -> str | None:
-    """The first of out, lse, dq, dk, dv that differs from `wanted` by more than `tolerance`, relative, or between two
+    """The first of out, lse, dq, dk, dv that differs from `expected` by more than `tolerance`, relative, or between two
     runs; None if all agree."""
-    for name, got, repeated, want in zip(("out", "lse", "dq", "dk", "dv"), found, again, wanted, strict=True):
+    for name, got, repeated, want in zip(("out", "lse", "dq", "dk", "dv"), results, again, expected, strict=True):
         if not torch.equal(got.isinf(), want.isinf()):
             return f"{name}{of} is infinite elsewhere than where a query sees nothing"
         difference = (got.double() - want).masked_fill(want.isinf(), 0.0)
@@ -153,8 +149,8 @@ def disagreement(
 
 
 class _Case(NamedTuple):
-    """q, k, v, dout; (H or 1, Sq, Sk) bool, the keys that each query sees; and the calls that take them. With `exact`
-    the merged out is not rounded to the inputs' type."""
+    """q, k, v, dout; (H or 1, Sq, Sk) bool, the keys that each query sees; and the calls with their slices of the keys.
+    With `exact` the merged out is not rounded to the inputs' type."""
 
     inputs: list[torch.Tensor]
     seen: torch.Tensor
@@ -184,8 +180,8 @@ def _cases(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, head_
         number = number.repeat_interleave(lengths[1:])
         num_rows = number.numel()
         seen = (number[:, None] == number[None, :]).tril()[None]
-        packed_ones: list[tuple[slice, Cover]] = [(slice(0, num_rows), Documents(cuts, int(lengths.max())))]
-        yield _Case(inputs(0, 1, num_rows, num_rows), seen, packed_ones, TOLERANCE[dtype], " of packed documents")
+        packed_calls: list[tuple[slice, Cover]] = [(slice(0, num_rows), Documents(cuts, int(lengths.max())))]
+        yield _Case(inputs(0, 1, num_rows, num_rows), seen, packed_calls, TOLERANCE[dtype], " of packed documents")
     if "mask" in kernel.covers:
         mask = torch.rand(40, 24, generator=torch.Generator().manual_seed(0)) < 0.3
         mask[:, 0] = True
@@ -200,7 +196,7 @@ def _cases(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, head_
         if "masked_tables" in kernel.covers:
             cases += [_masked_tables(2 * head_ratio, 2, device), _masked_tables(1, 4, device)]
         for seed, (seen, of_tables) in enumerate(cases):
-            # As plans whose numbers vary, which kernels compiled by length pad to one.
+            # As in plans with varying numbers of blocks, which kernels compiled by length pad to one number.
             calls = [(keys, replace(each, all_rows=False, all_keys=False)) for keys, each in of_tables]
             yield _Case(inputs(seed, 2, seen.size(1), seen.size(2)), seen, calls, tolerance, " of a sparse case")
 
@@ -239,8 +235,8 @@ def _ring_tables(device: str) -> tuple[torch.Tensor, list[tuple[slice, BlockTabl
 
 
 def _masked_tables(num_heads: int, cut: int, device: str) -> tuple[torch.Tensor, list[tuple[slice, BlockTables]]]:
-    """Three query blocks and five key blocks in two calls, of `cut` and the others, each block kept not at all, whole,
-    or by one of three masks, different ones per head. The first query block sees no key of the second call."""
+    """Three query blocks and five key blocks in two calls, split at `cut`. Each block is kept not at all, whole, or by
+    one of three masks, which differ per head. The first query block sees no key of the second call."""
     generator = torch.Generator().manual_seed(0)
     masks = torch.rand(3, BLOCK_TOKENS, BLOCK_TOKENS, generator=generator) < 0.3
     masks[:, :, 0] = True
@@ -266,8 +262,8 @@ def as_tokens(kept: torch.Tensor, num_own_keys: int | None = None) -> torch.Tens
 
 
 @torch.no_grad()
-def _found(kernel: Kernel, case: _Case) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv, as a ring finds them. Over tables, fetched K and V are interleaved and gradients are
+def _kernel_results(kernel: Kernel, case: _Case) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv, computed as in a ring. Over tables, fetched K and V are interleaved and gradients are
     written, as in a ring's buffers."""
     q, k, v, dout = case.inputs
     scale = q.size(-1) ** -0.5

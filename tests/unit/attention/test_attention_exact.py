@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from elastic_ring.attention.kernels.adapters import aten_cpu
+from elastic_ring.attention.kernels.adapters import aten
 from elastic_ring.attention.kernels.kernel import Documents
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.ring import RingAttention
@@ -209,8 +209,8 @@ def test_checkpointing_runs_the_hops_again_and_gives_the_same_bits(rings: Thread
 def test_a_ring_of_one_is_the_single_kernel_bit_for_bit() -> None:
     case = Case(cp=1, seq_len=77, dtype=torch.float32)
     q, k, v, dout = case.tensors()
-    out, lse = aten_cpu.forward(q, k, v, causal=True, scale=case.head_dim**-0.5)
-    grads = aten_cpu.backward(dout, q, k, v, out, lse, causal=True, scale=case.head_dim**-0.5)
+    out, lse = aten.cpu_forward(q, k, v, causal=True, scale=case.head_dim**-0.5)
+    grads = aten.cpu_backward(dout, q, k, v, out, lse, causal=True, scale=case.head_dim**-0.5)
     found = run_ring(case, [None]).tensors
     assert all(torch.equal(a, b) for a, b in zip(found, (out, *grads), strict=True))
 

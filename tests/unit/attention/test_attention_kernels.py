@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic_ring.attention import ring as ring_module
-from elastic_ring.attention.kernels.adapters import aten_cpu, aten_flash, reference
+from elastic_ring.attention.kernels.adapters import aten, reference
 from elastic_ring.attention.kernels.kernel import CoverKind, Kernel
 from elastic_ring.attention.kernels.registry import covering, named, select
 from elastic_ring.attention.kernels.verify import self_test
@@ -112,27 +112,27 @@ def test_every_cpu_backend_passes_its_self_test(backend: Kernel, dtype: torch.dt
 
 
 def _base2_lse(*args: Any, **kwargs: Any) -> Any:
-    out, lse = aten_cpu.forward(*args, **kwargs)
+    out, lse = aten.cpu_forward(*args, **kwargs)
     return out, lse / math.log(2)
 
 
 def _ignores_causal(*args: Any, causal: bool, scale: float) -> Any:
-    return aten_cpu.forward(*args, causal=False, scale=scale)
+    return aten.cpu_forward(*args, causal=False, scale=scale)
 
 
 def _not_scaled(*args: Any, **kwargs: Any) -> Any:
-    dq, dk, dv = aten_cpu.backward(*args, **kwargs)
+    dq, dk, dv = aten.cpu_backward(*args, **kwargs)
     return dq, dk * 1.01, dv
 
 
 def _local_lse(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, causal: bool, scale: float) -> Any:
     """The classic mistake: normalising by this tile's own keys instead of all keys."""
-    out, lse = aten_cpu.forward(q, k, v, causal=causal, scale=scale)
-    return aten_cpu.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
+    out, lse = aten.cpu_forward(q, k, v, causal=causal, scale=scale)
+    return aten.cpu_backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
 
 
 def _nan(*args: Any, **kwargs: Any) -> Any:
-    out, lse = aten_cpu.forward(*args, **kwargs)
+    out, lse = aten.cpu_forward(*args, **kwargs)
     return out * math.nan, lse
 
 
@@ -225,7 +225,7 @@ def test_a_pass_is_kept_on_disk_and_a_failure_is_not(tmp_path: Path) -> None:
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
-        return aten_cpu.forward(*args, **kwargs)
+        return aten.cpu_forward(*args, **kwargs)
 
     def judge(forward: Any, folder: Path) -> Any:
         # A new object each time, as in a new process: the verdict in memory is not found.
@@ -263,7 +263,7 @@ def test_deterministic_picks_the_repeatable_form_of_a_fast_backend() -> None:
 
 
 def _same_backward(*args: Any, **kwargs: Any) -> Any:
-    return aten_cpu.backward(*args, **kwargs)
+    return aten.cpu_backward(*args, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_what_a_kernel_covers_is_tested_with_the_real_head_ratio_and_cached(
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> Any:
         calls[0] += 1
         out, lse = right.forward(q, k, v, *rest, **options)
-        kind = "tables" if rest else "mask" if "mask" in options else "full"
+        kind = next((each for each in ("tables", "mask") if each in options), "full")
         return (out * 1.5 if kind == cover and q.size(2) == 3 * k.size(2) else out), lse
 
     def choose(head_ratio: int) -> Kernel:
@@ -343,13 +343,13 @@ def test_the_flag_that_aten_reads_is_set_for_its_calls_only_and_restored_by_the_
 
     def call(num_rows: int) -> None:
         x = torch.zeros(1, num_rows, 1, 8)
-        aten_flash.deterministic_backward(x, x, x, x, x, x[..., 0], causal=True, scale=1.0)
+        aten.flash_deterministic_backward(x, x, x, x, x, x[..., 0], causal=True, scale=1.0)
 
     def first() -> None:
         call(1)
         first_is_out.set()
 
-    monkeypatch.setattr(aten_flash, "_backward", op)
+    monkeypatch.setattr(aten, "_flash_backward_op", op)
     mode, compiled = torch.get_deterministic_debug_mode(), inductor_config.deterministic
     torch.set_deterministic_debug_mode("warn")  # as a worker has it
     try:

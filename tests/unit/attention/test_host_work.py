@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.kernels.adapters.aten_cpu import backward, forward
+from elastic_ring.attention.kernels.adapters.aten import cpu_backward, cpu_forward
 from elastic_ring.attention.kernels.kernel import DENSE, Kernel
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.lowering import rectangles
@@ -149,9 +149,9 @@ def test_no_tensor_is_cut_where_a_tile_is_all_of_it(monkeypatch: pytest.MonkeyPa
 
     def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **more: Any) -> Any:
         seen.append(q is tensors[0] and k is tensors[1] and v is tensors[2])
-        return forward(q, k, v, *rest, **more)
+        return cpu_forward(q, k, v, *rest, **more)
 
-    kernel = Kernel("counted", DENSE, ("cpu",), (torch.float64,), None, True, checked, backward)
+    kernel = Kernel("counted", DENSE, ("cpu",), (torch.float64,), None, True, checked, cpu_backward)
     ring, _, tensors = ring_and_tensors(Case(2, 64), 0, 1, backend=kernel)
     both_passes(ring, tensors)
     assert seen[0]

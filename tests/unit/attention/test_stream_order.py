@@ -74,7 +74,7 @@ class Host:
             None,
             True,
             self.forward,
-            self.dense_backward,
+            self.backward,
             keeps_type=True,
             writes_gradients=True,
         )
@@ -87,15 +87,13 @@ class Host:
         self.run("forward", reads=[k, v])
         return torch.zeros_like(q), torch.zeros(q.shape[:3])
 
-    def backward(self, dout: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **places: Any) -> Any:
+    def backward(self, dout: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **more: Any) -> Any:
+        places = {name: more[name] for name in ("dk", "dv") if name in more}
         self.run("backward", reads=[k, v], writes=list(places.values()))
         return torch.zeros_like(q), places.get("dk", torch.zeros_like(k)), places.get("dv", torch.zeros_like(v))
 
     def gather_rows_(self, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
         self.run("gathers", reads=[k, v], writes=[packed])
-
-    def dense_backward(self, dout: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **more: Any) -> Any:
-        return self.backward(dout, q, k, v, **{name: more[name] for name in ("dk", "dv") if name in more})
 
     def add_(self, total: torch.Tensor, parts: list[torch.Tensor]) -> None:
         self.run("adds what came", reads=parts)

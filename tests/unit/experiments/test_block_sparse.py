@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic_ring.attention.kernels.adapters import reference
-from elastic_ring.attention.kernels.adapters.block_reference import seen_by, seen_by_key
+from elastic_ring.attention.kernels.adapters.reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.attention.kernels.verify import as_tokens
 from experiments.block_sparse import attend, choose_on_device, tables_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_ring.attention.kernels.adapters.block_sparse import LEAST, _power_of_four, _width, padded_blocks
+from elastic_ring.attention.kernels.adapters.flex import LEAST, _power_of_four, _width, padded_blocks
 from elastic_ring.attention.kernels.block_tables import BlockTables
 
 

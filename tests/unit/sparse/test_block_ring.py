@@ -13,7 +13,7 @@ import torch
 
 from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.kernels import block_tables
-from elastic_ring.attention.kernels.adapters.block_reference import seen_by, seen_by_key
+from elastic_ring.attention.kernels.adapters.reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import covering, named, select
 from elastic_ring.attention.kernels.verify import self_test
@@ -367,9 +367,9 @@ def test_a_pass_of_a_sparse_kernel_is_cached_on_disk_and_a_failure_is_not(tmp_pa
     def kernel(name: str, factor: float) -> tuple[Kernel, list[int]]:
         calls: list[int] = []
 
-        def forward(*arguments: Any) -> Any:
+        def forward(*arguments: Any, **options: Any) -> Any:
             calls.append(len(calls))
-            out, lse = REFERENCE.forward(*arguments)
+            out, lse = REFERENCE.forward(*arguments, **options)
             return out * factor, lse
 
         return replace(REFERENCE, name=name, forward=forward), calls
@@ -405,7 +405,8 @@ def test_a_kernel_that_is_wrong_between_stretches_of_keys_is_found(planted: str)
         return (out * 1.1, lse) if planted == "forward" and k.size(1) != q.size(1) else (out, lse)
 
     def backward(*arguments: Any, **places: Any) -> Any:
-        dq, dk, dv = REFERENCE.backward(*arguments, **({} if planted.startswith("not") else places))
+        unplaced = {name: value for name, value in places.items() if name not in ("dk", "dv")}
+        dq, dk, dv = REFERENCE.backward(*arguments, **(unplaced if planted.startswith("not") else places))
         if planted == "unseen keys":
             dv[:, :128] += 1
         return (dq, dk.mul_(1.1), dv) if planted == "backward" and dk.size(1) != dq.size(1) else (dq, dk, dv)

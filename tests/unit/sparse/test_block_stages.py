@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.attention.footprint import footprint
 from elastic_ring.attention import merge
 from elastic_ring.attention.comm.exchange import HopBuffers
-from elastic_ring.attention.kernels.adapters.block_sparse import flex_mask
+from elastic_ring.attention.kernels.adapters.flex import flex_mask
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.lowering import blocks as lowered
@@ -269,7 +269,7 @@ def test_kernels_that_can_write_gradients_where_they_are_sent_from() -> None:
     written: list[bool] = []
 
     def backward(*arguments: Any, **places: Any) -> Any:
-        written.append(set(places) == {"dk", "dv"})
+        written.append({"dk", "dv"} <= set(places))
         return REFERENCE.backward(*arguments, **places)
 
     results = []

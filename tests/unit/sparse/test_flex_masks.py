@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 
-from elastic_ring.attention.kernels.adapters import block_reference, block_sparse, flex, reference
-from elastic_ring.attention.kernels.adapters.block_sparse import LEAST, flex_mask, padded_blocks
+from elastic_ring.attention.kernels.adapters import flex, reference
+from elastic_ring.attention.kernels.adapters.flex import LEAST, flex_mask, padded_blocks
 from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart
 from elastic_ring.attention.layouts.layout import zigzag
 from elastic_ring.attention.lowering.device_blocks import on_device
@@ -78,7 +78,7 @@ def test_lists_in_part_and_whole_have_the_same_strides(rule: BigBird) -> None:
 
 
 def test_masks_of_blocks_say_of_every_pair_what_the_tables_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_sparse, "LEAST", 16)  # pairs of so many blocks
+    monkeypatch.setattr(flex, "LEAST", 16)  # pairs of so many blocks
     rules = (Window(200), Dense(), Window(130), Dense())
     schedule = padded(plan_sparse(SparsePattern(rules, 128, (0, 77)), zigzag(900, 2), 4, 2))
     blocks = on_device(schedule, 1, CPU)
@@ -90,7 +90,7 @@ def test_masks_of_blocks_say_of_every_pair_what_the_tables_mean(monkeypatch: pyt
         part = torch.from_numpy(np.kron(told(mask)["own"].numpy(), np.ones((128, 128), dtype=bool)))
         full = torch.from_numpy(np.kron(told(mask)["full"].numpy(), np.ones((128, 128), dtype=bool)))
         found = (seen & part | full)[:, : 128 * tables.num_q_blocks, : 128 * tables.num_k_blocks]
-        assert torch.equal(found, block_reference.seen_by(tables))
+        assert torch.equal(found, reference.seen_by(tables))
         assert tables.masks is not None
         assert len(tables.masks.masks) > 2
 
@@ -115,8 +115,8 @@ def test_halves_of_the_heads_are_views_of_the_mask_of_all() -> None:
 @pytest.mark.filterwarnings("default")  # the compiler warns of its own deprecations
 def test_a_compiled_kernel_reads_narrow_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its CPU form, which gives no lse and, unlike that of GPUs, insists on wide lists of masked blocks by query."""
-    monkeypatch.setattr(block_sparse, "LEAST", 16)
-    monkeypatch.setattr(block_sparse, "MOST_COLUMNS", 16)
+    monkeypatch.setattr(flex, "LEAST", 16)
+    monkeypatch.setattr(flex, "MOST_COLUMNS", 16)
     generator = torch.Generator().manual_seed(0)
     full = torch.rand(2, 18, 22, generator=generator) < 0.3
     full[:, 1] = False
@@ -131,7 +131,7 @@ def test_a_compiled_kernel_reads_narrow_lists(monkeypatch: pytest.MonkeyPatch) -
     ]
     with torch.no_grad():
         found = torch.compile(flex_attention, dynamic=False, fullgraph=True)(*padded, block_mask=mask, scale=0.125)
-    want, _ = block_reference.forward(q, k, v, tables, 0.125)
+    want, _ = reference.sparse_forward(q, k, v, tables, 0.125)
     assert (found.transpose(1, 2)[:, : q.size(1)] - want).abs().max() < 1e-6
     assert not found[:, :, 128:256].any()
 
@@ -193,7 +193,7 @@ def test_plans_that_all_differ_are_compiled_for_a_few_shapes() -> None:
 def test_masks_of_causal_tiles_of_many_lengths_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As packed documents give them."""
     masks = flex._causal_mask
-    one = flex._mask_bytes(masks(2048, CPU))
+    one = masks._weigh(masks(2048, CPU))
     assert one > 0
     monkeypatch.setattr(masks, "_limit_bytes", 2 * one)
     for num_rows in range(256, 2304, 256):

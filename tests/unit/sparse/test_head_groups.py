@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from elastic_ring.attention.comm.exchange import HopLedger
-from elastic_ring.attention.kernels.adapters.block_reference import seen_by, seen_by_key
-from elastic_ring.attention.kernels.adapters.block_sparse import LEAST, padded_blocks
+from elastic_ring.attention.kernels.adapters.flex import LEAST, padded_blocks
+from elastic_ring.attention.kernels.adapters.reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.block_tables import tables_apart
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import named
@@ -75,9 +75,9 @@ class Counted:
             return REFERENCE.forward(q, k, v, tables, scale)
 
         def backward(dout: Any, q: Any, *rest: Any, **places: Any) -> Any:
-            if not rest[4].all_keys:  # where partials are of the inputs' type
-                assert bool(places) == (self.writes and q.dtype == accumulate_dtype(q.dtype))
-            self.note(q, rest[4])
+            if not places["tables"].all_keys:  # where partials are of the inputs' type
+                assert ("dk" in places) == (self.writes and q.dtype == accumulate_dtype(q.dtype))
+            self.note(q, places["tables"])
             return REFERENCE.backward(dout, q, *rest, **places)
 
         return replace(REFERENCE, forward=forward, backward=backward, writes_gradients=self.writes)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_ring.attention.kernels.adapters import aten_cpu, flash_attn4, flex
+from elastic_ring.attention.kernels.adapters import aten, flash_attn, flex
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.kernels.verify import warm_up_kernels
 from elastic_ring.attention.layouts.layout import make_layout
@@ -112,10 +112,10 @@ def make_interface(tiles: Tiles | None) -> Any:
             key = (causal, not causal or rows <= tiles.forward, many)
         look_up(interface._flash_attn_fwd, key)
         if cuts:
-            call = partial(aten_cpu.forward, causal=causal, scale=softmax_scale)
+            call = partial(aten.cpu_forward, causal=causal, scale=softmax_scale)
             out, lse = by_document(cuts, call, q, k, v)
             return out, lse.t()
-        out, lse = aten_cpu.forward(q, k, v, causal=causal, scale=softmax_scale)
+        out, lse = aten.cpu_forward(q, k, v, causal=causal, scale=softmax_scale)
         return out, lse.transpose(1, 2)
 
     def backward(
@@ -139,13 +139,13 @@ def make_interface(tiles: Tiles | None) -> Any:
         look_up(interface._bwd_preprocess, (rows, many))
         look_up(interface._flash_attn_bwd, (causal, deterministic, num_rows <= rows, num_keys <= keys, many))
         if cuts:
-            call = partial(aten_cpu.backward, causal=causal, scale=softmax_scale)
+            call = partial(aten.cpu_backward, causal=causal, scale=softmax_scale)
             grads: Any = by_document(cuts, call, dout, q, k, v, out, lse.t())
             for place, grad in ((dk, grads[1]), (dv, grads[2])):
                 if place is not None:
                     place.copy_(grad)
             return grads
-        grads = aten_cpu.backward(dout, q, k, v, out, lse.transpose(1, 2), causal=causal, scale=softmax_scale)
+        grads = aten.cpu_backward(dout, q, k, v, out, lse.transpose(1, 2), causal=causal, scale=softmax_scale)
         for place, grad in ((dk, grads[1]), (dv, grads[2])):
             if place is not None:
                 place.copy_(grad)
@@ -178,11 +178,11 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(sys.modules["flash_attn.cute"], "interface", interface, raising=False)
         monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
         EVENTS._attached.discard("flash_attn.cute.interface")
-        flash_attn4._interface.cache_clear()
+        flash_attn._flash4.cache_clear()
         return interface
 
     yield planted
-    flash_attn4._interface.cache_clear()
+    flash_attn._flash4.cache_clear()
     EVENTS._attached.discard("flash_attn.cute.interface")
 
 
@@ -251,7 +251,7 @@ def member(tmp_path: Path) -> Iterator[Any]:
 
 def compile_one(head_dim: int = HEAD_DIM, rows: int = 16) -> None:
     x = torch.zeros(1, rows, 2, head_dim)
-    flash_attn4.forward(x, x, x, causal=True, scale=1.0)
+    flash_attn.flash4_forward(x, x, x, causal=True, scale=1.0)
 
 
 def test_a_compilation_in_a_step_has_a_phase_of_its_own_while_it_lasts(plant: Any, member: Any) -> None:

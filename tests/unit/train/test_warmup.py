@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
 from elastic_ring.attention.kernels import verify
-from elastic_ring.attention.kernels.adapters import block_sparse, flex
+from elastic_ring.attention.kernels.adapters import flex
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import KERNELS, named
 from elastic_ring.attention.layouts.layout import Layout, make_layout
@@ -153,7 +153,7 @@ def test_a_sparse_ring_meets_only_warmed_up_block_numbers(rings: ThreadRings, fa
             return named("reference-sparse").forward(q, k, v, tables, scale)
 
         def backward(dout: Tensor, q: Tensor, k: Tensor, *rest: Any, **places: Any) -> Any:
-            note(q, k, rest[3])
+            note(q, k, places["tables"])
             return named("reference-sparse").backward(dout, q, k, *rest, **places)
 
         kernel = replace(named("reference-sparse"), forward=forward, backward=backward)
@@ -176,14 +176,14 @@ def test_a_start_with_packed_documents_compiles_flex_attention_five_times(monkey
 
     def compiled(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, *, or_fail: bool) -> Any:
         """Notes what torch.compile guards."""
-        lists = (getattr(mask, name) for name in block_sparse._LISTS)
+        lists = (getattr(mask, name) for name in flex._LISTS)
         closure = inspect.getclosurevars(mask.mask_mod).nonlocals.values()
         tensors = (q, k, v, *lists, *(x for x in closure if isinstance(x, Tensor)))
         seen.add((torch.is_grad_enabled(), *((x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors)))
         out = 0.0 * (q + k.sum() + v.sum())
         return out, out.sum(-1).float()
 
-    monkeypatch.setattr(block_sparse, "masked", compiled)
+    monkeypatch.setattr(flex, "masked", compiled)
     kernel = replace(named("flex-sparse"), devices=("cpu",))
     monkeypatch.setattr(verify, "disagreement", lambda *_: None)
     assert verify.warm_up_kernels(kernel, "cpu", torch.bfloat16, 16, 3) is None
@@ -211,7 +211,7 @@ def test_torch_compiles_flex_attention_once_for_both_passes_and_all_tables(monke
     traced = torch.compile(flex._by_token(), backend=counter, dynamic=False, fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda fullgraph: traced)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses gradients on a CPU
-    monkeypatch.setattr(block_sparse, "LEAST", 8)
+    monkeypatch.setattr(flex, "LEAST", 8)
     for starts in ((0,), (0, 77), (0, 100, 300)):
         schedule = padded(plan_sparse(SparsePattern((Window(200),), 128, starts), make_layout("zigzag", 450, 2), 2, 1))
         for cp_rank in range(2):
@@ -219,8 +219,8 @@ def test_torch_compiles_flex_attention_once_for_both_passes_and_all_tables(monke
             for tables in (blocks.own, *(call.tables for stage in blocks.stages for call in stage.calls)):
                 q, dout = torch.randn(2, 1, 128 * tables.num_q_blocks, 2, 16)
                 k, v = torch.randn(2, 1, 128 * tables.num_k_blocks, 1, 16)
-                out, lse = block_sparse.flex_forward(q, k, v, tables, 0.25)
-                block_sparse.flex_backward(dout, q, k, v, out, lse, tables, 0.25)
+                out, lse = flex.sparse_forward(q, k, v, tables, 0.25)
+                flex.sparse_backward(dout, q, k, v, out, lse, tables, 0.25)
     assert counter.frame_count == 1
 
 
