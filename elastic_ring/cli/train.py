@@ -410,10 +410,10 @@ def _make(asked: TrainSettings, making: Future[Made]) -> None:
 
 
 def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
-    from elastic_ring.tuning.report import Predicted, as_trained
+    from elastic_ring.tuning.report import Prediction, training_terms
 
     trainer.forecast = partial(_planned, asked, trainer)
-    found = None if asked.search is None else Predicted.read(Path(asked.search), trainer.task.pattern)
+    found = None if asked.search is None else Prediction.read(Path(asked.search), trainer.task.pattern)
     result = trainer.fit()
     summary = result.summary
     first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
@@ -436,8 +436,8 @@ def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
             trainer.task.step, steps=summary["steps"]
         )  # fewer where a callback stopped the run
         try:
-            now = as_trained(trained, asked.scaling.mesh, asked.scaling.device, trainer.measured_on)
-            print(found.beside(now, seen["step_s"], lines[-1].get("val_loss")))
+            now = training_terms(trained, asked.scaling.mesh, asked.scaling.device, trainer.measured_on)
+            print(found.compare(now, seen["step_s"], lines[-1].get("val_loss")))
         except (ValueError, StorageFailed) as error:  # the run has ended well, and its data may be gone since
             logging.warning("not compared with what the search predicted: %s", error)
     if summary["skipped_steps"] == summary["steps"]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -51,16 +51,39 @@ class Check:
         return self.predicted_s / self.measured_s - 1
 
 
+CalibrationOrigin = TypedDict(
+    "CalibrationOrigin",
+    {
+        "device": str,
+        "ranks": int,
+        "threads": int,
+        "dtype": str,
+        "deterministic": bool,
+        "num_heads": int,
+        "num_kv_heads": int,
+        "head_dim": int,
+        "itemsize": int,
+        "torch": str,
+        "date": str,
+        "effort": dict[str, float | tuple[int, int] | None],
+        "cuda": str | None,
+        "nccl": str,
+        "not measured": list[str],
+    },
+    total=False,
+)
+
+
 @dataclass(frozen=True)
 class Calibration:
     """A measured cost model, all measurements with their predictions, and their origin (device, versions, date)."""
 
     cost_model: CostModel
     checks: tuple[Check, ...]
-    about: dict[str, Any]
+    about: CalibrationOrigin
 
-    def write(self, path: str | Path, rates: Mapping[str, Any] | None = None) -> None:
-        """As `CostModel.write`; `rates`: of `machine_rates.measure`, for a forecast."""
+    def write(self, path: str | Path, rates: Mapping[str, object] | None = None) -> None:
+        """As `CostModel.write`; `rates`: the fields of `MachineRates`, for a forecast."""
         checks = [{**asdict(check), "error": check.error} for check in self.checks]
         self.cost_model.write(path, self.about, checks, rates)
 
@@ -81,36 +104,32 @@ class Stopwatch:
         self._group, self._device, self._effort, self._clock = group, device, effort, clock
         self._begun = clock()
 
-    def median_s(self, run: Callable[[], None]) -> float:
+    def median_s(self, run: Callable[[], object]) -> float:
         """The median of the repeats of `run`, in seconds, after two warm-ups (connections, memory, compilation)."""
         times: list[float] = []
         for repeat in range(NUM_WARM_UPS + self._effort.repeats):
-            taken, spent = self.once_s(run)
+            elapsed_s, spent_s = self.once_s(run)
             if repeat >= NUM_WARM_UPS:
-                times.append(taken)
-                if spent > self._effort.limit_s:
+                times.append(elapsed_s)
+                if spent_s > self._effort.limit_s:
                     break
         return statistics.median(times)
 
-    def once_s(self, run: Callable[[], None]) -> tuple[float, float]:
-        """(seconds that `run` took, seconds since the stopwatch was created)."""
+    def once_s(self, run: Callable[[], object]) -> tuple[float, float]:
+        """(seconds that `run` took, seconds since the stopwatch was created), each the maximum over the ranks. Also a
+        barrier of the ranks."""
         begin = self._clock()
         run()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         end = self._clock()
-        taken, spent = self._most(end - begin, end - self._begun)
-        return taken, spent
-
-    def _most(self, *values: float) -> list[float]:
-        """The maximum of each value over the ranks. Also the barrier before the next repeat."""
         if self._group is None:
-            return list(values)
-        own = torch.tensor(values, dtype=torch.float64, device=self._device)
+            return end - begin, end - self._begun
+        own = torch.tensor((end - begin, end - self._begun), dtype=torch.float64, device=self._device)
         rows = [torch.empty_like(own) for _ in range(self._group.size())]
         self._group.allgather([rows], [own]).wait()
-        most: list[float] = torch.stack(rows).amax(0).tolist()
-        return most
+        elapsed_s, spent_s = torch.stack(rows).amax(0).tolist()
+        return elapsed_s, spent_s
 
 
 def fit(counts: Sequence[float], amounts: Sequence[float], times_s: Sequence[float]) -> tuple[float, float]:
@@ -119,10 +138,10 @@ def fit(counts: Sequence[float], amounts: Sequence[float], times_s: Sequence[flo
     Least squares of the relative errors, so that short and long times have equal weight. Raises `ValueError` for fewer
     than two cases, for proportional cases, and for a time that is not positive and finite.
     """
-    if len(times_s) < 2 or not all(0 < taken < math.inf for taken in times_s):
+    if len(times_s) < 2 or not all(0 < time_s < math.inf for time_s in times_s):
         raise ValueError(f"times_s={list(times_s)}: give at least two positive times")
-    a = [count / taken for count, taken in zip(counts, times_s, strict=True)]
-    b = [amount / taken for amount, taken in zip(amounts, times_s, strict=True)]
+    a = [count / time_s for count, time_s in zip(counts, times_s, strict=True)]
+    b = [amount / time_s for amount, time_s in zip(amounts, times_s, strict=True)]
     aa, bb, ab = (sum(x * y for x, y in zip(u, v, strict=True)) for u, v in ((a, a), (b, b), (a, b)))
     determinant = aa * bb - ab * ab
     if determinant <= 1e-9 * aa * bb:
@@ -156,9 +175,11 @@ def calibrate(
     default, checks = CostModel(), list[Check]()
     link, message_s = default.link_bytes_per_s, default.message_s
     if group is not None:
-        message_s, link = _rate(stopwatch, "message", message_cases(group, device, effort), checks)
-    _, dense_flops = _rate(stopwatch, "dense", dense_cases(device, sizes, dtype, deterministic, effort), checks)
-    call_s, kernel_flops = _rate(stopwatch, "sparse", sparse_cases(device, sizes, dtype, deterministic, effort), checks)
+        message_s, link = _fit_rate(stopwatch, "message", message_cases(group, device, effort), checks)
+    _, dense_flops = _fit_rate(stopwatch, "dense", dense_cases(device, sizes, dtype, deterministic, effort), checks)
+    call_s, kernel_flops = _fit_rate(
+        stopwatch, "sparse", sparse_cases(device, sizes, dtype, deterministic, effort), checks
+    )
     overlap, per_tile = default.overlap, device.type == "cpu"
     if group is not None:
         kernel = next(dense_cases(device, sizes, dtype, deterministic, effort)).run
@@ -167,14 +188,14 @@ def calibrate(
     return Calibration(cost_model, tuple(checks), _about(group, device, sizes, dtype, deterministic, effort))
 
 
-def _rate(stopwatch: Stopwatch, what: str, cases: Iterable[Case], checks: list[Check]) -> tuple[float, float]:
+def _fit_rate(stopwatch: Stopwatch, kind: str, cases: Iterable[Case], checks: list[Check]) -> tuple[float, float]:
     """(seconds each, amount per second) fitted to `cases`; appends them to `checks`. Frees a case after timing it."""
     timed = [Check(c.name, c.count, c.amount, stopwatch.median_s(c.run), 0.0, c.fitted) for c in cases]
     chosen = [check for check in timed if check.fitted]
     each, per = fit([c.count for c in chosen], [c.amount for c in chosen], [c.measured_s for c in chosen])
     if per == 0:
         raise RunFailed(
-            f"the times of {what} cases do not grow with their sizes"
+            f"the times of {kind} cases do not grow with their sizes"
             f" ({', '.join(f'{check.measured_s:.2e}' for check in timed)} s): nothing else should run here meanwhile;"
             " or give more repeats, longer sequences or longer messages"
         )
@@ -207,15 +228,18 @@ def _about(
     dtype: torch.dtype,
     deterministic: bool,
     effort: TimingBudget,
-) -> dict[str, Any]:
+) -> CalibrationOrigin:
     on_gpu = device.type == "cuda"
-    about: dict[str, Any] = {
+    about: CalibrationOrigin = {
         "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {os.cpu_count()} cores",
         "ranks": 1 if group is None else group.size(),
         "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
         "deterministic": deterministic,
-        **asdict(sizes),
+        "num_heads": sizes.num_heads,
+        "num_kv_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "itemsize": sizes.itemsize,
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "effort": asdict(effort),

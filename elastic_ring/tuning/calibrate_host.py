@@ -23,13 +23,13 @@ from elastic_ring.tuning.timed_cases import TimingBudget
 
 CPU_RANKS = 2
 MEET_S = 300.0
-"""Within which all hosts must have begun."""
+"""Limit, in seconds, within which all hosts must have begun."""
 BAD_FIT = 0.5
 
 
-def report(found: Calibration) -> str:
+def report(calibration: Calibration) -> str:
     """The text of a calibration: one line per figure and measurement."""
-    about, cost_model = found.about, found.cost_model
+    about, cost_model = calibration.about, calibration.cost_model
     lines = [
         f"{about['ranks']} ranks on {about['device']}, {about['dtype']}, {about['num_heads']}:{about['num_kv_heads']}"
         f" heads of {about['head_dim']}, torch {about['torch']}, {about['date']}"
@@ -39,44 +39,37 @@ def report(found: Calibration) -> str:
         for name, value in asdict(cost_model).items()
     ]
     lines.append(f"{'':<34} {'measured ms':>12} {'by the fit':>12} {'error':>8}")
-    for check in found.checks:
+    for check in calibration.checks:
         lines.append(
             f"{check.name:<34} {1e3 * check.measured_s:>12.4f} {1e3 * check.predicted_s:>12.4f} {check.error:>+8.1%}"
             f"{'' if check.fitted else '  not fitted'}"
         )
-    bad = [check for check in found.checks if not check.fitted and abs(check.error) > BAD_FIT]
+    bad = [check for check in calibration.checks if not check.fitted and abs(check.error) > BAD_FIT]
     if bad:
         lines.append(
-            f"{len(bad)} of the measurements that were not fitted are told wrong by more than {BAD_FIT:.0%}:"
+            f"the fit misses {len(bad)} of the measurements that it did not use by more than {BAD_FIT:.0%}:"
             " do not plan by these figures; measure again on an idle host"
         )
     return "\n".join(lines)
 
 
 def join(rank: int, num_ranks: int, store: str, on_gpus: bool, host: int = 0, num_hosts: int = 1) -> torch.device:
-    """Initialise the process group over the `num_ranks` of this host, `rank` being one of them, and of all others;
-    returns this rank's device. `store`: a file, or ADDRESS:PORT where there are several hosts."""
+    """Initialise the process group over the ranks of all hosts, `rank` of `num_ranks` on this one; returns this rank's
+    device. `store`: a file, or ADDRESS:PORT where there are several hosts."""
     torch.set_num_threads(1)
     local, rank, num_ranks = rank, host * num_ranks + rank, num_hosts * num_ranks
     if num_hosts > 1:
         address, port = store.rsplit(":", 1)
-        made: dist.Store = dist.TCPStore(address, int(port), num_ranks, rank == 0, timedelta(seconds=MEET_S))
+        common: dist.Store = dist.TCPStore(address, int(port), num_ranks, rank == 0, timedelta(seconds=MEET_S))
     else:
-        made = dist.FileStore(store, num_ranks)
+        common = dist.FileStore(store, num_ranks)
     if not on_gpus:
-        dist.init_process_group("gloo", store=made, rank=rank, world_size=num_ranks)
+        dist.init_process_group("gloo", store=common, rank=rank, world_size=num_ranks)
         return torch.device("cpu")
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    dist.init_process_group(
-        "nccl",
-        store=made,
-        rank=rank,
-        world_size=num_ranks,
-        device_id=device,
-        pg_options=nccl,
-    )
+    dist.init_process_group("nccl", store=common, rank=rank, world_size=num_ranks, device_id=device, pg_options=nccl)
     return device
 
 
@@ -85,13 +78,15 @@ def _rank(rank: int, num_ranks: int, store: str, options: argparse.Namespace) ->
     dtype = getattr(torch, options.dtype)
     sizes = Sizes(options.heads[0], options.heads[1], options.head_dim, dtype.itemsize)
     effort = TimingBudget(options.limit_s, options.repeats, options.most_mib << 20)
-    found = calibrate(dist.group.WORLD, device, sizes, dtype=dtype, deterministic=not options.fast, effort=effort)
+    world, deterministic = dist.group.WORLD, not options.fast
+    calibration = calibrate(world, device, sizes, dtype=dtype, deterministic=deterministic, effort=effort)
     host = Host(num_ranks, options.hosts, options.storage)
-    rates = measure(Stopwatch(dist.group.WORLD, device, effort), device, dtype, host)
+    rates = measure(Stopwatch(world, device, effort), device, dtype, host)
     if dist.get_rank() == 0:
-        print("\n".join([report(found), *lines(rates)]), flush=True)
+        print("\n".join([report(calibration), *lines(rates)]), flush=True)
         if options.out is not None:
-            found.write(options.out, rates)
+            plain = {name: value for name, value in asdict(rates).items() if value is not None}
+            calibration.write(options.out, plain)
     dist.destroy_process_group()
 
 
@@ -124,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
             store = options.meet if options.hosts > 1 else f"{folder}/store"
             mp.spawn(_rank, args=(options.ranks, store, options), nprocs=options.ranks)
     except (mp.ProcessRaisedException, ElasticRingError) as error:
-        # A rank's own words, without its traceback, where it says that it could not measure.
+        # The message of a rank that could not measure, without its traceback.
         print(f"elastic-ring calibrate: {str(error).rpartition(f'{RunFailed.__name__}: ')[2].strip()}", file=sys.stderr)
         return 1
     return 0

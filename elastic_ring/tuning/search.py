@@ -1,4 +1,4 @@
-"""`elastic-ring tune`: the search, dense under two seeds first; a second seed of what is in doubt; results.
+"""`elastic-ring tune`: the search, dense under two seeds first; a second seed of patterns in doubt; results.
 
 Each is a `ray.tune.Tuner` of its own in the folder of the search, which the same command restores.
 """
@@ -16,14 +16,16 @@ import stat
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray import tune as ray_tune
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.optuna import OptunaSearch
 
@@ -32,24 +34,60 @@ from elastic_ring.files import plain_json, read_small, replace_file
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.identity import Identity
 from elastic_ring.trainer import ElasticRingTrainer
-from elastic_ring.tuning.cost import Costs
-from elastic_ring.tuning.report import Trial, advised, as_trained, found, in_doubt, report, spread
-from elastic_ring.tuning.sampler import LOSSES, PATTERN, SEED, Cheap, ProxySampler, axes
-from elastic_ring.tuning.space import DENSE, patterns, read_space
-from elastic_ring.tuning.trial import MESH, METRICS, NUM_REPORTS, NonDominatedRank, pattern_trainable
+from elastic_ring.tuning.report import (
+    NUM_REPORTS,
+    TrialResult,
+    pattern_results,
+    patterns_in_doubt,
+    ranks,
+    recommend,
+    report,
+    spread,
+    training_terms,
+)
+from elastic_ring.tuning.sampler import LOSSES, PATTERN, SEED, ProxySampler, search_axes
+from elastic_ring.tuning.space import DENSE, PatternCost, PatternCosts, patterns, read_space
+from elastic_ring.tuning.trial import MESH, pattern_trainable
 
 log = logging.getLogger(__name__)
 
+METRICS = ["loss", "step_s", "bytes"]
 NAME, IDENTITY = "search", "identity"
 NO_HANDLER = "TUNE_DISABLE_SIGINT_HANDLER"
 """A variable of Ray Tune's: then Ctrl-C is raised as it is elsewhere."""
 
 
+class NonDominatedRank(FIFOScheduler):
+    """Stops a trial that lies behind `keep` fronts among the trials with as many reports, once `least` have them.
+
+    Ray Tune's own schedulers take one metric. Compares with the results that Tune itself keeps of all trials, so that a
+    restored search compares with earlier ones, too.
+    """
+
+    def __init__(self, keep: int = 2, least: int = 6) -> None:
+        super().__init__()
+        self._keep, self._least = keep, least
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: TrialResult) -> str:
+        part = len(result["losses"])
+        if result["rejected"] or result["done"] or result["pattern"] == DENSE:
+            return str(TrialScheduler.CONTINUE)
+        latest = {each.trial_id: each.last_result for each in tune_controller.get_trials()} | {trial.trial_id: result}
+        points = {
+            name: (own["losses"][part - 1], own["step_s"], own["bytes"])
+            for name, own in latest.items()
+            if own and len(own.get("losses", ())) >= part
+        }
+        rank = dict(zip(points, ranks(list(points.values())), strict=True))[trial.trial_id]
+        stops = len(points) >= self._least and rank >= self._keep
+        return str(TrialScheduler.STOP if stops else TrialScheduler.CONTINUE)
+
+
 @dataclass
 class Progress(ray_tune.Callback):
-    """A line for each report: trials, tokens, time left. Tokens of trials that are stopped early count as left out."""
+    """A line for each report: trials, tokens, time left. Tokens that stopped trials did not train are not counted."""
 
-    what: str
+    phase: str
     num_trials: int
     tokens_of_trial: int
     begun: float = 0.0
@@ -59,7 +97,7 @@ class Progress(ray_tune.Callback):
     def setup(self, **info: Any) -> None:
         self.begun = time.monotonic()  # of this process, also in a search that was restored
 
-    def on_trial_result(self, *, trials: list[Any], trial: Any, result: Trial, **info: Any) -> None:
+    def on_trial_result(self, *, trials: list[Any], trial: Any, result: TrialResult, **info: Any) -> None:
         if self._first is None:  # a restored search has trained before
             self._first = sum(int((each.last_result or {}).get("tokens", 0)) for each in trials if each is not trial)
         self._tokens |= {each.trial_id: int((each.last_result or {}).get("tokens", 0)) for each in trials}
@@ -69,26 +107,19 @@ class Progress(ray_tune.Callback):
         stopped = sum(self.tokens_of_trial - self._tokens.get(each.trial_id, 0) for each in ended)
         left = self.num_trials * self.tokens_of_trial - stopped - tokens
         left_s = spent_s * left / max(1, tokens - self._first)
-        told = result["rejected"] or f"loss {result['loss']:.4f}, step {result['step_s']:.4f} s"
+        outcome = result["rejected"] or f"loss {result['loss']:.4f}, step {result['step_s']:.4f} s"
         log.info(
             "%s: %d of %d trials ended, %.3g M tokens of at most %.3g M, about %.1f min left; %s, %d of %d: %s",
-            self.what,
-            len(ended),
-            self.num_trials,
-            tokens / 1e6,
-            self.num_trials * self.tokens_of_trial / 1e6,
-            left_s / 60,
-            result["pattern"],
-            len(result["losses"]),
-            NUM_REPORTS,
-            told,
+            *(self.phase, len(ended), self.num_trials),
+            *(tokens / 1e6, self.num_trials * self.tokens_of_trial / 1e6, left_s / 60),
+            *(result["pattern"], len(result["losses"]), NUM_REPORTS, outcome),
         )
 
 
 class CurveSearch(OptunaSearch):
     """Optuna's search; also stores a finished trial's losses at each report."""
 
-    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+    def on_trial_complete(self, trial_id: str, result: TrialResult | None = None, error: bool = False) -> None:
         trial = self._ot_trials.get(trial_id)
         if trial is not None and result and trial_id not in self._completed_trials:
             trial.set_user_attr(LOSSES, result.get("losses"))
@@ -107,74 +138,63 @@ class Search:
     concurrent: int = 1
     num_cpus: float = 1.0
     on_mesh: bool = False
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[TrialResult] = field(default_factory=list)
 
-    def run(self) -> str:
-        """The table of the front. Raises ValueError where dense cannot be trained, or nothing else."""
-        seed = self.trainer.task.step.seed
-        self._search(seed)
-        found(self.trials)  # or it raises
-        asked = set[str]()
-        while doubt := [one for one in in_doubt(found(self.trials), spread(self.trials)[0]) if one not in asked]:
-            asked |= set(doubt)
-            self._phase(f"seeds-{len(asked)}", {PATTERN: ray_tune.grid_search(doubt), SEED: seed + 1})
-        step = self.trainer.task.step
-        title = (
-            f"{step.steps} steps of {step.global_batch} x {step.context_tokens} tokens; bytes: K and V that a ring of"
-        )
-        mesh = self.trainer.scaling_config.mesh if self.on_mesh else MESH
-        title = f"{title} {self.trainer.scaling_config.cp} receives in a forward pass."
-        trained = as_trained(step, mesh, self.trainer.scaling_config.device, self.trainer.measured_on)
-        return report(self.trials, self.out, title, trained)
-
-    @property
-    def advice(self) -> str:
-        return advised(found(self.trials), spread(self.trials)[0]).pattern
-
-    def _search(self, seed: int) -> None:
-        costs = Costs(self.trainer.task, self.trainer.scaling_config.cp, self.trainer.scaling_config.device)
-        about: dict[str, dict[str, Any]] = {}
+    def run(self) -> tuple[str, str]:
+        """(the table of the front, the recommended pattern). Raises ValueError where dense cannot be trained, or
+        nothing else."""
+        scaling, step = self.trainer.scaling_config, self.trainer.task.step
+        calculator, costs = PatternCosts(self.trainer.task, scaling.cp, scaling.device), dict[str, PatternCost]()
         for text in self.points:
             try:
-                about[text] = costs.of(text)
+                costs[text] = calculator.cost(text)
             except ValueError as error:
                 log.info("left out: %s: %s", text, error)
-        about.pop(DENSE, None)
-        if not about:
+        costs.pop(DENSE, None)
+        if not costs:
             raise ValueError("the space has no pattern that fits the model beside dense; give others")
-        cheap = Cheap(
-            {text: one["features"] for text, one in about.items()},
-            {text: (one["density"], one["bytes"]) for text, one in about.items()},
-        )
         searcher = CurveSearch(
-            axes(list(about), seed),
-            metric=list(METRICS),
+            search_axes(list(costs), step.seed),
+            metric=METRICS,
             mode=["min"] * len(METRICS),
-            points_to_evaluate=[{PATTERN: DENSE, SEED: seed}, {PATTERN: DENSE, SEED: seed + 1}],
-            sampler=ProxySampler(cheap, seed),
+            points_to_evaluate=[{PATTERN: DENSE, SEED: step.seed}, {PATTERN: DENSE, SEED: step.seed + 1}],
+            sampler=ProxySampler(costs, step.seed),
         )
-        how = {"search_alg": ConcurrencyLimiter(searcher, self.concurrent), "scheduler": NonDominatedRank()}
-        self._phase("patterns", {}, 2 + min(self.num_trials, len(about)), **how)
+        num_samples = 2 + min(self.num_trials, len(costs))
+        self._phase("patterns", num_samples, ConcurrencyLimiter(searcher, self.concurrent))
+        repeated, results = list[str](), pattern_results(self.trials)
+        while doubt := [each for each in patterns_in_doubt(results, spread(self.trials)[0]) if each not in repeated]:
+            repeated += doubt
+            self._phase(f"seeds-{len(repeated)}", len(doubt), repeated=doubt)
+            results = pattern_results(self.trials)
+        title = (
+            f"{step.steps} steps of {step.global_batch} x {step.context_tokens} tokens; bytes: K and V that a ring of"
+            f" {scaling.cp} receives in a forward pass."
+        )
+        mesh = scaling.mesh if self.on_mesh else MESH
+        trained = training_terms(step, mesh, scaling.device, self.trainer.measured_on)
+        table = report(self.trials, self.out, title, trained)
+        return table, recommend(results, spread(self.trials)[0]).pattern
 
-    def _phase(self, name: str, param_space: dict[str, Any], num_samples: int = 1, **how: Any) -> None:
-        """Run or restore one Tuner, and keep what its trials reported last."""
+    def _phase(self, name: str, num_trials: int, searcher: Any = None, repeated: Sequence[str] = ()) -> None:
+        """Run or restore one Tuner, and keep the last report of each trial: patterns of the `searcher`, or the patterns
+        `repeated` under the next seed."""
         stored, runs = self.out / NAME / name, str(self.out / NAME / "runs") if self.on_mesh else ""
         trainable = pattern_trainable(self.trainer, self.num_cpus, runs)
         step = self.trainer.task.step
-        num = num_samples
-        for axis in param_space.values():
-            num *= len(axis["grid_search"]) if isinstance(axis, dict) else 1
         if ray_tune.Tuner.can_restore(str(stored)):
             tuner = ray_tune.Tuner.restore(str(stored), trainable, resume_unfinished=True, restart_errored=True)
         else:
+            grid = {PATTERN: ray_tune.grid_search(list(repeated)), SEED: step.seed + 1} if repeated else {}
             tuner = ray_tune.Tuner(
                 trainable,
-                param_space=param_space,
+                param_space=grid,
                 tune_config=ray_tune.TuneConfig(
-                    num_samples=num_samples,
-                    max_concurrent_trials=None if how else self.concurrent,
+                    num_samples=1 if repeated else num_trials,
+                    max_concurrent_trials=self.concurrent if repeated else None,
                     reuse_actors=True,
-                    **how,
+                    search_alg=searcher,
+                    scheduler=None if repeated else NonDominatedRank(),
                 ),
                 run_config=ray_tune.RunConfig(
                     name=name,
@@ -182,25 +202,25 @@ class Search:
                     verbose=0,
                     failure_config=ray_tune.FailureConfig(max_failures=3),
                     checkpoint_config=ray_tune.CheckpointConfig(num_to_keep=1, checkpoint_at_end=False),
-                    callbacks=[Progress(name, num, step.steps * step.global_batch * step.context_tokens)],
+                    callbacks=[Progress(name, num_trials, step.steps * step.global_batch * step.context_tokens)],
                 ),
             )
-        with redirect_stdout(sys.stderr):  # ours has the table alone
-            results = _uninterrupted(tuner)
+        with redirect_stdout(sys.stderr):  # stdout has the table alone
+            results = _fit(tuner)
         for error in results.errors:
             log.error("a trial failed: %s", error)
-        told = [dict(result.metrics) for result in results if result.metrics and PATTERN in result.metrics]
-        self.trials += told
+        reports = [cast("TrialResult", each.metrics) for each in results if each.metrics and PATTERN in each.metrics]
+        self.trials += reports
         if runs:
             from elastic_ring.tuning.mesh_trial import remove_stopped
 
             failed = {result.metrics["trial_id"] for result in results if result.error and result.metrics}
-            remove_stopped(self.trainer.run_config, runs, {one["trial_id"] for one in told} - failed)
+            remove_stopped(self.trainer.run_config, runs, {trial["trial_id"] for trial in reports} - failed)
 
 
-def _uninterrupted(tuner: ray_tune.Tuner) -> ray_tune.ResultGrid:
+def _fit(tuner: ray_tune.Tuner) -> ray_tune.ResultGrid:
     """`fit`, which after Ctrl-C stores its state and returns as if all trials had ended. Raises KeyboardInterrupt then.
-    Tune puts the handler that was there back only where it was interrupted."""
+    Tune restores the earlier handler only where it was interrupted."""
     if threading.current_thread() is not threading.main_thread() or environment().get(NO_HANDLER, "0") != "0":
         return tuner.fit()
     before = signal.getsignal(signal.SIGINT)
@@ -213,42 +233,44 @@ def _uninterrupted(tuner: ray_tune.Tuner) -> ray_tune.ResultGrid:
     return results
 
 
-def store_settings(out: Path, given: Mapping[str, Any], identity: Identity) -> None:
+# ------------------------------------------------------------ the folder
+
+
+def store_settings(out: Path, settings: Mapping[str, str | int], identity: Identity) -> None:
     """Store what defines the search next to its results: its settings, and the contents behind them, which may have
     changed under the same names.
 
     Raises: ValueError where a search is continued with others.
     """
-    _be_own(out)
+    _make_private(out)
     path = out / "options.json"
     if not path.exists():
-        replace_file(path, (json.dumps({**given, IDENTITY: dict(identity.what)}) + "\n").encode(), durable=True)
+        replace_file(path, (json.dumps({**settings, IDENTITY: dict(identity.what)}) + "\n").encode(), durable=True)
         return
     try:
         begun = plain_json(read_small(path))
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; give another --out") from error
-    if not isinstance(begun, dict):
+    if not isinstance(begun, dict) or IDENTITY not in begun:
         raise ValueError(f"{path} does not say with what the search was begun; give another --out")
-    if IDENTITY not in begun:  # of an earlier version
-        begun.pop("--from", None)
-    contents = begun.pop(IDENTITY, identity.what)
-    other = [name for name in {**begun, **given} if begun.get(name) != given.get(name)]
-    said = [f"{name} {begun.get(name)}, not {given.get(name)}" for name in other]
-    said = said or ["other contents: " + "; ".join(identity.differences(contents))] * (contents != identity.what)
-    if said:
-        raise ValueError(f"the search in {out} was begun with {'; '.join(said)}; give the same, or another --out")
+    contents = begun.pop(IDENTITY)
+    changed = [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]
+    reasons = [f"{name} {begun.get(name)}, not {settings.get(name)}" for name in changed]
+    if not reasons and contents != identity.what:
+        reasons = ["other contents: " + "; ".join(identity.differences(contents))]
+    if reasons:
+        raise ValueError(f"the search in {out} was begun with {'; '.join(reasons)}; give the same, or another --out")
 
 
-def _be_own(out: Path) -> None:
-    """Ray Tune unpickles the search's state, which runs what is in it: make `out` and the folder of that state, or
-    raise ValueError where somebody else may have written there."""
+def _make_private(out: Path) -> None:
+    """Make `out` and the folder of the search's state, which Ray Tune unpickles, so that its content is executed.
+    Raises ValueError where somebody else may have written there."""
     out.mkdir(mode=0o755, parents=True, exist_ok=True)
     (out / NAME).mkdir(mode=0o700, exist_ok=True)
-    for folder, others in ((out, 0o022), (out / NAME, 0o077)):
+    for folder, forbidden in ((out, 0o022), (out / NAME, 0o077)):
         about = folder.lstat()
         is_own = stat.S_ISDIR(about.st_mode) and about.st_uid in (os.geteuid(), 0)
-        if not is_own or (about.st_mode & others and not _closed(folder, about, others)):
+        if not is_own or (about.st_mode & forbidden and not _close(folder, about, forbidden)):
             raise ValueError(
                 f"--out {out}: {folder} is a link, another user's, or open to others, who could leave code there that "
                 f"the search runs (it unpickles its state): give a folder of your own or, if you trust what is in it, "
@@ -256,53 +278,52 @@ def _be_own(out: Path) -> None:
             )
 
 
-def _closed(folder: Path, about: os.stat_result, others: int) -> bool:
-    """Take `others`' permissions away, as an earlier version or a umask of 002 gave them, where nobody has used them:
-    each entry is this user's or root's and, in the folder that is unpickled, could not be written by anybody else."""
+def _close(folder: Path, about: os.stat_result, forbidden: int) -> bool:
+    """Remove the `forbidden` permissions, as a umask of 002 gives them, where nobody has used them: each entry is this
+    user's or root's and, in the folder that is unpickled, could not be written by anybody else."""
     if about.st_uid != os.geteuid():
         return False
-    folder.chmod(stat.S_IMODE(about.st_mode) & ~others)  # first, so that nobody adds one meanwhile
-    is_state = others == 0o077
+    folder.chmod(stat.S_IMODE(about.st_mode) & ~forbidden)  # first, so that nobody adds an entry meanwhile
+    is_state = forbidden == 0o077
     entries, writable = (folder.rglob("*"), 0o022) if is_state else (folder.iterdir(), 0)
     for entry in map(Path.lstat, entries):
         if entry.st_uid not in (about.st_uid, 0) or (entry.st_mode & writable and not stat.S_ISLNK(entry.st_mode)):
             folder.chmod(stat.S_IMODE(about.st_mode))
             return False
-    logging.warning("%s was open to others (%s), who left nothing there: closed", folder, stat.filemode(about.st_mode))
+    log.warning("%s was open to others (%s), who left nothing there: closed", folder, stat.filemode(about.st_mode))
     return True
 
 
 def run_name_of(out: Path) -> str:
-    """For the run of what the search has found, where the user names none."""
+    """The name of the run with the recommended pattern, where the user names none."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", out.name).strip("-._")[:80] or "found"
 
 
-def run(options: Any, train_arguments: Sequence[str], trainer: ElasticRingTrainer, *, is_named: bool = False) -> int:
+def run(options: Namespace, train_arguments: Sequence[str], trainer: ElasticRingTrainer, *, is_named: bool) -> int:
     """One search of the command; returns its exit status: 2 for settings that do not fit. `is_named`: the arguments
     name the run."""
-    step = trainer.task.step
-    costs = Costs(trainer.task, 1, trainer.scaling_config.device)
+    step, device = trainer.task.step, trainer.scaling_config.device
     space = {} if options.space is None else read_space(options.space)
-    whole = trainer.scaling_config.device == "cuda"
-    points = patterns(space, step.context_tokens, costs.num_layers, whole_blocks=whole)
+    num_layers = PatternCosts(trainer.task, 1, device).num_layers
+    points = patterns(space, step.context_tokens, num_layers, whole_blocks=device == "cuda")
     digest = hashlib.sha256("\n".join(points).encode()).hexdigest()[:16]
-    given = {"--trials": options.trials, "patterns": digest, "arguments": shlex.join(train_arguments)}
+    settings = {"--trials": options.trials, "patterns": digest, "arguments": shlex.join(train_arguments)}
     if options.concurrent != 1:  # the Tuner that is restored keeps its own
-        given["--concurrent"] = options.concurrent
+        settings["--concurrent"] = options.concurrent
     if options.on_mesh:
-        given["--on-mesh"] = True
-    store_settings(options.out, given, Identity(trainer.measured_on))
+        settings["--on-mesh"] = True
+    store_settings(options.out, settings, Identity(trainer.measured_on))
     if options.address == "local":
         access.start(logging_level="ERROR", include_dashboard=False)
     else:
         access.connect(options.address, logging_level="ERROR")
     access.warn_if_open(ray.get_runtime_context().gcs_address)
-    how = (options.trials, options.concurrent, options.cpus_per_trial, options.on_mesh)
-    search = Search(trainer, options.out, points, *how)
-    print(search.run())
+    limits = (options.trials, options.concurrent, options.cpus_per_trial, options.on_mesh)
+    table, pattern = Search(trainer, options.out, points, *limits).run()
+    print(table)
     validates = [] if step.validates else ["--val-every", str(step.steps)]
     name = [] if is_named else ["--run-name", run_name_of(options.out)]
-    found = ["--pattern", search.advice, "--search", os.path.relpath(options.out)]
-    command = ["elastic-ring", "train", *train_arguments, *validates, *found, *name]
+    recommended = ["--pattern", pattern, "--search", os.path.relpath(options.out)]
+    command = ["elastic-ring", "train", *train_arguments, *validates, *recommended, *name]
     print(f"{options.out}: front.md, front.png, front.json. Next:\n{shlex.join(command)}")
     return 0

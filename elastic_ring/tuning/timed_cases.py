@@ -99,31 +99,29 @@ class Hops:
 
     def __init__(self, group: Ranks, device: torch.device, num_bytes: int, count: int) -> None:
         self._group, self._device, self._num_bytes, self._count = group, device, num_bytes, count
-        self._made: torch.Tensor | None = None
+        self._buffers: torch.Tensor | None = None
 
     def __call__(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Run the hops; `meanwhile` runs while each hop is in progress."""
-        if self._made is None:
-            self._made = torch.ones(2, self._num_bytes, dtype=torch.uint8, device=self._device)
-        outgoing, incoming = self._made.unbind(0)
-        for number in range(self._count):
-            works = self._post(outgoing, incoming, number)
+        if self._buffers is None:
+            self._buffers = torch.ones(2, self._num_bytes, dtype=torch.uint8, device=self._device)
+        outgoing, incoming = self._buffers.unbind(0)
+        backend: Any = self._group
+        backend = backend._get_backend(self._device) if hasattr(backend, "_get_backend") else backend
+        rank, size = self._group.rank(), self._group.size()
+        after, before = (rank + 1) % size, (rank - 1) % size
+        for tag in range(self._count):
+            works: list[Any]
+            if self._device.type != "cuda":
+                works = [self._group.recv([incoming], before, tag), self._group.send([outgoing], after, tag)]
+            else:
+                with one_operation(backend) as works:
+                    self._group.recv([incoming], before, tag)
+                    self._group.send([outgoing], after, tag)
             if meanwhile is not None:
                 meanwhile()
             for work in works:
                 work.wait()
-
-    def _post(self, outgoing: torch.Tensor, incoming: torch.Tensor, tag: int) -> list[Any]:
-        rank, size = self._group.rank(), self._group.size()
-        after, before = (rank + 1) % size, (rank - 1) % size
-        if self._device.type != "cuda":
-            return [self._group.recv([incoming], before, tag), self._group.send([outgoing], after, tag)]
-        backend: Any = self._group
-        backend = backend._get_backend(self._device) if hasattr(backend, "_get_backend") else backend
-        with one_operation(backend) as works:
-            self._group.recv([incoming], before, tag)
-            self._group.send([outgoing], after, tag)
-        return works
 
 
 def dense_cases(
@@ -166,27 +164,22 @@ class _Attends:
     """One forward pass. The first call creates the tensors."""
 
     def __init__(
-        self,
-        ring: RingAttention,
-        device: torch.device,
-        sizes: Sizes,
-        dtype: torch.dtype,
-        num_tokens: int,
+        self, ring: RingAttention, device: torch.device, sizes: Sizes, dtype: torch.dtype, num_tokens: int
     ) -> None:
         self._ring, self._device, self._dtype = ring, device, dtype
         heads = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
         self._shapes = [(1, num_tokens, number, sizes.head_dim) for number in heads]
-        self._made: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
 
     def __call__(self) -> None:
-        if not self._made:
+        if not self._tensors:
             generator = torch.Generator(self._device).manual_seed(0)
-            self._made = [
+            self._tensors = [
                 torch.randn(shape, generator=generator, device=self._device, dtype=self._dtype)
                 for shape in self._shapes
             ]
         with torch.no_grad():
-            self._ring(*self._made)
+            self._ring(*self._tensors)
 
 
 def lengths(device: torch.device, effort: TimingBudget) -> list[tuple[int, bool]]:

@@ -4,13 +4,11 @@
     ray.tune.Tuner(trainable, param_space={"pattern": "sinks:64+window:{w}", "w": tune.choice([512, 1024])}, ...).fit()
 
 It takes the steps of `train` on one rank: same model, data, order of samples, held-out sequences and optimizer. A
-result has `loss`, `step_s`, `bytes`, `density`, `tokens`, `losses` at each report so far, `pattern` as `--pattern`
-takes it, and `rejected`: why a pattern cannot be trained. Which patterns are tried is decided elsewhere.
+result is a `TrialResult`, its `pattern` a text for `--pattern`. Which patterns are tried is decided elsewhere.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -25,11 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from ray import tune as ray_tune
-from ray.tune.result import SHOULD_CHECKPOINT
-from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
-from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.config import ScalingConfig, environment
+from elastic_ring.config import environment
 from elastic_ring.control.messages import SnapshotId
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.sampling.validation import ValidationSource, open_sets
@@ -44,51 +39,23 @@ from elastic_ring.runtime.groups.sockets import LOOPBACK, RendezvousStore
 from elastic_ring.state import snapshot
 from elastic_ring.train.startup.check_pattern import check_pattern
 from elastic_ring.train.startup.warm import attention_shapes, warm_up_device
-from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.transaction import Transaction, TransactionOptions
 from elastic_ring.train.wrap import num_parameters
-from elastic_ring.tuning.cost import Costs
-from elastic_ring.tuning.pareto import is_behind
-from elastic_ring.tuning.space import DENSE, pattern_of
+from elastic_ring.tuning.mesh_trial import CPUS, MeshTrial
+from elastic_ring.tuning.report import NUM_REPORTS, TrialResult, trial_result
+from elastic_ring.tuning.space import PatternCost, PatternCosts, SearchTask, Value
 
 if TYPE_CHECKING:
     from elastic_ring.trainer import ElasticRingTrainer
 
 log = logging.getLogger(__name__)
 
-METRICS = ("loss", "step_s", "bytes")
-NUM_REPORTS = 4
 NUM_COLD_STEPS = 2
-"""Of a pattern in a process: kernels are compiled there, and no time counts."""
+"""The first steps of a pattern in a process compile kernels, so their times do not count."""
 SAVE_SHARE, SAVE_BYTES_PER_S = 10.0, 5e8
 """A checkpoint is taken where it costs a tenth of the training since the last one, to a disk of that speed."""
-REJECTED_LOSS = 1e9
-"""Optuna refuses what is not finite."""
 MEMBERSHIP, MESH, WAIT_S = (1, 1), Mesh(1, 1), 60.0
-SHARD, FOUND = "shard", "found.json"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What all trials of a search share."""
-
-    task: TrainingTask
-    scaling: ScalingConfig
-    folder: str
-    """Where the search was begun: relative paths of data count from there, and Tune gives each trial a folder."""
-
-    def of(self, config: Mapping[str, Any], num_layers: int) -> tuple[str, TrainingTask]:
-        """A trial's pattern and its task: under a seed of its own also other first values and another order."""
-        task, text = self.task, pattern_of(config, self.task.step.context_tokens, num_layers)
-        seed, initial = int(config.get("seed", task.step.seed)), task.initial
-        if any(field.name == "seed" for field in _fields(initial)):
-            initial = replace(initial, seed=seed)  # type: ignore[type-var]
-        step = replace(task.step, seed=seed)
-        return text, replace(task, pattern=parse_pattern(text), step=step, initial=initial)
-
-
-def _fields(part: Any) -> tuple[Any, ...]:
-    return dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
+SHARD, PROGRESS = "shard", "found.json"
 
 
 def pattern_trainable(trainer: ElasticRingTrainer, num_cpus: float = 1.0, runs: str = "") -> Any:
@@ -96,47 +63,23 @@ def pattern_trainable(trainer: ElasticRingTrainer, num_cpus: float = 1.0, runs: 
 
     With `runs`, a folder or `s3://bucket/prefix`, each trial is a run on the trainer's mesh that is kept there.
     Its config has `pattern`, with other axes that the text names in braces, or `family`, `density`, `block` and
-    `layers`; `seed` is optional. Bytes are those of a ring of the trainer's `cp`. Where the trainer does not validate,
-    trials hold out sequences all the same.
+    `layers`; `seed` is optional. Bytes are those of a ring of the trainer's `cp`. Trials hold out sequences also where
+    the trainer does not validate.
     """
     task = trainer.task
     if not task.step.validates:
         task = replace(task, step=replace(task.step, val_every_steps=task.step.steps))
-    asked = Asked(task, trainer.scaling_config, os.getcwd())
+    search = SearchTask(task, trainer.scaling_config, os.getcwd())
     if runs:
-        from elastic_ring.tuning.mesh_trial import CPUS, AskedRuns, MeshTrial
-
-        shared = AskedRuns(trainer, asked, runs)
-        return ray_tune.with_resources(ray_tune.with_parameters(MeshTrial, shared=shared), {"cpu": CPUS})
+        trainable = ray_tune.with_parameters(MeshTrial, trainer=trainer, search=search, runs=runs)
+        return ray_tune.with_resources(trainable, {"cpu": CPUS})
     need = {"cpu": num_cpus, "gpu": 1.0 if trainer.scaling_config.device == "cuda" else 0.0}
-    return ray_tune.with_resources(ray_tune.with_parameters(PatternTrial, asked=asked), need)
-
-
-def result_of(
-    text: str,
-    task: TrainingTask,
-    about: Mapping[str, Any],
-    losses: list[float],
-    step_s: float | None,
-    steps: int,
-    rejected: str,
-) -> dict[str, Any]:
-    """What a trial reports; `about`: as `Costs.of`; without losses, and without a time, a value that loses."""
-    return {
-        "pattern": text,
-        "seed": task.step.seed,
-        "loss": losses[-1] if losses else REJECTED_LOSS,
-        "losses": losses,
-        "step_s": REJECTED_LOSS if step_s is None else step_s,
-        **{name: about[name] for name in ("density", "bytes")},
-        "tokens": task.step.global_batch * task.step.context_tokens * steps,
-        "rejected": rejected,
-    }
+    return ray_tune.with_resources(ray_tune.with_parameters(PatternTrial, search=search), need)
 
 
 @dataclass
-class _Found:
-    """What a trial has come to. `times`: of this process's steps; `num_saved` of them are in a checkpoint."""
+class _Progress:
+    """A trial's progress. `times`: of this process's steps; `num_saved` of them are in a checkpoint."""
 
     losses: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -146,135 +89,123 @@ class _Found:
 
 
 class PatternTrial(ray_tune.Trainable):
-    """One pattern; a `step` trains to the next of `NUM_REPORTS` reports. Actors are reused: what is imported, connected
-    and compiled serves the next trial."""
+    """One pattern; a `step` trains to the next of `NUM_REPORTS` reports. Actors are reused: imports, connections and
+    compiled kernels serve the next trial."""
 
-    def setup(self, config: dict[str, Any], asked: Asked | None = None) -> None:
-        assert asked is not None
-        self._asked = asked
-        cuda = asked.scaling.device == "cuda"
-        environment().update(worker_environment(asked.scaling.device, {}, environment(), {}))  # before CUDA begins
-        torch.set_num_threads(asked.scaling.num_threads)
-        self._lease = DeviceLease(asked.scaling.device, "tune", state_bytes=newcomer_bytes(asked.scaling.cpu_offload))
-        self._device = self._lease.take(0, num_parameters(asked.task), WAIT_S, lambda: None)  # no run computes on it
+    def setup(self, config: Mapping[str, Value], search: SearchTask | None = None) -> None:
+        assert search is not None
+        self._search, scaling = search, search.scaling
+        cuda = scaling.device == "cuda"
+        environment().update(worker_environment(scaling.device, {}, environment(), {}))  # before CUDA begins
+        torch.set_num_threads(scaling.num_threads)
+        self._lease = DeviceLease(scaling.device, "tune", state_bytes=newcomer_bytes(scaling.cpu_offload))
+        self._device = self._lease.take(0, num_parameters(search.task), WAIT_S, lambda: None)  # no run computes on it
         if cuda:
             torch.cuda.set_device(self._device)
         self._stream = torch.cuda.Stream(self._device) if cuda else None
         self._store = RendezvousStore(LOOPBACK)
         where = Rendezvous(LOOPBACK, self._store.port, "tune", LOOPBACK, WAIT_S, 10 * WAIT_S, self._store.secret)
         self._groups = Connector(where, self._device).connect(MESH, 0)
-        self._costs = Costs(asked.task, asked.scaling.cp, asked.scaling.device)
+        self._costs = PatternCosts(search.task, scaling.cp, scaling.device)
         self._state: Transaction | None = None
         self._begin(config)
 
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
+    def reset_config(self, new_config: Mapping[str, Value]) -> bool:
         self._begin(new_config)
         return True
 
-    def _begin(self, config: dict[str, Any]) -> None:
+    def _begin(self, config: Mapping[str, Value]) -> None:
         self._leave()
-        if os.path.isdir(self._asked.folder):
-            os.chdir(self._asked.folder)
-        self._found = _Found()
-        self._text, self._task = self._asked.of(config, self._costs.num_layers)
+        if os.path.isdir(self._search.folder):
+            os.chdir(self._search.folder)
+        self._progress, self._cost = _Progress(), PatternCost(1.0, 0)
+        self._text, self._task = self._search.trial(config, self._costs.num_layers)
         try:
-            self._about = self._costs.of(self._text)
+            self._cost = self._costs.cost(self._text)
             if self._device.type == "cuda":
                 check_pattern(self._task, MESH.cp)
-            self._state = self._built()
+            self._state = self._build()
         except (ValueError, ElasticRingError, torch.OutOfMemoryError) as error:
             self._reject(error)
 
-    def _built(self) -> Transaction:
-        task = self._task
+    def _build(self) -> Transaction:
+        """The state at its initial values. Raises RunFailed for a kernel of this pattern that is wrong here, as in a
+        worker's warm-up."""
+        task, kernels = self._task, dict[str, str]()
         be_deterministic(task)
         cache = kernel_cache() if self._device.type == "cuda" else None
-        self._test_kernels(cache)
+        wrong = warm_up_device(task, self._device, attention_shapes(task), MESH.cp, cache, kernels, first_group=False)
+        log.info("%s: %s", self._text, "; ".join(f"{use}: {name}" for use, name in kernels.items()))
+        if wrong:
+            raise RunFailed(f"{self._device}: {wrong}")
         training, held = hold_out(open_source(task.data), num_sequences=task.num_held_out)
-        opened = open_sets(task.validation)
-        self._validation = ValidationSource(task.validation, held, {name: one for name, (one, _) in opened.items()})
+        sets = {name: source for name, (source, _) in open_sets(task.validation).items()}
+        self._validation = ValidationSource(task.validation, held, sets)
         order = order_of(training, task.step.seed, task.step.global_batch)
         loader = Loader(training, num_ahead=task.step.micro_batch)
         self._val_loader = Loader(self._validation, num_ahead=1)
-        options = TransactionOptions(kernel_cache=cache, cpu_offload=self._asked.scaling.cpu_offload)
+        options = TransactionOptions(kernel_cache=cache, cpu_offload=self._search.scaling.cpu_offload)
         state = Transaction(task, loader, order, lambda *_: None, options)
         state.use(self._device)
         state.enter(self._groups, MEMBERSHIP, keep=False)
         state.initialise()
         return state
 
-    def _test_kernels(self, cache: Path | None) -> None:
-        """A worker's warm-up, for the kernels of this trial's pattern. Raises RunFailed for one that is wrong here."""
-        task, kernels = self._task, dict[str, str]()
-        wrong = warm_up_device(task, self._device, attention_shapes(task), MESH.cp, cache, kernels, first_group=False)
-        log.info("%s: %s", self._text, "; ".join(f"{what}: {name}" for what, name in kernels.items()))
-        if wrong:
-            raise RunFailed(f"{self._device}: {wrong}")
-
     def _reject(self, error: Exception) -> None:
-        self._found.rejected, self._found.losses = f"{type(error).__name__}: {error}", []
+        self._progress.rejected, self._progress.losses = f"{type(error).__name__}: {error}", []
         self._leave()
 
-    def step(self) -> dict[str, Any]:
-        found, steps = self._found, self._task.step.steps
+    def step(self) -> TrialResult:
+        progress, steps = self._progress, self._task.step.steps
         try:
             if self._state is not None:
-                self._train(steps * (len(found.losses) + 1) // NUM_REPORTS)
+                self._train(self._state, steps * (len(progress.losses) + 1) // NUM_REPORTS)
         except (ElasticRingError, torch.OutOfMemoryError) as error:
             self._reject(error)
-        done = bool(found.rejected) or len(found.losses) == NUM_REPORTS
-        about = getattr(self, "_about", {"density": 1.0, "bytes": 0})
-        times, losses = found.times or found.earlier_times, list(found.losses)
-        step_s = statistics.median(times) if times else None
-        return result_of(self._text, self._task, about, losses, step_s, self._applied, found.rejected) | {
-            SHOULD_CHECKPOINT: not done and self._is_worth_saving(),
-            "done": done,
-        }
+        done = bool(progress.rejected) or len(progress.losses) == NUM_REPORTS
+        times, losses = progress.times or progress.earlier_times, list(progress.losses)
+        step_s, applied = statistics.median(times) if times else None, 0 if self._state is None else self._state.applied
+        is_worth_saving = False
+        if self._state is not None and not done:
+            assert self._state.shard is not None
+            trained_s = sum(progress.times[progress.num_saved :])
+            is_worth_saving = trained_s > SAVE_SHARE * snapshot.size_of(self._state.shard) / SAVE_BYTES_PER_S
+        result = trial_result(self._text, self._task, self._cost, losses, step_s, applied, progress.rejected)
+        return result | {"should_checkpoint": is_worth_saving, "done": done}
 
-    @property
-    def _applied(self) -> int:
-        return self._state.applied if self._state is not None else 0
-
-    def _train(self, until: int) -> None:
-        state, times = self._state, []
-        assert state is not None
+    def _train(self, state: Transaction, until: int) -> None:
+        times = []
         while state.applied < until:
             begun = time.monotonic()
             state.run(state.applied, boundary=False)
             times.append(time.monotonic() - begun)
-        self._found.times += times if self._found.times else times[NUM_COLD_STEPS:] or times
+        self._progress.times += times if self._progress.times else times[NUM_COLD_STEPS:] or times
         loss = state.validate(self._val_loader, self._validation)["val_loss"]
         if not math.isfinite(loss):
             raise ElasticRingError(f"diverged: val_loss is {loss} after {until} steps")
-        self._found.losses.append(loss)
-
-    def _is_worth_saving(self) -> bool:
-        """Whether the training since the last checkpoint took `SAVE_SHARE` times what one takes."""
-        assert self._state is not None
-        assert self._state.shard is not None
-        trained_s = sum(self._found.times[self._found.num_saved :])
-        return trained_s > SAVE_SHARE * snapshot.size_of(self._state.shard) / SAVE_BYTES_PER_S
+        self._progress.losses.append(loss)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         assert self._state is not None
         assert self._state.shard is not None
-        taken = snapshot.take(self._state.shard, MEMBERSHIP, snapshot.Buffers(), self._stream)
-        taken.finish()
-        taken.data.numpy().tofile(Path(checkpoint_dir, SHARD))
-        found = self._found
-        found.num_saved = len(found.times)
-        saved = {"applied": self._applied, "losses": found.losses, "times": [*found.earlier_times, *found.times]}
-        Path(checkpoint_dir, FOUND).write_text(json.dumps(saved), encoding="utf-8")
+        shard = snapshot.take(self._state.shard, MEMBERSHIP, snapshot.Buffers(), self._stream)
+        shard.finish()
+        shard.data.numpy().tofile(Path(checkpoint_dir, SHARD))
+        progress = self._progress
+        progress.num_saved = len(progress.times)
+        times = [*progress.earlier_times, *progress.times]
+        saved = {"applied": self._state.applied, "losses": progress.losses, "times": times}
+        Path(checkpoint_dir, PROGRESS).write_text(json.dumps(saved), encoding="utf-8")
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         assert self._state is not None
         assert self._state.shard is not None
-        found = plain_json(read_small(Path(checkpoint, FOUND)))
+        saved = plain_json(read_small(Path(checkpoint, PROGRESS)))
         data = torch.from_numpy(np.fromfile(Path(checkpoint, SHARD), dtype=np.uint8))
         with self._state.filling():
-            wanted = SnapshotId(found["applied"], MEMBERSHIP)
-            snapshot.load(data, wanted, 0, self._state.shard, f"the checkpoint of {self._text}")
-        self._found = _Found(found["losses"], earlier_times=found["times"])
+            snapshot_id = SnapshotId(saved["applied"], MEMBERSHIP)
+            snapshot.load(data, snapshot_id, 0, self._state.shard, f"the checkpoint of {self._text}")
+        self._progress = _Progress(saved["losses"], earlier_times=saved["times"])
 
     def cleanup(self) -> None:
         self._leave()
@@ -290,28 +221,3 @@ class PatternTrial(ray_tune.Trainable):
         self._state = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-class NonDominatedRank(FIFOScheduler):
-    """Stops a trial that lies behind `keep` fronts of those that have come as far, once `least` have.
-
-    Ray Tune's own schedulers take one metric. Compares with the results that Tune itself keeps of all trials, so that a
-    restored search compares with earlier ones, too.
-    """
-
-    def __init__(self, keep: int = 2, least: int = 6) -> None:
-        super().__init__()
-        self._keep, self._least = keep, least
-
-    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        part = len(result["losses"])
-        if result["rejected"] or result["done"] or result["pattern"] == DENSE:
-            return str(TrialScheduler.CONTINUE)
-        found = {each.trial_id: each.last_result for each in tune_controller.get_trials()} | {trial.trial_id: result}
-        seen = {
-            name: (one["losses"][part - 1], one["step_s"], one["bytes"])
-            for name, one in found.items()
-            if one and len(one.get("losses", ())) >= part
-        }
-        stops = is_behind(trial.trial_id, seen, self._keep, self._least)
-        return str(TrialScheduler.STOP if stops else TrialScheduler.CONTINUE)

@@ -26,7 +26,8 @@ from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.cli.settings import parse
 from elastic_ring.cli.train import build
 from elastic_ring.monitor.metrics import read_metrics
-from elastic_ring.tuning.trial import NUM_REPORTS, pattern_trainable
+from elastic_ring.tuning.report import NUM_REPORTS
+from elastic_ring.tuning.trial import pattern_trainable
 from tests.ray.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[3]

@@ -20,7 +20,8 @@ from elastic_ring.data.source import open_source
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
 from elastic_ring.tuning.mesh_trial import remove_stopped, run_of
-from elastic_ring.tuning.trial import NUM_REPORTS, REJECTED_LOSS, pattern_trainable
+from elastic_ring.tuning.report import NUM_REPORTS, REJECTED_LOSS
+from elastic_ring.tuning.trial import pattern_trainable
 from tests.ray.conftest import ALONE, tiny_trainer
 
 

@@ -220,7 +220,7 @@ def test_torch_compiles_flex_attention_once_for_both_passes_and_all_tables(monke
                 q, dout = torch.randn(2, 1, 128 * tables.num_q_blocks, 2, 16)
                 k, v = torch.randn(2, 1, 128 * tables.num_k_blocks, 1, 16)
                 out, lse = flex.sparse_forward(q, k, v, tables, 0.25)
-                flex.sparse_backward(dout, q, k, v, out, lse, tables, 0.25)
+                flex.sparse_backward(dout, q, k, v, out, lse, tables=tables, scale=0.25)
     assert counter.frame_count == 1
 
 

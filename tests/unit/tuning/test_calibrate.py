@@ -183,8 +183,8 @@ def test_hops_carry_what_they_are_asked_to_and_no_more_is_held(rings: ThreadRing
         hops, beside = Hops(groups[cp_rank], CPU, 5000, 4), list[int]()
         hops(lambda: beside.append(1))
         hops()
-        assert hops._made is not None
-        return hops._made.nbytes, len(beside)
+        assert hops._buffers is not None
+        return hops._buffers.nbytes, len(beside)
 
     assert in_threads(3, work) == [(10000, 4)] * 3
 
@@ -244,13 +244,14 @@ def test_rates_are_measured_written_and_read_by_the_forecast(tmp_path: Path, mon
     host = machine_rates.Host(1, storage=tmp_path)
     rates = machine_rates.measure(Stopwatch(None, CPU, EFFORT), CPU, torch.float32, host)
     path = tmp_path / "machine.json"
-    Calibration(TRUTH, (), {}).write(path, rates)
+    Calibration(TRUTH, (), {}).write(path, asdict(rates))
     assert CostModel.read(path) == TRUTH
     read = read_rates(path)
-    assert [row.flops for row in read.matmul] == [row["flops"] for row in rates["matmul"]]
-    assert read.host.storage_bytes_s == rates["storage"]["write_bytes_s"] > 0
+    assert [row.flops for row in read.matmul] == [row.flops for row in rates.matmul]
+    assert rates.storage is not None
+    assert read.host.storage_bytes_s == rates.storage["write_bytes_s"]
     assert read.collectives == read.groups == []
-    assert rates["stragglers"]["between_ranks"] == "not measured"
+    assert rates.stragglers["between_ranks"] == "not measured"
     assert machine_rates.lines(rates)[-1].startswith("ranks apart not measured")
     usual = default_efficiency(named_fleet("H100-80"))
     alone = default_efficiency(named_fleet("H100-80"), read)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,18 +20,31 @@ from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import StepConfig
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
-from elastic_ring.tuning.report import Predicted, advised, as_trained, draw, found, in_doubt, on_front, report, spread
-from elastic_ring.tuning.sampler import LOSSES, Cheap, ProxySampler, completed, told
-from elastic_ring.tuning.search import run_name_of, store_settings
-from elastic_ring.tuning.space import DEFAULTS, DENSE, OFF, pattern_of, patterns, read_space
-from elastic_ring.tuning.trial import NonDominatedRank
+from elastic_ring.tuning.report import (
+    Prediction,
+    dominates,
+    draw,
+    front,
+    front_results,
+    hypervolume,
+    pattern_results,
+    patterns_in_doubt,
+    ranks,
+    recommend,
+    report,
+    spread,
+    training_terms,
+)
+from elastic_ring.tuning.sampler import LOSSES, ProxySampler, read_study
+from elastic_ring.tuning.search import NonDominatedRank, run_name_of, store_settings
+from elastic_ring.tuning.space import DENSE, DENSITIES, FAMILIES, OFF, PatternCost, pattern_of, patterns, read_space
 
 # ------------------------------------------------------------ the space
 
 
 @pytest.mark.parametrize(("context", "whole_blocks"), [(512, False), (32_768, True)])
 def test_every_point_is_a_pattern_of_the_density_that_it_names(context: int, whole_blocks: bool) -> None:
-    for family, density in itertools.product(DEFAULTS["family"], DEFAULTS["density"]):
+    for family, density in itertools.product(FAMILIES, DENSITIES):
         space = {"family": family, "density": density, "layers": "{rule}"}
         try:
             every = patterns(space, context, 4, whole_blocks=whole_blocks)
@@ -78,11 +92,10 @@ def test_a_space_that_cannot_be_meant_is_refused(space: dict[str, Any], why: str
 # ------------------------------------------------------------ the sampler
 
 
-def cheap(num: int = 30) -> Cheap:
+def costs(num: int = 30) -> dict[str, PatternCost]:
     """Patterns of rising density; more density has more bytes."""
-    density = np.linspace(0.1, 1.0, num)
-    rows = {f"p{i}": (float(d), float(i % 3)) for i, d in enumerate(density)}
-    return Cheap(rows, {name: (row[0], row[0] ** 2) for name, row in rows.items()})
+    density = np.linspace(0.1, 1.0, num).tolist()
+    return {f"p{i}": PatternCost(d, round(1e6 * d**2), (d, float(i % 3))) for i, d in enumerate(density)}
 
 
 def study_of(curves: dict[str, list[float]]) -> optuna.Study:
@@ -99,15 +112,15 @@ def study_of(curves: dict[str, list[float]]) -> optuna.Study:
 
 
 def test_the_sampler_repeats_itself_and_never_asks_twice() -> None:
-    def asked() -> list[str]:
-        sampler, seen, losses = ProxySampler(cheap(), seed=3), list[str](), dict[str, float]()
+    def proposed() -> list[str]:
+        sampler, seen, losses = ProxySampler(costs(), seed=3), list[str](), dict[str, float]()
         for _ in range(12):
             seen.append(sampler.choose(seen, losses))
             losses[seen[-1]] = 3.0 - float(seen[-1][1:]) / 30
         return seen
 
-    first = asked()
-    assert first == asked()
+    first = proposed()
+    assert first == proposed()
     assert len(set(first)) == 12
     places = sorted(int(name[1:]) for name in first)
     assert places[0] < 5, "it looks at one end of the front only"
@@ -116,45 +129,74 @@ def test_the_sampler_repeats_itself_and_never_asks_twice() -> None:
 
 def test_a_curve_that_was_cut_counts_with_what_the_others_gained_later() -> None:
     curves = {"whole": [5.0, 4.0, 3.0], "another": [6.0, 5.0, 5.0], "cut": [7.0], "rejected": []}
-    asked, losses = told(study_of(curves), number=99)
-    assert asked == list(curves)
+    proposed, losses = read_study(study_of(curves), number=99)
+    assert proposed == list(curves)
     assert losses == {"whole": 3.0, "another": 5.0, "cut": 7.0 - (2.0 + 1.0) / 2}
-    assert completed({}) == {}
+    assert read_study(optuna.create_study(), number=99) == ([], {})
 
 
 # ------------------------------------------------------------ stopping
 
 
-def told_at(results: dict[str, dict[str, Any]], name: str, losses: list[float], **more: Any) -> str:
-    results[name] = {
-        "pattern": name,
-        "losses": losses,
-        "step_s": 1.0,
-        "bytes": 1,
-        "rejected": "",
-        "done": False,
-        **more,
-    }
-    trials = [SimpleNamespace(trial_id=each, last_result=found) for each, found in results.items()]
+def decide(results: dict[str, dict[str, Any]], name: str, losses: list[float], **more: Any) -> str:
+    plain = {"step_s": 1.0, "bytes": 1, "rejected": "", "done": False}
+    results[name] = {"pattern": name, "losses": losses, **plain, **more}
+    trials = [SimpleNamespace(trial_id=each, last_result=latest) for each, latest in results.items()]
     controller = SimpleNamespace(get_trials=lambda: trials)
-    trial = SimpleNamespace(trial_id=name)
-    return NonDominatedRank(keep=2, least=3).on_trial_result(controller, trial, results[name])
+    trial: Any = SimpleNamespace(trial_id=name)
+    result: Any = results[name]
+    return NonDominatedRank(keep=2, least=3).on_trial_result(controller, trial, result)
 
 
 def test_a_trial_behind_two_fronts_of_those_as_far_is_stopped_and_dense_never() -> None:
     results: dict[str, dict[str, Any]] = {}
-    assert [told_at(results, name, [loss]) for loss, name in enumerate("abc")] == ["CONTINUE", "CONTINUE", "STOP"]
-    assert told_at(results, "d", [0.5]) == "CONTINUE"
-    assert told_at(results, "e", [9.0], step_s=0.1) == "CONTINUE", "it is the fastest"
-    assert told_at(results, "f", [0.0, 9.0]) == "CONTINUE", "nobody else has come so far"
-    assert told_at(results, DENSE, [9.0]) == "CONTINUE"
-    assert told_at(results, "g", [], rejected="it does not fit") == "CONTINUE"
+    assert [decide(results, name, [loss]) for loss, name in enumerate("abc")] == ["CONTINUE", "CONTINUE", "STOP"]
+    assert decide(results, "d", [0.5]) == "CONTINUE"
+    assert decide(results, "e", [9.0], step_s=0.1) == "CONTINUE", "it is the fastest"
+    assert decide(results, "f", [0.0, 9.0]) == "CONTINUE", "nobody else has come so far"
+    assert decide(results, DENSE, [9.0]) == "CONTINUE"
+    assert decide(results, "g", [], rejected="it does not fit") == "CONTINUE"
+
+
+# ------------------------------------------------------------ fronts
+
+
+def test_domination_needs_one_better_objective_and_none_worse() -> None:
+    assert dominates((1, 2), (1, 3))
+    assert not dominates((1, 2), (1, 2))
+    assert not dominates((0, 9), (1, 2))
+
+
+def test_fronts_are_peeled_one_after_the_other() -> None:
+    points = [(0, 3), (1, 1), (3, 0), (1, 3), (3, 3), (3, 4)]
+    assert ranks(points) == [0, 0, 0, 1, 2, 3]
+    assert front(points) == [0, 1, 2]
+
+
+def test_a_point_that_is_no_number_has_no_place_on_a_front() -> None:
+    with pytest.raises(ValueError, match="not finite: leave such points out"):
+        front([(0.1, 0.2, 0.3), (math.nan, 9, 9), (5, 5, 5)])
+
+
+def test_a_hypervolume_is_the_volume_of_the_union_of_boxes() -> None:
+    assert hypervolume([(1.0, 1.0)], (3, 3)) == 4
+    assert hypervolume([(0.0, 2.0), (2.0, 0.0)], (3, 3)) == 3 + 3 - 1
+    assert hypervolume([(1, 1, 1), (0, 2, 2)], (3, 3, 3)) == 8 + 3 - 2
+    assert hypervolume([(5, 0)], (3, 3)) == 0
+
+
+def test_a_hypervolume_agrees_with_counting_random_points() -> None:
+    rng = np.random.default_rng(0)
+    points = rng.random((7, 3))
+    thrown = rng.random((200_000, 3)) * 1.1
+    hit = (thrown[:, None] >= points[None]).all(-1).any(1).mean() * 1.1**3
+    assert hypervolume(points.tolist(), (1.1, 1.1, 1.1)) == pytest.approx(hit, abs=6e-3)
 
 
 # ------------------------------------------------------------ the report
 
 
-def result(pattern: str, loss: float, step_s: float, seed: int = 0, **more: Any) -> dict[str, Any]:
+def result(pattern: str, loss: float, step_s: float, seed: int = 0, **more: Any) -> Any:
     plain = {"bytes": round(1e6 * step_s), "density": step_s, "losses": [9.0, loss], "rejected": ""}
     return {"pattern": pattern, "loss": loss, "step_s": step_s, "seed": seed, **plain, **more}
 
@@ -172,20 +214,20 @@ TRIALS = [
 
 def test_neighbours_within_the_spread_of_seeds_are_in_doubt_and_a_second_seed_counts_against_its_own_dense() -> None:
     assert spread(TRIALS) == (pytest.approx(0.1), 1)
-    every = found(TRIALS)
-    assert [one.pattern for one in on_front(every)] == [DENSE, "window:512", "window:256"]
-    assert in_doubt(every, 0.1) == ["window:512"], "dense has two seeds already, and window:256 is worse for sure"
-    assert advised(every, 0.1).pattern == "window:512"
-    assert advised(every, 0.01).pattern == "window:512", "dense alone is no advice"
-    second = found([*TRIALS, result("window:512", 3.12, 0.5, seed=1)])
-    assert next(one for one in second if one.pattern == "window:512").gap == pytest.approx((0.05 + 0.02) / 2)
-    assert in_doubt(second, 0.1) == []
+    results = pattern_results(TRIALS)
+    assert [best.pattern for best in front_results(results)] == [DENSE, "window:512", "window:256"]
+    assert patterns_in_doubt(results, 0.1) == ["window:512"], "dense has two seeds, and window:256 is worse for sure"
+    assert recommend(results, 0.1).pattern == "window:512"
+    assert recommend(results, 0.01).pattern == "window:512", "dense alone is no advice"
+    second = pattern_results([*TRIALS, result("window:512", 3.12, 0.5, seed=1)])
+    assert next(each for each in second if each.pattern == "window:512").gap == pytest.approx((0.05 + 0.02) / 2)
+    assert patterns_in_doubt(second, 0.1) == []
     with pytest.raises(ValueError, match="dense itself was not trained"):
-        found(TRIALS[2:])
+        pattern_results(TRIALS[2:])
 
 
 def test_the_table_names_what_pattern_takes_and_no_label_of_the_picture_covers_another(tmp_path: Path) -> None:
-    trained = as_trained(StepConfig(steps=8), Mesh(1, 1), "cpu", {})
+    trained = training_terms(StepConfig(steps=8), Mesh(1, 1), "cpu", {})
     text = report(TRIALS, tmp_path, "Some steps.", trained)
     names = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `") and "--pattern" not in line]
     assert names == [one["pattern"] for one in json.loads((tmp_path / "front.json").read_text())["front"]]
@@ -193,7 +235,7 @@ def test_the_table_names_what_pattern_takes_and_no_label_of_the_picture_covers_a
     assert "5 of 6 patterns" not in text
     assert "4 of 6 patterns trained to the end, 3 on the front. Spread of seeds 0.1000 nats" in text
     close = [result(f"sinks:64+window:{512 + i};dense@0-3", 3.01 + i * 1e-6, 0.5 - i * 1e-6) for i in range(20)]
-    best = on_front(found([*TRIALS[:2], *close]))
+    best = front_results(pattern_results([*TRIALS[:2], *close]))
     assert len(best) == 21
     figure = draw(best, best, 0.1, tmp_path / "front.png")
     boxes = [Text.get_window_extent(label) for label in figure.axes[0].texts]  # without the lines to the points
@@ -203,32 +245,32 @@ def test_the_table_names_what_pattern_takes_and_no_label_of_the_picture_covers_a
 
 def test_a_run_with_what_was_found_is_told_beside_the_search_and_where_the_two_differ(tmp_path: Path) -> None:
     contents = {"model": "M(width=32)", "data": "D 1", "optim.peak_lr": "0.1", "optim.total_steps": "8", "pattern": ""}
-    same = as_trained(StepConfig(steps=8), Mesh(1, 1), "cpu", contents)
+    same = training_terms(StepConfig(steps=8), Mesh(1, 1), "cpu", contents)
     report(TRIALS, tmp_path, "Some steps.", same)
-    found = Predicted.read(tmp_path, parse_pattern("window:512"))
-    told = found.beside(same, 0.51, 3.17)
-    assert told.startswith("search: step predicted 0.5 s, seen 0.51 s (-2.0 %); loss predicted 3.1000, seen 3.1700 (")
-    assert told.endswith("(+0.0700, within the spread of seeds, 0.1000)")
-    assert "outside the spread" in found.beside(same, 0.5, 3.3)
-    longer = found.beside({**same, "steps": 9}, 0.5, 3.3)
+    search = Prediction.read(tmp_path, parse_pattern("window:512"))
+    line = search.compare(same, 0.51, 3.17)
+    assert line.startswith("search: step predicted 0.5 s, seen 0.51 s (-2.0 %); loss predicted 3.1000, seen 3.1700 (")
+    assert line.endswith("(+0.0700, within the spread of seeds, 0.1000)")
+    assert "outside the spread" in search.compare(same, 0.5, 3.3)
+    longer = search.compare({**same, "steps": 9}, 0.5, 3.3)
     assert "seen 0.5 s (+0.0 %)" in longer
     assert longer.endswith("loss predicted 3.1000, seen 3.3000; the search had steps 8, not 9")
-    ring = found.beside({**same, "mesh": str(Mesh(1, 2))}, 0.4, None)
+    ring = search.compare({**same, "mesh": str(Mesh(1, 2))}, 0.4, None)
     assert ring == "search: step predicted 0.5 s, seen 0.4 s; the search had mesh dp=1 x cp=1, not dp=1 x cp=2"
-    data = found.beside({**same, "data": "D 2", "optim.peak_lr": "0.2"}, 0.5, 3.1)
+    data = search.compare({**same, "data": "D 2", "optim.peak_lr": "0.2"}, 0.5, 3.1)
     assert data == (
         "search: step predicted 0.5 s, seen 0.5 s (+0.0 %); loss predicted 3.1000, seen 3.1000; the search had data "
         "D 1, not D 2, optim.peak_lr 0.1, not 0.2"
     )
-    model = found.beside({**same, "model": "M(width=64)"}, 0.5, 3.1)
+    model = search.compare({**same, "model": "M(width=64)"}, 0.5, 3.1)
     assert model.endswith(
         "seen 0.5 s; loss predicted 3.1000, seen 3.1000; the search had model M(width=32), not M(width=64)"
     )
-    assert Predicted.read(tmp_path, None).loss == pytest.approx(3.05), "dense"
+    assert Prediction.read(tmp_path, None).loss == pytest.approx(3.05), "dense"
     with pytest.raises(ValueError, match="has not trained this pattern to the end, but dense, window:512"):
-        Predicted.read(tmp_path, parse_pattern("window:64"))
+        Prediction.read(tmp_path, parse_pattern("window:64"))
     with pytest.raises(ValueError, match="name the --out of a search"):
-        Predicted.read(tmp_path / "none", None)
+        Prediction.read(tmp_path / "none", None)
 
 
 # ------------------------------------------------------------ the folder

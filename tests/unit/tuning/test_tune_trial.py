@@ -15,7 +15,9 @@ from elastic_ring.attention.kernels.kernel import Grads
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.config import OptimConfig, ScalingConfig
 from elastic_ring.train.startup import kernels, warm
-from elastic_ring.tuning.trial import NUM_REPORTS, REJECTED_LOSS, Asked, PatternTrial
+from elastic_ring.tuning.report import NUM_REPORTS, REJECTED_LOSS
+from elastic_ring.tuning.space import SearchTask
+from elastic_ring.tuning.trial import PatternTrial
 from tests.unit.train import tiny_task
 from tests.unit.train.tiny_task import MODEL, POISON, STEP, make_task
 
@@ -25,7 +27,7 @@ def trial() -> Iterator[PatternTrial]:
     POISON.on = False
     task = make_task(step=replace(STEP, val_every_steps=8, num_val_sequences=2))
     made = object.__new__(PatternTrial)  # its own constructor wants an actor of Ray
-    made.setup({"pattern": "dense"}, asked=Asked(task, ScalingConfig(cp=2), str(Path.cwd())))
+    made.setup({"pattern": "dense"}, search=SearchTask(task, ScalingConfig(cp=2), str(Path.cwd())))
     yield made
     made.cleanup()
 
@@ -69,7 +71,7 @@ def test_what_cannot_be_trained_is_rejected_and_the_next_one_trains(trial: Patte
     assert "layer 7: the model has layers 0 to 1" in found["rejected"]
     optim = replace(tiny_task.OPTIM, max_skipped=2)
     assert isinstance(optim, OptimConfig)
-    trial._asked = replace(trial._asked, task=replace(trial._asked.task, optim=optim))
+    trial._search = replace(trial._search, task=replace(trial._search.task, optim=optim))
     trial.reset_config({"pattern": "window:4"})
     POISON.on = True
     try:

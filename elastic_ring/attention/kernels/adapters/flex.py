@@ -170,11 +170,12 @@ def flex_mask(tables: BlockTables) -> Any:
             assert tables.whole is not None
             heads = slice(tables.whole[1], tables.whole[1] + tables.num_heads)
             lists, seq_lengths = [getattr(whole, name)[:, heads] for name in _LISTS], whole.seq_lengths
+        named_lists: Any = dict(zip(_LISTS, lists, strict=True))
         tables.derived["flex"] = BlockMask(
             seq_lengths=seq_lengths,
             BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS),
             mask_mod=_mask_function(tables),
-            **dict(zip(_LISTS, lists, strict=True)),
+            **named_lists,
         )
     return tables.derived["flex"]
 
