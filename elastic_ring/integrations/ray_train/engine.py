@@ -1,22 +1,26 @@
 """A DeepSpeed engine over all ranks of a worker group: first values, one update, checkpoints, the whole weights.
 
 DeepSpeed holds torch's default group, so an engine lives as long as its worker group: another number of workers is a
-checkpoint in DeepSpeed's universal format and a new engine. No ring, no data and no Ray in here.
+checkpoint in DeepSpeed's universal format and a new engine. DeepSpeed unpickles its files with `weights_only=False`,
+and torch's collectives of objects unpickle what any process of the network may have sent: here both are read as data
+only. No ring, no data and no Ray in here.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import logging
+import json
 import math
+import re
 import secrets
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -24,8 +28,7 @@ from torch import Tensor, nn
 
 from elastic_ring.config import environment
 from elastic_ring.errors import CheckpointDamaged
-from elastic_ring.files import name_below, user_folder
-from elastic_ring.integrations.ray_train.untrusted import check_names, data_only, gathered
+from elastic_ring.files import name_below, plain_json, user_folder
 from elastic_ring.state.checkpoints.weight_files import (
     MAX_FILE_BYTES,
     WEIGHTS,
@@ -41,17 +44,32 @@ from elastic_ring.train.optim import make_optimizer, make_own_optimizer
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.wrap import largest_list
 
-log = logging.getLogger(__name__)
-
 TAG = "zero3"
 MASTER = "fp32"
 FRAGMENTS = "fragments-{rank:05d}.pt"
+FP32_BYTES = 4
+REPORT_BYTES = 512
+"""The most bytes of one rank's report to the others, as JSON."""
+_ONLY_DATA = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_FILE = re.compile(r"(bf16_)?zero_pp_rank_[0-9]+_mp_rank_00_(model|optim)_states\.pt")
+_NAMES = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "module")
+_EXPERTS = ("ds_autoep_layers", "autoep_layers", "universal_checkpoint_info")
+
+
+class Fragments(TypedDict):
+    """One rank's part of a checkpoint with swapped optimizer state.
+
+    slices: by parameter, its flat masters (MASTER) and optimizer state. plain: state that is the same for all (steps).
+    """
+
+    slices: dict[str, dict[str, Tensor]]
+    plain: dict[str, object]
 
 
 class Zero3Engine:
     """The module of a task, sharded over the default group, with its optimizer."""
 
-    def __init__(self, task: TrainingTask, config: dict[str, Any], *, fill: bool) -> None:
+    def __init__(self, task: TrainingTask, config: Mapping[str, Any], *, fill: bool) -> None:
         """Collective. `fill` gives parameters their first values, one whole tensor at a time."""
         import deepspeed
 
@@ -64,17 +82,39 @@ class Zero3Engine:
         for unit in (task.units or largest_list)(model):
             # Its layers may read each other's parameters, as under FSDP2: gathered and released as one.
             deepspeed.utils.set_z3_leaf_module(unit, True)
-        if fill and task.initial is not None:
-            _fill(model, task.initial)
-        own: dict[str, Any] = {"model_parameters": _groups(task, model)} if "optimizer" in config else {}
-        if not own:
-            own = {"optimizer": _optimizer(task, model)}
-        self._engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False, **own)
+        initial = task.initial if fill else None
+        for name, param in model.named_parameters():
+            if initial is None:
+                break
+            # First values as the elastic ring has them; rank 0 draws each tensor, DeepSpeed deals it out.
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
+                if dist.get_rank() == 0:
+                    param.copy_(initial.tensor(name, tuple(param.shape)))
+        groups, optimizer = None, None
+        if "optimizer" in config:  # one of DeepSpeed's, with the groups that the elastic ring has
+            params: list[Any] = [param for param in model.parameters() if param.requires_grad]
+            decayed = [param for param in params if len(param.ds_shape) >= 2]
+            flat = [param for param in params if len(param.ds_shape) < 2]
+            decays = ((decayed, task.optim.weight_decay), (flat, 0.0))
+            groups = [{"params": part, "weight_decay": decay} for part, decay in decays if part]
+        else:  # torch's AdamW in two groups, or the task's own, as the elastic ring has it
+            named: list[Any] = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+            ndims = {name: len(param.ds_shape) for name, param in named}
+            own = task.optimizer
+            optimizer = make_optimizer(named, task.optim, ndims) if own is None else make_own_optimizer(own, named)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, config=config, dist_init_required=False, model_parameters=groups, optimizer=optimizer
+        )
         self._skips = False
         self._clip_norm = self._engine.optimizer.clip_grad
         self._engine.optimizer._overflow_check_and_loss_scale_update = self._is_skipped
-        if fill and task.initial is not None and task.step.param_dtype != "float32":
-            self._fill_masters(task.initial)
+        if initial is not None and task.step.param_dtype != "float32":
+            # DeepSpeed has made the masters from parameters that were rounded: they get the first values themselves.
+            for param, masters in self._masters():
+                size, first = param.partition_numel(), dist.get_rank() * param.partition_numel()
+                whole = initial.tensor(self._engine.param_names[param], tuple(param.ds_shape)).flatten()
+                piece = whole[first : first + size]
+                masters[: len(piece)].copy_(piece)
 
     @property
     def module(self) -> nn.Module:
@@ -116,27 +156,20 @@ class Zero3Engine:
 
         self._engine.set_gradient_accumulation_boundary(is_boundary=True)
         self.backward(loss)
-        found = [
-            safe_get_local_grad(param).detach().reshape(-1).double()
-            for _, param in self._named()
-            if param.requires_grad
-        ]
+        trained = [param for _, param in self._named() if param.requires_grad]
+        gradients = [safe_get_local_grad(param).detach().reshape(-1).double() for param in trained]
         self._engine.optimizer._overflow_clean_up(self._engine.optimizer.loss_scale)
         self._engine.set_gradient_accumulation_boundary(is_boundary=None)
-        return found
+        return gradients
 
-    def _fill_masters(self, initial: Any) -> None:
-        """Give the masters the first values themselves: DeepSpeed has made them from parameters that were rounded."""
-        rank = dist.get_rank()
+    def _masters(self) -> Iterator[tuple[Any, Tensor]]:
+        """(parameter, this rank's masters of it), swapped in meanwhile; changes are kept."""
         for index, group in enumerate(self._engine.optimizer.fp16_groups):
             with self._swapped_in(index, changed=True) as flat:
                 offset = 0
                 for param in group:
-                    size = param.partition_numel()
-                    whole = initial.tensor(self._engine.param_names[param], tuple(param.ds_shape)).flatten()
-                    piece = whole[rank * size : (rank + 1) * size]
-                    flat.data[offset : offset + len(piece)].copy_(piece)
-                    offset += size
+                    yield param, flat.data[offset : offset + param.partition_numel()]
+                    offset += param.partition_numel()
 
     # ------------------------------------------------------------ checkpoints
 
@@ -155,33 +188,24 @@ class Zero3Engine:
                 f"{folder}: was saved {'without' if self._swaps_optimizer else 'with'} offload_optimizer='nvme', whose "
                 "checkpoints are in another format: resume with the setting that it was saved with"
             )
-        with data_only(folder):
-            self._load(folder, num_saved)
-
-    def _load(self, folder: Path, num_saved: int) -> None:
-        if self._swaps_optimizer:
-            self._restore_fragments(folder, num_saved)
-            return
         module, is_same_size = self._engine.module, num_saved == dist.get_world_size()
-        names = {name for name, _ in module.named_parameters()} | set(module.state_dict())
-        check_names(folder / TAG, names, dist.get_rank() if is_same_size else None)
-        if is_same_size:
-            self._engine.load_checkpoint(str(folder), tag=TAG)
-        else:
-            groups = [
-                {k: v for k, v in group.items() if k != "params"}
-                for group in self._engine.optimizer.optimizer.param_groups
-            ]
+        with data_only(folder):
+            if self._swaps_optimizer:
+                self._restore_fragments(folder, num_saved)
+                return
+            names = {name for name, _ in module.named_parameters()} | set(module.state_dict())
+            check_names(folder / TAG, names, dist.get_rank() if is_same_size else None)
+            if is_same_size:
+                self._engine.load_checkpoint(str(folder), tag=TAG)
+                return
+            optimizer = self._engine.optimizer.optimizer
+            settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             with _universal(folder, self._engine.device) as converted:
                 self._engine.load_checkpoint(str(converted), tag=TAG)
                 dist.barrier()  # before anybody removes it
-            self._mend_universal(groups)
-
-    def _mend_universal(self, groups: list[dict[str, Any]]) -> None:
-        """What DeepSpeed's load of a universal checkpoint leaves wrong: every group gets the first one's settings (its
-        weight decay), and all shards share one tensor as their count of steps, which each of them would advance."""
-        optimizer = self._engine.optimizer.optimizer
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
+        # DeepSpeed's load of a universal checkpoint gives every group the first one's settings (its weight decay), and
+        # all shards one tensor as their count of steps, which each of them would advance.
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
             group.update(before)
         for state in optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
@@ -191,30 +215,29 @@ class Zero3Engine:
     def _swaps_optimizer(self) -> bool:
         return bool((self._zero.get("offload_optimizer") or {}).get("device") == "nvme")
 
-    def _fragments(self) -> dict[str, Any]:
-        """This rank's slices of masters and optimizer state of each parameter, and what is the same for all (steps).
-
-        DeepSpeed's own checkpoints copy swap files, which fit the same number of ranks, and leave out what is too small
-        to be swapped.
-        """
-        zero, slices, plain = self._engine.optimizer, dict[str, dict[str, Tensor]](), dict[str, Any]()
+    def _fragments(self) -> Fragments:
+        """This rank's slices of masters and optimizer state. DeepSpeed's own checkpoints copy swap files, which fit the
+        same number of ranks, and leave out what is too small to be swapped."""
+        zero, slices, plain = self._engine.optimizer, dict[str, dict[str, Tensor]](), dict[str, object]()
         for index, group in enumerate(zero.fp16_groups):
             with self._swapped_in(index, changed=False) as flat:
-                state = zero.optimizer.state.get(flat, {})
-                sharded = {key: value for key, value in state.items() if _is_like(value, flat)}
-                plain |= {key: value for key, value in state.items() if key not in sharded}
+                state, sharded = zero.optimizer.state.get(flat, {}), {MASTER: flat}
+                for key, value in state.items():
+                    is_sharded = isinstance(value, Tensor) and value.numel() == flat.numel() > 1
+                    (sharded if is_sharded else plain)[key] = value
                 offset = 0
                 for param in group:
                     size = param.partition_numel()
                     slices[self._engine.param_names[param]] = {
-                        key: value.detach()[offset : offset + size].cpu().clone()
-                        for key, value in {MASTER: flat, **sharded}.items()
+                        key: value.detach()[offset : offset + size].cpu().clone() for key, value in sharded.items()
                     }
                     offset += size
         return {"slices": slices, "plain": plain}
 
     def _restore_fragments(self, folder: Path, num_saved: int) -> None:
-        saved = [torch.load(folder / FRAGMENTS.format(rank=rank), mmap=True) for rank in range(num_saved)]
+        saved: list[Fragments] = [
+            torch.load(folder / FRAGMENTS.format(rank=rank), mmap=True) for rank in range(num_saved)
+        ]
         zero, rank = self._engine.optimizer, dist.get_rank()
         for index, group in enumerate(zero.fp16_groups):
             names = [self._engine.param_names[param] for param in group]
@@ -222,9 +245,17 @@ class Zero3Engine:
             for key in saved[0]["slices"][names[0]]:
                 mine = []
                 for name, param in zip(names, group, strict=True):
-                    size = param.partition_numel()
-                    whole = _joined(folder, [part["slices"].get(name, {}).get(key) for part in saved], name, param)
-                    piece = whole[rank * size : (rank + 1) * size]
+                    slices = [part["slices"].get(name, {}).get(key) for part in saved]
+                    tensors = [part for part in slices if isinstance(part, Tensor) and part.dim() == 1]
+                    size, num_saved_elements = param.partition_numel(), sum(map(len, tensors))
+                    if len(tensors) != len(slices) or num_saved_elements < param.ds_numel:  # the rest would be zeros
+                        files = folder / FRAGMENTS.format(rank=0)
+                        raise CheckpointDamaged(
+                            f"{files} and those beside it have {num_saved_elements} of {param.ds_numel} elements of "
+                            f"{name}",
+                            path=str(files),
+                        )
+                    piece = torch.cat(tensors)[: param.ds_numel][rank * size : (rank + 1) * size]
                     mine.append(torch.cat([piece, piece.new_zeros(size - len(piece))]))  # the last rank's is padded
                 values[key] = torch.cat(mine)
             with self._swapped_in(index, changed=True) as flat:
@@ -270,53 +301,6 @@ def largest_parameter(task: TrainingTask) -> int:
         return max(param.numel() for param in task.model().parameters())
 
 
-def _joined(folder: Path, slices: list[Any], name: str, param: Any) -> Tensor:
-    """All elements of a parameter, or of its optimizer state, from the ranks' slices. Raises CheckpointDamaged where
-    they do not give all of it: the rest would be zeros."""
-    tensors = [one for one in slices if isinstance(one, Tensor) and one.dim() == 1]
-    num_found = sum(map(len, tensors))
-    if len(tensors) != len(slices) or num_found < param.ds_numel:
-        files = folder / FRAGMENTS.format(rank=0)
-        told = f"{files} and those beside it have {num_found} of {param.ds_numel} elements of {name}"
-        raise CheckpointDamaged(told, path=str(files))
-    return torch.cat(tensors)[: param.ds_numel]
-
-
-def _is_like(value: Any, flat: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.numel() == flat.numel() > 1
-
-
-def _fill(model: nn.Module, initial: Any) -> None:
-    """First values as the elastic ring has them; rank 0 draws each tensor, DeepSpeed deals it out."""
-    import deepspeed
-
-    for name, param in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
-            if dist.get_rank() == 0:
-                param.copy_(initial.tensor(name, tuple(param.shape)))
-
-
-def _optimizer(task: TrainingTask, model: nn.Module) -> torch.optim.Optimizer:
-    """The one that the elastic ring has: torch's AdamW in two groups, or the task's own."""
-    named: list[Any] = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    if task.optimizer is not None:
-        return make_own_optimizer(task.optimizer, named)
-    ndims = {name: len(param.ds_shape) for name, param in named}
-    return make_optimizer(named, task.optim, ndims)
-
-
-def _groups(task: TrainingTask, model: nn.Module) -> list[dict[str, Any]]:
-    """The same two groups for an optimizer that DeepSpeed's configuration names."""
-    params: list[Any] = [param for param in model.parameters() if param.requires_grad]
-    decayed = [param for param in params if len(param.ds_shape) >= 2]
-    others = [param for param in params if len(param.ds_shape) < 2]
-    return [
-        {"params": part, "weight_decay": decay}
-        for part, decay in ((decayed, task.optim.weight_decay), (others, 0.0))
-        if part
-    ]
-
-
 @contextmanager
 def _universal(folder: Path, device: torch.device) -> Iterator[Path]:
     """A checkpoint in DeepSpeed's universal format, converted once on each node in its temporary folder. Collective."""
@@ -326,26 +310,15 @@ def _universal(folder: Path, device: torch.device) -> Iterator[Path]:
     converted = user_folder() / name_below(f"universal-{name}")
     converts = environment().get("LOCAL_RANK", "0") == "0"
     if converts:
-        convert(
-            Namespace(
-                input_folder=str(folder / TAG),
-                output_folder=str(converted / TAG),
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=False,
-            )
-        )
+        options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+        where = {"input_folder": str(folder / TAG), "output_folder": str(converted / TAG)}
+        convert(Namespace(**where, **options, inject_missing_state=False))
     dist.barrier()
     try:
         yield converted
     finally:
         if converts:
             shutil.rmtree(converted, ignore_errors=True)
-
-
-FP32_BYTES = 4
 
 
 def write_weights(engine: Zero3Engine, storage: Storage | None, max_file_bytes: int = MAX_FILE_BYTES) -> str:
@@ -375,3 +348,69 @@ def write_weights(engine: Zero3Engine, storage: Storage | None, max_file_bytes: 
             storage.replace(WEIGHTS_INDEX, index_text(placed, metadata))
         remove_others(storage, [WEIGHTS] if WEIGHTS in files else [WEIGHTS_INDEX, *files])
     return total.hexdigest()
+
+
+# ------------------------------------------------------------ files and reports of others, as data
+
+
+@contextmanager
+def data_only(folder: Path) -> Iterator[None]:
+    """Restricts torch.load, here and in child processes, to tensors, plain values and three classes of DeepSpeed.
+    Raises CheckpointDamaged, with the reason, for a file in `folder` with more."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    variables = environment()
+    before = variables.get(_ONLY_DATA)
+    variables[_ONLY_DATA] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum]):
+            yield
+    except UnpicklingError as error:
+        reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), str(error)[:300])
+        raise CheckpointDamaged(
+            f"{folder} holds more than tensors and numbers, and was not read: {reason}", path=str(folder)
+        ) from error
+    finally:
+        if before is None:
+            del variables[_ONLY_DATA]
+        else:
+            variables[_ONLY_DATA] = before
+
+
+def check_names(folder: Path, names: Set[str], rank: int | None = None) -> None:
+    """DeepSpeed's conversion makes paths of keys in its files: those must be `names` of the model. Files must be of
+    stage 3: of others it takes other keys. `rank`: look at this one's files only, which alone DeepSpeed reads then.
+
+    Call it in `data_only`. Raises CheckpointDamaged.
+    """
+    for path in sorted(folder.glob("*_states.pt" if rank is None else f"*zero_pp_rank_{rank}_*_states.pt")):
+        kind = _FILE.fullmatch(path.name)
+        state = torch.load(path, map_location="cpu", mmap=True) if kind else None
+        if not kind or not isinstance(state, dict):
+            reason = "is no file of ZeRO stage 3"
+        elif kind[2] == "optim":
+            optimizer = state.get("optimizer_state_dict")
+            is_right = isinstance(optimizer, dict) and optimizer.get("zero_stage") == 3
+            reason = "" if is_right else "is not of ZeRO stage 3"
+        else:
+            values = (state.get(key) or [] for key in _NAMES)
+            parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+            keys = [key for part in parts for key in (part if isinstance(part, dict) else [part])]
+            odd = [key for key in keys if not isinstance(key, str) or key not in names]
+            odd += [key for key in _EXPERTS if state.get(key)]
+            is_right = not odd and isinstance(state.get("param_shapes"), list)
+            reason = "" if is_right else f"names {str(odd[:1])[:200]}, which the model does not have"
+        if reason:
+            raise CheckpointDamaged(f"{path} {reason}, and was not loaded", path=str(path))
+
+
+def gathered(value: Any, device: torch.device) -> list[Any]:
+    """The report of each rank, by rank, through JSON. Collective over the default group. Raises ValueError."""
+    text = json.dumps(value).encode()
+    if len(text) > REPORT_BYTES:
+        raise ValueError(f"a rank reports {len(text)} bytes: there is room for {REPORT_BYTES}")
+    own = torch.tensor(list(text.ljust(REPORT_BYTES)), dtype=torch.uint8, device=device)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return [plain_json(bytes(row.tolist()), REPORT_BYTES) for row in rows]

@@ -26,6 +26,8 @@ FOLDER = "TORCH_EXTENSIONS_DIR"
 LOCK = "lock"
 SHARED_MEMORY = "deepspeed_shm_comm"
 ASYNC_IO = ("pin_memory", "async_io")
+"""The operators of NVMe offload."""
+BLOCK_BYTES = 4096
 
 
 def check_installed() -> None:
@@ -42,14 +44,14 @@ def extensions_folder() -> Path:
 
     DeepSpeed's own default is in /tmp, where each reboot costs the build again.
     """
-    found = environment().get(FOLDER)
-    return Path(found) if found else Path.home() / ".cache" / "elastic_ring" / "torch_extensions"
+    folder = environment().get(FOLDER)
+    return Path(folder) if folder else Path.home() / ".cache" / "elastic_ring" / "torch_extensions"
 
 
 def check_locks(folder: Path) -> None:
     """Raises ValueError for a build's lock that no process of this host holds any more."""
     for lock in sorted(folder.glob(f"*/{LOCK}")):
-        if not _is_held(lock):
+        if not any(str(lock) in _open_files(process) for process in psutil.process_iter()):
             age_s = max(0.0, time.time() - lock.stat().st_mtime)
             raise ValueError(
                 f"{lock}: left {age_s:.0f} s ago by a build of DeepSpeed's operator {lock.parent.name} that was "
@@ -57,20 +59,12 @@ def check_locks(folder: Path) -> None:
             )
 
 
-def _is_held(lock: Path) -> bool:
-    """Whether a process has the file open: torch's builder does so as long as it builds."""
-    for process in psutil.process_iter():
-        try:
-            if any(opened.path == str(lock) for opened in process.open_files()):
-                return True
-        except psutil.Error:  # it ended meanwhile, or belongs to somebody else
-            continue
-    return False
-
-
-def is_built(folder: Path) -> bool:
-    """Whether the operators of NVMe offload are there."""
-    return all(any((folder / name).glob("*.so")) for name in ASYNC_IO)
+def _open_files(process: psutil.Process) -> list[str]:
+    """The files that a process has open; torch's builder has its lock open as long as it builds."""
+    try:
+        return [file.path for file in process.open_files()]
+    except psutil.Error:  # it ended meanwhile, or belongs to somebody else
+        return []
 
 
 def load_async_io(folder: Path) -> None:
@@ -86,7 +80,7 @@ def load_async_io(folder: Path) -> None:
             "offload to nvme needs libaio and its header, which are not found: apt-get install libaio-dev, or offload "
             "to cpu"
         )
-    built = is_built(folder)
+    built = all(any((folder / name).glob("*.so")) for name in ASYNC_IO)
     if not built:
         log.info("DeepSpeed's operators for NVMe are built into %s, once; this takes minutes", folder)
     begun_s = time.monotonic()
@@ -112,9 +106,6 @@ def main() -> None:
     load_async_io(extensions_folder())
 
 
-BLOCK_BYTES = 4096
-
-
 def check_no_experts(model: Any) -> None:
     """Raises ValueError for a factory of a model with experts of the built-in decoder."""
     shape = built_in(model)
@@ -130,9 +121,9 @@ def check_zero_settings(zero: Zero3Config) -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
-    given = {key: value for key, value in zero.deepspeed.get("zero_optimization", {}).items() if value != "auto"}
+    section = zero.deepspeed.get("zero_optimization", {})
     try:
-        DeepSpeedZeroConfig(**given)
+        DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value != "auto"})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
@@ -149,12 +140,12 @@ def check_swap_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         opened = os.open(name, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
     except OSError as error:
-        why = error.strerror or str(error)
+        reason = error.strerror or str(error)
         if name.exists():
             name.unlink()
-            why = "its file system has no direct I/O, which DeepSpeed uses; tmpfs is one of these"
+            reason = "its file system has no direct I/O, which DeepSpeed uses; tmpfs is one of these"
         raise ValueError(
-            f"nvme_path={str(folder)!r} cannot be used for offloading ({why}): give a folder on a local "
+            f"nvme_path={str(folder)!r} cannot be used for offloading ({reason}): give a folder on a local "
             "disk of every node (--nvme-path)"
         ) from error
     try:

@@ -1,5 +1,5 @@
-"""What a user may set of ZeRO-3 in Ray Train, and the DeepSpeed configuration that it gives. Neither DeepSpeed, Ray nor
-torch is imported here; what only DeepSpeed knows is checked in `checks`."""
+"""The settings of ZeRO-3 in Ray Train, and the DeepSpeed configuration that they give. Neither DeepSpeed, Ray nor torch
+is imported here; what only DeepSpeed knows is checked in `ops`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STAGE = 3
 NEVER = 1 << 30
 BUFFER_COUNT = 5  # DeepSpeed's own number of buffers for parameters on their way from NVMe
 
-# Keys of a DeepSpeed configuration that other settings decide here, and these.
+# Keys of a DeepSpeed configuration that elastic_ring sets, and by which setting.
 DECIDED = {
     "train_batch_size": "step_config.global_batch (--global-batch)",
     "train_micro_batch_size_per_gpu": "a rank computes one sequence at a time",
@@ -47,14 +47,6 @@ GROUPS = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}
 OFFLOADS = {"offload_optimizer": "--offload-optimizer", "offload_param": "--offload-param"}
 
 
-def _list_as_tuple(given: object) -> object:
-    return tuple(given) if isinstance(given, list) else given
-
-
-def _as_text(given: object) -> object:
-    return str(given) if isinstance(given, Path) else given
-
-
 @settings
 class Zero3Config:
     """ZeRO-3 over all dp x cp ranks: what is kept outside of the devices, and how often a checkpoint is reported."""
@@ -65,7 +57,11 @@ class Zero3Config:
     """Where moments and fp32 masters are kept between steps; the optimizer computes on the CPU if not none."""
     offload_param: Place = "none"
     """Where parameters are kept while no layer computes with them."""
-    nvme_path: Annotated[str, BeforeValidator(_as_text), Must("a folder on a local disk")] = ""
+    nvme_path: Annotated[
+        str,
+        BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path),
+        Must("a folder on a local disk"),
+    ] = ""
     """For "nvme": a folder of each node; elastic_ring/nvme in the system's temporary folder if left out."""
     checkpoint_every_steps: NonNegativeInt = 10
     """Steps between checkpoints; 0 for one at the end only."""
@@ -73,7 +69,7 @@ class Zero3Config:
     """What follows a loss far above those before: nothing, a line in the log, or loss_spike_actions."""
     loss_spike_actions: Annotated[
         tuple[Literal["clip", "skip", "stop"], ...],
-        BeforeValidator(_list_as_tuple),
+        BeforeValidator(lambda actions: tuple(actions) if isinstance(actions, list) else actions),
         Field(min_length=1),
         Must("one or more of clip, skip, stop; back needs the elastic ring, which keeps its workers when it goes back"),
     ] = ("clip", "skip", "skip", "stop")
@@ -87,7 +83,7 @@ class Zero3Config:
                 f"offload_param={self.offload_param!r} with offload_optimizer='none': the masters would stay on the "
                 "device and be larger than what leaves it; set offload_optimizer='cpu' or 'nvme' too"
             )
-        check_deepspeed(self.deepspeed, self)
+        check_deepspeed(self)
 
     @property
     def swap_folder(self) -> Path:
@@ -98,44 +94,41 @@ class Zero3Config:
         return "nvme" in (self.offload_optimizer, self.offload_param)
 
 
-def read_deepspeed(path: Path) -> dict[str, Any]:
-    """DeepSpeed's configuration of a file. Raises ValueError for one that is no JSON object."""
+def read_deepspeed(path: Path) -> dict[str, object]:
+    """DeepSpeed's configuration of a file. Raises ValueError where it is no JSON object."""
     try:
-        found = plain_json(read_small(path, is_asked=True))
+        content = plain_json(read_small(path, is_asked=True))
     except (OSError, ValueError) as error:
         raise ValueError(f"--deepspeed-config {path}: cannot be read as JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"--deepspeed-config {path}: must be an object, as DeepSpeed's own configuration is")
-    return found
+    return content
 
 
-def check_deepspeed(given: Mapping[str, Any], own: Zero3Config) -> None:
+def check_deepspeed(own: Zero3Config) -> None:
     """Raises ValueError for keys that other settings decide, and for values that contradict them."""
-    for key, decided_by in DECIDED.items():
-        if key in given and given[key] != "auto":
-            raise ValueError(
-                f"deepspeed configuration {key}={given[key]!r}: elastic_ring sets it ({decided_by}); leave it out"
-            )
-    zero = given.get("zero_optimization", {})
+    config = "deepspeed configuration"
+    for key, setting in DECIDED.items():
+        if own.deepspeed.get(key, "auto") != "auto":
+            raise ValueError(f"{config} {key}={own.deepspeed[key]!r}: elastic_ring sets it ({setting}); leave it out")
+    zero = own.deepspeed.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
-        raise ValueError(f"deepspeed configuration zero_optimization={zero!r}: must be an object")
+        raise ValueError(f"{config} zero_optimization={zero!r}: must be an object")
     if zero.get("stage", STAGE) not in (STAGE, "auto"):
         raise ValueError(
-            f"deepspeed configuration zero_optimization.stage={zero['stage']!r}: this is the door for "
-            "stage 3; leave it out"
+            f"{config} zero_optimization.stage={zero['stage']!r}: this is the door for stage 3; leave it out"
         )
     for key, flag in OFFLOADS.items():
-        part = zero.get(key) or {}
-        wanted = getattr(own, key)
-        if part.get("device", wanted) != wanted:
+        part, place = zero.get(key) or {}, getattr(own, key)
+        if part.get("device", place) != place:
             raise ValueError(
-                f"deepspeed configuration zero_optimization.{key}.device={part['device']!r} with {key}="
-                f"{wanted!r}: set {flag} {part['device']}, and leave it out there"
+                f"{config} zero_optimization.{key}.device={part['device']!r} with {key}={place!r}: set {flag} "
+                f"{part['device']}, and leave it out there"
             )
         if "nvme_path" in part:
             raise ValueError(
-                f"deepspeed configuration zero_optimization.{key}.nvme_path={part['nvme_path']!r}: set "
-                "nvme_path (--nvme-path), and leave it out there"
+                f"{config} zero_optimization.{key}.nvme_path={part['nvme_path']!r}: set nvme_path (--nvme-path), and "
+                "leave it out there"
             )
 
 
@@ -160,32 +153,29 @@ def check_mesh(num_workers: tuple[int, int], cp: int, step: StepConfig, own: Zer
             f"context_tokens={step.context_tokens} is less than cp={cp}: every rank of a ring needs at "
             "least one token; raise context_tokens or lower cp"
         )
-    if fewest == most:
-        if most % cp:
-            raise ValueError(
-                f"workers={most} is no multiple of cp={cp}: the mesh is dp rings of cp workers; give "
-                f"--workers {most - most % cp} or {most - most % cp + cp}"
-            )
-        if step.global_batch % (most // cp):
-            raise ValueError(
-                f"global_batch={step.global_batch} is no multiple of dp={most // cp} (workers={most}, "
-                f"cp={cp}): ZeRO-3 needs equally many sequences on every ring; change --global-batch or "
-                "--workers"
-            )
+    if fewest == most and most % cp:
+        raise ValueError(
+            f"workers={most} is no multiple of cp={cp}: the mesh is dp rings of cp workers; give "
+            f"--workers {most - most % cp} or {most - most % cp + cp}"
+        )
+    if fewest == most and step.global_batch % (most // cp):
+        raise ValueError(
+            f"global_batch={step.global_batch} is no multiple of dp={most // cp} (workers={most}, cp={cp}): ZeRO-3 "
+            "needs equally many sequences on every ring; change --global-batch or --workers"
+        )
     zero = own.deepspeed.get("zero_optimization", {})
     for key, off in GROUPS.items():
         size = zero.get(key, off)
-        for number in range(fewest, most + 1):
-            if size != off and number % size:
-                raise ValueError(
-                    f"deepspeed configuration zero_optimization.{key}={size!r} does not divide workers="
-                    f"{number}: ZeRO-3 shards over all dp x cp workers; leave it out or let it divide "
-                    "them"
-                )
+        odd = next((number for number in range(fewest, most + 1) if size != off and number % size), None)
+        if odd is not None:
+            raise ValueError(
+                f"deepspeed configuration zero_optimization.{key}={size!r} does not divide workers={odd}: ZeRO-3 "
+                "shards over all dp x cp workers; leave it out or let it divide them"
+            )
 
 
 def mesh_of(num_workers: int, cp: int, global_batch: int) -> Mesh:
-    """The mesh of so many workers: the asked `cp`, or the next larger one with which rings and sequences come out even.
+    """The mesh of so many workers: of `cp`, or of the next larger one with which rings and sequences come out even.
 
     Ray Train may start any number between its bounds. A ring of all workers always fits.
     """
@@ -205,27 +195,27 @@ def deepspeed_config(
     universal: bool,
     largest_elements: int,
     pin_memory: bool,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """DeepSpeed's configuration for one worker group. `largest_elements`: of one parameter, for buffers of NVMe."""
-    made = {key: value for key, value in copy.deepcopy(dict(own.deepspeed)).items() if key not in DECIDED}
+    config = {key: value for key, value in copy.deepcopy(dict(own.deepspeed)).items() if key not in DECIDED}
     # DeepSpeed's own linear layer would round differently from the elastic ring's.
-    zero = {"memory_efficient_linear": False, **made.get("zero_optimization", {}), "stage": STAGE}
+    zero = {"memory_efficient_linear": False, **config.get("zero_optimization", {}), "stage": STAGE}
     for key in OFFLOADS:
         place = getattr(own, key)
         if place == "none":
             continue
-        part = {"pin_memory": pin_memory, **(zero.get(key) or {}), "device": place}
+        zero[key] = {"pin_memory": pin_memory, **(zero.get(key) or {}), "device": place}
         if place == "nvme":
-            part["nvme_path"] = str(swap_folder)
-        if place == "nvme" and key == "offload_param":
-            part = {"buffer_count": BUFFER_COUNT, "buffer_size": largest_elements, "max_in_cpu": 0, **part}
-        zero[key] = part
+            zero[key]["nvme_path"] = str(swap_folder)
+            if key == "offload_param":
+                buffers = {"buffer_count": BUFFER_COUNT, "buffer_size": largest_elements, "max_in_cpu": 0}
+                zero[key] = buffers | zero[key]
     return {
         # Gradients are summed in fp32, as in the elastic ring; with bf16 parameters DeepSpeed's own choice is bf16.
         "steps_per_print": NEVER,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
-        **made,
+        **config,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": step.global_batch // mesh.dp,
         "gradient_clipping": optim.clip_norm or 0.0,

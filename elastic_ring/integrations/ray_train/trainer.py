@@ -27,7 +27,7 @@ from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, open_source
 from elastic_ring.errors import RecordDamaged, RunFailed
 from elastic_ring.integrations.ray_train import ops
-from elastic_ring.integrations.ray_train.feed import DatasetRows
+from elastic_ring.integrations.ray_train.rings import DatasetRows
 from elastic_ring.integrations.ray_train.run_records import Records
 from elastic_ring.integrations.ray_train.settings import Zero3Config, check_mesh
 from elastic_ring.integrations.ray_train.worker import DATASET, Job, Zero3Worker, train_worker
@@ -93,8 +93,8 @@ class Zero3Trainer:
         self.zero = zero or Zero3Config()
         self.scaling_config = scaling_config or ray.train.ScalingConfig(num_workers=cp)
         self.run_config = run_config or ray.train.RunConfig()
-        asked = self.scaling_config.num_workers
-        self.num_workers = (asked, asked) if isinstance(asked, int) else tuple(asked)
+        num_workers = self.scaling_config.num_workers
+        self.num_workers = (num_workers, num_workers) if isinstance(num_workers, int) else tuple(num_workers)
         self.cp, self.dataset, self.train_loop = cp, dataset, train_loop
         self.vocab_size, self.end_of_document = vocab_size, end_of_document
         check_mesh(self.num_workers, cp, step, self.zero)
@@ -118,7 +118,18 @@ class Zero3Trainer:
                 "run_config is the elastic ring's: give a ray.train.RunConfig; loss_spike and "
                 "loss_spike_actions are settings of Zero3Config"
             )
-        self._check_dataset(data)
+        if (data is None) == (dataset is None):
+            raise ValueError("give data (a corpus in the run's own order) or dataset (a Ray dataset), one of them")
+        if dataset is not None and (vocab_size is None or end_of_document is None):
+            raise ValueError(
+                f"dataset with vocab_size={vocab_size}, end_of_document={end_of_document}: give both, as of its "
+                "tokenizer"
+            )
+        if vocab_size is not None and end_of_document is not None and not 0 <= end_of_document < vocab_size:
+            raise ValueError(
+                f"end_of_document={end_of_document} is no token of a vocabulary of vocab_size={vocab_size}: give both "
+                "as of the dataset's tokenizer"
+            )
         self.device: Literal["cpu", "cuda"] = "cuda" if self.scaling_config.use_gpu else "cpu"
         base = ElasticRingTrainer(
             model,
@@ -146,14 +157,16 @@ class Zero3Trainer:
         """
         ops.check_installed()
         check_lasting(self._run.driver_folder)
-        done = self._finished()
-        if done is not None:
-            return done
+        if (finished := self._finished()) is not None:
+            return finished
         self._check()
         write_json(self._run.driver_folder / CONFIG_NAME, self._config())
         for name, text in self.config_files.items():
             (self._run.driver_folder / name).write_text(text, encoding="utf-8")
-        with cluster(self._num_cpus(), self._run.timeouts.lease_s):
+        # For a cluster of one's own, where none is there yet; Ray Data needs some beside the workers.
+        each = (self.scaling_config.resources_per_worker or {}).get("CPU", 1.0)
+        num_cpus = max(1, math.ceil(each * self.num_workers[1])) + (0 if self.dataset is None else DATA_CPUS)
+        with cluster(num_cpus, self._run.timeouts.lease_s):
             return self._fit()
 
     # ------------------------------------------------------------ before workers start
@@ -174,24 +187,6 @@ class Zero3Trainer:
             ops.check_swap_folder(self.zero.swap_folder)
             ops.load_async_io(ops.extensions_folder())
 
-    def _check_dataset(self, data: SourceConfig | None) -> None:
-        if (data is None) == (self.dataset is None):
-            raise ValueError("give data (a corpus in the run's own order) or dataset (a Ray dataset), one of them")
-        if self.dataset is not None and (self.vocab_size is None or self.end_of_document is None):
-            raise ValueError(
-                f"dataset with vocab_size={self.vocab_size}, end_of_document={self.end_of_document}: give "
-                "both, as of its tokenizer"
-            )
-        if (
-            self.vocab_size is not None
-            and self.end_of_document is not None
-            and (not 0 <= self.end_of_document < self.vocab_size)
-        ):
-            raise ValueError(
-                f"end_of_document={self.end_of_document} is no token of a vocabulary of vocab_size="
-                f"{self.vocab_size}: give both as of the dataset's tokenizer"
-            )
-
     @cached_property
     def _contents(self) -> tuple[str, Files]:
         return (RAY_DATASET, ()) if self.dataset is not None else contents_of(self.task.data)
@@ -208,34 +203,34 @@ class Zero3Trainer:
     def _config(self) -> dict[str, Any]:
         """The settings as config.json records them, under the names of the elastic ring's where it has them, too."""
         settings = {"step": self.task.step, "optim": self.task.optim, "zero": self.zero}
-        shown = {name: json.loads(json.dumps(vars(value), default=str)) for name, value in settings.items()}
-        own = self._identity
-        found = {**versions(self.device), "deepspeed": version("deepspeed")}
-        told = description_of(self.task)
+        plain = {name: json.loads(json.dumps(vars(value), default=str)) for name, value in settings.items()}
+        own, description = self._identity, description_of(self.task)
         if self.dataset is not None:
-            del told["data"]
+            del description["data"]
         return {
             "run": {"name": self._run.name},
             "digest": own.digest,
             "identity": dict(own.what),
             "places": dict(own.places),
             "files": self._contents[1],
-            **shown,
-            **told,
+            **plain,
+            **description,
             "cp": self.cp,
-            "versions": found,
+            "versions": {**versions(self.device), "deepspeed": version("deepspeed")},
         }
 
     def _finished(self) -> Result | None:
         """The result of an earlier submission that has all steps. Raises ValueError if its settings differ."""
         folder = self._run.driver_folder
-        known = read_json(folder / CONFIG_NAME)
-        if known is None:
+        recorded = read_json(folder / CONFIG_NAME)
+        if recorded is None:
             return None
-        if not isinstance(known.get("places", {}), dict) or not isinstance(known.get("identity", {}), dict):
+        if not isinstance(recorded.get("places", {}), dict) or not isinstance(recorded.get("identity", {}), dict):
             raise RecordDamaged(f"{folder / CONFIG_NAME} is no record of a run's settings", path=str(folder))
-        attach.refuse_other_settings(self._run, attach.differences(known, self._identity, self._config()), str(folder))
-        self._identity.tell_moved(self._run.name, known.get("places", {}))
+        attach.refuse_other_settings(
+            self._run, attach.differences(recorded, self._identity, self._config()), str(folder)
+        )
+        self._identity.tell_moved(self._run.name, recorded.get("places", {}))
         summary = summary_of(folder, self._identity.digest)
         if summary.get("steps", -1) < self.task.step.steps:
             return None
@@ -270,18 +265,18 @@ class Zero3Trainer:
             datasets=None if self.dataset is None else {DATASET: self.dataset},
         )
         try:
-            found = trainer.fit()
+            result = trainer.fit()
         except ray.train.TrainingFailedError as error:
             raise RunFailed(f"Ray Train gave up: {_last_line(error)}") from error
-        ended = ray.get(records.error.remote(), timeout=self._run.timeouts.report_s)
-        if ended is not None:
-            raise RunFailed(ended.message, **ended.facts) if isinstance(ended, ModelRefused) else ended
-        log.info("Ray Train's folder is %s", found.path)
+        failure = ray.get(records.error.remote(), timeout=self._run.timeouts.report_s)
+        if failure is not None:
+            raise RunFailed(failure.message, **failure.facts) if isinstance(failure, ModelRefused) else failure
+        log.info("Ray Train's folder is %s", result.path)
         return self._result(summary_of(self._run.driver_folder, self._identity.digest))
 
     def _ray_run_config(self, records: Any) -> ray.train.RunConfig:
-        given = self.run_config
-        env = dict(given.worker_runtime_env or {})
+        own = self.run_config
+        env = dict(own.worker_runtime_env or {})
         env["env_vars"] = {
             "DS_ACCELERATOR": self.device,
             ops.FOLDER: str(ops.extensions_folder()),
@@ -291,18 +286,13 @@ class Zero3Trainer:
         return ray.train.RunConfig(
             name=self._run.name,
             storage_path=self._run.storage_path,
-            storage_filesystem=given.storage_filesystem,
-            failure_config=given.failure_config,
-            checkpoint_config=given.checkpoint_config,
-            callbacks=[*(given.callbacks or []), _TellRecords(records)],
+            storage_filesystem=own.storage_filesystem,
+            failure_config=own.failure_config,
+            checkpoint_config=own.checkpoint_config,
+            callbacks=[*(own.callbacks or []), _NoteFailures(records)],
             worker_runtime_env=env,
-            logging_config=given.logging_config,
+            logging_config=own.logging_config,
         )
-
-    def _num_cpus(self) -> int:
-        """For a cluster of one's own, where none is there yet; Ray Data needs some beside the workers."""
-        each = (self.scaling_config.resources_per_worker or {}).get("CPU", 1.0)
-        return max(1, math.ceil(each * self.num_workers[1])) + (0 if self.dataset is None else DATA_CPUS)
 
     def _result(self, summary: dict[str, Any]) -> Result:
         uri = self._run.storage_uri if self._run.is_remote else ""
@@ -331,15 +321,15 @@ def run_config(name: str, storage_path: str, max_failures: int) -> ray.train.Run
     )
 
 
-class _TellRecords(ray.train.UserCallback):
-    """In Ray Train's controller: notes in the records each failure, with its time."""
+class _NoteFailures(ray.train.UserCallback):
+    """Notes each failure in the records, from Ray Train's controller."""
 
     def __init__(self, records: Any) -> None:
         self._records = records
 
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
-        told = "; ".join(f"rank {rank}: {_last_line(error)}" for rank, error in sorted(worker_exceptions.items()))
-        self._records.failed.remote(told)
+        causes = (f"rank {rank}: {_last_line(error)}" for rank, error in sorted(worker_exceptions.items()))
+        self._records.failed.remote("; ".join(causes))
 
 
 def _last_line(error: Exception) -> str:

@@ -1,6 +1,6 @@
-"""What one Ray Train worker does: meet the others, make rings and engine, begin at the last checkpoint, train.
+"""A Ray Train worker: meets the others, makes rings and engine, begins at the last checkpoint, trains.
 
-`Zero3Worker` is what a training loop of one's own gets; `train` is the loop that runs without one.
+`Zero3Worker` is the argument of a training loop of one's own; `train` is the loop that runs without one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,6 @@ import ray
 import ray.train
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, SpikeBallot
 from elastic_ring.control.messages import Vote
@@ -33,12 +32,10 @@ from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.errors import CheckpointDamaged, LossSpike, RunFailed, TooManySkipped
 from elastic_ring.files import plain_json, private_folder, read_small
 from elastic_ring.integrations.ray_train import ops
-from elastic_ring.integrations.ray_train.engine import Zero3Engine, largest_parameter, write_weights
-from elastic_ring.integrations.ray_train.feed import DatasetFeed, Feed, OrderedFeed
-from elastic_ring.integrations.ray_train.rings import Rings
+from elastic_ring.integrations.ray_train.engine import Zero3Engine, gathered, largest_parameter, write_weights
+from elastic_ring.integrations.ray_train.rings import DatasetFeed, Feed, OrderedFeed, Rings
 from elastic_ring.integrations.ray_train.run_records import TERM
 from elastic_ring.integrations.ray_train.settings import Zero3Config, deepspeed_config, mesh_of
-from elastic_ring.integrations.ray_train.untrusted import gathered
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.device import be_deterministic, keep_caches_private
 from elastic_ring.state.storage.folder import Storage
@@ -58,7 +55,7 @@ DATASET = "train"
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker is sent. `records`: the handle of the `Records` actor."""
+    """The arguments of every worker. `records`: the handle of the `Records` actor."""
 
     task: TrainingTask
     zero: Zero3Config
@@ -75,7 +72,7 @@ class Job:
 
 @settings
 class SavedState:
-    """What `STATE` says of a checkpoint."""
+    """The content of a checkpoint's file STATE."""
 
     step: NonNegativeInt
     num_workers: PositiveInt
@@ -90,9 +87,9 @@ def read_state(path: Path) -> SavedState:
         raise CheckpointDamaged(f"{path} does not say what the checkpoint is: {error}", path=str(path)) from error
 
 
-def train_worker(config: Mapping[str, Any]) -> None:
+def train_worker(config: Mapping[str, Job]) -> None:
     """The function that Ray Train runs in each worker."""
-    job: Job = config["job"]
+    job = config["job"]
     try:
         worker = Zero3Worker(job)
         (job.loop or train)(worker)
@@ -141,7 +138,14 @@ class Zero3Worker:
                 self.rings.check(self.engine, self.feed.source)
         else:
             with checkpoint.as_directory() as folder:
-                self._resume(Path(folder), checkpoint.path)
+                begun_s, state = time.monotonic(), read_state(Path(folder, STATE))
+                self.engine = self._make_engine(universal=state.num_workers != self.size, fill=False)
+                self.engine.load(Path(folder), state.num_workers)
+            self.step, self.skipped_in_a_row = state.step, state.skipped_in_a_row
+            reason = f"from the checkpoint of {self.step} steps on {state.num_workers} workers"
+            self._begun = {"reason": reason, "resumed_from": checkpoint.path}
+            took_s = time.monotonic() - begun_s
+            log.info("rank %d: step %d, %s, restored in %.1f s", self.rank, self.step, checkpoint.path, took_s)
         self._generation: int | None = None
         self._saved_step = self.step if checkpoint is not None else -1
 
@@ -173,21 +177,8 @@ class Zero3Worker:
             self.engine.backward(loss * (self.size / max(1.0, num_tokens)))
             if number < len(slices):
                 self.engine.step(rate)
-        outcome = self._outcome(step, loss_sum, num_tokens, samples)
-        self.engine.step(rate, skip=outcome.skip, clip_share=CLIP_SHARE if outcome.clips_harder else 1.0)
-        self.step, self.skipped_in_a_row = step + 1, self.skipped_in_a_row + 1 if outcome.skip else 0
-        if self._spikes is not None:
-            self._spikes.saw(step, outcome.loss, outcome.spike)
-        self._tell(outcome, rate, time.monotonic() - begun_s)
-        raise_for_skips(
-            outcome, self.skipped_in_a_row, self.task.optim.max_skipped, self.feed.sample_ids, goes_back=False
-        )
-        return outcome.loss
-
-    def _outcome(self, step: int, loss_sum: Tensor, num_tokens: float, samples: Sequence[float]) -> Outcome:
-        """What the step came to, the same on every rank, and judged as in the elastic ring. Collective."""
         norm = self.engine.gradient_norm() * max(1.0, num_tokens)  # of the summed loss, as the elastic ring has it
-        total = Tally(
+        tally = Tally(
             norm * norm,
             int(not math.isfinite(norm)),
             float(self.rings.add(loss_sum)),
@@ -195,7 +186,20 @@ class Zero3Worker:
             tuple(samples),
             spike=self._spikes.ballot(step) if self._spikes is not None else SpikeBallot(),
         )
-        return Outcome(Vote(step, total.numbers(), (TERM, self._generation or 0)))
+        # The same on every rank, and judged as in the elastic ring.
+        outcome = Outcome(Vote(step, tally.numbers(), (TERM, self._generation or 0)))
+        self.engine.step(rate, skip=outcome.skip, clip_share=CLIP_SHARE if outcome.clips_harder else 1.0)
+        self.step, self.skipped_in_a_row = step + 1, self.skipped_in_a_row + 1 if outcome.skip else 0
+        if self._spikes is not None:
+            self._spikes.saw(step, outcome.loss, outcome.spike)
+        if self.rank == 0:
+            assert self._generation is not None
+            metrics = outcome.metrics(rate, time.monotonic() - begun_s, self.mesh, self._generation)
+            self.job.records.step.remote(metrics, remark_on(outcome, self.feed.sample_ids))
+        raise_for_skips(
+            outcome, self.skipped_in_a_row, self.task.optim.max_skipped, self.feed.sample_ids, goes_back=False
+        )
+        return outcome.loss
 
     def save(self) -> None:
         """Report a checkpoint of the state after `self.step` steps to Ray Train. Collective; takes about 2 s."""
@@ -220,7 +224,11 @@ class Zero3Worker:
         """Write the weights and the summary. Collective."""
         if self.step < self.task.step.steps:
             raise RunFailed(f"the training loop returned after step {self.step} of {self.task.step.steps}")
-        peak_bytes = self._peak_gpu_bytes()
+        peak_bytes = 0  # the most memory in tensors on a GPU of this worker group
+        if self.device.type != "cpu":
+            most = torch.tensor(torch.cuda.max_memory_allocated(self.device), device=self.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            peak_bytes = int(most)
         sha256 = write_weights(self.engine, Storage(self.job.storage_uri) if self.rank == 0 else None)
         if self.rank == 0:
             ray.get(self.job.records.finish.remote(sha256, peak_bytes))
@@ -229,34 +237,17 @@ class Zero3Worker:
         if self.job.zero.uses_nvme and self._local_rank == 0:
             shutil.rmtree(self.swap_folder, ignore_errors=True)
 
-    def _peak_gpu_bytes(self) -> int:
-        """The most memory in tensors on a GPU of this worker group; 0 without GPUs. Collective."""
-        if self.device.type == "cpu":
-            return 0
-        most = torch.tensor(torch.cuda.max_memory_allocated(self.device), device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
-
     # ------------------------------------------------------------ parts
 
     @cached_property
     def feed(self) -> Feed:
         """The Ray dataset's shard where the trainer has one, else the corpus in the run's order."""
-        step, rings = self.task.step, self.rings
-        if self.job.vocab_size is not None:
-            return DatasetFeed(
-                ray.train.get_dataset_shard(DATASET),
-                rings.layout,
-                self.mesh,
-                rings.coordinate,
-                rings.ring,
-                global_batch=step.global_batch,
-                vocab_size=self.job.vocab_size,
-                end_of_document=self.job.end_of_document,
-            )
+        job, step = self.job, self.task.step
+        if job.vocab_size is not None:
+            shard = ray.train.get_dataset_shard(DATASET)
+            return DatasetFeed(shard, self.rings, job.vocab_size, job.end_of_document)
         training, _ = hold_out(patiently(lambda: open_source(self.task.data)), num_sequences=0)
-        order = order_of(training, step.seed, step.global_batch)
-        return OrderedFeed(training, order, rings.layout, self.mesh, rings.coordinate)
+        return OrderedFeed(training, order_of(training, step.seed, step.global_batch), self.rings)
 
     @property
     def swap_folder(self) -> Path:
@@ -281,37 +272,12 @@ class Zero3Worker:
         )
         return Zero3Engine(self.task, config, fill=fill)
 
-    def _resume(self, folder: Path, path: str) -> None:
-        begun_s = time.monotonic()
-        state = read_state(folder / STATE)
-        self.engine = self._make_engine(universal=state.num_workers != self.size, fill=False)
-        self.engine.load(folder, state.num_workers)
-        self.step, self.skipped_in_a_row = state.step, state.skipped_in_a_row
-        reason = f"from the checkpoint of {self.step} steps on {state.num_workers} workers"
-        self._begun = {"reason": reason, "resumed_from": path}
-        log.info("rank %d: step %d, %s, restored in %.1f s", self.rank, self.step, path, time.monotonic() - begun_s)
-
     def _begin(self) -> int:
         """Tell the records that this group begins; its generation."""
         facts = gathered({"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname()}, self.device)
         generation = 0
         if self.rank == 0:
-            generation = ray.get(
-                self.job.records.begin.remote(
-                    {
-                        "step": self.step,
-                        "mesh": {"dp": self.mesh.dp, "cp": self.mesh.cp},
-                        "workers": facts,
-                        **self._begun,
-                    }
-                )
-            )
+            mesh = {"dp": self.mesh.dp, "cp": self.mesh.cp}
+            attempt = {"step": self.step, "mesh": mesh, "workers": facts, **self._begun}
+            generation = ray.get(self.job.records.begin.remote(attempt))
         return int(gathered(generation, self.device)[0])
-
-    def _tell(self, outcome: Outcome, rate: float, step_s: float) -> None:
-        if self.rank != 0:
-            return
-        assert self._generation is not None
-        self.job.records.step.remote(
-            outcome.metrics(rate, step_s, self.mesh, self._generation), remark_on(outcome, self.feed.sample_ids)
-        )

@@ -23,8 +23,7 @@ from elastic_ring.cli.train import build
 from elastic_ring.data.source import open_source
 from elastic_ring.integrations.ray_train import Zero3Config, ops
 from elastic_ring.integrations.ray_train.engine import Zero3Engine, largest_parameter
-from elastic_ring.integrations.ray_train.feed import CountedUp
-from elastic_ring.integrations.ray_train.rings import Rings
+from elastic_ring.integrations.ray_train.rings import DatasetRows, Rings
 from elastic_ring.integrations.ray_train.settings import deepspeed_config
 from elastic_ring.mesh import Mesh
 from elastic_ring.train.startup.check import ModelRefused
@@ -54,7 +53,7 @@ assert all(param.dtype == torch.bfloat16 for param in engine.module.parameters()
 SKIPS = """
 def step(engine, rings, factor=1.0, **asked):
     for number in (1, 2):
-        sample = CountedUp(64, 257).read(number)
+        sample = DatasetRows(64, 257).read(number)
         piece = slice_sample(sample, rings.layout, rings.coordinate.cp_rank, sample_id=number, index_in_batch=number)
         loss, _ = task.loss(engine.module, rings.batch(piece))
         engine.backward(loss * factor)
@@ -107,7 +106,7 @@ LOADS = """
 import os
 import shutil
 from elastic_ring.errors import CheckpointDamaged
-from elastic_ring.integrations.ray_train.untrusted import check_names, data_only, gathered
+from elastic_ring.integrations.ray_train.engine import check_names, data_only, gathered
 
 class Planted:
     def __reduce__(self):

@@ -20,7 +20,7 @@ from elastic_ring.cli.zero3 import parse_zero3, workers_of
 from elastic_ring.config import OptimConfig, RunConfig, StepConfig
 from elastic_ring.data.source import TextFiles, open_source
 from elastic_ring.integrations.ray_train import ops
-from elastic_ring.integrations.ray_train.feed import packed
+from elastic_ring.integrations.ray_train.rings import packed
 from elastic_ring.integrations.ray_train.settings import (
     Zero3Config,
     check_mesh,

@@ -20,7 +20,6 @@ from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import Loader, slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.sampling.order import Order
-from elastic_ring.experts import price
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser, initialise_module
@@ -30,7 +29,7 @@ from elastic_ring.runtime.groups.groups import Rendezvous
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.state.checkpoints.weight_files import MAX_FILE_BYTES
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.train import gradient
+from elastic_ring.train import gradient, wrap
 from elastic_ring.train.optim import OptimConfig, is_balance, learning_rate, make_optimizer
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import Transaction, TransactionOptions
@@ -185,7 +184,7 @@ def run_steps(me: Any, num_steps: int) -> list[tuple[str, tuple[float, ...]]]:
 
 def limit_rows(me: Any, shares: float) -> None:
     """How many times its fair share of experts' rows a rank gets at a time, from the next `begin` on."""
-    price.MOST_SHARES = shares
+    wrap.MOST_SHARES = shares
 
 
 def parted(me: Any, num_steps: int) -> list[int]:
