@@ -339,8 +339,8 @@ def write_weights(engine: Zero3Engine, storage: Storage | None, max_file_bytes: 
                 for chunk in raw_bytes([tensor]):
                     total.update(chunk)
         if storage is not None:
-            told = {"sha256": total.hexdigest()} if file == WEIGHTS else {}
-            storage.replace(file, safetensors_chunks(kept, {"format": "pt", **told}))
+            digest = {"sha256": total.hexdigest()} if file == WEIGHTS else {}
+            storage.replace(file, safetensors_chunks(kept, {"format": "pt", **digest}))
     if storage is not None:
         if WEIGHTS not in files:
             placed = {name: file for file, names in files.items() for name in names}
