@@ -118,18 +118,7 @@ class Zero3Trainer:
                 "run_config is the elastic ring's: give a ray.train.RunConfig; loss_spike and "
                 "loss_spike_actions are settings of Zero3Config"
             )
-        if (data is None) == (dataset is None):
-            raise ValueError("give data (a corpus in the run's own order) or dataset (a Ray dataset), one of them")
-        if dataset is not None and (vocab_size is None or end_of_document is None):
-            raise ValueError(
-                f"dataset with vocab_size={vocab_size}, end_of_document={end_of_document}: give both, as of its "
-                "tokenizer"
-            )
-        if vocab_size is not None and end_of_document is not None and not 0 <= end_of_document < vocab_size:
-            raise ValueError(
-                f"end_of_document={end_of_document} is no token of a vocabulary of vocab_size={vocab_size}: give both "
-                "as of the dataset's tokenizer"
-            )
+        _check_dataset(data, dataset, vocab_size, end_of_document)
         self.device: Literal["cpu", "cuda"] = "cuda" if self.scaling_config.use_gpu else "cpu"
         base = ElasticRingTrainer(
             model,
@@ -297,6 +286,23 @@ class Zero3Trainer:
     def _result(self, summary: dict[str, Any]) -> Result:
         uri = self._run.storage_uri if self._run.is_remote else ""
         return Result(summary, self._run.driver_folder, storage_uri=uri)
+
+
+def _check_dataset(data: object, dataset: object, vocab_size: int | None, end_of_document: int | None) -> None:
+    """Raises ValueError for both or none of data and dataset, and for a dataset whose tokens are not described."""
+    if (data is None) == (dataset is None):
+        raise ValueError("give data (a corpus in the run's own order) or dataset (a Ray dataset), one of them")
+    if vocab_size is None or end_of_document is None:
+        if dataset is not None:
+            raise ValueError(
+                f"dataset with vocab_size={vocab_size}, end_of_document={end_of_document}: give both, as of its "
+                "tokenizer"
+            )
+    elif not 0 <= end_of_document < vocab_size:
+        raise ValueError(
+            f"end_of_document={end_of_document} is no token of a vocabulary of vocab_size={vocab_size}: give both as "
+            "of the dataset's tokenizer"
+        )
 
 
 def scaling_config(
