@@ -20,7 +20,7 @@ from elastic_ring.attention.layouts.layout import Layout, Range
 from elastic_ring.attention.merge import accumulate_dtype
 from elastic_ring.attention.patterns.content import Choices, Chosen
 from elastic_ring.attention.patterns.rules import Rule
-from elastic_ring.attention.plan.chunks import chunks_of
+from elastic_ring.attention.plan.schedule import chunks_of
 from elastic_ring.attention.routing.router import best_blocks
 
 _SUMS, _SHARES, _CHOICES = range(3)

@@ -18,8 +18,8 @@ from elastic_ring.attention.comm.ledger import HopEvents
 from elastic_ring.attention.lowering.call_plan import CallPlan
 from elastic_ring.attention.lowering.rectangles import hops_together
 from elastic_ring.attention.options import RingOptions
+from elastic_ring.attention.plan.rank_plan import stages
 from elastic_ring.attention.plan.schedule import Direction, Schedule
-from elastic_ring.attention.plan.stages import stages
 from elastic_ring.attention.plan.traffic import PeerTransfer
 from elastic_ring.attention.ring import RingAttention
 from experiments.peer_memory import (

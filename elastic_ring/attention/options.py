@@ -20,7 +20,7 @@ from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopLedger, W
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.plan.schedule import Direction, Schedule
-from elastic_ring.attention.plan.two_level import Hosts
+from elastic_ring.attention.plan.traffic import Hosts
 
 STAGE_LIMIT_BYTES = 1 << 29
 """Upper bound, per stage, of the K and V bytes that a rank fetches, and of those that it serves. Every further stage
@@ -40,7 +40,7 @@ class RingOptions:
     - `ledger` counts bytes and waits; `observer` is called for every hop.
     - `abandoned` holds the buffers that the group may still write to after a call that raised.
     - `coalesced` posts the messages of a stage as one operation (None: on a GPU).
-    - `hosts`: the host of each rank. Keys that several ranks of a host read cross to it once (`plan.two_level`), with
+    - `hosts`: the host of each rank. Keys that several ranks of a host read cross to it once (`plan.traffic`), with
       the same bits. Equal on all ranks; None: not known.
     - `kv_wire` "fp8" sends keys and values in 8 bits (`comm.fp8`); equal on all ranks.
 

@@ -39,7 +39,7 @@ from elastic_ring.attention.merge import (
 from elastic_ring.attention.options import RingOptions, check_group, check_local_length, check_tensors
 from elastic_ring.attention.plan.rank_plan import rank_plan
 from elastic_ring.attention.plan.schedule import Direction, Schedule
-from elastic_ring.attention.plan.two_level import two_level
+from elastic_ring.attention.plan.traffic import two_level
 from elastic_ring.attention.recomputation import RecomputableRing, Result
 
 

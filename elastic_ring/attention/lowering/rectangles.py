@@ -20,10 +20,9 @@ from elastic_ring.attention.lowering.call_plan import Call, CallPlan, OwnPart, P
 from elastic_ring.attention.lowering.keys import TokenSpan
 from elastic_ring.attention.merge import accumulate_dtype, add_
 from elastic_ring.attention.options import RingOptions
-from elastic_ring.attention.plan.rank_plan import RankPlan, Sum, rank_plan, traffic
+from elastic_ring.attention.plan.rank_plan import RankPlan, Stage, Sum, choose_hops_per_stage, rank_plan, traffic
 from elastic_ring.attention.plan.schedule import Schedule, Tile
 from elastic_ring.attention.plan.sparse_tiles import num_tokens
-from elastic_ring.attention.plan.stages import Stage, choose_hops_per_stage
 from elastic_ring.attention.plan.traffic import ExchangePlan
 
 GATHER_LIMIT_BYTES = 3 << 29

@@ -1,12 +1,11 @@
-"""A sparse schedule in whole blocks of 128 tokens, whatever cuts them: layouts, documents of any length, or rules.
+"""Pads a sparse schedule to whole blocks of 128 tokens where layouts, documents or rules cut blocks.
 
-Each part of a block that lies on one rank (a chunk) gets a block of its own, filled up with tokens that nobody sees, so
-that kernels over whole blocks run any pattern: which pairs of such a block count is a mask. numpy only.
+Each part of a block that lies on one rank (a chunk) gets a block of its own, filled up with invisible tokens, so that
+kernels over whole blocks run any pattern: which pairs of such a block count is a mask. numpy only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,8 +13,7 @@ import numpy as np
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.layouts.layout import Layout, Range, union
 from elastic_ring.attention.patterns.rules import NONE, PART, Kinds, Mask, Positions, Rule
-from elastic_ring.attention.plan.chunks import Chunk, chunks_of
-from elastic_ring.attention.plan.schedule import Hop, Schedule
+from elastic_ring.attention.plan.schedule import Chunk, Schedule, chunks_of
 
 
 def padded(schedule: Schedule) -> Schedule:
@@ -39,7 +37,13 @@ def padded(schedule: Schedule) -> Schedule:
         block=BLOCK_TOKENS,
         document_starts=tuple((begins * BLOCK_TOKENS).tolist()),
     )
-    hops = tuple(tuple(_hop(hop, chunks[hop.source]) for hop in own) for own in schedule.hops)
+    edges = [np.array([0, *(c.local[1] for c in of_rank)]) for of_rank in chunks]
+    hops = tuple(
+        tuple(
+            replace(hop, fetch=tuple(_whole_blocks(ranges, edges[hop.source]) for ranges in hop.fetch)) for hop in own
+        )
+        for own in schedule.hops
+    )
     groups = tuple(replace(group, rules=tuple(rules[rule] for rule in group.rules)) for group in schedule.groups)
     return Schedule(pattern, layout, hops, schedule.num_heads, schedule.num_kv_heads, groups, in_part=True)
 
@@ -56,12 +60,7 @@ def _chunks(schedule: Schedule, cp_rank: int) -> tuple[Chunk, ...]:
     return chunks_of(schedule.layout, cp_rank, documents, BLOCK_TOKENS)
 
 
-def _hop(hop: Hop, chunks: Sequence[Chunk]) -> Hop:
-    edges = np.array([0, *(c.local[1] for c in chunks)])
-    return replace(hop, fetch=tuple(_whole(ranges, edges) for ranges in hop.fetch))
-
-
-def _whole(ranges: tuple[Range, ...], edges: Positions) -> tuple[Range, ...]:
+def _whole_blocks(ranges: tuple[Range, ...], edges: Positions) -> tuple[Range, ...]:
     """The blocks, as ranges of tokens, of the chunks between `edges` that have a token in `ranges`."""
     starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
     first, last = np.searchsorted(edges, starts, side="right") - 1, np.searchsorted(edges, stops)
@@ -70,8 +69,8 @@ def _whole(ranges: tuple[Range, ...], edges: Positions) -> tuple[Range, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Pieces:
-    """`positions` (n, 2), from the start of its document, of the tokens of each block; `begins`: the first block of
-    each document. Compared by identity: a schedule has one."""
+    """`positions` (n, 2): the tokens of each block, from the start of its document; `begins`: the first block of each
+    document. Compared by identity: a schedule has one."""
 
     positions: Positions
     begins: Positions
@@ -104,8 +103,8 @@ class _InBlocks(Rule):
 
 @dataclass(frozen=True, eq=False)
 class _InDocument(Rule):
-    """`rule` of a document whose blocks hold the positions `pieces` (n, 2). Nobody sees what fills up a block; what
-    fills up a block of queries sees what a token there would see, at the document's end what its last token sees."""
+    """`rule` of a document whose blocks hold the positions `pieces` (n, 2). Padding keys are invisible; padding queries
+    see what a token there would see, at the document's end what its last token sees."""
 
     rule: Rule
     pieces: Positions
@@ -121,8 +120,8 @@ class _InDocument(Rule):
         whole = (self.pieces[rows, 0] % block == 0) & (self.pieces[columns, 0] % block == 0)
         whole &= np.diff(self.pieces[columns]).squeeze(1) == block
         whole &= self.pieces[rows, 0] + block <= self.pieces[-1, 1]
-        own, others = (self.pieces[blocks[whole], 0] // block for blocks in (rows, columns))
-        seen[whole] = self.rule.token_pairs(own, others, block, causal)  # by its unit, not token by token
+        queries, keys = (self.pieces[blocks[whole], 0] // block for blocks in (rows, columns))
+        seen[whole] = self.rule.token_pairs(queries, keys, block, causal)  # by its unit, not token by token
         seen[~whole] = super().token_pairs(rows[~whole], columns[~whole], block, causal)
         return seen
 
@@ -136,6 +135,6 @@ class _InDocument(Rule):
         if causal:  # of several parts of one block
             kinds[columns[None, :] > rows[:, None]] = NONE
         filled = self.pieces[columns, 1] - self.pieces[columns, 0] < block
-        # On the diagonal causality alone hides what fills up a block.
+        # On the diagonal causality alone hides the padding.
         hidden = filled[None, :] & ~(causal & (columns[None, :] == rows[:, None]))
         return np.where(hidden, np.minimum(kinds, PART), kinds)

@@ -1,15 +1,14 @@
-"""From a pattern and a layout to hops: who fetches which keys from whom, and which tiles use them.
+"""Schedules: from a pattern and a layout to hops (who fetches which keys from whom) and, if dense, exact tiles.
 
-Plain, hashable Python; no tensor, process group or clock may enter. Two segments of one layout are either
-the same one or wholly ordered, so once they are cut at document boundaries every pair of pieces is seen
-fully, seen not at all, or is the diagonal: tiles are exact and no mask tensor is ever built.
-
-The hops are a shift permutation: in hop t rank r receives directly from rank (r - t) mod cp, instead of forwarding
-round the ring, so keys that no query needs can be skipped. `sparse_schedule` does the same for sparse patterns.
+Two segments of one layout are the same or wholly ordered, so once they are cut at document boundaries every pair of
+pieces is seen fully, not at all, or is the diagonal: no mask is ever built. The hops are a shift permutation: in hop t
+rank r receives directly from rank (r - t) mod cp, instead of forwarding round the ring, so keys that no query needs are
+skipped. `sparse_schedule` plans sparse patterns. Plain, hashable Python; no tensor, process group or clock may enter.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,10 +16,40 @@ from elastic_ring.attention.layouts.layout import Layout, Range, union
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Rule
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.chunks import Chunk, chunks_of
 
 Direction = Literal["forward", "backward"]
 Side = Literal["received", "sent"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A contiguous part of one block on a rank. `positions` count from the start of the document, `local` from the
+    start of the rank's slice."""
+
+    document: int
+    block: int
+    positions: Range
+    local: Range
+
+
+def chunks_of(layout: Layout, cp_rank: int, documents: tuple[Range, ...], block: int) -> tuple[Chunk, ...]:
+    """A rank's slice, cut at document and block boundaries, in local order."""
+    starts = [start for start, _ in documents]
+    chunks: list[Chunk] = []
+    offset = 0
+    for start, stop in layout.segments[cp_rank]:
+        document = bisect_right(starts, start) - 1
+        at = start
+        while at < stop:
+            first, last = documents[document]
+            index = (at - first) // block
+            end = min(stop, last, first + (index + 1) * block)
+            local = (offset + at - start, offset + end - start)
+            chunks.append(Chunk(document, index, (at - first, end - first), local))
+            document += end == last
+            at = end
+        offset += stop - start
+    return tuple(chunks)
 
 
 @dataclass(frozen=True)
@@ -39,7 +68,7 @@ class Tile:
 @dataclass(frozen=True)
 class HeadGroup:
     """K/V heads that are fetched together: the query heads of each follow `rules`, in this order. Dense attention has
-    one group, without either: all heads, however many."""
+    one group with neither, for any number of heads."""
 
     kv_heads: tuple[int, ...] = ()
     rules: tuple[Rule, ...] = ()
@@ -52,12 +81,9 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class Hop:
-    """What one rank does in one hop. `fetch`: for each head group, ranges of the source's local slice, ascending and
-    disjoint. `tiles`: dense attention in closed form; what patterns compute follows from their rules (`sparse_tiles`,
-    `sparse_blocks`).
-
-    In hop 0 a rank reads its own keys and fetches nothing. A later hop that needs nothing sends nothing.
-    """
+    """One hop of one rank. `fetch`: for each head group, ranges of the source's local slice, ascending and disjoint;
+    none in hop 0, the rank's own keys. `tiles`: dense attention's; those of patterns follow from their rules
+    (`sparse_tiles`, `sparse_blocks`)."""
 
     source: int
     fetch: tuple[tuple[Range, ...], ...]
@@ -67,8 +93,7 @@ class Hop:
         return sum(stop - start for start, stop in self.fetch[group])
 
     def in_buffer(self, k: Range) -> Range:
-        """Where keys `k` (source-local) of the first group lie in the packed buffer of the fetched ranges, one after
-        another."""
+        """The place of keys `k` (source-local) of the first group in the packed buffer of the fetched ranges."""
         offset = 0
         for start, stop in self.fetch[0]:
             if start <= k[0] and k[1] <= stop:
@@ -80,7 +105,7 @@ class Hop:
 @dataclass(frozen=True)
 class Schedule:
     """`hops[cp_rank][hop]` for every rank of the ring. Compares equal if pattern, layout and numbers of heads are
-    equal. `num_heads` and `num_kv_heads` are 0 where any will do: in dense attention. `in_part`: blocks may be kept in
+    equal. `num_heads` and `num_kv_heads` are 0 in dense attention, which fits any. `in_part`: blocks may be kept in
     part (`padded_blocks`)."""
 
     pattern: Pattern | SparsePattern
@@ -101,7 +126,6 @@ class Schedule:
 
     @property
     def sparse(self) -> SparsePattern:
-        """The pattern of one that is not dense."""
         assert isinstance(self.pattern, SparsePattern)
         return self.pattern
 
@@ -119,7 +143,7 @@ class Schedule:
         return self.hops[self.reader(cp_rank, hop)][hop].fetch
 
     def num_head_tokens(self, cp_rank: int, hop: int, kv_heads: int = 0) -> int:
-        """Number of tokens times K/V heads that `cp_rank` fetches in `hop`; dense attention has `kv_heads`."""
+        """Tokens times K/V heads that `cp_rank` fetches in `hop`; `kv_heads` is needed if dense."""
         assert kv_heads or not self.is_dense
         own = self.hops[cp_rank][hop]
         return sum((len(group.kv_heads) or kv_heads) * own.num_fetched_tokens(i) for i, group in enumerate(self.groups))
@@ -168,47 +192,35 @@ class Schedule:
         return times * sum(int(pairs[start:stop].sum()) for start, stop in self.layout.segments[cp_rank])
 
 
-_Pieces = dict[int, list[Chunk]]
-"""A rank's parts of each document, ascending."""
-
-
 def plan(pattern: Pattern, layout: Layout) -> Schedule:
-    """The hops of every rank. Raises `ValueError` when the documents do not fit the layout's sequence.
-
-    Pure: equal arguments give equal schedules on every rank and in every process.
-    """
+    """The hops of every rank. Pure: equal arguments give equal schedules on every rank and in every process. Raises
+    `ValueError` when the documents do not fit the layout's sequence."""
     cp = layout.cp
     documents = pattern.documents(layout.seq_len)
-    pieces: list[_Pieces] = [{} for _ in range(cp)]
+    pieces: list[dict[int, list[Chunk]]] = [{} for _ in range(cp)]  # a rank's parts of each document, ascending
     for cp_rank, of_rank in enumerate(pieces):
         for chunk in chunks_of(layout, cp_rank, documents, layout.seq_len):
             of_rank.setdefault(chunk.document, []).append(chunk)
-    hops = tuple(
-        tuple(_plan_hop(pattern.causal, pieces, cp_rank, (cp_rank - hop) % cp) for hop in range(cp))
-        for cp_rank in range(cp)
+
+    def hop_from(source: int, cp_rank: int) -> Hop:
+        tiles: list[Tile] = []
+        for document, rows in pieces[cp_rank].items():
+            columns = pieces[source].get(document)
+            if columns is None:
+                continue
+            if pattern.causal and source != cp_rank:
+                tiles += _staircase(rows, columns)
+            else:
+                # All of a document that a rank holds is one local range: its segments ascend, so nothing of another
+                # document can lie between two pieces of this one.
+                q, k = ((own[0].local[0], own[-1].local[1]) for own in (rows, columns))
+                tiles.append(Tile(q, k, pattern.causal))
+        fetch = () if source == cp_rank else union(tile.k for tile in tiles)
+        return Hop(source, (fetch,), tuple(tiles))
+
+    return Schedule(
+        pattern, layout, tuple(tuple(hop_from((rank - hop) % cp, rank) for hop in range(cp)) for rank in range(cp))
     )
-    return Schedule(pattern, layout, hops)
-
-
-def _plan_hop(causal: bool, pieces: list[_Pieces], cp_rank: int, source: int) -> Hop:
-    queries, keys = pieces[cp_rank], pieces[source]
-    tiles: list[Tile] = []
-    for document, rows in queries.items():
-        columns = keys.get(document)
-        if columns is None:
-            continue
-        # All of a document that a rank holds is one local range: its segments ascend, so nothing of
-        # another document can lie between two pieces of this one.
-        all_rows = (rows[0].local[0], rows[-1].local[1])
-        all_columns = (columns[0].local[0], columns[-1].local[1])
-        if not causal:
-            tiles.append(Tile(all_rows, all_columns, causal=False))
-        elif source == cp_rank:
-            tiles.append(Tile(all_rows, all_columns, causal=True))
-        else:
-            tiles.extend(_staircase(rows, columns))
-    fetch = () if source == cp_rank else union(tile.k for tile in tiles)
-    return Hop(source, (fetch,), tuple(tiles))
 
 
 def _staircase(rows: list[Chunk], columns: list[Chunk]) -> list[Tile]:

@@ -1,4 +1,4 @@
-"""From a sparse schedule to what one GPU rank computes and sends, in whole blocks of 128 tokens.
+"""One GPU rank's plan of a sparse schedule, in whole blocks of 128 tokens: stages, messages, index arrays, masks.
 
 A rank computes on its own keys first, then stage by stage on fetched keys, which are packed contiguously; small fetches
 form a single stage. Internally, heads are ordered by head group, and groups with equal numbers of heads are adjacent so
@@ -46,8 +46,7 @@ KEPT_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Region:
-    """One head group: its K/V heads and query heads as ranges of the internal order, and the number of tokens it
-    fetches."""
+    """A head group: its K/V heads and query heads as ranges of the internal order, and its number of fetched tokens."""
 
     kv_heads: Range
     heads: Range
@@ -63,8 +62,8 @@ class BlockStage:
     """The keys of one or more hops, packed contiguously and computed on together.
 
     `fetched` are the transfers that fill a buffer of `num_fetched_rows` rows, ordered by size of head group and then by
-    hop: the keys of all groups of one size are adjacent, and each hop sends them as one message. `served` are those of
-    a buffer of `num_served_rows` rows, ordered by hop. Pieces count in rows, and are places in the own buffer.
+    hop: the keys of all groups of one size are adjacent, and each hop sends them as one message. `served` are the
+    transfers from a buffer of `num_served_rows` rows, ordered by hop. Pieces count in rows of the own buffer.
     """
 
     hops: tuple[int, ...]
@@ -76,7 +75,7 @@ class BlockStage:
 
     @property
     def traffic(self) -> Traffic:
-        """dK and dV go back the way that the keys came."""
+        """Keys one way, dK and dV back the same way."""
         return Traffic(
             self.fetched, self.served, self.fetched, self.served, self.num_fetched_rows, self.num_served_rows
         )
@@ -86,8 +85,8 @@ class BlockStage:
 class BlockPlan:
     """The plan of one rank. `head_order` and `kv_head_order` are the heads in the internal order.
 
-    `num_row_visits` is the largest number of kernel rounds, own keys included, in which any query takes part. `small`
-    says that all fetches form one stage and that what any rank fetches is at most `KEPT_SHARE` of what any rank holds.
+    `num_row_visits` is the largest number of kernel rounds, own keys included, in which any query takes part. `small`:
+    all fetches form one stage, and any rank's fetches are at most `KEPT_SHARE` of any rank's own keys.
     """
 
     head_order: tuple[int, ...]
@@ -121,8 +120,8 @@ class BlockPlan:
 class StageTables:
     """The index arrays of one stage on one rank.
 
-    `readers`: for each group the own blocks whose queries see any key of the stage. `kept`: which of these keys each of
-    them sees. `keys`: the positions of these keys' blocks among those of all groups of the same size, in the order of
+    `readers`: for each group the own blocks whose queries see any key of the stage. `kept`: which keys each of them
+    sees. `keys`: the positions of the keys' blocks among the blocks of all groups of the same size, in the order of
     `kept`. `served_rows`: the own rows (token * K/V heads + internal K/V head) that are sent. `places[i]`: for each own
     row its index among the rows that the i-th hop reading from this rank returns, or -1.
     """
@@ -136,8 +135,8 @@ class StageTables:
 
 @dataclass(frozen=True, eq=False)
 class HostTables:
-    """Inputs of a plan's device tables, not needed afterwards: what is kept of pairs of blocks, and the masks (m, 128,
-    4) int32 of those kept in part (None: all are whole)."""
+    """Inputs of a plan's device tables, not needed afterwards: the kept pairs of blocks, and the masks (m, 128, 4)
+    int32 of pairs kept in part (None: all are whole)."""
 
     own: Mask
     own_earlier: Kept
@@ -159,7 +158,7 @@ def check_layer_blocks(patterns: LayerPatterns, layout: Layout) -> None:
 
 
 def cut_blocks(pattern: SparsePattern, layout: Layout) -> Iterator[str]:
-    """Each thing that cuts blocks of 128 tokens, with a way out."""
+    """The errors of all checks of `check_blocks`."""
     for check in _checks(pattern, layout):
         try:
             check()
@@ -168,41 +167,39 @@ def cut_blocks(pattern: SparsePattern, layout: Layout) -> Iterator[str]:
 
 
 def _checks(pattern: SparsePattern, layout: Layout) -> Iterator[Callable[[], None]]:
+    def check_segments() -> None:
+        for segment in (segment for own in layout.segments for segment in own):
+            if segment[0] % BLOCK_TOKENS or segment[1] % BLOCK_TOKENS:
+                raise ValueError(
+                    f"layout {layout.name} of {layout.seq_len} tokens over cp={layout.cp} cuts at {segment}, inside a"
+                    f" block of {BLOCK_TOKENS} tokens; take a length that is a multiple of"
+                    f" {BLOCK_TOKENS * sum(len(own) for own in layout.segments)} tokens"
+                )
+
     yield partial(check_documents, pattern.document_starts)
     for rule in dict.fromkeys(pattern.heads):
         for number, (start, stop) in enumerate(pattern.documents(layout.seq_len)):
             yield partial(check_whole_blocks, rule.of_document(number), stop - start, pattern.causal)
-    yield partial(_check_segments, layout)
+    yield check_segments
 
 
-def _check_segments(layout: Layout) -> None:
-    for own in layout.segments:
-        for segment in own:
-            if segment[0] % BLOCK_TOKENS or segment[1] % BLOCK_TOKENS:
-                raise ValueError(
-                    f"layout {layout.name} of {layout.seq_len} tokens over cp={layout.cp} cuts at {segment}, inside a"
-                    f" block of {BLOCK_TOKENS} tokens; take a length that is a multiple of {_whole_length(layout)}"
-                    " tokens"
-                )
-
-
-def group_hops(schedule: Schedule, limit_rows: int) -> tuple[tuple[int, ...], ...]:
+def group_hops(schedule: Schedule, limit_rows: int | None) -> tuple[tuple[int, ...], ...]:
     """The hops of each stage, the same on every rank: as many consecutive hops as keep both the rows fetched and the
-    rows served by any rank within `limit_rows`; at least one."""
+    rows served by any rank within `limit_rows` (None: all hops); at least one."""
     cp = schedule.cp
-    of_hops = [[schedule.num_head_tokens(rank, hop) for rank in range(cp)] for hop in range(cp)]
+    if limit_rows is None:
+        return (tuple(range(1, cp)),) if cp > 1 else ()
     groups: list[tuple[int, ...]] = []
-    fetched, served = [0] * cp, [0] * cp
+    fetched = served = np.zeros(cp, dtype=np.int64)
     for hop in range(1, cp):
-        rows = of_hops[hop]
-        given = [rows[schedule.reader(rank, hop)] for rank in range(cp)]
-        more_fetched, more_served = (list(map(int.__add__, *pair)) for pair in ((fetched, rows), (served, given)))
-        if groups and max(*more_fetched, *more_served) <= limit_rows:
+        rows = np.array([schedule.num_head_tokens(rank, hop) for rank in range(cp)])
+        rows_out = np.array([rows[schedule.reader(rank, hop)] for rank in range(cp)])
+        if groups and max((fetched + rows).max(), (served + rows_out).max()) <= limit_rows:
             groups[-1] += (hop,)
-            fetched, served = more_fetched, more_served
+            fetched, served = fetched + rows, served + rows_out
         else:
             groups.append((hop,))
-            fetched, served = rows, given
+            fetched, served = rows, rows_out
     return tuple(groups)
 
 
@@ -216,29 +213,32 @@ def plan_blocks(schedule: Schedule, cp_rank: int, limit_rows: int | None = None)
     sharing = schedule.num_heads // schedule.num_kv_heads
     order = [head * sharing + i for head in kv_order for i in range(sharing)]
     rules = schedule.sparse.rules(schedule.num_heads)
-    documents = schedule.sparse.documents(schedule.layout.seq_len)
+    documents, causal = schedule.sparse.documents(schedule.layout.seq_len), schedule.sparse.causal
     own_blocks = blocks_of(schedule.layout, cp_rank)
-    causal = schedule.sparse.causal
     kept = kept_between(tuple(rules[head] for head in order), documents, own_blocks, own_blocks, causal, masks)
     at = np.arange(len(own_blocks))
     own = (kept[:, at, at] == WHOLE) & causal  # else diagonal blocks are as whole as others
     kept[:, at, at] *= ~own
-    hops = group_hops(schedule, _ALL_ROWS if limit_rows is None else limit_rows)
-    stages = [_stage(schedule, cp_rank, group, own_blocks, kv_order, masks) for group in hops]
+    hops = group_hops(schedule, limit_rows)
+    stages = [_stage(schedule, cp_rank, group, own_blocks, masks) for group in hops]
     whole = int((kept != 0).sum()) * BLOCK_TOKENS**2 + int(own.sum()) * BLOCK_TOKENS * (BLOCK_TOKENS + 1) // 2
+    visits = [np.zeros(len(own_blocks), dtype=np.int64) for _ in schedule.groups]
+    for _, tables in stages:
+        for of_group, readers in zip(visits, tables.readers, strict=True):
+            of_group[readers] += 1
+    ranks = range(schedule.cp)
+    most_fetched = max(sum(schedule.num_head_tokens(rank, hop) for hop in ranks) for rank in ranks)
+    least_held = min(schedule.layout.num_tokens(rank) for rank in ranks) * schedule.num_kv_heads
     plan = BlockPlan(
         tuple(order),
         tuple(kv_order),
         tuple(stage for stage, _ in stages),
         num_own_pairs=whole * (schedule.num_heads // len(kept)),
-        num_row_visits=1 + _most_visits([tables.readers for _, tables in stages], len(own_blocks)),
-        small=len(hops) < 2 and _fetches_little(schedule),
+        num_row_visits=1 + max(int(of_group.max(initial=0)) for of_group in visits),
+        small=len(hops) < 2 and most_fetched <= KEPT_SHARE * least_held,
     )
     tables = tuple(tables for _, tables in stages)
     return plan, HostTables(own, kept, tables, None if masks is None else masks.array())
-
-
-_ALL_ROWS = 2**62
 
 
 _Numbered = tuple[int, HeadGroup]
@@ -247,37 +247,28 @@ _Numbered = tuple[int, HeadGroup]
 
 def _by_size(schedule: Schedule) -> list[list[_Numbered]]:
     """The head groups in the internal order, as lists of groups with equal numbers of heads."""
-    ordered = sorted(enumerate(schedule.groups), key=_size)
-    return [list(alike) for _, alike in groupby(ordered, _size)]
 
+    def size(group: _Numbered) -> int:
+        return len(group[1].kv_heads)
 
-def _size(group: _Numbered) -> int:
-    return len(group[1].kv_heads)
+    return [list(alike) for _, alike in groupby(sorted(enumerate(schedule.groups), key=size), size)]
 
 
 def _stage(
-    schedule: Schedule,
-    cp_rank: int,
-    hops: tuple[int, ...],
-    own_blocks: Positions,
-    kv_order: list[int],
-    masks: MaskNumbers | None,
+    schedule: Schedule, cp_rank: int, hops: tuple[int, ...], own_blocks: Positions, masks: MaskNumbers | None
 ) -> tuple[BlockStage, StageTables]:
     blocks, keys, fetched = _packed(schedule, cp_rank, hops)
     regions, kept, readers = _regions(schedule, own_blocks, blocks, masks)
-    served, served_rows = _served(schedule, cp_rank, hops, len(kv_order))
+    served, served_rows = _served(schedule, cp_rank, hops)
+    # Groups share no K/V head, so no hop reads a row twice.
+    reading = sorted({hop for hop, *_ in served})
     num_own_rows = schedule.layout.num_tokens(cp_rank) * schedule.num_kv_heads
-    places = _places(served, served_rows, num_own_rows)
+    places = np.full((len(reading), num_own_rows), -1, dtype=np.int32)
+    for hop, _, start, stop in served:
+        places[reading.index(hop), served_rows[start:stop]] = np.arange(start, stop, dtype=np.int32)
     num_fetched_rows = sum(region.num_tokens * region.num_kv_heads for region in regions)
-    joined = len(hops) == 1
-    stage = BlockStage(
-        hops,
-        regions,
-        _transfers(fetched, joined=joined),
-        _transfers(served, joined=joined),
-        num_fetched_rows,
-        len(served_rows),
-    )
+    incoming, outgoing = (_transfers(messages, joined=len(hops) == 1) for messages in (fetched, served))
+    stage = BlockStage(hops, regions, incoming, outgoing, num_fetched_rows, len(served_rows))
     return stage, StageTables(kept, keys, readers, served_rows, places)
 
 
@@ -285,9 +276,9 @@ _Rows = tuple[int, int, int, int]
 """The hop, the peer, and the rows [start, stop) of the own buffer."""
 
 
-def _transfers(messages: tuple[_Rows, ...], *, joined: bool) -> tuple[PeerTransfer, ...]:
-    """One for each hop. With `joined`, as for a stage of one hop, whose groups are contiguous on both sides, in one
-    piece."""
+def _transfers(messages: list[_Rows], *, joined: bool) -> tuple[PeerTransfer, ...]:
+    """One transfer for each hop. With `joined`, as for a stage of one hop, whose groups are contiguous on both sides,
+    in one piece."""
     by_hop: dict[tuple[int, int], list[Range]] = {}
     for hop, peer, start, stop in messages:
         by_hop.setdefault((hop, peer), []).append((start, stop))
@@ -299,71 +290,47 @@ def _transfers(messages: tuple[_Rows, ...], *, joined: bool) -> tuple[PeerTransf
     )
 
 
-def _most_visits(readers: list[tuple[Positions, ...]], num_blocks: int) -> int:
-    most = 0
-    for of_group in zip(*readers, strict=True):
-        visits = np.zeros(num_blocks, dtype=np.int64)
-        for blocks in of_group:
-            visits[blocks] += 1
-        most = max(most, int(visits.max(initial=0)))
-    return most
-
-
-def _fetches_little(schedule: Schedule) -> bool:
-    ranks = range(schedule.cp)
-    most = max(sum(schedule.num_head_tokens(rank, hop) for hop in ranks) for rank in ranks)
-    least = min(schedule.layout.num_tokens(rank) for rank in ranks) * schedule.num_kv_heads
-    return most <= KEPT_SHARE * least
-
-
-def _whole_length(layout: Layout) -> int:
-    return BLOCK_TOKENS * sum(len(own) for own in layout.segments)
-
-
 def blocks_of(layout: Layout, cp_rank: int) -> Positions:
     """The blocks that a rank holds, in local order."""
     spans = [np.arange(start, stop, dtype=np.int64) for start, stop in layout.segments[cp_rank]]
-    positions = np.concatenate(spans) if spans else np.empty(0, dtype=np.int64)
-    return positions[::BLOCK_TOKENS] // BLOCK_TOKENS
+    return np.concatenate([np.empty(0, dtype=np.int64), *spans])[::BLOCK_TOKENS] // BLOCK_TOKENS
 
 
 def _packed(
     schedule: Schedule, cp_rank: int, hops: tuple[int, ...]
-) -> tuple[list[Positions], tuple[Positions, ...], tuple[_Rows, ...]]:
-    """For each group in the internal order the fetched blocks and their positions among those of its size; and the
+) -> tuple[list[Positions], tuple[Positions, ...], list[_Rows]]:
+    """For each group in the internal order the fetched blocks and their positions among the blocks of its size; and the
     messages that bring them."""
     fetched: list[Positions] = []
     places: list[Positions] = []
     messages: list[_Rows] = []
-    row = 0
+    none, row = np.empty(0, dtype=np.int64), 0
     for alike in _by_size(schedule):
-        blocks: list[list[Positions]] = [[] for _ in alike]
-        at: list[list[Positions]] = [[] for _ in alike]
+        blocks: list[list[Positions]] = [[none] for _ in alike]
+        at: list[list[Positions]] = [[none] for _ in alike]
         num_blocks, begun = 0, row
         for hop in hops:
             own = schedule.hops[cp_rank][hop]
             there, first = blocks_of(schedule.layout, own.source), row
             for index, (number, _) in enumerate(alike):
                 for start, stop in own.fetch[number]:
-                    blocks[index].append(there[_as_block(start) : _as_block(stop)])
+                    assert start % BLOCK_TOKENS == stop % BLOCK_TOKENS == 0, (start, stop)
+                    blocks[index].append(there[start // BLOCK_TOKENS : stop // BLOCK_TOKENS])
                     at[index].append(np.arange(num_blocks, num_blocks + len(blocks[index][-1])))
                     num_blocks += len(blocks[index][-1])
-            row = begun + num_blocks * BLOCK_TOKENS * _size(alike[0])
+            row = begun + num_blocks * BLOCK_TOKENS * len(alike[0][1].kv_heads)
             if row > first:
                 messages.append((hop, own.source, first, row))
-        fetched += map(_joined_blocks, blocks)
-        places += map(_joined_blocks, at)
-    return fetched, tuple(places), tuple(messages)
-
-
-def _joined_blocks(parts: list[Positions]) -> Positions:
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        fetched += map(np.concatenate, blocks)
+        places += map(np.concatenate, at)
+    return fetched, tuple(places), messages
 
 
 def _regions(
     schedule: Schedule, own_blocks: Positions, fetched: list[Positions], masks: MaskNumbers | None
 ) -> tuple[tuple[Region, ...], tuple[Kept, ...], tuple[Positions, ...]]:
-    """For each group in the internal order its region, and which of the blocks in `fetched` which own blocks keep."""
+    """For each group in the internal order its region, the kept pairs of own and `fetched` blocks, and the own blocks
+    among them: those that see any key, or all if gathering would save too little."""
     regions: list[Region] = []
     kept: list[Kept] = []
     readers: list[Positions] = []
@@ -376,8 +343,12 @@ def _regions(
         seen = kept_between(group.rules * num_heads, documents, own_blocks, keys, schedule.sparse.causal, masks)
         # Routed patterns keep all rows: their number would change from call to call, and some kernels compile for each.
         seeing = np.asarray(seen.any(axis=(0, 2))) | (schedule.for_one_call and bool(keys.size))
-        readers.append(_worth_taking(seeing))
-        kept.append(seen[:, readers[-1]])
+        blocks = np.flatnonzero(seeing)
+        scattered = len(blocks) > 0 and blocks[-1] - blocks[0] + 1 != len(blocks)
+        if scattered and len(blocks) > WORTH_COPYING * len(seeing):
+            blocks = np.arange(len(seeing))
+        readers.append(blocks)
+        kept.append(seen[:, blocks])
         last_head = first_head + num_heads
         heads = (first_head * sharing, last_head * sharing)
         regions.append(Region((first_head, last_head), heads, len(keys) * BLOCK_TOKENS))
@@ -385,19 +356,10 @@ def _regions(
     return tuple(regions), tuple(kept), tuple(readers)
 
 
-def _worth_taking(seeing: Mask) -> Positions:
-    """The blocks that see any key; all blocks if gathering would save too little."""
-    found = np.flatnonzero(seeing)
-    scattered = len(found) > 0 and found[-1] - found[0] + 1 != len(found)
-    return np.arange(len(seeing)) if scattered and len(found) > WORTH_COPYING * len(seeing) else found
-
-
-def _served(
-    schedule: Schedule, cp_rank: int, hops: tuple[int, ...], num_kv_heads: int
-) -> tuple[tuple[_Rows, ...], np.ndarray]:
-    """What other ranks fetch from this one: the messages, and the own rows that fill them."""
+def _served(schedule: Schedule, cp_rank: int, hops: tuple[int, ...]) -> tuple[list[_Rows], np.ndarray]:
+    """The messages to other ranks, and the own rows that fill them."""
     messages: list[_Rows] = []
-    rows: list[np.ndarray] = []
+    rows = [np.empty(0, dtype=np.int32)]
     at = 0
     for hop in hops:
         first_head, requested = 0, schedule.requested(cp_rank, hop)
@@ -408,22 +370,8 @@ def _served(
                 first_head += len(group.kv_heads)
                 tokens = [np.arange(start, stop, dtype=np.int32) for start, stop in requested[number]]
                 if tokens:
-                    rows.append((np.concatenate(tokens)[:, None] * num_kv_heads + heads[None, :]).ravel())
+                    rows.append((np.concatenate(tokens)[:, None] * schedule.num_kv_heads + heads[None, :]).ravel())
                     at += len(rows[-1])
             if at > begun:
                 messages.append((hop, schedule.reader(cp_rank, hop), begun, at))
-    return tuple(messages), np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
-
-
-def _places(served: tuple[_Rows, ...], served_rows: np.ndarray, num_own_rows: int) -> np.ndarray:
-    """(hops that read, own rows) int32. Groups share no K/V head, so no hop reads a row twice."""
-    hops = sorted({hop for hop, *_ in served})
-    places = np.full((len(hops), num_own_rows), -1, dtype=np.int32)
-    for hop, _, start, stop in served:
-        places[hops.index(hop), served_rows[start:stop]] = np.arange(start, stop, dtype=np.int32)
-    return places
-
-
-def _as_block(position: int) -> int:
-    assert position % BLOCK_TOKENS == 0, position
-    return position // BLOCK_TOKENS
+    return messages, np.concatenate(rows)

@@ -1,9 +1,8 @@
-"""From a sparse pattern and a layout to hops: the exact keys that each rank fetches for each K/V head.
+"""Schedules of sparse patterns: the exact keys that each rank fetches for each K/V head.
 
-The hops are those of `schedule`: in hop t rank r reads directly from rank (r - t) mod cp. K/V heads whose query heads
-follow the same rules form a head group and share their key ranges; a key that no query of a rank sees under a group's
-rules is not fetched for that group. `sparse_tiles` derives the kernel calls. numpy only: tensors and communication must
-not enter.
+The hops are those of `schedule`. K/V heads whose query heads follow the same rules form a head group and share their
+key ranges; a key that no query of a rank sees under a group's rules is not fetched for that group. `sparse_tiles` and
+`sparse_blocks` derive the kernel calls. numpy only: tensors and communication must not enter.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from elastic_ring.attention.layouts.layout import Layout, Range
 from elastic_ring.attention.patterns.blocks import block_positions, kept_by_any, row_strips, visible
 from elastic_ring.attention.patterns.rules import NONE, Mask, Positions, Rule
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.chunks import Chunk, chunks_of
-from elastic_ring.attention.plan.schedule import HeadGroup, Hop, Schedule
+from elastic_ring.attention.plan.schedule import Chunk, HeadGroup, Hop, Schedule, chunks_of
 
 
 def plan_sparse(pattern: SparsePattern, layout: Layout, num_heads: int, num_kv_heads: int) -> Schedule:
-    """The hops of every rank. Raises: `ValueError` if documents or heads do not match, and for a
-    pattern whose blocks content has not chosen yet."""
+    """The hops of every rank. Raises `ValueError` if documents or heads do not match, and for a pattern whose blocks
+    content has not chosen yet."""
     groups = head_groups(pattern.rules(num_heads), num_kv_heads)
     owned = owned_positions(layout)
     hops = tuple(rank_hops(pattern, layout, rank, groups, owned) for rank in range(layout.cp))
@@ -32,7 +30,7 @@ def plan_sparse(pattern: SparsePattern, layout: Layout, num_heads: int, num_kv_h
 def rank_hops(
     pattern: SparsePattern, layout: Layout, rank: int, groups: tuple[HeadGroup, ...], owned: Sequence[Positions]
 ) -> tuple[Hop, ...]:
-    """Those of one rank: what it fetches from each other one. `owned`: `owned_positions(layout)`."""
+    """The hops of one rank: its fetches from each other rank. `owned`: `owned_positions(layout)`."""
     documents = pattern.documents(layout.seq_len)
     chunks = chunks_of(layout, rank, documents, pattern.block)
     needed = {rule: _needed(rule, pattern, layout, documents, rank, chunks) for rule in dict.fromkeys(pattern.heads)}
@@ -77,8 +75,8 @@ def _needed(
     cp_rank: int,
     chunks: tuple[Chunk, ...],
 ) -> Mask:
-    """(seq_len,): the keys that any query of `cp_rank`, whose slice is `chunks`, sees under `rule`. Its own keys may be
-    omitted."""
+    """(seq_len,): the keys that any query of `cp_rank`, whose slice is `chunks`, sees under `rule`; its own keys may be
+    missing."""
     needed = np.zeros(layout.seq_len, dtype=bool)
     foreign = np.ones(layout.seq_len, dtype=bool)
     for start, stop in layout.segments[cp_rank]:

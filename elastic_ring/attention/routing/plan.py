@@ -12,7 +12,7 @@ import numpy as np
 from elastic_ring.attention.layouts.layout import Layout, Range
 from elastic_ring.attention.patterns.content import Choices, TopK
 from elastic_ring.attention.patterns.rules import Positions
-from elastic_ring.attention.plan.chunks import chunks_of
+from elastic_ring.attention.plan.schedule import chunks_of
 
 
 @dataclass(frozen=True, eq=False)

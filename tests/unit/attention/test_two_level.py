@@ -16,7 +16,7 @@ from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Sinks, Window
 from elastic_ring.attention.plan.schedule import plan
-from elastic_ring.attention.plan.two_level import Hosts, is_forwarded
+from elastic_ring.attention.plan.traffic import Hosts, is_forwarded
 from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import Case, ThreadRings, in_threads, one_thread, run_ring
 from tests.unit.sparse.block_cases import BlockCase

@@ -21,7 +21,7 @@ from elastic_ring.attention.patterns.content import ByDocument, Chosen, TopK
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import FULL, NONE, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.chunks import chunks_of
+from elastic_ring.attention.plan.schedule import chunks_of
 from elastic_ring.attention.plan.sparse_blocks import check_layer_blocks
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.routing.router import Router

@@ -26,8 +26,8 @@ from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import Dilated
 from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.attention.plan.chunks import chunks_of
 from elastic_ring.attention.plan.padded_blocks import padded
+from elastic_ring.attention.plan.schedule import chunks_of
 from elastic_ring.attention.plan.sparse_blocks import plan_blocks
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
