@@ -1,4 +1,4 @@
-"""Ray's side of `elastic-ring doctor`: one actor on each node that a run would use, asked in turn. Judges nothing."""
+"""Ray's side of `elastic-ring doctor`: asks one actor on each node that a run would use. Judges nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -19,9 +20,10 @@ from elastic_ring.data.source import SourceConfig
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.runtime.doctor import host as on_host
 from elastic_ring.runtime.doctor import verdicts
-from elastic_ring.runtime.doctor.host import Place, Probe
+from elastic_ring.runtime.doctor.host import Probe
 from elastic_ring.runtime.doctor.verdicts import Finding, HostReport
 from elastic_ring.runtime.driver.cluster import NAMESPACE, WORKER_ENVIRONMENT, live_nodes
+from elastic_ring.runtime.groups.sockets import StoreAddress
 from elastic_ring.state.storage.folder import Storage
 
 NUM_CLOCK_READINGS = 3
@@ -29,13 +31,13 @@ LINKS_S = 240.0
 """For all rounds of pairs of a large cluster: with the rest it takes five minutes."""
 ALL_PAIRS_HOSTS = 16
 """The most hosts for which each pair is measured."""
-Places = dict[str, tuple[Place, Place, str]]
+Stores = dict[str, StoreAddress]
 """By host, as `Probe.listen` returns them."""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What to look at. `storage_uri`: the folder of runs. `kernel`: (dtype, head_dim, query heads per K/V head)."""
+    """A request. `storage_uri`: the folder of runs. `kernel`: (dtype, head_dim, query heads per K/V head)."""
 
     scaling: ScalingConfig
     storage_uri: str
@@ -52,8 +54,7 @@ def examine(request: Examination) -> tuple[dict[str, HostReport], list[Finding]]
         reports = examiner.read_reports()
         examiner.test_storage()
         examiner.read_data()
-        places = examiner.reach_ports()
-        examiner.load(reports, places)
+        examiner.load(reports, examiner.reach_ports())
     finally:
         for probe in examiner.probes.values():
             ray.kill(probe)
@@ -65,7 +66,7 @@ def as_json(reports: Mapping[str, HostReport], findings: list[Finding]) -> str:
     return json.dumps({"ok": not verdicts.will_fail(findings), "findings": rows, "hosts": reports}, indent=1)
 
 
-def _start(request: Examination) -> dict[str, Any]:
+def _start(request: Examination) -> dict[str, ActorHandle]:
     nodes = [node for node in live_nodes(request.scaling) if node.num_slots and not node.draining]
     if not nodes:
         raise ValueError(
@@ -85,7 +86,7 @@ def _start(request: Examination) -> dict[str, Any]:
 
 
 def collect(refs: Mapping[Any, Any], limit_s: float) -> tuple[dict, dict]:
-    """({host: answer}, {host: why there is none}); waits for `limit_s` in all."""
+    """({host: answer}, {host: reason for none}); waits for `limit_s` in all."""
     ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=limit_s) if refs else ([], [])
     done, answers, errors = set(ready), {}, {}
     for host, ref in refs.items():
@@ -105,10 +106,10 @@ def collect(refs: Mapping[Any, Any], limit_s: float) -> tuple[dict, dict]:
 
 @dataclass
 class _Examiner:
-    """`probes`: by host, without hosts that were silent."""
+    """`probes`: by host, without silent ones."""
 
     request: Examination
-    probes: dict[str, Any]
+    probes: dict[str, ActorHandle]
     findings: list[Finding] = field(default_factory=list)
 
     def ask(
@@ -119,17 +120,28 @@ class _Examiner:
         return collect({host: call(host, self.probes[host]) for host in hosts}, limit_s)
 
     def read_reports(self) -> dict[str, HostReport]:
-        """The cheap part: what each host reports of itself, and its clock."""
+        """Ask each host for its report and its clock: the cheap part."""
         device, timeouts = self.request.scaling.device, self.request.timeouts
         folder = ray._private.worker._global_node.get_session_dir_path()
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+
+        def num_gpus(host: str) -> int:
+            address, _, node_id = host.partition("/")
+            own = (node for node in nodes if node["NodeManagerAddress"] == address)
+            return sum(int(node["Resources"].get("GPU", 0)) for node in own if node["NodeID"].startswith(node_id))
+
         reports, silent = self.ask(
-            lambda host, probe: probe.do.remote(on_host.report, device, folder, _ray_gpus(host)), timeouts.start_s
+            lambda host, probe: probe.do.remote(on_host.report, device, folder, num_gpus(host)), timeouts.start_s
         )
         for host in silent:
             ray.kill(self.probes.pop(host))
-        for _ in range(NUM_CLOCK_READINGS):
-            for host, report in reports.items():
-                _read_clock(self.probes[host], report, timeouts.probe_s)
+        for host, report in [*reports.items()] * NUM_CLOCK_READINGS:
+            begun = time.time()
+            with suppress(ray.exceptions.RayError):  # the next question names a host that answers no more
+                there = ray.get(self.probes[host].do.remote(time.time), timeout=timeouts.probe_s)
+                error_s = (time.time() - begun) / 2
+                if error_s < report.get("clock_error_s", float("inf")):  # the quickest answer is the most exact
+                    report |= {"clock_offset_s": there - begun - error_s, "clock_error_s": error_s}
         way_out = "Look at its raylet's log, and whether the package is installed there"
         self.findings += verdicts.errors("hosts", silent, way_out, "a process starts and answers", len(reports))
         self.findings += verdicts.cheap_findings(reports, device)
@@ -171,21 +183,21 @@ class _Examiner:
         ok = f"{max(counts.values(), default=0):,} sequences, the first and the last read"
         self.findings += verdicts.errors("data", failed, "Give a path or URI that every host sees", ok, len(counts))
 
-    def reach_ports(self) -> Places:
-        """Where each host answers; whether the others reach it is a finding."""
+    def reach_ports(self) -> Stores:
+        """Open a store on each host; whether the other hosts reach it is a finding."""
         limit_s = self.request.timeouts.probe_s
-        places, unheard = self.ask(lambda host, probe: probe.listen.remote(), limit_s)
+        stores, unheard = self.ask(lambda host, probe: probe.listen.remote(), limit_s)
         self.findings += verdicts.errors("ports", unheard, "Look at its log in Ray's dashboard")
         reached, failed = self.ask(
-            lambda host, probe: probe.reach.remote({name: places[name][0] for name in places if name != host}),
-            limit_s * (2 + len(places) / 32),
-            places,
+            lambda host, probe: probe.reach.remote({name: stores[name] for name in stores if name != host}),
+            limit_s * (2 + len(stores) / 32),
+            stores,
         )
         self.findings += [*verdicts.ports(reached), *verdicts.errors("ports", failed)]
-        return places
+        return stores
 
-    def load(self, reports: Mapping[str, HostReport], places: Places) -> None:
-        """Kernels and links, unless somebody would be disturbed."""
+    def load(self, reports: Mapping[str, HostReport], stores: Stores) -> None:
+        """Test kernels and links, unless that would disturb a run or another user."""
         actors = [entry["name"] for entry in list_named_actors(all_namespaces=True) if entry["namespace"] == NAMESPACE]
         runs = sorted({name.split(":")[1] for name in actors if name.startswith("er:")})
         busy = verdicts.in_use(reports)
@@ -201,11 +213,11 @@ class _Examiner:
         way_out = "Pin another one with --kernel, or look at the driver and the packages"
         ok = f"{', '.join(sorted(set(names.values())))} passed"
         self.findings += verdicts.errors("kernels", failed, way_out, ok, len(names))
-        self.measure_links(places)
+        self.measure_links(stores)
 
-    def measure_links(self, places: Places) -> None:
-        """Each pair, or rounds of pairs as time allows, and the ring of all up to ALL_PAIRS_HOSTS hosts."""
-        names, limit_s = list(places), self.request.timeouts.probe_s
+    def measure_links(self, stores: Stores) -> None:
+        """Measure each pair, or rounds of pairs as time allows, and the ring of all up to ALL_PAIRS_HOSTS hosts."""
+        names, limit_s = list(stores), self.request.timeouts.probe_s
         measured, failures, begun, number = [], dict[str, str](), time.monotonic(), 0
         plan = rounds(len(names), len(names))
         while number < len(plan):
@@ -213,7 +225,7 @@ class _Examiner:
             refs = {
                 (*pair, rank): ref
                 for pair in pairs
-                for rank, ref in enumerate(self.exchange(f"{number}", places, pair))
+                for rank, ref in enumerate(self.exchange(f"{number}", stores, pair))
             }
             answers, failed = collect(refs, limit_s)
             failures |= {f"{first} and {second}": why for (first, second, _), why in failed.items()}
@@ -230,44 +242,24 @@ class _Examiner:
         self.findings += verdicts.errors("links", failures, way_out)
         if failures or not 2 < len(names) <= ALL_PAIRS_HOSTS:
             return
-        answers, failed = collect(dict(zip(names, self.exchange("ring", places, names), strict=True)), limit_s)
+        answers, failed = collect(dict(zip(names, self.exchange("ring", stores, names), strict=True)), limit_s)
         ring = [] if failed else [(names[rank - 1], host, *answers[host]) for rank, host in enumerate(names)]
         self.findings += verdicts.links(ring, "a ring of all hosts")
         way_out = "Each pair works and the ring does not: look for a switch that is full"
         self.findings += verdicts.errors("links", failed, way_out)
 
-    def exchange(self, tag: str, places: Places, hosts: Sequence[str]) -> list[Any]:
+    def exchange(self, tag: str, stores: Stores, hosts: Sequence[str]) -> list[Any]:
         """References by rank: each host sends to the next one, the last to the first."""
-        _, store, secret = places[hosts[0]]
-        return [
-            self.probes[host].exchange.remote(tag, store, secret, rank, len(hosts)) for rank, host in enumerate(hosts)
-        ]
-
-
-def _ray_gpus(host: str) -> int:
-    address, _, node_id = host.partition("/")
-    return sum(
-        int(node["Resources"].get("GPU", 0))
-        for node in ray.nodes()
-        if node["Alive"] and node["NodeManagerAddress"] == address and node["NodeID"].startswith(node_id)
-    )
-
-
-def _read_clock(probe: Any, report: HostReport, limit_s: float) -> None:
-    """Keep the offset of the quickest answer, which is the most exact."""
-    begun = time.time()
-    with suppress(ray.exceptions.RayError):  # the next question names a host that answers no more
-        there = ray.get(probe.clock.remote(), timeout=limit_s)
-        error_s = (time.time() - begun) / 2
-        if error_s < report.get("clock_error_s", float("inf")):
-            report |= {"clock_offset_s": there - begun - error_s, "clock_error_s": error_s}
+        store, size = stores[hosts[0]], len(hosts)
+        return [self.probes[host].exchange.remote(tag, store, rank, size) for rank, host in enumerate(hosts)]
 
 
 def rounds(num_hosts: int, most: int) -> list[list[tuple[int, int]]]:
     """Rounds of disjoint pairs of the hosts 0 to num_hosts - 1, in which no pair comes twice.
 
-    All pairs up to ALL_PAIRS_HOSTS hosts; of more at most `most` rounds, spread over all, so that each host is measured
-    with about as many partners, near and far. The circle method of tournaments: one host stays, the others move on.
+    All pairs of up to ALL_PAIRS_HOSTS hosts; of more hosts at most `most` rounds, spread over all, so that each is
+    measured with about as many partners, near and far. The circle method of tournaments: one host stays, the others
+    move on.
     """
     size = num_hosts + num_hosts % 2  # with an odd number one host rests in each round
     total = max(0, size - 1)

@@ -1,5 +1,7 @@
-"""What one host finds out of itself, and its part in measurements of ports and links: `examine` makes an actor of
-`Probe`, without CPUs, whose errors go back as they are. No Ray and no judgement in here: `verdicts` has that.
+"""One host's part of the doctor: reports of itself, and measurements of ports and links with other hosts.
+
+`examine` makes an actor of `Probe`, without CPUs, whose errors go back as they are. No Ray and no judgement in here:
+`verdicts` has that.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ import os
 import resource
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,15 +28,12 @@ from elastic_ring.runtime.agent.gpu_health import Nvml
 from elastic_ring.runtime.doctor.verdicts import IDLE_GPU_BYTES, HostReport
 from elastic_ring.runtime.gpu.device import keep_caches_private, kernel_cache
 from elastic_ring.runtime.groups import nccl
-from elastic_ring.runtime.groups.sockets import RendezvousStore
+from elastic_ring.runtime.groups.sockets import RendezvousStore, StoreAddress
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.storage.folder import Storage
 
-Place = tuple[str, int]
-
 CLAIM = "claim"
 NUM_THREADS = 32
-ACCEPT_PAUSE_S = 0.2
 NUM_EXCHANGES, NUM_MESSAGES = 3, 20
 MANY_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 
@@ -49,7 +47,7 @@ def report(device: str, ray_folder: str = "", ray_gpus: int = 0) -> HostReport:
 
 
 def limits(ray_folder: str) -> HostReport:
-    """The part that takes no time: each worker of a run reports it as it starts."""
+    """The part of `report` that takes no time: each worker of a run reports it as it starts."""
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return {
         "open_files": 1 << 40 if open_files == resource.RLIM_INFINITY else open_files,
@@ -60,8 +58,8 @@ def limits(ray_folder: str) -> HostReport:
 
 
 def write_and_claim(uri: str, host: str, timeout_s: float) -> dict[str, bool]:
-    """Write a file, read it back, and try to make the one that only one host may make. Raises StorageFailed, ValueError
-    for other bytes than were written."""
+    """Write a file, read it back, and try to make the file that only one host may make. Raises StorageFailed,
+    ValueError for other bytes than were written."""
     storage = Storage(uri, timeout_s=timeout_s).open()
     storage.replace(_file_of(host), host.encode())
     if (content := storage.read(_file_of(host))) != host.encode():
@@ -70,7 +68,7 @@ def write_and_claim(uri: str, host: str, timeout_s: float) -> dict[str, bool]:
 
 
 def unseen(uri: str, hosts: list[str], timeout_s: float) -> list[str]:
-    """Those of `hosts` whose file is not there."""
+    """The `hosts` whose file is not there."""
     storage = Storage(uri, timeout_s=timeout_s).open(write=False)
     return [host for host in hosts if not storage.exists(_file_of(host))]
 
@@ -112,71 +110,49 @@ def _sources() -> str:
 
 
 class Probe:
-    """`address`: this node's; `timeout_s`: what each wait in here is bounded by."""
+    """`address`: this node's; `timeout_s`: the limit of each wait in here."""
 
     def __init__(self, address: str, device: str, timeout_s: float) -> None:
         self._address, self._device, self._timeout_s = address, device, timeout_s
         self._store: RendezvousStore | None = None
-        self._listener: socket.socket | None = None
 
     def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of this module here."""
+        """Call a function here."""
         return function(*arguments)
 
-    def clock(self) -> float:
-        return time.time()
-
-    # ------------------------------------------------------------ ports
-
-    def listen(self) -> tuple[Place, Place, str]:
-        """Where this host answers, where its store for exchanges is, and the store's secret."""
-        self._listener = socket.create_server((self._address, 0), backlog=2048)
-        threading.Thread(target=self._answer, args=(self._listener,), name="answer", daemon=True).start()
+    def listen(self) -> StoreAddress:
+        """Open this host's store for exchanges, whose port the other hosts try to reach."""
         self._store = RendezvousStore(self._address)
-        place = self._listener.getsockname()[:2]
-        return (str(place[0]), int(place[1])), (self._store.host, self._store.port), self._store.secret
+        return StoreAddress(self._store.host, self._store.port, self._store.secret)
 
-    def _answer(self, listener: socket.socket) -> None:
-        while True:
+    def reach(self, stores: Mapping[str, StoreAddress]) -> dict[str, str]:
+        """For each host the reason why it cannot be connected to, empty if it can."""
+
+        def connect(store: StoreAddress) -> str:
             try:
-                sock, _ = listener.accept()
-            except OSError:
-                if listener.fileno() < 0:  # closed
-                    return
-                time.sleep(ACCEPT_PAUSE_S)  # whoever waits stays ready while descriptors have run out
-                continue
-            with sock:
-                sock.settimeout(self._timeout_s)
-                try:
-                    sock.sendall(sock.recv(1))
-                except OSError:  # whoever connected has gone; a port scanner, say
-                    continue
+                socket.create_connection((store.host, store.port), timeout=self._timeout_s).close()
+            except OSError as error:
+                return f"{store.host}: {error.strerror or error}"
+            return ""
 
-    def reach(self, places: Mapping[str, Place]) -> dict[str, float | str]:
-        """For each host the seconds to connect and hear an answer, or why there was none."""
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            return dict(zip(places, pool.map(self._reach, places.values()), strict=True))
+            return dict(zip(stores, pool.map(connect, stores.values()), strict=True))
 
-    def _reach(self, place: Place) -> float | str:
-        begun = time.perf_counter()
-        try:
-            with socket.create_connection(place, timeout=self._timeout_s) as sock:
-                sock.sendall(b"?")
-                answer = sock.recv(1)
-        except OSError as error:
-            return f"{place[0]}: {error.strerror or error}"
-        return time.perf_counter() - begun if answer == b"?" else f"{place[0]}: closed without an answer"
-
-    # ------------------------------------------------------------ links
-
-    def exchange(self, tag: str, at: Place, secret: str, rank: int, size: int) -> tuple[float, float]:
+    def exchange(self, tag: str, at: StoreAddress, rank: int, size: int) -> tuple[float, float]:
         """(seconds of a message of one byte, bytes a second) from the previous rank of a ring of `size`, while all
         send to the next. Meets the others at the store of rank 0."""
         own = self._store.server if rank == 0 and self._store is not None else None
         wait = timedelta(seconds=self._timeout_s)
-        store = own or TCPStore(*at, is_master=False, wait_for_workers=False, timeout=wait)
-        device = self._free_device()
-        group = self._group(PrefixStore(f"{secret}/{tag}", store), rank, size, device)
+        store = own or TCPStore(at.host, at.port, is_master=False, wait_for_workers=False, timeout=wait)
+        prefixed, device = PrefixStore(f"{at.secret}/{tag}", store), self._free_device()
+        if device.type == "cuda":
+            group: Any = nccl.create_backend(prefixed, rank, size, device, self._timeout_s)
+            nccl.connect_now(group, device, lambda: False)
+        else:
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
+            options._timeout = wait
+            group = ProcessGroupGloo(prefixed, rank, size, options)
         try:
             small, large = (self._seconds_of(group, rank, size, device, num) for num in (1, MANY_BYTES[device.type]))
         finally:
@@ -185,7 +161,7 @@ class Probe:
         return small, MANY_BYTES[device.type] / large
 
     def _free_device(self) -> torch.device:
-        """The first GPU that nobody uses."""
+        """The CPU, or the first GPU that nobody uses."""
         if self._device == "cpu":
             return torch.device("cpu")
         for index in range(torch.cuda.device_count()):
@@ -193,16 +169,6 @@ class Probe:
             if total - free < 2 * IDLE_GPU_BYTES:  # this process's own context is in it
                 return torch.device("cuda", index)
         raise RuntimeError("no GPU is free")
-
-    def _group(self, store: PrefixStore, rank: int, size: int, device: torch.device) -> Any:
-        if device.type == "cuda":
-            backend = nccl.create_backend(store, rank, size, device, self._timeout_s)
-            nccl.connect_now(backend, device, lambda: False)
-            return backend
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
-        options._timeout = timedelta(seconds=self._timeout_s)
-        return ProcessGroupGloo(store, rank, size, options)
 
     def _seconds_of(self, group: Any, rank: int, size: int, device: torch.device, num_bytes: int) -> float:
         """The least of several exchanges; the first ones connect."""

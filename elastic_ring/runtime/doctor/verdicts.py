@@ -1,4 +1,4 @@
-"""The doctor's rules, and what follows by them from the hosts' reports. Pure: no Ray, no torch, no clock."""
+"""The doctor's rules, and its findings by them from the hosts' reports. Pure: no Ray, no torch, no clock."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Reports = Mapping[str, HostReport]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. `hosts`: those that it is about, if not all."""
+    """One line of the doctor. `hosts`: empty if it is about all."""
 
     check: str
     verdict: Verdict
@@ -60,7 +60,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule(Generic[Subject]):
-    """One row. `when`: the condition on a host's subject. `says`: a format, of which {0} is the `worst` subject of the
+    """One row. `when`: the condition on a host's subject. `says`: a format, whose {0} is the `worst` subject of the
     hosts that meet the condition."""
 
     verdict: Verdict
@@ -124,7 +124,7 @@ def judge(
 
 
 def cheap_findings(reports: Reports, device: str) -> list[Finding]:
-    """What the reports alone show; nothing was measured for it."""
+    """Findings from the reports alone, without measurements."""
     findings = [*versions(reports), *_limits(reports, device)]
     return [*findings, *gpus(reports)] if device == "cuda" else findings
 
@@ -148,8 +148,8 @@ def _limits(reports: Reports, device: str) -> list[Finding]:
 
 
 class AtStart:
-    """What `host.limits` shows while a run's workers start: what will fail is reported, once. What differs between
-    workers and the health of GPUs are reported by others."""
+    """Reports failures by `host.limits`, each once, while a run's workers start. Differences between workers and the
+    health of GPUs are reported elsewhere."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -157,7 +157,7 @@ class AtStart:
         self._reported: set[tuple[str, str]] = set()
 
     def look(self, host: str, report: HostReport, now_unix_s: float) -> list[str]:
-        """Lines for what is new, after a worker on `host` has said what its host is like."""
+        """Lines for new failures, after the report of a worker on `host`."""
         offset_s = report["unix_s"] - now_unix_s
         self._reports[host] = {**report, "clock_offset_s": offset_s, "clock_error_s": ON_THE_WAY_S}
         failures = [finding for finding in _limits(self._reports, self._device) if finding.verdict == "failure"]
@@ -200,21 +200,22 @@ def gpus(reports: Reports) -> list[Finding]:
 
 
 def in_use(reports: Reports) -> list[str]:
-    """The hosts with a GPU that somebody uses: they get no load."""
-    return [h for h, r in reports.items() if any(gpu["used_bytes"] > IDLE_GPU_BYTES for gpu in r["gpus"] or ())]
+    """The hosts with a GPU in use: they get no load."""
+    gpus_of = {host: report["gpus"] or () for host, report in reports.items()}
+    return [host for host, gpus in gpus_of.items() if any(gpu["used_bytes"] > IDLE_GPU_BYTES for gpu in gpus)]
 
 
 def errors(
     check: str, reasons: Mapping[str, str], way_out: str = "", ok: str = "", num_hosts: int = 0
 ) -> list[Finding]:
-    """One failure for each reason that hosts gave; `ok`, from `num_hosts` hosts, where none did."""
+    """One failure for each reason of hosts; without any, `ok`, from `num_hosts` hosts."""
     failures = [Finding(check, "failure", why, way_out, tuple(hosts)) for why, hosts in _hosts_by(reasons).items()]
     return failures or ([Finding(check, "ok", f"{ok}, from {num_hosts} host(s)")] if ok else [])
 
 
-def storage(answers: Mapping[str, Any], missing: Mapping[str, Sequence[str]], uri: str) -> list[Finding]:
+def storage(answers: Mapping[str, Mapping[str, bool]], missing: Mapping[str, Sequence[str]], uri: str) -> list[Finding]:
     """`answers`: of each host that wrote, with `won`, whether it made the file that only one may make, and `excludes`;
-    `missing`: the hosts whose file another does not see."""
+    `missing`: by host, the hosts whose file it does not see."""
     unseen = ({host: few(absent, NUM_NAMED)} for host, absent in missing.items())
     findings = judge("storage", STORES, *unseen, uri=uri)
     num_won = sum(answer["won"] for answer in answers.values())
@@ -229,7 +230,7 @@ def storage(answers: Mapping[str, Any], missing: Mapping[str, Sequence[str]], ur
 
 
 def links(measured: Sequence[Link], medium: str) -> list[Finding]:
-    """Links that are slower than half of the usual one are named."""
+    """Names the links that are slower than SLOW_SHARE of the median."""
     if not measured:
         return []
     rates, delays = sorted(link[3] for link in measured), [link[2] for link in measured]
@@ -241,10 +242,10 @@ def links(measured: Sequence[Link], medium: str) -> list[Finding]:
     return [*findings, Finding("links", "ok", f"{medium}: {len(measured)} measured, {spread}")]
 
 
-def ports(reached: Mapping[str, Mapping[str, float | str]]) -> list[Finding]:
-    """`reached`: by host the seconds to each other one, or why it was not reached."""
-    pairs = [(host, other, answer) for host, answers in reached.items() for other, answer in answers.items()]
-    refused = ({host: f"{other}: {reason}"} for host, other, reason in pairs if isinstance(reason, str))
+def ports(reached: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+    """`reached`: by host and peer the reason why the peer cannot be connected to, empty if it can."""
+    pairs = [(host, peer, reason) for host, reasons in reached.items() for peer, reason in reasons.items()]
+    refused = ({host: f"{peer}: {reason}"} for host, peer, reason in pairs if reason)
     return judge("ports", PORTS, *refused, ok=f"{len(pairs)} connections between {len(reached)} host(s)")
 
 

@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
@@ -43,35 +42,21 @@ REPINNED_BYTES = 1 << 28
 """This much pinned memory is allocated again quickly; with more, as for offloaded activations, all GPUs are kept."""
 
 
-class Contexts(Protocol):
-    """The CUDA calls."""
+class CudaContexts:
+    """The CUDA calls; tests have others."""
 
     def having(self) -> list[int]:
         """GPUs on which this process has a context."""
-
-    def empty(self, others: list[int]) -> int:
-        """Synchronise all GPUs and empty torch's caches of `others`; returns the bytes of pinned memory left."""
-
-    def reserved(self, index: int) -> int:
-        """Bytes that torch has reserved on a GPU."""
-
-    def reset(self, index: int) -> int:
-        """Destroy the context of a GPU; returns CUDA's error code. Raises OSError if the runtime is not found."""
-
-
-class CudaContexts:
-    """The calls on real GPUs."""
-
-    def having(self) -> list[int]:
         has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
         return [index for index in range(torch.cuda.device_count()) if has_context(index)]
 
-    def empty(self, others: list[int]) -> int:
+    def empty(self, indices: list[int]) -> int:
+        """Synchronise all GPUs and empty torch's caches of `indices`; returns the bytes of pinned memory left."""
         gc.collect()
         torch.cuda.synchronize()  # copies under way keep pinned memory in use
-        for index in others:
+        for index in indices:
             torch.cuda.synchronize(index)
-        if any(self.reserved(index) for index in others):  # otherwise the own GPU keeps its cache for the next step
+        if any(self.reserved(index) for index in indices):  # otherwise the own GPU keeps its cache for the next step
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         if _pinned_bytes() <= REPINNED_BYTES:
@@ -79,9 +64,11 @@ class CudaContexts:
         return _pinned_bytes()
 
     def reserved(self, index: int) -> int:
+        """Bytes that torch has reserved on a GPU."""
         return torch.cuda.memory_reserved(index)
 
     def reset(self, index: int) -> int:
+        """Destroy the context of a GPU; returns CUDA's error code. Raises OSError if the runtime is not found."""
         runtime = loaded_runtime()
         with torch.cuda.device(index):
             # Select the device explicitly: torch skips that for GPU 0, the default of a thread, and a reset without a
@@ -93,21 +80,21 @@ class CudaContexts:
 
 
 def _pinned_bytes() -> int:
-    """In use and in torch's cache."""
+    """Pinned memory in use and in torch's cache."""
     return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
 
-def unused_others(device: torch.device, contexts: Contexts) -> list[int]:
+def unused_others(device: torch.device, contexts: CudaContexts) -> list[int]:
     """The other GPUs on which this process has a context and nothing else. Runs in the training thread and takes
     milliseconds, because this part may touch those GPUs."""
     unused = []
     with _logged_only():
-        others = [index for index in contexts.having() if index != device.index]
-        pinned_bytes = contexts.empty(others) if others else 0
+        indices = [index for index in contexts.having() if index != device.index]
+        pinned_bytes = contexts.empty(indices) if indices else 0
         if pinned_bytes:
             log.info("keeping all GPUs: %d bytes of pinned memory may belong to any of them", pinned_bytes)
             return []
-        for index in others:
+        for index in indices:
             if in_use := contexts.reserved(index):
                 log.warning("GPU %d is kept: %d bytes of this process are in use there", index, in_use)
             else:
@@ -115,8 +102,8 @@ def unused_others(device: torch.device, contexts: Contexts) -> list[int]:
     return unused
 
 
-def end_contexts(unused: list[int], contexts: Contexts) -> int:
-    """Destroy this process's contexts on these GPUs, in any thread; returns how many. A few tenths of a second each."""
+def end_contexts(unused: list[int], contexts: CudaContexts) -> int:
+    """Destroy this process's contexts on these GPUs, in any thread; returns their number. Takes tenths of a second."""
     num_ended = 0
     with _logged_only():
         for index in unused:
@@ -141,11 +128,11 @@ class ContextReleaser:
     """Destroys the other GPUs' contexts once in a process's life: after the second step since it joined the mesh, in a
     thread of its own."""
 
-    def __init__(self, wanted: bool, contexts: Contexts | None = None) -> None:
-        self._wanted = wanted
+    def __init__(self, is_due: bool, contexts: CudaContexts | None = None) -> None:
+        self._is_due = is_due
         self._contexts = CudaContexts() if contexts is None else contexts
         self._num_steps = 0
-        self.released = False  # this process can compute on no other GPU than its own any more
+        self.released = False  # from now on this process can compute on its own GPU only
 
     def left_mesh(self) -> None:
         """The process has become a spare."""
@@ -154,24 +141,25 @@ class ContextReleaser:
     def committed(self, device: torch.device, generation: int, step: int, rank: int) -> None:
         """`rank` on `device` has committed `step`, and nothing is under way. Called in the training thread."""
         self._num_steps += 1
-        if not self._wanted or self._num_steps < SETTLED_STEPS:
+        if not self._is_due or self._num_steps < SETTLED_STEPS:
             return
-        self._wanted, begun = False, time.monotonic()
+        self._is_due, begun = False, time.monotonic()
         unused = unused_others(device, self._contexts)
         self.released = bool(unused)  # also if destroying one fails later
         if not unused:
             return
-        where = f"generation {generation}, step {step}, rank {rank}"
-        waited_s = time.monotonic() - begun
-        threading.Thread(target=self._end, args=(unused, where, waited_s), name="other contexts", daemon=True).start()
+        found_at = time.monotonic()
 
-    def _end(self, unused: list[int], where: str, waited_s: float) -> None:
-        begun = time.monotonic()
-        num_ended = end_contexts(unused, self._contexts)
-        log.info(
-            "%s: released %d other GPUs in %.3f s; the next step waited for %.3f s",
-            where,
-            num_ended,
-            time.monotonic() - begun,
-            waited_s,
-        )
+        def end() -> None:
+            num_ended = end_contexts(unused, self._contexts)
+            log.info(
+                "generation %d, step %d, rank %d: released %d other GPUs in %.3f s; the next step waited for %.3f s",
+                generation,
+                step,
+                rank,
+                num_ended,
+                time.monotonic() - found_at,
+                found_at - begun,
+            )
+
+        threading.Thread(target=end, name="other contexts", daemon=True).start()

@@ -1,8 +1,7 @@
-"""Which GPU a worker computes on: one that no other process of the node owns, that works, and whose memory is free.
+"""Takes, warms and probes a worker's GPU: no other process of the node owns it, it works, and its memory is free.
 
-Every worker sees all GPUs of its node and locks the one that it takes. The CUDA calls are here; which GPU is taken is
-decided in `runtime.gpu.leases`.
-"""
+Every worker sees all GPUs of its node and locks its own. The CUDA calls are here; `runtime.gpu.leases` decides which
+GPU a worker takes."""
 
 from __future__ import annotations
 
@@ -45,12 +44,12 @@ COMPILERS = {
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn",
     "CUTE_DSL_CACHE_DIR": "cute-dsl",
 }
-"""Variables that say where compiled kernels are kept. Triton's, CUDA's and torch's extensions lie in the home."""
+"""Variables with the folders of compiled kernels. Triton's, CUDA's and torch's extensions lie in the home."""
 
 
 def kernel_cache() -> Path | None:
-    """Results of the kernels' self-tests, shared by this user's processes of a node: they decide which kernel runs.
-    None where somebody else has the folder's name: each process tests for itself."""
+    """The folder of the kernels' self-test results, which this user's processes of a node share: they decide which
+    kernel runs. None if another user has the folder's name: then each process tests for itself."""
     try:
         return private_folder(user_folder(SHARED_MEMORY) / "kernels")
     except (ValueError, OSError) as error:
@@ -59,8 +58,8 @@ def kernel_cache() -> Path | None:
 
 
 def keep_caches_private() -> None:
-    """Have compilers keep what they compile in a folder of this user alone, where no other one was named: their own
-    default is a name in the temporary folder that can be foreseen, and what lies there is run."""
+    """Set compilers' caches to a folder of this user alone, unless they are set: the default is a predictable name in
+    the temporary folder, whose files are executed."""
     unset = {name: folder for name, folder in COMPILERS.items() if name not in environment()}
     if not unset:
         return
@@ -74,8 +73,8 @@ def keep_caches_private() -> None:
 
 
 def newcomer_bytes(cpu_offload: CpuOffload) -> int:
-    """What a newcomer allocates on its GPU per parameter of its shard: the value and two moments of Adam, unless they
-    are for host memory, and the gradient."""
+    """Bytes that a newcomer allocates on its GPU per parameter of its shard: the value and two moments of Adam, unless
+    they are in host memory, and the gradient."""
     on_gpu = {"none": 4 + 8, "optimizer": 4, "all": 0}[cpu_offload]
     return on_gpu + 4
 
@@ -86,13 +85,13 @@ class DeviceLease:
     def __init__(
         self, kind: str, run: str = "", folder: Path = leases.FOLDER, *, state_bytes: int = newcomer_bytes("none")
     ) -> None:
-        """`state_bytes`: what a newcomer needs per parameter of its shard."""
+        """`state_bytes`: as `newcomer_bytes`."""
         self._kind, self._state_bytes = kind, state_bytes
         self._lease = GpuLease(run, folder)
         self.device = torch.device("cpu")
         self.avoided: frozenset[str] = frozenset()  # GPUs that failed in this process before it took one
         self.broken = False  # its GPU has failed: this process must be replaced
-        self.has_erred = False  # so a step or a build said: a probe may still pass
+        self.has_erred = False  # in a step or a build: a probe may still pass
 
     @property
     def gpu(self) -> str:
@@ -102,8 +101,8 @@ class DeviceLease:
     def take(self, place: int, num_parameters: int, timeout_s: float, check: Callable[[], None]) -> torch.device:
         """The device owned already, or a free one, for global rank `place` and a shard of `num_parameters`.
 
-        Raises PeerFailed when none gets free in time or the new one fails its probe, and what `check` raises; it is
-        called in each poll.
+        Raises PeerFailed if none gets free in time or the new one fails its probe. `check` is called in each poll, and
+        raises to end the wait.
         """
         if self._kind == "cpu":
             return self.device
@@ -118,10 +117,8 @@ class DeviceLease:
         if not probe(self.device):
             self.failed("it failed its probe when it was taken")
             raise PeerFailed(f"GPU {gpu.index} ({gpu.name}) failed its probe when it was taken")
-        need_bytes = self._state_bytes * num_parameters
-        free = wait_for_memory(
-            lambda: _free_bytes(gpu.index), need_bytes, lambda: self._lease.previous_owner_is_alive, check, timeout_s
-        )
+        need_bytes, previous_is_alive = self._state_bytes * num_parameters, self._lease.previous_owner_is_alive
+        free = wait_for_memory(lambda: _free_bytes(gpu.index), need_bytes, previous_is_alive, check, timeout_s)
         if free < need_bytes:
             gib = (free / 2**30, need_bytes / 2**30)
             log.warning("GPU %d has %.1f GiB free, and a shard may need %.1f: other processes use it", gpu.index, *gib)
@@ -136,7 +133,7 @@ class DeviceLease:
         return not self.broken
 
     def erred(self, error: BaseException) -> None:
-        """Record an error in a step or a build, unless it proves nothing: no memory, or a kernel that does not run."""
+        """Record an error in a step or a build, unless it proves nothing: a lack of memory, or a kernel mismatch."""
         self.has_erred = True
         if self._kind != "cpu" and not isinstance(error, KernelMismatch) and not is_out_of_memory(error):
             lines = str(error).splitlines()
@@ -150,7 +147,7 @@ class DeviceLease:
             record_failure(self._lease.folder, self._lease.gpu, why, is_proven)
 
     def give_back(self) -> None:
-        """Call once this process has nothing in its memory any more but the context."""
+        """Release the GPU; call once this process has freed everything there but the context."""
         if self._lease.gpu is None:
             return
         try:
@@ -166,8 +163,8 @@ class DeviceLease:
 
 def visible_gpus() -> tuple[Gpu, ...]:
     """The GPUs that this process sees; this makes no context."""
-    found = range(torch.cuda.device_count())
-    return tuple(Gpu(index, name_of(torch.cuda.get_device_properties(index), index)) for index in found)
+    indices = range(torch.cuda.device_count())
+    return tuple(Gpu(index, name_of(torch.cuda.get_device_properties(index), index)) for index in indices)
 
 
 def name_of(properties: Any, index: int) -> str:
@@ -188,7 +185,7 @@ def _free_bytes(index: int) -> int:
 
 @dataclass(frozen=True)
 class Warmed:
-    """`kernels`: what serves attention, as `train.startup.warm.warm_up_device` returns it. `failed`: names of GPUs."""
+    """`kernels`: those of attention, from `train.startup.warm.warm_up_device`. `failed`: names of GPUs."""
 
     kernels: dict[str, str]
     failed: frozenset[str] = frozenset()
@@ -202,7 +199,7 @@ Warm = Callable[[TrainingTask, torch.device, Shapes, int, Path | None, dict[str,
 def poison(device: torch.device) -> None:
     """Fail an assertion in a kernel, as a planned fault: CUDA's error stays in this process's context, the GPU is well.
 
-    Raises what torch raises for it, now or in the next call.
+    Raises RuntimeError, now or in the next call.
     """
     torch._assert_async(torch.zeros((), dtype=torch.bool, device=device))
     torch.cuda.synchronize(device)
@@ -219,8 +216,8 @@ def warm_devices(
     """Create a context and run the first kernels on every GPU, for rings of `cp` ranks: a spare does not know which GPU
     it will take.
 
-    Where another process computes, no sequence length is warmed up (`cp` 0), because that needs memory. A bad GPU is
-    skipped. A GPU that fails now has its failure recorded; one without free memory stays cold. Raises what `warm`
+    If another process computes there, no sequence length is warmed up (`cp` 0), because that needs memory. A bad GPU is
+    skipped. A GPU that fails now has its failure recorded; a GPU without free memory stays cold. Raises what `warm`
     raises on a healthy GPU, and RunFailed when a second GPU fails: then this process or its software is at fault.
     """
     shapes, kernels, failures = attention_shapes(task), dict[str, str](), dict[Gpu, str]()
@@ -247,7 +244,7 @@ def warm_devices(
             continue
         failures[gpu] = failure
         if len(failures) > 1:
-            reasons = "; ".join(f"GPU {each.index} ({each.name}): {why}" for each, why in failures.items())
+            reasons = "; ".join(f"GPU {failed.index} ({failed.name}): {why}" for failed, why in failures.items())
             raise RunFailed(f"more than one GPU fails in this process: {reasons}")
     for gpu, failure in failures.items():  # recorded now that it is known that not every GPU fails here
         recorded = record_failure_if_free(folder, gpu, failure)
@@ -266,7 +263,7 @@ def be_deterministic(task: TrainingTask) -> None:
 
 def empty_cache(device: torch.device) -> None:
     """Free the allocator's cached blocks: FSDP2 has new streams in each generation, and blocks cached for the old ones
-    are not used again. May be called from any thread: it selects `device`, because threads default to GPU 0."""
+    are not used again. Selects `device`, because threads default to GPU 0."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.empty_cache()

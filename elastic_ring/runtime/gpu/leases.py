@@ -1,12 +1,11 @@
-"""Leases on the GPUs of a node, as files shared by all its processes: who owns a GPU, for which rank, and its failures.
+"""Leases on the GPUs of a node, as files shared by all its processes: each GPU's owner, its rank, and its failures.
 
-Locks are for all users of the host, so that two of them do not take one GPU. Failures count that root or this user has
-recorded, each in a file of its own. Whatever anybody else puts into the folder is read as if it were not there.
+Locks are for all users of the host, so that two of them do not take one GPU. Failures count if root or this user has
+recorded them, each in a file of its own; other files in the folder are ignored.
 
 A lease is a lock on a small file. The kernel releases it when its process dies, however it dies, so a spare takes over
-the GPU of a dead process without asking anybody. Files are named by the GPU's UUID, so that processes which see
-different GPUs, or number them differently, mean the same one. No torch and no CUDA may enter: the node's agent reads
-these files too.
+the GPU of a dead process at once. Files are named by the GPU's UUID, so that processes which see different GPUs, or
+number them differently, mean the same one. No torch and no CUDA may enter: the node's agent reads these files too.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FOLDER = Path("/dev/shm/elastic_ring-gpus")
 """One for all runs and users of a host."""
 LOOK_S = 0.005
 PATIENCE_S = 1.0
-"""How long a newcomer waits for the GPU of its place before it takes one that was another place's."""
+"""A newcomer waits so long for the GPU of its place before it takes another place's."""
 QUIET_S = 0.1
 MAX_RECORD_BYTES = 1 << 16
 MAX_FAILURES, FAILURE_WINDOW_S = 2, 3600.0
@@ -48,8 +47,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Owner:
-    """The owner of a GPU, or its last one: a process (pid 0: it gave the GPU back) and the global rank of `run` that it
-    computed for. `started` is in kernel ticks since boot, because PIDs are reused."""
+    """The present or last owner of a GPU: a process (pid 0: it gave the GPU back) and its global rank in `run`.
+    `started` is in kernel ticks since boot, because PIDs are reused."""
 
     pid: int = 0
     started: int = 0
@@ -59,7 +58,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class GpuFailure:
-    """One process's failure on a GPU. `is_proven`: it gave a wrong result, which others showed."""
+    """One process's failure on a GPU. `is_proven`: its peers showed that it gave a wrong result."""
 
     pid: int
     started: int
@@ -69,17 +68,18 @@ class GpuFailure:
 
 
 _UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, AttributeError)
-"""What JSON that somebody else wrote may raise when it is read."""
+"""Errors of reading JSON that another user wrote."""
 
 
-# ------------------------------------------------------------ decisions, from what was read
+# ------------------------------------------------------------ decisions
 
 
 def verdict(failures: Iterable[GpuFailure], now_unix_s: float) -> str:
-    """`good`, `doubtful` (the process may have been to blame) or `bad` (another one failed there too, or a wrong result
-    was proven, which does not lapse)."""
+    """`good`, `doubtful` (the process may have been to blame) or `bad` (several processes failed there, or a wrong
+    result was proven, which does not lapse)."""
     failures = list(failures)
-    failed = {(f.pid, f.started) for f in failures if abs(now_unix_s - f.unix_s) < FAILURE_WINDOW_S}
+    recent = [failure for failure in failures if abs(now_unix_s - failure.unix_s) < FAILURE_WINDOW_S]
+    failed = {(failure.pid, failure.started) for failure in recent}
     if len(failed) >= MAX_FAILURES or any(failure.is_proven for failure in failures):
         return "bad"
     return "doubtful" if failed else "good"
@@ -95,9 +95,8 @@ def order_of(
 ) -> list[Gpu]:
     """The GPUs that a newcomer to global rank `place` tries now, in this order.
 
-    The GPU that this rank was computed on comes first, and alone for PATIENCE_S: so ranks keep their GPUs when two
-    members of a node die at once, and sums over three or more ranks keep NCCL's order of GPUs. A doubtful GPU comes
-    last, a bad one never.
+    The rank's last GPU comes first, and alone for PATIENCE_S: so ranks keep their GPUs when two members of a node die
+    at once, and sums over three or more ranks keep NCCL's order of GPUs. A doubtful GPU comes last, a bad one never.
     """
 
     def distance(gpu: Gpu) -> int:
@@ -122,8 +121,8 @@ def wait_for_memory(
 ) -> int:
     """Wait until `need_bytes` are free, or the previous owner has ended and no more gets free; returns the free bytes.
 
-    `is_there` returns whether the previous owner still exists: the kernel releases its lock long before its memory.
-    Raises what `check` raises; it is called in each poll.
+    `is_there()`: whether the previous owner still exists; the kernel releases its lock long before its memory. `check`
+    is called in each poll, and raises to end the wait.
     """
     begun = changed = time.monotonic()
     free = most = free_bytes()
@@ -146,7 +145,7 @@ def wait_for_memory(
 
 def shared_folder(path: Path) -> Path:
     """A folder in which every user of the host may make files and nobody removes another's, as in /tmp. Raises
-    NotADirectoryError for anything else of that name, a link among them."""
+    NotADirectoryError if `path` is something else, or a link."""
     with suppress(FileExistsError):
         path.mkdir(parents=True)
     about = path.lstat()
@@ -158,10 +157,10 @@ def shared_folder(path: Path) -> Path:
 
 
 def open_shared(path: Path, flags: int = 0) -> int:
-    """A file that every user may lock and write, made if need be. Returns its descriptor.
+    """The descriptor of a file that every user may lock and write, made if need be.
 
-    Not opened with O_CREAT where it is there: in a folder such as /tmp the kernel refuses that for the file of another
-    user (fs.protected_regular). Raises PermissionError if its owner has closed it to others.
+    An existing file is opened without O_CREAT: in a folder such as /tmp the kernel refuses that for another user's file
+    (fs.protected_regular). Raises PermissionError if its owner has closed it to other users.
     """
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
@@ -185,7 +184,7 @@ def failure_record_path(folder: Path, name: str, uid: int | None = None) -> Path
 
 
 def _read(path: Path, owner: int | None = None) -> str:
-    """The end of a regular file, which nobody but `owner` may write, if one is given. Raises OSError. Never waits, as
+    """The end of a regular file that, if `owner` is given, only this user may write. Raises OSError. Never waits, as
     for the writer of a FIFO."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -229,16 +228,16 @@ def verdicts_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def bad_ones(folder: Path, names: Iterable[str]) -> list[str]:
-    """The bad ones among these GPUs."""
+    """Names of the bad GPUs."""
     return sorted(name for name, state in verdicts_of(folder, names).items() if state == "bad")
 
 
 def process_started(pid: int) -> int | None:
-    """When a process started, in ticks since boot; None when it is gone. It counts as alive as long as any of its
-    threads may still have files, and so a GPU's memory, open."""
+    """When a process started, in ticks since boot; None when it is gone. It counts as alive while a thread of it may
+    still have files, and so a GPU's memory, open."""
 
     def fields(path: Path) -> list[str]:
-        """From the process's state on; its name before them may hold anything."""
+        """From the process's state on; its name before it may contain anything."""
         return path.read_text(errors="replace").rpartition(")")[2].split()
 
     folder = Path(f"/proc/{pid}")
@@ -253,7 +252,7 @@ def process_started(pid: int) -> int | None:
 
 
 def lock_owner(path: Path, locks: str) -> int | None:
-    """The PID that holds the lock on `path` by the text of /proc/locks; None for none that can be seen from here."""
+    """The PID that holds the lock on `path`, by the text of /proc/locks; None if this process can see none."""
     try:
         about = path.lstat()
     except FileNotFoundError:
@@ -298,8 +297,8 @@ class GpuLease:
         self.previous_owner = Owner()
 
     def acquire(self, gpus: Sequence[Gpu], place: int, timeout_s: float, check: Callable[[], None]) -> Gpu:
-        """The GPU owned already, or the first of `order_of` that is free. Raises PeerFailed, which names the owners,
-        when none gets free in time, and what `check` raises; it is called in each poll."""
+        """The GPU owned already, or the first of `order_of` that is free. Raises PeerFailed, which names the owners, if
+        none gets free in time. `check` is called in each poll, and raises to end the wait."""
         begun, names = time.monotonic(), [gpu.name for gpu in gpus]
         while self.gpu is None:
             waited_s = time.monotonic() - begun
@@ -317,7 +316,7 @@ class GpuLease:
         return self.gpu
 
     def lock(self, gpu: Gpu) -> bool:
-        """Take it if it is free. One whose lock cannot be opened is not: `describe` says so."""
+        """Take a GPU if it is free. Without a lock that can be opened it is not: `describe` says so."""
         path = lock_path(shared_folder(self.folder), gpu.name)
         try:
             fd = open_shared(path)
@@ -326,7 +325,7 @@ class GpuLease:
         with suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             about = os.fstat(fd)
-            # Others lock a new file where this one was removed.
+            # If this file was removed, other processes lock a new one.
             if stat.S_ISREG(about.st_mode) and os.path.samestat(about, path.lstat()):
                 self._fd, self.gpu, self.previous_owner = fd, gpu, last_owner(self.folder, gpu.name)
                 return True
@@ -334,21 +333,20 @@ class GpuLease:
         return False
 
     def give_back(self) -> None:
-        """Release it and record which rank it was used for."""
+        """Release the GPU and record the rank that used it."""
         if self.gpu is not None:
             record = last_owner(self.folder, self.gpu.name)
             self._record(Owner(run=record.run, place=record.place))
         self.release()
 
     def release(self) -> None:
-        """Release it and leave the record as it is."""
+        """Release the GPU and leave the record as it is."""
         if self._fd is not None:
             os.close(self._fd)
         self._fd, self.gpu = None, None
 
-    @property
     def previous_owner_is_alive(self) -> bool:
-        """Whether the process that owned this GPU before has not quite ended."""
+        """Whether the previous owner of this GPU has not quite ended."""
         return self.previous_owner.pid > 0 and process_started(self.previous_owner.pid) == self.previous_owner.started
 
     def _record(self, owner: Owner) -> None:
@@ -369,7 +367,7 @@ def record_failure(folder: Path, gpu: Gpu, why: str, is_proven: bool = False) ->
                 raise PermissionError(f"{path}: is not this user's own file")
             os.fchmod(file.fileno(), 0o644)  # read by other users, whatever the umask
             file.write(f"{json.dumps(entry)}\n".encode())
-    except OSError as error:  # somebody else has taken the name: this process is replaced all the same
+    except OSError as error:  # another user has taken the name: this process is replaced all the same
         log.error("could not record that GPU %d (%s) failed: %s", gpu.index, gpu.name, error)
     state = verdicts_of(folder, [gpu.name])[gpu.name]
     log.error("GPU %d (%s) is %s now: %s", gpu.index, gpu.name, state, why)
@@ -385,8 +383,8 @@ def is_free(folder: Path, gpu: Gpu) -> bool:
 
 
 def record_failure_if_free(folder: Path, gpu: Gpu, why: str) -> bool:
-    """The same for a GPU that this process does not own; False where another process does. While another one computes
-    on it a failure proves nothing: the GPU may be in compute mode EXCLUSIVE_PROCESS."""
+    """Record a failure on a GPU that this process does not own; False if another process does. Then a failure proves
+    nothing: the GPU may be in compute mode EXCLUSIVE_PROCESS."""
     lease = GpuLease("", folder)
     if was_free := lease.lock(gpu):
         record_failure(folder, gpu, why)

@@ -5,8 +5,8 @@ A gloo operation blocks until its timeout. But gloo's pairs are TCP sockets of t
 by their ports: one listening device serves all groups of a generation, and the ranks exchange their devices' ports
 before they connect.
 
-Gloo asks nobody who connects for a name, and keeps the descriptor of each that says nothing. So the device takes
-connections only while groups are built, and then from its peers' hosts.
+Gloo does not authenticate connections, and keeps the descriptors of silent ones. So the device takes connections only
+while groups are built, and then from its peers' hosts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _listen_lock = threading.Lock()
 
 
 class Sockets:
-    """The sockets of one generation at `address`. `check` raises once the generation is aborted. `hosts`: from where
-    peers come; from anywhere if there are none."""
+    """The sockets of one generation at `address`. `check` raises once the generation is aborted. `hosts`: those of the
+    peers; any if empty."""
 
     def __init__(self, address: str, check: Callable[[], None], hosts: Collection[str] = ()) -> None:
         self._address, self._check, self._hosts = address, check, hosts
@@ -53,17 +53,18 @@ class Sockets:
     @contextmanager
     def admitting(self) -> Iterator[None]:
         """Inside, peers can connect to this device: from before they learn its port until all have come."""
-        self._build(1)
+
+        def count(change: int) -> None:
+            with self._lock:
+                self._num_building += change
+                if self._own_port and self._num_building == max(0, change):  # the first begins, or the last has ended
+                    let_in(self._address, self._own_port, self._hosts if change > 0 else None)
+
+        count(1)
         try:
             yield
         finally:
-            self._build(-1)
-
-    def _build(self, change: int) -> None:
-        with self._lock:
-            self._num_building += change
-            if self._own_port and self._num_building == max(0, change):  # the first begins, or the last has ended
-                let_in(self._address, self._own_port, self._hosts if change > 0 else None)
+            count(-1)
 
     def listen(self) -> ProcessGroupGloo.Device:
         """The device that peers connect to, opened once."""
@@ -129,16 +130,11 @@ class Sockets:
         for pair in waiting:
             if not self._connecting:  # the first raised in the constructor, and the port is shut: each would wait
                 break
-            self._unblock_pair(pair)
-
-    def _unblock_pair(self, pair: int) -> None:
-        """Connect to this process's own device as the peer of `pair` would, and close.
-
-        A pair that still waits for its peer to connect has no socket to shut down. A client names the pair by its
-        number on the device.
-        """
-        with suppress(OSError), socket.create_connection((self._address, self._own_port), timeout=_UNBLOCK_S) as peer:
-            peer.sendall(pair.to_bytes(8, sys.byteorder))
+            # A pair that still waits for its peer has no socket to shut down. So connect to this process's own device
+            # as that peer would, which names the pair by its number on the device, and close.
+            device = (self._address, self._own_port)
+            with suppress(OSError), socket.create_connection(device, timeout=_UNBLOCK_S) as peer:
+                peer.sendall(pair.to_bytes(8, sys.byteorder))
 
     def close(self) -> None:
         """Close the connections that were shut down. Call once no operation waits for them any more."""

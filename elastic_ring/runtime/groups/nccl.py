@@ -7,10 +7,10 @@ filled. So a reader of a result must check afterwards whether the groups were ab
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from threading import Lock
@@ -65,8 +65,8 @@ def create_backend(store: PrefixStore, rank: int, size: int, device: torch.devic
 
 
 def connect_now(backend: Any, device: torch.device, given_up: Callable[[], bool]) -> None:
-    """Connect, unless `given_up()` already; abort at once if it is true afterwards, because an abort before the
-    communicator exists has no effect and is not repeated."""
+    """Connect, unless `given_up()` already; abort if it is true afterwards, because an abort before the communicator
+    exists has no effect and is not repeated."""
     if given_up():
         return
     backend.eager_connect_single_device(device)
@@ -106,35 +106,31 @@ class Builds:
     """
 
     def __init__(self, builds: Sequence[Callable[[], Any]]) -> None:
-        self._builds = builds
-        self._ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
-        for index in range(len(builds)):
-            threading.Thread(target=self._run, args=(index,), name=f"nccl-{index}", daemon=True).start()
+        self._futures = [Future[Any]() for _ in builds]
+
+        def run(build: Callable[[], Any], future: Future[Any]) -> None:
+            try:
+                future.set_result(build())
+            except BaseException as error:
+                future.set_exception(error)
+
+        for index, (build, future) in enumerate(zip(builds, self._futures, strict=True)):
+            threading.Thread(target=run, args=(build, future), name=f"nccl-{index}", daemon=True).start()
 
     def results(self, check: Callable[[], None]) -> list[Any]:
-        """Their results in order, once all have ended; raises the first error. Call once.
+        """The results in order, once all builds have ended; raises the first error.
 
-        `check` is called every LOOK_S and at the end, and what it raises ends the wait: a communicator cannot be
-        aborted before it exists, and it does not exist before all peers connect.
+        `check` is called every LOOK_S and at the end, and raises to end the wait: a communicator cannot be aborted
+        before it exists, and it does not exist before all peers connect.
         """
-        results: dict[int, Any] = {}
-        while len(results) < len(self._builds):
+        running = set(self._futures)
+        while running:
             check()
-            try:
-                index, result, error = self._ended.get(timeout=LOOK_S)
-            except queue.Empty:
-                continue
-            if error is not None:
-                raise error
-            results[index] = result
+            ended, running = wait(running, LOOK_S, FIRST_COMPLETED)
+            for future in ended:
+                future.result()
         check()
-        return [results[index] for index in range(len(self._builds))]
-
-    def _run(self, index: int) -> None:
-        try:
-            self._ended.put((index, self._builds[index](), None))
-        except BaseException as error:
-            self._ended.put((index, None, error))
+        return [future.result() for future in self._futures]
 
 
 def in_parallel(builds: Sequence[Callable[[], Any]], check: Callable[[], None]) -> list[Any]:
@@ -171,13 +167,13 @@ class Aborter:
 
 
 def link_error(backend: Any) -> str:
-    """A broken link as reported by the group's watchdog, which takes no action itself (`ENVIRONMENT`); empty if none.
+    """A broken link, from the group's watchdog, which takes no action itself (`ENVIRONMENT`); empty if there is none.
 
     Its timeouts are ignored: they count from when an operation is queued, long before it may run.
     """
     get_error = getattr(backend, "get_error", None)  # not in every build of torch
-    found = "" if get_error is None else str(get_error().name)
-    return f"NCCL reports {found}" if found in ("COMM_ERROR", "REMOTE_ERROR") else ""
+    name = "" if get_error is None else str(get_error().name)
+    return f"NCCL reports {name}" if name in ("COMM_ERROR", "REMOTE_ERROR") else ""
 
 
 def has_failed(device: torch.device) -> bool:
@@ -210,7 +206,7 @@ def probe(device: torch.device) -> bool:
         return False
 
 
-LAUNCH_S = 0.2  # how long an abort waits: the launch may itself wait for a dead peer
+LAUNCH_S = 0.2  # the limit of an abort's wait: the launch may itself wait for a dead peer
 
 
 class LaunchGate:
@@ -228,7 +224,7 @@ class LaunchGate:
 
     @contextmanager
     def shut(self) -> Iterator[None]:
-        """Inside no launch is under way, or one that did not end within LAUNCH_S."""
+        """Inside, no launch is under way, unless it did not end within LAUNCH_S."""
         acquired = self._lock.acquire(timeout=LAUNCH_S)
         try:
             yield
@@ -238,7 +234,7 @@ class LaunchGate:
 
 
 class BatchedGroup:
-    """A backend's sends and receives for exchanges and transfers: posted one by one, launched at the end."""
+    """Posts a backend's sends and receives one by one, and launches them together at the end."""
 
     def __init__(self, backend: Any, launching: Callable[[], AbstractContextManager[None]]) -> None:
         self.backend = backend

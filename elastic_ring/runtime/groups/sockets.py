@@ -1,11 +1,11 @@
-"""This process's TCP sockets, from its open files (those of gloo and NCCL can be recognised by their ports only), and
-the rendezvous store of one generation: a TCPStore that listens on one address, with keys that only members know.
+"""This process's TCP sockets, from its open files (gloo's and NCCL's are recognised by their ports), and the rendezvous
+store of one generation: a TCPStore that listens on one address, with keys that only members know.
 
 torch's store has no authentication. So its socket is bound here, to the coordinator's own address (torch binds to all
-interfaces) or to loopback where all nodes share a host, on a free port. All keys lie under a random prefix that only
-the coordinator's commands carry. The kernel drops packets from hosts without a member. That keeps out other runs, port
-scanners and stragglers, but not a client on a host of the run while a generation is built: torch 2.13 lists keys to
-any client, and takes what it sends. Its holder closes it as soon as all members have come.
+interfaces), or to loopback if all nodes share a host, on a free port. All keys lie under a random prefix that only the
+coordinator's commands carry. The kernel drops packets from hosts without a member. That keeps out other runs, port
+scanners and stragglers, but not a client on a host of the run while a generation is built: torch 2.13 lists keys to any
+client, and accepts its values. The store is closed as soon as all members have come.
 """
 
 from __future__ import annotations
@@ -68,33 +68,31 @@ def listening() -> list[tuple[int, str]]:
 def let_in(address: str, port: int, hosts: Collection[str] | None) -> None:
     """As `keep_out`, for the socket of this process that listens there, whichever descriptor it has."""
     for sock in listeners():
-        if sock.getsockname()[:2] == (address, port):  # the port alone may be another one's, on another address
+        if sock.getsockname()[:2] == (address, port):  # the same port may be open on another address
             keep_out(sock, hosts)
 
 
 class NewListeners:
-    """The listening sockets that this process opens at `address` from now on: NCCL's, which takes one connection after
-    another and waits for what each has to say, and whose service thread ends after some hundreds."""
+    """The listening sockets that this process opens at `address` from now on: NCCL's, which serves one connection after
+    another, waits for each, and stops after some hundreds. `hosts`: those of the peers; any if empty."""
 
     def __init__(self, address: str, hosts: Collection[str]) -> None:
-        """`hosts`: whose connections are taken; everybody's if there are none."""
         self._address, self._hosts = address, hosts
-        self._known = set(listening()) if hosts else set()
+        self._older = set(listening()) if hosts else set()
 
     def keep_out_strangers(self) -> None:
-        """Only sockets that are open now. An address other than this node's belongs to another network, where peers
-        have other addresses, too: it stays as it is."""
+        """Filter the sockets that are open now. Those of another address belong to another network, where peers have
+        other addresses, too: they stay as they are."""
         for sock in listeners() if self._hosts else ():
             address, port, *_ = sock.getsockname()
-            if address == self._address and (port, address) not in self._known:
-                self._known.add((port, address))
+            if address == self._address and (port, address) not in self._older:
+                self._older.add((port, address))
                 keep_out(sock, self._hosts)
 
 
 def keep_out(sock: socket.socket, hosts: Collection[str] | None) -> None:
-    """Have the kernel drop what comes to this listening socket from anywhere but `hosts` and this host's loopback; None
-    for none at all. Connections that there are go on. Everybody is let in where there are no `hosts`, or one of them is
-    not known or none of IPv4."""
+    """Have the kernel drop packets to this listening socket from anywhere but `hosts` and this host's loopback; None:
+    all packets. Open connections go on. Nothing is dropped if `hosts` is empty or has an address that is not IPv4's."""
     program: list[tuple[int, int, int, int]] = []
     if hosts is None:
         program = [_DROP]
@@ -126,8 +124,8 @@ class StoreAddress:
 
 
 class RendezvousStore:
-    """Listens on `host` and on a port of its own for as long as it lives. `secret` is the prefix of all keys. From
-    `hosts` alone one may connect; from everywhere if there are none."""
+    """Listens on `host` and on a port of its own for as long as it lives. `secret` is the prefix of all keys. `hosts`:
+    as in `keep_out`."""
 
     def __init__(self, host: str, hosts: Collection[str] = ()) -> None:
         with socket.create_server((host, 0), backlog=BACKLOG) as listener:
@@ -140,15 +138,15 @@ class RendezvousStore:
 
     @property
     def keys(self) -> Store:
-        """As a client with the secret sees it."""
+        """The store, as a client with the secret sees it."""
         return with_secret(self.server, self.secret)
 
 
 def with_secret(store: TCPStore, secret: str) -> Store:
-    """The keys under `secret`; all of them where it is empty."""
+    """The keys under `secret`; all keys if it is empty."""
     return PrefixStore(secret, store) if secret else store
 
 
 def common_host(own: str, nodes: Iterable[str]) -> str:
-    """Where nodes of these addresses reach the one at `own`: by loopback if they are all the same host."""
+    """The address by which `nodes` reach the node at `own`: loopback if they are all the same host."""
     return LOOPBACK if all(address == own for address in nodes) else own

@@ -8,8 +8,9 @@ stands at a call, not at a `raise` statement.
 from __future__ import annotations
 
 import dis
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
@@ -30,44 +31,27 @@ def is_transport_error(error: BaseException | None) -> bool:
 
 def _is_native_error(error: BaseException) -> bool:
     """Whether native code of gloo or NCCL raised it: of this very type, with these words, and at no `raise`."""
-    return (
-        type(error) is RuntimeError
-        and any(mark in str(error) for mark in _NATIVE_MARKS)
-        and error.__traceback__ is not None
-        and not _ends_at_raise(error.__traceback__)
-    )
-
-
-def _ends_at_raise(trace: TracebackType) -> bool:
-    """Whether the innermost frame of a traceback was executing a `raise` or `assert` statement."""
+    trace = error.__traceback__
+    if type(error) is not RuntimeError or trace is None or not any(mark in str(error) for mark in _NATIVE_MARKS):
+        return False
     while trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code.co_code
-    return 0 <= trace.tb_lasti < len(code) and dis.opname[code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+    is_at_raise = 0 <= trace.tb_lasti < len(code) and dis.opname[code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+    return not is_at_raise
 
 
-class Abortable(Protocol):
-    """As `groups.Connector`."""
-
-    where: Any
-
-    @property
-    def aborted(self) -> bool: ...
-
-
-class translated:
-    """Turns torch's transport errors into GroupAborted or PeerFailed; leaves all others alone."""
-
-    def __init__(self, connector: Abortable) -> None:
-        self._connector = connector
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, GroupAborted):
-            return
-        if self._connector.aborted and is_transport_error(error):
-            raise GroupAborted(f"generation {self._connector.where.prefix} was aborted") from error
-        if is_transport_error(error):
-            raise PeerFailed(f"{type(error).__name__}: {error}") from error
+@contextmanager
+def translated(connector: Any) -> Iterator[None]:
+    """Turns torch's transport errors into GroupAborted or PeerFailed; leaves all others alone. `connector`: the
+    `groups.Connector` that may have been aborted."""
+    try:
+        yield
+    except GroupAborted:
+        raise
+    except BaseException as error:
+        if not is_transport_error(error):
+            raise
+        if connector.aborted:
+            raise GroupAborted(f"generation {connector.where.prefix} was aborted") from error
+        raise PeerFailed(f"{type(error).__name__}: {error}") from error

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import resource
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ def test_a_storage_that_is_not_one_place_and_a_slow_link_are_named() -> None:
 
     told = verdicts.links([("a", "b", 1e-4, 1e9), ("a", "c", 1e-4, 1e9), ("b", "c", 1e-4, 0.4e9)], "gloo")
     assert [(finding.verdict, finding.hosts) for finding in told] == [("warning", ("b", "c")), ("ok", ())]
-    told = verdicts.ports({"a": {"b": 0.001}, "b": {"a": "10.0.0.1: timed out"}})
+    told = verdicts.ports({"a": {"b": ""}, "b": {"a": "10.0.0.1: timed out"}})
     assert [(finding.verdict, finding.hosts) for finding in told] == [("failure", ("b",))]
 
 
@@ -116,14 +115,12 @@ def test_a_round_gives_each_host_one_partner_and_no_pair_comes_twice() -> None:
 
 def test_two_hosts_reach_each_other_and_measure_their_link() -> None:
     probes = {name: Probe("127.0.0.1", "cpu", 20.0) for name in "ab"}
-    places = {name: probe.listen() for name, probe in probes.items()}
-    reached = probes["a"].reach({"b": places["b"][0], "none": ("127.0.0.1", 1)})
-    assert isinstance(reached["b"], float)
-    assert "refused" in str(reached["none"])
-    _, at, secret = places["a"]
+    stores = {name: probe.listen() for name, probe in probes.items()}
+    reached = probes["a"].reach({"b": stores["b"], "none": replace(stores["b"], port=1)})
+    assert reached == {"b": "", "none": "127.0.0.1: Connection refused"}
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda rank: probes["ab"[rank]].exchange("0", at, secret, rank, 2), (0, 1)))
-    for seconds, rate in found:
+        measured = list(pool.map(lambda rank: probes["ab"[rank]].exchange("0", stores["a"], rank, 2), (0, 1)))
+    for seconds, rate in measured:
         assert 0 < seconds < 5
         assert rate > 1e6
 
@@ -139,23 +136,3 @@ def test_a_host_writes_claims_and_sees_the_others(tmp_path: Path) -> None:
     assert own["disk_free_bytes"] > 0
     assert verdicts.versions({"a": own})[0].verdict == "ok"
     assert own["gpus"] == []
-
-
-def test_a_host_answers_again_after_descriptors_ran_out_and_does_not_spin_meanwhile() -> None:
-    probe = Probe("127.0.0.1", "cpu", 5.0)
-    place, _, _ = probe.listen()
-    waits = socket.socket()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        waits.connect(place)
-        cpu_s = time.process_time()
-        time.sleep(0.4)  # in which it would try many thousand times
-        assert time.process_time() - cpu_s < 0.2
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    with waits:
-        waits.sendall(b"?")
-        waits.settimeout(20.0)
-        assert waits.recv(1) == b"?"
-    assert isinstance(probe.reach({"a": place})["a"], float)

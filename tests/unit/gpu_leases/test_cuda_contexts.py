@@ -18,7 +18,7 @@ from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import Build
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu import device
-from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser, Contexts, CudaContexts, end_contexts, unused_others
+from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser, CudaContexts, end_contexts, unused_others
 from elastic_ring.runtime.worker import member
 from elastic_ring.runtime.worker.actor import Worker
 from elastic_ring.runtime.worker.coordinator_client import CommandDetails
@@ -66,7 +66,7 @@ class Told:
 # ------------------------------------------------------------ which
 
 
-def released(contexts: Contexts) -> int:
+def released(contexts: Any) -> int:
     return end_contexts(unused_others(OWN, contexts), contexts)
 
 

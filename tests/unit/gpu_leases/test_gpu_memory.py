@@ -66,14 +66,14 @@ def test_a_previous_owner_is_there_until_its_last_thread_has_ended(tmp_path: Pat
         os.kill(process.pid, signal.SIGKILL)
         while not lease.lock(A):
             pass
-        while lease.previous_owner_is_alive:  # the lock is let go of on the way; nobody has waited for the process yet
+        while lease.previous_owner_is_alive():  # its lock is released first; nobody has waited for the process yet
             pass
         assert Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     assert process_started(os.getpid()) is not None
     lease.previous_owner = Owner(os.getpid(), (process_started(os.getpid()) or 0) - 1)
-    assert not lease.previous_owner_is_alive, "another process with the same number"
+    assert not lease.previous_owner_is_alive(), "another process with the same number"
     lease.previous_owner = Owner(os.getpid(), process_started(os.getpid()) or 0)
-    assert lease.previous_owner_is_alive
+    assert lease.previous_owner_is_alive()
 
 
 LEADERLESS = """
