@@ -38,8 +38,7 @@ from elastic_ring.config import (
     digest,
     environment,
 )
-from elastic_ring.control.decisions import rollback
-from elastic_ring.control.decisions.corpus import take_fact, version_at
+from elastic_ring.control.decisions.data_order import take_facts, version_at
 from elastic_ring.costs import CostModel
 from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.packing import Files
@@ -688,8 +687,7 @@ class ElasticRingTrainer:
 
     def _name_batch(self, end: dict[str, Any]) -> None:
         """Add to the end of a crash loop, or of the user's code, which sequences the step has, by its manifest."""
-        step, versions = int(end["facts"]["step"]), take_fact(end["facts"])
-        skips = rollback.take_fact(end["facts"])
+        step, (versions, skips) = int(end["facts"]["step"]), take_facts(end["facts"])
         try:
             order = training_order(replace(self.task, data=with_versions(self.task.data, by_batch(versions, skips))))
             ids = SkippingOrder(order, skips).sample_ids(step)

@@ -7,13 +7,12 @@ from dataclasses import replace
 from elastic_ring.control import forming, phases, recovery
 from elastic_ring.control.messages import BuildFailed, MemberFailed, Published, Report, Resumed, Standby
 from elastic_ring.control.pool import Versions
-from elastic_ring.control.state import Building, LostWorker, Running
+from elastic_ring.control.state import Building, LostWorker, Running, expect
 from elastic_ring.control.transition import Transition
 
 
 def resumed(ctx: Transition, event: Resumed) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Building)
+    phase = expect(ctx.state, Building)
     if event.worker not in phase.membership.rank_of or event.worker in phase.resumed:
         ctx.explain(f"{event.worker} has no need to resume")
         return
@@ -24,8 +23,7 @@ def resumed(ctx: Transition, event: Resumed) -> None:
 
 def paused_early(ctx: Transition, event: Report) -> None:
     """A `Report` of a paused member implies that it resumed before; its `Resumed` is late or lost."""
-    phase = ctx.phase
-    assert isinstance(phase, Building)
+    phase = expect(ctx.state, Building)
     if event.kind == "aborted" or event.worker not in phase.membership.rank_of:
         ctx.explain(f"late answer of {event.worker} to the stop before this build")
         return
@@ -37,8 +35,7 @@ def paused_early(ctx: Transition, event: Report) -> None:
 
 def published(ctx: Transition, event: Published) -> None:
     """A committed vote of this generation implies that all members resumed, since each of them must take part."""
-    phase = ctx.phase
-    assert isinstance(phase, Building)
+    phase = expect(ctx.state, Building)
     if event.vote.membership_id != phase.membership.id or event.vote.step < phase.membership.step:
         ctx.explain("stale: vote of an earlier generation")
         return
@@ -49,8 +46,7 @@ def published(ctx: Transition, event: Published) -> None:
 
 
 def complete_if_all(ctx: Transition) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Building)
+    phase = expect(ctx.state, Building)
     if len(phase.resumed) < len(phase.membership.members):
         return
     change = ctx.state.last_change
@@ -79,33 +75,26 @@ def complete_if_all(ctx: Transition) -> None:
 
 def lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
     """The loss of a member, or of a donor that still sends, ends this attempt; other losses only shrink the pool."""
-    phase = ctx.phase
-    assert isinstance(phase, Building)
+    phase = expect(ctx.state, Building)
     donors = {donor for donor, newcomer in phase.membership.donors if newcomer not in phase.resumed}
-    gone = tuple(loss for loss in losses if loss.worker in phase.membership.rank_of or loss.worker in donors)
-    if gone:
+    needed = tuple(loss for loss in losses if loss.worker in phase.membership.rank_of or loss.worker in donors)
+    if needed:
         ctx.set(fruitless_builds=0)
-        give_up(ctx, f"lost {', '.join(loss.worker for loss in gone)}", gone)
+        give_up(ctx, f"lost {', '.join(loss.worker for loss in needed)}", needed)
 
 
 def build_failed(ctx: Transition, event: BuildFailed) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Building)
     why = f"{event.worker} could not build: {event.detail}"
     recovery.learn_first_cause(ctx, why, is_symptom=True)
-    _again(ctx, why)
+    _retry(ctx, why)
 
 
 def member_failed(ctx: Transition, event: MemberFailed) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Building)
-    if phases.is_fatal(ctx, event):
+    phase = expect(ctx.state, Building)
+    if phases.end_if_fatal(ctx, event):
         return
-    if event.kind == "device":
-        lost(ctx, phases.kill_broken(ctx, event))
-        return
-    if event.accused:
-        lost(ctx, phases.quarantine(ctx, event))
+    if event.kind == "device" or event.accused:
+        lost(ctx, phases.kill_faulty(ctx, event))
         return
     if event.kind == "back":
         phases.go_back(ctx, phase.incident, phase.membership, event)
@@ -114,16 +103,16 @@ def member_failed(ctx: Transition, event: MemberFailed) -> None:
         forming.drop_checkpoint(ctx, phase.order, event)
         give_up(ctx, f"{event.worker} cannot use the checkpoint of step {event.step}")
         return
-    why = phases.failed_because(event)
+    why = phases.failure_line(event)
     recovery.learn_first_cause(ctx, why, is_symptom=event.kind == "peer")
     if event.kind == "user":
         forward = phase.order.roll_forward
-        if forward is not None:  # this build applies it, which may be what raised
+        if forward is not None:  # this build applies it, which may have raised
             ctx.edit_phase(incident=replace(phase.incident, raised_step=forward.step))
     if event.kind in ("user", "memory"):  # both have limits of their own
         give_up(ctx, why)
     else:
-        _again(ctx, why)
+        _retry(ctx, why)
 
 
 def expire(ctx: Transition) -> None:
@@ -133,8 +122,7 @@ def expire(ctx: Transition) -> None:
     member is killed here only if every shard has another member that resumed. A stuck member does not answer the
     `Stop` that follows, and is killed then.
     """
-    phase = ctx.phase
-    assert isinstance(phase, Building)
+    phase = expect(ctx.state, Building)
     if ctx.now < min(phase.deadline, phase.ask_again_at):
         return
     silent = [worker for worker in phase.membership.members if worker not in phase.resumed]
@@ -145,7 +133,7 @@ def expire(ctx: Transition) -> None:
         limit_s = ctx.options.building_s(restores=phase.order.restore is not None)
         if len(answered) == phase.membership.mesh.cp:
             ctx.kill(ctx.ready_among(silent), f"did not resume within {limit_s} s")
-        _again(ctx, f"{len(silent)} member(s) did not resume within {limit_s} s")
+        _retry(ctx, f"{len(silent)} member(s) did not resume within {limit_s} s")
     elif not phase.asked_again:
         for worker in ctx.ready_among(silent):
             ctx.send(replace(phase.order, worker=worker))
@@ -153,7 +141,7 @@ def expire(ctx: Transition) -> None:
         ctx.explain(f"build ordered once more from {len(silent)} silent member(s)")
 
 
-def _again(ctx: Transition, why: str) -> None:
+def _retry(ctx: Transition, why: str) -> None:
     fruitless = ctx.state.fruitless_builds + 1
     ctx.set(fruitless_builds=fruitless)
     if fruitless >= ctx.options.build_failure_limit:
@@ -167,6 +155,5 @@ def _again(ctx: Transition, why: str) -> None:
 
 
 def give_up(ctx: Transition, why: str, losses: tuple[LostWorker, ...] = ()) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Building)
+    phase = expect(ctx.state, Building)
     recovery.begin_closing(ctx, phase.membership, recovery.add_losses(phase.incident, losses), why)

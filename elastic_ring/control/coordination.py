@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic_ring.control import building, forming, phases, reconnect, recovery
 from elastic_ring.control.capacity import scaling, worker_pool
-from elastic_ring.control.decisions import callbacks, corpus, memory_ladder, stragglers
+from elastic_ring.control.decisions import callbacks, data_order, memory_ladder, replacements
 from elastic_ring.control.facts import Fact
 from elastic_ring.control.messages import (
     BuildFailed,
@@ -103,10 +103,10 @@ def advance(state: State, event: Event | Fact, now: float) -> Decision:
         return Decision(state, (), f"stale: {stale}")
     handler = TABLE.get((type(state.phase), type(event)))
     if handler is None:
-        told = "\n".join(f"  {name}: {reason}" for name, reason in state.story)
+        recent = "\n".join(f"  {name}: {reason}" for name, reason in state.story)
         raise IllegalTransition(
             f"{type(event).__name__} while {type(state.phase).__name__} (term {state.term}, generation "
-            f"{state.generation}): {event}\nThe story so far:\n{told}",
+            f"{state.generation}): {event}\nThe story so far:\n{recent}",
             event=type(event).__name__,
             phase=type(state.phase).__name__,
         )
@@ -133,8 +133,8 @@ def stale_because(state: State, event: Event) -> str:
         return ""
     if event.generation != state.generation:
         return f"generation {event.generation}, not {state.generation}"
-    known = state.workers.get(event.worker)
-    return "" if known is not None and known.status != "stopping" else f"{event.worker} counts as lost"
+    worker = state.workers.get(event.worker)
+    return "" if worker is not None and worker.status != "stopping" else f"{event.worker} counts as lost"
 
 
 # ---------------------------------------------------------------- rows that several phases share
@@ -142,8 +142,8 @@ def stale_because(state: State, event: Event) -> str:
 
 def _worker_ready(ctx: Transition, event: WorkerReady) -> None:
     if worker_pool.worker_ready(ctx, event) and isinstance(ctx.phase, Reconnecting):
-        said = Status(event.cause, event.worker, ctx.state.term, 0, "spare")
-        ctx.edit_phase(answers=ctx.phase.answers.having({event.worker: said}))
+        status = Status(event.cause, event.worker, ctx.state.term, 0, "spare")
+        ctx.edit_phase(answers=ctx.phase.answers.having({event.worker: status}))
 
 
 def _worker_lost(ctx: Transition, event: WorkerLost) -> None:
@@ -152,22 +152,10 @@ def _worker_lost(ctx: Transition, event: WorkerLost) -> None:
     _pass_on(ctx, worker_pool.worker_lost(ctx, event))
 
 
-def _node_lost(ctx: Transition, event: NodeLost) -> None:
-    _pass_on(ctx, worker_pool.lose_node(ctx, event.node))
-
-
 def _pass_on(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
     handler = _LOSSES.get(type(ctx.phase))
     if losses and handler is not None:
         handler(ctx, losses)
-
-
-def _drain(ctx: Transition, event: DrainRequested) -> None:
-    worker_pool.drain(ctx, [event.worker])
-
-
-def _tick(ctx: Transition, event: Tick) -> None:
-    """Does nothing: `_settle` checks deadlines after every event."""
 
 
 def _ignore(ctx: Transition, event: Any) -> None:
@@ -185,24 +173,24 @@ _LOSSES: dict[type, Callable[[Transition, tuple[LostWorker, ...]], None]] = {
 _EVERYWHERE: dict[type, Handler] = {
     CoordinatorStarted: reconnect.restart,
     NodeJoined: worker_pool.node_joined,
-    NodeLost: _node_lost,
+    NodeLost: lambda ctx, event: _pass_on(ctx, worker_pool.lose_node(ctx, event.node)),
     NodesListed: forming.nodes_listed,
     NodeDraining: worker_pool.node_draining,
     WorkerStarting: worker_pool.worker_starting,
     WorkerReady: _worker_ready,
     WorkerLost: _worker_lost,
-    DrainRequested: _drain,
-    ScaleRequested: scaling.requested,
-    StragglerFound: stragglers.replace_straggler,
+    DrainRequested: lambda ctx, event: worker_pool.drain(ctx, [event.worker]),
+    ScaleRequested: scaling.scale,
+    StragglerFound: replacements.replace_straggler,
     MemoryTight: memory_ladder.tight,
     Status: reconnect.late_ready,
     CheckpointsKnown: forming.checkpoints_known,
     CheckpointDue: phases.checkpoint_due,
     CallbacksAwaited: _ignore,
     CallbacksAnswered: callbacks.answered,
-    CorpusRecalled: corpus.recalled,
-    CorpusGrew: corpus.grew,
-    Tick: _tick,
+    CorpusRecalled: data_order.recall,
+    CorpusGrew: data_order.lengthen_corpus,
+    Tick: lambda ctx, event: None,  # `_settle` checks deadlines after every event
 }
 
 _BY_PHASE: dict[type, dict[type, Handler]] = {
@@ -271,7 +259,7 @@ def _settle(ctx: Transition) -> None:
         building.expire(ctx)
     if isinstance(ctx.phase, Finishing):
         phases.expire_finishing(ctx)
-    scaling.settle(ctx)
+    scaling.release_surplus(ctx)
     if isinstance(ctx.phase, Running):
         phases.settle_running(ctx)
     if isinstance(ctx.phase, Closing):

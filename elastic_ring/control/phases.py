@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_ring.control import recovery
-from elastic_ring.control.capacity import notices, scaling
-from elastic_ring.control.decisions import callbacks, corpus, memory_ladder, rollback, stragglers, third_opinion
+from elastic_ring.control.capacity import scaling
+from elastic_ring.control.decisions import callbacks, data_order, memory_ladder, replacements
 from elastic_ring.control.messages import (
     CheckpointDue,
     Finalize,
@@ -25,6 +25,7 @@ from elastic_ring.control.state import (
     Running,
     State,
     end_step,
+    expect,
     membership_of,
     next_awaited,
     num_able_to_form,
@@ -33,12 +34,10 @@ from elastic_ring.control.state import (
 )
 from elastic_ring.control.transition import Transition
 
-RELAX = "a relief of the memory ladder less"
-CLIMB = "a relief of the memory ladder more"
-GREW = "more of the corpus"
-TOLD_CHARS = 300
+RELAX, CLIMB, GREW = "a relief of the memory ladder less", "a relief of the memory ladder more", "more of the corpus"
+MAX_REASON_CHARS = 300
 WRONG = "computed wrongly"
-"""Why a worker was lost whose results the others do not agree with."""
+"""Loss reason of a worker with whose results the others do not agree."""
 
 # ---------------------------------------------------------------- running
 
@@ -46,122 +45,103 @@ WRONG = "computed wrongly"
 def running_lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
     phase = ctx.phase
     assert isinstance(phase, Running | Finishing)
-    gone = tuple(loss for loss in losses if loss.worker in phase.membership.rank_of)
-    if gone:
-        names = ", ".join(loss.worker for loss in gone)
-        incident = recovery.open_incident(ctx, phase.membership, f"{gone[0].reason}: {names}", gone)
+    members = tuple(loss for loss in losses if loss.worker in phase.membership.rank_of)
+    if members:
+        names = ", ".join(loss.worker for loss in members)
+        incident = recovery.open_incident(ctx, phase.membership, f"{members[0].reason}: {names}", members)
         recovery.begin_closing(ctx, phase.membership, incident, f"lost {names}")
 
 
 def running_member_failed(ctx: Transition, event: MemberFailed) -> None:
     phase = ctx.phase
     assert isinstance(phase, Running | Finishing)
-    if is_fatal(ctx, event):
+    if end_if_fatal(ctx, event):
         return
-    if event.kind == "device":
-        running_lost(ctx, kill_broken(ctx, event))
-        return
-    if event.accused:
-        running_lost(ctx, quarantine(ctx, event))
+    if event.kind == "device" or event.accused:
+        running_lost(ctx, kill_faulty(ctx, event))
         return
     if event.kind == "back":
         go_back(ctx, recovery.open_incident(ctx, phase.membership, event.detail), phase.membership, event)
         return
-    why = failed_because(event)
+    why = failure_line(event)
     incident = recovery.open_incident(ctx, phase.membership, why, is_symptom=event.kind == "peer")
     if event.kind == "corrupt":
-        differing = third_opinion.differs(ctx, phase.membership, incident, event)
-        if differing is None:
+        next_attempt = replacements.narrow_suspects(ctx, phase.membership, incident, event)
+        if next_attempt is None:
             return
-        incident = differing
+        incident = next_attempt
     if event.kind == "user":
         incident = replace(incident, raised_step=event.step)
     recovery.begin_closing(ctx, phase.membership, incident, why)
 
 
-def failed_because(event: MemberFailed) -> str:
-    """One line: who failed, how, and the last line of what it said, which of a traceback is the exception."""
+def failure_line(event: MemberFailed) -> str:
+    """One line: worker, kind of error, and the last line of its detail, which of a traceback is the exception."""
     lines = [line.strip() for line in event.detail.splitlines() if line.strip()]
-    said = f": {lines[-1][:TOLD_CHARS]}" if lines else ""
-    return f"{event.worker} reports a {event.kind} error in step {event.step}{said}"
+    detail = f": {lines[-1][:MAX_REASON_CHARS]}" if lines else ""
+    return f"{event.worker} reports a {event.kind} error in step {event.step}{detail}"
 
 
 def go_back(ctx: Transition, incident: Incident, membership: Membership, event: MemberFailed) -> None:
-    """Close, to go back on purpose; or end the run where that has been done too often."""
-    back = rollback.asked(ctx, event)
+    """Close, to go back on purpose; or end the run where that was done too often."""
+    back = data_order.plan_rollback(ctx, event)
     if back is not None:
         why = f"to go back to before step {back.first_step}: {back.why}"
         recovery.begin_closing(ctx, membership, replace(incident, back=back), why)
 
 
-def kill_broken(ctx: Transition, event: MemberFailed) -> tuple[LostWorker, ...]:
-    """Kill a worker whose device failed and count it as lost at once: its state cannot be used."""
-    if not ctx.ready_among([event.worker]):
-        ctx.explain(f"{event.worker} is gone already")
-        return ()
-    ctx.kill([event.worker], "device error", written_off=True)
-    ctx.explain(f"the device of {event.worker} erred in step {event.step}, so it is killed: {event.detail}")
-    return (LostWorker(event.worker, ctx.state.workers[event.worker].node, None, "device error", event.detail),)
-
-
-def quarantine(ctx: Transition, event: MemberFailed) -> tuple[LostWorker, ...]:
-    """Kill the workers that computed wrongly; their nodes are the last to be hired on."""
+def kill_faulty(ctx: Transition, event: MemberFailed) -> tuple[LostWorker, ...]:
+    """Kill workers whose state cannot be used, and count them as lost at once: those that computed wrongly, whose nodes
+    are the last to be hired on, or the sender, whose device failed."""
     losses = []
-    for worker in ctx.ready_among(event.accused):
+    for worker in ctx.ready_among(event.accused or [event.worker]):
         node = ctx.state.workers[worker].node
-        stragglers.avoid(ctx, worker)
-        ctx.kill([worker], WRONG, written_off=True)
-        ctx.explain(f"{worker} on {node} computed wrongly, so it is killed: {event.detail}")
-        losses.append(LostWorker(worker, node, None, WRONG, event.detail))
+        if event.accused:
+            replacements.avoid_node(ctx, worker)
+            why, text = WRONG, f"{worker} on {node} computed wrongly, so it is killed: {event.detail}"
+        else:
+            why = "device error"
+            text = f"the device of {worker} erred in step {event.step}, so it is killed: {event.detail}"
+        ctx.kill([worker], why, written_off=True)
+        ctx.explain(text)
+        losses.append(LostWorker(worker, node, None, why, event.detail))
+    if not losses:
+        ctx.explain(f"{', '.join(event.accused) or event.worker} is gone already")
     return tuple(losses)
 
 
-def is_fatal(ctx: Transition, event: MemberFailed) -> bool:
+def end_if_fatal(ctx: Transition, event: MemberFailed) -> bool:
     """End the run and return True if the failure would repeat; count an error of the user's code, or climb the memory
     ladder."""
-    if event.kind in ("skipped", "spike"):
-        ctx.end(
-            "TooManySkipped" if event.kind == "skipped" else "LossSpike",
-            event.detail or f"too many steps skipped up to step {event.step}",
-            step=event.step,
-            worker=event.worker,
-        )
-        return True
-    if event.kind == "check":
-        ctx.end("RunFailed", event.detail, step=event.step, worker=event.worker, check="ValueError")
-        return True
-    if event.kind == "storage":
-        ends_without_storage(ctx, event)
-        return True
-    if event.kind == "memory":
-        return memory_ladder.climb(ctx, event)
-    if event.kind == "user":
-        membership = membership_of(ctx.state)
-        assert membership is not None
-        step = max(event.step, membership.step)  # no member trains, or is built for, an earlier step
-        errors = ctx.state.user_errors.again(step)
-        ctx.set(user_errors=errors, user_detail=event.detail)
-        if errors.count >= ctx.options.run.user_error_limit:
-            ctx.end(
-                "UserCodeFailed",
-                f"{event.detail}\nraised {errors.count} times in step {step}, last on {event.worker}",
-                step=step,
-                worker=event.worker,
-            )
-            return True
-    return False
-
-
-def ends_without_storage(ctx: Transition, event: MemberFailed) -> None:
-    """The worker has waited in its place. Building the ring again would not bring the storage back."""
-    way_out = "submit the run again once that works"
-    if isinstance(ctx.phase, Finishing):
-        told = (
-            f"every step is committed, and the weights are not yet written: {event.detail}; {way_out}: it writes them"
-        )
-        ctx.end("StorageFailed", told, step=event.step, worker=event.worker, finished="weights not yet written")
-    else:
-        ctx.end("StorageFailed", f"{event.detail}; {way_out}", step=event.step, worker=event.worker)
+    place = {"step": event.step, "worker": event.worker}
+    match event.kind:
+        case "skipped" | "spike":
+            error = "TooManySkipped" if event.kind == "skipped" else "LossSpike"
+            ctx.end(error, event.detail or f"too many steps skipped up to step {event.step}", **place)
+        case "check":
+            ctx.end("RunFailed", event.detail, **place, check="ValueError")
+        case "storage":  # the worker has waited in its place: building the ring again would not bring the storage back
+            way_out = f"{event.detail}; submit the run again once that works"
+            if isinstance(ctx.phase, Finishing):
+                text = f"every step is committed, and the weights are not yet written: {way_out}: it writes them"
+                ctx.end("StorageFailed", text, **place, finished="weights not yet written")
+            else:
+                ctx.end("StorageFailed", way_out, **place)
+        case "memory":
+            return memory_ladder.climb(ctx, event)
+        case "user":
+            membership = membership_of(ctx.state)
+            assert membership is not None
+            step = max(event.step, membership.step)  # no member trains, or is built for, an earlier step
+            errors = ctx.state.user_errors.again(step)
+            ctx.set(user_errors=errors, user_detail=event.detail)
+            if errors.count < ctx.options.run.user_error_limit:
+                return False
+            raised = f"raised {errors.count} times in step {step}, last on {event.worker}"
+            ctx.end("UserCodeFailed", f"{event.detail}\n{raised}", step=step, worker=event.worker)
+        case _:
+            return False
+    return True
 
 
 def running_published(ctx: Transition, event: Published) -> None:
@@ -179,8 +159,7 @@ def running_published(ctx: Transition, event: Published) -> None:
 
 
 def running_report(ctx: Transition, event: Report) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Running)
+    phase = expect(ctx.state, Running)
     if event.kind == "aborted" or event.worker not in phase.membership.rank_of or event.worker in phase.paused:
         ctx.explain(f"nothing new from {event.worker}")
     else:
@@ -204,26 +183,21 @@ def pause(ctx: Transition, report: Report) -> None:
         recovery.begin_closing(ctx, phase.membership, recovery.open_incident(ctx, phase.membership, why), why)
         return
     ctx.commit(report.applied)
-    for known in paused.values():
-        recovery.learn_vote(ctx, phase.membership, known.last_vote)
+    for paused_report in paused.values():
+        recovery.learn_vote(ctx, phase.membership, paused_report.last_vote)
     if report.applied >= end_step(ctx.state):
         finish(ctx, phase.membership)
-    else:
-        _at_boundary(ctx, replace(phase, paused=paused))
-
-
-def _at_boundary(ctx: Transition, phase: Running) -> None:
+        return
     planned = phase.boundary or ("boundary",)
     incident = recovery.open_incident(ctx, phase.membership, " and ".join(planned), planned=planned)
-    incident = replace(incident, counted=True)
     ctx.set(generation=ctx.state.generation + 1)
-    reports = {worker: phase.paused[worker] for worker in phase.membership.members}
-    if ctx.state.memory.wanted:
+    reports = {worker: paused[worker] for worker in phase.membership.members}
+    if ctx.state.memory.pressure:
         memory_ladder.climb_early(ctx)
     elif RELAX in phase.boundary:
         memory_ladder.relax(ctx)
     target_dp = min(max(phase.membership.mesh.dp, possible_dp(ctx.state)), ctx.options.scaling.most_rings)
-    recovery.rebuild(ctx, phase.membership, incident, reports, target_dp)
+    recovery.rebuild(ctx, phase.membership, replace(incident, counted=True), reports, target_dp)
 
 
 def possible_dp(state: State) -> int:
@@ -231,26 +205,23 @@ def possible_dp(state: State) -> int:
 
     Spares on nodes without a free GPU count, but cannot join a ring.
     """
-    phase = state.phase
-    assert isinstance(phase, Running)
     num_usable = min(num_staying(state) + len(spares(state)) - state.options.scaling.spares, num_able_to_form(state))
     return max(0, min(state.options.scaling.most_rings, num_usable // state.options.scaling.cp))
 
 
 def boundary_reasons(state: State) -> tuple[tuple[str, ...], float | None]:
     """The reasons to stop at a boundary now, and the time at which growing becomes one (None: never)."""
-    phase, options = state.phase, state.options
-    assert isinstance(phase, Running)
+    phase, options = expect(state, Running), state.options
     reasons = []
-    if notices.leaving_members(state) and notices.can_hand_over(state):
+    if scaling.leaving_members(state) and scaling.can_hand_over(state):
         reasons.append("drain")
     if phase.membership.mesh.dp > options.scaling.most_rings:
         reasons.append("shrink")
     if memory_ladder.may_relax(state, state.committed):
         reasons.append(RELAX)
-    if state.memory.wanted:
+    if state.memory.pressure:
         reasons.append(CLIMB)
-    if corpus.may_switch(state, state.committed):
+    if data_order.may_switch(state, state.committed):
         reasons.append(GREW)
     dp = possible_dp(state) if phase.membership.mesh.dp < options.scaling.most_rings else 0
     if dp > phase.membership.mesh.dp and scaling.is_worth_it(state, dp):
@@ -270,7 +241,7 @@ def awaits_newest(state: State, newest: Vote, now: float) -> bool:
         return True
     if phase.boundary:
         return False
-    if memory_ladder.may_relax(state, newest.step + 1) or corpus.may_switch(state, newest.step + 1):
+    if memory_ladder.may_relax(state, newest.step + 1) or data_order.may_switch(state, newest.step + 1):
         return True
     _, grow_at = boundary_reasons(state)
     return grow_at is not None and now >= grow_at
@@ -278,18 +249,18 @@ def awaits_newest(state: State, newest: Vote, now: float) -> bool:
 
 def settle_running(ctx: Transition) -> None:
     """Request a boundary when there is a reason; abort the step if the boundary is not reached in time."""
-    phase = ctx.phase
-    assert isinstance(phase, Running)
+    phase = expect(ctx.state, Running)
     if phase.deadline is not None and ctx.now >= phase.deadline:
-        _force(ctx, phase)
+        why = f"{len(phase.paused)} of {len(phase.membership.members)} members paused in time"
+        incident = recovery.open_incident(ctx, phase.membership, why, planned=phase.boundary)
+        recovery.begin_closing(ctx, phase.membership, incident, why)
         return
-    third_opinion.settle(ctx)
+    replacements.settle_suspects(ctx)
     callbacks.expire(ctx)
-    notices.save_if_alone(ctx)
-    phase = ctx.phase
-    if not isinstance(phase, Running):
+    save_if_alone(ctx)
+    if not isinstance(ctx.phase, Running):
         return
-    assert isinstance(phase, Running)
+    phase = ctx.phase
     reasons, grow_at = boundary_reasons(ctx.state)
     if grow_at is not None and ctx.now >= grow_at:
         reasons = (*reasons, "grow")
@@ -299,15 +270,29 @@ def settle_running(ctx: Transition) -> None:
     if not phase.boundary:
         ctx.stop(ctx.ready_among(phase.membership.members), "boundary")
     deadline = ctx.now + ctx.options.timeouts.boundary_s if phase.deadline is None else phase.deadline
-    hand_over_by = notices.hand_over_by(ctx.state, ctx.now) if "drain" in new else None
+    hand_over_by = scaling.hand_over_by(ctx.state, ctx.now) if "drain" in new else None
     ctx.edit_phase(boundary=phase.boundary + new, deadline=min(deadline, hand_over_by or deadline))
     ctx.explain(f"requested a boundary: {', '.join(new)}")
 
 
-def _force(ctx: Transition, phase: Running) -> None:
-    why = f"{len(phase.paused)} of {len(phase.membership.members)} members paused in time"
-    incident = recovery.open_incident(ctx, phase.membership, why, planned=phase.boundary)
-    recovery.begin_closing(ctx, phase.membership, incident, why)
+def save_if_alone(ctx: Transition) -> None:
+    """If members leave that nobody can replace, request a checkpoint after the step under way, once for each node; give
+    that step up where it does not end in time."""
+    phase = expect(ctx.state, Running)
+    nodes = frozenset(ctx.state.workers[name].node for name in scaling.leaving_members(ctx.state)) - phase.saved_for
+    if nodes and not scaling.can_hand_over(ctx.state):
+        ctx.stop(ctx.ready_among(phase.membership.members), "save")
+        by = scaling.save_by(ctx.state, ctx.now) if ctx.options.run.checkpoint_config.is_on else None
+        ctx.edit_phase(saved_for=phase.saved_for | nodes, save_by=by, save_after=ctx.state.committed)
+        ctx.explain(f"too few workers without node {', '.join(sorted(nodes))}: requests a checkpoint")
+    phase = expect(ctx.state, Running)
+    if phase.save_by is not None and ctx.state.committed > phase.save_after:
+        ctx.edit_phase(save_by=None)  # the checkpoint is being written
+    elif phase.save_by is not None and ctx.now >= phase.save_by:
+        why = f"the step under way does not end before node {', '.join(sorted(phase.saved_for))} leaves"
+        incident = recovery.open_incident(ctx, phase.membership, why, planned=("save",))
+        incident = replace(incident, counted=True, saves_for=phase.saved_for)
+        recovery.begin_closing(ctx, phase.membership, incident, f"{why}: it is given up for a checkpoint")
 
 
 # ---------------------------------------------------------------- closing
@@ -315,16 +300,14 @@ def _force(ctx: Transition, phase: Running) -> None:
 
 def closing_lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
     """Add losses to the incident. A dead member's report no longer counts, but the votes in it still do."""
-    phase = ctx.phase
-    assert isinstance(phase, Closing)
-    gone = tuple(loss for loss in losses if loss.worker in phase.membership.part)
-    if gone:
-        ctx.edit_phase(incident=recovery.add_losses(phase.incident, gone))
+    phase = expect(ctx.state, Closing)
+    members = tuple(loss for loss in losses if loss.worker in phase.membership.part)
+    if members:
+        ctx.edit_phase(incident=recovery.add_losses(phase.incident, members))
 
 
 def closing_report(ctx: Transition, event: Report) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Closing)
+    phase = expect(ctx.state, Closing)
     is_part = event.worker in phase.membership.part
     if event.worker in phase.reports or not is_part or not ctx.ready_among((event.worker,)):
         ctx.explain(f"nothing new from {event.worker}")
@@ -344,8 +327,7 @@ def closing_report(ctx: Transition, event: Report) -> None:
 
 
 def expire_closing(ctx: Transition) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Closing)
+    phase = expect(ctx.state, Closing)
     if ctx.now < phase.deadline - ctx.options.timeouts.report_s / 2 or not recovery.is_any_silent(ctx.state):
         return
     silent = [name for name in ctx.ready_among(phase.membership.everyone) if name not in phase.reports]
@@ -369,8 +351,7 @@ def finish(ctx: Transition, membership: Membership) -> None:
 
 
 def finalized(ctx: Transition, event: Finalized) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Finishing)
+    phase = expect(ctx.state, Finishing)
     if event.worker != phase.membership.members[0]:
         ctx.explain(f"{event.worker} is done; global rank 0 has the last word")
         return
@@ -392,8 +373,7 @@ def finishing_member_failed(ctx: Transition, event: MemberFailed) -> None:
 
 
 def expire_finishing(ctx: Transition) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Finishing)
+    phase = expect(ctx.state, Finishing)
     if ctx.now < phase.deadline:
         return
     failures = ctx.state.finalize_failures + 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elastic_ring.control import phases, recovery
 from elastic_ring.control.capacity import worker_pool
-from elastic_ring.control.decisions import callbacks, memory_ladder, rollback
+from elastic_ring.control.decisions import callbacks, data_order, memory_ladder
 from elastic_ring.control.messages import CoordinatorStarted, Hello, MemberFailed, Report, Status
 from elastic_ring.control.pool import Versions
 from elastic_ring.control.state import (
@@ -18,6 +18,7 @@ from elastic_ring.control.state import (
     LostWorker,
     Reconnecting,
     Running,
+    expect,
     membership_of,
     next_awaited,
 )
@@ -37,20 +38,19 @@ def restart(ctx: Transition, event: CoordinatorStarted) -> None:
     ctx.set(term=event.term)
     _restart_clocks(ctx)
     deadline = ctx.now + ctx.options.timeouts.hello_s
-    asked = tuple(w.worker for w in ctx.state.workers.values() if w.status != "stopping")
-    anew = Reconnecting(phase.before if isinstance(phase, Reconnecting) else phase, deadline, asked)
+    recipients = tuple(w.worker for w in ctx.state.workers.values() if w.status != "stopping")
+    anew = Reconnecting(phase.before if isinstance(phase, Reconnecting) else phase, deadline, recipients)
     if isinstance(phase, Reconnecting):
         anew = replace(anew, lost=phase.lost, disturbed=phase.disturbed, back=phase.back)
     ctx.enter(anew)
-    for worker in asked:
+    for worker in recipients:
         ctx.send(Hello(ctx.cause, worker, event.term))
-    ctx.explain(f"coordinator of term {event.term} asks {len(asked)} worker(s)")
+    ctx.explain(f"coordinator of term {event.term} asks {len(recipients)} worker(s)")
 
 
 def restart_ended(ctx: Transition, event: CoordinatorStarted) -> None:
     """The run had ended. Whether the commands were carried out is unknown, so send them again."""
-    phase = ctx.phase
-    assert isinstance(phase, Ended)
+    phase = expect(ctx.state, Ended)
     end = replace(phase.end, cause=ctx.cause, term=event.term)
     ctx.set(term=event.term)
     ctx.release(ctx.state.workers)
@@ -83,8 +83,7 @@ def _restart_clocks(ctx: Transition) -> None:
 
 
 def answered(ctx: Transition, event: Status) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Reconnecting)
+    phase = expect(ctx.state, Reconnecting)
     if event.worker not in ctx.state.workers or event.worker in phase.answers:
         ctx.explain(f"nothing new from {event.worker}")
         return
@@ -92,7 +91,7 @@ def answered(ctx: Transition, event: Status) -> None:
         late_ready(ctx, event)
     ctx.set(generation=max(ctx.state.generation, event.generation))
     answers = phase.answers.having({event.worker: event})
-    settled = next_awaited(ctx.state, phase.asked, answers, phase.num_settled)
+    settled = next_awaited(ctx.state, phase.recipients, answers, phase.num_settled)
     ctx.edit_phase(answers=answers, num_settled=settled)
     ctx.explain(f"{event.worker} is {event.activity} in generation {event.generation}")
 
@@ -107,8 +106,7 @@ def late_ready(ctx: Transition, event: Status) -> None:
 
 
 def lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Reconnecting)
+    phase = expect(ctx.state, Reconnecting)
     membership = membership_of(ctx.state)
     part = membership.part if membership else frozenset()
     ctx.edit_phase(lost=phase.lost + tuple(loss for loss in losses if loss.worker in part))
@@ -119,30 +117,25 @@ def disturbed(ctx: Transition, event: MemberFailed | Report) -> None:
     ctx.set(generation=max(ctx.state.generation, event.generation))
     ctx.edit_phase(disturbed=f"{event.worker} sent {type(event).__name__} ({event.kind})")
     ctx.explain(f"{event.worker} does not train any more")
-    if isinstance(event, MemberFailed) and event.kind == "device":
-        lost(ctx, phases.kill_broken(ctx, event))
-    if isinstance(event, MemberFailed) and event.kind == "memory":
+    if not isinstance(event, MemberFailed):
+        return
+    if event.kind == "device":
+        lost(ctx, phases.kill_faulty(ctx, event))
+    elif event.kind == "memory":
         memory_ladder.climb(ctx, event)
-    if isinstance(event, MemberFailed) and event.kind == "back":
-        _learn_back(ctx, event)
-
-
-def _learn_back(ctx: Transition, event: MemberFailed) -> None:
-    """The members of the last build want to go back on purpose; the first of them to say so counts."""
-    phase = ctx.phase
-    assert isinstance(phase, Reconnecting)
-    before = phase.before
-    is_theirs = isinstance(before, Running | Building) and event.generation == before.membership.generation
-    if is_theirs and phase.back is None:
-        back = rollback.asked(ctx, event)
-        if back is not None:
-            ctx.edit_phase(back=back)
+    elif event.kind == "back":  # the first member of the last build that wants to go back on purpose counts
+        phase = expect(ctx.state, Reconnecting)
+        before = phase.before
+        is_theirs = isinstance(before, Running | Building) and event.generation == before.membership.generation
+        if is_theirs and phase.back is None:
+            back = data_order.plan_rollback(ctx, event)
+            if back is not None:
+                ctx.edit_phase(back=back)
 
 
 def settle(ctx: Transition) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Reconnecting)
-    if next_awaited(ctx.state, phase.asked, phase.answers, phase.num_settled) == len(phase.asked):
+    phase = expect(ctx.state, Reconnecting)
+    if next_awaited(ctx.state, phase.recipients, phase.answers, phase.num_settled) == len(phase.recipients):
         _conclude(ctx, phase)
         return
     if ctx.now < phase.deadline - ctx.options.timeouts.hello_s / 2:
@@ -165,28 +158,25 @@ def _conclude(ctx: Transition, phase: Reconnecting) -> None:
         ctx.enter(Forming(ctx.now, incident=before.incident))
         ctx.explain("nothing had been built; forming goes on")
         return
-    membership = before.membership
-    odd = phase.disturbed or _odd_one(ctx, phase, membership.members, membership.generation)
-    if isinstance(before, Running) and not odd and not phase.lost:
+    membership, live = before.membership, set(ctx.ready_among(before.membership.members))
+    disturbance = phase.disturbed
+    for worker in membership.members if not disturbance else ():
+        status = phase.answers.get(worker)
+        if worker not in live or status is None:
+            disturbance = f"{worker} does not answer"
+            break
+        if status.activity != "running" or status.generation != membership.generation:
+            disturbance = f"{worker} is {status.activity} in generation {status.generation}"
+            break
+    if isinstance(before, Running) and not disturbance and not phase.lost:
         deadline = ctx.now + ctx.options.timeouts.boundary_s if before.boundary else None
         ctx.enter(replace(before, paused=Versions(), deadline=deadline))
         if before.boundary:
             ctx.stop(membership.members, "boundary")
         ctx.explain(f"all members train on in generation {membership.generation}, undisturbed")
         return
-    why = f"coordinator restarted; {odd or ', '.join(loss.worker for loss in phase.lost) or 'nothing trained'}"
-    known = before.incident if isinstance(before, Building | Closing) else None
-    incident = known or recovery.open_incident(ctx, membership, why)
+    why = f"coordinator restarted; {disturbance or ', '.join(loss.worker for loss in phase.lost) or 'nothing trained'}"
+    open_incident = before.incident if isinstance(before, Building | Closing) else None
+    incident = open_incident or recovery.open_incident(ctx, membership, why)
     incident = replace(incident, back=phase.back or incident.back)
     recovery.begin_closing(ctx, membership, recovery.add_losses(incident, phase.lost), why)
-
-
-def _odd_one(ctx: Transition, phase: Reconnecting, members: tuple[str, ...], generation: int) -> str:
-    live = set(ctx.ready_among(members))
-    for worker in members:
-        status = phase.answers.get(worker)
-        if worker not in live or status is None:
-            return f"{worker} does not answer"
-        if status.activity != "running" or status.generation != generation:
-            return f"{worker} is {status.activity} in generation {status.generation}"
-    return ""

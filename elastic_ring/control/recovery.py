@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from elastic_ring.control import forming
-from elastic_ring.control.decisions import corpus, crash_loop, memory_ladder, quorum, rollback
+from elastic_ring.control.decisions import crash_loop, data_order, memory_ladder, quorum
+from elastic_ring.control.forming import Beginning, order_build
 from elastic_ring.control.messages import Report, Vote, WorkerLost
-from elastic_ring.control.ordering import Beginning, order_build
 from elastic_ring.control.placement import policy
 from elastic_ring.control.state import (
     Building,
@@ -23,14 +23,9 @@ from elastic_ring.control.state import (
     LostWorker,
     Membership,
     State,
-    avoided,
-    domains_of,
     end_step,
-    gpus_on,
+    expect,
     next_awaited,
-    node_of,
-    reserved,
-    spares,
 )
 from elastic_ring.control.transition import Transition
 from elastic_ring.mesh import Mesh
@@ -47,22 +42,22 @@ def open_incident(
 ) -> Incident:
     """A new incident of running members, noticed now. `is_symptom`: an exchange failed, which has a cause elsewhere."""
     if not planned:
-        told = "; ".join([cause, *(f"{loss.worker} on {loss.node}: {loss.detail}".strip() for loss in losses)])
-        learn_first_cause(ctx, told, is_symptom=is_symptom)
+        text = "; ".join([cause, *(f"{loss.worker} on {loss.node}: {loss.detail}".strip() for loss in losses)])
+        learn_first_cause(ctx, text, is_symptom=is_symptom)
     return add_losses(Incident(cause, ctx.now, membership, planned=planned), losses)
 
 
 def learn_first_cause(ctx: Transition, text: str, *, is_symptom: bool = False) -> None:
-    """Keep what broke the next step off first; what follows from it, a peer's reset, never replaces it."""
-    known = ctx.state.first_cause
-    if known.step != ctx.state.committed or (known.is_symptom and not is_symptom):
+    """Keep the first cause that broke the next step off; a symptom of it, like a peer's reset, never replaces it."""
+    first = ctx.state.first_cause
+    if first.step != ctx.state.committed or (first.is_symptom and not is_symptom):
         ctx.set(first_cause=FirstCause(ctx.state.committed, text, is_symptom))
 
 
 def first_cause(state: State) -> str:
-    """What first broke the next step off, as text for the end of the run; empty where nothing did."""
-    known = state.first_cause
-    return f"The first cause: {known.text}. " if known.step == state.committed and known.text else ""
+    """The cause that first broke the next step off, as text for the end of the run; empty without one."""
+    first = state.first_cause
+    return f"The first cause: {first.text}. " if first.step == state.committed and first.text else ""
 
 
 def add_losses(incident: Incident, losses: tuple[LostWorker, ...]) -> Incident:
@@ -72,7 +67,7 @@ def add_losses(incident: Incident, losses: tuple[LostWorker, ...]) -> Incident:
 
 
 def learn_cause(ctx: Transition, event: WorkerLost) -> None:
-    """What ended a worker whose death was reported before its cause was known.
+    """Learn the cause of a death that was reported before its cause was known.
 
     On GPU nodes the agent reports a death when the exit begins; the signal or exit code follows once the kernel has
     freed the GPU's memory. The crash may already be counted.
@@ -113,8 +108,8 @@ def learn_vote(ctx: Transition, membership: Membership, vote: Vote | None) -> bo
     """Record a vote and its step as committed; True if it was new. `quorum.decide` says which votes count."""
     if vote is None or (vote.step >= membership.step and vote.membership_id != membership.id):
         return False
-    known = ctx.state.newest_vote
-    if known is not None and known.step >= vote.step:
+    newest = ctx.state.newest_vote
+    if newest is not None and newest.step >= vote.step:
         return False
     ctx.set(newest_vote=vote)
     ctx.commit(vote.step + 1)
@@ -123,16 +118,14 @@ def learn_vote(ctx: Transition, membership: Membership, vote: Vote | None) -> bo
 
 def is_any_silent(state: State) -> bool:
     """Whether a ready member has not reported while closing."""
-    phase = state.phase
-    assert isinstance(phase, Closing)
+    phase = expect(state, Closing)
     everyone = phase.membership.everyone
     return next_awaited(state, everyone, phase.reports, phase.num_settled) < len(everyone)
 
 
 def try_close(ctx: Transition) -> None:
     """Rebuild once every member has reported or is gone."""
-    phase = ctx.phase
-    assert isinstance(phase, Closing)
+    phase = expect(ctx.state, Closing)
     if is_any_silent(ctx.state) or not phase.membership.part.isdisjoint(ctx.state.pool.dying):
         return
     live = ctx.ready_among(phase.membership.everyone)
@@ -159,22 +152,16 @@ def rebuild(
             return
         memory_ladder.climb_after_deaths(ctx, incident)
     base = incident.base or membership
-    draining = ctx.state.pool.draining | ({incident.replaces} - {""})
-    situation = policy.Situation(
-        mesh=base.mesh,
+    is_later = membership is not base and membership.mesh == base.mesh
+    situation = forming.situation_of(
+        ctx.state,
+        base.mesh,
+        target_dp,
         members=base.members,
         holders=decided.holders,
         empty=tuple(worker for worker in reports if worker not in decided.holders),
-        spares=spares(ctx.state),
-        node_of=node_of(ctx.state),
-        target_dp=target_dp,
-        min_dp=ctx.options.scaling.min_dp,
-        draining=draining,
-        hints=_hints(base, membership),
-        gpus_on=gpus_on(ctx.state),
-        domains_of=domains_of(ctx.state),
-        reserved=reserved(ctx.state),
-        avoided=avoided(ctx.state),
+        draining=ctx.state.pool.draining | ({incident.replaces} - {""}),
+        hints={w: rank for w, rank in membership.rank_of.items() if w not in base.rank_of} if is_later else {},
     )
     if incident.back is not None:
         _go_back(ctx, membership, incident, incident.back, situation, reports)
@@ -189,34 +176,27 @@ def rebuild(
         order_build(ctx, planned, incident, Beginning(decided.step, decided.roll_forward, keep=keep), situation)
 
 
-def _hints(base: Membership, membership: Membership) -> dict[str, int]:
-    if membership is base or membership.mesh != base.mesh:
-        return {}
-    return {worker: rank for rank, worker in enumerate(membership.members) if worker not in base.rank_of}
-
-
 def _is_crash_loop(ctx: Transition, incident: Incident, mesh: Mesh, step: int) -> bool:
     """End the run and return True if one step's own work has likely killed members too often."""
     crash = crash_loop.crash_of(incident, mesh, step, end_step(ctx.state))
     if crash is None:
         return False
-    known = tuple(before for before in ctx.state.crashes if before.step == crash.step)
-    ctx.set(crashes=(*known, crash))
-    counted = crash_loop.counted(ctx.state.crashes)
+    earlier = tuple(before for before in ctx.state.crashes if before.step == crash.step)
+    ctx.set(crashes=(*earlier, crash))
+    counted = crash_loop.with_one_cause(ctx.state.crashes)
     if len(counted) < ctx.options.run.crash_loop_limit:
         return False
     if crash.step < end_step(ctx.state):
-        what, look = f"step {crash.step}", f"the batch of step {crash.step} and at the memory it needs"
+        work, look = f"step {crash.step}", f"the batch of step {crash.step} and at the memory it needs"
     else:
-        what, look = "writing the weights", "the memory of ring 0's nodes: each rank holds one file of weights (4 GiB)"
+        work, look = "writing the weights", "the memory of ring 0's nodes: each rank holds one file of weights (4 GiB)"
     ctx.end(
         "CrashLoop",
-        f"{what} killed members in {len(counted)} recoveries, so it is not run once more. Counted: "
-        f"{crash_loop.told(counted)}. Look at {look}. The last death: {crash.deaths[0].detail}",
+        f"{work} killed members in {len(counted)} recoveries, so it is not run once more. Counted: "
+        f"{crash_loop.describe(counted)}. Look at {look}. The last death: {crash.deaths[0].detail}",
         step=crash.step,
         recoveries=len(counted),
-        **corpus.facts(ctx.state),
-        **rollback.facts(ctx.state),
+        **data_order.facts(ctx.state),
     )
     return True
 
@@ -230,29 +210,34 @@ def _nobody_holds(
     situation: policy.Situation,
     reports: Mapping[str, Report],
 ) -> None:
+    """A shard has no live holder: begin from snapshots, a checkpoint or the seed, or end the run."""
     if step == 0 and ctx.state.committed == 0 and not incident.undone:
         forming.begin_again(ctx, membership, None, "no step was ever committed: a fresh start")
         return
     # Its result was voted, and applying it raised on every holder: in the step itself, or in the build after it.
     if incident.raised_step == step - 1 and not incident.lost:
-        told = f"{ctx.state.user_detail}\nraised in the apply of step {step - 1}, on every holder"
-        ctx.end("UserCodeFailed", told, step=step - 1)
+        text = f"{ctx.state.user_detail}\nraised in the apply of step {step - 1}, on every holder"
+        ctx.end("UserCodeFailed", text, step=step - 1)
         return
     ranks = ", ".join(str(rank) for rank in no_holder.cp_ranks)
-    newest = ctx.state.checkpoints[-1] if ctx.state.checkpoints else None
-    found = quorum.newest(reports, membership.mesh.cp, ctx.state.given_up)
-    if found is not None and (newest is None or found.snapshot.step >= newest.step):
-        _step_back(ctx, incident, found, situation, reports)
+    checkpoint = ctx.state.checkpoints[-1] if ctx.state.checkpoints else None
+    snapshots = quorum.newest(reports, membership.mesh.cp, ctx.state.given_up)
+    if snapshots is not None and (checkpoint is None or snapshots.snapshot.step >= checkpoint.step):
+        _step_back(ctx, incident, snapshots, situation, reports)
         return
-    if newest is not None:
-        why = f"cp_rank {ranks} has no holder: back to the checkpoint of step {newest.step}"
+    if checkpoint is not None:
+        why = f"cp_rank {ranks} has no holder: back to the checkpoint of step {checkpoint.step}"
         forming.begin_again(ctx, membership, incident, why)
         return
     lost = "; ".join(f"{loss.worker} on {loss.node}: {loss.reason} {loss.detail}".strip() for loss in incident.lost)
+    no_copy = "no copies hold it" if ctx.options.copy_mode(membership.mesh) else "copies are off"
+    no_checkpoint = "there is no checkpoint yet"
+    if ctx.state.damaged:
+        no_checkpoint = f"no checkpoint verifies (damaged: {', '.join(ctx.state.damaged)})"
     ctx.end(
         "ShardLost",
         f"cp_rank {ranks} has no verified holder left after step {ctx.state.committed - 1} was committed, "
-        f"{_no_copy(ctx, membership.mesh)} and {_no_checkpoint(ctx)}. Lost: {lost or 'nobody'}. Run it again with more "
+        f"{no_copy} and {no_checkpoint}. Lost: {lost or 'nobody'}. Run it again with more "
         "rings (dp) on more nodes, so that no single loss takes every holder of a shard, with copies, or with more "
         "checkpoints.",
         cp_ranks=ranks,
@@ -268,62 +253,50 @@ def _go_back(
     situation: policy.Situation,
     reports: Mapping[str, Report],
 ) -> None:
-    """On purpose, although every shard may be held: to the newest copies or checkpoint from before the place."""
-    stored = rollback.from_before(back, ctx.state.checkpoints)
-    older = rollback.with_copies_from_before(back, reports)
-    found = quorum.newest(older, membership.mesh.cp, ctx.state.given_up)
-    if found is not None and (not stored or found.snapshot.step >= stored[-1].step):
-        _step_back(ctx, incident, found, situation, older)
+    """Go back on purpose, although every shard may be held: to the newest copies or checkpoint before `back`."""
+    stored = data_order.checkpoints_before(back, ctx.state.checkpoints)
+    older = data_order.with_copies_before(back, reports)
+    snapshots = quorum.newest(older, membership.mesh.cp, ctx.state.given_up)
+    if snapshots is not None and (not stored or snapshots.snapshot.step >= stored[-1].step):
+        _step_back(ctx, incident, snapshots, situation, older)
     elif stored:
         ctx.set(checkpoints=stored)
         forming.begin_again(ctx, membership, incident, f"{back.why}: back to the checkpoint of step {stored[-1].step}")
     else:
-        but = f"no copies and no checkpoint are from before step {back.first_step}"
-        rollback.end(ctx, back.last_step, back.why, but)
+        reason = f"no copies and no checkpoint are from before step {back.first_step}"
+        data_order.end_without_rollback(ctx, back.last_step, back.why, reason)
 
 
 def _step_back(
     ctx: Transition,
     incident: Incident,
-    found: quorum.Restorable,
+    snapshots: quorum.Restorable,
     situation: policy.Situation,
     reports: Mapping[str, Report],
 ) -> None:
-    """Everyone gives up the live state and begins from the snapshot `found`."""
+    """Every member gives up its live state and begins from these snapshots."""
     situation = replace(
         situation,
-        holders=found.holders,
-        empty=tuple(worker for worker in reports if worker not in found.holders),
-        sources=found.sources,
+        holders=snapshots.holders,
+        empty=tuple(worker for worker in reports if worker not in snapshots.holders),
+        sources=snapshots.sources,
     )
     planned = policy.plan(situation)
     assert not isinstance(planned, policy.NoHolder), "every shard of a restorable snapshot has a holder or a source"
     if isinstance(planned, policy.NotEnoughWorkers):
         _wait(ctx, incident, planned)
     else:
-        at = found.snapshot
+        at = snapshots.snapshot
         keep = quorum.safest(reports, situation.mesh.cp, ctx.state.given_up, up_to=at)
         order_build(ctx, planned, incident, Beginning(at.step, step_back=at, keep=keep), situation)
 
 
-def _no_copy(ctx: Transition, mesh: Mesh) -> str:
-    return "no copies hold it" if ctx.options.copy_mode(mesh) else "copies are off"
-
-
-def _no_checkpoint(ctx: Transition) -> str:
-    if ctx.state.damaged:
-        return f"no checkpoint verifies (damaged: {', '.join(ctx.state.damaged)})"
-    return "there is no checkpoint yet"
-
-
 def _wait(ctx: Transition, incident: Incident, short: policy.NotEnoughWorkers) -> None:
-    phase = ctx.phase
-    assert isinstance(phase, Closing), "a boundary keeps all its members, so it cannot be short of them"
-    asked = ctx.options.scaling
-    reason = f"{short.num_missing} more worker(s) for {asked.min_dp} ring(s) of {asked.cp}"
+    phase, scaling = expect(ctx.state, Closing), ctx.options.scaling  # a boundary keeps all its members
+    reason = f"{short.num_missing} more worker(s) for {scaling.min_dp} ring(s) of {scaling.cp}"
     if short.num_crowded:
         reason += f", each with a GPU of its own: {short.num_crowded} are there whose nodes have none left"
-    if asked.cp > 1 and asked.min_dp == 1:  # else fewer rings would do
+    if scaling.cp > 1 and scaling.min_dp == 1:  # else fewer rings would do
         reason += "; a ring keeps its cp: to go on without them, stop the run and submit it with a smaller --cp"
     if phase.waiting != reason:
         ctx.edit_phase(waiting=reason, incident=incident)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 from elastic_ring.control.messages import (
     BatchSkip,
@@ -28,9 +28,9 @@ from elastic_ring.control.pool import Node, Pool, Versions, Worker, placeable, p
 from elastic_ring.mesh import Mesh
 
 PROCESS_START = "start of the process, imports"
-"""What a worker does that has not reported yet."""
+"""The work of a worker that has not reported yet."""
 NUM_NAMED = 4
-"""A message names so many workers that do the same."""
+"""The most workers that a message names for one work."""
 
 
 @dataclass(frozen=True)
@@ -265,12 +265,12 @@ class Finishing:
 @dataclass(frozen=True)
 class Reconnecting:
     """A new coordinator collects a `Status` from every worker. `before`: the last phase of the old coordinator.
-    `back`: as in `Incident`, if members said so meanwhile. `asked`: whoever `Hello` went to; `num_settled`: so many of
+    `back`: as in `Incident`, if members reported it meanwhile. `recipients`: of `Hello`; `num_settled`: so many of
     them, from the first on, have answered or are not ready any more."""
 
     before: Forming | Building | Running | Closing | Finishing
     deadline: float
-    asked: tuple[str, ...]
+    recipients: tuple[str, ...]
     num_settled: int = 0
     answers: Versions[str, Status] = field(default_factory=Versions)
     lost: tuple[LostWorker, ...] = ()
@@ -285,6 +285,7 @@ class Ended:
 
 
 Phase = Idle | Forming | Building | Running | Closing | Finishing | Reconnecting | Ended
+P = TypeVar("P", bound=Phase)
 
 
 @dataclass(frozen=True)
@@ -300,12 +301,12 @@ class Counted:
 
 @dataclass(frozen=True)
 class MemoryLadder:
-    """Where the run stands on `control.decisions.memory_ladder`: the first `num_reliefs` reliefs are in force.
+    """The run's place on the memory ladder (`decisions.memory_ladder`): the first `num_reliefs` reliefs are in force.
 
     `generation`: the last that lacked memory. `since`: the committed steps when the reliefs last changed.
-    `num_shortages`: attempts at a step that ran out of memory so far. `num_relaxed`: how often a relief was taken back.
-    `why`: the last shortage. `wanted`: why the next relief is to be taken at a boundary, before memory runs out; empty
-    if it is not. `num_early`: how often that was done.
+    `num_shortages`: attempts at a step that ran out of memory. `num_relaxed`: how often a relief was taken back.
+    `why`: the last shortage. `pressure`: why the next relief is to be taken at a boundary, before memory runs out; else
+    empty. `num_early`: how often that was done.
     """
 
     num_reliefs: int = 0
@@ -314,13 +315,13 @@ class MemoryLadder:
     num_shortages: int = 0
     num_relaxed: int = 0
     why: str = ""
-    wanted: str = ""
+    pressure: str = ""
     num_early: int = 0
 
 
 @dataclass(frozen=True)
 class FirstCause:
-    """What broke the step `step` off first. A `is_symptom` is an exchange that failed: it gives way to a cause."""
+    """What broke the step `step` off first. `is_symptom`: an exchange failed; a later cause replaces it."""
 
     step: int = -1
     text: str = ""
@@ -416,8 +417,14 @@ class State:
 
 def end_step(state: State) -> int:
     """How many steps the run has: those of the settings, or fewer where a callback has stopped it."""
-    known = state.callbacks
-    return known.answered.step if known.answered is not None and known.stop else state.options.total_steps
+    answer = state.callbacks.answered
+    return answer.step if answer is not None and answer.stop else state.options.total_steps
+
+
+def expect(state: State, kind: type[P]) -> P:
+    """The phase, which must be of this kind."""
+    assert isinstance(state.phase, kind), state.phase
+    return state.phase
 
 
 def membership_of(state: State) -> Membership | None:
@@ -449,15 +456,16 @@ def gpus_on(state: State) -> dict[str, int]:
 
 
 def domains_of(state: State) -> dict[str, tuple[str, ...]]:
-    """Node → what it may fail together with, the widest first; empty where not every node says."""
-    found = {node.node: node.domains for node in state.nodes.values() if node.num_slots}
-    return found if found and all(found.values()) else {}
+    """Node → its failure domains, the widest first; empty unless every node names them."""
+    domains = {node.node: node.domains for node in state.nodes.values() if node.num_slots}
+    return domains if all(domains.values()) else {}
 
 
 def reserved(state: State) -> frozenset[str]:
     """Nodes that are no spot machines; none where all are alike."""
-    found = frozenset(node.node for node in state.nodes.values() if node.is_reserved and node.num_slots)
-    return found if any(node.num_slots and not node.is_reserved for node in state.nodes.values()) else frozenset()
+    nodes = [node for node in state.nodes.values() if node.num_slots]
+    names = frozenset(node.node for node in nodes if node.is_reserved)
+    return names if len(names) < len(nodes) else frozenset()
 
 
 def avoided(state: State) -> frozenset[str]:
@@ -494,89 +502,45 @@ _newest: list[tuple[object, Membership | None, str, _Available]] = []
 
 
 def _available(state: State) -> _Available:
-    """`spares`, `able_to_form` and `num_staying`: found once for as long as what they follow from stays."""
+    """`spares`, `able_to_form` and `num_staying`; computed once per version of the pool, membership and suspect."""
     membership = membership_of(state)
-    out = "" if state.suspects is None else state.suspects.out
-    for version, of, without, known in _newest:
-        if version is state.pool.version and of is membership and without == out:
-            return known
-    taken = membership.part if membership is not None else frozenset()
+    suspect = "" if state.suspects is None else state.suspects.out
+    for version, cached_membership, cached_suspect, available in _newest:
+        if version is state.pool.version and cached_membership is membership and cached_suspect == suspect:
+            return available
+    part = membership.part if membership is not None else frozenset()
     shunned = avoided(state)
-    found = [
+    unplaced = [
         worker
         for worker in state.workers.values()
-        if worker.status == "ready" and not worker.draining and worker.worker not in taken and worker.worker != out
+        if worker.status == "ready" and not worker.draining and worker.worker not in part and worker.worker != suspect
     ]
-    free = tuple(worker.worker for worker in sorted(found, key=lambda worker: worker.node in shunned))
-    part = [name for name in membership.everyone if name in state.workers] if membership else []
-    staying = [name for name in part if not state.workers[name].draining]
+    free = tuple(worker.worker for worker in sorted(unplaced, key=lambda worker: worker.node in shunned))
+    placed = [name for name in membership.everyone if name in state.workers] if membership else []
+    staying = [name for name in placed if not state.workers[name].draining]
     limits = gpus_on(state)
-    able = tuple(placeable((*staying, *free), part, node_of(state) if limits else {}, limits))
-    found_now = free, able, len(staying)
-    _newest[:] = [(state.pool.version, membership, out, found_now)]
-    return found_now
+    able = tuple(placeable((*staying, *free), placed, node_of(state) if limits else {}, limits))
+    available = free, able, len(staying)
+    _newest[:] = [(state.pool.version, membership, suspect, available)]
+    return available
 
 
-def next_awaited(state: State, asked: tuple[str, ...], heard: Mapping[str, object], begin: int) -> int:
-    """The first place in `asked`, from `begin` on, of a ready worker that is not heard of yet; behind the last if none.
+def next_awaited(state: State, expected: tuple[str, ...], heard: Mapping[str, object], begin: int) -> int:
+    """The first place in `expected`, from `begin` on, of a ready worker that `heard` lacks; behind the last if none.
 
     It never goes back, so a phase looks at each worker once.
     """
-    for place in range(begin, len(asked)):
-        known = state.workers.get(asked[place])
-        if known is not None and known.status == "ready" and asked[place] not in heard:
+    for place in range(begin, len(expected)):
+        worker = state.workers.get(expected[place])
+        if worker is not None and worker.status == "ready" and expected[place] not in heard:
             return place
-    return len(asked)
+    return len(expected)
 
 
 def phase_name(state: State) -> str:
     if isinstance(state.phase, Closing) and state.phase.waiting:
         return "waiting"
     return type(state.phase).__name__.lower()
-
-
-def describe(state: State) -> dict[str, Any]:
-    """The state as JSON values, for the status page."""
-    mesh, placed = mesh_of(state), members(state)
-    return {
-        "run": state.options.run.name,
-        "phase": phase_name(state),
-        "waiting_for": state.phase.waiting if isinstance(state.phase, Closing) else "",
-        "term": state.term,
-        "generation": state.generation,
-        "mesh": None if mesh is None else {"dp": mesh.dp, "cp": mesh.cp},
-        "members": [
-            {"global_rank": rank, "worker": name, "node": state.workers[name].node if name in state.workers else None}
-            for rank, name in enumerate(placed)
-        ],
-        "spares": list(spares(state)),
-        "starting": [worker.worker for worker in state.workers.values() if worker.status == "starting"],
-        "leaving": [
-            worker.worker for worker in state.workers.values() if worker.status == "stopping" or worker.draining
-        ],
-        "nodes": {
-            node.node: {"num_slots": node.num_slots, "num_gpus": node.num_gpus, "draining": node.draining}
-            for node in state.nodes.values()
-        },
-        "committed_steps": state.committed,
-        "total_steps": end_step(state),
-        "promise": state.promise,
-        "story": [list(entry) for entry in state.story],
-    }
-
-
-def _starting_work(state: State) -> str:
-    """What the workers that start do, by their reports; empty if none starts."""
-    by_work: dict[str, list[str]] = {}
-    for worker in state.workers.values():
-        if worker.status == "starting":
-            work = PROCESS_START if worker.start_cpu_s is None else worker.doing or "first calls"
-            by_work.setdefault(work, []).append(worker.worker)
-    told = []
-    for work, names in by_work.items():
-        more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-        told.append(f"{work}: {', '.join(names[:NUM_NAMED])}{more}")
-    return "; " + "; ".join(told) if told else ""
 
 
 def waiting_for(state: State, now: float) -> str:
@@ -586,11 +550,19 @@ def waiting_for(state: State, now: float) -> str:
         return f"waiting, with every shard held, for {phase.waiting}"
     if not isinstance(phase, Forming) or now < phase.since + state.options.timeouts.start_s / 4:
         return ""
-    ready, able, wanted = len(spares(state)), num_able_to_form(state), state.options.scaling.mesh.size
+    ready, able, size = len(spares(state)), num_able_to_form(state), state.options.scaling.mesh.size
+    crowded = f", but GPUs for {able} of them only" if able < min(ready, size) else ""
+    starting = f", {num} starting" if (num := state.pool.total.visible) else ""
     failures = [f"{node.node}: {node.last_failure}" for node in state.nodes.values() if node.last_failure]
-    last = f"; last failed start on {failures[-1]}" if failures else ""
-    if starting := state.pool.total.visible:
-        last = f", {starting} starting{last}"
-    last += _starting_work(state)
-    crowded = f", but GPUs for {able} of them only" if able < min(ready, wanted) else ""
-    return f"waiting for workers: {ready} of {wanted} ready on {len(state.nodes)} node(s) with an agent{crowded}{last}"
+    failed = f"; last failed start on {failures[-1]}" if failures else ""
+    by_work: dict[str, list[str]] = {}
+    for worker in state.workers.values():
+        if worker.status == "starting":
+            work = PROCESS_START if worker.start_cpu_s is None else worker.doing or "first calls"
+            by_work.setdefault(work, []).append(worker.worker)
+    works = ""
+    for work, names in by_work.items():
+        more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+        works += f"; {work}: {', '.join(names[:NUM_NAMED])}{more}"
+    where = f"{ready} of {size} ready on {len(state.nodes)} node(s) with an agent"
+    return f"waiting for workers: {where}{crowded}{starting}{failed}{works}"

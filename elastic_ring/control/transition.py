@@ -76,8 +76,8 @@ class Transition:
 
     def ready_among(self, workers: Iterable[str]) -> list[str]:
         """The `workers` that are ready: not lost, starting or stopping."""
-        known = self.state.workers
-        return [name for name in workers if name in known and known[name].status == "ready"]
+        pool = self.state.workers
+        return [name for name in workers if name in pool and pool[name].status == "ready"]
 
     def kill(self, names: Iterable[str], why: str, written_off: bool = False) -> None:
         """Kill workers. Their slots stay in use until the death is confirmed; `written_off`: do not wait for it."""
@@ -95,9 +95,9 @@ class Transition:
         self.set(pool_changed_at=self.now)
 
     def _let_stop(self, names: tuple[str, ...], written_off: bool) -> None:
-        known, deadline = self.state.workers, self.now + self.options.timeouts.report_s
+        pool, deadline = self.state.workers, self.now + self.options.timeouts.report_s
         self.put(
-            *(replace(known[name], status="stopping", deadline=deadline, written_off=written_off) for name in names)
+            *(replace(pool[name], status="stopping", deadline=deadline, written_off=written_off) for name in names)
         )
 
     def stop(self, names: Iterable[str], mode: str) -> None:
@@ -109,10 +109,9 @@ class Transition:
     def end(self, error: str, message: str, **facts: object) -> None:
         """End the run and release all workers. `error`: a class name of `elastic_ring.errors`, or empty."""
         membership = membership_of(self.state)
-        told: dict[str, object] = {"committed_steps": self.state.committed, "generation": self.state.generation}
-        if membership is not None:
-            told["mesh"] = str(membership.mesh)
-        pairs = tuple((name, str(value)) for name, value in {**told, **facts}.items())
+        mesh = {} if membership is None else {"mesh": membership.mesh}
+        progress = {"committed_steps": self.state.committed, "generation": self.state.generation, **mesh}
+        pairs = tuple((name, str(value)) for name, value in {**progress, **facts}.items())
         starting = [name for name, worker in self.state.workers.items() if worker.status == "starting"]
         self.release(self.ready_among(self.state.workers))
         self.kill(starting, "the run is over", written_off=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elastic_ring.control.decisions.rollback import pending
+from elastic_ring.control.decisions.data_order import pending_rollback
 from elastic_ring.control.messages import Build, SnapshotId
 from elastic_ring.control.state import Closing, Ended, State
 from tests.sim.invariants import require
@@ -21,7 +21,7 @@ def check_step_back(world: World, before: State, after: State, order: Build) -> 
     newest = _newest_held(world, before, after)  # less than was reported if someone died, or lost copies, since
     require(newest is None or newest <= order.step_back, 3, f"back to {order.step_back}, and {newest} is held")
     promised = _promised(world, before, after)
-    if promised is None or pending(before) is not None:
+    if promised is None or pending_rollback(before) is not None:
         return
     group, complete = promised
     require(
@@ -44,7 +44,7 @@ def check_step_back(world: World, before: State, after: State, order: Build) -> 
 
 def check_no_copy(world: World, before: State, after: State) -> None:
     """Nobody goes to a checkpoint, or ends, while the survivors hold a snapshot that undoes less."""
-    newest, back = _newest_held(world, before, after), pending(before)
+    newest, back = _newest_held(world, before, after), pending_rollback(before)
     stored = max([c.step for c in after.checkpoints if back is None or c.step < back.first_step], default=-1)
     require(newest is None or newest.step < stored, 3, f"{newest} is held, and everyone goes elsewhere")
     ends = isinstance(after.phase, Ended)
@@ -76,7 +76,7 @@ def _newest_held(world: World, before: State, after: State) -> SnapshotId | None
             ]
             if len(inside) == len(parity.ranks) and len(gone) == 1:
                 shards.setdefault(snapshot, set()).add(inside[gone[0]].shard.cp_rank)
-    cp, back = world.options.scaling.cp, pending(before)
+    cp, back = world.options.scaling.cp, pending_rollback(before)
     complete = [at for at, held in shards.items() if len(held) == cp and not _is_undone(world, at)]
     return max((one for one in complete if back is None or one.step < back.first_step), default=None)
 

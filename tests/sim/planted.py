@@ -10,7 +10,7 @@ import pytest
 
 from elastic_ring.control import coordination, recovery
 from elastic_ring.control.capacity import worker_pool
-from elastic_ring.control.decisions import corpus, quorum, rollback
+from elastic_ring.control.decisions import data_order, quorum
 from elastic_ring.control.messages import HeldCopy, Report
 from elastic_ring.control.placement import copies, policy
 from elastic_ring.control.pool import placeable
@@ -199,17 +199,17 @@ def _drop_copies_at_builds(patch: pytest.MonkeyPatch) -> None:
 
 
 def _new_manifest_among_old_steps(patch: pytest.MonkeyPatch) -> None:
-    honest = corpus._may_begin
-    patch.setattr(corpus, "_may_begin", lambda state, step: honest(replace(state, reached=0), step))
+    honest = data_order.may_switch
+    patch.setattr(data_order, "may_switch", lambda state, step: honest(replace(state, reached=0), step))
 
 
 def _use_the_same_batches_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rollback, "leave_out", lambda ctx, back, step: None)
+    patch.setattr(data_order, "leave_out", lambda ctx, back, step: None)
 
 
 def _oldest_checkpoint(patch: pytest.MonkeyPatch) -> None:
-    honest = rollback.from_before
-    patch.setattr(rollback, "from_before", lambda back, checkpoints: honest(back, checkpoints)[:1])
+    honest = data_order.checkpoints_before
+    patch.setattr(data_order, "checkpoints_before", lambda back, checkpoints: honest(back, checkpoints)[:1])
 
 
 def _end_at_a_spike_despite_copies(patch: pytest.MonkeyPatch) -> None:
@@ -219,13 +219,14 @@ def _end_at_a_spike_despite_copies(patch: pytest.MonkeyPatch) -> None:
         if ctx.state.checkpoints:
             honest(ctx, membership, incident, back, *rest)
         else:
-            rollback.end(ctx, back.last_step, back.why, "no checkpoint is there")
+            data_order.end_without_rollback(ctx, back.last_step, back.why, "no checkpoint is there")
 
     patch.setattr(recovery, "_go_back", hasty)
 
 
 def _forget_later_manifests(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(simulated_corpus, "journalled", lambda lines: ())
+    honest = data_order.journalled
+    patch.setattr(simulated_corpus, "journalled", lambda lines: ((), honest(lines)[1]))
 
 
 PLANTED: dict[str, Plant] = {

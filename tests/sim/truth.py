@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_ring.control.decisions.rollback import batch_of, pending
+from elastic_ring.control.decisions.data_order import batch_of, pending_rollback
 from elastic_ring.control.messages import Build, Checkpoint, Command, EndRun
 from elastic_ring.control.state import Closing, Ended, Forming, State, membership_of
 from tests.sim.copies_truth import check_no_copy, check_step_back
@@ -53,7 +53,7 @@ def check_decision(world: simulator.World, before: State, after: State, commands
     if isinstance(before.phase, Closing):
         forms = isinstance(after.phase, Forming) and after.phase.incident is not None
         lost = isinstance(after.phase, Ended) and after.phase.end.error in ("ShardLost", "LossSpike")
-        if pending(before) is None and (forms or (is_new and order is not None and order.goes_back)):
+        if pending_rollback(before) is None and (forms or (is_new and order is not None and order.goes_back)):
             _check_nobody_holds(world, before)
         if forms or lost or (is_new and order is not None and order.restore is not None):
             check_no_copy(world, before, after)
@@ -95,7 +95,7 @@ def _check_nobody_holds(world: simulator.World, before: State) -> None:
 def _check_restore(world: simulator.World, before: State, after: State, restore: Checkpoint) -> None:
     """No more is undone than since the newest checkpoint that verifies, that the coordinator has heard of, and that is
     from before what is undone on purpose."""
-    heard, back = world.now - HEARD_S, pending(before)
+    heard, back = world.now - HEARD_S, pending_rollback(before)
     for stored in world.storage.stored:
         if back is not None and stored.checkpoint.step >= back.first_step:
             continue

@@ -1,5 +1,5 @@
-"""How many workers a run has: when a ring more is worth it, who leaves when it is scaled down, and what it asks of the
-cluster's autoscaler (`runtime.autoscaler` sends that). Pure, no I/O.
+"""How many workers a run has: when a ring more is worth it, who leaves when it is scaled down, how the deadline of a
+node that leaves is kept, and the requests to the cluster's autoscaler (`runtime.autoscaler` sends them). Pure, no I/O.
 """
 
 from __future__ import annotations
@@ -9,33 +9,11 @@ from dataclasses import dataclass, replace
 
 from elastic_ring.control.capacity import worker_pool
 from elastic_ring.control.messages import DrainNode, ScaleRequested
-from elastic_ring.control.state import Running, State, end_step, spares
+from elastic_ring.control.state import Running, State, end_step, expect, num_able_to_form, spares
 from elastic_ring.control.transition import Transition
 
 PACE_STEPS = 3
 """Fewer steps say nothing about how long one takes."""
-
-
-def cost_s(state: State) -> float:
-    """What a growth costs: the setting, else what the last build took, the first one if there is no other, and what the
-    last new worker took from its start until it was warm."""
-    if state.options.run.grow_cost_s is not None:
-        return state.options.run.grow_cost_s
-    change = state.last_change
-    if change is None or change.resumed_at is None:
-        return 0.0
-    return change.resumed_at - change.noticed_at + state.warm_up_s
-
-
-def saved_s(state: State, dp: int) -> float | None:
-    """What `dp` rings save until the end of the run, if a ring more is worth as much as each before; None: not known.
-
-    By the pace since the last change: `committed` steps at `committed_at`.
-    """
-    pace_s, change = step_s(state), state.last_change
-    if pace_s is None or change is None:
-        return None
-    return (end_step(state) - state.committed) * pace_s * (1 - change.mesh.dp / dp)
 
 
 def step_s(state: State) -> float | None:
@@ -47,8 +25,17 @@ def step_s(state: State) -> float | None:
 
 
 def is_worth_it(state: State, dp: int) -> bool:
-    saved = saved_s(state, dp)
-    return saved is None or saved >= cost_s(state)
+    """Whether `dp` rings save more until the end of the run than the growth costs.
+
+    A ring more is expected to save as much as each before. `grow_cost_s` of the settings, else a growth costs what the
+    last build took, and what the last new worker took from its start until it was warm.
+    """
+    pace_s, change, cost_s = step_s(state), state.last_change, state.options.run.grow_cost_s
+    if pace_s is None or change is None or change.resumed_at is None:
+        return True
+    if cost_s is None:
+        cost_s = change.resumed_at - change.noticed_at + state.warm_up_s
+    return (end_step(state) - state.committed) * pace_s * (1 - change.mesh.dp / dp) >= cost_s
 
 
 def earliest(state: State) -> float:
@@ -57,8 +44,8 @@ def earliest(state: State) -> float:
     return lasted_at if state.resized_at is None else max(lasted_at, state.resized_at + run.grow_interval_s)
 
 
-def requested(ctx: Transition, event: ScaleRequested) -> None:
-    """Take over the numbers. What is too much then leaves at a boundary; what is missing is started as room comes."""
+def scale(ctx: Transition, event: ScaleRequested) -> None:
+    """Apply new limits. Surplus workers leave at the next boundary; missing ones start as room comes."""
     options = ctx.options
     limit = max(options.scaling.min_dp, options.scaling.most_rings if event.max_dp is None else event.max_dp)
     num_spares = options.scaling.spares if event.spares is None else max(0, event.spares)
@@ -70,8 +57,8 @@ def requested(ctx: Transition, event: ScaleRequested) -> None:
     ctx.explain(f"at most {limit} ring(s) and {num_spares} spare(s) from now on")
 
 
-def settle(ctx: Transition) -> None:
-    """Let surplus workers go, while the run trains and no boundary is pending."""
+def release_surplus(ctx: Transition) -> None:
+    """Release surplus workers while the run trains and no boundary is pending."""
     phase = ctx.phase
     if not ctx.state.gives_up or not isinstance(phase, Running) or phase.boundary:
         return
@@ -83,7 +70,7 @@ def settle(ctx: Transition) -> None:
         ctx.explain(f"the run leaves node {node}")
     left = worker_pool.num_surplus(ctx.state)
     crowded = ctx.state.pool.crowded
-    # The newest first, of those standbys: a spare with a GPU of its own covers more.
+    # Standbys first, the newest of them: a spare with a GPU of its own covers more.
     order = sorted(reversed(spares(ctx.state)), key=lambda name: ctx.state.workers[name].node not in crowded)
     released = order[: max(0, left)]
     if released:
@@ -96,9 +83,7 @@ def settle(ctx: Transition) -> None:
 def nodes_to_leave(state: State, surplus: int) -> list[str]:
     """Nodes whose workers may all go without undercutting the wanted number: those with fewest members first, then the
     largest, so that as few members as possible hand over and as few nodes as possible stay."""
-    phase = state.phase
-    assert isinstance(phase, Running)
-    members, on_node = set(phase.membership.members), defaultdict(list)
+    members, on_node = set(expect(state, Running).membership.members), defaultdict(list)
     for worker in state.workers.values():
         if worker.status != "stopping" and not worker.draining:
             on_node[worker.node].append(worker.worker)
@@ -114,6 +99,57 @@ def nodes_to_leave(state: State, surplus: int) -> list[str]:
             able -= ready
     return chosen
 
+
+# ---------------------------------------------------------------- nodes that leave
+
+
+def leaving_members(state: State) -> list[str]:
+    """Draining members, by rank."""
+    ranks = expect(state, Running).membership.rank_of
+    return sorted(state.pool.draining & ranks.keys(), key=ranks.__getitem__)
+
+
+def can_hand_over(state: State) -> bool:
+    """Whether `min_dp` rings can be formed without those that leave."""
+    return num_able_to_form(state) // state.options.scaling.cp >= state.options.scaling.min_dp
+
+
+def hand_over_by(state: State, now: float) -> float | None:
+    """When a step that still runs is given up so that its members can hand over; None without a deadline.
+
+    `handover_s` before the first member's node is gone, and not before half of what is left.
+    """
+    leaves_at = _first_to_leave(state)
+    return None if leaves_at is None else max(now, leaves_at - min(state.options.handover_s, (leaves_at - now) / 2))
+
+
+def save_by(state: State, now: float) -> float | None:
+    """When a step that still runs is given up for a checkpoint of the state before it; None without a deadline.
+
+    At once if a step and the writing, by their times so far, would take longer than the time left. Else as long
+    before the end as the writing and `handover_s`, and not before half of what is left.
+    """
+    leaves_at = _first_to_leave(state)
+    if leaves_at is None:
+        return None
+    pace_s, left_s = step_s(state), leaves_at - now
+    if pace_s is not None and left_s < pace_s + state.write_s:
+        return now
+    return max(now, leaves_at - min(state.options.handover_s + state.write_s, left_s / 2))
+
+
+def can_save(state: State, step_s: float, within_s: float) -> bool:
+    """Whether a checkpoint requested now is expected to be written in time, if steps take `step_s`."""
+    saves = isinstance(state.phase, Running) and state.options.run.checkpoint_config.is_on
+    return saves and step_s + state.write_s <= within_s
+
+
+def _first_to_leave(state: State) -> float | None:
+    nodes = {state.workers[name].node for name in leaving_members(state)} & state.nodes.keys()
+    return min((at for node in nodes if (at := state.nodes[node].leaves_at)), default=None)
+
+
+# ---------------------------------------------------------------- the autoscaler
 
 TRY_AGAIN_S = 20.0
 """After a refusal the run asks for a little more this often: limits may be raised, machines may come free."""
@@ -134,7 +170,7 @@ class Ask:
 
 
 def sizes(min_dp: int, max_dp: int, cp: int, spares: int) -> tuple[int, ...]:
-    """The numbers of workers that are of use, rising: whole rings, with and without the spares."""
+    """The useful numbers of workers, rising: whole rings, with and without the spares."""
     rings = range(min_dp, max_dp + 1)
     return tuple(sorted({dp * cp for dp in rings} | {dp * cp + spares for dp in rings}))
 
@@ -148,31 +184,31 @@ def outstanding(ask: Ask, num_placed: int) -> int:
     return ask.num_workers if ask.is_trial or ask.num_workers > num_placed else 0
 
 
-def next_ask(ask: Ask, wanted: tuple[int, ...], num_here: int, is_refused: bool, now: float) -> Ask:
+def next_ask(ask: Ask, useful: tuple[int, ...], num_here: int, is_refused: bool, now: float) -> Ask:
     """The next request.
 
-    `wanted`: the useful numbers of workers, rising; none if nothing is wanted. `num_here`: for how many there is room.
+    `useful`: the useful numbers of workers, rising; none for no request. `num_here`: for how many there is room.
     `is_refused`: the autoscaler says that it cannot satisfy `ask`. The run first asks for the largest number. After a
     refusal it bisects between `num_here` and the refused number. When none is left between, it asks for `num_here`, and
     every TRY_AGAIN_S for the next larger one; once that is granted, for the largest again.
     """
-    if not wanted:
+    if not useful:
         return Ask()
     if is_refused and ask.num_workers:
         ask = Ask(ask.num_workers, ask.num_workers, now)
     if ask.is_trial and num_here < ask.num_workers:
         return ask  # granted: its nodes are on their way
     if ask.refused is None:
-        return Ask(wanted[-1])
-    left = [number for number in wanted if num_here < number < ask.refused]
+        return Ask(useful[-1])
+    left = [number for number in useful if num_here < number < ask.refused]
     if ask.num_workers in left:
         return ask
     if left:
         return Ask(left[len(left) // 2], ask.refused, ask.refused_at)
-    more = [number for number in wanted if number > num_here]
+    more = [number for number in useful if number > num_here]
     if not more:
-        return Ask(wanted[-1])
+        return Ask(useful[-1])
     if now >= ask.refused_at + TRY_AGAIN_S:
         return Ask(more[0], is_trial=True)
-    here = max((number for number in wanted if number <= num_here), default=0)
+    here = max((number for number in useful if number <= num_here), default=0)
     return Ask(here, ask.refused, ask.refused_at)

@@ -16,23 +16,23 @@ from elastic_ring.control.transition import Transition
 
 def awaited(ctx: Transition, event: CallbacksAwaited) -> None:
     """The members wait after `event.step` steps; each build makes them ask again."""
-    known = ctx.state.callbacks
-    if known.answered is not None and event.step <= known.answered.step:
+    callbacks = ctx.state.callbacks
+    if callbacks.answered is not None and event.step <= callbacks.answered.step:
         _send(ctx, event.step)
-    elif known.awaited == event.step:
+    elif callbacks.awaited == event.step:
         ctx.explain(f"the answer of step {event.step} is waited for already")
     else:
-        ctx.set(callbacks=replace(known, awaited=event.step, deadline=ctx.now + ctx.options.timeouts.callback_s))
+        ctx.set(callbacks=replace(callbacks, awaited=event.step, deadline=ctx.now + ctx.options.timeouts.callback_s))
         ctx.explain(f"the members wait at step {event.step} for callbacks")
 
 
 def answered(ctx: Transition, event: CallbacksAnswered) -> None:
-    known = ctx.state.callbacks
-    if known.awaited != event.step or known.stop:
+    callbacks = ctx.state.callbacks
+    if callbacks.awaited != event.step or callbacks.stop:
         ctx.explain(f"nobody waits for an answer at step {event.step}")
         return
-    kept = event.step if event.keeps else known.kept
-    ctx.set(callbacks=replace(known, awaited=None, answered=event, kept=kept))
+    kept = event.step if event.keeps else callbacks.kept
+    ctx.set(callbacks=replace(callbacks, awaited=None, answered=event, kept=kept))
     ctx.explain(f"callbacks at step {event.step}: {f'stop, {event.stop}' if event.stop else 'go on'}")
     _send(ctx, event.step)
 
@@ -40,46 +40,35 @@ def answered(ctx: Transition, event: CallbacksAnswered) -> None:
 def is_taken(state: State, event: CallbacksAnswered) -> bool:
     """Whether the event, or one that says the same, is the newest answer: Ray repeats a call whose coordinator died
     after it had journalled it."""
-    known = state.callbacks.answered
-    return known is not None and replace(known, cause=event.cause) == event
+    answer = state.callbacks.answered
+    return answer is not None and replace(answer, cause=event.cause) == event
 
 
 def expire(ctx: Transition) -> None:
     """Training goes on without an answer; what comes later takes effect at the next validation."""
-    known = ctx.state.callbacks
-    if known.awaited is not None and ctx.now >= known.deadline:
-        answered(ctx, CallbacksAnswered(ctx.cause, known.awaited))
+    callbacks = ctx.state.callbacks
+    if callbacks.awaited is not None and ctx.now >= callbacks.deadline:
+        answered(ctx, CallbacksAnswered(ctx.cause, callbacks.awaited))
         ctx.explain(f"no answer within {ctx.options.timeouts.callback_s:g} s")
 
 
 def restart_clock(ctx: Transition) -> None:
     """For a new coordinator: the driver has first to find it."""
-    known = ctx.state.callbacks
-    if known.awaited is not None:
+    callbacks = ctx.state.callbacks
+    if callbacks.awaited is not None:
         timeouts = ctx.options.timeouts
-        ctx.set(callbacks=replace(known, deadline=ctx.now + timeouts.hello_s + timeouts.callback_s))
+        ctx.set(callbacks=replace(callbacks, deadline=ctx.now + timeouts.hello_s + timeouts.callback_s))
 
 
 def deadline(state: State) -> float | None:
-    known = state.callbacks
-    return known.deadline if isinstance(state.phase, Running) and known.awaited is not None else None
+    callbacks = state.callbacks
+    return callbacks.deadline if isinstance(state.phase, Running) and callbacks.awaited is not None else None
 
 
 def _send(ctx: Transition, step: int) -> None:
-    membership, known = membership_of(ctx.state), ctx.state.callbacks.answered
-    assert known is not None
-    if membership is None:
-        return
-    is_newest = step == known.step
-    for worker in ctx.ready_among(membership.members):
-        ctx.send(
-            Answer(
-                ctx.cause,
-                worker,
-                ctx.state.term,
-                ctx.state.generation,
-                step,
-                stops=is_newest and bool(known.stop),
-                saves=(is_newest and known.saves) or step == ctx.state.callbacks.kept,
-            )
-        )
+    membership, answer = membership_of(ctx.state), ctx.state.callbacks.answered
+    assert answer is not None
+    is_newest = step == answer.step
+    stops, saves = is_newest and bool(answer.stop), (is_newest and answer.saves) or step == ctx.state.callbacks.kept
+    for worker in ctx.ready_among(membership.members) if membership is not None else ():
+        ctx.send(Answer(ctx.cause, worker, ctx.state.term, ctx.state.generation, step, stops=stops, saves=saves))

@@ -6,7 +6,7 @@ gradient spoils all replicas alike, so each ring recomputes one sequence of the 
 
 Of three or more replicas the minority is wrong. Two cannot name one: the step runs again on the same ranks, and each
 rank repeats its first digests. If they agree now, the rank whose two digests differ was wrong. If not, a spare replaces
-one suspect after the other until the ranks agree (`third_opinion`).
+one suspect after the other until the ranks agree (`replacements`).
 """
 
 from __future__ import annotations

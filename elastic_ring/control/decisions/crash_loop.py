@@ -36,7 +36,7 @@ def crash_of(incident: Incident, mesh: Mesh, step: int, total_steps: int) -> Cra
     return Crash(blamed, mesh, tuple(lost for lost in deaths if lost.step == blamed))
 
 
-def counted(crashes: Sequence[Crash]) -> list[Crash]:
+def with_one_cause(crashes: Sequence[Crash]) -> list[Crash]:
     """The largest set of these crashes that one cause can explain, in order. All are of one step."""
     own = [crash for crash in crashes if _is_own(crash)]
     causes = {key for crash in crashes if not _is_own(crash) for key in _keys(crash)}
@@ -44,17 +44,16 @@ def counted(crashes: Sequence[Crash]) -> list[Crash]:
     return max([own, *agreeing], key=len)
 
 
-def told(crashes: Iterable[Crash]) -> str:
+def describe(crashes: Iterable[Crash]) -> str:
     """The crashes as text: worker, rank, node, phase and signal of each death."""
-    return "; ".join(
-        f"({number}) " + ", ".join(_death(lost) for lost in crash.deaths) for number, crash in enumerate(crashes, 1)
-    )
-
-
-def _death(lost: LostWorker) -> str:
-    told = lost.reason if lost.reason == OUT_OF_MEMORY else lost.signal
-    how = told or ("hung" if lost.reason == "hung" else lost.reason)
-    return f"{lost.worker} (rank {lost.global_rank} on {lost.node}) in {lost.phase}: {how}"
+    texts = []
+    for number, crash in enumerate(crashes, 1):
+        deaths = []
+        for lost in crash.deaths:
+            how = lost.reason if lost.reason == OUT_OF_MEMORY else lost.signal or lost.reason
+            deaths.append(f"{lost.worker} (rank {lost.global_rank} on {lost.node}) in {lost.phase}: {how}")
+        texts.append(f"({number}) {', '.join(deaths)}")
+    return "; ".join(texts)
 
 
 def _in_own_work(lost: LostWorker, step: int, total_steps: int) -> bool:

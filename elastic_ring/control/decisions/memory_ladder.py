@@ -50,10 +50,10 @@ def climb(ctx: Transition, event: MemberFailed) -> bool:
     if event.generation <= ladder.generation:
         ctx.explain(f"generation {event.generation} is known to lack memory")
         return False
-    told = f"{event.worker} ran out of memory in step {event.step}: {event.detail}"
+    text = f"{event.worker} ran out of memory in step {event.step}: {event.detail}"
     if ladder.num_reliefs >= len(reliefs):
         tried = "; ".join(f"{name}: {MEANING.get(name, name)}" for name in reliefs) or "nothing, there are no reliefs"
-        ctx.end("OutOfMemory", f"{told}\nTried before: {tried}. {ADVICE}", step=event.step, worker=event.worker)
+        ctx.end("OutOfMemory", f"{text}\nTried before: {tried}. {ADVICE}", step=event.step, worker=event.worker)
         return True
     climbed = replace(
         ladder,
@@ -61,12 +61,12 @@ def climb(ctx: Transition, event: MemberFailed) -> bool:
         generation=event.generation,
         since=ctx.state.committed,
         num_shortages=ladder.num_shortages + 1,
-        why=told,
-        wanted="",
+        why=text,
+        pressure="",
     )
     ctx.set(memory=climbed)
     name = reliefs[ladder.num_reliefs]
-    ctx.explain(f"{told}; relief {climbed.num_reliefs} of {len(reliefs)}, {name}: {MEANING.get(name, name)}")
+    ctx.explain(f"{text}; relief {climbed.num_reliefs} of {len(reliefs)}, {name}: {MEANING.get(name, name)}")
     return False
 
 
@@ -86,7 +86,7 @@ def climb_after_deaths(ctx: Transition, incident: Incident) -> None:
         since=ctx.state.committed,
         num_shortages=ladder.num_shortages + 1,
         why=f"{short[0].worker} was killed: {short[0].detail}".splitlines()[0],
-        wanted="",
+        pressure="",
     )
     ctx.set(memory=climbed)
     ctx.explain(f"{short[0].worker} died of its node's memory: relief {climbed.num_reliefs} of {len(reliefs)}")
@@ -99,7 +99,7 @@ def tight(ctx: Transition, event: MemoryTight) -> None:
         ctx.explain("no step runs: memory is judged anew")
     elif ctx.options.run.memory_pressure != "act":
         ctx.explain(f"{event.text}; memory_pressure=log")
-    elif ladder.wanted:
+    elif ladder.pressure:
         ctx.explain("a relief is wanted already")
     elif ladder.num_reliefs >= len(reliefs):
         ctx.explain(f"{event.text}, and no relief is left. {ADVICE}")
@@ -110,7 +110,7 @@ def tight(ctx: Transition, event: MemoryTight) -> None:
     elif event.step + 1 - ladder.since < MIN_STEPS:
         ctx.explain(f"{event.text}, and the last change is {event.step + 1 - ladder.since} steps old")
     else:
-        ctx.set(memory=replace(ladder, wanted=event.text))
+        ctx.set(memory=replace(ladder, pressure=event.text))
         ctx.explain(f"{event.text}: relief {ladder.num_reliefs + 1} of {len(reliefs)} at the next boundary")
 
 
@@ -122,18 +122,18 @@ def climb_early(ctx: Transition) -> None:
         ladder,
         num_reliefs=ladder.num_reliefs + 1,
         since=ctx.state.committed,
-        why=ladder.wanted,
-        wanted="",
+        why=ladder.pressure,
+        pressure="",
         num_early=ladder.num_early + 1,
     )
     ctx.set(memory=climbed)
-    ctx.explain(f"{ladder.wanted}; relief {climbed.num_reliefs}, {name}: {MEANING.get(name, name)}")
+    ctx.explain(f"{ladder.pressure}; relief {climbed.num_reliefs}, {name}: {MEANING.get(name, name)}")
 
 
 def may_relax(state: State, committed: int) -> bool:
     """Whether one relief may go, with `committed` steps: enough of them passed since the last shortage or change."""
     ladder, steps = state.memory, state.options.run.memory_relax_steps
-    if not ladder.num_reliefs or not steps or ladder.wanted:
+    if not ladder.num_reliefs or not steps or ladder.pressure:
         return False
     waits_steps: int = steps << min(ladder.num_relaxed, MAX_DOUBLINGS)
     return committed - ladder.since >= waits_steps

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_ring.config import StepConfig
-from elastic_ring.control.decisions.rollback import batch_of
+from elastic_ring.control.decisions.data_order import batch_of
 from elastic_ring.control.messages import BatchSkip, CorpusVersion
 
 

@@ -25,10 +25,10 @@ from typing import Any
 import ray
 
 from elastic_ring.config import environment
-from elastic_ring.control.capacity.notices import can_save
+from elastic_ring.control.capacity.scaling import can_save
 from elastic_ring.control.capacity.worker_pool import vacant_nodes
 from elastic_ring.control.coordination import Decision, advance, next_deadline
-from elastic_ring.control.decisions import callbacks, rollback
+from elastic_ring.control.decisions import callbacks, data_order
 from elastic_ring.control.decisions.terms import TermClaim, Unanswered
 from elastic_ring.control.facts import Fact, ResumedFrom
 from elastic_ring.control.messages import (
@@ -486,7 +486,9 @@ class Coordinator:
             case CheckpointCounts(checkpoint):
                 self.recorder.checkpoint(checkpoint)
                 goes_back = isinstance(self.state.phase, Building) and self.state.phase.order.goes_back
-                if not goes_back and rollback.pending(self.state) is None:  # else older ones are still needed
+                if (
+                    not goes_back and data_order.pending_rollback(self.state) is None
+                ):  # else older ones are still needed
                     self.storage.checkpoints.clean(checkpoint["step"])
                 last_step, reason = self.driver_feed.stopping
                 if (step := checkpoint["step"]) > last_step:

@@ -44,7 +44,6 @@ from elastic_ring.control.state import (
     Closing,
     Forming,
     State,
-    describe,
     end_step,
     members,
     mesh_of,
@@ -437,7 +436,7 @@ class RunRecorder:
             "error": "",
             "end": {},
             "peak_gpu_bytes": self.latest.peak_gpu_bytes,
-            "story": describe(state)["story"],
+            "story": [list(pair) for pair in state.story],
         }
 
     def write_summary(

@@ -12,8 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.decisions import rollback
-from elastic_ring.control.decisions.corpus import journalled
+from elastic_ring.control.decisions.data_order import journalled
 from elastic_ring.control.messages import BatchSkip, Checkpoint, CorpusVersion
 from elastic_ring.control.replay import standing
 from elastic_ring.errors import CheckpointDamaged, RecordDamaged, StorageFailed
@@ -56,7 +55,8 @@ def earlier(storage: Storage, lineage: int, identity: str, damaged: dict[str, st
         steps = [line.get("step") for line in _records(storage, folder + METRICS_NAME, damaged) if "loss_hex" in line]
         ran = [step + 1 for step in steps if type(step) is int]
         try:
-            return Earlier(journalled(lines), max([*ran, begin.get("num_steps", 0)]), rollback.journalled(lines))
+            versions, skips = journalled(lines)
+            return Earlier(versions, max([*ran, begin.get("num_steps", 0)]), skips)
         except (LookupError, TypeError, AttributeError) as error:
             damaged[name] = f"{storage.at(name)} holds something else ({type(error).__name__}: {error})"
     return Earlier()

@@ -198,7 +198,7 @@ def test_before_memory_runs_out_the_next_relief_is_taken_at_a_boundary_and_taken
     run.resume_all()
     ladder = run.state.memory
     assert run.change.planned
-    assert (ladder.num_early, ladder.num_shortages, ladder.wanted, ladder.why) == (1, 0, "", FULL)
+    assert (ladder.num_early, ladder.num_shortages, ladder.pressure, ladder.why) == (1, 0, "", FULL)
     trained_for(run, 9, first=10)
     assert not run.state.phase.boundary  # type: ignore[union-attr]
     trained_for(run, 1, first=19)
@@ -239,7 +239,7 @@ def test_a_shortage_before_the_boundary_takes_the_relief_that_was_wanted_and_no_
     run.handle(MemoryTight("m", "device", 8, FULL))
     short(run, 1, 9)
     assert again(run, 9).memory_reliefs == ("caches",)
-    assert run.state.memory.wanted == ""
+    assert run.state.memory.pressure == ""
     assert not run.state.phase.boundary  # type: ignore[union-attr]
 
 
@@ -249,7 +249,7 @@ def test_a_relief_that_is_wanted_comes_with_the_build_after_a_loss_or_at_the_nex
     run.handle(MemoryTight("m", "device", 8, FULL))
     run.lose(3)
     again(run, 9)
-    assert run.state.memory.wanted == FULL
+    assert run.state.memory.pressure == FULL
     assert run.state.phase.boundary  # type: ignore[union-attr]
     assert build_in(run.report_all(10, kind="boundary")).memory_reliefs == ("caches",)
 

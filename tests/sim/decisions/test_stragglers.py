@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_ring.control.decisions.detectors import Detectors, StepMeasured
-from elastic_ring.control.decisions.stragglers import (
+from elastic_ring.control.decisions.detectors import (
     JUDGED_EVERY,
     MIN_STEPS,
     WARM_STEPS,
+    Detectors,
+    StepMeasured,
     StragglerWatch,
     judge,
     ratios,
@@ -175,5 +176,5 @@ def test_what_detectors_find_the_core_acts_upon_where_settings_say_so(setting: s
             texts += [finding.text] if isinstance(finding, Fact) else []
     did = {"log": "nothing is done", "act": "a spare is to take its place"}[setting]
     assert any(text.startswith(f"straggler: {slow}, rank 2 on node ") and did in text for text in texts)
-    assert (run.state.workers[slow].draining, bool(run.state.memory.wanted)) == (setting == "act",) * 2
+    assert (run.state.workers[slow].draining, bool(run.state.memory.pressure)) == (setting == "act",) * 2
     assert bool(run.state.phase.boundary) == (setting == "act")  # type: ignore[union-attr]

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from elastic_ring.control.decisions import rollback
-from elastic_ring.control.decisions.corpus import journalled, version_at
+from elastic_ring.control.decisions.data_order import journalled, version_at
 from elastic_ring.control.messages import CorpusGrew, CorpusRecalled, CorpusVersion, Vote
 from elastic_ring.control.state import State
 from tests.sim.invariants import require
@@ -54,7 +53,7 @@ class SimCorpus:
     def recalled(self, last: Coordinator) -> CorpusRecalled:
         """What the next submission reads in the records of the one whose last coordinator this was."""
         lines = [self._begin, *map(json.loads, last.journal)]
-        versions, skips = journalled(lines), rollback.journalled(lines)
+        versions, skips = journalled(lines)
         self._begin = {
             "note": "begin",
             "corpus": [asdict(version) for version in versions],

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from elastic_ring.control import coordination, replay
-from elastic_ring.control.decisions.rollback import batch_of, pending
+from elastic_ring.control.decisions.data_order import batch_of, pending_rollback
 from elastic_ring.control.messages import (
     Build,
     CheckpointsKnown,
@@ -229,7 +229,7 @@ class World:
         order = next((command for command in commands if isinstance(command, Build)), None)
         if order is not None and order.goes_back and (order.term, order.generation) not in self.groups:
             self.given_up = max(self.given_up, (order.term, order.generation))
-            if pending(before) is not None:
+            if pending_rollback(before) is not None:
                 self.undone_on_purpose.append(SnapshotId(order.step, (order.term, order.generation)))
             self.storage.gone_back(order)
 

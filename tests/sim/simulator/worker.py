@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elastic_ring.control.decisions.corpus import version_at
-from elastic_ring.control.decisions.rollback import batch_of
+from elastic_ring.control.decisions.data_order import batch_of, version_at
 from elastic_ring.control.messages import (
     Build,
     BuildFailed,
