@@ -1,4 +1,4 @@
-"""Writes the tables that say what the code says into their pages: commands, errors, timeouts.
+"""Writes the tables that say what the code says into their pages: commands, submissions, errors, timeouts.
 
 python docs/tables.py
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from elastic_ring import errors
 from elastic_ring.cli import COMMANDS
 from elastic_ring.config import Timeouts
+from elastic_ring.runtime.driver.decision import RULES
 from elastic_ring.validation import docstrings
 
 HERE = Path(__file__).resolve().parent
@@ -26,6 +27,9 @@ def tables() -> dict[tuple[str, str], str]:
     return {
         ("quickstart.md", "command"): table(
             "command | what it does", *(f"`elastic-ring {name}` | {says}" for name, (_, says) in COMMANDS.items())
+        ),
+        ("quickstart.md", "the run"): table(
+            "the run | the submission", *(" ".join((rule.__doc__ or "").split()) for rule in RULES)
         ),
         ("operating/mend.md", "error"): table(
             "error | meaning, and what to do",

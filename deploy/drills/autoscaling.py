@@ -35,7 +35,8 @@ from elastic_ring.runtime.driver.attach import scale
 from elastic_ring.runtime.driver.cluster import left_behind
 from elastic_ring.runtime.driver.drain import give_notice
 from elastic_ring.runtime.driver.ray_session import cluster
-from elastic_ring.trainer import ElasticRingTrainer, training_order
+from elastic_ring.runtime.driver.task_checks import training_order
+from elastic_ring.trainer import ElasticRingTrainer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -368,7 +368,7 @@ def _begins_at_once(asked: TrainSettings) -> bool:
             return False
         if "model_type" not in config:  # refused at once
             return False
-    from elastic_ring.runtime.run_folder import check_writable
+    from elastic_ring.runtime.run_storage import check_writable
 
     _check(asked)
     check_lasting(asked.run.driver_folder)

@@ -1,8 +1,7 @@
-"""A run's identity: what a submission must share with the run that it continues.
+"""A run's identity: digests of the settings and contents that a submission must share with the run that it continues.
 
-It contains digests of the contents that a run trains on, and no places: paths, mounts, buckets, working directories.
-The places are recorded beside it: a changed place is reported, and refuses nothing. Nothing starts here, and no place
-enters `Identity.what`.
+Places (paths, mounts, buckets, working directories) are recorded beside it: a changed place is reported and refuses
+nothing. Nothing starts here, and no place enters `Identity.what`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, fingerprinted
 from elastic_ring.files import shown_url
 from elastic_ring.model.config import built_in
+from elastic_ring.runtime.code_digest import code_digest
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.wording import cut, few
 
@@ -29,104 +29,141 @@ log = logging.getLogger(__name__)
 
 VERSION, CONTENTS = "identity", "contents 2"
 """The entry that says how an identity is written."""
-NUM_TOLD, SHORT = 3, 60
+NUM_SHOWN, MAX_SHOWN_CHARS = 3, 60
 MAX_FILES, DIGITS = 1000, 16
 
 
 @dataclass(frozen=True)
 class Identity:
-    """`what` is compared. `places` says where its contents are, by the same names."""
+    """`what` is compared; `places` has the paths of its contents, by the same names."""
 
     what: Mapping[str, str] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
-        """What a checkpoint and a submission must share."""
+        """The digest that a checkpoint and a submission must share."""
         return hashlib.sha256(json.dumps(dict(sorted(self.what.items()))).encode()).hexdigest()
 
-    def differences(self, there: Mapping[str, Any]) -> list[str]:
-        """In which entries an identity on record is another, as text."""
-        if there and there.get(VERSION) != CONTENTS:
+    def differences(self, recorded: Mapping[str, str]) -> list[str]:
+        """The entries in which a recorded identity differs, as text."""
+        if recorded and recorded.get(VERSION) != CONTENTS:
             return [
-                f"it has an identity of another version ({there.get(VERSION)}), and this one writes {CONTENTS}: go on "
-                "with that version, or begin another run with its weights, --from"
+                f"it has an identity of another version ({recorded.get(VERSION)}), and this one writes {CONTENTS}: go "
+                "on with that version, or begin another run with its weights, --from"
             ]
         here = self.what
         return [
-            f"{name}: {' there, '.join(told_apart(str(there.get(name)), str(here.get(name))))} here"
-            for name in sorted({*there, *here})
-            if there.get(name) != here.get(name)
+            f"{name}: {' there, '.join(contrast(str(recorded.get(name)), str(here.get(name))))} here"
+            for name in sorted({*recorded, *here})
+            if recorded.get(name) != here.get(name)
         ]
 
-    def tell_moved(self, run: str, there: Mapping[str, Any]) -> None:
-        """One line where contents are at another place than the record says."""
+    def log_moved(self, run: str, recorded: Mapping[str, str]) -> None:
+        """Logs one line where contents have another place than on record."""
         moved = [
-            f"{name} was at {short(there[name])} and is at {short(place)} now"
+            f"{name} was at {_short(recorded[name])} and is at {_short(place)} now"
             for name, place in sorted(self.places.items())
-            if there.get(name, place) != place
+            if recorded.get(name, place) != place
         ]
         if moved:
             log.info("run %s goes on with the same contents elsewhere: %s", run, "; ".join(moved))
 
 
 def contents_of(data: SourceConfig) -> tuple[str, Files]:
-    """What a source holds, and its files, if it has some and not very many. Raises ValueError where it cannot be read,
-    StorageFailed where its storage stays away.
+    """The digest of a source's contents; and its files with the beginnings of their digests, if at most MAX_FILES.
 
-    The first decides; the files say which of them changed, with the beginnings of their digests. Logs what of the files
-    is used.
+    Logs which of its files are used. Raises: ValueError for data that cannot be read; StorageFailed.
     """
     source, fingerprint = at_submission(lambda: fingerprinted(data))
     for note in getattr(source, "notes", ()):
         log.info("%s", note)
-    whole, files = f"{type(data).__qualname__} {fingerprint}", getattr(source, "files", ())
-    return whole, tuple((name, digest[:DIGITS]) for name, digest in files) if len(files) <= MAX_FILES else ()
+    files = getattr(source, "files", ())
+    short_files = tuple((name, digest[:DIGITS]) for name, digest in files) if len(files) <= MAX_FILES else ()
+    return f"{type(data).__qualname__} {fingerprint}", short_files
 
 
-def changed_files(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> str:
-    """Which files are not as on record, as text; empty where nobody knows."""
-    if not there or not here:
+class ContentDigests:
+    """`contents_of` each source, read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[SourceConfig, str, Files]] = {}  # by id; holds the source
+
+    def of(self, data: SourceConfig) -> tuple[str, Files]:
+        if id(data) not in self._known:
+            self._known[id(data)] = data, *contents_of(data)
+        _, digest, files = self._known[id(data)]
+        return digest, files
+
+    def take_recorded(self, data: SourceConfig, digest: str) -> None:
+        """The data of a finished run may be gone: its record says what they held."""
+        self._known.setdefault(id(data), (data, digest, ()))
+
+
+def changed_files(recorded: Sequence[Sequence[str]], submitted: Sequence[Sequence[str]]) -> str:
+    """The files that differ from those on record, as text; empty where either list is."""
+    if not recorded or not submitted:
         return ""
-    gone, new = (Counter(map(tuple, one)) - Counter(map(tuple, other)) for one, other in ((there, here), (here, there)))
-    before, now = ({name for name, _ in found} for found in (gone, new))
+    before, now = (
+        {name for name, _ in Counter(map(tuple, files)) - Counter(map(tuple, others))}
+        for files, others in ((recorded, submitted), (submitted, recorded))
+    )
     kinds = {"changed": before & now, "gone": before - now, "new": now - before}
-    told = [f"{kind} {few(sorted(names), NUM_TOLD)}" for kind, names in kinds.items() if names]
-    return f"files of the data: {'; '.join(told) or 'the same, in another order or cut otherwise'}"
+    texts = [f"{kind} {few(sorted(names), NUM_SHOWN)}" for kind, names in kinds.items() if names]
+    return f"files of the data: {'; '.join(texts) or 'the same, in another order or cut otherwise'}"
 
 
 def identity_of(task: TrainingTask, settings: Mapping[str, Any], parts: Mapping[str, str], contents: str) -> Identity:
-    """The identity of a run with these `settings` of its step, its `parts` that are code, and data of these
+    """The identity of a run with these `settings` of its step, `parts` that are code, and data with the digest
     `contents`."""
-    found = {f"step.{name}": value for name, value in settings.items()}
-    begun = {**vars(task.optim), "total_steps": task.optim.plans[0][1]}  # later plans change no step before them
-    found |= {f"optim.{name}": value for name, value in begun.items() if name != "replanned"}
-    found |= {"step.kv_wire": task.step.kv_wire, "step.linears": task.step.linears}
+    entries = {f"step.{name}": value for name, value in settings.items()}
+    first_plan = {**vars(task.optim), "total_steps": task.optim.plans[0][1]}  # later plans change no step before them
+    entries |= {f"optim.{name}": value for name, value in first_plan.items() if name != "replanned"}
+    entries |= {"step.kv_wire": task.step.kv_wire, "step.linears": task.step.linears}
     if (shape := built_in(task.model)) is not None:
-        found["slices of the model"] = shape.sliced
+        entries["slices of the model"] = shape.sliced
     pattern = "" if task.pattern is None else task.pattern.identity
-    found |= {**parts, "data": contents, "pattern": pattern, VERSION: CONTENTS}
-    what = {name: str(value) for name, value in found.items()}
+    entries |= {**parts, "data": contents, "pattern": pattern, VERSION: CONTENTS}
     places = {"data": place_of(task.data), "model": place_of(task.model)}
-    known = {name: place for name, place in places.items() if place}
-    return Identity(what, known)
+    return Identity(
+        {name: str(value) for name, value in entries.items()}, {name: place for name, place in places.items() if place}
+    )
 
 
 def place_of(part: Any) -> str:
-    """Where a source or a model lies, if it says so."""
-    given = next((found for name in ("uri", "paths", "folder") if (found := getattr(part, name, None))), "")
-    return ", ".join(map(shown_url, map(str, given))) if isinstance(given, tuple) else shown_url(str(given))
+    """The path or URL of a source or model; empty if it has none."""
+    place = next((value for name in ("uri", "paths", "folder") if (value := getattr(part, name, None))), "")
+    return ", ".join(map(shown_url, map(str, place))) if isinstance(place, tuple) else shown_url(str(place))
 
 
-def described(part: Any) -> str:
-    """A stable description of a user's callable or object: qualified name and arguments.
+def code_parts(task: TrainingTask, *, decides: bool = False) -> dict[str, Any]:
+    """The parts of a task that are code; with `decides` without those that only watch the training or say how it is
+    done."""
+    names = ("model", "loss", "optimizer", "initial", *(() if decides else ("units",)))
+    parts = {name: getattr(task, name) for name in names}
+    if not decides:
+        parts |= {f"metric {name}": metric for name, metric in task.metrics.items()}
+    if task.lr_schedule is not None:
+        parts["lr_schedule"] = task.lr_schedule
+    return parts
 
-    Equal in every process: an object without its own `repr` is described by its class, not by its address.
+
+def code_digests(task: TrainingTask) -> dict[str, str]:
+    """Digests of the user's code that decides what is trained, by part, as its files are now. An edit between a
+    module's import and this call is taken for what runs."""
+    digests = {name: code_digest(part) for name, part in code_parts(task, decides=True).items()}
+    return {name: digest for name, digest in digests.items() if digest}
+
+
+def describe(part: Any) -> str:
+    """A description of a user's callable or object that is equal in every process: qualified name and arguments.
+
+    An object without its own `repr` is described by its class.
     """
     if isinstance(part, partial):
-        arguments = [described(value) for value in part.args]
-        named = [f"{name}={described(value)}" for name, value in part.keywords.items()]
-        return f"{described(part.func)}({', '.join(arguments + named)})"
+        arguments = [describe(value) for value in part.args]
+        named = [f"{name}={describe(value)}" for name, value in part.keywords.items()]
+        return f"{describe(part.func)}({', '.join(arguments + named)})"
     if hasattr(part, "__qualname__"):
         return f"{part.__module__}.{part.__qualname__}"
     if repr(part) == object.__repr__(part):
@@ -134,14 +171,14 @@ def described(part: Any) -> str:
     return repr(part)
 
 
-def told_apart(there: str, here: str) -> tuple[str, str]:
-    """Both, cut; long ones begin with the argument in which they differ."""
-    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(there, here, strict=False)))
-    at = there.rfind(", ", 0, alike) + 2
-    if at > 2 and max(len(there), len(here)) > SHORT:
-        there, here = f"... {there[at:]}", f"... {here[at:]}"
-    return short(there), short(here)
+def contrast(recorded: str, submitted: str) -> tuple[str, str]:
+    """Both texts, cut; long ones begin with the argument in which they differ."""
+    num_alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(recorded, submitted, strict=False)))
+    at = recorded.rfind(", ", 0, num_alike) + 2
+    if at > 2 and max(len(recorded), len(submitted)) > MAX_SHOWN_CHARS:
+        recorded, submitted = f"... {recorded[at:]}", f"... {submitted[at:]}"
+    return _short(recorded), _short(submitted)
 
 
-def short(value: Any) -> str:
-    return cut(str(value), SHORT)
+def _short(text: str) -> str:
+    return cut(text, MAX_SHOWN_CHARS)

@@ -7,7 +7,9 @@ folder is a path, nothing here does anything. Checkpoints and weights go to the 
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import tempfile
 import threading
@@ -22,6 +24,7 @@ from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
 from elastic_ring.monitor.journal import MAX_BYTES
 from elastic_ring.monitor.json_files import DAMAGED, json_bytes, parse_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
+from elastic_ring.state.checkpoints import FOLDER as CHECKPOINTS
 from elastic_ring.state.storage.backend import ignore
 from elastic_ring.state.storage.folder import Storage
 
@@ -35,6 +38,35 @@ PIECE_BYTES = 1 << 20
 PERIOD_S = 1.0
 TELL_AGAIN_S = 60.0
 LOOK_S = 10.0
+FIRST_RECORDS_BYTES = 64 * 1024
+"""More than a run writes before its first step."""
+RECORDS = frozenset({CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, "terms"})
+"""One of them at least is in a run's folder."""
+
+
+def check_writable(folder: Path) -> None:
+    """Raises ValueError for a run folder that cannot be written to, or that holds files and no run's records."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"run_dir={str(folder)!r} is a file: give a folder, or a name that does not exist yet")
+    for parent in folder.parents:
+        if parent.exists() and not parent.is_dir():
+            raise ValueError(f"run_dir={str(folder)!r} cannot be written to: {parent} is a file; give a folder")
+    try:
+        names = {path.name for path in folder.iterdir()} if folder.exists() else set[str]()
+        has_checkpoints = any(folder.glob(f"{CHECKPOINTS}/step-*/lineage-*"))
+        if names and not has_checkpoints and not any(name in RECORDS or name.startswith("attempt-") for name in names):
+            raise ValueError(f"run_dir={str(folder)!r} holds other files: give a new folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder if folder.is_dir() else folder.parent) as file:
+            file.write(bytes(FIRST_RECORDS_BYTES))  # a full disk often still accepts an empty file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise ValueError(
+            f"run_dir={str(folder)!r} cannot be written to ({error.strerror or error}): "
+            f"{'free space there, or ' * full}give a folder that can"
+        ) from error
 
 
 def storage_of(run: RunConfig, *, excludes: bool = True, tell: Callable[[str], None] = ignore) -> Storage:

@@ -21,7 +21,7 @@ from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.config import StepConfig
 from elastic_ring.files import plain_json, read_small
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.identity import told_apart
+from elastic_ring.runtime.identity import contrast
 from elastic_ring.tuning.space import DENSE, PatternCost
 
 if TYPE_CHECKING:
@@ -307,6 +307,6 @@ class Prediction:
             if other <= {"mesh", "device"}:
                 line += f" ({loss - self.loss:+.4f}, {within} the spread of seeds, {self.spread:.4f})"
         before = {name: str(self.trained.get(name, "not on record")) for name in other}
-        apart = {name: told_apart(before[name], str(now[name])) for name in sorted(other)}
+        apart = {name: contrast(before[name], str(now[name])) for name in sorted(other)}
         where = ", ".join(f"{name} {there}, not {here}" for name, (there, here) in apart.items())
         return line + (f"; the search had {where}" if where else "")

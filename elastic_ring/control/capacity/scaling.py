@@ -1,5 +1,5 @@
 """How many workers a run has: when a ring more is worth it, who leaves when it is scaled down, how the deadline of a
-node that leaves is kept, and the requests to the cluster's autoscaler (`runtime.autoscaler` sends them). Pure, no I/O.
+node that leaves is kept, and the requests to the cluster's autoscaler (`runtime.ray_head` sends them). Pure, no I/O.
 """
 
 from __future__ import annotations

@@ -25,25 +25,26 @@ from torch import nn
 from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig, check_lasting, check_loss_spikes
 from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, open_source
-from elastic_ring.errors import RecordDamaged, RunFailed
+from elastic_ring.errors import RunFailed
 from elastic_ring.integrations.ray_train import ops
 from elastic_ring.integrations.ray_train.rings import DatasetRows
 from elastic_ring.integrations.ray_train.run_records import Records
 from elastic_ring.integrations.ray_train.settings import Zero3Config, check_mesh
 from elastic_ring.integrations.ray_train.worker import DATASET, Job, Zero3Worker, train_worker
-from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, write_json
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime.coordinator.run_spec import summary_of
-from elastic_ring.runtime.driver import attach
+from elastic_ring.runtime.driver.decision import ExistingRun, RunRequest, decide_submission
 from elastic_ring.runtime.driver.ray_session import cluster
+from elastic_ring.runtime.driver.submission import IDENTITY_SETTINGS, has_weights, read_record, refuse
+from elastic_ring.runtime.driver.task_checks import check_task, training_order
 from elastic_ring.runtime.groups import nccl
-from elastic_ring.runtime.identity import Identity, contents_of, described, identity_of
-from elastic_ring.runtime.run_folder import check_writable
+from elastic_ring.runtime.identity import Identity, contents_of, describe, identity_of
+from elastic_ring.runtime.run_storage import check_writable
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.task import description_of
-from elastic_ring.trainer import ElasticRingTrainer, check_task, training_order
+from elastic_ring.trainer import ElasticRingTrainer
 
 log = logging.getLogger(__name__)
 
@@ -185,8 +186,8 @@ class Zero3Trainer:
         """What a submission shares with the run that it goes on with. Raises ValueError for data that cannot be read.
         A Ray dataset is read once, by the workers: what it holds is not known."""
         task = self.task
-        step = {name: getattr(task.step, name) for name in ("seed", "global_batch", "context_tokens", "param_dtype")}
-        parts = {name: described(getattr(task, name)) for name in ("model", "loss", "initial")}
+        step = {name: getattr(task.step, name) for name in IDENTITY_SETTINGS}
+        parts = {name: describe(getattr(task, name)) for name in ("model", "loss", "initial")}
         return identity_of(task, step, parts, self._contents[0])
 
     def _config(self) -> dict[str, Any]:
@@ -211,19 +212,16 @@ class Zero3Trainer:
     def _finished(self) -> Result | None:
         """The result of an earlier submission that has all steps. Raises ValueError if its settings differ."""
         folder = self._run.driver_folder
-        recorded = read_json(folder / CONFIG_NAME)
-        if recorded is None:
+        record = read_record(folder)
+        if record is None:
             return None
-        if not isinstance(recorded.get("places", {}), dict) or not isinstance(recorded.get("identity", {}), dict):
-            raise RecordDamaged(f"{folder / CONFIG_NAME} is no record of a run's settings", path=str(folder))
-        attach.refuse_other_settings(
-            self._run, attach.differences(recorded, self._identity, self._config()), str(folder)
-        )
-        self._identity.tell_moved(self._run.name, recorded.get("places", {}))
+        request = RunRequest(self._run, self._identity, files=self._contents[1], can_extend=False)
+        refuse(decide_submission(ExistingRun(record), request))
+        self._identity.log_moved(self._run.name, record.identity.places)
         summary = summary_of(folder, self._identity.digest)
         if summary.get("steps", -1) < self.task.step.steps:
             return None
-        attach.refuse_without_weights(self._run)
+        refuse(decide_submission(ExistingRun(is_whole=True, has_weights=has_weights(self._run)), request))
         log.info("run %s is finished already; its summary is in %s", self._run.name, folder)
         return self._result(summary)
 

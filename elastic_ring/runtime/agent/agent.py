@@ -48,7 +48,7 @@ from elastic_ring.runtime.agent.notices import Notices
 from elastic_ring.runtime.agent.rpc import JsonConnection, dial, raise_open_files
 from elastic_ring.runtime.agent.stamp_dir import hold, keep_variables, remove_stale
 from elastic_ring.runtime.gpu.leases import FOLDER, bad_ones
-from elastic_ring.runtime.head import reconnect_s
+from elastic_ring.runtime.ray_head import reconnect_s
 
 log = logging.getLogger(__name__)
 

@@ -96,8 +96,8 @@ from elastic_ring.runtime.coordinator.startup import MOST_FAILED_STARTS, Startup
 from elastic_ring.runtime.coordinator.status_file import write_end
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, built_generation, clear, left_behind
-from elastic_ring.runtime.head import is_kept, warn_if_shorter
 from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart, Notice
+from elastic_ring.runtime.ray_head import is_kept, warn_if_shorter
 from elastic_ring.runtime.run_storage import Mirror
 from elastic_ring.runtime.terms import Terms, TermWatch
 from elastic_ring.runtime.worker.env_fingerprint import versions

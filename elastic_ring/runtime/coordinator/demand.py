@@ -16,8 +16,9 @@ from typing import Any
 from elastic_ring.config import ScalingConfig
 from elastic_ring.control.capacity.scaling import Ask, next_ask, outstanding, sizes
 from elastic_ring.control.state import Ended, Finishing, Idle, State
-from elastic_ring.runtime.autoscaler import RENEW_S
-from elastic_ring.runtime.driver.cluster import NodeInfo, autoscaler_of, num_room
+from elastic_ring.runtime.driver.cluster import NodeInfo
+from elastic_ring.runtime.driver.room import autoscaler_of, num_room
+from elastic_ring.runtime.ray_head import RENEW_S
 
 log = logging.getLogger(__name__)
 

@@ -9,25 +9,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-import torch
 from ray._private.state import state as gcs_state
 from ray.exceptions import RayError
 from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup, get_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from elastic_ring.config import RunConfig, ScalingConfig
-from elastic_ring.control.capacity.scaling import Ask, next_ask, sizes
+from elastic_ring.config import RunConfig, ScalingConfig, environment
 from elastic_ring.errors import PeerFailed
 from elastic_ring.runtime.agent.agent import AgentSpec, NodeAgent
-from elastic_ring.runtime.autoscaler import RENEW_S, Autoscaler
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.worker.actor import Worker
@@ -44,7 +41,6 @@ PLAIN = frozenset({*WORKER_ENVIRONMENT, "PYTHONPATH"})
 """Variables that are no secret. Ray itself joins PYTHONPATH with the job's working_dir."""
 NODE_LABEL = "ray.io/node-id"
 MARKET_LABEL, SPOT = "ray.io/market-type", "spot"
-LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -129,6 +125,16 @@ def worker_environment(
     ours = WORKER_ENVIRONMENT if device == "cuda" else {}
     theirs = {**inherited, **of_job}
     return {**{name: theirs.get(name, value) for name, value in ours.items()}, **asked}
+
+
+def worker_environment_of(run: RunConfig, device: str) -> dict[str, str]:
+    """The full environment of a run's workers. Warns of values that are not elastic_ring's own."""
+    of_job = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+    variables = worker_environment(device, run.env, environment(), of_job)
+    changed = [f"{name}={value}" for name, value in variables.items() if value != WORKER_ENVIRONMENT.get(name, value)]
+    if changed:
+        log.warning("workers get %s, not elastic_ring's own values", ", ".join(changed))
+    return variables
 
 
 class AgentAnswers:
@@ -314,123 +320,3 @@ def _groups(run: str) -> list[str]:
         for group_id, group in placement_group_table().items()
         if group["name"].startswith(prefix) and group["state"] != "REMOVED"
     )
-
-
-def room(scaling: ScalingConfig, run: str = "") -> int:
-    """Wait until the cluster can hold the mesh; with how many rings the run begins.
-
-    With `wait_for_resources_s` it asks the autoscaler for everything that the run `run` wants; `min_dp` rings suffice
-    when the time is over, or when the autoscaler refuses more. The coordinator renews the request.
-
-    Raises: ValueError after `wait_for_resources_s`, with what is there and what is missing.
-    """
-    deadline, here, num_here = time.monotonic() + scaling.wait_for_resources_s, "", 0
-    if scaling.device == "cuda":
-        here, num_here = ray.util.get_node_ip_address(), torch.cuda.device_count()
-    asker = _Asker(run, scaling) if scaling.wait_for_resources_s > 0 else None
-    while True:
-        nodes = live_nodes(scaling)
-        missing = without_gpus(scaling, nodes, here, num_here) or shortage(scaling, nodes, ray.cluster_resources())
-        if not missing:
-            return scaling.dp
-        is_late = time.monotonic() >= deadline
-        if asker is not None and (is_late or asker.refused(scaling.dp * scaling.cp)):
-            rings = num_room(nodes, scaling.dp * scaling.cp) // scaling.cp
-            if rings >= scaling.min_dp:
-                log.warning("%s; the run begins with %d of its dp=%d rings", missing, rings, scaling.dp)
-                return rings
-        if is_late:
-            if asker is not None:
-                asker.withdraw()
-            raise ValueError(f"{missing}, add nodes, or set wait_for_resources_s to wait for the autoscaler")
-        if asker is not None:
-            asker.step(num_room(nodes, scaling.most_rings * scaling.cp))
-        time.sleep(LOOK_S)
-
-
-class _Asker:
-    """A driver's requests to the autoscaler, until there is a coordinator."""
-
-    def __init__(self, run: str, scaling: ScalingConfig) -> None:
-        self._autoscaler = autoscaler_of(run, scaling)
-        self._wanted = sizes(scaling.min_dp, scaling.most_rings, scaling.cp, scaling.spares)
-        self._ask, self._sent_at = Ask(), 0.0
-
-    def refused(self, num_workers: int) -> bool:
-        """Whether the autoscaler is known to refuse so many."""
-        return self._ask.refused is not None and self._ask.refused <= num_workers
-
-    def step(self, num_here: int) -> None:
-        """One look; an autoscaler that does not answer is asked again at the next."""
-        try:
-            self._step(num_here)
-        except Exception as error:
-            log.warning("could not ask the autoscaler; tries again: %s", error)
-            self._ask, self._sent_at = Ask(), 0.0
-
-    def _step(self, num_here: int) -> None:
-        now, asked = time.monotonic(), self._ask.num_workers
-        is_refused = asked > 0 and self._autoscaler.is_refused(asked)
-        self._ask = next_ask(self._ask, self._wanted, num_here, is_refused, now)
-        if self._ask.num_workers != asked or now >= self._sent_at + RENEW_S:
-            if self._ask.num_workers != asked:
-                log.info("room for %d worker(s): asks the autoscaler for %d", num_here, self._ask.num_workers)
-            self._autoscaler.ask(self._ask.num_workers)
-            self._sent_at = now
-
-    def withdraw(self) -> None:
-        """A request that cannot be withdrawn expires."""
-        try:
-            self._autoscaler.ask(0)
-        except Exception as error:
-            log.warning("could not withdraw the request to the autoscaler; it expires: %s", error)
-
-
-def autoscaler_of(run: str, scaling: ScalingConfig) -> Autoscaler:
-    """Requests for the workers of a run. Members on GPUs need one each, although Ray gives it to no actor."""
-    ring = scaling.cp if scaling.device == "cuda" else 0
-    return Autoscaler(run, scaling.resources_per_worker, ring, scaling.most_rings)
-
-
-def num_room(nodes: Iterable[NodeInfo], num_members: int) -> int:
-    """For how many workers the nodes that stay have room, standbys among them once `num_members` have GPUs."""
-    staying = [node for node in nodes if not node.draining]
-    slots, able = sum(node.num_slots for node in staying), sum(node.num_members for node in staying)
-    return slots if able >= num_members else min(slots, able)
-
-
-def without_gpus(scaling: ScalingConfig, nodes: Sequence[NodeInfo], here: str, num_here: int) -> str:
-    """An error text if the run needs GPUs and this machine (`here`) is the whole cluster and has none; else empty.
-
-    On other machines Ray may simply not know of the GPUs, so nothing is concluded about them.
-    """
-    alone = all(node.address == here for node in nodes)
-    if scaling.device == "cuda" and alone and num_here == 0 and not any(node.num_gpus for node in nodes):
-        return (
-            "device='cuda': this machine, which is the whole cluster, has no GPU that torch can use. Train on CPUs "
-            "(device='cpu', --preset laptop), join a cluster that has some (RAY_ADDRESS)"
-        )
-    return ""
-
-
-def shortage(scaling: ScalingConfig, nodes: Sequence[NodeInfo], resources: Mapping[str, float]) -> str:
-    """An error text that says what the mesh lacks and which setting to lower; empty if there is enough.
-
-    `resources`: the cluster's totals.
-    """
-    wanted, need = scaling.mesh.size, dict(scaling.resources_per_worker)
-    staying = [node for node in nodes if not node.draining]
-    slots, members = sum(node.num_slots for node in staying), sum(node.num_members for node in staying)
-    if slots < wanted:
-        there = ", ".join(f"{name}: {resources.get(name, 0.0):g}" for name in need)
-        return (
-            f"mesh {scaling.mesh} needs {wanted} workers with {need} each; the cluster has {there} on "
-            f"{len(nodes)} node(s), room for {slots}: {wanted - slots} missing. Lower dp or cp or resources_per_worker"
-        )
-    if members < wanted:
-        return (
-            f"mesh {scaling.mesh} needs {wanted} GPUs, one for each member; the cluster has GPU: "
-            f"{resources.get('GPU', 0.0):g} on {len(nodes)} node(s), room for {members} member(s): "
-            f"{wanted - members} missing. Lower dp or cp"
-        )
-    return ""

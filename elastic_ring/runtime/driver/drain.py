@@ -10,18 +10,16 @@ import time
 
 import ray
 from ray._private.state import state as gcs_state
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
 
 from elastic_ring.errors import RunFailed
-from elastic_ring.runtime.autoscaler import ON_HEAD
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
+from elastic_ring.runtime.ray_head import ON_HEAD, cluster_status, gcs_client
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-STATUS_S = 10.0
 KEPT = ("coordinator", "agent:")
 """Actors of a run that a node may keep: they hold no state of the training."""
 
@@ -49,9 +47,9 @@ def drain(node: str | None, deadline_s: float) -> list[str]:
 def _check_node(node: str) -> None:
     """Ray accepts any id. It ends a drained node once nothing runs there that counts, and coordinators do not count."""
     nodes = ray.nodes()
-    if node not in {one["NodeID"] for one in nodes}:
+    if node not in {listed["NodeID"] for listed in nodes}:
         raise ValueError(f"node-id={node!r}: Ray lists no such node; `ray list nodes` has the ids")
-    heads = [one["NodeID"] for one in nodes if one["Alive"] and ON_HEAD.keys() <= one["Resources"].keys()]
+    heads = [listed["NodeID"] for listed in nodes if listed["Alive"] and ON_HEAD.keys() <= listed["Resources"].keys()]
     if node in heads:
         raise ValueError(
             f"node {node} is the cluster's head: Ray would end it once its workers have left, and the coordinator of "
@@ -62,7 +60,7 @@ def _check_node(node: str) -> None:
 
 def give_notice(node: str, deadline_s: float, why: str = "elastic-ring drain") -> None:
     """Tell Ray that a node goes `deadline_s` from now. Raises: RunFailed when Ray refuses."""
-    accepted, why_not = _gcs().drain_node(
+    accepted, why_not = gcs_client().drain_node(
         node,
         autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
         why,
@@ -80,7 +78,7 @@ def leave_node(node: str) -> None:
     if node not in brought_nodes():
         log.info("node %s: the run has left it; it stays in the cluster, since no autoscaler started it", node)
         return
-    accepted, why_not = _gcs().drain_node(
+    accepted, why_not = gcs_client().drain_node(
         node, autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "left by an elastic_ring run", 0
     )
     log.info("node %s: left%s", node, "" if accepted else f", and Ray does not drain it: {why_not}")
@@ -88,13 +86,7 @@ def leave_node(node: str) -> None:
 
 def brought_nodes() -> set[str]:
     """Ids of the nodes that an autoscaler has brought."""
-    reply = autoscaler_pb2.GetClusterStatusReply()
-    reply.ParseFromString(_gcs().get_cluster_status(timeout_s=STATUS_S))
-    return {node.node_id.hex() for node in reply.cluster_resource_state.node_states if node.instance_id}
-
-
-def _gcs() -> GcsClient:
-    return GcsClient(address=ray.get_runtime_context().gcs_address)
+    return {node.node_id.hex() for node in cluster_status().cluster_resource_state.node_states if node.instance_id}
 
 
 def workers_on(node: str) -> list[str]:

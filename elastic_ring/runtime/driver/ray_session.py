@@ -9,23 +9,28 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import ray
 
 from elastic_ring.config import ScalingConfig, environment
 from elastic_ring.errors import RunFailed
+from elastic_ring.gpus import GPUS, gpu_type
 from elastic_ring.runtime.agent.memory_guard import RAY_THRESHOLD_VARIABLE
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.access import NAMESPACE
-from elastic_ring.runtime.head import RECONNECT, RECONNECT_S
+from elastic_ring.runtime.ray_head import RECONNECT, RECONNECT_S
 
 log = logging.getLogger(__name__)
 
 LONGEST_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+CONNECT_S = 2.0
+ACCELERATOR = "accelerator_type:"
+"""How Ray's resources name a node's type of GPU."""
 OUTLAST_S = 10.0  # Ray ends a process without a word, so the driver must give up first
 
 
@@ -72,6 +77,32 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
 def is_local() -> bool:
     """Whether `cluster` starts a Ray of its own."""
     return (environment().get("RAY_ADDRESS") or access.local_head() or "local") == "local"
+
+
+def is_listening(gcs_address: str) -> bool:
+    """Whether a process listens at the address of the cluster's head."""
+    host, _, port = gcs_address.rpartition(":")
+    with suppress(OSError):
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        return True
+    return False
+
+
+def gpu_of_run(scaling: ScalingConfig) -> str | None:
+    """The smallest type among the GPUs of Ray's nodes, or of those that the workers ask for; None where one of them has
+    no forecast, or where no node has a GPU yet. Logs which."""
+    if scaling.device != "cuda":
+        return None
+    names = {name for name in scaling.resources_per_worker if name.startswith(ACCELERATOR)}
+    if not names:
+        resources = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) > 0]
+        names = {name for node in resources for name in node if name.startswith(ACCELERATOR)}
+    types = {name: gpu_type(name) for name in sorted(names)}
+    if not types or None in types.values():
+        unknown = ", ".join(name.removeprefix(ACCELERATOR) for name, kind in types.items() if kind is None)
+        log.info("%s: set step.sequences_per_pass for more than one", unknown or "no GPU has joined the cluster yet")
+        return None
+    return min((kind for kind in types.values() if kind), key=lambda kind: GPUS[kind].gib)
 
 
 def _start_local(num_cpus: int) -> None:

@@ -19,7 +19,7 @@ import pytest
 import ray
 
 from benchmarks.harness.runs import actor_pids
-from elastic_ring import Callback, CheckpointConfig, EarlyStopping, Result
+from elastic_ring import Callback, CheckpointConfig, EarlyStopping
 from elastic_ring.data.sampling.validation import ValidationSet, measured
 from elastic_ring.data.source import TextFiles, open_source
 from elastic_ring.errors import RunFailed, StorageFailed
@@ -32,6 +32,7 @@ from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.coordinator.startup import MOST_FAILED_STARTS
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
+from elastic_ring.runtime.driver.submission import Submission
 from tests.ray.conftest import ALONE, Heard, check_records, fault_free, tiny_trainer, wait_for
 
 
@@ -83,13 +84,13 @@ def test_a_submission_that_overlaps_the_end_of_its_run_takes_the_result_and_move
 ) -> None:
     first = tiny_trainer(tmp_path, "overlap", steps=2, **ALONE).fit()
     late, known = tiny_trainer(tmp_path, "overlap", steps=2, **ALONE), []
-    look = late._finished
+    look = Submission.finished_summary
 
-    def not_yet_at_the_first_look() -> Result | None:
-        known.append(look())
+    def not_yet_at_the_first_look(submission: Submission) -> dict[str, Any] | None:
+        known.append(look(submission))
         return known[-1] if len(known) > 1 else None
 
-    monkeypatch.setattr(late, "_finished", not_yet_at_the_first_look)
+    monkeypatch.setattr(Submission, "finished_summary", not_yet_at_the_first_look)
     assert late.fit().summary == first.summary
     assert list(first.path.glob("attempt-*")) == []
 

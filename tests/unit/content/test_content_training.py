@@ -228,7 +228,7 @@ def test_a_worker_killed_while_blocks_are_chosen_is_replaced_and_no_bit_is_lost(
 def test_the_pattern_is_part_of_what_a_run_is() -> None:
     def digest(pattern: str | None) -> str:
         task = make_task()
-        return ElasticRingTrainer(task.model, task.data, step_config=task.step, pattern=pattern)._digest
+        return ElasticRingTrainer(task.model, task.data, step_config=task.step, pattern=pattern).submission().digest
 
     assert digest("topk:2,unit=3") == digest("topk:blocks=2,causal=1,unit=3")
     texts = (None, "topk:2,unit=3", "topk:2,causal=0,unit=3", "topk:2,unit=3+window:2")

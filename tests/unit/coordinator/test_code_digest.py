@@ -22,6 +22,7 @@ from elastic_ring.model.config import preset
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.code_digest import changed_parts, code_digest
+from elastic_ring.runtime.driver.submission import Submission
 
 HELPER = """
 BLOCKS = (2, 3)
@@ -268,35 +269,73 @@ def test_submodules_are_followed_and_other_modules_names_are_not(
 def test_bytecode_of_two_pythons_is_not_compared() -> None:
     assert changed_parts({"loss": "py3.11:a"}, {"loss": "py3.12:b"}) == []
     assert changed_parts({"loss": "py3.12:a"}, {"loss": "py3.12:b"}) == ["loss"]
+    assert changed_parts({"loss": "a", "model": "b"}, {"loss": "a"}) == ["model"]
 
 
-def trainer(folder: Path, factor: float, **run: Any) -> ElasticRingTrainer:
+def submission(folder: Path, factor: float, **run: Any) -> Submission:
     def loss(model: Any, batch: Any) -> Any:
         return factor * model(batch)
 
     (folder / "text.txt").write_text("some words " * 90)
-    return ElasticRingTrainer(
+    trainer = ElasticRingTrainer(
         partial(Transformer, preset("laptop")),
         TextFiles(64, (str(folder / "text.txt"),)),
         loss=loss,
         step_config=StepConfig(steps=2, context_tokens=64),
         run_config=RunConfig("edited", run_dir=str(folder / "run"), **run),
     )
+    return trainer.submission().with_code()
 
 
 def test_a_run_of_the_same_name_with_other_code_is_refused_with_three_ways_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer(tmp_path, 1.0)._write_config()
-    assert trainer(tmp_path, 1.0)._finished() is None
+    submission(tmp_path, 1.0).write_record()
+    assert submission(tmp_path, 1.0).finished_summary() is None
     with pytest.raises(ValueError, match=r"other code of loss.*another name; .*--run\.code-changed.* remove"):
-        trainer(tmp_path, 2.0)._finished()
-    assert trainer(tmp_path, 2.0, resume="never")._finished() is None, "who begins anew may have any code"
+        submission(tmp_path, 2.0).finished_summary()
+    assert submission(tmp_path, 2.0, resume="never").finished_summary() is None, "a new beginning may have any code"
     assert not caplog.messages
     with caplog.at_level(logging.WARNING):
-        accepted = trainer(tmp_path, 2.0, code_changed=True)
-        assert accepted._finished() is None
+        accepted = submission(tmp_path, 2.0, code_changed=True)
+        assert accepted.finished_summary() is None
     assert "the code of loss has changed; it goes on with the new code" in caplog.text
-    accepted._write_config()
-    assert trainer(tmp_path, 2.0)._finished() is None, "and then remembers that"
-    assert changed_parts({"loss": "a", "model": "b"}, {"loss": "a"}) == ["model"]
+    accepted.write_record()
+    assert submission(tmp_path, 2.0).finished_summary() is None, "and then remembers that"
+
+
+SCRIPT = """
+import sys
+from helper import scaled
+from elastic_ring.runtime.code_digest import code_digest
+
+STEPS = 100
+
+class Net:
+    def forward(self, x):
+        return scaled(x)
+
+def loss(model, batch):
+    return model.forward(batch) * 2
+
+def unused():
+    return 1
+
+print(code_digest(Net), code_digest(loss), code_digest(lambda model, batch: loss(model, batch)), STEPS + unused())
+"""
+
+
+def test_a_script_may_change_its_comments_its_unused_code_and_its_steps_and_not_what_trains(tmp_path: Path) -> None:
+    def digests(old: str = "", new: str = "") -> list[str]:
+        (tmp_path / "helper.py").write_text(HELPER.replace(old, new) if old else HELPER)
+        (tmp_path / "script.py").write_text(SCRIPT.replace(old, new) if old else SCRIPT)
+        env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, str(tmp_path / "script.py")]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split()[:3]
+
+    before = digests()
+    assert len(set(before)) == 3
+    for old, new in (("STEPS = 100", "STEPS = 200"), ("return 1\n", "return 2\n"), ("import sys", "import sys  # new")):
+        assert digests(old, new) == before
+    for old, new, num_same in (("value * by", "value - by", 2), ("(batch) * 2", "(batch) * 3", 1)):
+        assert sum(digest in before for digest in digests(old, new)) == num_same

@@ -40,7 +40,8 @@ from elastic_ring.runtime.agent.messages import Said
 from elastic_ring.runtime.coordinator.resume import find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.coordinator.startup import Startup, open_run
-from elastic_ring.runtime.run_folder import check_writable
+from elastic_ring.runtime.driver.follow import Follower
+from elastic_ring.runtime.run_storage import check_writable
 from elastic_ring.runtime.terms import Terms
 from elastic_ring.state.checkpoints.checkpoint import Reader, committed
 from elastic_ring.state.checkpoints.manifest import read_manifest
@@ -99,7 +100,9 @@ def trainer_of(folder: Path, name: str = "damaged", seed: int = 0, steps: int = 
 
 def spec_of(trainer: ElasticRingTrainer, attempt: str, **more: Any) -> RunSpec:
     run = trainer.run_config
-    return RunSpec(run, trainer.scaling_config, trainer.task, attempt, "", 50.0, "", trainer.identity, **more)
+    return RunSpec(
+        run, trainer.scaling_config, trainer.task, attempt, "", 50.0, "", trainer.submission().identity, **more
+    )
 
 
 def step_of(step: int, seed: int) -> StepMetrics:
@@ -110,7 +113,7 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
     """A run's folder after four steps of a submission, with checkpoints of two and four."""
     trainer = trainer_of(folder, name, seed)
     spec = spec_of(trainer, "first")
-    identity = trainer.identity.digest
+    identity = trainer.submission().identity.digest
     open_run(spec, Terms(spec.run), is_restart=False, others=list, clear=list)
     with Journal(folder / "journal.jsonl") as journal:
         journal.append(term_note(1, 0))
@@ -125,12 +128,12 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
     run = Run(
         folder,
         trainer.run_config.checkpoint_config,
-        facts={"identity": identity, "run": {"name": name, "settings": trainer.identity.what}},
+        facts={"identity": identity, "run": {"name": name, "settings": trainer.submission().identity.what}},
     )
     run.commit(2)
     run.commit(4)
     assert run.keeper.close(60.0)
-    trainer._write_config()
+    trainer.submission().write_record()
     write_json(folder / "status.json", {"run": name, "ended": True, "updated_unix_s": 1.0, "step": 4, "end": {}})
     summary = Summary(
         steps=4,
@@ -147,7 +150,7 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
     write_json(folder / "summary.json", summary.to_json())
     (folder / "loss.png").write_bytes(b"\x89PNG and more")
     (folder / "weights.safetensors").write_bytes(b"what the summary tells of")
-    with trainer._telling() as telling:
+    with Follower(trainer.submission(), trainer.callbacks).telling() as telling:
         telling.tell()
     return folder
 
@@ -198,22 +201,22 @@ def submitted(folder: Path, steps: int, caplog: pytest.LogCaptureFixture) -> Dec
     """As `ElasticRingTrainer.fit`, its coordinator, and the keeper of its checkpoints."""
     caplog.clear()
     trainer = trainer_of(folder, steps=steps)
-    if trainer._finished() is not None:
+    if trainer.submission().finished_summary() is not None:
         return Decided(is_finished=True)
     check_writable(folder)
-    resume = trainer._resume()
+    resume = trainer.submission().find_resume()
     told = list(resume.damaged.values())
     spec = spec_of(trainer, "second", resume=resume)
     startup = open_run(spec, Terms(spec.run), is_restart=False, others=list, clear=list)
-    facts = {"identity": trainer.identity.digest, "run": {"settings": trainer.identity.what}}
+    facts = {"identity": trainer.submission().identity.digest, "run": {"settings": trainer.submission().identity.what}}
     run = Run(folder, trainer.run_config.checkpoint_config, resume, startup.term, facts=facts)
     checkpoint, told_later = restored(run, folder)
     assert run.keeper.close(60.0)
-    trainer._write_config()
+    trainer.submission().write_record()
     with MetricsLog(folder).open(facts["identity"]) as log:
         log.begin_at(checkpoint)
         assert all(line["loss"] == 2.0 for line in read_metrics(folder)), "none of another run's"
-    with trainer._telling() as telling:
+    with Follower(trainer.submission(), trainer.callbacks).telling() as telling:
         telling.tell()
     told += [*startup.told, *told_later, *(record.getMessage() for record in caplog.records)]
     return Decided(step=checkpoint, told=told, startup=startup)
@@ -380,8 +383,8 @@ def test_what_was_set_aside_stays_though_the_step_gets_a_new_checkpoint_that_goe
     (shard,) = folder.glob(f"{STEP_4}/attempt-*/shard-00000-part-00000.safetensors")
     flip(shard, shard)
     trainer = trainer_of(folder)
-    identity = trainer.identity.digest
-    resume = find_resume(trainer.run_config, trainer.identity)
+    identity = trainer.submission().identity.digest
+    resume = find_resume(trainer.run_config, trainer.submission().identity)
     run = Run(folder, CheckpointConfig(every_steps=1, keep_last=1), resume, 2, facts={"identity": identity, "run": {}})
     run.keeper.damaged(STEP_4, "another digest")
     assert "does not verify and is set aside: " in run.next(Said).text

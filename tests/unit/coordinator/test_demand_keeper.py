@@ -9,7 +9,7 @@ import pytest
 from elastic_ring.config import ScalingConfig
 from elastic_ring.runtime.coordinator import demand
 from elastic_ring.runtime.coordinator.demand import DemandKeeper, Wish
-from elastic_ring.runtime.driver.cluster import autoscaler_of
+from elastic_ring.runtime.driver.room import autoscaler_of
 
 
 class Granting:

@@ -25,7 +25,7 @@ from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.run_spec import Clock
 from elastic_ring.runtime.coordinator.status_file import write_end
 from elastic_ring.runtime.coordinator.storage_wait import StorageWait
-from elastic_ring.runtime.run_folder import check_writable
+from elastic_ring.runtime.run_storage import check_writable
 from elastic_ring.state.storage import backend
 from elastic_ring.state.storage.folder import Storage
 from tests.sim.simulator.options import simulated

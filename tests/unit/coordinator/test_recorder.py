@@ -20,7 +20,7 @@ from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.monitor.report import render_status
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.status_file import write_end
-from elastic_ring.runtime.driver.attach import end_on_record, refuse_if_written_to
+from elastic_ring.runtime.driver.attach import end_on_record, other_writer
 from elastic_ring.runtime.notices import Compiled, NotRepeatable, StepRecord
 from elastic_ring.train.guards import remark_on
 from elastic_ring.train.vote import Outcome, Tally
@@ -217,7 +217,7 @@ def test_a_status_that_a_power_cut_left_unreadable_is_none_and_the_run_goes_on(t
     run = RunConfig("records", run_dir=str(tmp_path))
     (tmp_path / "status.json").write_text(left)
     assert end_on_record(run, "a") is None
-    refuse_if_written_to(run)
+    assert other_writer(run) is None
     (tmp_path / "journal.jsonl").touch()
     assert "state unknown, its status.json is missing or cannot be read" in render_status(tmp_path)
     RunRecorder(run, lambda note: None, lambda: 100.0).open(Begin())

@@ -15,7 +15,7 @@ from elastic_ring.control.decisions.terms import LONGEST_TURN_S, TermClaim, Unan
 from elastic_ring.errors import CoordinatorLost, RunFailed, StaleMessage, StorageFailed, TermLost
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.runtime import run_storage
-from elastic_ring.runtime.driver.absence import Absence
+from elastic_ring.runtime.driver.follow import CoordinatorLink
 from elastic_ring.runtime.terms import TermGuard, Terms, TermWatch
 from tests.unit.coordinator.test_startup import begun, opened, run_spec
 
@@ -80,11 +80,11 @@ def test_a_submission_whose_first_coordinator_died_before_its_claim_is_not_lost_
     opened(run_spec(tmp_path, "before"))
     run = of(tmp_path)
     with pytest.raises(CoordinatorLost, match="Submit the same command again"):
-        Absence(run, "127.0.0.1:1", "a").gone(RuntimeError("it died"))
+        CoordinatorLink(run, "127.0.0.1:1", "a").raise_gone(RuntimeError("it died"))
     assert opened(run_spec(tmp_path, "a"), is_restart=True).claim.attempt == "a"
     Terms(run).claim("later")
     with pytest.raises(TermLost, match="has claimed term 3"):
-        Absence(run, "127.0.0.1:1", "a").gone(RuntimeError("it died"))
+        CoordinatorLink(run, "127.0.0.1:1", "a").raise_gone(RuntimeError("it died"))
 
 
 def test_a_coordinator_that_is_refused_once_it_has_claimed_voids_its_claim(

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from elastic_ring import RunConfig, StepConfig, trainer
+from elastic_ring import RunConfig, StepConfig
 from elastic_ring.data.packing import END_OF_DOCUMENT
 from elastic_ring.data.preparation import prepare
 from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.source import StdlibText
+from elastic_ring.runtime.driver import submission
 from elastic_ring.trainer import ElasticRingTrainer
 from tests.unit.data.corpora import texts
 
@@ -82,7 +83,7 @@ def test_a_large_dataset_is_prepared_in_the_ray_of_a_training(tmp_path: Path, mo
         raise InterruptedError("asked for")
 
     monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
-    monkeypatch.setattr(trainer, "cluster", session)
+    monkeypatch.setattr(submission, "cluster", session)
     run, step = RunConfig("large", run_dir=str(tmp_path / "large")), StepConfig(context_tokens=8)
     made = ElasticRingTrainer(dict, dataset(texts(40)), step_config=step, run_config=run)  # type: ignore[arg-type]
     with pytest.raises(InterruptedError, match="asked for"):

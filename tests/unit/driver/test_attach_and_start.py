@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from elastic_ring import ElasticRingTrainer
-from elastic_ring import trainer as trainer_module
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.data.prepared import Later, PreparedTokens
@@ -23,6 +22,7 @@ from elastic_ring.monitor.journal import journal_bytes
 from elastic_ring.monitor.metrics import STATUS_NAME, SUMMARY_NAME, write_json
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
+from elastic_ring.runtime.driver import follow
 from elastic_ring.runtime.driver.attach import end_on_record
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
@@ -56,12 +56,13 @@ def test_a_crash_loop_and_a_mistake_of_the_users_name_the_batch_by_the_manifest_
 ) -> None:
     trainer, version = grown_run(tmp_path)
     data: Any = trainer.task.data
+    result_of = follow.Follower(trainer.submission(), ()).result
     order = order_of(replace(data, later=(Later(*asdict(version).values()),)).open(), 0, 6)
     corpus = json.dumps([asdict(version)])
     for step, of in ((4, str(data)), (6, f"{version.uri} (which holds from step 5 on)")):
         facts = {"step": str(step), "corpus": corpus}
         with pytest.raises(CrashLoop) as caught:
-            trainer._result({"error": "CrashLoop", "message": "3 times", "facts": facts})
+            result_of({"error": "CrashLoop", "message": "3 times", "facts": facts})
         ids = order.sample_ids(step)
         named = ", ".join(map(str, ids))
         assert caught.value.facts == {"step": str(step), "samples": ids}
@@ -69,18 +70,18 @@ def test_a_crash_loop_and_a_mistake_of_the_users_name_the_batch_by_the_manifest_
     assert max(ids) >= data.open().num_sequences, "else the first manifest would name them as well"
     mistake = {"error": "UserCodeFailed", "message": "Traceback", "facts": {"step": "6", "corpus": corpus}}
     with pytest.raises(UserCodeFailed, match=f"^Traceback\nThe batch of that step is sequences {named} of "):
-        trainer._result(mistake)
+        result_of(mistake)
     Path(version.uri).unlink()
     loop = {"error": "CrashLoop", "message": "3 times"}
     with pytest.raises(CrashLoop, match=r"The batch of that step cannot be named: .*manifest\.json: cannot be read"):
-        trainer._result({**loop, "facts": {"step": "6", "corpus": corpus}})
+        result_of({**loop, "facts": {"step": "6", "corpus": corpus}})
 
     def away(task: Any) -> Any:
         raise StorageFailed("the store is away")
 
-    monkeypatch.setattr(trainer_module, "training_order", away)
+    monkeypatch.setattr(follow, "training_order", away)
     with pytest.raises(CrashLoop, match="The batch of that step cannot be named: the store is away"):
-        trainer._result({**loop, "facts": {"step": "6", "corpus": corpus}})
+        result_of({**loop, "facts": {"step": "6", "corpus": corpus}})
 
 
 def test_a_submission_whose_later_manifest_is_gone_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -88,13 +89,13 @@ def test_a_submission_whose_later_manifest_is_gone_is_refused_before_anything_st
     begin = {"note": "begin", "lineage": 0, "corpus": [asdict(version)], "num_steps": 6}
     trainer.run_config.folder.mkdir()
     (trainer.run_config.folder / "journal.jsonl").write_bytes(journal_bytes([begin]))
-    found = trainer._resume()
+    found = trainer.submission().find_resume()
     assert (found.corpus, found.num_steps) == ((version,), 6)
     Path(version.uri).unlink()
     with pytest.raises(ValueError, match=r"manifest\.json: cannot be read"):
-        trainer._resume()
+        trainer.submission().find_resume()
     (trainer.run_config.folder / "journal.jsonl").write_text("?\n{}\n")
-    assert "journal.jsonl is damaged: which sequences" in trainer._resume().damaged["journal.jsonl"]
+    assert "journal.jsonl is damaged: which sequences" in trainer.submission().find_resume().damaged["journal.jsonl"]
 
 
 class Refusing:

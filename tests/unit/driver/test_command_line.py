@@ -198,7 +198,7 @@ def ended(run: Path, steps: int = 40, min_lr: float | None = None, **settings: A
     trainer = ElasticRingTrainer(
         task.model, task.data, step_config=task.step, optim_config=optim, run_config=asked.run, **settings
     )
-    trainer._write_config()
+    trainer.submission().write_record()
     write_json(run / "summary.json", {"steps": steps})
     save_file(dict(trainer.task.model().state_dict()), run / "weights.safetensors", metadata={"sha256": ""})
     return optim
@@ -224,7 +224,7 @@ def test_weights_of_another_run_go_on_at_its_rate_unless_that_is_none(
     lower = train.build(parse([*second, str(tmp_path / "a"), "--optim.min-lr", "1e-4"]))
     assert rates(lower.task.optim) == (at_end, 1e-4, 3), "above the default rate, and below the run's"
     assert f"(the rate of step 40 of {tmp_path / 'a'}; --optim.peak-lr sets another)" in caplog.text
-    trainer._write_config()
+    trainer.submission().write_record()
     ended(tmp_path / "a", min_lr=0.0)
     again = train.build(parse([*second, str(tmp_path / "a")]))
     assert again.task.optim == trainer.task.optim, "its own record wins over what the other run says now"
@@ -286,7 +286,7 @@ def test_the_resolved_settings_are_written_as_a_file_that_gives_them_again(tmp_p
         "held": (1.0, None),
     }
     assert trainer.task.num_held_out == asked.step.num_val_sequences
-    trainer._write_config()
+    trainer.submission().write_record()
     written = (tmp_path / "config.toml").read_text()
     assert "secret" not in written
     again = parse(["--config", str(tmp_path / "config.toml")])
@@ -391,8 +391,8 @@ def test_a_run_on_record_keeps_the_sequences_of_its_pass(tmp_path: Path, caplog:
     def number(*more: str) -> int:
         trainer = train.build(parse([*words, *more]))
         trainer.choose_pass(None)
-        trainer._write_config()
-        assert trainer.task.step.micro_batch == trainer._config()["step"]["sequences_per_pass"]
+        trainer.submission().write_record()
+        assert trainer.task.step.micro_batch == trainer.submission().settings_record()["step"]["sequences_per_pass"]
         return trainer.task.step.micro_batch
 
     assert number() == 8

@@ -7,9 +7,8 @@ import socket
 
 import pytest
 
-from elastic_ring.runtime.driver.absence import is_listening
-from elastic_ring.runtime.driver.ray_session import OUTLAST_S, outlast_head
-from elastic_ring.runtime.head import RECONNECT, is_kept, reconnect_s, warn_if_shorter
+from elastic_ring.runtime.driver.ray_session import OUTLAST_S, is_listening, outlast_head
+from elastic_ring.runtime.ray_head import RECONNECT, is_kept, reconnect_s, warn_if_shorter
 
 
 def test_ray_keeps_a_driver_for_longer_than_it_waits_itself_unless_the_user_says_otherwise(

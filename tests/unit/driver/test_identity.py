@@ -25,7 +25,8 @@ from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import write_json
-from elastic_ring.runtime.driver.attach import _holds
+from elastic_ring.runtime.driver.attach import has_records_of
+from elastic_ring.runtime.driver.submission import Submission
 from elastic_ring.runtime.identity import (
     VERSION,
     Identity,
@@ -61,10 +62,12 @@ def prepared_tokens(folder: Path) -> SourceConfig:
 SOURCES = [text_files, token_shards, prepared_tokens]
 
 
-def trainer(data: SourceConfig, folder: Path) -> ElasticRingTrainer:
+def submission(data: SourceConfig, folder: Path) -> Submission:
     step = StepConfig(steps=2, context_tokens=CONTEXT)
     run = RunConfig("moved", run_dir=str(folder))
-    return ElasticRingTrainer(partial(Transformer, preset("laptop")), data, step_config=step, run_config=run)
+    return ElasticRingTrainer(
+        partial(Transformer, preset("laptop")), data, step_config=step, run_config=run
+    ).submission()
 
 
 def elsewhere(data: Any, old: Path, new: Path) -> Any:
@@ -82,15 +85,15 @@ def test_a_copy_elsewhere_is_the_same_run_and_is_told_and_other_contents_are_ref
     caplog.set_level(logging.INFO)
     a, b, run = tmp_path / "a", tmp_path / "b", tmp_path / "run"
     data = source(a)
-    first = trainer(data, run)
-    first._write_config()
+    first = submission(data, run)
+    first.write_record()
     run = run.rename(tmp_path / "moved run")
     shutil.copytree(a, b)
-    second = trainer(elsewhere(data, a, b), run)
-    assert second._finished() is None
-    assert (second.identity.what, second._digest) == (first.identity.what, first._digest)
+    second = submission(elsewhere(data, a, b), run)
+    assert second.finished_summary() is None
+    assert (second.identity.what, second.digest) == (first.identity.what, first.digest)
     assert not any(str(tmp_path) in text for text in second.identity.what.values())
-    second._tell_moved(second._resume().places)
+    second._log_moved(second.find_resume().places)
     assert f"data was at {a}"[:50] in caplog.messages[-1]
     assert str(b)[:30] in caplog.messages[-1]
     assert "; run was at " in caplog.messages[-1]
@@ -105,7 +108,7 @@ def test_a_copy_elsewhere_is_the_same_run_and_is_told_and_other_contents_are_ref
         (other / "one.parquet").unlink()
     named = {text_files: r"one\.txt", token_shards: r"one\.parquet", prepared_tokens: r"000-"}[source]
     with pytest.raises(ValueError, match=rf"with other settings .*, in files of the data: .*{named}.*; data: \w+ \w+"):
-        trainer(changed[source], run)._finished()
+        submission(changed[source], run).finished_summary()
 
 
 def test_validation_sets_count_by_their_contents_wherever_they_lie(tmp_path: Path) -> None:
@@ -117,7 +120,7 @@ def test_validation_sets_count_by_their_contents_wherever_they_lie(tmp_path: Pat
         step = StepConfig(steps=2, context_tokens=CONTEXT, val_every_steps=1)
         run = RunConfig("sets", run_dir=str(tmp_path / "run"))
         model = partial(Transformer, preset("laptop"))
-        return ElasticRingTrainer(model, data, step_config=step, run_config=run, validation=sets)._digest
+        return ElasticRingTrainer(model, data, step_config=step, run_config=run, validation=sets).submission().digest
 
     assert of("a") == of("b") != of("a", 2.0)
     (tmp_path / "b" / "one.txt").write_text("other words " * 50)
@@ -132,25 +135,25 @@ def test_a_working_directory_is_no_part_of_it(tmp_path: Path, monkeypatch: pytes
     found = []
     for name in ("a", "b"):
         monkeypatch.chdir(tmp_path / name)
-        found.append(trainer(TextFiles(CONTEXT, ("one.txt",)), tmp_path / "run").identity)
+        found.append(submission(TextFiles(CONTEXT, ("one.txt",)), tmp_path / "run").identity)
     assert found[0].what == found[1].what
 
 
 def test_a_finished_run_needs_its_data_no_more(tmp_path: Path) -> None:
     data = text_files(tmp_path / "a")
-    trainer(data, tmp_path / "run")._write_config()
+    submission(data, tmp_path / "run").write_record()
     write_json(tmp_path / "run" / "summary.json", {"steps": 2})
     (tmp_path / "run" / "weights.safetensors").touch()
     shutil.rmtree(tmp_path / "a")
-    assert trainer(data, tmp_path / "run")._finished() is not None
+    assert submission(data, tmp_path / "run").finished_summary() is not None
     with pytest.raises(ValueError, match="no such file"):
-        trainer(replace(data, align_tokens=2), tmp_path / "run")._finished()
+        submission(replace(data, align_tokens=2), tmp_path / "run").finished_summary()
     with pytest.raises(ValueError, match="no such file"):
-        trainer(elsewhere(data, tmp_path / "a", tmp_path / "b"), tmp_path / "run")._finished()
+        submission(elsewhere(data, tmp_path / "a", tmp_path / "b"), tmp_path / "run").finished_summary()
 
 
 def test_what_differs_is_named_and_another_version_of_identities_is_no_match(tmp_path: Path) -> None:
-    own = trainer(text_files(tmp_path / "a"), tmp_path / "run").identity
+    own = submission(text_files(tmp_path / "a"), tmp_path / "run").identity
     assert own.differences(own.what) == []
     told = own.differences({**own.what, "step.seed": "3", "pattern": "w" * 100})
     assert told == [f"pattern: {'w' * 60}... there,  here", "step.seed: 3 there, 0 here"]
@@ -184,12 +187,12 @@ def test_later_manifests_are_looked_for_beside_the_first_one() -> None:
 def test_a_running_run_is_known_by_its_records_where_its_folder_has_another_path(tmp_path: Path) -> None:
     run = RunConfig("here", run_dir=str(tmp_path / "link"))
     (tmp_path / "folder").mkdir()
-    assert not _holds(run, "a1")
+    assert not has_records_of(run, "a1")
     os.symlink(tmp_path / "folder", tmp_path / "link")
     with Journal(tmp_path / "folder" / "journal.jsonl") as journal:
         journal.append({"note": "begin", "attempt": "a1"})
-    assert _holds(run, "a1")
-    assert not _holds(run, "a2")
+    assert has_records_of(run, "a1")
+    assert not has_records_of(run, "a2")
 
 
 def test_a_source_of_the_users_own_is_known_by_its_fingerprint(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,19 +10,15 @@ from pathlib import Path
 import pytest
 
 from elastic_ring import ElasticRingTrainer, RunConfig
-from elastic_ring.config import ScalingConfig
+from elastic_ring.config import CheckpointConfig, ScalingConfig
 from elastic_ring.data.source import StdlibText
+from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.runtime.driver import cluster
-from elastic_ring.runtime.driver.cluster import (
-    NodeInfo,
-    num_gpus,
-    room,
-    shortage,
-    without_gpus,
-    worker_environment,
-)
+from elastic_ring.runtime.driver import room as room_module
+from elastic_ring.runtime.driver.cluster import WORKER_ENVIRONMENT, NodeInfo, num_gpus, worker_environment
+from elastic_ring.runtime.driver.room import room, shortage, with_settled_copies, without_gpus
+from tests.sim.simulator.options import simulated
 
 ON_GPUS = ScalingConfig(dp=2, cp=4, device="cuda")
 
@@ -42,7 +39,7 @@ class Granting:
 @pytest.fixture(autouse=True)
 def autoscaler(monkeypatch: pytest.MonkeyPatch) -> Granting:
     granting = Granting()
-    monkeypatch.setattr(cluster, "autoscaler_of", lambda run, scaling: granting)
+    monkeypatch.setattr(room_module, "autoscaler_of", lambda run, scaling: granting)
     return granting
 
 
@@ -72,11 +69,11 @@ def test_a_run_on_gpus_is_told_where_the_only_machine_has_none() -> None:
 
 def test_a_head_without_gpus_waits_for_nodes_that_have_some_if_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = [[_node(64, None)], [_node(64, None), replace(_node(64, 8), address="10.0.0.2")]]
-    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
-    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": 8.0})
-    monkeypatch.setattr(cluster.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
-    monkeypatch.setattr(cluster.torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(room_module, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
+    monkeypatch.setattr(room_module.ray, "cluster_resources", lambda: {"GPU": 8.0})
+    monkeypatch.setattr(room_module.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(room_module.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(room_module.time, "sleep", lambda seconds: None)
     room(ScalingConfig(dp=2, cp=4, device="cuda", wait_for_resources_s=600.0))
     looks[:] = [[_node(64, None)]]
     with pytest.raises(ValueError, match=r"device='cuda': this machine.* has no GPU .*add nodes, or set wait_for_"):
@@ -101,10 +98,10 @@ def test_too_few_slots_are_told_before_too_few_gpus() -> None:
 
 def test_room_waits_for_gpus_and_refuses_when_they_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = [[_node(64, 4)], [_node(64, 4), _node(64, 4)]]
-    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
-    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": 4.0})
-    monkeypatch.setattr(cluster.ray.util, "get_node_ip_address", lambda: "10.0.0.9")
-    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(room_module, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
+    monkeypatch.setattr(room_module.ray, "cluster_resources", lambda: {"GPU": 4.0})
+    monkeypatch.setattr(room_module.ray.util, "get_node_ip_address", lambda: "10.0.0.9")
+    monkeypatch.setattr(room_module.time, "sleep", lambda seconds: None)
     room(ScalingConfig(dp=2, cp=4, device="cuda", wait_for_resources_s=600.0))
     looks[:] = [[_node(64, 4)]]
     with pytest.raises(ValueError, match=r"needs 8 GPUs, .* 4 missing\. Lower dp or cp, add nodes, or set wait_for_"):
@@ -115,9 +112,9 @@ def test_an_empty_cluster_is_waited_for_and_asked_for_all_that_the_run_may_use(
     monkeypatch: pytest.MonkeyPatch, autoscaler: Granting
 ) -> None:
     looks = [[_node(0, None)], [_node(0, None)], [_node(0, None), _node(4, None)]]
-    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
-    monkeypatch.setattr(cluster.ray, "cluster_resources", dict)
-    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(room_module, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
+    monkeypatch.setattr(room_module.ray, "cluster_resources", dict)
+    monkeypatch.setattr(room_module.time, "sleep", lambda seconds: None)
     assert room(ScalingConfig(dp=2, cp=2, spares=1, max_dp=3, wait_for_resources_s=600.0)) == 2
     assert autoscaler.asked == [7], "asked once, not at each look"
 
@@ -126,9 +123,9 @@ def test_where_more_is_refused_the_run_begins_with_min_dp_rings_at_once(
     monkeypatch: pytest.MonkeyPatch, autoscaler: Granting
 ) -> None:
     autoscaler.most = 4
-    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: [_node(4 if 4 in autoscaler.asked else 0, None)])
-    monkeypatch.setattr(cluster.ray, "cluster_resources", dict)
-    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(room_module, "live_nodes", lambda scaling: [_node(4 if 4 in autoscaler.asked else 0, None)])
+    monkeypatch.setattr(room_module.ray, "cluster_resources", dict)
+    monkeypatch.setattr(room_module.time, "sleep", lambda seconds: None)
     assert room(ScalingConfig(dp=3, cp=2, spares=0, min_dp=2, wait_for_resources_s=600.0)) == 2
     assert autoscaler.asked == [6, 4]
 
@@ -142,17 +139,17 @@ def test_an_autoscaler_that_does_not_answer_is_asked_again(
             raise TimeoutError("the head is busy")
 
     monkeypatch.setattr(autoscaler, "ask", ask)
-    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: [_node(4 if len(autoscaler.asked) > 2 else 0, None)])
-    monkeypatch.setattr(cluster.ray, "cluster_resources", dict)
-    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(room_module, "live_nodes", lambda scaling: [_node(4 if len(autoscaler.asked) > 2 else 0, None)])
+    monkeypatch.setattr(room_module.ray, "cluster_resources", dict)
+    monkeypatch.setattr(room_module.time, "sleep", lambda seconds: None)
     assert room(ScalingConfig(dp=2, cp=2, spares=0, wait_for_resources_s=600.0)) == 2
     assert autoscaler.asked == [4, 4, 4]
 
 
 def test_a_driver_that_gives_up_withdraws_its_request(monkeypatch: pytest.MonkeyPatch, autoscaler: Granting) -> None:
-    monkeypatch.setattr(cluster, "live_nodes", lambda scaling: [_node(0, None)])
-    monkeypatch.setattr(cluster.ray, "cluster_resources", dict)
-    monkeypatch.setattr(cluster, "LOOK_S", 0.01)
+    monkeypatch.setattr(room_module, "live_nodes", lambda scaling: [_node(0, None)])
+    monkeypatch.setattr(room_module.ray, "cluster_resources", dict)
+    monkeypatch.setattr(room_module, "LOOK_S", 0.01)
     with pytest.raises(ValueError, match=r"4 missing\..* add nodes, or set wait_for_resources_s"):
         room(ScalingConfig(dp=2, cp=2, spares=0, wait_for_resources_s=0.1))
     assert autoscaler.asked == [4, 0]
@@ -162,7 +159,7 @@ def test_a_driver_that_gives_up_withdraws_its_request(monkeypatch: pytest.Monkey
 
 
 def test_the_users_own_variables_win_over_those_that_workers_on_gpus_get() -> None:
-    ours = cluster.WORKER_ENVIRONMENT
+    ours = WORKER_ENVIRONMENT
     assert worker_environment("cuda", {}, {"HOME": "x"}, {"WANDB": "y"}) == ours, "nothing else is passed on here"
     inherited = {"NCCL_NVLS_ENABLE": "1", "MALLOC_ARENA_MAX": "4"}
     found = worker_environment("cuda", {}, inherited, {"NCCL_NVLS_ENABLE": "2"})
@@ -181,7 +178,7 @@ def test_variables_must_be_text_and_their_values_are_not_written_down(tmp_path: 
         RunConfig(env={"NCCL_DEBUG": 1})  # type: ignore[dict-item]
     run = RunConfig("told", run_dir=str(tmp_path), env={"A_TOKEN": "its-value"})
     trainer = ElasticRingTrainer(partial(Transformer, preset("laptop")), StdlibText(2048), run_config=run)
-    trainer._write_config()
+    trainer.submission().write_record()
     text = (tmp_path / "config.json").read_text()
     assert "A_TOKEN" in text
     assert "its-value" not in text
@@ -190,4 +187,66 @@ def test_variables_must_be_text_and_their_values_are_not_written_down(tmp_path: 
 def test_the_same_run_with_other_variables_is_the_same_run(tmp_path: Path) -> None:
     runs = [RunConfig("told", run_dir=str(tmp_path), env=env) for env in ({}, {"NCCL_DEBUG": "INFO"})]
     model, data = partial(Transformer, preset("laptop")), StdlibText(2048)
-    assert len({ElasticRingTrainer(model, data, run_config=run)._digest for run in runs}) == 1
+    assert len({ElasticRingTrainer(model, data, run_config=run).submission().digest for run in runs}) == 1
+
+
+# ------------------------------------------------------------ copies by default
+
+
+GIB = 2**30
+PARAMETERS = -(-GIB // 24)
+"""Copies of a whole shard take 2 GiB."""
+
+
+def node(name: str, memory_gib: float, num_slots: int = 8) -> NodeInfo:
+    return NodeInfo(name, name, num_slots, False, memory_bytes=memory_gib * GIB)
+
+
+def settled(
+    caplog: pytest.LogCaptureFixture,
+    mesh: Mesh,
+    *nodes: NodeInfo,
+    copies: str = "auto",
+    checkpoints: CheckpointConfig | None = None,
+) -> tuple[str, str]:
+    """(the copies that the run has, what the start says)."""
+    caplog.clear()
+    caplog.set_level(logging.INFO)
+    run = RunConfig(copies=copies, checkpoint_config=checkpoints or CheckpointConfig())
+    return with_settled_copies(run, mesh, PARAMETERS, nodes).copies, caplog.text
+
+
+def test_one_ring_has_copies_by_default_where_the_nodes_have_the_memory(caplog: pytest.LogCaptureFixture) -> None:
+    copies, told = settled(caplog, Mesh(1, 2), node("a", 2.1, 1), node("b", 2.1, 1))
+    assert copies == "auto"
+    assert "1.0 GiB of host memory a rank; a loss of any process: back to copies (one each 10 step(s))" in told
+    assert "on one node" not in told
+    copies, told = settled(caplog, Mesh(1, 2), node("a", 4.1))
+    assert (copies, "on one node: they go to other processes of this node" in told) == ("auto", True)
+    for nodes in ((node("a", 3.9),), (node("a", 9.0), node("b", 0.0))):
+        copies, told = settled(caplog, Mesh(1, 2), *nodes)
+        assert copies == "0"
+        assert "would take 2.0 GiB of the" in told
+        assert "a loss of any process: back to the newest checkpoint (the first after step 1, the others" in told
+
+
+def test_one_rank_and_refused_copies_say_what_a_loss_costs(caplog: pytest.LogCaptureFixture) -> None:
+    every_7, none = CheckpointConfig(every_steps=7), CheckpointConfig(every_steps=0)
+    _, told = settled(caplog, Mesh(1, 1), node("a", 9.0), checkpoints=every_7)
+    assert (
+        "one rank: nobody else holds its state; a loss of any process: back to the newest checkpoint (one each 7"
+        in told
+    )
+    copies, told = settled(caplog, Mesh(1, 2), node("a", 9.0), copies="0", checkpoints=none)
+    assert copies == "0"
+    assert "copies=0: nobody else holds a worker's state; a loss of any process: the end of the run. copies=1" in told
+    _, told = settled(caplog, Mesh(1, 1), node("a", 9.0), checkpoints=CheckpointConfig(every_s=9.0))
+    assert "(one each 9 s)" in told
+    assert settled(caplog, Mesh(1, 2), node("a", 0.1), node("b", 0.1), copies="1") == ("1", ""), "asked for"
+
+
+def test_rings_beside_each_other_have_copies_only_once_there_is_one_left(caplog: pytest.LogCaptureFixture) -> None:
+    assert settled(caplog, Mesh(2, 2), node("a", 99.0)) == ("auto", "")
+    assert settled(caplog, Mesh(2, 2), node("a", 1.0)) == ("0", "")
+    options = simulated("run", dp=2, cp=2, total_steps=9, copies="auto")
+    assert [bool(options.copy_mode(Mesh(dp, 2))) for dp in (1, 2)] == [True, False]

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +26,12 @@ from elastic_ring.errors import ShardLost, StorageFailed
 from elastic_ring.monitor import metrics
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME
-from elastic_ring.runtime import run_folder
-from elastic_ring.runtime.driver import ray_session
-from elastic_ring.runtime.identity import described
-from elastic_ring.runtime.run_folder import check_writable
+from elastic_ring.runtime import run_storage
+from elastic_ring.runtime.driver import ray_session, submission
+from elastic_ring.runtime.driver.decision import Coordinator
+from elastic_ring.runtime.driver.submission import Submission
+from elastic_ring.runtime.identity import describe
+from elastic_ring.runtime.run_storage import check_writable
 from elastic_ring.runtime.worker import env_fingerprint
 
 
@@ -74,11 +77,11 @@ class Corpus:
 @pytest.mark.slow
 def test_a_users_object_has_the_same_name_in_every_process() -> None:
     parts = "Corpus(), partial(sorted, Corpus(), key=Corpus), StdlibText(8), 'text', None"
-    here = [described(part) for part in (Corpus(), partial(sorted, Corpus(), key=Corpus), StdlibText(8), "text", None)]
+    here = [describe(part) for part in (Corpus(), partial(sorted, Corpus(), key=Corpus), StdlibText(8), "text", None)]
     program = (
         "from functools import partial\nfrom elastic_ring.data.source import StdlibText\n"
-        "from elastic_ring.runtime.identity import described\nfrom tests.unit.driver.test_train_job import Corpus\n"
-        f"print([described(part) for part in ({parts})])"
+        "from elastic_ring.runtime.identity import describe\nfrom tests.unit.driver.test_train_job import Corpus\n"
+        f"print([describe(part) for part in ({parts})])"
     )
     there = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert there.stdout.strip() == str(here)
@@ -89,16 +92,16 @@ def test_a_users_object_has_the_same_name_in_every_process() -> None:
 def test_a_runs_record_names_its_versions_which_are_no_part_of_what_it_is_recognised_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submission = train.build(train.parse(["--run-dir", str(tmp_path)]))
-    before = submission._digest
+    made = train.build(train.parse(["--run-dir", str(tmp_path)])).submission()
+    before = made.digest
     monkeypatch.setattr(env_fingerprint.torch, "__version__", "0.1")
-    submission._write_config()
+    made.write_record()
     recorded = json.loads((tmp_path / CONFIG_NAME).read_text())
     assert recorded["versions"] == env_fingerprint.versions("cpu")
     assert recorded["versions"]["torch"] == "0.1"
-    assert recorded["digest"] == submission._digest == before
+    assert recorded["digest"] == made.digest == before
     monkeypatch.undo()
-    assert submission._finished() is None, "the same run, whatever it was begun with"
+    assert made.finished_summary() is None, "the same run, whatever it was begun with"
 
 
 STRANGERS = [
@@ -111,13 +114,13 @@ STRANGERS = [
 def test_a_record_that_is_cut_or_a_strangers_is_told_set_aside_and_written_anew(
     tmp_path: Path, left: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    submission = train.build(train.parse(["--run-dir", str(tmp_path)]))
+    made = train.build(train.parse(["--run-dir", str(tmp_path)])).submission()
     (tmp_path / CONFIG_NAME).write_text(left)
-    assert submission._finished() is None
+    assert made.finished_summary() is None
     assert f"{tmp_path}/config.json is" in caplog.text
-    submission._write_config()
+    made.write_record()
     assert (tmp_path / f"{CONFIG_NAME}.damaged-1").read_text() == left
-    assert submission._finished() is None
+    assert made.finished_summary() is None
 
 
 @pytest.fixture
@@ -198,7 +201,7 @@ def test_only_a_full_disk_is_told_to_be_freed(tmp_path: Path, monkeypatch: pytes
     def refused(fd: int) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/a/temporary/name")
 
-    monkeypatch.setattr(run_folder.os, "fsync", refused)
+    monkeypatch.setattr(run_storage.os, "fsync", refused)
     with pytest.raises(ValueError, match=r"cannot be written to \(Permission denied\): give a folder that can$"):
         check_writable(tmp_path / "run")
 
@@ -227,16 +230,21 @@ def test_a_plan_for_gpus_says_what_the_start_would_say_of_a_pattern(
 class Found:
     """What the cluster would say to a submission, and what it makes of it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, coordinators: list[Any], attempt: str) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, asked: Submission, coordinators: list[Any], attempt: str
+    ) -> None:
+        folder = asked.run.storage_uri
+        answer = Coordinator("theirs", asked.digest, asked.identity, {}, folder, False, "", False)
         self.made: list[Any] = []
         actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.make))
         looks = iter(coordinators)
-        monkeypatch.setattr(trainer, "room", lambda scaling, run: scaling.dp)
-        monkeypatch.setattr(trainer, "live_nodes", lambda scaling: [])
-        monkeypatch.setattr(trainer.ray, "remote", lambda cls: actor)
-        monkeypatch.setattr(trainer.attach, "running_coordinator", lambda *_, controls: next(looks))
-        monkeypatch.setattr(trainer.attach, "attempt_of", lambda made, run, starts: attempt)
-        monkeypatch.setattr(trainer.ElasticRingTrainer, "_run_with_environment", lambda self: self.run_config)
+        monkeypatch.setattr(submission, "room", lambda scaling, run: scaling.dp)
+        monkeypatch.setattr(submission, "live_nodes", lambda scaling: [])
+        monkeypatch.setattr(submission, "worker_environment_of", lambda run, device: run.env)
+        monkeypatch.setattr(submission.ray, "remote", lambda cls: actor)
+        monkeypatch.setattr(submission.attach, "find", lambda run: next(looks))
+        monkeypatch.setattr(submission.attach, "ask", lambda handle, run: answer)
+        monkeypatch.setattr(submission.attach, "attempt_of", lambda handle, run, starts: attempt)
 
     def make(self, run_spec: Any) -> str:
         self.made.append(run_spec)
@@ -263,13 +271,15 @@ def test_whoever_has_its_coordinator_hears_of_other_versions_and_only_its_maker_
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    asked = train.build(train.parse(["--run-dir", str(tmp_path), "--run-name", "x"]))
+    asked = replace(
+        train.build(train.parse(["--run-dir", str(tmp_path), "--run-name", "x"])).submission(), attempt="mine"
+    )
     path = tmp_path / CONFIG_NAME
-    there = {**asked._config(), "versions": {"torch": "0.1"}}
+    there = {**asked.settings_record(), "versions": {"torch": "0.1"}}
     if recorded:
         path.write_bytes(json_bytes(there))
-    found = Found(monkeypatch, coordinators, attempt)
-    assert asked._coordinator("fingerprint", "mine") == got
+    found = Found(monkeypatch, asked, coordinators, attempt)
+    assert asked.find_or_start("fingerprint") == got
     assert len(found.made) == num_made
     told = [line for line in caplog.messages if "was recorded with other versions" in line]
     assert [line.split(": ")[1].split(" ")[:3] for line in told] == [["torch", "0.1", "there,"]] * recorded
@@ -286,7 +296,7 @@ def test_the_record_of_a_run_survives_a_power_cut(tmp_path: Path, monkeypatch: p
         flush(fd)
 
     monkeypatch.setattr(metrics.os, "fsync", fsync)
-    train.build(train.parse(["--run-dir", str(tmp_path / "run")]))._write_config()
+    train.build(train.parse(["--run-dir", str(tmp_path / "run")])).submission().write_record()
     assert [name.startswith(f".{CONFIG_NAME}.") for name in flushed] == [True, False]
     assert flushed[1] == "run"
 

@@ -93,9 +93,9 @@ def test_neither_files_nor_lines_nor_errors_of_a_run_have_the_password(
     assert data.open().num_sequences > 0, "the password is used"
     step, run = StepConfig(steps=2, context_tokens=64), RunConfig("r", run_dir=str(tmp_path / "run"))
     made = ElasticRingTrainer(partial(Transformer, preset("laptop")), data, step_config=step, run_config=run)
-    made._write_config()
+    made.submission().write_record()
     asked = settings.parse(["--data", uri, "--run-dir", str(tmp_path / "two"), "--context", "128"])
-    train.build(asked)._write_config()
+    train.build(asked).submission().write_record()
     written = "".join(path.read_text() for folder in ("run", "two") for path in (tmp_path / folder).iterdir())
     assert "memory://store/out/manifest.json" in written
     assert SECRET not in written + caplog.text + (tmp_path / "out" / "manifest.json").read_text()

@@ -46,7 +46,7 @@ def run_of(model: Any, folder: Path, pattern: LayerPatterns | str | None = None,
         step_config=StepConfig(context_tokens=context, global_batch=4),
         pattern=pattern,
         run_config=elastic_ring.RunConfig("run", run_dir=str(folder)),
-    )._write_config()
+    ).submission().write_record()
     return with_weights(model(), folder)
 
 
@@ -131,7 +131,7 @@ def test_a_presets_run_of_the_command_line_is_exported_with_the_tokenizer_of_its
     manifest = tmp_path / "data" / "manifest.json"
     run = tmp_path / "run"
     trainer = train.build(parse(["--data", str(manifest), "--run-dir", str(run), *sizes]))
-    trainer._write_config()
+    trainer.submission().write_record()
     module = with_weights(trainer.task.model(), run)
     config = json.loads((run / "config.json").read_text())
     export(run, tmp_path / "out")

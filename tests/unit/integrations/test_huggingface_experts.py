@@ -119,7 +119,7 @@ def test_a_folder_goes_in_and_comes_out_bit_for_bit(
     assert model.weights is not None
     step = StepConfig(context_tokens=32, global_batch=4)
     trainer = ElasticRingTrainer(model, StdlibText(32), step_config=step, run_config=RunConfig("run", run_dir=str(run)))
-    trainer._write_config()
+    trainer.submission().write_record()
     whole = dict(model().named_parameters())
     values = {name: model.weights.tensor(name, param.shape) for name, param in whole.items()}
     for name, param in saved.named_parameters():

@@ -393,7 +393,7 @@ def test_a_trainer_takes_the_parts_that_the_factory_brings_unless_it_is_given_ot
         check_buildable(sent)
     other = ElasticRingTrainer(model, StdlibText(CONTEXT), step_config=step, pattern="window:12")
     assert str(other.task.pattern) == "window:12"
-    assert other._digest != trainer._digest
+    assert other.submission().digest != trainer.submission().digest
 
 
 def test_where_a_config_was_loaded_from_is_no_part_of_the_model() -> None:

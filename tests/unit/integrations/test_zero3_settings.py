@@ -285,7 +285,7 @@ def test_the_records_name_the_type_for_an_export_and_refuse_the_elastic_ring_und
     write_json(tmp_path / "one" / "config.json", recorded)
     assert trainer._finished() is None, "its own settings are those of the record"
     with pytest.raises(ValueError, match="is taken by a run with other settings"):
-        build_elastic(parse(flags))._finished()
+        build_elastic(parse(flags)).submission().finished_summary()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")

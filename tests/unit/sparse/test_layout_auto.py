@@ -274,7 +274,7 @@ def test_figures_are_part_of_what_a_run_is_and_serve_only_a_layout_that_is_chose
     make = partial(ElasticRingTrainer, task.model, task.data, pattern="window:8")
 
     def digest(cost_model: Any) -> str:
-        return make(step_config=AUTO, cost_model=cost_model)._digest
+        return make(step_config=AUTO, cost_model=cost_model).submission().digest
 
     assert digest(None) == digest(None)
     assert digest(CostModel()) == digest(str(path)) == digest(path)

@@ -25,11 +25,11 @@ from elastic_ring.monitor.metrics import Summary, missing_steps, rebuild_metrics
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime.coordinator.resume import find_resume
 from elastic_ring.runtime.driver import attach
+from elastic_ring.runtime.driver.submission import read_record
 from elastic_ring.runtime.identity import Identity
 from elastic_ring.runtime.run_storage import growing
 from elastic_ring.runtime.terms import Terms
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.trainer import _recorded
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 from tests.unit.state.test_checkpoint import save
 from tests.unit.state.test_strangers_files import (
@@ -183,7 +183,7 @@ def test_the_end_the_steps_and_what_callbacks_were_told(folder: Path, data: st.D
     with fenced(at):
         attach.end_on_record(run, "a")
     with fenced(at):
-        attach.refuse_if_written_to(run)
+        attach.other_writer(run)
     with fenced(at), callbacks.CallbackDelivery([callbacks.Callback()], callbacks.RunInfo("r", at)) as telling:
         telling.deliver()
     with fenced(at):
@@ -222,7 +222,7 @@ def test_settings_of_a_run_as_a_submission_a_forecast_and_an_export_read_them(
         own = {"folder": "f", "config": {"model_type": "llama"}}
         (at / "huggingface.json").write_bytes(data.draw(odd_json(own)))
     with fenced(at):
-        _recorded(at / "config.json")
+        read_record(at)
     with fenced(at):
         export._Trained.read(at)
     (at / "summary.json").write_bytes(data.draw(odd_json(SUMMARY)))

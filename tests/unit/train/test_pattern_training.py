@@ -180,7 +180,7 @@ def test_a_step_with_a_pattern_that_breaks_off_and_runs_again_gives_the_same_bit
 def test_the_pattern_is_part_of_what_a_run_is(tmp_path: Any) -> None:
     def digest(pattern: str | None) -> str:
         task = make_task()
-        return ElasticRingTrainer(task.model, task.data, step_config=task.step, pattern=pattern)._digest
+        return ElasticRingTrainer(task.model, task.data, step_config=task.step, pattern=pattern).submission().digest
 
     assert digest("window:8") == digest("window:8")
     assert len({digest(None), digest("window:8"), digest("window:9"), digest("window:8;dense@0")}) == 4
@@ -192,7 +192,7 @@ def test_keys_in_8_bits_are_part_of_what_a_run_is_only_where_they_are_set() -> N
 
     plain, native, encoded = trainer(), trainer(kv_wire="native"), trainer(kv_wire="fp8")
     assert plain.identity.what == native.identity.what
-    assert plain._digest == native._digest != encoded._digest
+    assert plain.submission().digest == native.submission().digest != encoded.submission().digest
     assert set(encoded.identity.what.items()) - set(plain.identity.what.items()) == {("step.kv_wire", "fp8")}
 
 

@@ -1,0 +1,224 @@
+"""What the cluster has room for before a run's coordinator starts: the mesh, and copies of the ranks' state.
+
+Waits for the autoscaler where the user asked for that. What a loss costs is said in the words of
+`control.placement.coverage`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import ray
+import torch
+
+from elastic_ring.config import RunConfig, ScalingConfig
+from elastic_ring.control.capacity.scaling import Ask, next_ask, sizes
+from elastic_ring.control.options import AUTO, parse_copies
+from elastic_ring.control.placement.coverage import COPIES, OUTCOMES, PROCESS, said, without_holder
+from elastic_ring.mesh import Mesh
+from elastic_ring.runtime.driver.cluster import NodeInfo, live_nodes
+from elastic_ring.runtime.ray_head import RENEW_S, Autoscaler
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+COPY_BYTES = 48
+"""A parameter: two snapshots of its value and Adam's two moments, of the rank itself and of a peer."""
+HOST_SHARE = 0.5
+"""The most of a node's memory that `--copies auto` takes."""
+
+
+def room(scaling: ScalingConfig, run: str = "") -> int:
+    """Wait until the cluster can hold the mesh; with how many rings the run begins.
+
+    With `wait_for_resources_s` it asks the autoscaler for everything that the run `run` wants; `min_dp` rings suffice
+    when the time is over, or when the autoscaler refuses more. The coordinator renews the request.
+
+    Raises: ValueError after `wait_for_resources_s`, with what is there and what is missing.
+    """
+    deadline, here, num_here = time.monotonic() + scaling.wait_for_resources_s, "", 0
+    if scaling.device == "cuda":
+        here, num_here = ray.util.get_node_ip_address(), torch.cuda.device_count()
+    asker = _Asker(run, scaling) if scaling.wait_for_resources_s > 0 else None
+    while True:
+        nodes = live_nodes(scaling)
+        missing = without_gpus(scaling, nodes, here, num_here) or shortage(scaling, nodes, ray.cluster_resources())
+        if not missing:
+            return scaling.dp
+        is_late = time.monotonic() >= deadline
+        if asker is not None and (is_late or asker.refused(scaling.dp * scaling.cp)):
+            rings = num_room(nodes, scaling.dp * scaling.cp) // scaling.cp
+            if rings >= scaling.min_dp:
+                log.warning("%s; the run begins with %d of its dp=%d rings", missing, rings, scaling.dp)
+                return rings
+        if is_late:
+            if asker is not None:
+                asker.withdraw()
+            raise ValueError(f"{missing}, add nodes, or set wait_for_resources_s to wait for the autoscaler")
+        if asker is not None:
+            asker.step(num_room(nodes, scaling.most_rings * scaling.cp))
+        time.sleep(LOOK_S)
+
+
+class _Asker:
+    """A driver's requests to the autoscaler, until there is a coordinator."""
+
+    def __init__(self, run: str, scaling: ScalingConfig) -> None:
+        self._autoscaler = autoscaler_of(run, scaling)
+        self._wanted = sizes(scaling.min_dp, scaling.most_rings, scaling.cp, scaling.spares)
+        self._ask, self._sent_at = Ask(), 0.0
+
+    def refused(self, num_workers: int) -> bool:
+        """Whether the autoscaler is known to refuse so many."""
+        return self._ask.refused is not None and self._ask.refused <= num_workers
+
+    def step(self, num_here: int) -> None:
+        """One look; an autoscaler that does not answer is asked again at the next."""
+        try:
+            self._step(num_here)
+        except Exception as error:
+            log.warning("could not ask the autoscaler; tries again: %s", error)
+            self._ask, self._sent_at = Ask(), 0.0
+
+    def _step(self, num_here: int) -> None:
+        now, asked = time.monotonic(), self._ask.num_workers
+        is_refused = asked > 0 and self._autoscaler.is_refused(asked)
+        self._ask = next_ask(self._ask, self._wanted, num_here, is_refused, now)
+        if self._ask.num_workers != asked or now >= self._sent_at + RENEW_S:
+            if self._ask.num_workers != asked:
+                log.info("room for %d worker(s): asks the autoscaler for %d", num_here, self._ask.num_workers)
+            self._autoscaler.ask(self._ask.num_workers)
+            self._sent_at = now
+
+    def withdraw(self) -> None:
+        """A request that cannot be withdrawn expires."""
+        try:
+            self._autoscaler.ask(0)
+        except Exception as error:
+            log.warning("could not withdraw the request to the autoscaler; it expires: %s", error)
+
+
+def autoscaler_of(run: str, scaling: ScalingConfig) -> Autoscaler:
+    """Requests for the workers of a run. Members on GPUs need one each, although Ray gives it to no actor."""
+    ring = scaling.cp if scaling.device == "cuda" else 0
+    return Autoscaler(run, scaling.resources_per_worker, ring, scaling.most_rings)
+
+
+def num_room(nodes: Iterable[NodeInfo], num_members: int) -> int:
+    """For how many workers the nodes that stay have room, standbys among them once `num_members` have GPUs."""
+    staying = [node for node in nodes if not node.draining]
+    slots, able = sum(node.num_slots for node in staying), sum(node.num_members for node in staying)
+    return slots if able >= num_members else min(slots, able)
+
+
+def without_gpus(scaling: ScalingConfig, nodes: Sequence[NodeInfo], here: str, num_here: int) -> str:
+    """An error text if the run needs GPUs and this machine (`here`) is the whole cluster and has none; else empty.
+
+    On other machines Ray may simply not know of the GPUs, so nothing is concluded about them.
+    """
+    alone = all(node.address == here for node in nodes)
+    if scaling.device == "cuda" and alone and num_here == 0 and not any(node.num_gpus for node in nodes):
+        return (
+            "device='cuda': this machine, which is the whole cluster, has no GPU that torch can use. Train on CPUs "
+            "(device='cpu', --preset laptop), join a cluster that has some (RAY_ADDRESS)"
+        )
+    return ""
+
+
+def shortage(scaling: ScalingConfig, nodes: Sequence[NodeInfo], resources: Mapping[str, float]) -> str:
+    """An error text that says what the mesh lacks and which setting to lower; empty if there is enough.
+
+    `resources`: the cluster's totals.
+    """
+    wanted, need = scaling.mesh.size, dict(scaling.resources_per_worker)
+    staying = [node for node in nodes if not node.draining]
+    slots, members = sum(node.num_slots for node in staying), sum(node.num_members for node in staying)
+    if slots < wanted:
+        there = ", ".join(f"{name}: {resources.get(name, 0.0):g}" for name in need)
+        return (
+            f"mesh {scaling.mesh} needs {wanted} workers with {need} each; the cluster has {there} on "
+            f"{len(nodes)} node(s), room for {slots}: {wanted - slots} missing. Lower dp or cp or resources_per_worker"
+        )
+    if members < wanted:
+        return (
+            f"mesh {scaling.mesh} needs {wanted} GPUs, one for each member; the cluster has GPU: "
+            f"{resources.get('GPU', 0.0):g} on {len(nodes)} node(s), room for {members} member(s): "
+            f"{wanted - members} missing. Lower dp or cp"
+        )
+    return ""
+
+
+def with_settled_copies(run: RunConfig, mesh: Mesh, num_parameters: int, nodes: Sequence[NodeInfo]) -> RunConfig:
+    """`run` without copies by default where the nodes lack the memory for them. Says what a loss costs on a mesh whose
+    shards have one holder each."""
+    where = "they go to other processes of this node, so they cover the loss of processes, not of the node"
+    on_one = f" on one node: {where}" * (len(nodes) == 1)
+    if run.copies not in (AUTO, "0"):
+        if on_one:
+            log.warning("copies=%s%s", run.copies, on_one)
+        return run
+    why = ""
+    if run.copies == AUTO and (why := lacking(mesh, num_parameters, nodes)):
+        run = replace(run, copies="0")
+    if mesh.dp > 1:
+        return run
+    outcome = without_holder(mesh, parse_copies(run.copies, mesh.dp), run.checkpoint_config.is_on)
+    cost = said({PROCESS: f"{OUTCOMES[outcome]}{_how_often(run, outcome)}"})
+    if mesh.size == 1:
+        log.warning("one rank: nobody else holds its state; %s", cost)
+    elif run.copies == "0":
+        log.warning(
+            "dp=1 and copies=0%s: nobody else holds a worker's state; %s. copies=1 (--copies 1) keeps it in another "
+            "worker's memory, dp=2 in a second ring",
+            f" ({why})" * bool(why),
+            cost,
+        )
+    else:
+        log.info(
+            "dp=1: another worker's memory keeps a copy of each worker's state (--copies 0 for none), %s of host "
+            "memory a rank; %s%s",
+            _size(need_bytes(mesh, num_parameters)),
+            cost,
+            f"; copies{on_one}" * bool(on_one),
+        )
+    return run
+
+
+def need_bytes(mesh: Mesh, num_parameters: int) -> int:
+    """What copies take of the host memory of a rank."""
+    return COPY_BYTES * -(-num_parameters // mesh.cp)
+
+
+def lacking(mesh: Mesh, num_parameters: int, nodes: Sequence[NodeInfo]) -> str:
+    """Why some node has too little memory for the copies of all ranks that it may hold, or does not say what it has;
+    empty if none."""
+    need = need_bytes(mesh, num_parameters)
+    for node in nodes:
+        num_ranks = min(mesh.size, node.num_members)
+        if num_ranks * need > HOST_SHARE * node.memory_bytes:
+            return (
+                f"on by default, they would take {_size(num_ranks * need)} of the {_size(node.memory_bytes)} that Ray "
+                f"counts on {node.address}, more than {HOST_SHARE:.0%}"
+            )
+    return ""
+
+
+def _how_often(run: RunConfig, outcome: int) -> str:
+    """From when the state is to which a run goes back."""
+    config = run.checkpoint_config
+    if outcome == COPIES:
+        return f" (one each {run.copy_every_steps} step(s))"
+    if not config.is_on:
+        return ""
+    if config.every_steps is not None:
+        return f" (one each {config.every_steps} step(s))"
+    if config.every_s is not None:
+        return f" (one each {config.every_s:g} s)"
+    return " (the first after step 1, the others as the run finds worth their cost, 30 s to an hour apart)"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
