@@ -27,9 +27,8 @@ from pathlib import Path, PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-SCHEME = "v2:"
-BYTECODE = f"{SCHEME}py{sys.version_info.major}.{sys.version_info.minor}:"
-"""Begin a digest; those with different beginnings are not compared. Each Python has its own bytecode."""
+BYTECODE = f"py{sys.version_info.major}.{sys.version_info.minor}:"
+"""Begins a digest of bytecode, which is another in each Python."""
 DIGITS = 16
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER}
@@ -46,17 +45,17 @@ def code_digest(part: Any) -> str:
     reached = _Reached()
     reached.visit(part)
     text = "\0".join(sorted(reached.texts))
-    begin = BYTECODE if reached.has_bytecode else SCHEME
+    begin = BYTECODE if reached.has_bytecode else ""
     return begin + hashlib.sha256(text.encode()).hexdigest()[:DIGITS] if text else ""
 
 
 def changed_parts(recorded: Mapping[str, Any], submitted: Mapping[str, str]) -> list[str]:
-    """The names of the parts with another digest. Digests of two schemes or Pythons are not compared."""
+    """The names of the parts with another digest. Digests of two Pythons' bytecode are not compared."""
     changed = []
     for name in sorted({*recorded, *submitted}):
         before, now = str(recorded.get(name, "")), submitted.get(name, "")
-        is_comparable = not (before and now) or before.rpartition(":")[0] == now.rpartition(":")[0]
-        if before != now and is_comparable:
+        pythons = {digest.partition(":")[0] for digest in (before, now) if ":" in digest}
+        if before != now and len(pythons) < 2:
             changed.append(name)
     return changed
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from ray import cloudpickle
 
-from elastic_ring.attention.autolayout.cost_model import CostModel
 from elastic_ring.attention.kernels.registry import covering
 from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
@@ -25,6 +24,7 @@ from elastic_ring.config import (
     check_loss_spikes,
     check_together,
 )
+from elastic_ring.costs import CostModel
 from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.preparation.materialise import as_source
 from elastic_ring.data.sampling.order import SampleOrder

@@ -30,9 +30,9 @@ from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
 
 RUN = RunConfig("x", run_dir="r")
 IDENTITY = Identity({"data": "d", VERSION: CONTENTS})
-REQUEST = RunRequest(RUN, IDENTITY, "digest", {"loss": "v2:a"}, plans=[(0, 9)])
-RECORD = RunRecord("x", IDENTITY, sources={"loss": "v2:a"}, plans=[(0, 9)], steps=9)
-RUNNING = Coordinator("a1", "digest", IDENTITY, {"loss": "v2:a"}, RUN.storage_uri, False, "", False)
+REQUEST = RunRequest(RUN, IDENTITY, "digest", {"loss": "a"}, plans=[(0, 9)])
+RECORD = RunRecord("x", IDENTITY, sources={"loss": "a"}, plans=[(0, 9)], steps=9)
+RUNNING = Coordinator("a1", "digest", IDENTITY, {"loss": "a"}, RUN.storage_uri, False, "", False)
 OTHER = Identity({"data": "other", VERSION: CONTENTS})
 MANY = Identity({**IDENTITY.what, **{name: "1" for name in "abcde"}})
 
@@ -54,7 +54,6 @@ def running(**changes: Any) -> ExistingRun:
         (running(has_ended=True, error="CrashLoop", digest="other", folder="f", writes_here=False), REQUEST, Start()),
         (ExistingRun(RECORD), replace(REQUEST, sources={}, run=replace(RUN, code_changed=True)), Start()),
         (ExistingRun(RECORD), replace(REQUEST, sources={}, run=replace(RUN, resume="never")), Start()),
-        (ExistingRun(replace(RECORD, sources={"loss": "a"})), REQUEST, Start()),
         (ExistingRun(RECORD), replace(REQUEST, plans=[(0, 9), (9, 20)]), Start()),
     ],
 )
@@ -95,7 +94,7 @@ def test_a_submission_starts_goes_on_attaches_or_returns(
         (ExistingRun(RECORD, other_writer="z"), REQUEST, "is being written to by run 'z' on another Ray cluster"),
         (running(digest="other"), REQUEST, "(it is running now, in nothing that is recorded: the mesh"),
         (running(digest="other", has_ended=True, identity=OTHER), REQUEST, "(it is running now, in data: other there"),
-        (running(sources={"loss": "v2:b"}), REQUEST, "is running now with other code of loss: choose another name"),
+        (running(sources={"loss": "b"}), REQUEST, "is running now with other code of loss: choose another name"),
         (running(folder="f", writes_here=False), REQUEST, "is running now with run_dir='f', not "),
         (
             running(asks_callbacks=True),
@@ -105,7 +104,7 @@ def test_a_submission_starts_goes_on_attaches_or_returns(
         (running(), replace(REQUEST, asks_callbacks=True), "does not wait for callbacks and this submission has some"),
         (
             ExistingRun(RECORD),
-            replace(REQUEST, sources={"loss": "v2:b", "model": "v2:c"}),
+            replace(REQUEST, sources={"loss": "b", "model": "c"}),
             "other code of loss, model, and its steps so far are the result of that",
         ),
         (ExistingRun(RECORD, is_whole=True), replace(REQUEST, sources={}), "and what it has trained is the result of"),
