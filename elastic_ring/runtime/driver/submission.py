@@ -20,8 +20,8 @@ import ray
 
 from elastic_ring.config import RunConfig, ScalingConfig, check_copies, check_lasting, digest
 from elastic_ring.data.filesystem import at_submission
-from elastic_ring.data.prepared import may_grow, versions_beside, with_versions
 from elastic_ring.data.preparation.materialise import DatasetTokens, materialised
+from elastic_ring.data.prepared import may_grow, versions_beside, with_versions
 from elastic_ring.data.sampling.validation import of_set
 from elastic_ring.data.source import open_source
 from elastic_ring.errors import CheckpointDamaged, CoordinatorLost, RecordDamaged, RunFailed
