@@ -36,6 +36,28 @@ class Granting:
         return num_workers > self.most
 
 
+class Looks:
+    """The nodes that Ray shows at each look; the last stays."""
+
+    def __init__(self) -> None:
+        self.nodes: list[list[NodeInfo]] = [[]]
+        self.gpus, self.here = 0.0, "10.0.0.9"
+
+    def next(self, scaling: ScalingConfig) -> list[NodeInfo]:
+        return self.nodes.pop(0) if len(self.nodes) > 1 else self.nodes[0]
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    looks = Looks()
+    monkeypatch.setattr(room_module, "live_nodes", looks.next)
+    monkeypatch.setattr(room_module.ray, "cluster_resources", lambda: {"GPU": looks.gpus})
+    monkeypatch.setattr(room_module.ray.util, "get_node_ip_address", lambda: looks.here)
+    monkeypatch.setattr(room_module.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(room_module.time, "sleep", lambda seconds: None)
+    return looks
+
+
 @pytest.fixture(autouse=True)
 def autoscaler(monkeypatch: pytest.MonkeyPatch) -> Granting:
     granting = Granting()
@@ -67,16 +89,31 @@ def test_a_run_on_gpus_is_told_where_the_only_machine_has_none() -> None:
     assert without_gpus(ScalingConfig(), [unknown], "10.0.0.1", 0) == ""
 
 
-def test_a_head_without_gpus_waits_for_nodes_that_have_some_if_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = [[_node(64, None)], [_node(64, None), replace(_node(64, 8), address="10.0.0.2")]]
-    monkeypatch.setattr(room_module, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
-    monkeypatch.setattr(room_module.ray, "cluster_resources", lambda: {"GPU": 8.0})
-    monkeypatch.setattr(room_module.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
-    monkeypatch.setattr(room_module.torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(room_module.time, "sleep", lambda seconds: None)
-    room(ScalingConfig(dp=2, cp=4, device="cuda", wait_for_resources_s=600.0))
-    looks[:] = [[_node(64, None)]]
-    with pytest.raises(ValueError, match=r"device='cuda': this machine.* has no GPU .*add nodes, or set wait_for_"):
+@pytest.mark.parametrize(
+    ("here", "first", "then", "refused"),
+    [
+        (
+            "10.0.0.1",
+            [_node(64, None)],
+            replace(_node(64, 8), address="10.0.0.2"),
+            "this machine.* has no GPU .*add nodes",
+        ),
+        (
+            "10.0.0.9",
+            [_node(64, 4)],
+            _node(64, 4),
+            r"needs 8 GPUs, .* 4 missing\. Lower dp or cp, add nodes, or set wait_",
+        ),
+    ],
+    ids=["a head without GPUs", "too few"],
+)
+def test_room_waits_for_gpus_if_it_may_and_refuses_when_they_do_not_come(
+    looks: Looks, here: str, first: list[NodeInfo], then: NodeInfo, refused: str
+) -> None:
+    looks.here, looks.gpus, looks.nodes = here, 4.0, [first, [*first, then]]
+    room(replace(ON_GPUS, wait_for_resources_s=600.0))
+    looks.nodes = [first]
+    with pytest.raises(ValueError, match=refused):
         room(ON_GPUS)
 
 
@@ -96,42 +133,25 @@ def test_too_few_slots_are_told_before_too_few_gpus() -> None:
     )
 
 
-def test_room_waits_for_gpus_and_refuses_when_they_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = [[_node(64, 4)], [_node(64, 4), _node(64, 4)]]
-    monkeypatch.setattr(room_module, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
-    monkeypatch.setattr(room_module.ray, "cluster_resources", lambda: {"GPU": 4.0})
-    monkeypatch.setattr(room_module.ray.util, "get_node_ip_address", lambda: "10.0.0.9")
-    monkeypatch.setattr(room_module.time, "sleep", lambda seconds: None)
-    room(ScalingConfig(dp=2, cp=4, device="cuda", wait_for_resources_s=600.0))
-    looks[:] = [[_node(64, 4)]]
-    with pytest.raises(ValueError, match=r"needs 8 GPUs, .* 4 missing\. Lower dp or cp, add nodes, or set wait_for_"):
-        room(ON_GPUS)
-
-
 def test_an_empty_cluster_is_waited_for_and_asked_for_all_that_the_run_may_use(
-    monkeypatch: pytest.MonkeyPatch, autoscaler: Granting
+    looks: Looks, autoscaler: Granting
 ) -> None:
-    looks = [[_node(0, None)], [_node(0, None)], [_node(0, None), _node(4, None)]]
-    monkeypatch.setattr(room_module, "live_nodes", lambda scaling: looks.pop(0) if len(looks) > 1 else looks[0])
-    monkeypatch.setattr(room_module.ray, "cluster_resources", dict)
-    monkeypatch.setattr(room_module.time, "sleep", lambda seconds: None)
+    looks.nodes = [[_node(0, None)], [_node(0, None)], [_node(0, None), _node(4, None)]]
     assert room(ScalingConfig(dp=2, cp=2, spares=1, max_dp=3, wait_for_resources_s=600.0)) == 2
     assert autoscaler.asked == [7], "asked once, not at each look"
 
 
 def test_where_more_is_refused_the_run_begins_with_min_dp_rings_at_once(
-    monkeypatch: pytest.MonkeyPatch, autoscaler: Granting
+    monkeypatch: pytest.MonkeyPatch, looks: Looks, autoscaler: Granting
 ) -> None:
     autoscaler.most = 4
     monkeypatch.setattr(room_module, "live_nodes", lambda scaling: [_node(4 if 4 in autoscaler.asked else 0, None)])
-    monkeypatch.setattr(room_module.ray, "cluster_resources", dict)
-    monkeypatch.setattr(room_module.time, "sleep", lambda seconds: None)
     assert room(ScalingConfig(dp=3, cp=2, spares=0, min_dp=2, wait_for_resources_s=600.0)) == 2
     assert autoscaler.asked == [6, 4]
 
 
 def test_an_autoscaler_that_does_not_answer_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch, autoscaler: Granting
+    monkeypatch: pytest.MonkeyPatch, looks: Looks, autoscaler: Granting
 ) -> None:
     def ask(num_workers: int) -> None:
         autoscaler.asked.append(num_workers)
@@ -140,16 +160,12 @@ def test_an_autoscaler_that_does_not_answer_is_asked_again(
 
     monkeypatch.setattr(autoscaler, "ask", ask)
     monkeypatch.setattr(room_module, "live_nodes", lambda scaling: [_node(4 if len(autoscaler.asked) > 2 else 0, None)])
-    monkeypatch.setattr(room_module.ray, "cluster_resources", dict)
-    monkeypatch.setattr(room_module.time, "sleep", lambda seconds: None)
     assert room(ScalingConfig(dp=2, cp=2, spares=0, wait_for_resources_s=600.0)) == 2
     assert autoscaler.asked == [4, 4, 4]
 
 
-def test_a_driver_that_gives_up_withdraws_its_request(monkeypatch: pytest.MonkeyPatch, autoscaler: Granting) -> None:
-    monkeypatch.setattr(room_module, "live_nodes", lambda scaling: [_node(0, None)])
-    monkeypatch.setattr(room_module.ray, "cluster_resources", dict)
-    monkeypatch.setattr(room_module, "LOOK_S", 0.01)
+def test_a_driver_that_gives_up_withdraws_its_request(looks: Looks, autoscaler: Granting) -> None:
+    looks.nodes = [[_node(0, None)]]
     with pytest.raises(ValueError, match=r"4 missing\..* add nodes, or set wait_for_resources_s"):
         room(ScalingConfig(dp=2, cp=2, spares=0, wait_for_resources_s=0.1))
     assert autoscaler.asked == [4, 0]
