@@ -29,6 +29,7 @@ from elastic_ring.files import plain_json, shown_plain
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.json_files import read_json, set_aside
 from elastic_ring.monitor.metrics import CONFIG_NAME, storage_error, write_json
+from elastic_ring.monitor.start_times import Stages
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.agent import notices
 from elastic_ring.runtime.coordinator.actor import Coordinator
@@ -42,7 +43,6 @@ from elastic_ring.runtime.driver.task_checks import check_task, fingerprint_of, 
 from elastic_ring.runtime.identity import ContentDigests, Identity, code_digests, code_parts, describe, identity_of
 from elastic_ring.runtime.ray_head import ON_HEAD
 from elastic_ring.runtime.run_storage import check_writable
-from elastic_ring.runtime.stages import Stages
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.checkpoints.stored_weights import RunWeights

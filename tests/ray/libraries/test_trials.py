@@ -69,7 +69,7 @@ def test_a_trial_on_a_mesh_is_a_run_with_which_a_killed_one_goes_on_and_tune_may
     assert {path.name for path in folders} == {f"trial-{one['trial_id']}" for one in (whole, stopped)}
     left = tiny_trainer(tmp_path, "left", **on_ring)  # Tune has killed its trial, and its run lives
     left.run_config = run_of(plain.run_config, str(tmp_path / "runs"), "left")
-    assert left._coordinator(open_source(left.task.data).fingerprint, "an attempt") is not None
+    assert left.submission().find_or_start(open_source(left.task.data).fingerprint) is not None
     ids = [whole["trial_id"], stopped["trial_id"], "left"]
     remove_stopped(plain.run_config, str(tmp_path / "runs"), ids)
     assert left_behind("trial-left") == []

@@ -138,15 +138,6 @@ def test_workers_that_all_fail_to_start_end_the_run_with_their_own_error(local_r
     assert left_behind("nowhere-else") == []
 
 
-@pytest.mark.slow
-def test_a_folder_belongs_to_one_run_name(local_ray: None, tmp_path: Path) -> None:
-    tiny_trainer(tmp_path, "first", steps=2, **ALONE).fit()
-    second = tiny_trainer(tmp_path, "second", steps=2, **ALONE)
-    second.run_config = RunConfig("second", run_dir=str(tmp_path / "first"), progress=False)
-    with pytest.raises(ValueError, match="holds run 'first', not 'second'"):
-        second.fit()
-
-
 def test_a_folder_that_another_cluster_writes_to_is_refused(local_ray: None, tmp_path: Path) -> None:
     elsewhere = tiny_trainer(tmp_path, "busy", steps=2)
     elsewhere.run_config.folder.mkdir(parents=True)
@@ -172,7 +163,7 @@ def test_a_folder_that_another_cluster_writes_to_is_refused(local_ray: None, tmp
 @pytest.mark.slow
 def test_a_run_that_was_abandoned_starts_anew_when_submitted_again(local_ray: None, tmp_path: Path) -> None:
     run = tiny_trainer(tmp_path, "again", steps=3, **ALONE)
-    corpse = run._coordinator(open_source(run.task.data).fingerprint, "abandoned")
+    corpse: Any = run.submission().find_or_start(open_source(run.task.data).fingerprint)
     corpse.abandon.remote("no driver")
     while ray.get(corpse.follow.remote(-1, 0))["ended"] is None:
         time.sleep(0.1)
@@ -209,12 +200,6 @@ def test_an_exception_in_the_users_optimizer_ends_the_run_with_their_traceback(l
     with pytest.raises(UserCodeFailed, match=r"(?s)Traceback.*no such momentum"):
         trainer(tmp_path, "optimizer", optimizer=failing_optimizer, scaling_config=ScalingConfig(2, 1, 0)).fit()
     assert left_behind("optimizer") == []
-
-
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ValueError, match=r"run_dir=.* cannot be written to"):
-        trainer(tmp_path / "file", "unwritable").fit()
 
 
 @pytest.mark.slow

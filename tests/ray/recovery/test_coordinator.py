@@ -32,6 +32,7 @@ from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.coordinator.startup import MOST_FAILED_STARTS
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
+from elastic_ring.runtime.driver.follow import Follower
 from elastic_ring.runtime.driver.submission import Submission
 from tests.ray.conftest import ALONE, Heard, check_records, fault_free, tiny_trainer, wait_for
 
@@ -72,7 +73,7 @@ def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
     # Whichever of the two came late met a coordinator that is gone, as this one does for certain.
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(gone.identity.remote())
-    assert trainers[1]._follow(gone)["summary"] == block_means[0]
+    assert Follower(trainers[1].submission(), ())._follow(gone, "")["summary"] == block_means[0]
     both = sorted(heard[0].losses + heard[1].losses)
     assert both == list(enumerate(block_means[0]["losses"])), "each step was told to one of the two drivers, once"
     assert left_behind("followed") == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,7 +145,3 @@ def test_a_silent_coordinator_is_given_up_later_while_it_starts(
     with pytest.raises(CoordinatorLost, match=f"does not answer within {patience} s"):
         attempt_of(Mute(), RUN, starts=starts)
     assert now[0] == pytest.approx(float(patience), abs=1.0)
-
-
-def test_a_folder_that_nobody_writes_to_is_free(tmp_path: Path) -> None:
-    assert attach.other_writer(RunConfig("x", run_dir=str(tmp_path))) is None

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ import pytest
 import torch
 
 from elastic_ring import ElasticRingTrainer, RunConfig, StepConfig
-from elastic_ring.control.messages import CorpusVersion
-from elastic_ring.data.prepared import versions_beside
 from elastic_ring.data.sampling.validation import ValidationSet
 from elastic_ring.data.source import PreparedTokens, SourceConfig, StdlibText, TextFiles, TokenShards
 from elastic_ring.model.config import preset
@@ -28,10 +26,8 @@ from elastic_ring.monitor.metrics import write_json
 from elastic_ring.runtime.driver.attach import has_records_of
 from elastic_ring.runtime.driver.submission import Submission
 from elastic_ring.runtime.identity import (
-    VERSION,
     Identity,
     changed_files,
-    contents_of,
     identity_of,
 )
 from elastic_ring.train.optim import OptimConfig
@@ -129,16 +125,6 @@ def test_validation_sets_count_by_their_contents_wherever_they_lie(tmp_path: Pat
         of("none")
 
 
-def test_a_working_directory_is_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a", "b"):
-        text_files(tmp_path / name)
-    found = []
-    for name in ("a", "b"):
-        monkeypatch.chdir(tmp_path / name)
-        found.append(submission(TextFiles(CONTEXT, ("one.txt",)), tmp_path / "run").identity)
-    assert found[0].what == found[1].what
-
-
 def test_a_finished_run_needs_its_data_no_more(tmp_path: Path) -> None:
     data = text_files(tmp_path / "a")
     submission(data, tmp_path / "run").write_record()
@@ -152,15 +138,11 @@ def test_a_finished_run_needs_its_data_no_more(tmp_path: Path) -> None:
         submission(elsewhere(data, tmp_path / "a", tmp_path / "b"), tmp_path / "run").finished_summary()
 
 
-def test_what_differs_is_named_and_another_version_of_identities_is_no_match(tmp_path: Path) -> None:
+def test_what_differs_is_named(tmp_path: Path) -> None:
     own = submission(text_files(tmp_path / "a"), tmp_path / "run").identity
     assert own.differences(own.what) == []
     told = own.differences({**own.what, "step.seed": "3", "pattern": "w" * 100})
     assert told == [f"pattern: {'w' * 60}... there,  here", "step.seed: 3 there, 0 here"]
-    assert own.differences({**own.what, VERSION: "contents 9"}) == [
-        "it has an identity of another version (contents 9), and this one writes contents 2: go on with that "
-        "version, or begin another run with its weights, --from"
-    ]
 
 
 def test_slices_that_a_model_is_built_in_are_part_of_it() -> None:
@@ -176,14 +158,6 @@ def test_slices_that_a_model_is_built_in_are_part_of_it() -> None:
             assert {part for part in ("ffn", "head") if any(f"{part}.1." in name for name in names)} == {*config.sliced}
 
 
-def test_later_manifests_are_looked_for_beside_the_first_one() -> None:
-    data = PreparedTokens(CONTEXT, "s3://bucket/new/manifest-000004.json", "digest", 257)
-    version = CorpusVersion(5, "/old/place/manifest.json", "later")
-    assert [asdict(one) for one in versions_beside(data, [version])] == [
-        {**asdict(version), "uri": "s3://bucket/new/manifest.json"}
-    ]
-
-
 def test_a_running_run_is_known_by_its_records_where_its_folder_has_another_path(tmp_path: Path) -> None:
     run = RunConfig("here", run_dir=str(tmp_path / "link"))
     (tmp_path / "folder").mkdir()
@@ -193,11 +167,6 @@ def test_a_running_run_is_known_by_its_records_where_its_folder_has_another_path
         journal.append({"note": "begin", "attempt": "a1"})
     assert has_records_of(run, "a1")
     assert not has_records_of(run, "a2")
-
-
-def test_a_source_of_the_users_own_is_known_by_its_fingerprint(tmp_path: Path) -> None:
-    data = text_files(tmp_path / "a")
-    assert contents_of(data)[0] == f"TextFiles {data.open().fingerprint}"
 
 
 def test_which_files_changed_is_told_by_name() -> None:
