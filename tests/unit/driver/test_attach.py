@@ -25,7 +25,7 @@ from elastic_ring.runtime.driver.decision import (
     decide_submission,
     other_versions,
 )
-from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
+from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity, changed_files
 
 RUN = RunConfig("x", run_dir="r")
 IDENTITY = Identity({"data": "d", VERSION: CONTENTS})
@@ -116,6 +116,18 @@ def test_a_refusal_names_the_difference_and_the_ways_out(
     assert isinstance(decision, Refuse)
     assert message in str(decision)
     assert decision.ways_out
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ([("a", "1"), ("b", "9"), ("d", "4")], "files of the data: changed b; gone c; new d"),
+        ([("b", "2"), ("a", "1"), ("c", "3")], "files of the data: the same, in another order or cut otherwise"),
+        ([], ""),
+    ],
+)
+def test_changed_files_are_named(files: list[tuple[str, str]], told: str) -> None:
+    assert changed_files([["a", "1"], ["b", "2"], ["c", "3"]], files) == told
 
 
 def test_other_versions_are_named() -> None:

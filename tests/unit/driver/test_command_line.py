@@ -248,11 +248,6 @@ def test_data_that_are_not_there_are_refused_before_ray_starts(
     assert "none.jsonl: there is no such file" in capsys.readouterr().err
 
 
-def test_a_finished_run_is_told_beside_the_forecast_with_which_it_began(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(json_bytes({"planned_step_s": 4.04, "planned_alone_step_s": 1.0}))
-    assert train._on_record(tmp_path) == {"step_s": 4.04}
-
-
 def test_other_steps_over_the_file_of_an_earlier_run_change_the_schedule(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     for flags, schedule in (([], (9, 9)), (["--optim.total-steps", "70", "--optim.warmup-steps", "3"], (70, 3))):

@@ -27,7 +27,6 @@ from elastic_ring.runtime.driver.attach import has_records_of
 from elastic_ring.runtime.driver.submission import Submission
 from elastic_ring.runtime.identity import (
     Identity,
-    changed_files,
     identity_of,
 )
 from elastic_ring.train.optim import OptimConfig
@@ -167,15 +166,3 @@ def test_a_running_run_is_known_by_its_records_where_its_folder_has_another_path
         journal.append({"note": "begin", "attempt": "a1"})
     assert has_records_of(run, "a1")
     assert not has_records_of(run, "a2")
-
-
-def test_which_files_changed_is_told_by_name() -> None:
-    there = [["a", "1"], ["b", "2"], ["c", "3"]]
-    assert changed_files(there, [("a", "1"), ("b", "9"), ("d", "4")]) == ("files of the data: changed b; gone c; new d")
-    assert changed_files(there, [("b", "2"), ("a", "1"), ("c", "3")]).endswith(
-        "the same, in another order or cut otherwise"
-    )
-    assert changed_files(there, [(name, "0") for name in "abcd"]).startswith(
-        "files of the data: changed a, b, c; new d"
-    )
-    assert changed_files([], [("a", "1")]) == ""
