@@ -19,13 +19,12 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from elastic_ring import errors
 from elastic_ring.config import RunConfig, environment
-from elastic_ring.control.decisions import rollback
-from elastic_ring.control.decisions.corpus import take_fact, version_at
+from elastic_ring.control.decisions.data_order import take_facts, version_at
 from elastic_ring.control.decisions.terms import TermClaim, refuse_if_replaced
 from elastic_ring.data.prepared import with_versions
 from elastic_ring.data.sampling.order import SkippingOrder, by_batch
 from elastic_ring.files import shown_url
-from elastic_ring.monitor.callbacks import Callback, RunInfo, Telling
+from elastic_ring.monitor.callbacks import Callback, CallbackDelivery, RunInfo
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime import run_storage
@@ -83,13 +82,13 @@ class Follower:
         if summary is None:
             return None
         log.info("run %s is finished already; its summary is in %s", self._run.name, self._run.driver_folder)
-        with self.telling() as telling:
-            telling.tell()
+        with self.delivery() as delivery:
+            delivery.deliver()
         return self._success(summary)
 
-    def telling(self) -> Telling:
+    def delivery(self) -> CallbackDelivery:
         run, folder = self._run, self._run.driver_folder
-        return Telling(
+        return CallbackDelivery(
             self._callbacks,
             RunInfo(run.name, folder, self._submission.settings_record()),
             bring=partial(run_storage.fetch_places, run, folder),
@@ -100,7 +99,7 @@ class Follower:
         """Show progress until the run ends; returns how it ended. Each call to the coordinator renews the lease."""
         last_step, num_lines, is_open = -1, 0, False
         link = CoordinatorLink(self._run, ray.get_runtime_context().gcs_address, attempt)
-        with self.telling() as telling, ProgressLine(sys.stderr, self._submission.task.step.steps) as progress:
+        with self.delivery() as delivery, ProgressLine(sys.stderr, self._submission.task.step.steps) as progress:
             while True:
                 try:
                     news = link.ask(coordinator, last_step, num_lines)
@@ -121,12 +120,12 @@ class Follower:
                     progress.step(metrics)
                 last_step = max([last_step, *(metrics.step for metrics in news["steps"])])
                 if news.get("phase") != "starting":  # until then the folder may hold an earlier attempt's records
-                    self._serve_callbacks(coordinator, telling, news)
+                    self._serve_callbacks(coordinator, delivery, news)
                 if news["ended"] is not None:
                     return dict(news["ended"])
                 time.sleep(FOLLOW_S)
 
-    def _serve_callbacks(self, coordinator: Any, telling: Telling, news: dict[str, Any]) -> None:
+    def _serve_callbacks(self, coordinator: Any, delivery: CallbackDelivery, news: dict[str, Any]) -> None:
         """Deliver events, and answer a run that waits for callbacks after a validation. A store's records are fetched
         now and then, while the run waits, and at its end. A run that gets no answer here asks again."""
         run, awaited_step = self._run, news.get("awaited")
@@ -137,12 +136,12 @@ class Follower:
                 run_storage.fetch(run, run.driver_folder)
             except errors.StorageFailed as error:
                 log.warning("the run's records cannot be fetched now, training goes on: %s", error)
-        telling.tell()
-        if awaited_step is None or (requests := telling.wanted(awaited_step)) is None:
+        delivery.deliver()
+        if awaited_step is None or (requests := delivery.requests(awaited_step)) is None:
             return
         try:
             if ray.get(coordinator.answer.remote(awaited_step, **requests), timeout=2 * run.timeouts.hello_s):
-                telling.granted(awaited_step, requests)
+                delivery.grant(awaited_step, requests)
         except (GetTimeoutError, ActorUnavailableError, ActorDiedError):
             log.warning("the coordinator does not take what callbacks want; the driver tries again")
 
@@ -167,7 +166,7 @@ class Follower:
 
 def _batch_of(task: TrainingTask, facts: dict[str, Any]) -> str:
     """Which sequences the failed step has, by the manifest of its step; adds them to `facts` as `samples`."""
-    step, versions, skips = int(facts["step"]), take_fact(facts), rollback.take_fact(facts)
+    step, (versions, skips) = int(facts["step"]), take_facts(facts)
     try:
         order = training_order(replace(task, data=with_versions(task.data, by_batch(versions, skips))))
         sample_ids = SkippingOrder(order, skips).sample_ids(step)

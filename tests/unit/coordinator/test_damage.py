@@ -150,8 +150,8 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
     write_json(folder / "summary.json", summary.to_json())
     (folder / "loss.png").write_bytes(b"\x89PNG and more")
     (folder / "weights.safetensors").write_bytes(b"what the summary tells of")
-    with Follower(trainer.submission(), trainer.callbacks).telling() as telling:
-        telling.tell()
+    with Follower(trainer.submission(), trainer.callbacks).delivery() as delivery:
+        delivery.deliver()
     return folder
 
 
@@ -216,8 +216,8 @@ def submitted(folder: Path, steps: int, caplog: pytest.LogCaptureFixture) -> Dec
     with MetricsLog(folder).open(facts["identity"]) as log:
         log.begin_at(checkpoint)
         assert all(line["loss"] == 2.0 for line in read_metrics(folder)), "none of another run's"
-    with Follower(trainer.submission(), trainer.callbacks).telling() as telling:
-        telling.tell()
+    with Follower(trainer.submission(), trainer.callbacks).delivery() as delivery:
+        delivery.deliver()
     told += [*startup.told, *told_later, *(record.getMessage() for record in caplog.records)]
     return Decided(step=checkpoint, told=told, startup=startup)
 
