@@ -1,4 +1,4 @@
-"""Writes the tables that say what the code says into their pages: commands, submissions, errors, timeouts.
+"""Writes into the pages what the code says: tables of commands, submissions, errors, timeouts; whole examples.
 
 python docs/tables.py
 """
@@ -47,7 +47,22 @@ def table(head: str, *rows: str) -> str:
     return f"| {head} |\n|{line}\n" + "".join(f"| {row} |\n" for row in rows)
 
 
+EXAMPLE = re.compile(r"(<!-- (examples/\w+\.py) -->\n```python\n)(.*?)^```$", re.MULTILINE | re.DOTALL)
+"""A block of Python below a comment that names its file."""
+
+
+def with_examples(page: str) -> str:
+    """The page with each example as its file has it."""
+
+    def block(match: re.Match[str]) -> str:
+        return match[1] + (HERE.parent / match[2]).read_text(encoding="utf-8") + "```"
+
+    return EXAMPLE.sub(block, page)
+
+
 def main() -> None:
+    quickstart = HERE / "quickstart.md"
+    quickstart.write_text(with_examples(quickstart.read_text(encoding="utf-8")), encoding="utf-8")
     for (name, column), text in tables().items():
         before, rest = re.split(rf"^(?=\| {column} \|)", (HERE / name).read_text(), maxsplit=1, flags=re.MULTILINE)
         (HERE / name).write_text(before + text + re.sub(r"\A(\|.*\n)*", "", rest))

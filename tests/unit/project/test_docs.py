@@ -153,10 +153,11 @@ def test_the_readme_has_at_most_200_lines() -> None:
 
 
 def test_a_change_replaces_words_of_the_pages_and_adds_none() -> None:
-    """Dated results and tables that a command prints do not count."""
+    """Dated results, and tables and examples that a command prints, do not count."""
     pages = {page: text.split() for page, text in TEXTS.items() if page.parent.name != "results"}
     printed = TEXTS[DOCS / "metrics.md"].split("## The table", 1)[1].split() + guard_table.table().split()
     printed += " ".join(TABLES.values()).split()
+    printed += [word for block in re.findall(r"^<!-- examples/.*?^```$", ALL, re.M | re.S) for word in block.split()]
     assert sum(map(len, pages.values())) - len(printed) <= MOST_WORDS
     assert len(pages[DOCS / "benchmarks.md"]) <= 1200, "figures have their place in benchmarks/results"
 
@@ -282,40 +283,6 @@ def test_the_drawings_are_what_the_script_draws() -> None:
 def test_the_tables_of_the_code_are_what_the_script_writes() -> None:
     for (page, column), table in TABLES.items():
         assert table in TEXTS[DOCS / page], f"run docs/tables.py: {column}"
-
-
-def test_python_in_the_readme_is_quoted_from_the_examples() -> None:
-    """`...` on a line of its own stands for lines left out."""
-    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")]
-    blocks = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        pieces = [piece for piece in re.split(r"^ *\.\.\.\n", block, flags=re.MULTILINE) if piece]
-        assert any(all(piece in source for piece in pieces) for source in sources), block
-
-
-def test_what_python_on_a_page_imports_of_the_package_is_there() -> None:
-    blocks = [block for text in TEXTS.values() for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)]
-    imports = [
-        (node.module, alias.name)
-        for statement in re.findall(r"^from elastic_ring\b.* import (?:\([^)]*\)|.*)$", "\n".join(blocks), re.M)
-        for node in ast.parse(statement).body
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    ]
-    assert len(imports) > 5
-    absent = [
-        f"{module}.{name}"
-        for module, name in imports
-        if not importlib.util.find_spec(module) or not hasattr(importlib.import_module(module), name)
-    ]
-    assert absent == []
-
-
-def test_the_quickstart_includes_the_examples_whole() -> None:
-    """A formatter of Markdown took these lines for Python once."""
-    included = re.findall(r'^--8<-- "(.*)"$', TEXTS[DOCS / "quickstart.md"], re.MULTILINE)
-    assert included == ["examples/own_model.py", "examples/ring_attention_alone.py"]
 
 
 def test_the_families_of_patterns_are_those_of_the_code() -> None:
