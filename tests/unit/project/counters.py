@@ -3,8 +3,8 @@
 python -m tests.unit.project.counters             prints each counter, its bound of today and its aim
 python -m tests.unit.project.counters --names     prints where the names that are no names stand
 
-Two more take a person or a run: the files of a new fact, 17 (`docs/architecture.md` counts them for `DataAwaited`), and
-the files and hand-overs of a worker's death, 19 and 6 (`python -m tests.ray.walk_of_a_death`).
+Two more take a person or a run: the files of a new fact (`docs/architecture.md` lists them), and the files and
+hand-overs of a worker's death, 19 and 6 (`python -m tests.ray.walk_of_a_death`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BOUNDS = {
     "methods of the largest class": Bound(52, 25),
     "lines with dict[str, Any], Mapping[str, Any] or an alias": Bound(479, 150),
     "names that are no names": Bound(1_302, 0),
-    "lines of tests": Bound(63_100, 56_000),
+    "lines of tests": Bound(63_400, 56_000),
 }
 """A change that makes a counter better lowers its bound. Who raises one says why."""
 
