@@ -26,7 +26,7 @@ from elastic_ring.monitor.metrics import (
     read_metrics,
     write_json,
 )
-from elastic_ring.runtime.coordinator.recorder import samples_digest
+from elastic_ring.runtime.coordinator.run_files import samples_digest
 
 log = logging.getLogger(__name__)
 

@@ -128,7 +128,10 @@ class Dispatcher:
             if worker.status == "starting":  # its answer went to the old coordinator
                 watch_ref(handle.start.remote(self._me), partial(self._started, worker.worker))
             else:
-                watch_ref(handle.describe.remote(), self._found)
+                # Ray calls this in its own thread, which must wait for no lock of the node monitor.
+                watch_ref(
+                    handle.describe.remote(), lambda described, _: described and self._put(WorkerFound(described))
+                )
 
     def send(self, commands: Iterable[Command], published: int, checkpoint: CheckpointTerms | None = None) -> None:
         """`published`: the last step that is recorded. `checkpoint`: what members need to know to save."""
@@ -209,17 +212,14 @@ class Dispatcher:
         ready = WorkerReady(self._cause(), worker, started["node"], started["pid"])
         self._put(Happened(ready, {**started, "handle": self._handles.get(worker)}))
 
-    def _found(self, described: dict[str, Any] | None, error: BaseException | None) -> None:
-        # Ray calls this in its own thread, which must wait for no lock of the node monitor.
-        if described is not None:
-            self._put(WorkerFound(described))
-
     def _kill(self, command: KillWorker) -> None:
-        told = self._node_monitor.kill(command.worker, command.reason)
-        if told and command.worker in self._killed:  # the agent has the order already, and the worker is still there
+        was_sent = self._node_monitor.kill(command.worker, command.reason)
+        if (
+            was_sent and command.worker in self._killed
+        ):  # the agent has the order already, and the worker is still there
             self._ray_calls.put(self._cluster.remove_worker, command.worker)
         self._killed.add(command.worker)
-        if not told:
+        if not was_sent:
             self._ray_calls.put(self._cluster.remove_worker, command.worker)
             self._happened(WorkerLost(command.cause, command.worker, "unreachable", command.reason))
 
@@ -242,18 +242,15 @@ class Dispatcher:
     def _rendezvous(self, command: Build) -> StoreAddress:
         identity = (command.term, command.generation)
         if self._meeting is None or self._meeting.id != identity:
-            # After a build that did not come to its end, because one of them comes from an address that is not known.
+            # After a build that failed, maybe because a worker connects from an unknown address.
             self._keeps_out = self._keeps_out and self._meeting is None
-            self._meeting = self._meet(command, identity)
+            heals = [worker for heal in command.heals for worker in (heal.donor, *heal.newcomers)]
+            addresses = [self._node_monitor.addresses_of(worker) for worker in {*command.members, *heals}]
+            nodes = [address for address, _ in addresses]
+            hosts = sorted({self._address, *(host for pair in addresses for host in pair)}) if self._keeps_out else []
+            self._meeting = Meeting(identity, RendezvousStore(common_host(self._address, nodes), hosts), hosts)
         store = self._meeting.store
         return StoreAddress(store.host, store.port, store.secret, tuple(self._meeting.hosts))
-
-    def _meet(self, command: Build, identity: tuple[int, int]) -> Meeting:
-        workers = {*command.members, *(worker for heal in command.heals for worker in (heal.donor, *heal.newcomers))}
-        nodes = [self._node_monitor.address_of(worker) for worker in workers]
-        came_from = [self._node_monitor.came_from(worker) for worker in workers]
-        hosts = sorted({self._address, *nodes, *came_from}) if self._keeps_out else []
-        return Meeting(identity, RendezvousStore(common_host(self._address, nodes), hosts), hosts)
 
 
 def is_own_error(error: BaseException | None) -> bool:

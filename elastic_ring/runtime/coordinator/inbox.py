@@ -1,6 +1,6 @@
-"""What other threads hand to the coordinator's deciding thread, through its queue. Data only.
+"""Messages of other threads to the coordinator's deciding thread, through its queue. Data only.
 
-`agent.messages.Death` and `Said` go there as they are.
+`agent.messages.Death` and `Said` go there, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepsPublished:
 
 @dataclass(frozen=True)
 class CallbacksSaid:
-    """`counts` gets whether the answer counts."""
+    """`counts` is the reply: True if accepted."""
 
     event: CallbacksAnswered
     counts: queue.Queue[bool]
@@ -40,7 +40,7 @@ class CallbacksSaid:
 
 @dataclass(frozen=True)
 class FaultAsked:
-    """`answer` gets whether this planned fault may fire now."""
+    """`answer` is the reply: True if this planned fault may fire now."""
 
     index: int
     worker: str
@@ -62,7 +62,7 @@ class AgentAttached:
 
 @dataclass(frozen=True)
 class WorkerFound:
-    """A worker that an earlier coordinator started; `described`: what it says of itself."""
+    """A worker that an earlier coordinator started, as it describes itself."""
 
     described: Mapping[str, Any]
 
@@ -77,7 +77,7 @@ class Abandoned:
 
 @dataclass(frozen=True)
 class PartSaved:
-    """A rank's part of a checkpoint is written, or is not, and why."""
+    """A rank's part of a checkpoint is written, or failed."""
 
     part: CheckpointPart | CheckpointLeftOut
 
@@ -94,21 +94,22 @@ class CheckpointFailed:
     """A checkpoint of `step` was due, and does not count."""
 
     step: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class CheckpointsListed:
-    """Those that count now."""
+    """The checkpoints that count now."""
 
     checkpoints: tuple[Checkpoint, ...]
 
 
 @dataclass(frozen=True)
 class DemandNoted:
-    """What is asked of the autoscaler now: a note for the journal, with its `text`."""
+    """The request to the autoscaler has changed: a note for the journal."""
 
-    note: Mapping[str, Any]
+    text: str
+    num_workers: int
 
 
 Inbox = queue.Queue[Any]

@@ -1,7 +1,7 @@
 """Watches the nodes through their agents' connections and beats and through Ray's node table.
 
-Reports what it finds as control events. A node counts as lost only when two sources agree: its agent's connection
-is closed or silent, and its raylet's port is shut, Ray has dropped the node, or none of its workers answers.
+Puts control events into the coordinator's queue. A node counts as lost only when two sources agree: its agent's
+connection is closed or silent, and its raylet's port is shut, Ray has dropped the node, or none of its workers answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,14 +36,15 @@ from elastic_ring.runtime.agent.messages import (
     HungUp,
     Kill,
     Leaves,
+    NodeHealth,
     NodeReading,
     Resolved,
     Said,
     Watch,
 )
 from elastic_ring.runtime.agent.rpc import AgentServer
+from elastic_ring.runtime.coordinator.folds.run_totals import Live
 from elastic_ring.runtime.coordinator.inbox import AgentAttached, Happened, NodeBeat, Put
-from elastic_ring.runtime.coordinator.recorder import NodeFigures
 from elastic_ring.runtime.doctor.verdicts import AtStart, HostReport
 from elastic_ring.runtime.driver.cluster import Cluster, NodeInfo, live_nodes, watch_ref
 from elastic_ring.runtime.driver.drain import give_notice
@@ -55,8 +56,8 @@ VACANT_S = 2.0
 """An agent goes from a node on which the run has had no worker, and wanted none, for this long."""
 CONFIRM_S, CONFIRM_LOOK_S, CONFIRM_TIMES = 1.0, 0.1, 3
 HEALTH_KEPT_S = 30.0
+"""For how long a reading of a node's health counts."""
 NOTICE_AGAIN_S = 5.0
-"""What an agent read of its node's health counts for so long."""
 
 
 @dataclass(frozen=True)
@@ -64,28 +65,65 @@ class WatchedWorker:
     node: str
     watch: Watch
     handle: Any
-    activity: Mapping[str, Any] = field(default_factory=dict)
-    """As its agent said last (`NodeReading.workers`)."""
 
 
 @dataclass
 class WatchedNode:
-    """What is known of one node; a lost one begins anew. `info`: as Ray listed it last, `told`: what the core was told
-    of that. `agent`: its handle. `beat_at`: when it said something last; `reading` and `health`: what, the latter with
-    its time."""
+    """A node as the core knows it; a lost one begins anew. `info`: as Ray listed it last; `reported`: slots, GPUs,
+    drain and leave time as the core got them. `agent`: its handle. `beat_at`: the time of its last message."""
 
     is_lost: bool = False
     info: NodeInfo | None = None
-    told: tuple[int, int | None, bool, float] | None = None
+    reported: tuple[int, int | None, bool, float] | None = None
     agent: Any = None
     beat_at: float | None = None
-    reading: NodeReading | None = None
-    health: tuple[float, Mapping[str, Any]] | None = None
     bad_gpus: Collection[str] = ()
     vacant_since: float | None = None
 
 
-class NodeMonitor(NodeFigures):
+class AgentReadings:
+    """The latest readings of the nodes' agents: workers' activity, memory, health."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nodes: dict[str, NodeReading] = {}
+        self._health: dict[str, tuple[float, NodeHealth]] = {}
+
+    def take(self, node: str, beat: Beat) -> None:
+        with self._lock:
+            if beat.reading is not None:
+                self._nodes[node] = beat.reading
+            if beat.health is not None:
+                self._health[node] = (time.monotonic(), beat.health)
+
+    def forget(self, node: str) -> None:
+        with self._lock:
+            self._nodes.pop(node, None)
+            self._health.pop(node, None)
+
+    def host_share(self) -> float:
+        """How full the fullest node is, as `detectors.host_share` counts; 0 where nothing is known yet."""
+        with self._lock:
+            readings = list(self._nodes.values())
+        return max((host_share(read.memory_share, read.limit, read.pressure) for read in readings), default=0.0)
+
+    def live(self, addresses: Mapping[str, str], live: Live) -> Live:
+        """`live` with the readings of these nodes, given by their address. Health counts only while it is fresh: a
+        GPU's driver may hang."""
+        with self._lock:
+            readings = [reading for node, reading in self._nodes.items() if node in addresses]
+            health = {node: read for node, read in self._health.items() if node in addresses}
+        fresh = time.monotonic() - HEALTH_KEPT_S
+        pressures = [reading.pressure for reading in readings if reading.pressure]
+        return replace(
+            live,
+            workers={worker: read for reading in readings for worker, read in reading.workers.items()},
+            pressure=max(pressures, key=lambda pressure: (pressure["full"], pressure["some"]), default={}),
+            health={addresses[node]: read for node, (at, read) in health.items() if at > fresh},
+        )
+
+
+class NodeMonitor:
     """Watches nodes and agents for one coordinator. `put`: into the coordinator's queue."""
 
     def __init__(self, run_spec: Any, put: Put, key: str) -> None:
@@ -95,6 +133,7 @@ class NodeMonitor(NodeFigures):
         self._cluster = Cluster(run_spec.run, run_spec.scaling, run_spec.task)
         self._nodes: defaultdict[str, WatchedNode] = defaultdict(WatchedNode)
         self._workers: dict[str, WatchedWorker] = {}
+        self.readings = AgentReadings()
         self._vacant: frozenset[str] = frozenset()
         self._cause = CauseIds("monitor")
         self._at_start = AtStart(run_spec.scaling.device if run_spec.scaling is not None else "cpu")
@@ -130,60 +169,36 @@ class NodeMonitor(NodeFigures):
 
     def kill(self, worker: str, reason: str) -> bool:
         """SIGKILL by PID through the agent; False without a connection to it."""
-        known = self._workers.get(worker)
-        return known is not None and self._agent_server.send(known.node, Kill(worker, reason))
+        watched = self._workers.get(worker)
+        return watched is not None and self._agent_server.send(watched.node, Kill(worker, reason))
 
     def info(self, node: str) -> NodeInfo | None:
         """The node as Ray listed it last; None where it is lost, or was never listed."""
         with self._lock:
             return self._nodes[node].info if node in self._nodes else None
 
-    def address_of(self, worker: str) -> str:
-        """The address of a worker's node; empty where it is not known."""
-        known = self._workers.get(worker)
-        node = self.info(known.node) if known is not None else None
-        return node.address if node is not None else ""
-
-    def came_from(self, worker: str) -> str:
-        """The address from which a worker's node connects to this one, which may be another one of it; empty where it
-        is not known."""
-        known = self._workers.get(worker)
-        return self._agent_server.came_from(known.node) if known is not None else ""
+    def addresses_of(self, worker: str) -> tuple[str, str]:
+        """The address of a worker's node, and the one from which the node connects to this one, which may be another;
+        empty where unknown."""
+        watched = self._workers.get(worker)
+        if watched is None:
+            return "", ""
+        info = self.info(watched.node)
+        return info.address if info is not None else "", self._agent_server.came_from(watched.node)
 
     def failing_limits(self, worker: str, limits: HostReport) -> list[str]:
         """Lines for what will fail on the worker's host by `doctor.host.limits`, each once."""
-        host = f"{self.address_of(worker)}/{self._workers[worker].node[:6]}"
+        host = f"{self.addresses_of(worker)[0]}/{self._workers[worker].node[:6]}"
         return self._at_start.look(host, limits, time.time())
 
-    def progress(self, worker: str) -> Mapping[str, Any]:
-        """The worker's activity at its agent's last beat, as in `agent.progress`; {} if unknown."""
-        known = self._workers.get(worker)
-        return known.activity if known is not None else {}
-
-    def pressure(self) -> Mapping[str, float]:
-        """`some` and `full` of `host_memory.Pressure` on the node that waits most; {} without kernel support."""
-        told = [node.reading.pressure for node in self._listed() if node.reading is not None and node.reading.pressure]
-        return max(told, key=lambda one: (one["full"], one["some"]), default={})
-
-    def health(self) -> dict[str, Mapping[str, Any]]:
-        """The last reading of each node's agent by address (`agent.health`), unless it is old: a driver may hang."""
-        fresh = time.monotonic() - HEALTH_KEPT_S
-        known = [(node.info.address, *node.health) for node in self._listed() if node.info and node.health]
-        return {address: read for address, at, read in known if at > fresh}
-
-    def host_share(self) -> float:
-        """How full the fullest node is, as `memory_pressure.host_share` counts; 0 where nothing is known yet."""
-        known = [node.reading for node in self._listed() if node.reading is not None]
-        return max((host_share(read.memory_share, read.limit, read.pressure) for read in known), default=0.0)
+    def live(self, live: Live) -> Live:
+        """`live` with the agents' readings of the nodes that Ray lists."""
+        return self.readings.live({info.node: info.address for info in self.listed()}, live)
 
     def listed(self) -> list[NodeInfo]:
         """The nodes that Ray lists."""
-        return [node.info for node in self._listed() if node.info is not None]
-
-    def _listed(self) -> list[WatchedNode]:
-        """Copies, as others change them."""
         with self._lock:
-            return [replace(node) for node in self._nodes.values() if node.info is not None]
+            return [node.info for node in self._nodes.values() if node.info is not None]
 
     def vacate(self, nodes: frozenset[str]) -> None:
         """The nodes on which the run has no worker and wants none: their agents go, and Ray may remove them.
@@ -194,9 +209,9 @@ class NodeMonitor(NodeFigures):
 
     def forget(self, worker: str) -> None:
         with self._lock:
-            known = self._workers.pop(worker, None)
-        if known is not None:
-            self._agent_server.send(known.node, Forget(worker))
+            watched = self._workers.pop(worker, None)
+        if watched is not None:
+            self._agent_server.send(watched.node, Forget(worker))
 
     # ------------------------------------------------------------ from the agents
 
@@ -205,7 +220,8 @@ class NodeMonitor(NodeFigures):
             self._nodes[node].beat_at = time.monotonic()
         match message:
             case Beat():
-                self._keep(node, message)
+                if self.info(node) is not None:
+                    self.readings.take(node, message)
                 self._put(NodeBeat(node))
             case Hello():
                 for worker in self._workers_on(node):
@@ -225,16 +241,6 @@ class NodeMonitor(NodeFigures):
                 threading.Thread(target=self._pass_notice, args=(node, message.in_s), daemon=True).start()
             case HungUp():
                 self._confirm_in_thread(node, "its agent closed the connection")
-
-    def _keep(self, name: str, beat: Beat) -> None:
-        with self._lock:
-            node = self._nodes[name]
-            node.reading = beat.reading or node.reading
-            if beat.health is not None:
-                node.health = (time.monotonic(), beat.health)
-            for worker, activity in (beat.reading.workers if beat.reading is not None else {}).items():
-                if worker in self._workers:
-                    self._workers[worker] = replace(self._workers[worker], activity=activity)
 
     def _pass_notice(self, node: str, in_s: float) -> None:
         """Make the provider's notice Ray's: others that use the node hear it, and the autoscaler replaces the node."""
@@ -268,10 +274,13 @@ class NodeMonitor(NodeFigures):
     def _poll(self) -> None:
         listed = {node.node: node for node in live_nodes(self._scaling)}
         with self._lock:
-            self._drop_unattached()
+            while not self._unattached.empty():  # agents that could not connect are started again
+                name, agent = self._unattached.get()
+                if self._nodes[name].agent is agent:
+                    self._nodes[name].agent = None
             before = with_room(node.info for node in self._nodes.values() if node.info)
             after = with_room(without(node, self._nodes[name].bad_gpus) for name, node in listed.items())
-            if before != after:  # told before any of them joins
+            if before != after:  # before any of them joins
                 self._event(NodesListed(self._cause(), tuple(sorted(after))))
             for node in listed.values():
                 self._update(node)
@@ -285,28 +294,28 @@ class NodeMonitor(NodeFigures):
                 if beat_at is not None and beat_at < silent:
                     self._nodes[name].beat_at = now  # asked once for each such silence
                     self._confirm_in_thread(name, f"no beat for {limit_s:.1f} s", now)
-            vacant = self._long_vacant(now)
-            known = {name: self._nodes[name] for name in listed}
-            without_agent = [n.info for n in known.values() if n.agent is None and n.vacant_since is None and n.info]
+            for name, watched in self._nodes.items():
+                watched.vacant_since = (watched.vacant_since or now) if name in self._vacant else None
+            vacant = [
+                name
+                for name, watched in self._nodes.items()
+                if watched.agent is not None and now - (watched.vacant_since or now) > VACANT_S
+            ]
+            present = [self._nodes[name] for name in listed]
+            without_agent = [n.info for n in present if n.agent is None and n.vacant_since is None and n.info]
         for name in vacant:
             self._remove_agent(name)
         for node in without_agent:
             if not self._closed:
                 self._start_agent(node)
 
-    def _long_vacant(self, now: float) -> list[str]:
-        """Nodes whose agent is to go now."""
-        for name, node in self._nodes.items():
-            node.vacant_since = (node.vacant_since or now) if name in self._vacant else None
-        has_agent = {name: n.vacant_since for name, n in self._nodes.items() if n.agent is not None}
-        return [name for name, since in has_agent.items() if since is not None and now - since > VACANT_S]
-
     def _remove_agent(self, name: str) -> None:
         with self._lock:
             if name not in self._vacant:
                 return
             node = self._nodes[name]
-            agent, node.agent, node.beat_at, node.reading = node.agent, None, None, None  # nobody renews them
+            agent, node.agent, node.beat_at = node.agent, None, None
+        self.readings.forget(name)  # nobody renews them
         self._agent_server.hang_up(name)
         if agent is not None:
             log.info("node %s: no worker of the run is there or wanted; its agent exits", name)
@@ -316,11 +325,11 @@ class NodeMonitor(NodeFigures):
         """Report what is new about the node, once its agent is connected."""
         name, node = listed.node, self._nodes[listed.node]
         node.info = info = without(listed, node.bad_gpus)
-        known, news = node.told, (info.num_slots, info.num_gpus, info.draining, info.leaves_at)
-        if known == news or (known is None and name not in self._agent_server.nodes):
+        before, news = node.reported, (info.num_slots, info.num_gpus, info.draining, info.leaves_at)
+        if before == news or (before is None and name not in self._agent_server.nodes):
             return
-        node.told, node.is_lost = news, False
-        if known is None or known[:2] != news[:2]:
+        node.reported, node.is_lost = news, False
+        if before is None or before[:2] != news[:2]:
             self._event(NodeJoined(self._cause(), name, info.num_slots, info.num_gpus, info.domains, info.is_reserved))
         if info.draining:
             self._event(NodeDraining(self._cause(), name, info.leaves_at))
@@ -345,13 +354,6 @@ class NodeMonitor(NodeFigures):
                 self._nodes[node.node].agent = agent
         watch_ref(attaching, attached)
 
-    def _drop_unattached(self) -> None:
-        """Forget the agents that could not connect, so that they are started again."""
-        while not self._unattached.empty():
-            name, agent = self._unattached.get()
-            if self._nodes[name].agent is agent:
-                self._nodes[name].agent = None
-
     def _confirm_in_thread(self, node: str, why: str, silent_at: float = math.inf) -> None:
         """In a thread for each node, because many may fall silent at once and each takes time to confirm."""
         threading.Thread(target=self._confirm, args=(node, why, silent_at), name="confirm", daemon=True).start()
@@ -364,34 +366,35 @@ class NodeMonitor(NodeFigures):
         alive. An agent that does not answer while its workers do is stopped or stuck, and is replaced.
         """
         with self._lock:
-            known = self._nodes[node]
-            agent, info = known.agent, known.info
+            watched = self._nodes[node]
+            agent, info = watched.agent, watched.info
         handles = [worker.handle for worker in self._workers_on(node) if worker.handle is not None]
-        asked = [handle.ping.remote() for handle in (*handles, agent) if handle is not None]
-        if not answers(asked, partial(refuses, info)) and handles and node != self._own_node:
-            if (known.beat_at or 0.0) <= silent_at:
+        pings = [handle.ping.remote() for handle in (*handles, agent) if handle is not None]
+        if not answers(pings, partial(refuses, info)) and handles and node != self._own_node:
+            if (watched.beat_at or 0.0) <= silent_at:
                 self._lose(node, why)
             return
-        agent_answers = agent is not None and answers(asked[-1:])
+        agent_answers = agent is not None and answers(pings[-1:])
         log.warning("node %s: %s; its agent is %s", node, why, "asked to attach again" if agent_answers else "replaced")
         if agent is not None and not agent_answers:
             ray.kill(agent, no_restart=True)
         with self._lock:
-            known.agent, known.beat_at = None, time.monotonic()
+            watched.agent, watched.beat_at = None, time.monotonic()
 
     def _lose(self, node: str, why: str) -> None:
         with self._lock:
             lost = self._nodes[node]
-            if self._closed or (lost.info is None and lost.told is None):
+            if self._closed or (lost.info is None and lost.reported is None):
                 return
             # Ray goes on listing a silent node for a while; when Ray drops it, the loss has been reported.
-            known = lost.is_lost and lost.told is None
-            if not known:
+            was_reported = lost.is_lost and lost.reported is None
+            if not was_reported:
                 log.warning("node %s is lost: %s", node, why)
             self._nodes[node] = WatchedNode(is_lost=True)
+            self.readings.forget(node)
             # A machine without power closes no connection: it would look like a node that has just joined.
             self._agent_server.hang_up(node)
-        if not known:
+        if not was_reported:
             self._event(NodeLost(self._cause(), node))
 
     def _event(self, event: Event) -> None:
@@ -399,21 +402,21 @@ class NodeMonitor(NodeFigures):
 
 
 def with_room(nodes: Iterable[NodeInfo]) -> set[str]:
-    """Those on which a worker may start."""
+    """The names of the nodes on which a worker may start."""
     return {node.node for node in nodes if node.num_members and not node.draining}
 
 
 def without(node: NodeInfo, bad_gpus: Collection[str]) -> NodeInfo:
-    """The node without the GPUs that are not to be used."""
+    """The node without its bad GPUs."""
     if node.num_gpus is None or not bad_gpus:
         return node
     return replace(node, num_gpus=max(0, node.num_gpus - len(bad_gpus)))
 
 
-def answers(asked: list[Any], given_up: Callable[[], bool] = lambda: False) -> bool:
-    """Whether any of these calls succeeds within CONFIRM_S, or before they are given up CONFIRM_TIMES in a
-    row, each time after none was answered for CONFIRM_LOOK_S."""
-    deadline, pending, num_given_up = time.monotonic() + CONFIRM_S, asked, 0
+def answers(pings: list[Any], given_up: Callable[[], bool] = lambda: False) -> bool:
+    """Whether any of these calls succeeds within CONFIRM_S. It stops earlier once `given_up` says so CONFIRM_TIMES in a
+    row, each time after no answer for CONFIRM_LOOK_S."""
+    deadline, pending, num_given_up = time.monotonic() + CONFIRM_S, pings, 0
     while pending and (left_s := deadline - time.monotonic()) > 0 and num_given_up < CONFIRM_TIMES:
         done, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, CONFIRM_LOOK_S))
         if any(not failed(ref) for ref in done):
@@ -424,8 +427,8 @@ def answers(asked: list[Any], given_up: Callable[[], bool] = lambda: False) -> b
 
 
 def refuses(node: NodeInfo | None) -> bool:
-    """Whether the host answers that nobody listens on its raylet's port any more: its workers end with the raylet. Ray
-    itself needs up to a second to say so."""
+    """Whether the host refuses connections to its raylet's port: its workers end with the raylet, which Ray reports up
+    to a second later."""
     if node is None or not node.port:
         return False
     try:

@@ -6,7 +6,9 @@ No decisions on events here; `shutdown` writes the end of a run.
 from __future__ import annotations
 
 import logging
+import math
 import socket
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +17,17 @@ from typing import Any
 
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from elastic_ring.control.decisions.terms import Action, TermClaim, begin
+from elastic_ring.config import RunConfig
+from elastic_ring.control.decisions.terms import Action, TermClaim, Unanswered, begin
 from elastic_ring.control.replay import standing
-from elastic_ring.errors import CoordinatorLost, ElasticRingError, JournalDamaged, RecordDamaged, RunFailed
+from elastic_ring.errors import (
+    CoordinatorLost,
+    ElasticRingError,
+    JournalDamaged,
+    RecordDamaged,
+    RunFailed,
+    StorageFailed,
+)
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.journal import Flaw, Journal, salvage, salvage_file
 from elastic_ring.monitor.json_files import read_json
@@ -38,6 +48,7 @@ from elastic_ring.runtime.coordinator.run_spec import (
     summary_of,
 )
 from elastic_ring.runtime.terms import Terms
+from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.storage.folder import Storage
 
@@ -47,13 +58,14 @@ JournalLine = Mapping[str, Any]
 Names = Callable[[], Sequence[str]]
 
 MOST_FAILED_STARTS = 3
+RESTART_PAUSE_S = 1.0
 OF_CONTENT = (CoordinatorLost, RecordDamaged, LookupError, TypeError, ValueError, AttributeError)
-"""What reading a journal raises. A storage that is away raises others, and is waited for."""
+"""Errors of a journal's content. A storage that is away raises other errors, and is waited for."""
 
 
 def num_failed_starts(coordinator: str, attempt: str, error: BaseException | None) -> int:
-    """How many starts in a row have failed for what the journal holds, with this `error`; None: this one has not. Each
-    is another process, so the head of the cluster keeps the number."""
+    """How many starts in a row have failed for the content of the journal, with this `error`; None if this start has
+    not. Each is another process, so the head of the cluster keeps the number."""
     key, number = f"{coordinator}:{attempt}:failed starts".encode(), 0
     try:
         if isinstance(error, OF_CONTENT):
@@ -66,13 +78,13 @@ def num_failed_starts(coordinator: str, attempt: str, error: BaseException | Non
 
 @dataclass(frozen=True)
 class Startup:
-    """What a coordinator starts from: its claim of a `term`, how many lines it has read (`num_written`), and those of
-    this attempt that stand, in order; none for the first coordinator of an attempt."""
+    """The claim of a term, the number of lines of the journal (`num_written`), and those of this attempt that stand, in
+    order; empty for the first coordinator of an attempt."""
 
     claim: TermClaim
     num_written: int = 0
     lines: tuple[JournalLine, ...] = ()
-    told: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     """A line for each damaged record that was set aside."""
 
     @property
@@ -90,19 +102,19 @@ def open_run(
     terms: Terms,
     *,
     is_restart: bool,
-    others: Names,
+    remaining: Names,
     clear: Names,
     built: Callable[[], int] = int,
 ) -> Startup:
     """Claim a term, and go on with the journal of this attempt or make room for a first one.
 
-    `is_restart`: in a process that Ray started again. `others()` names what exists of the run beside this coordinator;
-    `built()` is the newest generation that its workers have built, 0 for none; `clear()` removes them, and names what
-    stays. Raises: as `begin` of the terms and `refuse_to_begin`; RunFailed when something stays; JournalDamaged;
-    StorageFailed.
+    `is_restart`: in a process that Ray started again. `remaining()` names the run's other actors; `built()` is the
+    newest generation that its workers have built, 0 for none; `clear()` removes the actors, and names those that stay.
+    Raises: as `begin` of the terms and `refuse_to_begin`; RunFailed when an actor stays; JournalDamaged; StorageFailed.
     """
     folder, run = run_spec.run.folder, run_spec.run
-    reading = _Reading(run_spec, partial(refuse_to_begin, run_spec, is_restart=is_restart, others=others, built=built))
+    refuse = partial(refuse_to_begin, run_spec, is_restart=is_restart, remaining=remaining, built=built)
+    reading = _Reading(run_spec, refuse)
     has_claimed = is_restart and terms.has_claimed(run_spec.attempt)
     steps = begin(run.name, run.storage_uri, run_spec.attempt, has_claimed=has_claimed)
     claim = _carried_out(steps, terms, run_spec.attempt, reading.read)
@@ -115,13 +127,44 @@ def open_run(
         terms.withdraw(claim)
         raise RunFailed(f"an earlier attempt's actors do not go: {', '.join(left)}", run=run_spec.run.name)
     path = folder / JOURNAL_NAME
-    told = _set_damaged_aside(run_spec, [f"line {flaw.line} of {path} {flaw.problem}" for flaw in reading.damaged])
+    remarks = _set_damaged_aside(run_spec, [f"line {flaw.line} of {path} {flaw.problem}" for flaw in reading.damaged])
     if has_records(folder):
         goes_on, was_finished = bool(run_spec.resume.checkpoints), (folder / SUMMARY_NAME).exists()
         set_aside(folder, keep_metrics=goes_on)
         run_storage.forget_end(run_spec.run)
         run_storage.reset_places(run_spec.run, goes_on=goes_on, was_finished=was_finished)
-    return Startup(claim, told=(*told, *_metrics(run_spec)))
+    return Startup(claim, remarks=(*remarks, *_metrics(run_spec)))
+
+
+def open_when_stored(run: RunConfig, attempt: Callable[[], Startup], *, is_restart: bool) -> Startup:
+    """The result of `attempt`, which opens the run. While its storage is away a coordinator that was started again
+    tries again, since training goes on; for `fail_after_s` at most. Raises: as `attempt`; RunFailed after that time."""
+    silence = Unanswered(longest_turn_s=math.inf)
+    while True:
+        silence.tick(time.monotonic(), is_heard=False)
+        try:
+            return attempt()
+        except StorageFailed as error:
+            if not is_restart:
+                raise
+            if silence.silent_s > run.checkpoint_config.fail_after_s:
+                limit = f"checkpoint.fail_after_s={run.checkpoint_config.fail_after_s:g}"
+                raise RunFailed(f"no term could be claimed for {silence.silent_s:.0f} s ({limit}): {error}") from error
+            log.warning("could not claim a term yet; tries again: %s", error)
+            time.sleep(RESTART_PAUSE_S)
+
+
+def begin_note(run_spec: RunSpec, now: float) -> dict[str, Any]:
+    """The journal's note that this submission begins."""
+    return {
+        "note": "begin",
+        "attempt": run_spec.attempt,
+        "now": now,
+        "run": run_spec.run.name,
+        "identity": run_spec.identity.digest,
+        "versions": versions(run_spec.scaling.device),
+        **run_spec.resume.journalled(),
+    }
 
 
 def _carried_out(
@@ -187,29 +230,29 @@ class _Reading:
 
 def _set_damaged_aside(run_spec: RunSpec, of_journal: Sequence[str]) -> list[str]:
     """Rename what of an earlier attempt is damaged: nothing of it is needed. What is whole is moved by `set_aside`."""
-    folder, told = run_spec.run.folder, []
+    folder, remarks = run_spec.run.folder, []
     if of_journal:
-        told.append(json_files.set_aside(folder / JOURNAL_NAME, of_journal[0]))
+        remarks.append(json_files.set_aside(folder / JOURNAL_NAME, of_journal[0]))
     identity = run_spec.identity.digest
     for name, look in ((STATUS_NAME, read_json), (SUMMARY_NAME, lambda _: summary_of(folder, identity))):
         try:
             look(folder / name)
         except RecordDamaged as error:
-            told.append(json_files.set_aside(folder / name, error.message))
-    return told
+            remarks.append(json_files.set_aside(folder / name, error.message))
+    return remarks
 
 
 def _metrics(run_spec: RunSpec) -> list[str]:
     """A run that resumes at a checkpoint keeps its metrics of earlier steps; a damaged file is written anew from its
     undamaged lines. A run that begins at another run's checkpoint takes over its metrics. Returns lines to report."""
-    resume, path, told = run_spec.resume, run_spec.run.folder / METRICS_NAME, []
+    resume, path, remarks = run_spec.resume, run_spec.run.folder / METRICS_NAME, []
     if not resume.checkpoints:
         return []
     identity = run_spec.identity.digest
     if path.exists():
         wrong, lines = rebuild_metrics(salvage_file(path), identity, resume.step)
         if wrong:
-            told.append(json_files.set_aside(path, f"{path}: {wrong}"))
+            remarks.append(json_files.set_aside(path, f"{path}: {wrong}"))
     else:
         uri, _ = located(run_spec.run.storage_uri, resume.checkpoints[-1].folder)
         source = Storage(uri, timeout_s=run_spec.run.timeouts.storage_s).open(write=False)
@@ -220,13 +263,13 @@ def _metrics(run_spec: RunSpec) -> list[str]:
                 journal.append(line, sync=False)
             journal.sync()
     missing = missing_steps(lines, resume.step)
-    if missing and (told or missing[-1] == resume.step - 1):  # else it was reported before
-        told.append(f"{path} has no lines of {len(missing)} step(s), {missing[0]} to {missing[-1]}")
-    return told
+    if missing and (remarks or missing[-1] == resume.step - 1):  # else it was reported before
+        remarks.append(f"{path} has no lines of {len(missing)} step(s), {missing[0]} to {missing[-1]}")
+    return remarks
 
 
 def refuse_to_begin(
-    run_spec: RunSpec, begins: Sequence[JournalLine], *, is_restart: bool, others: Names, built: Callable[[], int]
+    run_spec: RunSpec, begins: Sequence[JournalLine], *, is_restart: bool, remaining: Names, built: Callable[[], int]
 ) -> None:
     """Whether a first coordinator of `run_spec` may begin where the journal has these beginnings.
 
@@ -244,7 +287,7 @@ def refuse_to_begin(
             "the folder back and submit again: it goes on from its newest checkpoint",
             path=str(run.folder / JOURNAL_NAME),
         )
-    if is_restart and others():
+    if is_restart and remaining():
         raise CoordinatorLost(f"the run has workers, but its journal is not in {run.folder} on this node")
     if is_finished(run, run.folder, run_spec.task.step.steps, run_spec.identity.digest):
         raise RunFailed(f"run {run.name} has finished: {run.folder} holds its summary")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from elastic_ring.config import ScalingConfig
-from elastic_ring.runtime.coordinator import demand
-from elastic_ring.runtime.coordinator.demand import DemandKeeper, Wish
+from elastic_ring.runtime.coordinator import services
+from elastic_ring.runtime.coordinator.inbox import DemandNoted
+from elastic_ring.runtime.coordinator.services import DemandKeeper, Wish
 from elastic_ring.runtime.driver.room import autoscaler_of
 
 
@@ -28,14 +27,14 @@ class Granting:
 @pytest.fixture
 def autoscaler(monkeypatch: pytest.MonkeyPatch) -> Granting:
     granting = Granting()
-    monkeypatch.setattr(demand, "autoscaler_of", lambda run, scaling: granting)
-    monkeypatch.setattr(demand, "LOOK_S", 0.01)
+    monkeypatch.setattr(services, "autoscaler_of", lambda run, scaling: granting)
+    monkeypatch.setattr(services, "LOOK_S", 0.01)
     return granting
 
 
-def keep(wish: Wish, *, goes_on: bool) -> list[dict[str, Any]]:
+def keep(wish: Wish, *, goes_on: bool) -> list[DemandNoted]:
     """What is noted by a coordinator that opens with this wish, looks, and ends."""
-    told: list[dict[str, Any]] = []
+    told: list[DemandNoted] = []
     keeper = DemandKeeper("run", ScalingConfig(dp=2, cp=1), told.append, tuple)
     keeper._wish = wish
     keeper.open(goes_on=goes_on)
@@ -49,7 +48,7 @@ def test_a_new_coordinator_renews_what_the_one_before_asked_for_and_withdraws_it
 ) -> None:
     told = keep(Wish((1, 2), 1, 1), goes_on=True)
     assert autoscaler.asked == [2, 0]
-    assert told[0]["text"] == "asks the autoscaler for 2 worker(s): there is room for 1"
+    assert told[0].text == "asks the autoscaler for 2 worker(s): there is room for 1"
 
 
 def test_a_new_coordinator_withdraws_at_once_what_is_placed_by_now(autoscaler: Granting) -> None:

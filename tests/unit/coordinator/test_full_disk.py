@@ -22,9 +22,9 @@ from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import write_json
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
+from elastic_ring.runtime.coordinator.run_files import End, RunFiles, write_end
 from elastic_ring.runtime.coordinator.run_spec import Clock
-from elastic_ring.runtime.coordinator.status_file import write_end
-from elastic_ring.runtime.coordinator.storage_wait import StorageWait
+from elastic_ring.runtime.coordinator.term_storage import StorageWait
 from elastic_ring.runtime.run_storage import check_writable
 from elastic_ring.state.storage import backend
 from elastic_ring.state.storage.folder import Storage
@@ -101,14 +101,15 @@ def test_the_end_is_in_the_status_although_the_disk_is_full(disk: Path, opened: 
     recorder = RunRecorder(run, lambda note: None, lambda: 100.0)
     run.folder.mkdir(exist_ok=True)
     recorder.open(Begin())
-    recorder.write_status(training(), force=True)
+    files = RunFiles(run, recorder)
+    files.write_status(training())
     journal = Journal(run.folder / "journal.jsonl").open()
     fill(disk)
     with pytest.raises(StorageFailed, match=rf"journal {run.folder}/journal.jsonl(.|\n)*Free space there") as failed:
         journal.append({"event": "x" * 5000})
-    end = {"error": "StorageFailed", "message": f"{failed.value}", "facts": {}, "attempt": "a"}
+    end: End = {"error": "StorageFailed", "message": f"{failed.value}", "facts": {}, "attempt": "a"}
     if opened:
-        recorder.write_status(training(), force=True, end=end)
+        files.write_status(training(), end)
     else:
         write_end(run, end)
     status = json.loads((run.folder / "status.json").read_text())

@@ -34,10 +34,11 @@ from elastic_ring.monitor.goodput import CLOCK_PARTS
 from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.runtime.agent.gpu_health import GPU_KEYS
 from elastic_ring.runtime.agent.health import INFINIBAND_KEYS, NETWORK_KEYS
-from elastic_ring.runtime.coordinator import metrics_exporter
+from elastic_ring.runtime.coordinator import services
 from elastic_ring.runtime.coordinator.folds.metrics_table import CAUSES, GPU, LOSSES, NODE, PHASES, TABLE, Reading
-from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter, step_flops
-from elastic_ring.runtime.coordinator.recorder import Begin, NodeFigures, RunRecorder
+from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
+from elastic_ring.runtime.coordinator.run_files import RunFiles
+from elastic_ring.runtime.coordinator.services import MetricsExporter, step_flops
 from elastic_ring.runtime.notices import Copied, StepRecord, Validated
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.vote import Outcome, Tally
@@ -109,20 +110,6 @@ def record(step: int, gpu_memory: dict[str, int] | None = None, **changes: Any) 
     return StepRecord(replace(metrics, **changes), outcome, FIRST_INTERVAL_S, gpu_memory=gpu_memory or {})
 
 
-class Told(NodeFigures):
-    def __init__(self, sizes: dict[str, dict[str, Any]]) -> None:
-        self._sizes = sizes
-
-    def progress(self, worker: str) -> dict[str, Any]:
-        return self._sizes.get(worker, {})
-
-    def health(self) -> dict[str, Any]:
-        return HEALTH
-
-    def pressure(self) -> dict[str, float]:
-        return {"some": 0.25, "full": 0.125}
-
-
 @pytest.fixture
 def recorder(tmp_path: Path) -> RunRecorder:
     made = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
@@ -150,17 +137,18 @@ def recorder(tmp_path: Path) -> RunRecorder:
     made.checkpoint({"step": 2, "path": "somewhere", "bytes": 1024, "blocked_s": 0.25, "total_s": 3.5})
     made.publish([COPIED])
     clock = dict.fromkeys(CLOCK_PARTS, 0.0)
-    sizes = {
+    workers: Any = {
         "a": {"rss_bytes": 5, "peak_rss_bytes": 9, "shared_bytes": 1, "clock": {**clock, "forward": 1.0}},
         "b": {"rss_bytes": 7, "peak_rss_bytes": 8, "shared_bytes": 0, "clock": {**clock, "forward": 2.0}},
         "c": {"clock": {**clock, "forward": 9.0}},
     }  # a spare
     made.recoveries.worker_started("a", 1, {"gpu": "NVIDIA H100 80GB HBM3"})
-    made.nodes = Told(sizes)
+    pressure: Any = {"some": 0.25, "full": 0.125}
+    made.live = replace(made.live, workers=workers, pressure=pressure, health=HEALTH)
     return made
 
 
-HEALTH = {
+HEALTH: Any = {
     "10.0.0.1": {
         "network": {key: index for index, key in enumerate([*NETWORK_KEYS, *INFINIBAND_KEYS])},
         "gpus": {"0": {key: float(index) for index, key in enumerate(GPU_KEYS)}},
@@ -178,7 +166,8 @@ RUN = RunConfig("measured", run_dir="measured", checkpoint_config=CheckpointConf
 def reading_of(
     recorder: RunRecorder, state: State = STATE, run: RunConfig = RUN, flops: float | None = 989.4e12, **more: Any
 ) -> Reading:
-    return Reading(run, recorder, flops, 1000.0, lambda: 7.5, state, 3.25, 20.0, **more)
+    recorder.live = replace(recorder.live, now=20.0, driver_silent_s=3.25, checkpoint_failing_s=7.5)
+    return Reading(run, recorder, flops, 1000.0, state, **more)
 
 
 def exported(recorder: RunRecorder, state: State = STATE, **more: Any) -> dict[tuple[str, str], float | None]:
@@ -274,15 +263,13 @@ def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
 
 
 def test_a_coordinator_that_starts_anew_exports_the_same(recorder: RunRecorder, tmp_path: Path) -> None:
-    recorder.write_status(STATE, force=True)
+    RunFiles(replace(RUN, run_dir=str(tmp_path)), recorder).write_status(STATE)
     again = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
     again.open(Begin())
     again.recall(RecoveryEnded(recorder.recoveries.records[0].to_json(), closes=True), ())
     again.publish([COPIED])
     again.recoveries.worker_started("a", 1, {"gpu": "NVIDIA H100 80GB HBM3"})
-    again.nodes = recorder.nodes
-    again.latest.work_s = recorder.latest.work_s  # told again with the next step
-    again.latest.gpu_memory = MEMORY  # told again soon
+    again.live = recorder.live  # read again soon
     assert recorder.totals.checkpoint_unix_s is not None
     again.recall(CheckpointWritten(recorder.totals.checkpoints[0], recorder.totals.checkpoint_unix_s), ())
     before, after = exported(recorder), exported(again)
@@ -344,14 +331,13 @@ EXPORTED: dict[str, list[tuple[dict[str, str], float]]] = {}
 def test_the_exporter_gives_ray_each_finite_number_each_recovery_once_and_the_end_last(
     recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_exporter, "Gauge", FakeMetric)
-    monkeypatch.setattr(metrics_exporter, "Histogram", FakeHistogram)
-    exporter = MetricsExporter(RUN, recorder, lambda: 0.0)
+    monkeypatch.setattr(services, "Gauge", FakeMetric)
+    monkeypatch.setattr(services, "Histogram", FakeHistogram)
+    exporter = MetricsExporter(RUN, recorder)
     recorder.recoveries.records.append(replace(recorder.recoveries.records[0], total_s=8.0))
-    exporter.export(STATE, 0.0, 20.0)
-    exporter.export(STATE, 1.0, 20.0)  # too early
-    exporter.export(STATE, 2.0, 20.0, failed=True)
-    exporter.export(STATE, 3.0, 20.0)
+    for silent_s, failed in ((0.0, None), (1.0, None), (2.0, True), (3.0, None)):  # the second is too early
+        recorder.live = replace(recorder.live, driver_silent_s=silent_s)
+        exporter.export(STATE, failed=failed)
     assert EXPORTED["driver_silent_seconds"] == [({"run": "measured"}, 0.0), ({"run": "measured"}, 2.0)]
     durations = EXPORTED["recovery_duration_seconds"]
     assert [s for tags, s in durations if tags == {"run": "measured", "part": "total"}] == [8.0]
@@ -364,11 +350,11 @@ def test_the_exporter_gives_ray_each_finite_number_each_recovery_once_and_the_en
 def test_a_defect_of_the_exporter_is_logged_and_does_not_reach_the_run(
     recorder: RunRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    exporter = MetricsExporter(RunConfig("measured", run_dir="measured"), recorder, lambda: 0.0)
+    exporter = MetricsExporter(RunConfig("measured", run_dir="measured"), recorder)
     broken: Any = {"step": 1}
     recorder.recoveries.records.append(broken)
-    exporter.export(STATE, 0.0, 20.0)
-    exporter.export(STATE, 0.0, 20.0, failed=False)
+    exporter.export(STATE)
+    exporter.export(STATE, failed=False)
     assert [line.message for line in caplog.records] == ["metrics are not exported any more"]
 
 

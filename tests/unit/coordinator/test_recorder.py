@@ -19,7 +19,7 @@ from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.monitor.report import render_status
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
-from elastic_ring.runtime.coordinator.status_file import write_end
+from elastic_ring.runtime.coordinator.run_files import RunFiles, write_end
 from elastic_ring.runtime.driver.attach import end_on_record, other_writer
 from elastic_ring.runtime.notices import Compiled, NotRepeatable, StepRecord
 from elastic_ring.train.guards import remark_on
@@ -32,6 +32,10 @@ def recorder(tmp_path: Path) -> RunRecorder:
     made = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), lambda note: None, lambda: 100.0)
     made.open(Begin())
     return made
+
+
+def files(recorder: RunRecorder) -> RunFiles:
+    return RunFiles(RunConfig("records", run_dir=str(recorder.metrics.path.parent)), recorder)
 
 
 def record(
@@ -71,7 +75,7 @@ def test_time_in_which_the_host_stood_still_is_no_training(recorder: RunRecorder
     recorder.steps.begun(0, (1, 1))
     recorder.publish([record(0, (1, 1), frozen_s=60.0), record(1, (1, 1))])
     assert recorder.goodput.lost.lost_s["frozen"] == 60.0
-    assert recorder.take_lines(0) == [
+    assert recorder.recoveries.lines == [
         "step 0: for 60 s nothing ran on the host of rank 0 (paused, suspended or stopped); that is no time of the step"
     ]
     parts = recorder.time_s(100.0)
@@ -95,14 +99,14 @@ def test_a_coordinator_that_starts_anew_undoes_no_step_of_a_run_that_began_at_a_
         recorder.recall(Tick("t"), [build])
         recorder.metrics.begin_at(10)
         recorder.publish([record(step, (1, 1)) for step in range(10, 10 + num_steps)])
-        assert (recorder.metrics.last_step, recorder.take_lines(0)) == (13, [])
+        assert (recorder.metrics.last_step, recorder.recoveries.lines) == (13, [])
 
 
 def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_exact(recorder: RunRecorder) -> None:
     recorder.steps.begun(0, (1, 1))
     odd = NotRepeatable(0, "put_ does not have a deterministic implementation")
     assert [new.metrics.step for new in recorder.publish([odd, record(0, (1, 1))])] == [0]
-    assert recorder.write_summary("", exact=True)["exact"] is None
+    assert files(recorder).write_summary("", exact=True)["exact"] is None
 
 
 @pytest.mark.parametrize(("loss", "what"), [(2.5, "its gradient is not finite"), (float("nan"), "its loss is nan")])
@@ -116,7 +120,7 @@ def test_a_step_that_is_not_finite_is_told_on_console_and_journal(tmp_path: Path
     assert told == f"step 0 is skipped and changes nothing: {what}; its sequences are 7, 9"
     made.publish([record(0, (1, 1), loss, skipped=True, remark=told)])
     assert list(map(line_of, notes)) == [{"note": "skipped", "step": 0, "told": told}]
-    assert made.take_lines(0) == [told]
+    assert made.recoveries.lines == [told]
 
 
 def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coordinator(tmp_path: Path) -> None:
@@ -131,15 +135,15 @@ def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coor
     for fact in notes:
         again.recall(fact, ())
     again.publish([Compiled(5, "b", ["x"], 7)])
-    assert made.write_summary("", exact=True)["compilations_after_step_0"] == 2
+    assert files(made).write_summary("", exact=True)["compilations_after_step_0"] == 2
     (tmp_path / "summary.json").unlink()
-    assert again.write_summary("", exact=True)["compilations_after_step_0"] == 3
+    assert files(again).write_summary("", exact=True)["compilations_after_step_0"] == 3
 
 
 def test_the_summary_counts_the_steps_that_were_skipped(recorder: RunRecorder) -> None:
     recorder.steps.begun(0, (1, 1))
     recorder.publish([record(step, (1, 1), loss=float("nan"), skipped=True) for step in range(2)])
-    summary = recorder.write_summary("", exact=True)
+    summary = files(recorder).write_summary("", exact=True)
     assert (summary["steps"], summary["skipped_steps"], summary["lost_workers"]) == (2, 2, {})
 
 
@@ -152,8 +156,8 @@ def test_a_digest_of_fewer_records_than_steps_is_null_and_says_why(recorder: Run
     path.rename(path.with_name("elsewhere"))
     if kept:
         path.write_text("".join(lines[:kept]))
-    summary = recorder.write_summary("", exact=True)
-    told = [line for line in recorder.take_lines(0) if "samples_sha256 and exact are null" in line]
+    summary = files(recorder).write_summary("", exact=True)
+    told = [line for line in recorder.recoveries.lines if "samples_sha256 and exact are null" in line]
     assert (summary["steps"], summary["exact"], summary["samples_sha256"] is not None, len(told)) == (
         (3, True, True, 0) if kept == 3 else (3, None, False, 1)
     )
@@ -166,16 +170,17 @@ def test_after_the_end_nobody_is_a_member_whatever_phase_it_came_in(recorder: Ru
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
     state = State(simulated("records", 2, 1, 4), Running(membership), 1, 1, workers)
     status = recorder.metrics.path.parent / "status.json"
-    recorder.write_status(state, force=True)
+    written = files(recorder)
+    written.write_status(state)
     live = json.loads(status.read_text())
     assert [[person["worker"] for person in live[who]] for who in ("members", "spares")] == [["w-0", "w-1"], ["w-2"]]
     assert (live["phase"], live["ended"]) == ("running", False)
     end = {"error": "RunFailed", "message": "stopped by the user", "facts": {}, "attempt": "a"}
-    recorder.write_status(state, force=True, end=end)
+    written.write_status(state, end)
     over = json.loads(status.read_text())
     assert (over["phase"], over["ended"], over["error"]) == ("ended", True, "stopped by the user")
     assert (over["members"], over["spares"], over["mesh"]) == ([], [], {"dp": 0, "cp": 0})
-    recorder.write_status(state, force=True)  # a worker that is not killed yet has published
+    written.write_status(state)  # a worker that is not killed yet has published
     assert json.loads(status.read_text()) == over
 
 
@@ -188,7 +193,7 @@ def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of
     )
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
-    recorder.write_status(State(simulated("records", 2, 1, 4), Running(membership), 1, 1, workers), force=True)
+    files(recorder).write_status(State(simulated("records", 2, 1, 4), Running(membership), 1, 1, workers))
     live = read_json(status) or {}
     end = {"error": "RunFailed", "message": "JournalDamaged: line 1", "facts": {}, "attempt": "a"}
     write_end(run, end)
@@ -239,10 +244,10 @@ def test_intervals_without_a_checkpoint_are_told_to_the_driver_and_are_in_the_st
     """A step each minute, no checkpoint, and nobody who says why."""
     recorder.steps.begun(0, (1, 1))
     for step in range(5):
-        monkeypatch.setattr(recorder, "_clock", lambda now=60.0 * step: now)
+        monkeypatch.setattr(recorder, "now", lambda now=60.0 * step: now)
         (new,) = recorder.publish([record(step, (1, 1))])
-        recorder.detect(new, State(simulated("records", 2, 2, 9)))
-    (line,) = [line for line in recorder.take_lines(0) if "no checkpoint" in line]
+        recorder.detect(new, State(simulated("records", 2, 2, 9)), 0.0)
+    (line,) = [line for line in recorder.recoveries.lines if "no checkpoint" in line]
     assert line.startswith("no checkpoint for 3 intervals, since step 0")
     recorder.checkpoint({"step": 5, "bytes": 1, "total_s": 1.0, "blocked_s": 0.0, "path": "a folder"})
     assert recorder.detectors.checkpoints.num_intervals == 0
@@ -254,10 +259,10 @@ def test_nothing_is_overdue_in_a_coordinator_that_was_started_again_between_chec
     """Each step says how far apart they are: nobody else knows that until the next checkpoint."""
     recorder.steps.begun(0, (1, 1))
     for step in range(60):
-        monkeypatch.setattr(recorder, "_clock", lambda now=60.0 * step: now)
+        monkeypatch.setattr(recorder, "now", lambda now=60.0 * step: now)
         (new,) = recorder.publish([record(step, (1, 1), checkpoint_interval_s=3600.0)])
-        recorder.detect(new, State(simulated("records", 2, 2, 9)))
-    assert (recorder.detectors.checkpoints.num_intervals, recorder.take_lines(0)) == (0, [])
+        recorder.detect(new, State(simulated("records", 2, 2, 9)), 0.0)
+    assert (recorder.detectors.checkpoints.num_intervals, recorder.recoveries.lines) == (0, [])
 
 
 def test_the_journal_ends_with_the_forecast_beside_what_was_seen(tmp_path: Path) -> None:
@@ -266,6 +271,6 @@ def test_the_journal_ends_with_the_forecast_beside_what_was_seen(tmp_path: Path)
     made.open(Begin(planned={"step_s": 1.5, "goodput": 0.99}))
     made.steps.begun(0, (1, 1))
     made.publish([record(0, (1, 1))])
-    made.write_summary("", exact=True)
+    files(made).write_summary("", exact=True)
     seen = {"step_s": record(0, (1, 1)).metrics.step_s, "goodput": pytest.approx(1.0)}
     assert line_of(notes[-1]) == {"note": "forecast", "forecast": {"step_s": 1.5, "goodput": 0.99}, "seen": seen}

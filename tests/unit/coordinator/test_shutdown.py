@@ -17,7 +17,6 @@ import pytest
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.decisions.terms import TermClaim
-from elastic_ring.control.messages import CauseIds
 from elastic_ring.control.pool import Worker
 from elastic_ring.control.replay import standing, term_note
 from elastic_ring.control.state import Finishing, Membership, Running, State
@@ -26,8 +25,8 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.runtime.agent import stamp_dir
 from elastic_ring.runtime.agent.stamp_dir import hold
-from elastic_ring.runtime.coordinator import actor
-from elastic_ring.runtime.coordinator.actor import Coordinator, Services, TermStorage
+from elastic_ring.runtime.coordinator import shutdown
+from elastic_ring.runtime.coordinator.actor import Decider
 from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper, Writer
 from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.inbox import (
@@ -38,12 +37,13 @@ from elastic_ring.runtime.coordinator.inbox import (
     NodeBeat,
     StepsPublished,
 )
-from elastic_ring.runtime.coordinator.metrics_exporter import MetricsExporter
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.resume import Resume
+from elastic_ring.runtime.coordinator.run_files import End, RunFiles
 from elastic_ring.runtime.coordinator.run_spec import Clock
+from elastic_ring.runtime.coordinator.services import MetricsExporter, Services
 from elastic_ring.runtime.coordinator.shutdown import LONG_S, EndReport, aside, conclude, unfinished
-from elastic_ring.runtime.coordinator.storage_wait import StorageWait
+from elastic_ring.runtime.coordinator.term_storage import StorageWait, TermStorage
 from elastic_ring.runtime.run_storage import Mirror
 from elastic_ring.runtime.terms import Terms, TermWatch
 from tests.object_store.proxy import DELAY_S, faulty_proxy
@@ -123,11 +123,11 @@ def test_what_a_run_whose_steps_are_done_still_writes_is_named_by_rank_and_place
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
     workers = {name: Worker(name, "node", "ready", 0.0) for name in membership.members}
     running = State(simulated("over", 2, 1, 4), Running(membership), 1, 1, workers)
-    phases = {"w-0": {"phase": "save"}, "w-1": {}}
-    assert unfinished(running, 3, "/runs/over", phases.__getitem__) == ""
-    assert unfinished(running, 4, "/runs/over", phases.__getitem__) == "1 rank(s) still write the last checkpoint"
+    phases: Any = {"w-0": {"phase": "save"}}
+    assert unfinished(running, 3, "/runs/over", phases) == ""
+    assert unfinished(running, 4, "/runs/over", phases) == "1 rank(s) still write the last checkpoint"
     finishing = dataclasses.replace(running, phase=Finishing(membership, 0.0))
-    assert unfinished(finishing, 4, "/runs/over", phases.__getitem__) == "ring 0 writes the weights to /runs/over"
+    assert unfinished(finishing, 4, "/runs/over", phases) == "ring 0 writes the weights to /runs/over"
 
 
 class Nobody:
@@ -142,36 +142,33 @@ class Nobody:
 
 @pytest.fixture
 def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A coordinator's own parts, the deciding thread's work among them, in a run that trains; no Ray, no workers."""
+    """The work of a coordinator's deciding thread, in a run that trains; no Ray, no workers."""
     monkeypatch.setattr(stamp_dir, "SHARED_MEMORY", tmp_path / "shm")
     timers: list[Any] = []
-    monkeypatch.setattr(actor.threading, "Timer", lambda *args: timers.append(args) or Nobody())
+    monkeypatch.setattr(shutdown.threading, "Timer", lambda *args: timers.append(args) or Nobody())
     (tmp_path / "shm").mkdir()
-    made: Any = object.__new__(Coordinator)
     run = RunConfig("over", run_dir=str(tmp_path / "run"))
     run.folder.mkdir()
-    made.timers = timers
-    made.run_spec = SimpleNamespace(
+    spec: Any = SimpleNamespace(
         run=run, attempt="0123456789", scaling=None, task=None, resume=Resume(), submitted_unix_s=0.0
     )
-    made._queue, made.driver_feed, made._ready = queue.Queue(), DriverFeed(), threading.Event()
-    made._cause = CauseIds("coordinator")
-    made._is_restart, made.clock = True, lambda: 100.0
-    made._clear = lambda: []
+    made: Any = Decider(spec, is_restart=True)
+    made.timers, made.clock = timers, lambda: 100.0
+    made.shutdown.clear_actors = lambda: []
     terms, journal = Terms(run), Journal(run.folder / "journal.jsonl", durable=True).open()
     watch = TermWatch(run, terms.claim("0123456789"), terms)
-    checkpoints = CheckpointKeeper(run, Resume(), Writer(1, ""), made._put)
+    checkpoints = CheckpointKeeper(run, Resume(), Writer(1, ""), made.put)
     made.storage = TermStorage(journal, watch, Mirror(run, 1), checkpoints)
-    made.recorder = RunRecorder(run, made._note, made.clock)
-    made.storage_wait = StorageWait(run, Clock())
+    made.recorder = RunRecorder(run, made.note, made.clock)
+    made.files, made.storage_wait = RunFiles(run, made.recorder), StorageWait(run, Clock())
     made.recorder.open(Begin())
-    made._end_report = EndReport(made.recorder.recoveries.say)
+    made.shutdown.report = EndReport(made.recorder.recoveries.say)
     made.node_monitor, made.dispatch, others = Nobody(), Nobody(), Nobody()
-    made.services = Services(others, others, MetricsExporter(run, made.recorder, lambda: 0.0))
+    made.services = Services(others, others, MetricsExporter(run, made.recorder))
     workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1")}
     membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
     made.state = State(simulated("over", 2, 1, 4), Running(membership), 1, 1, workers)
-    made.recorder.write_status(made.state, force=True)
+    made.files.write_status(made.state)
     return made
 
 
@@ -185,14 +182,14 @@ def test_nothing_is_decided_in_the_turn_in_which_the_clock_has_ended_the_run(
 ) -> None:
     """The driver was killed and its lease is over; a worker that lives still has published meanwhile."""
     monkeypatch.setattr(DriverFeed, "silent_s", 1e9)
-    deciding._ready.set()
-    deciding._clear = lambda: deciding._queue.put(StepsPublished([])) or []
+    deciding.is_ready = True
+    deciding.shutdown.clear_actors = lambda: deciding.queue.put(StepsPublished([])) or []
     deciding._publish = lambda records: pytest.fail("of a run that is over")
     assert status(deciding)["ended"] is False
     deciding._take(0.0)
     assert deciding.driver_feed.ended["message"] == "no driver for 60 s"
     assert (status(deciding)["ended"], status(deciding)["members"]) == (True, [])
-    assert deciding._queue.qsize() == 1
+    assert deciding.queue.qsize() == 1
 
 
 @pytest.mark.parametrize(
@@ -202,13 +199,13 @@ def test_nothing_is_decided_in_the_turn_in_which_the_clock_has_ended_the_run(
 def test_a_coordinator_that_cannot_open_its_run_ends_it_in_the_status_unless_the_folder_is_not_its_own(
     deciding: Any, error: Exception, told: bool
 ) -> None:
-    deciding._is_restart = isinstance(error, JournalDamaged | RunFailed)  # after any other it would start once more
+    deciding.is_restart = isinstance(error, JournalDamaged | RunFailed)  # after any other it would start once more
 
     def fail() -> None:
         raise error
 
     deciding._open = fail
-    deciding._main()
+    deciding.run()
     assert deciding.driver_feed.ended["error"] == "RunFailed"
     found = status(deciding)
     assert (found["ended"], found["members"] == [], found["error"] != "") == (told, told, told)
@@ -218,13 +215,13 @@ def test_a_coordinator_that_cannot_open_its_run_ends_it_in_the_status_unless_the
 
 
 def test_a_full_disk_at_the_start_is_told_with_the_folder_and_the_way_out(deciding: Any) -> None:
-    deciding._is_restart = False
+    deciding.is_restart = False
 
     def fail() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     deciding._open = fail
-    deciding._main()
+    deciding.run()
     folder = deciding.run_spec.run.folder
     assert deciding.driver_feed.ended["message"].startswith(f"run folder '{folder}': its disk is full")
     assert "Free space there, or give another folder" in deciding.driver_feed.ended["message"]
@@ -236,12 +233,12 @@ def test_an_end_whose_records_cannot_be_written_is_in_the_status_all_the_same(
     def fail(*_: object) -> None:
         raise RuntimeError("no picture")
 
-    monkeypatch.setattr(deciding.recorder, "write_summary", fail)
+    monkeypatch.setattr(deciding.files, "write_summary", fail)
     deciding.recorder.metrics = SimpleNamespace(last_step=3)  # the last one
-    end = {"error": "", "message": "", "facts": {}, "attempt": "a"}
-    ended = conclude(end, deciding.recorder, deciding.state, "")
+    end: End = {"error": "", "message": "", "facts": {}, "attempt": "a"}
+    ended = conclude(end, deciding.recorder, deciding.files, deciding.state, "")
     assert (ended["error"], ended["message"]) == ("RunFailed", "; then RuntimeError: no picture")
-    deciding.recorder.write_status(deciding.state, force=True)
+    deciding.files.write_status(deciding.state)
     assert (status(deciding)["ended"], status(deciding)["end"]) == (True, ended)
 
 
@@ -260,10 +257,10 @@ def test_a_runs_own_stamps_go_once_its_actors_have_gone(deciding: Any, ready: bo
             raise ConnectionError("Ray is away")
         return []
 
-    deciding._clear = clear
+    deciding.shutdown.clear_actors = clear
     if ready:
-        deciding._ready.set()
-    assert (deciding._cleared() == []) is cleared
+        deciding.is_ready = True
+    assert (deciding.shutdown.cleared() == []) is cleared
     assert list(folder.parent.iterdir()) == []
 
 
@@ -272,10 +269,10 @@ def test_beats_are_answered_for_a_deciding_thread_that_waits_for_the_runs_folder
     heard: list[str] = []
     deciding.node_monitor = SimpleNamespace(echo=heard.append)
     with deciding.storage_wait.declared():
-        deciding._put(NodeBeat("node"))
-    assert (heard, deciding._queue.qsize()) == (["node"], 0)
-    deciding._put(NodeBeat("node"))
-    assert (heard, deciding._queue.qsize()) == (["node"], 1), "else it answers by itself, or is hung"
+        deciding.put(NodeBeat("node"))
+    assert (heard, deciding.queue.qsize()) == (["node"], 0)
+    deciding.put(NodeBeat("node"))
+    assert (heard, deciding.queue.qsize()) == (["node"], 1), "else it answers by itself, or is hung"
 
 
 @pytest.mark.parametrize("moment", ["on time", "at the end"])
@@ -296,8 +293,8 @@ def test_a_coordinator_whose_run_is_taken_over_tells_its_driver_and_writes_nothi
     if moment == "on time":
         take_over()
     else:
-        deciding._take = lambda ticked_at: (take_over(), deciding._finish({"error": "", "message": "", "facts": {}}))
-    deciding._main()
+        deciding._take = lambda ticked_at: (take_over(), deciding.shutdown.finish("", ""))
+    deciding.run()
     assert deciding.driver_feed.ended["error"] == "TermLost"
     for named in ("run over", "elsewhere", "term 2", "term 1", "submit this command again"):
         assert named in deciding.driver_feed.ended["message"]
@@ -320,14 +317,14 @@ def test_an_end_that_a_user_stopped_while_the_store_was_slow_writes_its_records_
         watch = TermWatch(in_store, terms.claim("0123456789"), terms)
         deciding.storage = dataclasses.replace(deciding.storage, watch=watch)
         proxy.fault = lambda method, path: "delay" if "terms" in path else None
-        deciding._ready.set()
-        deciding._queue.put(Abandoned("stopped by the user"))
+        deciding.is_ready = True
+        deciding.queue.put(Abandoned("stopped by the user"))
         if is_taken:
             Terms(in_store).open().claim("fedcba")
         folder = deciding.run_spec.run.folder
         (folder / "status.json").write_text("the other's")
         begun = time.monotonic()
-        deciding._finish({"error": "", "message": "", "facts": {}})
+        deciding.shutdown.finish("", "")
         assert time.monotonic() - begun < DELAY_S, "nobody waits"
         assert deciding.driver_feed.ended["message"].startswith("stopped while its last records were being written")
         for thread in [one for one in threading.enumerate() if one.name.startswith("conclude")]:
@@ -346,10 +343,10 @@ def test_a_run_whose_storage_tells_nothing_of_terms_ends_after_fail_after_s(deci
 
 
 def test_a_note_of_a_replaced_coordinator_does_not_count(deciding: Any) -> None:
-    deciding._note(term_note(1, 0))
+    deciding.note(term_note(1, 0))
     deciding.storage.journal.append(term_note(2, 1))  # its successor has read one line
-    deciding._note({"note": "checkpoint", "of": "the old one"})
+    deciding.note({"note": "checkpoint", "of": "the old one"})
     deciding.storage.watch.own = TermClaim(2, "")
-    deciding._note({"note": "checkpoint", "of": "the new one"})
+    deciding.note({"note": "checkpoint", "of": "the new one"})
     lines = standing(read(deciding.run_spec.run.folder / "journal.jsonl"))
     assert [line["of"] for line in lines if "of" in line] == ["the new one"]

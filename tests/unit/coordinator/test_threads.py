@@ -19,6 +19,7 @@ from elastic_ring.runtime.agent.messages import Beat, NodeReading
 from elastic_ring.runtime.agent.rpc import AgentServer
 from elastic_ring.runtime.coordinator import node_monitor
 from elastic_ring.runtime.coordinator.driver_feed import KEPT_STEPS, DriverFeed
+from elastic_ring.runtime.coordinator.folds.run_totals import Live
 from elastic_ring.runtime.coordinator.inbox import Happened
 from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor, answers, refuses
 from elastic_ring.runtime.driver.cluster import NodeInfo
@@ -143,10 +144,10 @@ def test_what_an_agent_read_of_its_node_counts_for_a_while_and_only_while_the_no
     monitor._poll()
     monitor._on_message("n", Beat(health=reading))
     monitor._on_message("gone", Beat(health=reading))
-    assert monitor.health() == {"10.0.0.1": reading}
+    assert monitor.live(Live()).health == {"10.0.0.1": reading}
     clock[0] += node_monitor.HEALTH_KEPT_S + 1
     monitor._on_message("n", Beat())
-    assert monitor.health() == {}
+    assert monitor.live(Live()).health == {}
 
 
 def test_nodes_that_join_and_go_in_several_threads_leave_whole_tables(
@@ -222,13 +223,13 @@ def test_an_agent_goes_from_a_node_where_nobody_is_wanted_and_comes_back_with_th
     assert started == ["me", "n"]
     for node, share in (("me", 0.44), ("n", 0.87)):
         monitor._on_message(node, Beat(NodeReading({}, share, 0.88, {})))
-    assert monitor.host_share() == pytest.approx(0.87 / 0.88), "of what that node's guard allows"
+    assert monitor.readings.host_share() == pytest.approx(0.87 / 0.88), "of what that node's guard allows"
     monitor.vacate(frozenset({"me", "n"}))
     for _ in range(3):
         monitor._poll()
         time.sleep(0.01)
     assert (started, killed) == (["me", "n"], ["agent of n"]), "the coordinator's own is kept"
-    assert monitor.host_share() == 0.5, "a node that was left says nothing any more"
+    assert monitor.readings.host_share() == 0.5, "a node that was left says nothing any more"
     nodes[1] = NodeInfo("n", "127.0.0.2", 2, True, None, 5.0)
     monitor._poll()
     assert [event.leaves_at for event in events if isinstance(event, NodeDraining)] == [5.0], "still heard of"

@@ -19,7 +19,7 @@ from elastic_ring.data.preparation.inputs import Piece
 from elastic_ring.data.preparation.piece import PieceRecord, PieceWorker
 from elastic_ring.data.prepared import PreparedTokens, with_versions
 from elastic_ring.data.source import open_source, order_of
-from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
+from elastic_ring.runtime.coordinator.services import CorpusWatcher
 from tests.object_store.store import ObjectStore
 from tests.sim.simulator.options import simulated
 from tests.unit.data.corpora import prepared, texts, write_jsonl, write_table

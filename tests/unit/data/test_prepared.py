@@ -32,7 +32,7 @@ from elastic_ring.data.sampling.order import share
 from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
+from elastic_ring.runtime.coordinator.services import CorpusWatcher
 from tests.sim.simulator.options import simulated
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 

@@ -24,7 +24,7 @@ from elastic_ring.errors import StorageFailed
 from elastic_ring.files import shown_url, with_access
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.runtime.coordinator.corpus_watcher import CorpusWatcher
+from elastic_ring.runtime.coordinator.services import CorpusWatcher
 from elastic_ring.train.task import TrainingTask, description_of
 from tests.unit.data.corpora import texts, write_jsonl
 

@@ -132,7 +132,7 @@ def test_only_the_members_hosts_reach_the_store_of_a_generation() -> None:
     run_spec = RunSpec(RunConfig("r", run_dir="nowhere"), ScalingConfig(), None, "a", "", 0.0, "")  # type: ignore[arg-type]
     build = Build("c", "w0", 1, 2, PAIR, ("w0", "w1"), 0, None, (), True)
     came_from = "127.0.0.4"
-    nodes: Any = SimpleNamespace(address_of=lambda worker: "127.0.0.2", came_from=lambda worker: came_from)
+    nodes: Any = SimpleNamespace(addresses_of=lambda worker: ("127.0.0.2", came_from))
     for known, are_let_in in (("127.0.0.3", True), ("127.0.0.4", False), ("", True)):
         came_from = known
         dispatch = Dispatcher(run_spec, "127.0.0.5", None, nodes, None, None)  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_a_rank_that_builds_takes_connections_from_its_peers_hosts(pair: Members
 def test_the_store_of_a_generation_is_gone_with_all_connections_once_its_members_have_come(pair: Membership) -> None:
     """And they need it no more: what a stranger put there, and who held it open, is gone."""
     run_spec = RunSpec(RunConfig("r", run_dir="nowhere"), ScalingConfig(), None, "a", "", 0.0, "")  # type: ignore[arg-type]
-    nodes: Any = SimpleNamespace(address_of=lambda worker: HOST, came_from=lambda worker: HOST)
+    nodes: Any = SimpleNamespace(addresses_of=lambda worker: (HOST, HOST))
     dispatch = Dispatcher(run_spec, HOST, None, nodes, None, None)  # type: ignore[arg-type]
     build = Build("c", "w0", 1, 2, PAIR, ("w0", "w1"), 0, None, (), True)
     place = dispatch._rendezvous(build)

@@ -11,9 +11,10 @@ from elastic_ring.control.facts import fact_of
 from elastic_ring.control.replay import replay, standing
 from elastic_ring.control.state import Ended, State
 from elastic_ring.monitor.metrics import METRICS_NAME, RECOVERY_KEYS, Recovery
-from elastic_ring.runtime.coordinator import recorder as recorder_module
+from elastic_ring.runtime.coordinator import run_files
 from elastic_ring.runtime.coordinator.folds.recovery_log import RecoveryLog
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
+from elastic_ring.runtime.coordinator.run_files import RunFiles
 from tests.unit.monitor.recorded_runs import OF_A_MACHINE, RECORDED, RUNS, STEPS, RecordedRun
 
 OF_CLOCKS = {"goodput", "time_s"}
@@ -37,14 +38,14 @@ def replayed(run: RecordedRun) -> State:
     return replay(run.options, standing(run.journal))
 
 
-def recalled(run: RecordedRun, folder: Path) -> RunRecorder:
+def recalled(run: RecordedRun, folder: Path) -> RunFiles:
     """The records of a coordinator that starts anew when the run has ended."""
     config = run.run_config(folder)
     (folder / METRICS_NAME).write_bytes(run.files[METRICS_NAME])
     recorder = RunRecorder(config, lambda note: None, lambda: 0.0)
     recorder.open(Begin(identity=run.summary["identity"]))
     replay(run.options, standing(run.journal), recorder.recall)
-    return recorder
+    return RunFiles(config, recorder)
 
 
 def test_the_events_replay_to_the_same_commands_and_the_recorded_end(run: RecordedRun) -> None:
@@ -56,7 +57,7 @@ def test_the_events_replay_to_the_same_commands_and_the_recorded_end(run: Record
 def test_journal_and_metrics_fold_to_the_recorded_summary(
     run: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_module, "draw_run", lambda *arguments: None)
+    monkeypatch.setattr(run_files, "draw_run", lambda *arguments: None)
     state, summary = replayed(run), run.summary
     again = recalled(run, tmp_path).write_summary(
         summary["weights_sha256"], state.promise == "bit-exact", planned_steps=STEPS
@@ -65,7 +66,7 @@ def test_journal_and_metrics_fold_to_the_recorded_summary(
 
 
 def test_journal_and_metrics_fold_to_the_recorded_status(run: RecordedRun, tmp_path: Path) -> None:
-    again, status = recalled(run, tmp_path)._status(replayed(run)), run.status
+    again, status = recalled(run, tmp_path).status(replayed(run)), run.status
     status["recoveries"] = [Recovery.from_json(line).to_json() for line in status["recoveries"]]  # with all its fields
     assert without(again, OF_ITS_WRITING) == without(status, OF_ITS_WRITING)
 

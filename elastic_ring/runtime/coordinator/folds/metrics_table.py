@@ -24,6 +24,7 @@ from elastic_ring.control.state import State, members, mesh_of, phase_name, spar
 from elastic_ring.gpus import peak_flops
 from elastic_ring.monitor.goodput import CLOCK_PARTS, TIME_PARTS
 from elastic_ring.monitor.metrics import CheckpointEvent, Recovery, StepMetrics, Validation
+from elastic_ring.runtime.coordinator.folds.run_totals import Live
 from elastic_ring.runtime.notices import Copied
 
 if TYPE_CHECKING:
@@ -51,19 +52,20 @@ Counters = list[tuple[str, Mapping[str, float]]]
 
 @dataclass(frozen=True)
 class Reading:
-    """Input of every metric. `step_flops`: of one step; None if unknown. `num_observed`: recoveries that are in
-    the histogram already. `failed`: how the run ended, None while it goes on."""
+    """Input of every metric. `step_flops`: of one step; None if unknown. `num_observed`: recoveries that are in the
+    histogram already. `failed`: whether the run ended with an error, None while it goes on."""
 
     run: RunConfig
     recorder: RunRecorder
     step_flops: float | None
     started_unix_s: float
-    checkpoint_failing_s: Callable[[], float]
     state: State
-    driver_silent_s: float
-    now: float
     num_observed: int = 0
     failed: bool | None = None
+
+    @property
+    def live(self) -> Live:
+        return self.recorder.live
 
     def utilisation(self) -> float | None:
         """None where model or peak is unknown."""
@@ -91,45 +93,44 @@ class Reading:
         return num_by_part
 
     def worker_memory_bytes(self) -> dict[str, float | None]:
-        activities = [self.recorder.nodes.progress(worker) for worker in self.state.workers]
-        keys = {"rss": "rss_bytes", "peak": "peak_rss_bytes", "shared": "shared_bytes"}
-        return {part: max((a[key] for a in activities if key in a), default=None) for part, key in keys.items()}
+        readings = list(self.live.workers.values())
+        return {
+            "rss": max((read["rss_bytes"] for read in readings if "rss_bytes" in read), default=None),
+            "peak": max((read["peak_rss_bytes"] for read in readings if "peak_rss_bytes" in read), default=None),
+            "shared": max((read["shared_bytes"] for read in readings if "shared_bytes" in read), default=None),
+        }
 
     @cached_property
     def clocks(self) -> list[Mapping[str, float]] | None:
         """Of the members that have a clock; None without any."""
-        activities = [self.recorder.nodes.progress(worker) for worker in members(self.state)]
-        return [activity["clock"] for activity in activities if "clock" in activity] or None
+        readings = [self.live.workers.get(worker, {}) for worker in members(self.state)]
+        return [reading["clock"] for reading in readings if "clock" in reading] or None
 
     def rank_work_s(self) -> dict[str, float]:
-        work_s = self.recorder.latest.work_s
+        work_s = self.live.work_s
         ranks = work_s[:MOST_RANKS] if len(work_s) == len(members(self.state)) else ()
         return {str(rank): rank_s for rank, rank_s in enumerate(ranks)}
 
     @cached_property
-    def nodes(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Addresses and `NodeFigures.health`."""
-        return sorted(self.recorder.nodes.health().items())
-
-    @cached_property
     def networks(self) -> Counters:
-        return [(address, node["network"]) for address, node in self.nodes[:MOST_RANKS]]
+        return [(address, node["network"]) for address, node in sorted(self.live.health.items())[:MOST_RANKS]]
 
     @cached_property
     def gpus(self) -> Counters:
-        gpus = ((f"{address}/{i}", gpu) for address, node in self.nodes for i, gpu in sorted(node["gpus"].items()))
+        nodes = sorted(self.live.health.items())
+        gpus = ((f"{address}/{i}", gpu) for address, node in nodes for i, gpu in sorted(node["gpus"].items()))
         return list(islice(gpus, MOST_RANKS))
 
 
 Samples = float | Mapping[str, float | None] | Sequence[tuple[str, float]] | None
-"""A number, or numbers by the value of the second label. None: not known."""
+"""A number, or numbers by the value of the second label; None if unknown."""
 S = TypeVar("S")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A row. `values` are those of its second label, `label`; a text describes values that are not known beforehand.
-    `only` says when it is exported, if not always."""
+    """A row. `values`: of the second label, `label`, or a text where they are not known beforehand. `only`: when the
+    metric is exported, if not always."""
 
     meaning: str
     compute: Callable[[Reading], Samples]
@@ -159,7 +160,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class _Source(Generic[S]):
-    """Makes rows that compute from what `read` returns. They have no value while that is None."""
+    """Makes rows that compute from the result of `read`; without a value while that is None."""
 
     read: Callable[[Reading], S | None]
     only: str = ""
@@ -184,7 +185,8 @@ _validation = _Source[Validation](lambda r: r.recorder.metrics.newest.validation
 _timed = _Source[StepMetrics](lambda r: r.recorder.metrics.newest.timed, STEP_1)
 _clock = _Source[list[Mapping[str, float]]](lambda r: r.clocks, STEP_1)
 _checkpoint = _Source[CheckpointEvent](lambda r: next(iter(r.recorder.totals.checkpoints[-1:]), None), CHECKPOINT_1)
-_copy = _Source[Copied](lambda r: r.recorder.latest.copied, "with copies")
+_copy = _Source[Copied](lambda r: r.live.copied, "with copies")
+_live = _Source[Live](lambda r: r.live)
 _memory = _Source[PressureWatch](lambda r: r.recorder.detectors.memory)
 
 
@@ -217,7 +219,7 @@ _ROWS: dict[str, Metric] = {
     "term": _state("number of the coordinator that decides; rises with each new one", lambda s: s.term),
     "generation": _state("number of the membership; rises with each change", lambda s: s.generation),
     "bit_exact": _run("1 as long as the run promises equal bits, 0 once only equal samples", Reading.is_bit_exact),
-    "driver_silent_seconds, seconds": _run("time since a driver last called", lambda r: r.driver_silent_s),
+    "driver_silent_seconds, seconds": _live("time since a driver last called", lambda live: live.driver_silent_s),
     "driver_lease_seconds, seconds": _run(
         "silence of the driver after which the run ends (lease_s)", lambda r: r.run.timeouts.lease_s
     ),
@@ -348,17 +350,17 @@ _ROWS: dict[str, Metric] = {
         Reading.worker_memory_bytes,
         ("rss", "peak", "shared"),
     ),
-    "gpu_memory_bytes, bytes": _recorder(
+    "gpu_memory_bytes, bytes": _live(
         "GPU memory of global rank 0 after the newest step: tensors (allocated), what torch holds for them "
         "(reserved), free pieces of blocks that are in use (fragmented), the most that tensors took so far (peak)",
-        lambda r: r.latest.gpu_memory,
+        lambda live: live.gpu_memory,
         ("allocated", "reserved", "fragmented", "peak"),
         only="on GPUs",
     ),
-    "memory_pressure_ratio": _recorder(
+    "memory_pressure_ratio": _live(
         "share of the last 10 s in which some or all tasks (full) of a node or its container waited for memory; of "
         "the node that waits most (PSI)",
-        lambda r: r.nodes.pressure(),
+        lambda live: live.pressure,
         ("some", "full"),
         only="where the kernel tells",
     ),
@@ -391,9 +393,9 @@ _ROWS: dict[str, Metric] = {
         "intervals of training without a checkpoint that counts, for whatever reason; 0 in the first 30 s of it",
         lambda r: r.detectors.checkpoints.num_intervals,
     ),
-    "checkpoint_failing_seconds, seconds": _run(
+    "checkpoint_failing_seconds, seconds": _live(
         "for how long no checkpoint could be written, for whatever reason; 0 when the last one could",
-        lambda r: r.checkpoint_failing_s(),
+        lambda live: live.checkpoint_failing_s,
     ),
     # copies in peers' memory
     "copy_step, steps": _copy(
@@ -412,14 +414,15 @@ _ROWS: dict[str, Metric] = {
     ),
     # where time goes
     "goodput_ratio": _run(
-        "time of steps that stayed committed by time since the run's start", lambda r: r.recorder.goodput.ratio(r.now)
+        "time of steps that stayed committed by time since the run's start",
+        lambda r: r.recorder.goodput.ratio(r.live.now),
     ),
     "time_seconds, seconds": _run(
         "time since the run's start: in steps that stayed committed (steps); before the first one (startup); "
         "without enough workers (waiting); computing held-out sequences; waiting for checkpoints; in recoveries "
         "while no step ran (recovery: detect, close, heal); in attempts that broke off (rerun) and in committed "
         "steps that were undone; in planned changes of the mesh, drains too (resize); and other",
-        lambda r: r.recorder.time_s(r.now),
+        lambda r: r.recorder.time_s(r.live.now),
         TIME_PARTS,
     ),
     "data_wait_seconds, seconds": _step(

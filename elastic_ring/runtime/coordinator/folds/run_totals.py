@@ -1,8 +1,9 @@
-"""Sums a run's facts up: counters, checkpoints, generations and reliefs, for its status, metrics and summary."""
+"""The inputs of a run's status, metrics and summary besides its recoveries: sums of its facts, and one live reading."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 from elastic_ring.control.facts import (
@@ -20,6 +21,29 @@ from elastic_ring.control.facts import (
     WrongResult,
 )
 from elastic_ring.monitor.metrics import CheckpointEvent, ResumePoint
+from elastic_ring.runtime.agent.messages import NodeHealth, WorkerReading
+from elastic_ring.runtime.notices import Copied
+
+
+@dataclass(frozen=True)
+class Live:
+    """Measurements that no journal holds, as the agents and the newest steps last reported them.
+
+    `now`: of the coordinator's clock. `workers`: activity and memory by worker. `pressure`: of the node that waits most
+    for memory. `health`: network counters and GPUs by a node's address. `gpu_memory`: of global rank 0, in bytes by
+    kind. `work_s`: of each rank for one sequence. `copied`: the newest complete copies in peers' memory.
+    """
+
+    now: float = 0.0
+    driver_silent_s: float = 0.0
+    checkpoint_failing_s: float = 0.0
+    workers: Mapping[str, WorkerReading] = field(default_factory=dict)
+    pressure: Mapping[str, float] = field(default_factory=dict)
+    health: Mapping[str, NodeHealth] = field(default_factory=dict)
+    gpu_memory: Mapping[str, int] = field(default_factory=dict)
+    peak_gpu_bytes: int = 0
+    work_s: Sequence[float] = ()
+    copied: Copied | None = None
 
 
 class RunTotals:
