@@ -114,7 +114,7 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
     trainer = trainer_of(folder, name, seed)
     spec = spec_of(trainer, "first")
     identity = trainer.submission().identity.digest
-    open_run(spec, Terms(spec.run), is_restart=False, others=list, clear=list)
+    open_run(spec, Terms(spec.run), is_restart=False, remaining=list, clear=list)
     with Journal(folder / "journal.jsonl") as journal:
         journal.append(term_note(1, 0))
         journal.append(
@@ -128,7 +128,8 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
     run = Run(
         folder,
         trainer.run_config.checkpoint_config,
-        facts={"identity": identity, "run": {"name": name, "settings": trainer.submission().identity.what}},
+        identity=identity,
+        facts={"name": name, "settings": trainer.submission().identity.what},
     )
     run.commit(2)
     run.commit(4)
@@ -207,18 +208,18 @@ def submitted(folder: Path, steps: int, caplog: pytest.LogCaptureFixture) -> Dec
     resume = trainer.submission().find_resume()
     told = list(resume.damaged.values())
     spec = spec_of(trainer, "second", resume=resume)
-    startup = open_run(spec, Terms(spec.run), is_restart=False, others=list, clear=list)
-    facts = {"identity": trainer.submission().identity.digest, "run": {"settings": trainer.submission().identity.what}}
-    run = Run(folder, trainer.run_config.checkpoint_config, resume, startup.term, facts=facts)
+    startup = open_run(spec, Terms(spec.run), is_restart=False, remaining=list, clear=list)
+    identity, config = trainer.submission().identity, trainer.run_config.checkpoint_config
+    run = Run(folder, config, resume, startup.term, identity.digest, facts={"settings": identity.what})
     checkpoint, told_later = restored(run, folder)
     assert run.keeper.close(60.0)
     trainer.submission().write_record()
-    with MetricsLog(folder).open(facts["identity"]) as log:
+    with MetricsLog(folder).open(identity.digest) as log:
         log.begin_at(checkpoint)
         assert all(line["loss"] == 2.0 for line in read_metrics(folder)), "none of another run's"
     with Follower(trainer.submission(), trainer.callbacks).delivery() as delivery:
         delivery.deliver()
-    told += [*startup.told, *told_later, *(record.getMessage() for record in caplog.records)]
+    told += [*startup.remarks, *told_later, *(record.getMessage() for record in caplog.records)]
     return Decided(step=checkpoint, told=told, startup=startup)
 
 
@@ -385,7 +386,7 @@ def test_what_was_set_aside_stays_though_the_step_gets_a_new_checkpoint_that_goe
     trainer = trainer_of(folder)
     identity = trainer.submission().identity.digest
     resume = find_resume(trainer.run_config, trainer.submission().identity)
-    run = Run(folder, CheckpointConfig(every_steps=1, keep_last=1), resume, 2, facts={"identity": identity, "run": {}})
+    run = Run(folder, CheckpointConfig(every_steps=1, keep_last=1), resume, 2, identity, facts={})
     run.keeper.damaged(STEP_4, "another digest")
     assert "does not verify and is set aside: " in run.next(Said).text
     assert run.commit(4, generation=2) == [4]

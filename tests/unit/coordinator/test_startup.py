@@ -32,8 +32,8 @@ def test_a_start_on_gpus_waits_for_its_spares_whose_warm_up_would_run_beside_its
     assert [control_options(made).waits_for_spares for made in (on_cpus, on_gpus)] == [False, True]
 
 
-def opened(made: RunSpec, *, is_restart: bool = False, others: list[str] | None = None, built: int = 0) -> Startup:
-    also: Any = {"others": lambda: others or [], "clear": list, "built": lambda: built}
+def opened(made: RunSpec, *, is_restart: bool = False, remaining: list[str] | None = None, built: int = 0) -> Startup:
+    also: Any = {"remaining": lambda: remaining or [], "clear": list, "built": lambda: built}
     return open_run(made, Terms(made.run), is_restart=is_restart, **also)
 
 
@@ -55,7 +55,7 @@ def test_an_empty_folder_is_a_first_beginning_and_terms_rise(tmp_path: Path) -> 
 
 def test_the_journal_of_the_same_attempt_is_gone_on_with(tmp_path: Path) -> None:
     begun(tmp_path, "a")
-    found = opened(run_spec(tmp_path, "a"), is_restart=True, others=["er:opened:w-1"])
+    found = opened(run_spec(tmp_path, "a"), is_restart=True, remaining=["er:opened:w-1"])
     assert (found.num_written, found.begin and found.begin["now"]) == (2, 10.0)
     assert (tmp_path / "journal.jsonl").exists()
 
@@ -85,9 +85,9 @@ def test_a_restart_gives_way_to_a_later_submission_and_to_workers_of_a_journal_t
     with pytest.raises(RunFailed, match="another submission has taken"):
         opened(run_spec(tmp_path / "taken", "a"), is_restart=True)
     with pytest.raises(CoordinatorLost, match="its journal is not in"):
-        opened(run_spec(tmp_path / "elsewhere", "a"), is_restart=True, others=["er:opened:w-1"])
+        opened(run_spec(tmp_path / "elsewhere", "a"), is_restart=True, remaining=["er:opened:w-1"])
     with pytest.raises(JournalDamaged, match=r"no journal of run opened is in .*workers have built generation 7"):
-        opened(run_spec(tmp_path / "elsewhere", "a"), is_restart=True, others=["er:opened:w-1"], built=7)
+        opened(run_spec(tmp_path / "elsewhere", "a"), is_restart=True, remaining=["er:opened:w-1"], built=7)
     assert not (tmp_path / "elsewhere").exists(), "nothing remakes a folder that was moved away"
 
 
@@ -97,6 +97,6 @@ def test_a_finished_run_and_actors_that_stay_are_no_beginning(tmp_path: Path) ->
         opened(run_spec(tmp_path, "a"))
     made = run_spec(tmp_path / "held", "a")
     with pytest.raises(RunFailed, match="an earlier attempt's actors do not go: er:opened:w-1"):
-        open_run(made, Terms(made.run), is_restart=False, others=list, clear=lambda: ["er:opened:w-1"])
+        open_run(made, Terms(made.run), is_restart=False, remaining=list, clear=lambda: ["er:opened:w-1"])
     assert not (tmp_path / "terms").exists(), "refused before a term is claimed"
     assert sorted(path.name for path in (tmp_path / "held" / "terms").iterdir()) == ["000001", "000001.withdrawn"]
