@@ -32,13 +32,13 @@ MAX_HELLO_BYTES = 4096
 HELLO_S = 5.0
 MAX_UNAUTHENTICATED = 64
 ACCEPT_PAUSE_S = 1.0
-"""How long nobody new is accepted once descriptors or memory for sockets have run out: those that wait stay ready."""
+"""The pause in accepting connections once descriptors or memory for sockets have run out; the kernel keeps them."""
 REJECTIONS_S = 10.0
-"""Of several rejections within this time only the number is logged."""
+"""Further rejections within this time are only counted in the log."""
 MAX_OPEN_FILES = 1 << 20
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 DEADLINE_LOOK_S = 0.1
-"""Between two looks while a client owes its key or nobody is accepted."""
+"""Between two looks while a client owes its key or accepting pauses."""
 _READ_BYTES = 1 << 16
 _SEND_S = 5.0
 
@@ -109,23 +109,21 @@ class _Client(JsonConnection):
 
 
 def raise_open_files() -> None:
-    """Let this process open as many files as the system allows it, and say how many: each connection takes one."""
+    """Raise this process's limit on open files to the system's: each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         log.info("this process may open %d files now; its limit was %d", allowed, soft)
-    else:
-        log.info("this process may open %s files", "any number of" if soft == resource.RLIM_INFINITY else soft)
 
 
 class AgentServer:
     """The coordinator's end: accepts agents and passes each message to `deliver(node, message)`.
 
-    The end of a node's connection is delivered as `HungUp`. A client must send `key` in its first line,
-    within MAX_HELLO_BYTES and HELLO_S; of the clients that have not, MAX_UNAUTHENTICATED may be connected, and the
-    oldest makes room for a new one. Once descriptors have run out it accepts nobody for ACCEPT_PAUSE_S, and serves
-    those that it has.
+    The end of a node's connection is delivered as `HungUp`. A client must send `key` in its first line, within
+    MAX_HELLO_BYTES and HELLO_S; until then at most MAX_UNAUTHENTICATED clients may be connected, and the oldest makes
+    room for a new one. Once descriptors have run out it accepts no connection for ACCEPT_PAUSE_S, and serves its
+    clients.
     """
 
     def __init__(self, key: str, deliver: Callable[[str, FromAgent], None]) -> None:
@@ -154,7 +152,7 @@ class AgentServer:
     def came_from(self, node: str) -> str:
         """The address of that node's end of its connection; empty when it is not connected."""
         client = self._clients.get(node)
-        return "" if client is None else client.address.rpartition(":")[0]
+        return client.address.rpartition(":")[0] if client is not None else ""
 
     def hang_up(self, node: str) -> None:
         """Close a node's connection; nothing is delivered."""
@@ -194,7 +192,7 @@ class AgentServer:
     def _accept(self) -> None:
         try:
             sock, (host, port, *_) = self._server.accept()
-        except OSError as error:  # else whoever waits, or has gone before it was accepted, is the kernel's to forget
+        except OSError as error:  # for example a client that has gone before it was accepted
             if error.errno in _EXHAUSTED:
                 log.error(
                     "nobody is accepted for %g s: %s; agents that are connected are served", ACCEPT_PAUSE_S, error
@@ -217,25 +215,20 @@ class AgentServer:
                 raise
             messages, why = None, "its first line is not JSON"
         for message in messages or ():
-            if not client.node and not self._authenticate(client, message):
-                messages, why = None, "wrong key"
-                break
+            if not client.node:
+                is_hello = isinstance(message, dict) and message.get("type") == Hello.__name__
+                if not is_hello or not hmac.compare_digest(str(message.get("key")).encode(), self.key.encode()):
+                    messages, why = None, "wrong key"
+                    break
+                client.node, client.max_line_bytes = str(message["node"]), MAX_LINE_BYTES
+                del self._unauthenticated[client]
+                self._clients[client.node] = client
             self._deliver(client.node, message_of(message))
         if messages is None:
             self._drop(client, why)
 
-    def _authenticate(self, client: _Client, hello: Any) -> bool:
-        if not isinstance(hello, dict) or hello.get("type") != Hello.__name__:
-            return False
-        if not hmac.compare_digest(str(hello.get("key")).encode(), self.key.encode()):
-            return False
-        client.node, client.max_line_bytes = str(hello["node"]), MAX_LINE_BYTES
-        del self._unauthenticated[client]
-        self._clients[client.node] = client
-        return True
-
     def _drop(self, client: _Client, why: str = "") -> None:
-        """`why`: for the log, of a client without the key."""
+        """`why`: logged for a client without the key."""
         if why and not client.node:
             now, self._num_rejected = time.monotonic(), self._num_rejected + 1
             if now >= self._rejected_at + REJECTIONS_S:  # a flood of this port must not fill the disk with lines

@@ -1,12 +1,11 @@
 """The folder of a run's progress stamps on one host: locked by the processes that use it, removed once none does.
 
-Where a run gives its workers variables, their values lie there too, in a file for this user alone.
+It also has the values of variables that a run gives its workers, in a file for this user alone.
 
 Each process keeps a shared lock on a file in the folder. The kernel releases it when the process dies, however it dies
 (a forked child that has not called exec keeps it too, so the folder may stay longer, never shorter). Locks work across
-PID namespaces, so containers that share /dev/shm see each other's. A folder whose lock can be taken exclusively is in
-use by no living process. `monitor.stamps` defines the stamps. No torch and no Ray may enter: the node's agent cleans up
-with this.
+PID namespaces, so containers that share /dev/shm see each other's. No living process uses a folder whose lock can be
+taken exclusively. `monitor.stamps` defines the stamps. No torch and no Ray may enter: the node's agent cleans up here.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def _try_to_hold(folder: Path, make: bool) -> int | None:
 
 
 def keep_variables(folder: Path, values: Mapping[str, str]) -> Path:
-    """Write the variables of a run's workers into its folder, which this process holds."""
+    """Write the variables of a run's workers into its folder, which this process has locked."""
     path = folder / VARIABLES
     scratch = folder / f".{VARIABLES}-{secrets.token_hex(8)}"
     fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -103,7 +102,8 @@ def remove_stale(parent: Path = SHARED_MEMORY) -> list[str]:
         if name in KEPT or not name.startswith(PREFIX):
             continue
         with suppress(OSError):  # gone meanwhile, or no permission: the next run tries again
-            if not _is_own_folder(parent / name):
+            about = (parent / name).lstat()
+            if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
                 continue
             if name.startswith(GONE):  # its removal was interrupted, or is under way
                 shutil.rmtree(parent / name, ignore_errors=True)
@@ -112,11 +112,6 @@ def remove_stale(parent: Path = SHARED_MEMORY) -> list[str]:
     if removed:
         log.info("removed stale folders in %s: %s", parent, ", ".join(removed))
     return removed
-
-
-def _is_own_folder(path: Path) -> bool:
-    about = path.lstat()
-    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
 
 
 def _remove_if_free(folder: Path) -> bool:
