@@ -211,8 +211,8 @@ def warm_nccl_between(devices: Sequence[torch.device]) -> None:
         nccl.first_exchange(backend, devices[rank])
         return backend
 
-    backends = nccl.in_parallel([partial(build, rank) for rank in range(len(devices))], lambda: None)
-    nccl.in_parallel([partial(nccl.end, backend) for backend in backends], lambda: None)
+    backends = nccl.Builds([partial(build, rank) for rank in range(len(devices))]).results(lambda: None)
+    nccl.Builds([partial(nccl.end, backend) for backend in backends]).results(lambda: None)
 
 
 def child(index: int, end: Connection, lock: str, contexts: str, mesh: Mesh, warm: str) -> None:

@@ -307,12 +307,8 @@ class NodeAgent:
         stopped_s = now - link.stopped_since if link.stopped_since is not None else 0.0
         silent_s = now - link.echoed_at
         if stopped_s > timeouts.stopped_s or silent_s > timeouts.coordinator_silent_s:
-            log.error(
-                "the coordinator (pid %d) is stopped for %.1f s, silent for %.1f s: killing it",
-                link.pid,
-                stopped_s,
-                silent_s,
-            )
+            state = f"stopped for {stopped_s:.1f} s, silent for {silent_s:.1f} s"
+            log.error(f"the coordinator (pid {link.pid}) is {state}: killing it")
             self._exits.kill(COORDINATOR)
             link.echoed_at, link.stopped_since = now, None
 

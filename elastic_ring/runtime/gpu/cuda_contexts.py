@@ -152,14 +152,8 @@ class ContextReleaser:
 
         def end() -> None:
             num_ended = end_contexts(unused, self._contexts)
-            log.info(
-                "generation %d, step %d, rank %d: released %d other GPUs in %.3f s; the next step waited for %.3f s",
-                generation,
-                step,
-                rank,
-                num_ended,
-                time.monotonic() - found_at,
-                found_at - begun,
-            )
+            released = f"released {num_ended} other GPUs in {time.monotonic() - found_at:.3f} s"
+            waited = f"the next step waited for {found_at - begun:.3f} s"
+            log.info(f"generation {generation}, step {step}, rank {rank}: {released}; {waited}")
 
         threading.Thread(target=end, name="other contexts", daemon=True).start()

@@ -294,7 +294,7 @@ class Connector:
             _, backend = self._nccl_backend(f"link/{name}/nccl", list(workers).index(worker), len(workers))
             device_group = BatchedGroup(backend, self.gate.launching)
             self._opened = NewListeners(self.where.address, self.where.hosts)
-            nccl.in_parallel([partial(self._connect, backend, "link_group", begun)], self._look)
+            nccl.Builds([partial(self._connect, backend, "link_group", begun)]).results(self._look)
             nccl.first_exchange(device_group, self.device)
             self.raise_if_aborted()  # an abort ends the exchange and raises nothing
         return Link(host, device_group)

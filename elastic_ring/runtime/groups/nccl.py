@@ -133,11 +133,6 @@ class Builds:
         return [future.result() for future in self._futures]
 
 
-def in_parallel(builds: Sequence[Callable[[], Any]], check: Callable[[], None]) -> list[Any]:
-    """The results of several builds, in order."""
-    return Builds(builds).results(check)
-
-
 class Aborter:
     """Aborts each backend once, each in a thread of its own, and keeps a reference until then.
 

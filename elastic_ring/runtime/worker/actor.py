@@ -193,13 +193,8 @@ class Worker:
         # Late: a repeated Build, or the abort that preceded the Build of this generation.
         late = stamp == self._built and (isinstance(command, Build) or getattr(command, "mode", "") == "abort")
         if stamp < self._seen or late:
-            log.info(
-                "ignored %s of (term, generation) %s: newest seen %s, built %s",
-                type(command).__name__,
-                stamp,
-                self._seen,
-                self._built,
-            )
+            name = type(command).__name__
+            log.info(f"ignored {name} of (term, generation) {stamp}: newest seen {self._seen}, built {self._built}")
             return
         self._seen = stamp
         match command:
@@ -214,8 +209,9 @@ class Worker:
                 # The old coordinator may have received records that it did not write down: they are sent again.
                 self._member.parts.records.rewind(details.published)
                 self._client.answer(Status(self._client.cause(), self.spec.worker, *self._seen, self._activity))
-            case Stop(mode="boundary"):
-                self._member.request_boundary()
+            case Stop(mode="boundary"):  # it stops after the step that the next vote agrees on
+                if (generation := self._member.parts.generation) is not None:
+                    generation.boundary_requested = True
             case Stop(mode="save"):
                 self._member.parts.saver.schedule.ask()
             case Answer():
@@ -243,14 +239,8 @@ class Worker:
         member = self._member
         if self._training.paused.is_set() or not self._stall_watchdog.holds(stall):
             return
-        phase = phase_name(self._stamps.phase)
-        log.error(
-            "step %d of generation %d stalled in %s: %s; its process groups are aborted",
-            member.applied,
-            stall.generation,
-            phase,
-            stall.why,
-        )
+        phase, at = phase_name(self._stamps.phase), f"step {member.applied} of generation {stall.generation}"
+        log.error(f"{at} stalled in {phase}: {stall.why}; its process groups are aborted")
         # A thread that returns reports by itself. Another one is abandoned, or killed, at the next `Stop`.
         if not member.abort(self._training.paused, GIVE_UP_S):
             identity = (self.spec.worker, stall.term, stall.generation)
@@ -374,8 +364,10 @@ class Worker:
 
     def _report(self, kind: str, identity: tuple[int, int], published: int) -> None:
         """Send this worker's state, and its records of steps that may not have been published yet."""
-        member = self._member
-        records = member.parts.records.after(published) if kind == "aborted" else member.unsent_records()
+        member, parts = self._member, self._member.parts
+        records = parts.records.unsent() if parts.speaks else []
+        if kind == "aborted":
+            records = parts.records.after(published)
         self._client.answer(member.report(self._client.cause(), *identity, kind), {"records": records})
 
     def _beat(self) -> None:

@@ -118,11 +118,8 @@ class Copies:
             return
         if outcome.copying:
             self.num_skipped += 1
-            log.warning(
-                "no copies of step %d: the last ones, or memory for them, are not ready (%d skipped so far)",
-                applied,
-                self.num_skipped,
-            )
+            reason = f"the last ones, or memory for them, are not ready ({self.num_skipped} skipped so far)"
+            log.warning(f"no copies of step {applied}: {reason}")
             return
         last = self._exchanges[-1].snapshot.id
         self._drop({last} if outcome.copies_failed else self.store.ids() - {last})

@@ -103,6 +103,10 @@ def driver_version(texts: list[str]) -> str:
     return next((match.group() for text in texts if (match := _VERSION.search(text))), "")
 
 
+def variables(of: Mapping[str, str]) -> dict[str, str]:
+    return {name: of[name] for name in _VARIABLES if name in of}
+
+
 def packages() -> dict[str, str]:
     """Versions of the installed packages that provide kernels."""
     present = {}
@@ -110,10 +114,6 @@ def packages() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             present[name] = metadata.version(name)
     return present
-
-
-def variables(of: Mapping[str, str]) -> dict[str, str]:
-    return {name: of[name] for name in _VARIABLES if name in of}
 
 
 class NondeterminismLog(logging.Filter):

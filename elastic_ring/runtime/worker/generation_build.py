@@ -269,16 +269,10 @@ def heal_from_copies(
             for receiver in receivers:  # between hosts a completed send may still be in flight: wait for its receipt
                 link.recv([torch.empty(1, dtype=torch.uint8)], receiver, 0).wait()
     timings["wire_s"] = time.monotonic() - begun - timings["link_s"]
-    log.warning(
-        "cp_rank %d of %s went from %s to %s as %s: %d bytes in %.3f s",
-        heal.cp_rank,
-        named(snapshot_id),
-        ", ".join(heal.senders),
-        ", ".join(heal.newcomers),
-        "a parity and its parts" if heal.parity_from else "a copy",
-        num_bytes,
-        timings["wire_s"],
-    )
+    route = f"from {', '.join(heal.senders)} to {', '.join(heal.newcomers)}"
+    form = "a parity and its parts" if heal.parity_from else "a copy"
+    size = f"{num_bytes} bytes in {timings['wire_s']:.3f} s"
+    log.warning(f"cp_rank {heal.cp_rank} of {named(snapshot_id)} went {route} as {form}: {size}")
     return num_bytes
 
 

@@ -134,15 +134,6 @@ class Member:
             state_id=state.state_id,
         )
 
-    def unsent_records(self) -> list[StepRecord]:
-        """Records that global rank 0 has not published; empty on other ranks."""
-        return self.parts.records.unsent() if self.parts.speaks else []
-
-    def request_boundary(self) -> None:
-        """Stop after the step that the next vote agrees on."""
-        if self.parts.generation is not None:
-            self.parts.generation.boundary_requested = True
-
     def become_spare(self) -> None:
         """Drop all state and release the GPU and its memory."""
         parts = self.parts

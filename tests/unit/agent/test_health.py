@@ -5,12 +5,23 @@ What NVML itself answers is tested on GPUs (tests/gpu/test_health_on_gpu.py).
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from elastic_ring.runtime.agent.gpu_health import Nvml, is_of_the_device, is_slowed, worse
-from elastic_ring.runtime.agent.health import INFINIBAND_KEYS, HealthThread, infiniband_counters, network_counters
+from elastic_ring.runtime.agent.health import (
+    INFINIBAND_KEYS,
+    LIMIT_S,
+    HealthThread,
+    infiniband_counters,
+    lookup_s,
+    network_counters,
+    resolver_warning,
+)
 
 WELL = {"temperature_celsius": 60.0, "ecc_errors": 2.0, "remapped_rows": 1.0, "needs_reset": 0.0, "xid_errors": 0.0}
 
@@ -82,3 +93,38 @@ def test_a_node_without_a_gpu_has_nothing_to_tell() -> None:
         pytest.skip("this node has a GPU; tests/gpu/test_health_on_gpu.py reads it")
     assert nvml.read() == {}
     assert not nvml.wait(0.0)
+
+
+# ------------------------------------------------------------ the resolver
+
+
+ASK = "from elastic_ring.runtime.agent.health import lookup_s; print(lookup_s('192.0.2.77'))"
+
+
+def test_an_address_in_the_hosts_file_is_looked_up_at_once_and_nobody_is_warned() -> None:
+    took_s = lookup_s("127.0.0.1")
+    assert took_s < LIMIT_S
+    assert resolver_warning("n", "127.0.0.1", took_s) == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: another /etc/resolv.conf, in a mount namespace of its own")
+def test_a_resolver_that_does_not_answer_is_warned_about(tmp_path: Path) -> None:
+    """Packets to the resolver vanish: it is another port's silence, as loopback drops nothing that nobody reads."""
+    conf = tmp_path / "resolv.conf"
+    conf.write_text("nameserver 127.0.0.53\noptions timeout:5 attempts:1\n")
+    silent = "import socket, sys, subprocess\ns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+    silent += "s.bind(('127.0.0.53', 53))\nsys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))"
+    script = f'mount --bind {conf} /etc/resolv.conf && ip link set lo up && exec {sys.executable} -c "$0" "$1"'
+    done = subprocess.run(
+        ["unshare", "--mount", "--net", "sh", "-c", script, silent, ASK],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert done.returncode == 0, done.stderr
+    took_s = float(done.stdout)
+    assert LIMIT_S <= took_s < LIMIT_S + 2.0
+    assert resolver_warning("n", "192.0.2.77", took_s).startswith(
+        "node n: its resolver does not answer for its own address"
+    )

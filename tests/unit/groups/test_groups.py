@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.groups import Connector, Rendezvous
-from elastic_ring.runtime.groups.nccl import in_parallel
+from elastic_ring.runtime.groups.nccl import Builds
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.training_thread import TrainingThread
 from tests.unit.groups.processes import HOST, Membership, abort, connect, leave, membership
@@ -307,7 +307,7 @@ def build_the_rest(me: Any, port: int) -> None:
     def build() -> None:
         try:
             builds = [partial(connect_out_of_reach, me, port, name) for name in ("shard", "ring")]
-            in_parallel(builds, me.connector.raise_if_aborted)
+            Builds(builds).results(me.connector.raise_if_aborted)
         except GroupAborted as error:
             me.ended = type(error).__name__
 

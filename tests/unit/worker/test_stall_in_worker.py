@@ -80,7 +80,7 @@ class Part:
             self._step(self._me, self)
         return "finished"
 
-    unsent_records = list
+    speaks = False
 
     def report(self, cause: str, term: int, generation: int, kind: str) -> Any:
         return Stop(cause, "reported", term, generation, kind)
