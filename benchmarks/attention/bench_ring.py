@@ -7,12 +7,12 @@
 Causal, bf16, forward and backward. Each peer is driven as its own documentation does, with everything that it prepares
 outside a training step prepared before the clock starts. Repeats are interleaved in a new order each, so that a GPU
 that warms up slows all systems alike; a time is the slowest rank's, and every figure the median over repeats. Ratios
-are of our ring through NCCL (`ours-nccl`), which training uses; `ours` exchanges by copy engines. The ceiling is the
-ring's own kernel on one rank's tokens alone, without autograd; all others run through autograd, as in a model.
+are of our ring through NCCL (`ours-nccl`), which training uses. The ceiling is the ring's own kernel on one rank's
+tokens alone, without autograd; all others run through autograd, as in a model.
 "elsewhere" is what a peer reached outside this bench. A system that cannot run a problem is named with its reason.
 
-Systems: ours-nccl, ours, ours-hops, ours-gather, ours-nccl-hops, ours-graphed, ceiling, ulysses-fa4, ulysses-cudnn,
-torch-cp-alltoall, torch-cp-allgather, torch-cp (both), ring-flash-attn.
+Systems: ours-nccl, ours-nccl-hops, ours-nccl-gather, ceiling, ulysses-fa4, ulysses-cudnn, torch-cp-alltoall,
+torch-cp-allgather, torch-cp (both), ring-flash-attn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if __name__ in ("__main__", "__mp_main__"):  # run as a script
 
 from benchmarks.harness.arguments import IN_A_ROW, at_least_one, bench_parser, list_of, num_heads, num_tokens
 
-DEFAULT_SYSTEMS = "ours-nccl,ours,ceiling,ulysses-fa4,ulysses-cudnn,torch-cp,ring-flash-attn"
+DEFAULT_SYSTEMS = "ours-nccl,ceiling,ulysses-fa4,ulysses-cudnn,torch-cp,ring-flash-attn"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -23,8 +23,6 @@ if __name__ in ("__main__", "__mp_main__"):  # run as a script
 
 from benchmarks.harness.arguments import IN_A_ROW, at_least_one, bench_parser, list_of, num_heads, num_tokens
 
-GRAPHED = """run sparse rings as CUDA graphs, with arguments and gradients copied or in place; bytes and waits are of
-passes without graphs, and peaks leave the graphs' memory out"""
 _KEEP = {"auto": None, "yes": True, "no": False}
 
 
@@ -41,7 +39,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm-ups", default=2, type=int)
     parser.add_argument("--watched", default=2, type=int, help="more passes, in which bytes and waits are taken")
     parser.add_argument("--in-a-row", default=1, type=at_least_one, metavar="N", help=IN_A_ROW)
-    parser.add_argument("--graphed", choices=["copied", "in-place"], help=GRAPHED)
     parser.add_argument("--no-single", dest="single", action="store_false", help="without the same work on one GPU")
     parser.add_argument("--ranks", default=0, type=int, help="GPUs to use; 0: all of this host")
     parser.add_argument("--kernel", default=None, help="pin the sparse kernel")

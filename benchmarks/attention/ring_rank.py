@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.attention.ring_systems import CEILING, OURS_COPY_ENGINES, OURS_NCCL, Ours, make_systems
+from benchmarks.attention.ring_systems import CEILING, OURS_NCCL, Ours, make_systems
 from benchmarks.harness.gpu_ranks import interleaved, maximum, timed_s
 from benchmarks.harness.results import show, table, write_json
 from benchmarks.peers.attention_systems import Prepared, Problem, System, Tensors
@@ -87,8 +87,7 @@ def measure(problem: Problem, systems: list[System], options: argparse.Namespace
             torch.cuda.empty_cache() if options.lean else None
             _time(prepared[system.name], system, results[system.name], tensors, options.in_a_row)
         for system in able:
-            # Replayed graphs record no events.
-            if isinstance(system, Ours) and problem.cp > 1 and options.watched and not system.graphed:
+            if isinstance(system, Ours) and problem.cp > 1 and options.watched:
                 _watch_hops(system, prepared[system.name], results[system.name], options.watched)
     found_results = list(results.values())
     for result in found_results:
@@ -158,17 +157,11 @@ def compare(problem: Problem, results: list[Result]) -> None:
             flops = problem.flops_per_rank / (problem.cp if result.system == CEILING else 1)
             result.tflops_per_gpu = flops / statistics.median(result.times_s) / 1e12
     speed = {result.system: result.tflops_per_gpu for result in results}
-    headline, ceiling = speed.get(headline_system(results), 0.0), speed.get(CEILING, 0.0)
+    headline, ceiling = speed.get(OURS_NCCL, 0.0), speed.get(CEILING, 0.0)
     for result in results:
         if result.tflops_per_gpu:
             result.share_of_ceiling = result.tflops_per_gpu / ceiling if ceiling else 0.0
             result.ours_over_this = headline / result.tflops_per_gpu
-
-
-def headline_system(results: list[Result]) -> str:
-    """Our ring whose speed the ratios are of: through NCCL where it was measured, because training uses that."""
-    measured = {result.system for result in results if result.tflops_per_gpu}
-    return OURS_NCCL if OURS_NCCL in measured else OURS_COPY_ENGINES
 
 
 def show_problem(results: list[Result], took_s: float) -> None:
@@ -194,7 +187,7 @@ def show_problem(results: list[Result], took_s: float) -> None:
 def summary(results: list[Result]) -> str:
     """The headline ring first, then how much faster it is than each other system, problem by problem."""
     problems = list(dict.fromkeys(r.problem for r in results))
-    rows, sources, first = [], list[str](), headline_system(results)
+    rows, sources, first = [], list[str](), OURS_NCCL
     for problem in problems:
         own = sorted((r for r in results if r.problem == problem and r.tflops_per_gpu), key=lambda r: r.system != first)
         for r in own:
@@ -215,7 +208,7 @@ def _record(results: list[Result], options: argparse.Namespace) -> dict[str, obj
         "backends": {b.name: b.version() for b in covering("causal") if "cuda" in b.devices},
         "in_a_row": options.in_a_row,
         "deterministic": options.deterministic,
-        "headline": headline_system(results),
+        "headline": OURS_NCCL,
         "results": [asdict(result) for result in results],
     }
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.peers.attention_ringflash import RingFlashAttention
 from benchmarks.peers.attention_systems import Prepared, Problem, System, Tensors, through_autograd
@@ -20,14 +18,10 @@ from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from experiments.cuda_graphs import GraphedRing, make_graphed
-from experiments.peer_exchange import PeerRing
-from experiments.peer_memory import PeerMemory
 
 CEILING = "single-GPU kernel"
-OURS_NCCL, OURS_COPY_ENGINES = "ours, NCCL", "ours"
-"""Training exchanges through NCCL: the bench's ratios are of that system. "ours" alone names the copy engines, as in
-earlier results."""
+OURS_NCCL = "ours, NCCL"
+"""The bench's ratios are of this system. "ours" alone names copy engines in earlier results."""
 
 
 class Ours:
@@ -41,16 +35,8 @@ class Ours:
         backend: str | None,
         deterministic: bool,
         hops_per_stage: int | None,
-        copy_engines: bool,
-        *,
-        graphed: bool = False,
     ) -> None:
         self.name = name
-        self.graphed = graphed
-        self._graphs: GraphedRing | None = None
-        self._graph_bytes = 0
-        self._copy_engines = copy_engines
-        self._memory: PeerMemory | None = None
         self._backend = backend
         self._deterministic = deterministic
         self._hops_per_stage = hops_per_stage
@@ -62,9 +48,7 @@ class Ours:
 
     def prepare(self, problem: Problem, cp_rank: int, group: Any, tensors: Tensors) -> Prepared:
         schedule = plan(Pattern(), make_layout(self.layout, problem.num_tokens, problem.cp))
-        memory = _peer_memory(cp_rank, problem.cp) if self._copy_engines and problem.cp > 1 else None
-        kind: Any = RingAttention if memory is None else partial(PeerRing, memory=memory)
-        ring = kind(
+        ring = RingAttention(
             schedule,
             cp_rank,
             group if problem.cp > 1 else None,
@@ -76,34 +60,11 @@ class Ours:
                 buffers=self._buffers,
             ),
         )
-        self._memory = memory
-        self.close()
-        if self.graphed:
-            q, k = (torch.zeros_like(x) for x in tensors[:2])
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_reserved() - self._buffers.num_bytes
-            self._graphs = make_graphed(ring, q, k, k.clone())
-            torch.cuda.empty_cache()
-            self._graph_bytes = torch.cuda.memory_reserved() - self._buffers.num_bytes - before
-        return Prepared(through_autograd(self._graphs or ring, tensors), close=self.close)
-
-    def close(self) -> None:
-        """Drop the graphs: destroying a process group waits for the graphs that use it."""
-        if self._graphs is not None:
-            self._graphs.close()
-        self._graphs, self._graph_bytes = None, 0
+        return Prepared(through_autograd(ring, tensors))
 
     def kept_bytes(self) -> int:
         """Bytes of the buffers that stay between passes."""
-        return self._buffers.num_bytes + self._graph_bytes + (self._memory.num_bytes if self._memory is not None else 0)
-
-
-@cache
-def _peer_memory(cp_rank: int, cp: int) -> PeerMemory:
-    """One for all rings of a process: they run one after another."""
-    memory = PeerMemory(cp_rank, cp, torch.device("cuda", cp_rank))
-    memory.connect(dist.group.WORLD)
-    return memory
+        return self._buffers.num_bytes
 
 
 class Ceiling:
@@ -134,12 +95,9 @@ class Ceiling:
 def make_systems(wanted: list[str], backend: Kernel, pin: str | None, deterministic: bool) -> list[System]:
     cudnn = named("cudnn")
     systems: dict[str, list[System]] = {
-        "ours-nccl": [Ours(OURS_NCCL, pin, deterministic, None, False)],
-        "ours": [Ours(OURS_COPY_ENGINES, pin, deterministic, None, True)],
-        "ours-hops": [Ours("ours, hop by hop", pin, deterministic, 1, True)],
-        "ours-gather": [Ours("ours, gathered", pin, deterministic, 10**6, True)],
-        "ours-graphed": [Ours("ours, NCCL, graphed", pin, deterministic, None, False, graphed=True)],
-        "ours-nccl-hops": [Ours("ours, NCCL, hop by hop", pin, deterministic, 1, False)],
+        "ours-nccl": [Ours(OURS_NCCL, pin, deterministic, None)],
+        "ours-nccl-hops": [Ours("ours, NCCL, hop by hop", pin, deterministic, 1)],
+        "ours-nccl-gather": [Ours("ours, NCCL, gathered", pin, deterministic, 10**6)],
         "ceiling": [Ceiling(backend)],
         "ulysses-fa4": [Ulysses(named("flash-attn-4"))],
         "ulysses-cudnn": [Ulysses(cudnn)],

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
 from experiments.block_sparse import BlockSparseAttention
-from experiments.cuda_graphs import GraphedRing, make_graphed
 from experiments.head_rules import longnet
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -74,23 +72,11 @@ class System:
     tensors: Tensors
     ledger: HopLedger | None = None
     buffers: HopBuffers = field(default_factory=HopBuffers)
-    graphs: GraphedRing | None = None
 
-    def both_passes(self, attend: Attend) -> None:
+    def both_passes(self) -> None:
         leaves = [x.detach().requires_grad_() for x in self.tensors[:3]]
-        out = attend(leaves[0], leaves[1], leaves[2])
+        out = self.attend(leaves[0], leaves[1], leaves[2])
         torch.autograd.grad(out, leaves, self.tensors[3])
-
-    def capture(self, *, in_place: bool) -> None:
-        """Capture the ring's passes as CUDA graphs.
-
-        `in_place`: as in a model whose projections write q, k and v where the graphs read them, and read gradients
-        where the graphs write them.
-        """
-        if isinstance(self.attend, RingAttention) and not self.attend.schedule.is_dense:
-            self.graphs = make_graphed(self.attend, *self.tensors[:3], copy_grads=not in_place)
-            if in_place:
-                self.tensors = (*self.graphs.inputs, self.tensors[3])
 
 
 def patterns(options: argparse.Namespace, tokens: int) -> dict[str, SparsePattern]:
@@ -192,8 +178,6 @@ class Bench:
             systems.append(System(row, ring, tensors, ledger, buffers))
         self.measure(systems, self.options.repeats)
         for system in systems:
-            if system.graphs is not None:
-                system.graphs.close()
             if isinstance(system.attend, RingAttention) and system.row.refusal is None:
                 self._footprint(system.row, footprint(system.attend, *system.tensors[:2]))
         rows = [system.row for system in systems]
@@ -210,14 +194,10 @@ class Bench:
         for system in systems:
             system.row.refusal = self._warm(system)
         able = [system for system in systems if system.row.refusal is None]
-        for system in able:
-            if system.graphs is not None:  # captured on every rank
-                system.both_passes(system.graphs)
         for system in interleaved(able, repeats):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            attend = system.graphs or system.attend
-            system.row.times_s.append(timed_s(partial(system.both_passes, attend), self.options.in_a_row))
+            system.row.times_s.append(timed_s(system.both_passes, self.options.in_a_row))
             own = torch.cuda.max_memory_allocated() - before + sum(x.nbytes for x in system.tensors)
             system.row.peak_bytes = max(system.row.peak_bytes, own + system.buffers.num_bytes)
             free, total = torch.cuda.mem_get_info()
@@ -233,9 +213,7 @@ class Bench:
         error = None
         try:
             for _ in range(self.options.warm_ups):
-                system.both_passes(system.attend)
-            if self.options.graphed:
-                system.capture(in_place=self.options.graphed == "in-place")
+                system.both_passes()
             torch.cuda.synchronize()
         except (RuntimeError, ImportError, TypeError, ValueError, AssertionError) as caught:
             error = f"{type(caught).__name__}: {caught}"[:300]
@@ -248,7 +226,7 @@ class Bench:
         system.ledger.clear()
         system.ledger.keep_events = True
         for _ in range(self.options.watched):
-            timed_s(partial(system.both_passes, system.attend))
+            timed_s(system.both_passes)
         system.ledger.keep_events = False
         if self.options.watched:
             exposed = sum(event.exposed_s() for event in system.ledger.events) / self.options.watched
@@ -319,7 +297,6 @@ def _record(rows: list[Row], options: argparse.Namespace) -> dict[str, Any]:
         "head_dim": options.head_dim,
         "kernel": options.kernel,
         "in_a_row": options.in_a_row,
-        "graphed": options.graphed,
         "deterministic": options.deterministic,
         "partials": str(options.partials or "the kernel's type"),
         "stage_bytes": options.stage_bytes or STAGE_LIMIT_BYTES,

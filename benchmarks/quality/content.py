@@ -6,76 +6,53 @@ The search for patterns does not propose them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.quality.small.cost import NUM_HEADS
 from benchmarks.quality.small.families import Family
-from benchmarks.quality.small.model import Masks, SmallConfig
+from benchmarks.quality.small.model import Masks
 from elastic_ring.attention.layers import AttentionFn, PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.patterns.content import TopK
 from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from experiments.block_means import choose_blocks
-from experiments.gated import GatedSparseAttention
-from experiments.gated_ring import GatedRing
 
 
 @dataclass(frozen=True)
 class ContentFamily(Family):
     """`top_k` blocks of `block` tokens, chosen by content; `text` is empty.
 
-    `window` adds a window and the means of all blocks, mixed by learned gates. `first_query` routes by a block's first
-    query; the mean of all queries leaks later tokens of the block to earlier ones.
+    `first_query` routes by a block's first query; the mean of all queries leaks later tokens of the block to earlier
+    ones.
     """
 
     top_k: int = 0
-    window: int = 0
     first_query: bool = False
 
     def pattern(self) -> LayerPatterns:
         return LayerPatterns((LayerGroup((TopK(self.top_k, self.first_query, self.block),)),), self.block)
 
     def density(self, seq_len: int, num_layers: int, num_heads: int) -> float:
-        """That of `top_k` blocks, with gates that of all three branches."""
+        """That of `top_k` blocks."""
         num_blocks, block = -(-seq_len // self.block), self.block
         earlier = sum(min(self.top_k, row + 1) - 1 for row in range(num_blocks))
         kept = earlier * block * block + num_blocks * block * (block + 1) // 2
-        if self.window:
-            kept += sum(min(self.window, row + 1) + row // block for row in range(seq_len))
         return kept / (seq_len * (seq_len + 1) / 2)
 
     def masks(self, seq_len: int, num_heads: int) -> ContentMasks:
         return ContentMasks(self, seq_len, num_heads)
 
     def layers(self, layout: Layout, num_layers: int, head_dim: int) -> list[AttentionFn]:
-        if not self.window:
-            return [PatternedAttention(self.pattern(), layout, 0, None)]
-        # The ring's implementation on one rank; masks would not show the cost of skipping.
-        width = NUM_HEADS * head_dim
-        gated = GatedSparseAttention(
-            width, NUM_HEADS, block=self.block, top_k=self.top_k, window=self.window, first_query=self.first_query
-        )
-        x = torch.randn(1, layout.seq_len, width, generator=torch.Generator().manual_seed(1))
-        return [partial(gated, x, ring=GatedRing(layout, 0, None))]
+        return [PatternedAttention(self.pattern(), layout, 0, None)]
 
 
 class ContentMasks(Masks):
-    """Blocks are chosen by content in each call; with a window, the layers have gates and apply their own masks."""
+    """Blocks are chosen by content in each call."""
 
     def __init__(self, family: ContentFamily, seq_len: int, num_heads: int) -> None:
         super().__init__(None, seq_len, num_heads)
         self.family = family
-
-    def gates(self, config: SmallConfig) -> nn.Module | None:
-        family = self.family
-        if not family.window:
-            return None
-        return GatedSparseAttention(
-            config.width, config.num_heads, block=family.block, top_k=family.top_k, window=family.window
-        )
 
     def for_call(self, layer: int, q: Tensor, k: Tensor) -> Tensor:
         """Bool (B, H, S, S): the blocks that `choose_blocks` picks for each sequence; q, k (B, S, H, D)."""

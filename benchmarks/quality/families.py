@@ -37,7 +37,6 @@ def families(seq_len: int, block: int, num_layers: int = 2) -> dict[str, Family]
     found: dict[str, Family] = {name: Family(name, text, block) for name, text in texts.items()}
     found["content top-k"] = ContentFamily("content top-k", "", block, max(2, num_blocks // 8))
     found["causal content"] = ContentFamily("causal content", "", block, max(2, num_blocks // 8), first_query=True)
-    found["gated"] = ContentFamily("gated", "", block, max(2, num_blocks // 16), window // 2)
     return found
 
 

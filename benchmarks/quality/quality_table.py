@@ -89,15 +89,13 @@ def measure(
     if name != "dense":
         return {"value": value}
     tokens = torch.from_numpy(texts.held[:8, :-1]).to(text.device)
-    # Skip gated families: their gates need training, and a dense model has none.
-    every = [family for family in of_text.values() if not (isinstance(family, ContentFamily) and family.window)]
-    return {"value": value, "fidelity": fidelity(model, tokens, every, text)}
+    return {"value": value, "fidelity": fidelity(model, tokens, list(of_text.values()), text)}
 
 
 def step_s(family: Family, seq_len: int, num_layers: int, *, head_dim: int = 64, repeats: int = 2) -> float:
     """CPU seconds per layer of attention, forward and backward over `num_layers` layers; the least of `repeats`.
 
-    Includes routing by content and gates; excludes the one-off planning of static patterns.
+    Includes routing by content; excludes the one-off planning of static patterns.
     """
     call = timer(family, seq_len, num_layers, head_dim)
     call()

@@ -66,10 +66,6 @@ class Masks:
         """The mask of a layer for these q and k (B, S, H, D)."""
         return self.of_layer(layer, q.device)
 
-    def gates(self, config: SmallConfig) -> nn.Module | None:
-        """A module for one layer that mixes views of the sequence in place of a mask; None where there is none."""
-        return None
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """q, k, v (B, S, H, D) to out (B, S, H, D); a query without keys gives 0, as in rings."""
@@ -126,9 +122,9 @@ class Layer(nn.Module):
     but show no key that a pattern hides.
     """
 
-    def __init__(self, config: SmallConfig, gated: nn.Module | None) -> None:
+    def __init__(self, config: SmallConfig) -> None:
         super().__init__()
-        self.num_heads, self.gated, self.pieces = config.num_heads, gated, AS_WRITTEN
+        self.num_heads, self.pieces = config.num_heads, AS_WRITTEN
         self.attention_norm, self.ffn_norm = nn.RMSNorm(config.width), nn.RMSNorm(config.width)
         self.qkv = nn.Linear(2 * config.width, 3 * config.width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
@@ -150,12 +146,7 @@ class Layer(nn.Module):
         self, x: Tensor, turn: tuple[Tensor, Tensor], masks: Masks | Sequence[AttentionFn], layer: int
     ) -> Tensor:
         q, k, v = self.heads(x, turn)
-        if self.gated is not None:
-            seen = self.gated(self.attention_norm(x), q, k, v)
-        elif isinstance(masks, Masks):
-            seen = attend(q, k, v, masks.for_call(layer, q, k))
-        else:
-            seen = masks[layer](q, k, v)
+        seen = attend(q, k, v, masks.for_call(layer, q, k)) if isinstance(masks, Masks) else masks[layer](q, k, v)
         return self.rest(x, seen)
 
     def rest(self, x: Tensor, seen: Tensor) -> Tensor:
@@ -166,18 +157,15 @@ class Layer(nn.Module):
 class SmallModel(nn.Module):
     """tokens (B, S) to logits (B, S, vocab_size).
 
-    `masks` here only decides whether layers have gates. A call may pass an attention per layer instead of masks: q, k,
-    v (B, S, H, D) to out (B, S, H, D).
+    A call takes masks, or an attention per layer: q, k, v (B, S, H, D) to out (B, S, H, D).
     """
 
-    def __init__(self, config: SmallConfig, seed: int, masks: Masks | None = None) -> None:
+    def __init__(self, config: SmallConfig, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.layers = nn.ModuleList(
-            Layer(config, None if masks is None else masks.gates(config)) for _ in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
 

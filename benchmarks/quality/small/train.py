@@ -73,7 +73,7 @@ def trained(
     """(model, masks, mean loss of the last tenth of the steps, CPU seconds)."""
     config = SmallConfig(vocab_size, settings.width, num_layers=settings.num_layers, ffn_width=2 * settings.width)
     masks = family.masks(settings.seq_len, config.num_heads)
-    model = SmallModel(config, seed, masks).to(settings.device)
+    model = SmallModel(config, seed).to(settings.device)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(

@@ -20,8 +20,6 @@ from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Sinks, Window
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from experiments.peer_exchange import PeerRing
-from experiments.peer_memory import PeerMemory
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
 from tests.unit.sparse.block_cases import BlockCase
 from tests.unit.sparse.pattern_cases import SparseCase
@@ -126,13 +124,6 @@ def test_a_ring_attends_to_crossed_keys_the_same_on_each_pass_and_counts_their_b
             schedule, options["kv_heads"] = dense if kind == "dense" else case.schedule, case.num_kv_heads
             planned = schedule.hop_bytes(rank, hop, case.head_dim, 8, direction, **options)  # type: ignore[arg-type]
             assert ledger.sent_bytes.get((direction, hop), 0) == planned  # type: ignore[call-overload]
-
-
-def test_copy_engines_send_no_encoded_keys() -> None:
-    with pytest.raises(ValueError, match="kv_wire='fp8': copy engines"):
-        PeerRing(
-            plan(Pattern(), zigzag(8, 1)), 0, None, RingOptions(kv_wire="fp8"), PeerMemory(0, 1, torch.device("cpu"))
-        )
 
 
 def test_the_frame_of_the_wire_has_a_scale_for_each_head() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from benchmarks.attention.ring_rank import Result, compare, summary
-from benchmarks.attention.ring_systems import OURS_COPY_ENGINES, OURS_NCCL
+from benchmarks.attention.ring_systems import OURS_NCCL
 from benchmarks.peers import attention_torch_cp
 from benchmarks.peers.attention_systems import Prepared, Problem, System
 from benchmarks.peers.attention_torch_cp import TorchContextParallel
@@ -164,10 +164,10 @@ def test_peers_through_autograd_are_dense_attention_and_prepare_nothing_in_a_tim
         assert [call for call in PREPARES if timed[call] and call not in IN_RING] == []
 
 
-def test_the_headline_of_a_ring_is_that_of_nccl_which_training_uses() -> None:
+def test_ratios_of_a_ring_are_of_ours_through_nccl() -> None:
     problem = Problem(65536, 8, 8, 128, CP)
     second = problem.flops_per_rank / 1e14  # at 100 TFLOP/s
-    speeds = {OURS_COPY_ENGINES: 6.0, "torch context_parallel cuDNN alltoall": 4.0, OURS_NCCL: 5.0, "not run": 0.0}
+    speeds = {"ours": 6.0, "torch context_parallel cuDNN alltoall": 4.0, OURS_NCCL: 5.0, "not run": 0.0}
     results = [Result(problem.name, name, times_s=[second / speed] if speed else []) for name, speed in speeds.items()]
     for result in results:
         result.reference = reference_of(result.system, problem)
@@ -178,5 +178,3 @@ def test_the_headline_of_a_ring_is_that_of_nccl_which_training_uses() -> None:
     assert "400" in lines[3]
     assert "488 [1]" in lines[3]
     assert lines[4].startswith("[1] 2 x H200")
-    compare(problem, results[:2])
-    assert [round(result.ours_over_this, 3) for result in results[:2]] == [1.0, 1.5], "only copy engines were measured"
