@@ -237,8 +237,8 @@ def plan_blocks(schedule: Schedule, cp_rank: int, limit_rows: int | None = None)
         num_row_visits=1 + max(int(of_group.max(initial=0)) for of_group in visits),
         small=len(hops) < 2 and most_fetched <= KEPT_SHARE * least_held,
     )
-    tables = tuple(tables for _, tables in stages)
-    return plan, HostTables(own, kept, tables, None if masks is None else masks.array())
+    stage_tables = tuple(tables for _, tables in stages)
+    return plan, HostTables(own, kept, stage_tables, None if masks is None else masks.array())
 
 
 _Numbered = tuple[int, HeadGroup]

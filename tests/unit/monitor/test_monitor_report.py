@@ -23,12 +23,13 @@ import pytest
 
 from elastic_ring.cli import status
 from elastic_ring.config import RunConfig
+from elastic_ring.control.facts import GenerationBegan
 from elastic_ring.files import read_small
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.goodput import TIME_PARTS
 from elastic_ring.monitor.journal import Journal
-from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, Summary, write_json
+from elastic_ring.monitor.metrics import MetricsLog, Recovery, StepMetrics, Summary, write_json
 from elastic_ring.monitor.plot import draw_run, short_cause
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.report import (
@@ -370,8 +371,8 @@ def test_an_ended_run_is_shown_from_its_summary_alone(run: Path) -> None:
         samples_sha256="def",
         goodput=0.934,
         exact=True,
-        generations=[{"term": 1, "generation": g, "mesh": mesh, "reason": "formed"} for g in (1, 2)],
-        recoveries=[RECOVERY],
+        generations=[GenerationBegan(1, number, mesh, "formed") for number in (1, 2)],
+        recoveries=[Recovery.from_json(RECOVERY)],
     )
     write_json(run / "summary.json", summary.to_json())
     assert render_status(run).splitlines() == [
