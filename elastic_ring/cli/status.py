@@ -20,11 +20,11 @@ from pathlib import Path
 from elastic_ring.cli.drain import positive
 from elastic_ring.control.facts import fact_of
 from elastic_ring.errors import ElasticRingError
+from elastic_ring.monitor.goodput import start_table
 from elastic_ring.monitor.journal import salvage_file
 from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.monitor.page import LOCAL, Page
 from elastic_ring.monitor.report import render_status
-from elastic_ring.monitor.start_times import start_table
 from elastic_ring.monitor.terminal import clear_screen
 from elastic_ring.runtime.run_storage import RunRecords
 

@@ -296,6 +296,14 @@ class Detectors:
         if isinstance(fact, CheckpointWritten):
             self.checkpoints.restart(fact.checkpoint["step"])
 
+    def status(self) -> dict[str, float]:
+        """The detectors' keys of status.json."""
+        return {
+            "checkpoint_intervals_missed": self.checkpoints.num_intervals,
+            "checkpoint_step": self.checkpoints.step,
+            "data_wait_share": round(self.data.share, 3),
+        }
+
     def observe(self, measured: StepMeasured, state: State) -> list[Finding]:
         """What a committed step shows, as facts and events. Of former members only waits for data count."""
         self.checkpoints.interval_s = measured.checkpoint_interval_s

@@ -56,13 +56,12 @@ from elastic_ring.control.phases import awaits_newest
 from elastic_ring.control.replay import journal_line, replay, term_note
 from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, waiting_for
 from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, TermLost
+from elastic_ring.monitor.goodput import Stages
 from elastic_ring.monitor.metrics import ResumePoint
-from elastic_ring.monitor.start_times import Stages
 from elastic_ring.runtime.agent.messages import Death, Said
 from elastic_ring.runtime.agent.rpc import raise_open_files
 from elastic_ring.runtime.coordinator.checkpoints import PRIOR_FAILURE_S, Writer
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
-from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.inbox import (
     Abandoned,
     AgentAttached,
@@ -71,9 +70,11 @@ from elastic_ring.runtime.coordinator.inbox import (
     CheckpointFailed,
     CheckpointsListed,
     DemandNoted,
+    DriverFeed,
     FaultAsked,
     Happened,
     Inbox,
+    News,
     NodeBeat,
     PartSaved,
     StepsPublished,
@@ -165,7 +166,7 @@ class Coordinator:
         """Renew the driver's lease."""
         self._decider.driver_feed.renew()
 
-    def follow(self, after_step: int, after_line: int) -> dict[str, Any]:
+    def follow(self, after_step: int, after_line: int) -> News:
         """Steps and lines that are new for a driver; also renews its lease."""
         self._decider.driver_feed.renew()
         news = self._decider.driver_feed.news(after_step)
@@ -321,7 +322,7 @@ class Decider:
     def _author(self, writer: Writer) -> Writer:
         """The writer of manifests, with what it gets from the records and the state of the run."""
 
-        def data() -> dict[str, list[dict[str, Any]]]:
+        def data() -> dict[str, list[object]]:
             state = self.state
             return {"corpus": [*map(asdict, state.corpus)], "skips": [*map(asdict, state.skips)]}
 

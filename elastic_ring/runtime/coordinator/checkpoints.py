@@ -345,7 +345,7 @@ class StoredCheckpoints:
             if lineage_of(folder) >= 0:  # other names are none of the run's
                 self._set_aside_if_damaged(folder)
         first = [checkpoint for checkpoint in self._resume.checkpoints if not self._is_own(checkpoint)]
-        own = [one for one in valid if lineage_of(one.folder) == self._resume.lineage and not self._is_late(one)]
+        own = [c for c in valid if lineage_of(c.folder) == self._resume.lineage and not self._is_late(c)]
         self._post(CheckpointsListed((*first, *own)))
 
     def _is_late(self, checkpoint: Checkpoint) -> bool:

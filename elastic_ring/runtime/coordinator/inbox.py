@@ -1,17 +1,20 @@
-"""Messages of other threads to the coordinator's deciding thread, through its queue. Data only.
+"""Data that threads exchange with the coordinator's deciding thread: the messages in its queue, and the driver's feed.
 
-`agent.messages.Death` and `Said` go there, too.
+`agent.messages.Death` and `Said` go into the queue, too. No decisions here.
 """
 
 from __future__ import annotations
 
+import math
 import queue
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from elastic_ring.control.messages import CallbacksAnswered, Checkpoint, Event
-from elastic_ring.monitor.metrics import CheckpointEvent
+from elastic_ring.control.state import State
+from elastic_ring.monitor.metrics import CheckpointEvent, StepMetrics
 from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart, Notice
 
 
@@ -114,3 +117,72 @@ class DemandNoted:
 
 Inbox = queue.Queue[Any]
 Put = Callable[[Any], None]
+
+KEPT_STEPS = 256
+
+
+class End(TypedDict, total=False):
+    """The end of an `attempt`. `error`: a class name of `elastic_ring.errors`, or empty. `saved_step`: of a checkpoint
+    that a stop waited for. `left_behind`: actors and placement groups that could not be removed."""
+
+    error: str
+    message: str
+    facts: Mapping[str, Any]
+    attempt: str
+    saved_step: int
+    summary: dict[str, Any]
+    left_behind: list[str]
+
+
+class News(TypedDict, total=False):
+    """The answer to a driver that follows the run: new steps and lines, the present phase, and the end."""
+
+    steps: list[StepMetrics]
+    lines: list[str]
+    phase: str
+    generation: int
+    term: int
+    awaited: int | None
+    ended: End | None
+
+
+class DriverFeed:
+    """Written by the deciding thread, read by the threads in which drivers call; and the lease that they renew.
+
+    Values are replaced, never changed in place, so that readers can iterate without a lock.
+    """
+
+    def __init__(self) -> None:
+        self.ended: End | None = None
+        self.stopping = math.inf, ""
+        """The step after which a checkpoint ends the run, and the reason of a driver that waits for it."""
+        self._renewed_at = time.monotonic()
+        self._steps: tuple[StepMetrics, ...] = ()
+        self._outline: News = {"phase": "starting"}
+
+    def renew(self) -> None:
+        """Renew the lease: a driver has called."""
+        self._renewed_at = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since a driver last called."""
+        return time.monotonic() - self._renewed_at
+
+    def publish(self, steps: Sequence[StepMetrics]) -> None:
+        """Add committed steps; the newest KEPT_STEPS are kept."""
+        self._steps = (*self._steps, *steps)[-KEPT_STEPS:]
+
+    def outline(self, state: State) -> None:
+        """Take the present phase."""
+        self._outline = {
+            "phase": type(state.phase).__name__.lower(),
+            "generation": state.generation,
+            "term": state.term,
+            "awaited": state.callbacks.awaited,
+        }
+
+    def news(self, after_step: int) -> News:
+        ended = self.ended  # first: what comes with it is then complete
+        steps = [metrics for metrics in self._steps if metrics.step > after_step]
+        return {"steps": steps, **self._outline, "ended": ended}

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.decisions.detectors import Detectors, StepMeasured
@@ -22,12 +21,9 @@ from elastic_ring.control.facts import (
     CheckpointWritten,
     CompiledLate,
     CorpusLengthened,
-    DataAwaited,
     Fact,
     GenerationBegan,
     LossSpiked,
-    MemoryNearlyFull,
-    RankStraggled,
     ReliefsChanged,
     ResumedFrom,
     StartStage,
@@ -53,17 +49,15 @@ from elastic_ring.control.state import (
     State,
 )
 from elastic_ring.costs import MOST_SHARES
-from elastic_ring.monitor.goodput import Goodput, time_by_part
+from elastic_ring.monitor.goodput import Goodput, Stage, build_stages, time_by_part
 from elastic_ring.monitor.journal import Retried
 from elastic_ring.monitor.metrics import (
     CheckpointEvent,
     MetricsLog,
     read_status,
 )
-from elastic_ring.monitor.start_times import Stage, build_stages
-from elastic_ring.runtime.coordinator.driver_feed import PublishedSteps
-from elastic_ring.runtime.coordinator.folds.recovery_log import RecordFact, RecoveryLog
-from elastic_ring.runtime.coordinator.folds.run_totals import Live, RunTotals
+from elastic_ring.runtime.coordinator.folds.recovery_log import RecordFact, RecoveryLog, Timings
+from elastic_ring.runtime.coordinator.folds.run_totals import Live, PublishedSteps, RunTotals
 from elastic_ring.runtime.notices import (
     Compiled,
     Copied,
@@ -92,10 +86,6 @@ class Begin:
     first_step: int = 0
     identity: str = ""
     planned: Mapping[str, float] = field(default_factory=dict)
-
-
-Reported = BatchesLeftOut | DataAwaited | LossSpiked | MemoryNearlyFull | RankStraggled | StepSkipped
-"""Facts whose text the driver shows, too."""
 
 
 class RunRecorder:
@@ -194,7 +184,7 @@ class RunRecorder:
             if isinstance(finding, StragglerFound | MemoryTight):
                 events.append(finding)
             else:
-                self._report(finding)
+                self._report(finding, finding.text)
         checkpoints = self.detectors.checkpoints
         if num_intervals := checkpoints.take_report():
             self.recoveries.say(
@@ -221,7 +211,7 @@ class RunRecorder:
                     f"from step {notice.step} on the order leaves out {notice.num_batches} batch(es): "
                     f"sequences {listed(notice.sequences)}"
                 )
-                self._report(BatchesLeftOut(notice.step, notice.num_batches, list(notice.sequences), text))
+                self._report(BatchesLeftOut(notice.step, notice.num_batches, list(notice.sequences), text), text)
             case Copied():
                 self.live = replace(self.live, copied=notice)
             case Compiled():
@@ -232,7 +222,7 @@ class RunRecorder:
         for stage, unix_s, took_s in stages:
             self.tell(StartStage(process, stage, round(unix_s, 3), round(took_s, 3)))
 
-    def built(self, worker: str, timings: Mapping[str, Any]) -> None:
+    def built(self, worker: str, timings: Timings) -> None:
         """A member is in its place; noted where no step has been committed with it yet."""
         if self.metrics.last_step < self.begin.first_step and "begun_unix_s" in timings:
             self.stages(worker, build_stages(timings))
@@ -262,9 +252,9 @@ class RunRecorder:
                 "tokens for its experts, so they come in parts there, which takes longer"
             )
         if outcome.spike:
-            self._report(LossSpiked(step, outcome.spike, record.remark))
+            self._report(LossSpiked(step, outcome.spike, record.remark), record.remark)
         elif record.remark:
-            self._report(StepSkipped(step, record.remark))
+            self._report(StepSkipped(step, record.remark), record.remark)
         if outcome.finding:
             self.found_wrong(outcome.finding.told(step))
         if record.frozen_s:
@@ -283,7 +273,7 @@ class RunRecorder:
             self.found_wrong(failure.detail, failure.accused)
         if failure.kind == "back" and self.is_first("back", membership_id):
             text = f"loss spike in step {step}: {failure.detail}; the run goes back to before it"
-            self._report(LossSpiked(step, "back", text))
+            self._report(LossSpiked(step, "back", text), text)
 
     def found_wrong(self, text: str, workers: Sequence[str] = ()) -> None:
         """Ranks that must agree do not. `workers`: those that computed wrongly and are replaced."""
@@ -358,9 +348,10 @@ class RunRecorder:
             self._saw(event)
             self.recoveries.saw(event)
 
-    def _report(self, fact: Reported) -> None:
+    def _report(self, fact: Fact, text: str) -> None:
+        """A fact whose text the driver shows, too."""
         self.tell(fact)
-        self.recoveries.say(fact.text)
+        self.recoveries.say(text)
 
     def tell(self, fact: Fact) -> None:
         """Journal a new fact and fold it."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.facts import ForecastSeen
@@ -31,6 +31,7 @@ from elastic_ring.monitor.metrics import (
     write_json,
 )
 from elastic_ring.monitor.plot import draw_run
+from elastic_ring.runtime.coordinator.inbox import End
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
 from elastic_ring.state.storage.backend import Retries
 
@@ -39,19 +40,6 @@ log = logging.getLogger(__name__)
 STATUS_PERIOD_S = 1.0
 MOST_RECOVERIES = 20
 """Of a status: the newest."""
-
-
-class End(TypedDict, total=False):
-    """The end of an `attempt`. `error`: a class name of `elastic_ring.errors`, or empty. `saved_step`: of a checkpoint
-    that a stop waited for. `left_behind`: actors and placement groups that could not be removed."""
-
-    error: str
-    message: str
-    facts: Mapping[str, Any]
-    attempt: str
-    saved_step: int
-    summary: dict[str, Any]
-    left_behind: list[str]
 
 
 class RunFiles:
@@ -101,9 +89,7 @@ class RunFiles:
             "recoveries": [recovery.to_json() for recovery in recorder.recoveries.records[-MOST_RECOVERIES:]],
             "updated_unix_s": time.time(),
             "ended": False,
-            "checkpoint_intervals_missed": recorder.detectors.checkpoints.num_intervals,
-            "checkpoint_step": recorder.detectors.checkpoints.step,
-            "data_wait_share": round(recorder.detectors.data.share, 3),
+            **recorder.detectors.status(),
             "lost_s": {cause: round(s, 3) for cause, s in recorder.goodput.lost.lost_s.items()},
             "error": "",
             "end": {},

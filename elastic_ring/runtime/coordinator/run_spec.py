@@ -16,9 +16,9 @@ from elastic_ring.control.decisions.memory_ladder import reliefs_on
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.errors import RecordDamaged
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
+from elastic_ring.monitor.goodput import Stage
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, write_json
-from elastic_ring.monitor.start_times import Stage
 from elastic_ring.runtime.coordinator.resume import Resume
 from elastic_ring.runtime.identity import Identity
 from elastic_ring.runtime.worker.env_fingerprint import versions
@@ -93,31 +93,30 @@ def control_options(run_spec: RunSpec) -> ControlOptions:
 
 
 def is_finished(run: RunConfig, folder: Path, steps: int, identity: str) -> bool:
-    """Whether the run's folder, or a copy of it, has the summary of all `steps`; those of a run that a callback stopped
-    are all that were planned. A submission that asks for a beginning begins again. A summary that is damaged, or
-    another run's, does not count."""
+    """Whether the run's folder, or a copy of it, has a summary of all `steps`; of the planned steps where a callback
+    stopped the run. False if `resume` is not auto, and for a summary that is damaged or another run's."""
     try:
-        found = summary_of(folder, identity)
-        known = found.get("planned_steps" if found.get("stopped") else "steps", -1)
-        return run.resume == "auto" and int(known) >= steps
+        summary = summary_of(folder, identity)
+        num_steps = summary.get("planned_steps" if summary.get("stopped") else "steps", -1)
+        return run.resume == "auto" and int(num_steps) >= steps
     except RecordDamaged:
         return False
 
 
 def summary_of(folder: Path, identity: str) -> dict[str, Any]:
-    """The summary of the run of this identity, by its digest; empty where there is none. Raises RecordDamaged, also for
-    another's."""
+    """The summary of the run with this identity's digest; empty where there is none. Raises RecordDamaged, also for
+    another run's."""
     path = folder / SUMMARY_NAME
-    found = read_json(path) or {}
-    if found.get("identity") and found["identity"] != identity:
+    summary = read_json(path) or {}
+    if summary.get("identity") and summary["identity"] != identity:
         raise RecordDamaged(f"{path} is another run's", path=str(path))
-    if found and not isinstance(found.get("steps"), int):
+    if summary and not isinstance(summary.get("steps"), int):
         raise RecordDamaged(f"{path} is no summary", path=str(path))
-    return found
+    return summary
 
 
-def checkpoint_facts(run_spec: RunSpec) -> dict[str, Any]:
-    """What a manifest says of the run that wrote it, for its readers."""
+def checkpoint_facts(run_spec: RunSpec) -> dict[str, object]:
+    """Facts of the run for the readers of a checkpoint's manifest."""
     return {
         "name": run_spec.run.name,
         "settings": dict(run_spec.identity.what),
@@ -129,29 +128,25 @@ def checkpoint_facts(run_spec: RunSpec) -> dict[str, Any]:
 
 
 def has_records(folder: Path) -> bool:
-    """Whether an earlier attempt has left records."""
     return any((folder / name).exists() for name in RECORDS)
 
 
 def set_aside(folder: Path, *, keep_metrics: bool) -> None:
     """Move the records of an earlier attempt out of the way; they are kept. A resumed run goes on with its metrics."""
-    numbers = [int(found[1]) for path in folder.iterdir() if (found := re.fullmatch(r"attempt-(\d+)", path.name))]
+    matches = [re.fullmatch(r"attempt-(\d+)", path.name) for path in folder.iterdir()]
+    numbers = [int(match[1]) for match in matches if match]
     old = folder / f"attempt-{1 + max(numbers, default=0):03d}"
     old.mkdir()
     if keep_metrics:  # they never leave their place: a copy that a power cut left half done would lose steps
         for name in (METRICS_NAME, CALLBACKS_NAME):
             if (folder / name).exists():
                 shutil.copyfile(folder / name, old / name)
-        was_finished = (folder / SUMMARY_NAME).exists()
-        _keep_places(old / CALLBACKS_NAME, folder / CALLBACKS_NAME, was_finished=was_finished)
+        try:
+            if (record := read_json(old / CALLBACKS_NAME)) is not None:
+                was_finished = (folder / SUMMARY_NAME).exists()
+                write_json(folder / CALLBACKS_NAME, kept_places(record, was_finished=was_finished))
+        except (RecordDamaged, KeyError, TypeError, AttributeError) as error:
+            log.warning("%s: %s; the driver that runs callbacks sets it aside", old / CALLBACKS_NAME, error)
     for name in RECORDS:
         if (folder / name).exists() and not (keep_metrics and name in (METRICS_NAME, CALLBACKS_NAME)):
             (folder / name).rename(old / name)
-
-
-def _keep_places(old: Path, new: Path, *, was_finished: bool) -> None:
-    try:
-        if (known := read_json(old)) is not None:
-            write_json(new, kept_places(known, was_finished=was_finished))
-    except (RecordDamaged, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s: %s; the driver that runs callbacks sets it aside", old, error)

@@ -24,9 +24,9 @@ from elastic_ring.errors import RunFailed, StaleMessage, StorageFailed, TermLost
 from elastic_ring.monitor.metrics import CheckpointEvent, storage_error
 from elastic_ring.runtime.agent.messages import WorkerReading
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
-from elastic_ring.runtime.coordinator.inbox import Abandoned, CheckpointCounts, FaultAsked, Inbox, NodeBeat
+from elastic_ring.runtime.coordinator.inbox import Abandoned, CheckpointCounts, End, FaultAsked, Inbox, NodeBeat
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
-from elastic_ring.runtime.coordinator.run_files import End, RunFiles, write_end
+from elastic_ring.runtime.coordinator.run_files import RunFiles, write_end
 from elastic_ring.runtime.coordinator.startup import RESTART_PAUSE_S
 from elastic_ring.runtime.driver.cluster import NAMESPACE, clear
 

@@ -9,11 +9,11 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
@@ -54,8 +54,17 @@ from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)
 
-JournalLine = Mapping[str, Any]
 Names = Callable[[], Sequence[str]]
+
+
+class JournalLine(TypedDict, total=False):
+    """A line of the journal, as far as a start uses it."""
+
+    note: str
+    attempt: str
+    now: float
+    identity: str
+
 
 MOST_FAILED_STARTS = 3
 RESTART_PAUSE_S = 1.0
@@ -154,9 +163,9 @@ def open_when_stored(run: RunConfig, attempt: Callable[[], Startup], *, is_resta
             time.sleep(RESTART_PAUSE_S)
 
 
-def begin_note(run_spec: RunSpec, now: float) -> dict[str, Any]:
+def begin_note(run_spec: RunSpec, now: float) -> JournalLine:
     """The journal's note that this submission begins."""
-    return {
+    note = {
         "note": "begin",
         "attempt": run_spec.attempt,
         "now": now,
@@ -165,6 +174,7 @@ def begin_note(run_spec: RunSpec, now: float) -> dict[str, Any]:
         "versions": versions(run_spec.scaling.device),
         **run_spec.resume.journalled(),
     }
+    return cast("JournalLine", note)
 
 
 def _carried_out(
@@ -214,7 +224,7 @@ class _Reading:
         with suppress(FileNotFoundError):
             path.stat()  # any other error: its storage is away
         written, self.damaged = salvage_file(path)
-        self.num_written, self.lines = len(written), standing(written)
+        self.num_written, self.lines = len(written), cast("list[JournalLine]", standing(written))
         begins = [line for line in self.lines if line.get("note") == "begin"]
         self.is_own = bool(begins) and begins[-1]["attempt"] == run_spec.attempt
         if not self.is_own:

@@ -27,9 +27,9 @@ from elastic_ring.data.source import open_source
 from elastic_ring.errors import CheckpointDamaged, CoordinatorLost, RecordDamaged, RunFailed
 from elastic_ring.files import plain_json, shown_plain
 from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.goodput import Stages
 from elastic_ring.monitor.json_files import read_json, set_aside
 from elastic_ring.monitor.metrics import CONFIG_NAME, storage_error, write_json
-from elastic_ring.monitor.start_times import Stages
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.agent import notices
 from elastic_ring.runtime.coordinator.actor import Coordinator

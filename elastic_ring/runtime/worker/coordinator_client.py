@@ -24,7 +24,7 @@ from elastic_ring.control.messages import (
     WorkerStarting,
     to_json,
 )
-from elastic_ring.monitor.start_times import Stage, Stages
+from elastic_ring.monitor.goodput import Stage, Stages
 from elastic_ring.runtime.doctor.verdicts import HostReport
 from elastic_ring.runtime.groups.sockets import StoreAddress
 from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart, Notice, StepRecord

@@ -21,8 +21,9 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import write_json
+from elastic_ring.runtime.coordinator.inbox import End
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
-from elastic_ring.runtime.coordinator.run_files import End, RunFiles, write_end
+from elastic_ring.runtime.coordinator.run_files import RunFiles, write_end
 from elastic_ring.runtime.coordinator.run_spec import Clock
 from elastic_ring.runtime.coordinator.term_storage import StorageWait
 from elastic_ring.runtime.run_storage import check_writable

@@ -28,10 +28,11 @@ from elastic_ring.runtime.agent.stamp_dir import hold
 from elastic_ring.runtime.coordinator import shutdown
 from elastic_ring.runtime.coordinator.actor import Decider
 from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper, Writer
-from elastic_ring.runtime.coordinator.driver_feed import DriverFeed
 from elastic_ring.runtime.coordinator.inbox import (
     Abandoned,
     CheckpointCounts,
+    DriverFeed,
+    End,
     FaultAsked,
     Inbox,
     NodeBeat,
@@ -39,7 +40,7 @@ from elastic_ring.runtime.coordinator.inbox import (
 )
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.resume import Resume
-from elastic_ring.runtime.coordinator.run_files import End, RunFiles
+from elastic_ring.runtime.coordinator.run_files import RunFiles
 from elastic_ring.runtime.coordinator.run_spec import Clock
 from elastic_ring.runtime.coordinator.services import MetricsExporter, Services
 from elastic_ring.runtime.coordinator.shutdown import LONG_S, EndReport, aside, conclude, unfinished

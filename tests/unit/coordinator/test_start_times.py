@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_ring.control.facts import StartStage, fact_of, line_of
-from elastic_ring.monitor.start_times import Stages, build_stages, process_unix_s, start_table
+from elastic_ring.monitor.goodput import Stages, build_stages, process_unix_s, start_table
 
 
 def table(*stages: StartStage) -> list[str]:

@@ -18,9 +18,8 @@ from elastic_ring.control.messages import CauseIds, NodeDraining, NodeJoined, No
 from elastic_ring.runtime.agent.messages import Beat, NodeReading
 from elastic_ring.runtime.agent.rpc import AgentServer
 from elastic_ring.runtime.coordinator import node_monitor
-from elastic_ring.runtime.coordinator.driver_feed import KEPT_STEPS, DriverFeed
 from elastic_ring.runtime.coordinator.folds.run_totals import Live
-from elastic_ring.runtime.coordinator.inbox import Happened
+from elastic_ring.runtime.coordinator.inbox import KEPT_STEPS, DriverFeed, Happened
 from elastic_ring.runtime.coordinator.node_monitor import NodeMonitor, answers, refuses
 from elastic_ring.runtime.driver.cluster import NodeInfo
 

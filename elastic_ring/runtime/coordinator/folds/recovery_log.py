@@ -35,6 +35,8 @@ from elastic_ring.runtime.agent.messages import Death
 log = logging.getLogger(__name__)
 
 RecordFact = Callable[[Fact], None]
+Timings = Mapping[str, float | str]
+"""Seconds and bytes of the parts of a member's build, and its `pid` and `gpu`."""
 Environment = Mapping[str, str]
 """What the bits of a result depend on besides its inputs (`runtime.worker.env_fingerprint`)."""
 BROKE_OFF = {
@@ -151,7 +153,7 @@ class RecoveryLog:
         self._open_faults: list[int] = []
         self._open: OpenRecovery | None = None
         self._failures: list[MemberFailed] = []  # since the last recovery
-        self._timings: dict[str, Mapping[str, Any]] = {}
+        self._timings: dict[str, Timings] = {}
 
     # ------------------------------------------------------------ what happens
 
@@ -171,8 +173,8 @@ class RecoveryLog:
         for line in death.log_lines:
             log.warning("log tail of %s: %s", death.worker, line)
 
-    def resumed(self, worker: str, timings: Mapping[str, Any]) -> None:
-        self._timings[worker] = dict(timings)
+    def resumed(self, worker: str, timings: Timings) -> None:
+        self._timings[worker] = timings
 
     def member_failed(self, failure: MemberFailed) -> None:
         """A member's step broke off: the cause of the recovery if nobody turns out to be dead."""
@@ -200,7 +202,7 @@ class RecoveryLog:
         assert change.resumed_at is not None
         faults = sorted(self._open_faults)
         fault_at = min([self.fired[i].now for i in faults], default=change.noticed_at)
-        heal_s = max([self._timings.get(w, {}).get("heal_s", 0.0) for w in change.newcomers], default=0.0)
+        heal_s = max([float(self._timings.get(w, {}).get("heal_s", 0.0)) for w in change.newcomers], default=0.0)
         is_rerun = change.step_rerun is not None
         recovery = Recovery(
             step=change.step if change.step_rerun is None else change.step_rerun,

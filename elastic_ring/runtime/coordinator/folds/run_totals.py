@@ -1,8 +1,9 @@
-"""The inputs of a run's status, metrics and summary besides its recoveries: sums of its facts, and one live reading."""
+"""The inputs of a run's status, metrics and summary besides its recoveries: sums of its facts, its committed steps in
+order, and one live reading."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -22,7 +23,7 @@ from elastic_ring.control.facts import (
 )
 from elastic_ring.monitor.metrics import CheckpointEvent, ResumePoint
 from elastic_ring.runtime.agent.messages import NodeHealth, WorkerReading
-from elastic_ring.runtime.notices import Copied
+from elastic_ring.runtime.notices import Copied, StepRecord
 
 
 @dataclass(frozen=True)
@@ -86,3 +87,36 @@ class RunTotals:
                 self.num_versions += 1
             case ResumedFrom():
                 self.resumed_from = cast("Sequence[ResumePoint]", fact.checkpoints)
+
+
+class PublishedSteps:
+    """Puts the records of committed steps in order: calls of one worker may overtake each other, and a record of a step
+    that was given up may come late."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, StepRecord] = {}
+        self._builds: list[tuple[int, tuple[int, int]]] = []
+
+    def begun(self, step: int, membership_id: tuple[int, int]) -> bool:
+        """The members `membership_id`, (term, generation), were ordered to begin at `step`. Returns whether that is
+        new."""
+        if self._builds and self._builds[-1] == (step, membership_id):
+            return False
+        self._builds.append((step, membership_id))
+        return True
+
+    def went_back(self) -> None:
+        self._waiting.clear()
+
+    def take(self, steps: Iterable[StepRecord], last_step: int) -> Iterator[StepRecord]:
+        """The records, of `steps` and of earlier calls, that follow `last_step` without a gap."""
+        self._waiting.update({record.metrics.step: record for record in steps if self.counts(record)})
+        self._waiting = {step: record for step, record in self._waiting.items() if step > last_step}
+        while (record := self._waiting.pop(last_step + 1, None)) is not None and self.counts(record):
+            last_step += 1
+            yield record
+
+    def counts(self, record: StepRecord) -> bool:
+        """Whether a record is of the members that committed its step: the last that began at it or before."""
+        ids = [membership_id for first_step, membership_id in self._builds if first_step <= record.metrics.step]
+        return bool(ids) and record.outcome.vote.membership_id == ids[-1]
