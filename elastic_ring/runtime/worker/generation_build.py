@@ -86,7 +86,8 @@ class GenerationBuild:
             parts.copies.begin(command, groups.global_rank, group, parts.lease.device)
         parts.stamps.stamp(command.step, Phase.IDLE)
         if groups is not None and (terms := generation.details.checkpoint) is not None:
-            generation.place = Place.of(command, groups.global_rank, terms)
+            identity, rank = (command.term, command.generation), groups.global_rank
+            generation.place = Place(*identity, command.mesh, rank, terms.attempt, terms.lineage)
             parts.saver.begin(terms, pins=parts.lease.device.type == "cuda")
         measured: dict[str, float | str] = {
             "connect_s": opened - begun + joined - entered,

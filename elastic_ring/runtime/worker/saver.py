@@ -19,7 +19,7 @@ import torch
 
 from elastic_ring.config import CheckpointConfig, RunConfig
 from elastic_ring.control.decisions.detectors import FIRST_INTERVAL_S
-from elastic_ring.control.messages import Build, Checkpoint
+from elastic_ring.control.messages import Checkpoint
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart
@@ -160,10 +160,6 @@ class Place:
     global_rank: int
     attempt: str
     lineage: int
-
-    @classmethod
-    def of(cls, command: Build, global_rank: int, terms: CheckpointTerms) -> Place:
-        return cls(command.term, command.generation, command.mesh, global_rank, terms.attempt, terms.lineage)
 
     def folder(self, step: int) -> str:
         """The folder of all ranks' files, the same on each and never used twice."""

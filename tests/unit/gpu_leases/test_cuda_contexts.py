@@ -70,52 +70,35 @@ def released(contexts: Any) -> int:
     return end_contexts(unused_others(OWN, contexts), contexts)
 
 
-def test_every_other_gpu_with_a_context_is_released_once_caches_are_empty() -> None:
-    told = Told()
-    assert released(told) == 2
-    assert told.calls == [("empty", 0, 2), 0, 2]
+EMPTIED = ("empty", 0, 2)
+KEPT_0 = "GPU 0 is kept: "
 
 
-def test_alone_on_a_gpu_nothing_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told()
-    monkeypatch.setattr(told, "having", lambda: [1])
-    assert (released(told), told.calls) == (0, [])
-
-
-def test_a_gpu_with_memory_in_use_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    told = Told()
-    told.in_use |= {0: 512, 1: 1 << 30}
-    assert (released(told), told.calls[1:]) == (1, [2])
-    assert "GPU 0 is kept: 512 bytes of this process" in caplog.text
-
-
-def test_pinned_memory_keeps_all_since_nobody_can_tell_whose_it_is(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("cuda", "calls", "num_released", "line"),
+    [
+        pytest.param({}, [EMPTIED, 0, 2], 2, "", id="all, once caches are empty"),
+        pytest.param({"contexts": [1]}, [], 0, "", id="alone on its GPU"),
+        pytest.param({"in_use": {0: 512, 1: 9, 2: 0}}, [EMPTIED, 2], 1, f"{KEPT_0}512 bytes of this", id="used"),
+        pytest.param({"pinned_bytes": 4096}, [EMPTIED], 0, "4096 bytes of pinned memory", id="pinned, of any GPU"),
+        pytest.param({"codes": {0: 46, 2: 0}}, [EMPTIED, 0, 2], 1, f"{KEPT_0}cudaDeviceReset returned 46", id="code"),
+        pytest.param({"staying": [0]}, [EMPTIED, 0, 2], 1, f"{KEPT_0}it still has a context after", id="still there"),
+        pytest.param({"codes": {0: OSError("gone")}}, [EMPTIED, 0], 0, "are kept: OSError: gone", id="no runtime"),
+        pytest.param({"codes": {0: RuntimeError("bad")}}, [EMPTIED, 0], 0, "are kept: RuntimeError: bad", id="CUDA"),
+        pytest.param({"codes": {0: KeyError("bytes")}}, [EMPTIED, 0], 0, "are kept: KeyError: 'bytes'", id="torch"),
+    ],
+)
+def test_gpus_whose_contexts_can_go_are_released_and_the_others_are_named(
+    cuda: dict[str, Any], calls: list[Any], num_released: int, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, LOG)
-    told = Told(pinned_bytes=4096)
-    assert (released(told), told.calls) == (0, [("empty", 0, 2)])
-    assert "4096 bytes of pinned memory" in caplog.text
-
-
-def test_a_gpu_that_is_not_released_is_logged_and_the_next_one_is(caplog: pytest.LogCaptureFixture) -> None:
-    told = Told()
-    told.codes[0] = 46
-    assert (released(told), told.calls[1:]) == (1, [0, 2])
-    assert "GPU 0 is kept: cudaDeviceReset returned 46" in caplog.text
-
-
-def test_what_is_told_is_what_is_gone_not_what_cuda_answers(caplog: pytest.LogCaptureFixture) -> None:
-    told = Told()
-    told.staying = [0]
-    assert (released(told), told.calls[1:]) == (1, [0, 2])
-    assert "GPU 0 is kept: it still has a context after cudaDeviceReset" in caplog.text
-
-
-@pytest.mark.parametrize("error", [OSError("not loaded"), RuntimeError("CUDA error"), KeyError("bytes")])
-def test_what_is_raised_ends_no_training(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    told = Told()
-    told.codes[0] = error
-    assert (released(told), told.calls[1:]) == (0, [0])
-    assert [record.message for record in caplog.records] == [f"other GPUs are kept: {type(error).__name__}: {error}"]
+    told: Any = Told()
+    for name, value in cuda.items():
+        setattr(told, name, value)
+    assert end_contexts(unused_others(OWN, told), told) == num_released
+    assert told.calls == calls
+    assert line in caplog.text
+    assert len(caplog.records) == (1 if line else 0)
 
 
 def test_where_torch_has_loaded_no_runtime_none_is_loaded_for_this(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,16 +263,20 @@ def test_a_gpu_that_dies_of_its_warm_up_or_computes_wrongly_is_recorded_as_faile
     assert failures_of(answers.folder, "GPU-2")[0].why == "dq differs"
 
 
-def test_what_fails_on_a_gpu_that_is_well_is_the_softwares_fault_and_is_raised(answers: SimpleNamespace) -> None:
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        warm_with(answers, told(gpu0=RuntimeError("no such kernel"))[0])
-    assert verdicts_of(answers.folder, ["GPU-0"]) == {"GPU-0": "good"}
-
-
-def test_a_process_in_which_every_gpu_fails_is_at_fault_itself_and_records_none(answers: SimpleNamespace) -> None:
-    answers.broken |= {0, 1, 2}
-    with pytest.raises(RunFailed, match=r"more than one GPU fails in this process: GPU 0 .*GPU 1 "):
-        warm_with(answers, told()[0])
+@pytest.mark.parametrize(
+    ("broken", "gpu0", "error"),
+    [
+        ((), RuntimeError("no such kernel"), "no such kernel"),
+        ((0, 1, 2), "", r"more than one GPU fails in this process: GPU 0 .*GPU 1 "),
+    ],
+    ids=["a kernel that fails on a well GPU", "every GPU fails"],
+)
+def test_a_process_or_software_at_fault_is_raised_and_no_gpu_is_recorded(
+    answers: SimpleNamespace, broken: tuple[int, ...], gpu0: Any, error: str
+) -> None:
+    answers.broken |= set(broken)
+    with pytest.raises((RuntimeError, RunFailed), match=error):
+        warm_with(answers, told(gpu0=gpu0)[0])
     assert set(verdicts_of(answers.folder, [gpu.name for gpu in THREE]).values()) == {"good"}
 
 
@@ -288,16 +292,13 @@ def test_beside_another_process_no_length_is_warmed_up(answers: SimpleNamespace)
     assert asked == {0: 2, 1: 0, 2: 2}
 
 
-def test_a_context_that_finds_no_room_is_a_full_gpu_and_no_broken_one(answers: SimpleNamespace) -> None:
-    full = torch.AcceleratorError("CUDA error: out of memory")
-    assert warm_with(answers, told(gpu1=full)[0]).failed == frozenset()
-    assert verdicts_of(answers.folder, ["GPU-1"]) == {"GPU-1": "good"}
-
-
-def test_a_gpu_filled_by_training_is_taken_cold_and_is_not_recorded_as_failed(answers: SimpleNamespace) -> None:
-    warm, warmed = told(gpu1=torch.OutOfMemoryError("CUDA out of memory"))
-    found = warm_with(answers, warm)
-    assert (warmed, found.failed, found.kernels) == ([0, 1, 2], frozenset(), {"attention": "flash 1.0"})
+@pytest.mark.parametrize(
+    "error", [torch.AcceleratorError("CUDA error: out of memory"), torch.OutOfMemoryError("CUDA out of memory")]
+)
+def test_a_full_gpu_is_taken_cold_and_is_not_recorded_as_failed(answers: SimpleNamespace, error: Exception) -> None:
+    warm, warmed = told(gpu1=error)
+    outcome = warm_with(answers, warm)
+    assert (warmed, outcome.failed, outcome.kernels) == ([0, 1, 2], frozenset(), {"attention": "flash 1.0"})
     assert verdicts_of(answers.folder, ["GPU-1"]) == {"GPU-1": "good"}
 
 

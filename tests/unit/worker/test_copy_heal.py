@@ -71,9 +71,11 @@ def held(me: Any) -> list[tuple[int, tuple[int, ...], bool]]:
     return sorted((one.snapshot.step, one.cp_ranks, one.own) for one in me.copies.store.held())
 
 
-def step_back(me: Any, where: Any, command: Build, heals: tuple[Heal, ...], is_new: bool) -> str:
-    """A build that goes back; `is_new`: as a process that has just started."""
-    wanted, worker = command.step_back, WORKERS[me.rank]
+def step_back(
+    me: Any, where: Any, command: Build, heals: tuple[Heal, ...], is_new: bool, rank: int | None = None
+) -> str:
+    """A build that goes back; `is_new`: as a process that has just started; `rank`: its new one, if it changes."""
+    wanted, worker, old_rank = command.step_back, WORKERS[me.rank], me.rank
     assert wanted is not None
     if is_new:
         me.state.drop()
@@ -81,6 +83,7 @@ def step_back(me: Any, where: Any, command: Build, heals: tuple[Heal, ...], is_n
     me.state.leave()
     me.copies.leave()
     me.copies.keep(wanted)
+    me.rank = me.rank if rank is None else rank
     connect(me, where, RING)
     me.membership_id = (command.term, command.generation)
     me.state.enter(me.groups, me.membership_id, keep=False)
@@ -88,10 +91,12 @@ def step_back(me: Any, where: Any, command: Build, heals: tuple[Heal, ...], is_n
         if not any(worker in heal.newcomers for heal in heals):
             with me.state.filling():
                 me.copies.store.load(wanted, me.rank, me.state.shard)
+        me.rank = old_rank
         for heal in heals:
             if takes_part(heal, worker):
                 heal_from_copies(heal, wanted, worker, me.copies.store, me.state, me.connector, lambda role: None, {})
-        hold(me, command)
+        if rank is None:
+            hold(me, command)
     except ElasticRingError as error:
         return f"{type(error).__name__}: {error}"
     return "back"
@@ -142,36 +147,12 @@ def test_a_rank_that_holds_its_own_parity_is_healed_from_its_own_memory_and_the_
     wanted = SnapshotId(TO, (1, 0))
     command = build(1, TO, step_back=wanted, keep=wanted, **PARITY)
     heals = (Heal(LOST, "c", ("c",), ("a",)), Heal(2, "a", ("b",)))
-    where = ring.meeting()
+    where, new_ranks = ring.meeting(), (0, 2, 1)
     for rank in range(3):
-        ring.start(rank, swapped, where, command, heals)
-    assert [ring.result(rank) for rank in range(3)] == [at[0], at[2], at[1]]
-
-
-def swapped(me: Any, where: Any, command: Build, heals: tuple[Heal, ...]) -> str:
-    """b, new, in the place of rank 2 and c in that of rank 1."""
-    wanted = command.step_back
-    assert wanted is not None
-    worker = WORKERS[me.rank]
-    if worker == "b":
-        me.state.drop()
-        me.copies.clear()
-    me.state.leave()
-    me.copies.leave()
-    me.copies.keep(wanted)
-    rank = {"a": 0, "b": 2, "c": 1}[worker]
-    forget, me.rank = me.rank, rank
-    connect(me, where, RING)
-    me.state.enter(me.groups, (1, 1), keep=False)
-    me.rank = forget
-    if worker == "a":
-        with me.state.filling():
-            me.copies.store.load(wanted, rank, me.state.shard)
-    for heal in heals:
-        if takes_part(heal, worker):
-            heal_from_copies(heal, wanted, worker, me.copies.store, me.state, me.connector, lambda role: None, {})
-    assert (wanted.step, (rank,), True) in held(me)
-    return str(me.state.shard.digest())
+        ring.start(rank, step_back, where, command, heals, rank == LOST, new_ranks[rank])
+    assert [ring.result(rank) for rank in range(3)] == ["back"] * 3
+    assert [fact["digest"] for fact in ring.all(facts)] == [at[0], at[2], at[1]]
+    assert all((TO, (new_ranks[rank],), True) in ring.call(rank, held) for rank in range(3))
 
 
 @pytest.mark.slow

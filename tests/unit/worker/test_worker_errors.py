@@ -90,41 +90,32 @@ def told(
     return answer, part
 
 
-def test_a_newcomer_without_room_names_the_runs_step_and_its_own_device(tmp_path: Path) -> None:
-    failure, part = told(tmp_path, NO_ROOM, "build")
+OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB."
+ECC = "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
+
+
+@pytest.mark.parametrize(
+    ("error", "at", "where", "kind", "detail"),
+    [
+        pytest.param(NO_ROOM, "build", {}, "device", OUT_OF_MEMORY, id="a newcomer without room"),
+        pytest.param(NO_ROOM, "build", {"build": "fresh"}, "memory", "", id="a fresh build takes the memory ladder"),
+        pytest.param(NO_ROOM, "build", {"build": "survivor"}, "memory", "", id="so does one whose members have state"),
+        pytest.param(ValueError("a shape"), "build", {}, "user", "", id="user code in a newcomer's build"),
+        pytest.param(BROKEN, "train", {}, "device", ECC, id="a device in a step, in one line"),
+        pytest.param(BROKEN, "finalize", {}, "device", ECC, id="a device in the last gathering"),
+        pytest.param(OSError("no space"), "finalize", {}, "check", "", id="weights that cannot be written"),
+        pytest.param(BROKEN, "train", {"aborted": True}, "peer", "", id="a device after an abort"),
+        pytest.param(ValueError("no number"), "train", {"aborted": True}, "peer", "", id="user code after an abort"),
+    ],
+)
+def test_a_failure_names_its_kind_the_runs_step_and_a_failed_device(
+    tmp_path: Path, error: BaseException, at: str, where: dict[str, Any], kind: str, detail: str
+) -> None:
+    failure, part = told(tmp_path, error, at, **where)
     assert isinstance(failure, MemberFailed)
-    assert (failure.kind, failure.step) == ("device", 80_000)
-    assert failure.detail == "OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB."
-    assert part.device_failed
-
-
-def test_user_code_that_raises_in_a_newcomers_build_raises_in_the_runs_step(tmp_path: Path) -> None:
-    failure, part = told(tmp_path, ValueError("a shape"), "build")
-    assert (failure.kind, failure.step, part.device_failed) == ("user", 80_000, False)
-
-
-@pytest.mark.parametrize("build", ["fresh", "survivor"])
-def test_a_build_without_room_takes_the_memory_ladder_and_keeps_who_has_state(tmp_path: Path, build: str) -> None:
-    failure, part = told(tmp_path, NO_ROOM, "build", build=build)
-    assert (failure.kind, part.device_failed) == ("memory", False)
-
-
-@pytest.mark.parametrize("at", ["train", "finalize"])
-def test_a_device_that_errs_is_told_of_in_one_line(tmp_path: Path, at: str) -> None:
-    failure, part = told(tmp_path, BROKEN, at)
-    assert (failure.kind, part.device_failed) == ("device", True)
-    assert failure.detail == "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
-
-
-def test_weights_that_cannot_be_written_are_no_device_error(tmp_path: Path) -> None:
-    failure, part = told(tmp_path, OSError("no space"), "finalize")
-    assert (failure.kind, part.device_failed) == ("check", False)
-
-
-@pytest.mark.parametrize("error", [BROKEN, ValueError("not a number")])
-def test_whatever_breaks_after_an_abort_is_the_aborts(tmp_path: Path, error: BaseException) -> None:
-    failure, part = told(tmp_path, error, "train", aborted=True)
-    assert (failure.kind, part.device_failed) == ("peer", False)
+    assert (failure.kind, part.device_failed) == (kind, kind == "device")
+    assert failure.step == {"build": 80_000, "train": 80_001, "finalize": 0}[at]
+    assert failure.detail == detail or not detail
 
 
 def test_a_peer_that_fails_in_a_build_is_a_failed_build(tmp_path: Path) -> None:
