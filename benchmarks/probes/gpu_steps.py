@@ -14,7 +14,9 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.device import kernel_cache
 from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous
 from elastic_ring.state.device_sums import device_digests
-from elastic_ring.train.transaction import Transaction, TransactionOptions, Watch
+from elastic_ring.train.generation import Watch
+from elastic_ring.train.passes import compute
+from elastic_ring.train.transaction import Transaction, TransactionOptions
 
 
 def connected(run: GpuRun, rank: int, port: int, prefix: str, device: torch.device) -> Groups:
@@ -57,7 +59,7 @@ def one_step(
             host_s[part] = time.monotonic() - begun
 
     begun = time.monotonic()
-    local = state.compute(step)
+    local = compute(state, step)
     mark("compute")
     if spans is not None:
         synchronize(state.device)

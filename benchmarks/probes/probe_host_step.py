@@ -37,7 +37,9 @@ from benchmarks.probes.gpu_steps import build, connected, synchronize
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.runtime.gpu.device import be_deterministic, kernel_cache
 from elastic_ring.runtime.groups import nccl
-from elastic_ring.train.startup.warm import attention_shapes, warm_up_device
+from elastic_ring.train.passes import compute
+from elastic_ring.train.startup.layouts import attention_shapes
+from elastic_ring.train.startup.warm import warm_up_device
 from elastic_ring.train.transaction import Transaction
 
 PARTS = ("start", "forward", "backward", "reduce", "vote", "apply")
@@ -75,7 +77,7 @@ def one_step(state: Transaction, marks: Marks) -> dict[str, float]:
     assert model is not None
     call = model.register_forward_pre_hook(lambda *_: marks("called"))
     marks("begun")
-    local = state.compute(step)
+    local = compute(state, step)
     marks("computed")
     state.reduce(step)
     marks("reduced")

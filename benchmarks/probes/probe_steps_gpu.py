@@ -50,7 +50,8 @@ from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.runtime.gpu.device import be_deterministic, kernel_cache, visible_gpus, warm_devices
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.state.device_sums import device_digests
-from elastic_ring.train.startup.warm import attention_shapes, warm_up_device
+from elastic_ring.train.startup.layouts import attention_shapes
+from elastic_ring.train.startup.warm import warm_up_device
 
 
 def bits(run: GpuRun, rank: int, ports: list[int], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:

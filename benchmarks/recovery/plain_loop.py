@@ -29,10 +29,9 @@ from elastic_ring.data.loader import Loader
 from elastic_ring.data.sampling.order import Order, share
 from elastic_ring.data.source import open_source
 from elastic_ring.mesh import Mesh
-from elastic_ring.train.attention_context import batch_of
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.startup.layouts import Layouts
-from elastic_ring.train.task import Batch, LossFunction, TrainingTask
+from elastic_ring.train.task import Batch, LossFunction, TrainingTask, batch_of
 from elastic_ring.train.wrap import ModuleMaker, full_shapes, local_of, local_params
 
 

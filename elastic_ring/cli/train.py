@@ -330,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _train_beside_ray(asked)
         trainer = build(asked)
         if asked.plan:
-            from elastic_ring.train.startup.check_pattern import check_pattern
+            from elastic_ring.train.startup.check import check_pattern
             from elastic_ring.train.startup.layouts import Layouts
 
             layouts = Layouts(trainer.task)

@@ -1,9 +1,8 @@
-"""FSDP2's collectives, launched under the gate that an abort closes.
+"""FSDP2's collectives, launched inside a gate that an abort closes.
 
 An abort frees NCCL's communicators. If a thread is launching an operation on one of them at that moment, its later
 operations, of any group, may never be launched. So no launch starts once the abort has begun, and the abort waits for
-the launches under way. Imported where a module is wrapped: FSDP2 takes seconds to import, which drivers and
-coordinators need not wait for.
+the launches under way. Imported only where a module is wrapped: FSDP2 takes seconds to import.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from elastic_ring.train.work_clock import ExchangeWaits
+from elastic_ring.train.generation import ExchangeWaits
 
 Launching = Callable[[], AbstractContextManager[None]]
 """A context for each launch; raises GroupAborted once the groups have been aborted."""
 
 
 class TimedWork(dist.Work):
-    """A collective under way on the host, whose wait is counted."""
+    """A collective under way on the host; `waits` counts its wait."""
 
     def __init__(self, work: dist.Work, waits: ExchangeWaits) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""The gradient of a step: where each parameter's share is added up, and its sum over the rings.
+"""The gradient of a step: the accumulation of each parameter's shares, and their sum over the rings.
 
-A share is there when autograd has computed it, or when FSDP2 has summed it over the ring. It is added to one flat
-buffer at once, or with a few others, so that little is held twice. In the last pass of a step each bucket of the buffer
-may be summed over the rings while the backward pass goes on (Li et al. 2020, arXiv:2006.15704). All ranks sum the
-buckets in the same order, from the end of the model to its beginning.
+A share arrives when autograd has computed it, or when FSDP2 has summed it over the ring. It is added to one flat buffer
+at once, or with a few others, so that little is held twice. In the last pass of a step each bucket of the buffer may be
+summed over the rings while the backward pass goes on (Li et al. 2020, arXiv:2006.15704). All ranks sum the buckets in
+the same order, from the end of the model to its beginning.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ log = logging.getLogger(__name__)
 BUCKET_ELEMENTS = 16 << 20
 BUCKET_ELEMENTS_ON_DEVICE = 64 << 20
 TOGETHER_BYTES = 64 << 20
-"""Shares of whole parameters that are moved to the buffer together, in one launch: a launch for each parameter keeps
-the host longer than the copies take."""
+"""Shares of whole parameters are moved to the buffer together, in one launch: a launch for each parameter costs the
+host more than the copies take."""
 
 Sum = Callable[[Tensor], Any]
-"""Starts the sum over the rings of a tensor, in place; returns what has `wait`."""
+"""Starts the sum of a tensor over the rings, in place; returns its work."""
 
 
 @dataclass
 class Gradient:
     """The gradient of this rank's slices: one flat fp32 buffer with a view per parameter.
 
-    `step` is the step for which it is complete: summed over the ring (FSDP2) and over the rings by the members of
+    `step`: the step for which it is complete, i.e. summed over the ring (FSDP2) and over the rings by the members of
     generation `membership_id` (term, generation). A vote applies only to the gradient of the same members. `buckets`:
-    ranges of the buffer, with the names of their parameters. `num_counts`: its first elements, which are experts' loads
-    and have no part in the gradient's norm.
+    ranges of the buffer, with the names of their parameters. `num_counts`: the number of its first elements that are
+    experts' loads, which the gradient's norm leaves out.
     """
 
     flat: Tensor
@@ -85,20 +85,20 @@ class Gradient:
     # ------------------------------------------------------------ a generation
 
     def attach(self, model: nn.Module, *, in_host: bool) -> None:
-        """Take what is found for the parameters of `model` from now on. `in_host`: FSDP2 keeps their gradients in
-        host memory, and they are taken at the end of the step."""
+        """Collect the gradients of `model`'s parameters from now on. `in_host`: FSDP2 keeps them in host memory, and
+        they are collected at the end of the step."""
         self._params = {name: param for name, param in model.named_parameters() if name in self.views}
         self._in_host, self._each_once = in_host, False
         if not in_host:
             for name, param in self._params.items():
                 if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(partial(self._take, name))
+                    param.register_post_accumulate_grad_hook(partial(self._collect, name))
 
     def detach(self) -> None:
-        """Let go of the module; the buffer stays. Sums that were under way have been aborted: gloo's threads may write
-        to the buffer until they have ended. Waits for them as long as the group's timeout at most."""
+        """Drop the module; the buffer stays. Waits for aborted sums, at most for the group's timeout: gloo's threads
+        may write to the buffer until they have ended."""
         self._params, self._collects, self._sum = {}, False, None
-        self._forget_moves()
+        self._moving, self._moving_bytes = ([], []), 0
         for work in self._works if not self.flat.is_cuda else ():
             try:
                 work.wait()
@@ -109,31 +109,31 @@ class Gradient:
     # ------------------------------------------------------------ a step
 
     def begin(self) -> None:
-        """Forget what was found."""
+        """Start with no shares."""
         self.step, self._collects, self._sum = None, True, None
         self._written.clear()
         self._works.clear()
-        self._forget_moves()
+        self._moving, self._moving_bytes = ([], []), 0
         for param in self._params.values():
             param.grad = None
 
     def begin_pass(self, beside: Sum | None = None) -> None:
-        """With `beside`, in the last pass, buckets are summed as soon as they are complete: once a step of this module
-        has shown that each parameter gets its share in one piece."""
+        """With `beside`, in the last pass, buckets are summed as soon as they are complete, if the step before has
+        shown that each parameter of this module gets its share in one piece."""
         self._shares.clear()
         self._sum = beside if self._each_once else None
 
     @property
     def slopes(self) -> Tensor:
-        """The gradient of the loss, which the norm is of."""
+        """The gradient of the loss, the part with a norm."""
         return self.flat[self.num_counts :]
 
     @property
     def counts(self) -> Tensor:
         return self.flat[: self.num_counts]
 
-    def found(self) -> list[Tensor]:
-        """The shards found so far, in the order of the parameters."""
+    def shares(self) -> list[Tensor]:
+        """The shares collected so far, in the order of the parameters."""
         if self._in_host:
             return [local_of(param.grad) for param in self._params.values() if param.grad is not None]
         self._move()
@@ -161,12 +161,13 @@ class Gradient:
 
     # ------------------------------------------------------------ parts
 
-    def _take(self, name: str, param: Tensor) -> None:
-        """A hook of the parameter, called in FSDP2's stream once its gradient is summed over the ring, or on a ring of
-        one once it is there."""
+    def _collect(self, name: str, param: Tensor) -> None:
+        """The parameter's hook: called in FSDP2's stream once its gradient is summed over the ring, on a ring of one
+        once it is computed."""
         if not self._collects or param.grad is None:
             return
-        if self._sum is not None and self._is_started(name):
+        started = self.buckets[len(self.buckets) - len(self._works) :]
+        if self._sum is not None and any(name in names for _, names in started):
             raise UserCodeFailed(
                 f"parameter {name} has its gradient in several pieces in this step and had it in one in the step "
                 "before: a model must use its parameters equally often in each step"
@@ -196,13 +197,10 @@ class Gradient:
             self._move()
 
     def _move(self) -> None:
-        """Copy what waits to its place."""
+        """Copy waiting shares to the buffer."""
         if self._moving_bytes:
             with torch.no_grad():
                 torch._foreach_copy_(*self._moving)
-        self._forget_moves()
-
-    def _forget_moves(self) -> None:
         self._moving, self._moving_bytes = ([], []), 0
 
     @property
@@ -212,6 +210,3 @@ class Gradient:
     def _start(self, start: Sum) -> None:
         self._move()
         self._works.append(start(self.flat[self._next[0]]))
-
-    def _is_started(self, name: str) -> bool:
-        return any(name in names for _, names in self.buckets[len(self.buckets) - len(self._works) :])

@@ -1,6 +1,6 @@
-"""Which door has which guard, and why one has not: the table of `docs/zero3.md`, and the reasons that refusals give.
+"""The guards of each way to train ("door"), and why one is missing: the table of `docs/zero3.md` and of refusals.
 
-A door that lacks a guard refuses the settings of it by name, with the reason from here. Pure: no torch, no Ray.
+A door without a guard refuses the guard's settings by name, with the reason from here. Pure: no torch, no Ray.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What a door does for a guard; `why_not` if it has none, as the end of an error."""
+    """How a door has a guard; `why_not`: why it has not, as the end of an error."""
 
     does: str = "yes"
     why_not: str = ""
@@ -84,7 +84,7 @@ def cell(door: str, guard: str) -> Cell:
 
 
 def reason(door: str, setting: str) -> str:
-    """Why a door has not the guard of this setting; empty where it has, and where the setting is of none."""
+    """Why a door lacks the guard of this setting; empty if it has it, and for settings of no guard."""
     for guard, names in SETTINGS.items():
         if setting in names:
             return cell(door, guard).why_not
@@ -98,9 +98,9 @@ def table() -> str:
     for guard in GUARDS:
         shown = []
         for door in DOORS:
-            found = cell(door, guard)
-            if found.why_not and found.why_not not in notes:
-                notes.append(found.why_not)
-            shown.append(f"no ({notes.index(found.why_not) + 1})" if found.why_not else found.does)
+            entry = cell(door, guard)
+            if entry.why_not and entry.why_not not in notes:
+                notes.append(entry.why_not)
+            shown.append(f"no ({notes.index(entry.why_not) + 1})" if entry.why_not else entry.does)
         lines.append(f"| {guard} | {' | '.join(shown)} |")
     return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, start=1))])

@@ -35,8 +35,8 @@ def learning_rate(step: int, config: OptimConfig, schedule: Schedule | None = No
     """The rate of a step (counted from 0): linear up to peak_lr over warmup_steps, then as `config.schedule` says.
 
     The first step has peak_lr / warmup_steps, the last of total_steps has min_lr (with "constant" peak_lr), and so has
-    every later one. Where the schedule was planned again, the rate rises from the one before that, over the same share
-    of the steps. A `schedule` of one's own is asked instead; raises ValueError where it gives no rate.
+    every later one. After a new plan of the schedule the rate rises from the last rate, over the same share of the
+    steps. A `schedule` function replaces all that; raises ValueError if it returns no rate.
     """
     if schedule is not None:
         return _checked(schedule, step)
@@ -64,7 +64,7 @@ def _checked(schedule: Schedule, step: int) -> float:
 
 
 def check_schedule(schedule: Schedule | None, config: OptimConfig, num_steps: int) -> None:
-    """Raises ValueError for a function that gives no rate for some step, or stands beside a schedule by name."""
+    """Raises ValueError for a function that returns no rate for some step, or beside a schedule by name."""
     if schedule is None:
         return
     if config.schedule != "cosine":
@@ -82,19 +82,19 @@ def is_balance(name: str) -> bool:
 
 
 def make_own_optimizer(factory: OptimizerFactory, local_shards: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    """What `factory` makes of the shards that have rows: some optimizers divide by a tensor's size.
+    """The user's optimizer over the shards that have rows: some optimizers divide by a tensor's size.
 
     Raises ValueError as `check_optimizer`.
     """
     named = [(name, tensor) for name, tensor in local_shards if tensor.numel()] or local_shards
-    made = factory(named)
-    check_optimizer(made, named)
-    return made
+    optimizer = factory(named)
+    check_optimizer(optimizer, named)
+    return optimizer
 
 
 def check_cpu_offload(cpu_offload: CpuOffload, factory: OptimizerFactory | None) -> None:
-    """Raises ValueError for an optimizer of one's own in host memory: it might count its steps, or look at all
-    parameters together, and an offloaded state is updated a few parameters at a time."""
+    """Raises ValueError for a user's optimizer with offloaded state, which is updated a few parameters at a time: it
+    might count its steps, or look at all parameters together."""
     if cpu_offload != "none" and factory is not None:
         raise ValueError(
             f"cpu_offload={cpu_offload!r}: serves the built-in AdamW, and optimizer= gives one of your own: leave "
@@ -103,10 +103,10 @@ def check_cpu_offload(cpu_offload: CpuOffload, factory: OptimizerFactory | None)
 
 
 def check_optimizer(optimizer: object, local_shards: Sequence[tuple[str, Tensor]]) -> None:
-    """Raises ValueError for an optimizer of one's own that cannot work on slices, or has other parameters than these.
+    """Raises ValueError for a user's optimizer that cannot work on slices, or has other parameters than these.
 
-    It sees the rows of a parameter that this rank holds and steps without a collective. So its update of a row must not
-    need the other rows, or the result depends on how many ranks share the parameter.
+    It gets this rank's rows of each parameter and steps without a collective. So its update of a row must not need the
+    other rows, or the result depends on how many ranks share the parameter.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer returned a {type(optimizer).__name__}: it must return a torch.optim.Optimizer")
@@ -150,10 +150,10 @@ def make_optimizer(
         raise ValueError(f"full_ndims has no entry for {', '.join(missing)}; give the dimensions of every parameter")
     decayed = [tensor for name, tensor in local_shards if full_ndims[name] >= 2]
     balancing = [tensor for name, tensor in local_shards if is_balance(name)]
-    others = [tensor for name, tensor in local_shards if full_ndims[name] < 2 and not is_balance(name)]
+    undecayed = [tensor for name, tensor in local_shards if full_ndims[name] < 2 and not is_balance(name)]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
         # Without memory Adam's step is the gradient's sign: scaling and clipping change nothing.
         {"params": balancing, "weight_decay": 0.0, "betas": (0.0, 0.0), "eps": SIGN_EPS, "lr_scale": BALANCE_SCALE},
     ]

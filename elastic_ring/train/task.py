@@ -1,32 +1,44 @@
-"""The training task: the user's model, loss and data, with the settings of a step. Sent to every worker."""
+"""The training task: the user's model, loss and data, with the settings of a step; the batch and attention of a pass.
+
+The task is sent to every worker. No step and no state in here.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from elastic_ring.attention.layers import AttentionFn
+from elastic_ring.attention.comm.exchange import Wire
+from elastic_ring.attention.layers import AttentionFn, PatternedAttention
+from elastic_ring.attention.layouts.layout import Layout
+from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.layers import LayerPatterns
+from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.ring import RingAttention
 from elastic_ring.config import StepConfig
 from elastic_ring.costs import CostModel
+from elastic_ring.data.loader import Slice
 from elastic_ring.data.sampling.validation import LOSS, PERPLEXITY, ValidationSet, check_sets, holds_out, measured
 from elastic_ring.data.source import SourceConfig
 from elastic_ring.files import shown_plain
 from elastic_ring.model.config import ModelSizes, built_in
-from elastic_ring.model.flops import flops_of
+from elastic_ring.model.config import flops_of
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's slice of a sequence, or of those of one pass end to end. tokens, targets, positions, document_ids:
-    (1, S_local).
+    """One rank's slice of the sequences of one pass, end to end. tokens, targets, positions, document_ids: (1,
+    S_local).
 
     A target of -100 counts for nothing. `positions` are indices in the token's own global sequence. `attention` is the
     ring's: a model that calls plain scaled-dot-product attention would see its own slice only. Where layers
@@ -45,7 +57,7 @@ LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, int | Tensor]]
 
 
 class Initial(Protocol):
-    """First values by name, the same on every mesh. One thread asks for them, which need not be the main one."""
+    """First values by name, the same on every mesh. They are read in one thread, not always the main one."""
 
     def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor: ...
 
@@ -54,18 +66,18 @@ class FrozenValues(Initial, Protocol):
     """The values of frozen parameters by name, the same on every mesh and at any time."""
 
     def check(self) -> None:
-        """Raises ValueError where they are no longer those that the run began with, or cannot be read."""
+        """Raises ValueError if they have changed since the run began, or cannot be read."""
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a model's factory brings along for the trainer, which takes its own arguments first.
+    """A model factory's defaults for the trainer, whose own arguments come first.
 
     A factory with a method `ring_parts(step_config)` returns it. `vocab_size` bounds the tokens of the data; `files`,
-    name -> text, are written into the run's folder. `check_data` raises ValueError for data whose tokens mean something
-    else to the model. `frozen` has the values of parameters that need no gradient. `flops` of one sequence, forward and
-    backward, with dense causal attention: from it comes the metric of utilisation (MFU). `sizes` is for the plan of a
-    rank and the forecast of a step; None for a model without them.
+    name -> text, are written into the run's folder. `check_data` raises ValueError for data of another tokenizer.
+    `frozen` has the values of parameters that need no gradient. `flops` of one sequence, forward and backward, with
+    dense causal attention: for the utilisation (MFU). `sizes`: for the plan of a rank and the forecast of a step; None
+    if unknown.
     """
 
     loss: LossFunction = language_model_loss
@@ -80,7 +92,7 @@ class ModelParts:
 
 
 def parts_of(model: Any, step: StepConfig) -> ModelParts:
-    """The parts that the factory `model` brings along, or defaults. Only our own decoder has a known FLOP count."""
+    """The parts of the factory `model`, or defaults. Only the built-in decoder has a known FLOP count."""
     bring = getattr(model, "ring_parts", None)
     if bring is not None:
         return bring(step)
@@ -98,10 +110,10 @@ class TrainingTask:
     the submodules that FSDP2 gathers one at a time; by default the items of the largest `ModuleList`.
     `pattern` None is dense causal attention. `cost_model` is for `layout="auto"`; None: an H200's. `metrics` are
     functions like `loss`, for the held-out sequences. `lr_schedule` gives a step's rate in place of `optim`. `flops`:
-    of one sequence, as in `ModelParts`; None where that is not known. `asks_callbacks`: after each validation training
-    waits for what the driver's callbacks want. With `frozen` parameters that need no gradient are no state: they are in
-    no shard, checkpoint, heal or copy, and each member reads its rows of them from there. `validation` has sets by
-    name; without any the held-out sequences are the one set.
+    of one sequence, as in `ModelParts`; None if unknown. `asks_callbacks`: after each validation training waits for the
+    driver's callbacks. With `frozen` parameters that need no gradient are no state: they are in no shard, checkpoint,
+    heal or copy, and each member reads its rows of them from there. `validation` has sets by name; without any the
+    held-out sequences are the only set.
     """
 
     model: Callable[[], nn.Module]
@@ -172,16 +184,56 @@ def check_parts(task: TrainingTask) -> None:
 
 
 def check_vocabulary(parts: ModelParts, data: SourceConfig) -> None:
-    """Raises ValueError where the data has tokens that the model has no row for, or that are another tokenizer's."""
+    """Raises ValueError for data with tokens that the model has no row for, or of another tokenizer."""
     refuse_tokens(getattr(data, "vocab_size", None), parts.vocab_size)
     if parts.check_data is not None:
         parts.check_data(data)
 
 
 def refuse_tokens(tokens: int | None, rows: int | None) -> None:
-    """Raises ValueError where both numbers are known and there are more tokens than rows."""
+    """Raises ValueError if both numbers are known and there are more tokens than rows."""
     if rows is not None and tokens is not None and tokens > rows:
         raise ValueError(
             f"data.vocab_size={tokens} is more than the model's {rows}: the model needs a row for each "
             "token; prepare the data with the model's own tokenizer, or give a model with a larger vocabulary"
         )
+
+
+# ---------------------------------------------------------------- one pass
+
+
+def attention_of(
+    task: TrainingTask,
+    piece: Slice,
+    layout: Layout,
+    cp_rank: int,
+    group: Any,
+    options: RingOptions | None = None,
+    *,
+    plans: PlanCache | None = None,
+    kv_wire: Wire | None = None,
+) -> RingAttention | PatternedAttention:
+    """The attention of one pass: dense with the task's kernel, or by its pattern. `layout`: the layout of `piece`.
+
+    The task sets kernel, `deterministic` and the wire of `options`; `kv_wire` replaces the wire. `plans` caches the
+    plans of one generation.
+    """
+    options = replace(
+        RingOptions() if options is None else options,
+        backend=task.step.kernel or None,
+        deterministic=task.step.deterministic,
+        kv_wire=kv_wire or task.step.kv_wire,
+    )
+    starts = piece.document_starts
+    if task.pattern is not None:
+        return PatternedAttention(task.pattern, layout, cp_rank, group, options, document_starts=starts, plans=plans)
+    pattern = Pattern(causal=True, document_starts=starts)
+    place = (layout, cp_rank, pattern, options.plan_key)
+    kept = (PlanCache() if plans is None else plans).of(place, lambda: plan(pattern, layout))
+    return RingAttention(kept.schedule, cp_rank, group, options, plans=kept)
+
+
+def batch_of(piece: Slice, attention: RingAttention | PatternedAttention, device: torch.device) -> Batch:
+    """The batch for the user's loss, on `device`."""
+    here = piece.to(device)
+    return Batch(here.tokens, here.targets, here.positions, here.document_ids, attention)

@@ -1,14 +1,15 @@
 """The vote: one small all-gather before the optimizer, and its result.
 
 Each rank contributes one row; every rank reduces the same table in rank order, so all get the same bits. The vote
-completes on one rank only if every rank entered it, which makes the step a transaction.
+completes on one rank only if every rank entered it, which makes the step a transaction. Skipped steps are reported, and
+end the run, here too; `guard_table` lists the guards of each way to train.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from enum import IntFlag, auto
 from functools import cached_property, reduce
@@ -18,16 +19,18 @@ from typing import Any
 import torch
 
 from elastic_ring.control.decisions.corruption import LOCAL, STATE, WHATS, Digests, Finding, judge
-from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, VERDICTS, SpikeBallot
+from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, VERDICTS, WINDOW, Action, SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import samples_text
-from elastic_ring.errors import ElasticRingError
+from elastic_ring.errors import ElasticRingError, LossSpike, TooManySkipped
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.metrics import StepMetrics
 
+NUM_NAMED = 20
+
 
 class Flag(IntFlag):
-    """What a rank says; of a vote, what any rank said."""
+    """Requests of one rank; in a vote's result the union of all ranks'."""
 
     BOUNDARY = auto()  # the step is to be followed by a boundary
     DUE = auto()  # a checkpoint is; only global rank 0 knows
@@ -41,8 +44,9 @@ NOTHING = Flag(0)
 
 @dataclass(frozen=True)
 class Tally:
-    """What a vote comes to, and one rank's share of it: its sums run over its own slices. `samples`: the limbs of the
-    consumed digest. `spike`: what is known of the losses before; of a vote, what the rank says that has seen most."""
+    """The sums of a vote, or one rank's share of them, over its own slices. `samples`: the limbs of the consumed
+    digest. `spike`: the verdict on earlier losses; in a vote's result it comes from the rank with the longest loss
+    history."""
 
     grad_norm_sq: float = 0.0
     num_nonfinite: float = 0.0
@@ -64,8 +68,8 @@ class Tally:
 
 
 class ComputedWrongly(ElasticRingError):
-    """Ranks that must agree do not. Facts: `what` differs, and the `ranks` that computed wrongly, none if the step must
-    run again to tell; `differs` are those that do not agree with each other."""
+    """Digests differ between ranks that must agree. Facts: `what` differs, the `ranks` that computed wrongly (none: the
+    step must run again to identify them), and the ranks of which `differs`."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -77,7 +81,7 @@ class ComputedWrongly(ElasticRingError):
 
 
 class MustGoBack(ElasticRingError):
-    """The loss rose, or steps were skipped: all members must restore a state from before `first_step` and skip the
+    """After a loss spike or skipped steps: all members must restore a state from before `first_step` and skip the
     batches up to `step`'s (both are facts)."""
 
 
@@ -89,30 +93,30 @@ class ReplicasDiverged(ElasticRingError):
 class Ballot:
     """One rank's row.
 
-    `work_s`: how long it worked itself for each of its sequences, without waits for others, in seconds; 0 if not
-    measured. `memory_share`: how near it came to the end of its memory (`MemoryGauge`). `digests`: what it computed.
-    `first`: the same of its attempt at this step before, if ranks did not agree in it: in `what`. `expert_load`: the
-    largest load of an expert by its fair share (`LoadMeter`); 0 without experts.
+    `work_s`: own work per sequence, without waits for other ranks, in seconds; 0 if not measured. `memory_share`: used
+    share of memory (`MemoryGauge`). `digests`: of its results. `first`: the digests of its attempt at this step before,
+    if ranks did not agree there on `differing`. `expert_load`: the largest load of an expert by its fair share
+    (`LoadMeter`); 0 without experts.
     """
 
     tally: Tally
     work_s: float = 0.0
     memory_share: float = 0.0
     digests: Digests = field(default_factory=Digests)
-    what: str = ""
+    differing: str = ""
     first: Digests = field(default_factory=Digests)
     expert_load: float = 0.0
 
     def row(self) -> torch.Tensor:
-        digests = *self.digests.numbers(), WHATS.index(self.what), *self.first.numbers()
+        digests = *self.digests.numbers(), WHATS.index(self.differing), *self.first.numbers()
         own = self.work_s, self.memory_share, *digests, self.expert_load
         return torch.tensor([*self.tally.numbers(), *own], dtype=torch.float64)
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Ballot:
-        work_s, memory_share, *told, expert_load = row[_NUM_TALLIED:]
-        first = WHATS[int(told[5])], Digests(*told[6:])
-        return cls(Tally.of(row[:_NUM_TALLIED]), work_s, memory_share, Digests(*told[:5]), *first, expert_load)
+        work_s, memory_share, *rest, expert_load = row[_NUM_TALLIED:]
+        digests, differing, first = Digests(*rest[:5]), WHATS[int(rest[5])], Digests(*rest[6:])
+        return cls(Tally.of(row[:_NUM_TALLIED]), work_s, memory_share, digests, differing, first, expert_load)
 
 
 _NUM_TALLIED = len(Tally().numbers())
@@ -124,8 +128,8 @@ class Outcome:
     """The result of a vote. Gradients are of the summed loss; `grad_norm` is of the mean loss.
 
     `work_s` and `memory_shares`: each rank's, as in `Ballot`; empty where the result came later, from another rank.
-    `expert_load`: the largest of all rings; 0 then, too.
-    `finding`: which rank computed wrongly, if the run only reports it.
+    `expert_load`: the largest of all rings; 0 then, too. `finding`: the rank that computed wrongly, if it is only
+    reported.
     """
 
     vote: Vote
@@ -163,13 +167,13 @@ class Outcome:
 
     @property
     def spike(self) -> str:
-        """What follows if the loss is a spike, one of `loss_spikes.VERDICTS`; empty if it is none."""
-        is_one = self.is_finite and 0 < self.spike_limit < self.loss
-        return VERDICTS[self.tally.spike.verdict] if is_one else ""
+        """The response to a loss spike, one of `loss_spikes.VERDICTS`; empty without a spike."""
+        is_spike = self.is_finite and 0 < self.spike_limit < self.loss
+        return VERDICTS[self.tally.spike.verdict] if is_spike else ""
 
     @property
     def spike_limit(self) -> float:
-        """The loss above which this step's is a spike; 0 where that is not known."""
+        """The loss above which this step's is a spike; 0 if unknown."""
         return self.tally.spike.limit
 
     @property
@@ -178,7 +182,7 @@ class Outcome:
         return self.spike == "clip" or self.tally.spike.clips_harder
 
     def metrics(self, lr: float, step_s: float, mesh: Mesh, generation: int) -> StepMetrics:
-        """The metrics that follow from the vote, of a step that is committed now and took `step_s`."""
+        """The metrics of a step that is committed now and took `step_s`."""
         return StepMetrics(
             step=self.vote.step,
             loss=self.loss,
@@ -244,48 +248,62 @@ def count(
 ) -> Outcome:
     """Reduce the table in rank order; `membership_id` is the (term, generation) of the voters.
 
-    Raises ReplicasDiverged when replicas of a shard disagree, and with corruption "act" ComputedWrongly if a
-    replacement or a second try may mend it.
+    Raises ReplicasDiverged when replicas of a shard disagree, and with corruption "act" ComputedWrongly if replacing a
+    rank or a second attempt may help.
     """
     ballots = [Ballot.of(row.tolist()) for row in rows]
-    finding = _look_for_wrong(step, ballots, mesh, corruption)
-    _check_replicas(step, ballots, mesh)
+    finding = _find_corruption(step, ballots, mesh, corruption)
+    for cp_rank in range(mesh.cp):
+        ranks = mesh.replicas(cp_rank)
+        norms = [ballots[rank].tally.grad_norm_sq for rank in ranks]
+        if any(norm != norms[0] and not (math.isnan(norm) and math.isnan(norms[0])) for norm in norms):
+            shown = ", ".join(f"rank {rank}: {norm!r}" for rank, norm in zip(ranks, norms, strict=True))
+            raise ReplicasDiverged(
+                f"step {step}: the replicas of cp_rank {cp_rank} hold different gradients ({shown}); one of these "
+                "hosts has a faulty processor or memory",
+                step=step,
+                cp_rank=cp_rank,
+            )
     if finding is not None and finding.what != LOCAL and not finding.is_over:
         raise ReplicasDiverged(finding.told(step), step=step)
     shares = [ballot.tally for ballot in ballots]
     total = Tally(
         # Every ring has the same reduced gradient, so its norm is counted in the first ring only.
         _sum(shares[rank].grad_norm_sq for rank in mesh.ring(0)),
-        _sum(one.num_nonfinite for one in shares),
-        _sum(one.loss_sum for one in shares),
-        _sum(one.num_tokens for one in shares),
-        tuple(_sum(limbs) for limbs in zip(*(one.samples for one in shares), strict=True)),
-        reduce(or_, (one.flags for one in shares)),
-        max(shares, key=lambda one: one.spike.num_seen).spike,
+        _sum(share.num_nonfinite for share in shares),
+        _sum(share.loss_sum for share in shares),
+        _sum(share.num_tokens for share in shares),
+        tuple(_sum(limbs) for limbs in zip(*(share.samples for share in shares), strict=True)),
+        reduce(or_, (share.flags for share in shares)),
+        max(shares, key=lambda share: share.spike.num_seen).spike,
     )
-    work_s, memory = (tuple(getattr(one, name) for one in ballots) for name in ("work_s", "memory_share"))
-    vote, load = Vote(step, total.numbers(), membership_id), max(one.expert_load for one in ballots)
-    return Outcome(vote, work_s, finding, memory, load)
+    return Outcome(
+        Vote(step, total.numbers(), membership_id),
+        tuple(ballot.work_s for ballot in ballots),
+        finding,
+        tuple(ballot.memory_share for ballot in ballots),
+        max(ballot.expert_load for ballot in ballots),
+    )
 
 
 def _sum(values: Iterable[float]) -> float:
-    """In this order; later Pythons' `sum` rounds otherwise."""
+    """The sum in this order; `sum` of later Pythons rounds differently."""
     return reduce(add, values, 0.0)
 
 
-def _look_for_wrong(step: int, ballots: list[Ballot], mesh: Mesh, corruption: str) -> Finding | None:
-    """A finding that the run only reports; raises for every other one."""
+def _find_corruption(step: int, ballots: list[Ballot], mesh: Mesh, corruption: str) -> Finding | None:
+    """A finding that the run only reports; raises for every other finding."""
     if corruption == "off":
         return None
-    first = [ballot.first if ballot.what else None for ballot in ballots]
-    what = max((ballot.what for ballot in ballots), key=WHATS.index)
-    finding = judge([ballot.digests for ballot in ballots], first, what, mesh)
+    first = [ballot.first if ballot.differing else None for ballot in ballots]
+    differing = max((ballot.differing for ballot in ballots), key=WHATS.index)
+    finding = judge([ballot.digests for ballot in ballots], first, differing, mesh)
     if finding is None or corruption == "log":
         return finding
-    if what and finding.what == STATE and not finding.ranks and not finding.is_over:
+    if differing and finding.what == STATE and not finding.ranks and not finding.is_over:
         raise ReplicasDiverged(
             f"{finding.told(step)}, in two attempts, and a spare would get one of the two. Nothing of the step was "
-            "applied: go on from a checkpoint, on other machines, or with three rings, which show who is wrong",
+            "applied: go on from a checkpoint, on other machines, or with three rings, which show the wrong one",
             step=step,
         )
     if finding.ranks or not finding.is_over:
@@ -295,15 +313,63 @@ def _look_for_wrong(step: int, ballots: list[Ballot], mesh: Mesh, corruption: st
     return finding
 
 
-def _check_replicas(step: int, ballots: list[Ballot], mesh: Mesh) -> None:
-    for cp_rank in range(mesh.cp):
-        norms = [ballots[rank].tally.grad_norm_sq for rank in mesh.replicas(cp_rank)]
-        if any(norm != norms[0] and not (math.isnan(norm) and math.isnan(norms[0])) for norm in norms):
-            ranks = mesh.replicas(cp_rank)
-            shown = ", ".join(f"rank {rank}: {norm!r}" for rank, norm in zip(ranks, norms, strict=True))
-            raise ReplicasDiverged(
-                f"step {step}: the replicas of cp_rank {cp_rank} hold different gradients ({shown}); one of these "
-                "hosts has a faulty processor or memory",
-                step=step,
-                cp_rank=cp_rank,
-            )
+# ---------------------------------------------------------------- skipped steps
+
+
+def listed(sample_ids: Sequence[int]) -> str:
+    """The numbers of sequences, for a message."""
+    shown = ", ".join(map(str, sample_ids[:NUM_NAMED]))
+    return f"{shown}, ..." if len(sample_ids) > NUM_NAMED else shown
+
+
+def remark_on(outcome: Outcome, sample_ids: Callable[[int], Sequence[int]]) -> str:
+    """A log line for a step with a loss spike or a skipped step; empty for an ordinary step."""
+    step, loss, spike = outcome.vote.step, outcome.loss, outcome.spike
+    if not spike and not outcome.skip:
+        return ""
+    sequences = f"; its sequences are {listed(sample_ids(step))}"
+    if spike:
+        response = {"clip": "gradients are clipped harder", "skip": "the step changes nothing"}.get(spike)
+        return (
+            f"loss spike in step {step}: {loss:.4g}, above {outcome.spike_limit:.4g}; "
+            f"{response or 'nothing is done (loss_spike=log)'}{sequences}"
+        )
+    cause = "its gradient is not finite" if math.isfinite(loss) else f"its loss is {loss}"
+    return f"step {step} is skipped and changes nothing: {cause}{sequences}"
+
+
+def watch_of(loss_spike: str, actions: Sequence[Action]) -> SpikeWatch | None:
+    """The watch for loss spikes with the settings `loss_spike` and `loss_spike_actions`."""
+    return None if loss_spike == "off" else SpikeWatch(actions if loss_spike == "act" else ())
+
+
+def raise_for_skips(
+    outcome: Outcome, in_a_row: int, max_skipped: int, sample_ids: Callable[[int], Sequence[int]], *, goes_back: bool
+) -> None:
+    """End or undo training after too many skips; call it once the step is applied or its skip is counted.
+
+    `in_a_row`: skips, with this step. Raises TooManySkipped, LossSpike, and with `goes_back` MustGoBack.
+    """
+    step = outcome.vote.step
+    if outcome.spike == "stop":
+        raise LossSpike(
+            f"step {step}: the loss is {outcome.loss:.4g}, and more than {outcome.spike_limit:.4g} is far above "
+            f"the last {WINDOW} steps; loss_spike_actions has come to stop. The step was not applied. "
+            f"Look at its sequences ({listed(sample_ids(step))}), lower the learning rate, or go on with "
+            "loss_spike='log'",
+            step=step,
+        )
+    if outcome.spike == "back":
+        reason = f"the loss of step {step} is {outcome.loss:.4g}, above {outcome.spike_limit:.4g}"
+        raise MustGoBack(reason, first_step=step, step=step)
+    if in_a_row <= max_skipped:
+        return
+    if goes_back:
+        reason = f"{in_a_row} steps in a row up to step {step} were skipped (max_skipped={max_skipped})"
+        raise MustGoBack(reason, first_step=step + 1 - in_a_row, step=step)
+    raise TooManySkipped(
+        f"step {step}: {in_a_row} steps in a row were skipped, for a non-finite gradient or loss or a loss "
+        f"spike (max_skipped={max_skipped}); lower the learning rate, look at the data of these steps, "
+        "or raise max_skipped",
+        step=step,
+    )

@@ -1,7 +1,7 @@
-"""Writes the unsharded weights at the end, a file on each rank in turn, and loads them into a module.
+"""Writes the unsharded final weights, files dealt to the ranks of a ring, and loads them into a module.
 
-Ring 0 gathers one tensor at a time. Files are dealt to its ranks; only a file's rank keeps its tensors, until they are
-written. No rank holds the whole model.
+Ring 0 gathers one tensor at a time. Only the rank of a file keeps its tensors, until they are written. No rank holds
+the whole model.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from elastic_ring.wording import few
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-"""How soon a rank that waits for its file notices an abort."""
+"""Between looks for an abort, while a file is being written."""
 CLEAN_S = 10.0
-"""For each request that removes what earlier attempts have left: the weights count already."""
+"""For each request that removes files of earlier attempts: the weights count already."""
 NUM_NAMED = 5
 ATTEMPT_BYTES, DIGEST_BYTES, SIZE_BYTES = 8, 32, 8
 
@@ -61,16 +61,18 @@ def gather_weights(state: Any, groups: Any, storage: Storage, max_file_bytes: in
         return None
     gather, writer = _Gather(state, groups), _Writer(storage, groups)
     tensors = list(grouped(gather.sizes, max_file_bytes))
-    drawn = gather.exchange(secrets.token_bytes(ATTEMPT_BYTES))[0]  # the name is rank 0's to choose
-    files = dict(zip(file_names(drawn.hex(), len(tensors)), tensors, strict=True))
+    attempt = gather.exchange(secrets.token_bytes(ATTEMPT_BYTES))[0].hex()  # rank 0 chooses the name
+    files = dict(zip(file_names(attempt, len(tensors)), tensors, strict=True))
     for index, (file, names) in enumerate(files.items()):
         if index % groups.mesh.cp != gather.cp_rank:
-            gather.pass_by(names)
+            for name in names:
+                gather.tensor(name)  # another rank keeps it
             continue
         writer.wait()  # one file at a time is in memory
-        writer.start(file, gather.keep(names), {"sha256": gather.sha256} if file == WEIGHTS else {})
+        kept = {name: gather.tensor(name) for name in names}
+        writer.start(file, kept, {"sha256": gather.sha256} if file == WEIGHTS else {})
     writer.wait()
-    written = _all_written(gather, writer.written, list(files))
+    written = _exchange_files(gather, writer.written, list(files))
     groups.check()  # an abort ends NCCL's exchanges without an error: what came may be garbage
     if groups.global_rank != 0:
         return None
@@ -96,34 +98,34 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
     own: dict[str, Tensor] = module.state_dict(keep_vars=True)
     for name, value in own.items():
         tied.setdefault(id(value), []).append(name)
-    found = {next((name for name in names if name in shapes), names[0]): own[names[0]] for names in tied.values()}
-    kept = [name for name, _ in module.named_buffers() if name not in shapes and found.pop(name, None) is not None]
-    wrong = [f"{name} is missing" for name in found if name not in shapes]
+    targets = {next((name for name in names if name in shapes), names[0]): own[names[0]] for names in tied.values()}
+    kept = [name for name, _ in module.named_buffers() if name not in shapes and targets.pop(name, None) is not None]
+    wrong = [f"{name} is missing" for name in targets if name not in shapes]
     wrong += [f"{name} is unknown to the module" for name in sorted(shapes.keys() - own.keys())]
     wrong += [
         f"{name} has shape {shapes[name]}, not {tuple(value.shape)}"
-        for name, value in found.items()
+        for name, value in targets.items()
         if name in shapes and shapes[name] != tuple(value.shape)
     ]
     if wrong:
         shown = few(wrong, NUM_NAMED, "; ")
         raise ValueError(f"{os.fspath(path)}: holds other parameters than a {type(module).__name__}: {shown}")
     with torch.no_grad():
-        for name, value in found.items():
+        for name, value in targets.items():
             value.copy_(stored.tensor(name))
     if kept:
         log.warning("%s: has no buffers; the module's own stay: %s", os.fspath(path), few(kept, NUM_NAMED))
 
 
 class _Gather:
-    """The tensors of a ring in name order, whole, digested on global rank 0."""
+    """Gathers the tensors of a ring in name order, and digests them on global rank 0."""
 
     def __init__(self, state: Any, groups: Any) -> None:
         from elastic_ring.train.abortable_collectives import AbortableAllGather
 
         shapes = state.shapes
         self._params, self._groups, self._total = state.shard.params, groups, hashlib.sha256()
-        self._beside, self._digested = ThreadPoolExecutor(1), Future[None]()  # a digest takes longer than a gather
+        self._pool, self._digested = ThreadPoolExecutor(1), Future[Any]()  # a digest takes longer than a gather
         self._digested.set_result(None)
         self._device = state.device
         self._shapes = {name: shapes[name] for name in sorted(shapes)}
@@ -141,51 +143,39 @@ class _Gather:
         self._digested.result()
         return self._total.hexdigest()
 
-    def keep(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The tensors in host memory."""
-        return {name: self._tensor(name) for name in names}
-
-    def pass_by(self, names: Sequence[str]) -> None:
-        """Take part in the gathers of tensors that another rank keeps."""
-        for name in names:
-            self._tensor(name)
-
     def exchange(self, own: bytes) -> list[bytes]:
-        """As many bytes of each rank, in the order of the ring. Raises GroupAborted."""
-        found = self._gathered(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        """All-gather as many bytes of each rank, in the order of the ring. Raises GroupAborted."""
+        rows = self._gather(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         self._groups.check()
-        return [bytes(row.tolist()) for row in found.reshape(self.num_ranks, len(own))]
+        return [bytes(row.tolist()) for row in rows.reshape(self.num_ranks, len(own))]
 
-    def _tensor(self, name: str) -> Tensor:
-        """All rows of one parameter. Only the last ranks' slices are padded, so the rows are in one piece."""
+    def tensor(self, name: str) -> Tensor:
+        """All rows of one parameter, in host memory; a collective."""
+        # Only the last ranks' slices are padded, so the rows are in one piece.
         local, shape = self._params[name], self._shapes[name]
         per_rank = -(-shape[0] // self.num_ranks)
         if local.shape[0] < per_rank:
             local = torch.cat([local, local.new_zeros((per_rank - local.shape[0], *shape[1:]))])
-        tensor = self._gathered(local.detach().contiguous())[: shape[0]]
+        tensor = self._gather(local.detach().contiguous())[: shape[0]]
         if self._groups.global_rank == 0:
             self._digested.result()  # one tensor at a time waits for it
-            self._digested = self._beside.submit(self._digest, tensor)
+            self._digested = self._pool.submit(self._total.update, next(raw_bytes([tensor])))
         return tensor
 
-    def _digest(self, tensor: Tensor) -> None:
-        for chunk in raw_bytes([tensor]):
-            self._total.update(chunk)
-
-    def _gathered(self, own: Tensor) -> Tensor:
-        """`own` of every rank, one after another, in host memory."""
+    def _gather(self, own: Tensor) -> Tensor:
+        """`own` of every rank, concatenated, in host memory."""
         if self.num_ranks == 1:
             return own.cpu()
         own = own.to(self._device)
-        found = own.new_empty((self.num_ranks * own.shape[0], *own.shape[1:]))
-        work = self._all_gather(found, own, self._groups.shard, async_op=True)
+        whole = own.new_empty((self.num_ranks * own.shape[0], *own.shape[1:]))
+        work = self._all_gather(whole, own, self._groups.shard, async_op=True)
         assert work is not None
         work.wait()
-        return found.cpu()
+        return whole.cpu()
 
 
 class _Writer:
-    """Writes one file beside the gathers of the next ones; an abort ends it at the next piece."""
+    """Writes one file in a thread, while the next tensors are gathered; an abort ends it at the next piece."""
 
     def __init__(self, storage: Storage, groups: Any) -> None:
         self._storage, self._groups = storage, groups
@@ -194,13 +184,26 @@ class _Writer:
         self.written: list[StoredFile] = []
 
     def start(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        # transformers refuses a file that does not say for which library it is.
-        chunks = safetensors_chunks(tensors, {"format": "pt", **metadata})
-        self._thread = threading.Thread(target=self._write, args=(name, chunks), name="weights", daemon=True)
+        def chunks() -> Iterator[bytes | memoryview]:
+            # transformers refuses a file that does not name its library's format.
+            for piece in pieces(safetensors_chunks(tensors, {"format": "pt", **metadata})):
+                self._groups.check()
+                yield piece
+
+        def write() -> None:
+            try:
+                if name == WEIGHTS:  # its header has the tensors' digest
+                    self._storage.replace(name, chunks())
+                else:
+                    self.written.append(self._storage.write(name, chunks()))
+            except Exception as error:  # raised in the thread that waits
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="weights", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises GroupAborted, and what the write raised."""
+        """Wait for the file. Raises GroupAborted, and the error of the write."""
         while self._thread is not None:
             self._thread.join(POLL_S)
             self._groups.check()
@@ -209,27 +212,13 @@ class _Writer:
         if self._error is not None:
             raise self._error
 
-    def _write(self, name: str, chunks: Iterator[bytes | memoryview]) -> None:
-        try:
-            if name == WEIGHTS:  # its header has the tensors' digest
-                self._storage.replace(name, self._until_aborted(chunks))
-            else:
-                self.written.append(self._storage.write(name, self._until_aborted(chunks)))
-        except Exception as error:  # raised in the thread that waits
-            self._error = error
 
-    def _until_aborted(self, chunks: Iterator[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        for piece in pieces(chunks):
-            self._groups.check()
-            yield piece
-
-
-def _all_written(gather: _Gather, own: Sequence[StoredFile], files: Sequence[str]) -> list[StoredFile]:
-    """All ranks' files in their order, as their writers tell them; of the one that has no index nothing."""
+def _exchange_files(gather: _Gather, own: Sequence[StoredFile], files: Sequence[str]) -> list[StoredFile]:
+    """Exchange sizes and digests of the files; a single `weights.safetensors` has none."""
     record_bytes = DIGEST_BYTES + SIZE_BYTES
-    told = b"".join(bytes.fromhex(file.sha256) + file.num_bytes.to_bytes(SIZE_BYTES, "little") for file in own)
+    records = b"".join(bytes.fromhex(file.sha256) + file.num_bytes.to_bytes(SIZE_BYTES, "little") for file in own)
     most = -(-len(files) // gather.num_ranks) * record_bytes
-    rows = gather.exchange(told.ljust(most, b"\0"))
+    rows = gather.exchange(records.ljust(most, b"\0"))
     written = []
     for index, name in enumerate(files):
         start = index // gather.num_ranks * record_bytes
@@ -242,7 +231,7 @@ def _all_written(gather: _Gather, own: Sequence[StoredFile], files: Sequence[str
 def _write_index(
     storage: Storage, gather: _Gather, files: Mapping[str, Sequence[str]], written: Sequence[StoredFile]
 ) -> None:
-    """Make the files count. Raises StorageFailed where one of them is not in this rank's storage."""
+    """Make the files count. Raises StorageFailed if one of them is not in this rank's storage."""
     sizes = dict(storage.names(WEIGHTS_FOLDER))
     for file in written:
         if sizes.get(file.name) != file.num_bytes:

@@ -1,4 +1,4 @@
-"""The user's module, sharded by FSDP2 inside a ring of several or whole on a ring of one, and its values as plain local
+"""Wraps the user's module: sharded by FSDP2 inside a ring of several, whole on a ring of one; its values as local
 tensors.
 
 A fresh module is wrapped for every generation: an exception during a forward or backward pass leaves FSDP2's modules
@@ -24,19 +24,19 @@ from elastic_ring.costs import MOST_SHARES
 from elastic_ring.experts.exchange import expert_layers, sends, spread
 from elastic_ring.model.fp8 import ALIGNED, use_fp8, widths_of
 from elastic_ring.train.optim import check_optimizer
-from elastic_ring.train.task import Initial, TrainingTask
+from elastic_ring.train.task import FrozenValues, Initial, TrainingTask
 
 log = logging.getLogger(__name__)
 
 
 class ModuleMaker:
-    """Wraps modules for one worker, and keeps the values of their buffers."""
+    """Wraps modules for one worker, and caches the values of their buffers."""
 
     def __init__(self, task: TrainingTask, device: torch.device | None = None) -> None:
         self._task = task
         self.device = device or torch.device("cpu")
         self.params_in_host = False
-        """Parameters and their gradients are in host memory; each unit's are on the device while it is gathered."""
+        """Whether parameters and gradients are in host memory; a unit's are on the device while it is gathered."""
         self.sent: list[Any] = []
         """Layers of the last wrapped module that have their own experts and need an exchange."""
         self.most_rows = 0
@@ -81,7 +81,8 @@ class ModuleMaker:
         self.sent = [] if self.params_in_host else self._sent_layers(model, device_mesh.size(), dp, dtype.itemsize)
         own = spread(self.sent, device_mesh)
         for whole in (*choose(model), model):
-            for unit in (*_own_units(whole), whole):
+            parts: Sequence[nn.Module] = whole.own_units() if hasattr(whole, "own_units") else ()  # type: ignore[operator]
+            for unit in (*parts, whole):
                 fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload, ignored_params=own)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -101,7 +102,7 @@ class ModuleMaker:
         return sent
 
     def keep_buffers(self) -> None:
-        """Compute the buffers' values ahead of time: building the model again would be slow in a recovery.
+        """Compute the buffers' values ahead of time: building the model again would slow a recovery down.
 
         With `initial` parameters stay on the meta device; without, the whole model is in memory for a moment.
         """
@@ -110,10 +111,10 @@ class ModuleMaker:
         if not names or self._buffers is not None:
             return
         with parameters_on_meta() if self._task.initial is not None else nullcontext():
-            found = {name: value.clone() for name, value in self._real().named_buffers()}
-        if any(value.is_meta for value in found.values()):  # computed from parameters
-            found = {name: value.clone() for name, value in self._real().named_buffers()}
-        self._buffers = found
+            buffers = {name: value.clone() for name, value in self._build().named_buffers()}
+        if any(value.is_meta for value in buffers.values()):  # computed from parameters
+            buffers = {name: value.clone() for name, value in self._build().named_buffers()}
+        self._buffers = buffers
 
     def first_values(self, model: nn.Module, cp_rank: int, cp: int) -> None:
         """Fill a wrapped module's slices from the seed; the values do not depend on the mesh. Frozen parameters that
@@ -123,7 +124,7 @@ class ModuleMaker:
         if self._task.initial is not None:
             self.read(model, self._task.initial, names, cp_rank, cp)
             return
-        own, locals_ = dict(self._real().named_parameters()), local_params(model)
+        own, locals_ = dict(self._build().named_parameters()), local_params(model)
         for name in names:
             start, stop = slice_rows(params[name].shape, cp_rank, cp)
             if stop > start:
@@ -132,48 +133,43 @@ class ModuleMaker:
     def read(self, model: nn.Module, values: Initial, names: Iterable[str], cp_rank: int, cp: int) -> None:
         """Fill this rank's slices of the parameters `names` of a wrapped module with `values`."""
         params, locals_ = dict(model.named_parameters()), local_params(model)
-        wanted = {}
+        reads: dict[str, Callable[[], Tensor]] = {}
         for name in names:
             shape = tuple(params[name].shape)
             rows = slice_rows(shape, cp_rank, cp)
             if rows[1] > rows[0]:
-                wanted[name] = partial(values.tensor, name, shape, rows=rows)
+                reads[name] = partial(values.tensor, name, shape, rows=rows)
         if self.device.type != "cuda":
-            for name, make in wanted.items():
-                locals_[name].copy_(make().reshape(locals_[name].shape))
+            for name, read in reads.items():
+                locals_[name].copy_(read().reshape(locals_[name].shape))
             return
-        for name, value in zip(wanted, self._made_ahead(list(wanted.values())), strict=True):
-            locals_[name].copy_(value.reshape(locals_[name].shape))
 
-    def _made_ahead(self, makes: Sequence[Callable[[], Tensor]]) -> Iterator[Tensor]:
-        """Each of them in order, the next made while one is copied to the device. Not on CPUs: there is nothing to wait
-        for, and what a thread frees stays in its arena, 150 MB."""
-        with ThreadPoolExecutor(1, initializer=self._begin_thread) as pool:
-            coming = [pool.submit(make) for make in makes[:1]]
-            for position in range(1, len(makes) + 1):
-                value = coming.pop().result()
-                coming += [pool.submit(make) for make in makes[position : position + 1]]
-                yield value
-
-    def _begin_thread(self) -> None:
-        """What torch keeps for each thread."""
-        torch.set_grad_enabled(False)
-        if self.device.type == "cuda":
+        def set_thread_defaults() -> None:  # of torch, per thread
+            torch.set_grad_enabled(False)
             torch.cuda.set_device(self.device)
 
-    def _real(self) -> nn.Module:
+        # The next value is read while one is copied to the device. Not on CPUs: there is nothing to wait for, and
+        # memory that a thread frees stays in its arena, 150 MB.
+        with ThreadPoolExecutor(1, initializer=set_thread_defaults) as pool:
+            names, makes = list(reads), list(reads.values())
+            coming = [pool.submit(make) for make in makes[:1]]
+            for position, name in enumerate(names, 1):
+                value = coming.pop().result()
+                coming += [pool.submit(make) for make in makes[position : position + 1]]
+                locals_[name].copy_(value.reshape(locals_[name].shape))
+
+    def _build(self) -> nn.Module:
         """The module in host memory with its own initialisation, the same on every rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._task.step.seed)
             return self._task.model()
 
     def _fill_buffers(self, model: nn.Module) -> None:
-        """Also moves them to the device, where `to_empty` may not have put them."""
         if self._buffers is None and any(True for _ in model.buffers()):
             self.keep_buffers()
         for name, buffer in model.named_buffers():
             assert self._buffers is not None
-            if buffer.device != self.device:
+            if buffer.device != self.device:  # `to_empty` may not have moved it
                 buffer.data = torch.empty_like(buffer, device=self.device)
             buffer.copy_(self._buffers[name])
 
@@ -207,10 +203,13 @@ def keep_whole(model: nn.Module, device: torch.device, dtype: torch.dtype, *, ke
     brings the values of fp32 masters. FSDP2 does that layer by layer in every pass, which keeps the host longer than
     short sequences keep the GPU. Without `keeps_frozen` frozen parameters have no masters: they are read in `dtype`.
     """
-    uses = _uses(model)
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # (module, name) of each parameter; several if tied
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            uses.setdefault(param, []).append((module, name))
     model.to_empty(device=device)
-    for (first, name), *others in uses:
-        for module, its_name in others:  # `to_empty` makes a parameter of each use of one on the meta device
+    for (first, name), *ties in uses.values():
+        for module, its_name in ties:  # `to_empty` makes a parameter of each use of one on the meta device
             module.register_parameter(its_name, getattr(first, name))
     masters = {name: param.detach() for name, param in model.named_parameters()}
     setattr(model, MASTERS, masters)
@@ -231,19 +230,9 @@ def keep_whole(model: nn.Module, device: torch.device, dtype: torch.dtype, *, ke
     setattr(model, CASTS, ([param for param, _ in changed], [master for _, master in changed]))
 
 
-def _uses(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The modules that have each parameter, and its name there: several of a tied one."""
-    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            found.setdefault(param, []).append((module, name))
-    return list(found.values())
-
-
 def copy_masters(model: nn.Module) -> None:
-    """Bring the masters' values to the parameters of a whole module; others are FSDP2's business. Before each pass that
-    may follow a change: no hook of the module, which a loss that calls `model.forward` or a part would pass by.
-    """
+    """Copy the masters to the parameters of a whole module, before each pass that may follow a change. Called
+    explicitly: a loss that calls `model.forward` or a part skips hooks."""
     casts: tuple[list[Tensor], list[Tensor]] = getattr(model, CASTS, ([], []))
     if casts[0]:
         with torch.no_grad():
@@ -251,7 +240,7 @@ def copy_masters(model: nn.Module) -> None:
 
 
 def local_params(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's slice of every parameter in fp32, as plain tensors that the module computes with, or is cast from."""
+    """This rank's slice of every parameter in fp32, as plain tensors: the module's own, or the masters of its casts."""
     whole: dict[str, Tensor] | None = getattr(model, MASTERS, None)
     if whole is not None:
         return dict(whole)
@@ -260,8 +249,8 @@ def local_params(model: nn.Module) -> dict[str, Tensor]:
 
 def local_of(tensor: Any) -> Tensor:
     """This rank's slice of a parameter or a gradient."""
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -270,14 +259,14 @@ def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(task: TrainingTask) -> int:
-    """The number of parameters of the whole model that are state, counted on the meta device."""
+    """The number of parameters of the whole model without frozen ones, counted on the meta device."""
     with torch.device("meta"):
         model = task.model()
     return sum(param.numel() for param in model.parameters() if param.requires_grad or task.frozen is None)
 
 
 def num_frozen(task: TrainingTask) -> int:
-    """The number of parameters of the whole model that are no state."""
+    """The number of frozen parameters of the whole model."""
     if task.frozen is None:
         return 0
     with torch.device("meta"):
@@ -300,12 +289,6 @@ def largest_list(model: nn.Module) -> Sequence[nn.Module]:
     return list(largest)
 
 
-def _own_units(unit: nn.Module) -> Sequence[nn.Module]:
-    """What a module has FSDP2 gather apart from the rest of it."""
-    found: Sequence[nn.Module] = unit.own_units() if hasattr(unit, "own_units") else ()  # type: ignore[operator]
-    return found
-
-
 def check_buildable(task: TrainingTask) -> None:
     """Build the model once on the meta device. Raises ValueError if that fails or a parameter is unsupported."""
     try:
@@ -326,14 +309,14 @@ def check_buildable(task: TrainingTask) -> None:
 
 
 def check_linears(task: TrainingTask) -> None:
-    """Raises ValueError for a model none of whose linear layers can compute in 8 bits, where they are asked to."""
+    """Raises ValueError for linears="fp8" and a model none of whose linear layers can compute in 8 bits."""
     if task.step.linears == "native":
         return
     with torch.device("meta"):
         model = task.model()
     if task.frozen is not None or any(True for _ in expert_layers(model)):
-        what = "adapters on a frozen base" if task.frozen is not None else "experts"
-        raise ValueError(f"linears='fp8': is for models that train all they multiply with, and this one has {what}")
+        reason = "adapters on a frozen base" if task.frozen is not None else "experts"
+        raise ValueError(f"linears='fp8': is for models that train all they multiply with, and this one has {reason}")
     layers = (task.units or largest_list)(model)
     if not use_fp8(layers):
         raise ValueError(
@@ -343,7 +326,7 @@ def check_linears(task: TrainingTask) -> None:
 
 
 def fp8_widths(task: TrainingTask) -> set[int]:
-    """The widths of the layers that compute in 8 bits, where a task passed `check_linears`."""
+    """The widths of the layers that compute in 8 bits, of a task that passed `check_linears`."""
     with torch.device("meta"):
         model = task.model()
     layers = (task.units or largest_list)(model)
@@ -352,20 +335,20 @@ def fp8_widths(task: TrainingTask) -> set[int]:
 
 
 def check_own_optimizer(task: TrainingTask) -> None:
-    """Raises ValueError for an optimizer of one's own that cannot work on shards, tried on the meta device.
+    """Raises ValueError for a user's optimizer that cannot work on shards, tried on the meta device.
 
-    One that reads values when it is made is tried by the workers only.
+    An optimizer that reads values when it is made is tried by the workers only.
     """
     if task.optimizer is None:
         return
     with torch.device("meta"):
         params = [(name, param.detach()) for name, param in task.model().named_parameters() if param.requires_grad]
     try:
-        made = task.optimizer(params)
+        optimizer = task.optimizer(params)
     except Exception as error:
         log.debug("the optimizer could not be tried on the meta device: %s", error)
         return
-    check_optimizer(made, params)
+    check_optimizer(optimizer, params)
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -377,3 +360,48 @@ def _check_parameters(model: nn.Module) -> None:
             )
         if param.dim() == 0:
             raise ValueError(f"parameter {name} has no dimension: FSDP2 cannot shard it; give it the shape (1,)")
+
+
+# ---------------------------------------------------------------- frozen parameters
+
+
+def trained_params(model: nn.Module, frozen: FrozenValues | None) -> dict[str, Tensor]:
+    """This rank's rows of the parameters that are state: all of them where no values are `frozen`."""
+    rows, params = local_params(model), model.named_parameters()
+    return {name: rows[name] for name, param in params if frozen is None or param.requires_grad}
+
+
+def trained_shapes(model: nn.Module, frozen: FrozenValues | None) -> dict[str, tuple[int, ...]]:
+    """The unsharded shape of every parameter that is state."""
+    params = model.named_parameters()
+    return {name: tuple(param.shape) for name, param in params if frozen is None or param.requires_grad}
+
+
+class FrozenRows:
+    """A rank's rows of the frozen parameters, kept between generations.
+
+    Frozen parameters are no state: they are in no shard, gradient, checkpoint, heal or copy, and a member reads its own
+    rows of them when it joins the mesh.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Tensor] = {}
+        self._place: tuple[int, int] | None = None  # (cp_rank, cp) whose rows they are
+
+    def fill(self, maker: ModuleMaker, model: nn.Module, values: FrozenValues, place: tuple[int, int]) -> None:
+        """Fill the frozen parameters of a wrapped module for `place`, (cp_rank, cp): from the last generation if it had
+        the same place, else by reading `values`. Raises ValueError."""
+        params = local_params(model)
+        rows = {name: params[name] for name, param in model.named_parameters() if not param.requires_grad}
+        with torch.no_grad():
+            if place == self._place:
+                for name, row in rows.items():
+                    row.copy_(self._rows[name])
+            else:
+                self.drop()
+                values.check()
+                maker.read(model, values, rows, *place)
+        self._rows, self._place = rows, place
+
+    def drop(self) -> None:
+        self._rows, self._place = {}, None

@@ -37,8 +37,10 @@ from elastic_ring.runtime.gpu.device import DeviceLease, be_deterministic, kerne
 from elastic_ring.runtime.groups.groups import Connector, Rendezvous, forget_groups
 from elastic_ring.runtime.groups.sockets import LOOPBACK, RendezvousStore
 from elastic_ring.state import snapshot
-from elastic_ring.train.startup.check_pattern import check_pattern
-from elastic_ring.train.startup.warm import attention_shapes, warm_up_device
+from elastic_ring.train.passes import validate
+from elastic_ring.train.startup.check import check_pattern
+from elastic_ring.train.startup.layouts import attention_shapes
+from elastic_ring.train.startup.warm import warm_up_device
 from elastic_ring.train.transaction import Transaction, TransactionOptions
 from elastic_ring.train.wrap import num_parameters
 from elastic_ring.tuning.mesh_trial import CPUS, MeshTrial
@@ -180,7 +182,7 @@ class PatternTrial(ray_tune.Trainable):
             state.run(state.applied, boundary=False)
             times.append(time.monotonic() - begun)
         self._progress.times += times if self._progress.times else times[NUM_COLD_STEPS:] or times
-        loss = state.validate(self._val_loader, self._validation)["val_loss"]
+        loss = validate(state, self._val_loader, self._validation)["val_loss"]
         if not math.isfinite(loss):
             raise ElasticRingError(f"diverged: val_loss is {loss} after {until} steps")
         self._progress.losses.append(loss)

@@ -25,11 +25,10 @@ from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.attention_context import attention_of
 from elastic_ring.train.optim import OptimConfig
 from elastic_ring.train.startup.compilations import CompileWatch
 from elastic_ring.train.startup.warm import warm_up_attention, warm_up_device
-from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.task import TrainingTask, attention_of
 
 pytestmark = pytest.mark.gpu
 

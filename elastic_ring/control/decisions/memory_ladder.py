@@ -15,7 +15,7 @@ from elastic_ring.control.state import Incident, MemoryLadder, Running, State
 from elastic_ring.control.transition import Transition
 
 RELIEFS_ON = {"cpu": ("caches", "recompute"), "cuda": ("caches", "recompute", "offload")}
-"""Device type -> the reliefs that keep the bits, from the cheapest on. `train.memory_relief` carries them out."""
+"""Device type -> the reliefs that keep the bits, from the cheapest on. `train.memory` carries them out."""
 CHANGING_BITS = ("passes", "chunks")
 """The last reliefs: sums are added up in another order. They are taken when a step fails, never before."""
 MEANING = {

@@ -17,7 +17,7 @@ from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.control.options import AUTO, parse_copies
 from elastic_ring.gpus import CONTEXT_BYTES, GPUS, RESERVE
 from elastic_ring.model.config import ModelConfig, active_parameters, expert_parameters, num_parameters
-from elastic_ring.model.flops import model_flops
+from elastic_ring.model.config import model_flops
 from elastic_ring.model.memory import (
     GRADIENT_BYTES,
     IN_HOST_BYTES,

@@ -31,12 +31,10 @@ from elastic_ring.data.source import Source
 from elastic_ring.integrations.ray_train.engine import Zero3Engine
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.device import kernel_cache
-from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.startup.check import check_model
 from elastic_ring.train.startup.kernels import KernelAgreement
-from elastic_ring.train.startup.layouts import Layouts
-from elastic_ring.train.startup.warm import attention_shapes
-from elastic_ring.train.task import Batch, TrainingTask
+from elastic_ring.train.startup.layouts import Layouts, attention_shapes
+from elastic_ring.train.task import Batch, TrainingTask, attention_of, batch_of
 
 TOKENS = "tokens"
 READ_AHEAD = 16

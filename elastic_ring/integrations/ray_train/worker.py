@@ -39,12 +39,11 @@ from elastic_ring.integrations.ray_train.settings import Zero3Config, deepspeed_
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.device import be_deterministic, keep_caches_private
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.train.guards import raise_for_skips, remark_on, watch_of
 from elastic_ring.train.optim import learning_rate
+from elastic_ring.train.passes import sequence_seed
 from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.transaction import sequence_seed
-from elastic_ring.train.vote import Outcome, Tally
+from elastic_ring.train.vote import Outcome, Tally, raise_for_skips, remark_on, watch_of
 from elastic_ring.validation import NonNegativeInt, PositiveInt, from_plain, settings
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from elastic_ring.data.manifest import Manifest
 from elastic_ring.data.tokenizer import FAST, folder_digest
 from elastic_ring.files import check_model_links, plain_json, read_small, shown_url
 from elastic_ring.integrations.transformers.module import TracedRing, class_of
-from elastic_ring.model.hugging_face import KNOWN_TYPES
+from elastic_ring.model.config import KNOWN_TYPES
 
 NUM_TRACED_TOKENS = 16
 OTHER_HEADS = ("classifier_", "summary_")

@@ -15,7 +15,7 @@ from elastic_ring.attention.layers import of_layer
 from elastic_ring.attention.plan.traffic import carries_latents
 from elastic_ring.integrations.transformers import experts
 from elastic_ring.integrations.transformers.fused import fuse_layers
-from elastic_ring.model.hugging_face import KNOWN_TYPES
+from elastic_ring.model.config import KNOWN_TYPES
 from elastic_ring.model.loss import chunked_cross_entropy
 from elastic_ring.train.wrap import largest_list
 

@@ -70,7 +70,7 @@ from elastic_ring.runtime.notices import (
 )
 from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.storage.backend import ONCE
-from elastic_ring.train.guards import listed
+from elastic_ring.train.vote import listed
 
 log = logging.getLogger(__name__)
 

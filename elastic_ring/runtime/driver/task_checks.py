@@ -32,7 +32,7 @@ from elastic_ring.data.sampling.validation import ValidationSet, ValidationSourc
 from elastic_ring.data.source import fingerprinted, hold_out, open_source, order_of
 from elastic_ring.monitor.callbacks import Callback, check_callbacks
 from elastic_ring.train.optim import check_cpu_offload, check_schedule
-from elastic_ring.train.startup.check_pattern import check_pattern
+from elastic_ring.train.startup.check import check_pattern
 from elastic_ring.train.startup.layouts import AUTO, Layouts, check_layers, check_rows
 from elastic_ring.train.task import TrainingTask, check_parts, check_vocabulary, parts_of
 from elastic_ring.train.wrap import check_buildable, check_linears, check_own_optimizer

@@ -31,7 +31,8 @@ from elastic_ring.runtime.gpu.leases import (
 from elastic_ring.runtime.groups.nccl import probe
 from elastic_ring.train.memory import is_out_of_memory
 from elastic_ring.train.startup.kernels import KernelMismatch
-from elastic_ring.train.startup.warm import attention_shapes, warm_up_device
+from elastic_ring.train.startup.layouts import attention_shapes
+from elastic_ring.train.startup.warm import warm_up_device
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.vote import ComputedWrongly
 

@@ -29,7 +29,7 @@ from elastic_ring.runtime.worker.saver import Place, open_checkpoint
 from elastic_ring.state import sealed
 from elastic_ring.state.snapshot import named
 from elastic_ring.state.transfer import Link, receive_shard, send_shard
-from elastic_ring.train.memory_relief import MemoryRelief, free_caches
+from elastic_ring.train.memory import MemoryRelief, free_caches
 from elastic_ring.train.startup.check import check_model
 from elastic_ring.train.transaction import Transaction
 

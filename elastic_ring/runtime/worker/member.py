@@ -28,10 +28,9 @@ from elastic_ring.runtime.worker.member_parts import Generation, MemberParts
 from elastic_ring.runtime.worker.saver import SendPart
 from elastic_ring.runtime.worker.step_records import Publish, gpu_memory
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.train.guards import remark_on
 from elastic_ring.train.optim import learning_rate
-from elastic_ring.train.transaction import Local
-from elastic_ring.train.vote import Flag, Outcome
+from elastic_ring.train.passes import Local, validate
+from elastic_ring.train.vote import Flag, Outcome, remark_on
 from elastic_ring.train.weights import gather_weights
 
 log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class Member:
     def writing(self) -> bool:
         """Whether the shard is being written or moved; that thread must not be abandoned: it would write later."""
         generation = self.parts.generation
-        return (generation is not None and generation.is_moving_shard) or self.parts.transaction.applying
+        return (generation is not None and generation.is_moving_shard) or self.parts.transaction.held.applying
 
     def prepare(self, command: Build, details: CommandDetails) -> None:
         """Begin the generation of this build, before the training thread builds it, so that it can be cancelled."""
@@ -116,7 +115,7 @@ class Member:
 
     def report(self, cause: str, term: int, generation: int, kind: str) -> Report:
         """The state that this worker holds; call it only while the training thread is paused."""
-        state = self.parts.transaction
+        state = self.parts.transaction.held
         return Report(
             cause,
             self._spec.worker,
@@ -131,7 +130,7 @@ class Member:
             last_vote=state.last,
             gradient_membership_id=state.gradient_membership_id,
             copies=self.parts.copies.store.held(),
-            state_id=state.state_id,
+            state_id=state.valid_id,
         )
 
     def become_spare(self) -> None:
@@ -235,7 +234,7 @@ class StepLoop:
             return False
         begun, data = time.monotonic(), self._parts.warm.data
         self._parts.stamps.stamp(step, Phase.VALIDATE)
-        measured = self._state.validate(data.held_out_loader, data.held_out)
+        measured = validate(self._state, data.held_out_loader, data.held_out)
         if self._parts.speaks:
             self._parts.records.publish([Validated(step - 1, measured, time.monotonic() - begun)])
         return True

@@ -40,13 +40,14 @@ from elastic_ring.runtime.worker.faults import Injector
 from elastic_ring.runtime.worker.saver import Place, Saver, SendPart
 from elastic_ring.runtime.worker.stall_watchdog import StepProgress
 from elastic_ring.runtime.worker.step_records import Publish, StepNotices, StepRecords
-from elastic_ring.train.guards import watch_of
-from elastic_ring.train.memory_gauge import MemoryGauge
+from elastic_ring.train.memory import MemoryGauge
 from elastic_ring.train.startup.compilations import EVENTS
 from elastic_ring.train.startup.kernels import KernelAgreement
-from elastic_ring.train.startup.warm import attention_shapes, warm_up
+from elastic_ring.train.startup.layouts import attention_shapes
+from elastic_ring.train.startup.warm import warm_up
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.transaction import Transaction, TransactionOptions
+from elastic_ring.train.vote import watch_of
 from elastic_ring.train.wrap import num_frozen, num_parameters
 
 log = logging.getLogger(__name__)
@@ -225,7 +226,7 @@ class MemberParts:
         )
         transaction = Transaction(task, *data.begin(), self.watch, options)
         transaction.before_apply = self._before_apply
-        self.injector.flip = transaction.plan_flip
+        self.injector.flip = transaction.flips.plan
         self.injector.poison = lambda: poison(self.lease.device)
         begin("runs a small model once")
         transaction.warm_up(scaling.cp, scaling.device)

@@ -1,12 +1,13 @@
-"""The start-up check: does the user's model compute the same on a ring as on one rank?
+"""Start-up checks: the model computes the same on a ring as on one rank, and GPUs can run its pattern.
 
 A model that calls plain attention would train on a ring without an error, each rank attending to its own slice only.
 One short sequence shows it before the first step. Where passes have several sequences, two in one pass must give
-the sums of their losses and gradients.
+the sums of their losses and gradients. `check_pattern` needs no GPU and no Ray, and starts nothing.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,18 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
+from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS, check_documents
+from elastic_ring.attention.kernels.registry import covering, sparse_form
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.options import RingOptions
+from elastic_ring.attention.patterns.content import chosen_without_host
+from elastic_ring.attention.patterns.rules import Dense
+from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.plan.sparse_blocks import cut_blocks
 from elastic_ring.data.loader import joined, slice_sample
 from elastic_ring.data.packing import Sample
+from elastic_ring.data.source import SourceConfig, open_source
 from elastic_ring.errors import ElasticRingError
-from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.optim import is_balance
-from elastic_ring.train.startup.layouts import AUTO
-from elastic_ring.train.task import Batch, TrainingTask
+from elastic_ring.train.startup.layouts import AUTO, Layouts, attention_shapes
+from elastic_ring.train.task import Batch, TrainingTask, attention_of, batch_of
 from elastic_ring.train.wrap import copy_masters, local_of
 
+log = logging.getLogger(__name__)
+
+NUM_SAMPLED_SEQUENCES = 16
 TOKENS_PER_RANK = 24
 PATTERNED_TOKENS_PER_RANK = 2 * BLOCK_TOKENS
 """Whole blocks, of which a zigzag layout cuts a rank's share in two: what kernels over blocks run fastest."""
@@ -37,7 +46,7 @@ class ModelRefused(ElasticRingError):
 
 
 GradientsOf = Callable[[Tensor], list[Tensor]]
-"""loss -> this rank's shards of its gradient; nothing of it stays in the model."""
+"""loss -> this rank's shards of its gradient; none stays in the model."""
 
 
 def check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: GradientsOf | None = None) -> None:
@@ -52,9 +61,13 @@ def check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: Gradi
     _refuse_changing_buffers(task, state, sample, groups)
     model.eval()
     cp = groups.mesh.cp
-    together = [(sample,)] if task.step.micro_batch == 1 else [(sample,), (sample, _reversed(sample))]
-    for samples in together:
-        alone, alone_gradient = _added([_pass(task, state, [each], groups, gradients_of, cp=1) for each in samples])
+    # Other tokens with the same documents.
+    turned = Sample(sample.tokens[::-1].copy(), sample.document_starts, sample.ends_document, sample.padding)
+    for samples in [(sample,)] if task.step.micro_batch == 1 else [(sample,), (sample, turned)]:
+        passes = [_pass(task, state, [each], groups, gradients_of, cp=1) for each in samples]
+        results, gradients = zip(*passes, strict=True)
+        alone = torch.stack(results).sum(0)
+        alone_gradient = [torch.stack(shares).sum(0) for shares in zip(*gradients, strict=True)]
         if cp == len(samples) == 1:
             continue
         ring, ring_gradient = _pass(task, state, samples, groups, gradients_of, cp=cp)
@@ -67,8 +80,12 @@ def check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: Gradi
             ]
         )
         _sum(groups, parts)
+        # Of each parameter, because those of attention are a small part of the total gradient at the start.
+        error, norm = parts[:, 0].sqrt(), parts[:, 1].sqrt()
+        counted = norm > 1e-6 * norm.max().clamp_min(1e-30)
+        worst = float((error[counted] / norm[counted]).max()) if bool(counted.any()) else 0.0
         where = "on a ring" if len(samples) == 1 else f"with sequences_per_pass={task.step.micro_batch}"
-        _compare(task, alone, ring, _worst(parts), where)
+        _compare(task, alone, ring, worst, where)
     model.train()
 
 
@@ -78,16 +95,6 @@ def _sum(groups: Any, tensor: Tensor) -> None:
     with groups.launching():
         work = groups.shard.allreduce([tensor])
     work.wait()
-
-
-def _worst(parts: Tensor) -> float:
-    """The largest relative error of any parameter's gradient; parts: (parameters, [error², norm²]).
-
-    Per parameter, because those of attention are a small part of the total gradient at the start.
-    """
-    error, norm = parts[:, 0].sqrt(), parts[:, 1].sqrt()
-    counted = norm > 1e-6 * norm.max().clamp_min(1e-30)
-    return float((error[counted] / norm[counted]).max()) if bool(counted.any()) else 0.0
 
 
 def _compare(task: TrainingTask, alone: Tensor, ring: Tensor, gradient_error: float, where: str) -> None:
@@ -107,23 +114,24 @@ def _compare(task: TrainingTask, alone: Tensor, ring: Tensor, gradient_error: fl
         )
 
 
-_Found = tuple[Tensor, list[Tensor]]
-"""((loss sum, number of targets), local gradient of each parameter)."""
-
-
-def _added(found: Sequence[_Found]) -> _Found:
-    results, gradients = zip(*found, strict=True)
-    return torch.stack(results).sum(0), [torch.stack(each).sum(0) for each in zip(*gradients, strict=True)]
-
-
 def _pass(
     task: TrainingTask, state: Any, samples: Sequence[Sample], groups: Any, gradients_of: GradientsOf, *, cp: int
-) -> _Found:
-    """One forward and backward of these samples side by side."""
-    batch = _batch(task, state, samples, groups, cp)
-    loss, num_targets = _checked(task.loss(state.model, batch))
-    result = torch.tensor([float(loss.detach()), float(num_targets)], dtype=torch.float64, device=loss.device)
-    return result, gradients_of(loss)
+) -> tuple[Tensor, list[Tensor]]:
+    """((loss sum, number of targets), local gradient of each parameter) of one pass with these samples."""
+    result = task.loss(state.model, _batch(task, state, samples, groups, cp))
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].dim() == 0):
+        raise ModelRefused(
+            f"the loss function returned {type(result).__name__}: return (sum of the loss as a tensor without "
+            "dimensions, number of targets as an int)"
+        )
+    loss, num_targets = result
+    if isinstance(num_targets, Tensor) and num_targets.dim():
+        raise ModelRefused(
+            f"the loss function returned {tuple(num_targets.shape)} numbers of targets: return their sum, an int or a "
+            "tensor without dimensions"
+        )
+    sums = torch.tensor([float(loss.detach()), float(int(num_targets))], dtype=torch.float64, device=loss.device)
+    return sums, gradients_of(loss)
 
 
 def _gradients_of(model: nn.Module, device: torch.device, loss: Tensor) -> list[Tensor]:
@@ -139,20 +147,6 @@ def _gradients_of(model: nn.Module, device: torch.device, loss: Tensor) -> list[
     for param in model.parameters():
         param.grad = None
     return gradients
-
-
-def _checked(result: Any) -> tuple[Tensor, int]:
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].dim() == 0):
-        raise ModelRefused(
-            f"the loss function returned {type(result).__name__}: return (sum of the loss as a tensor without "
-            "dimensions, number of targets as an int)"
-        )
-    if isinstance(result[1], Tensor) and result[1].dim():
-        raise ModelRefused(
-            f"the loss function returned {tuple(result[1].shape)} numbers of targets: return their sum, an int or a "
-            "tensor without dimensions"
-        )
-    return result[0], int(result[1])
 
 
 def _batch(task: TrainingTask, state: Any, samples: Sequence[Sample], groups: Any, cp: int) -> Batch:
@@ -183,13 +177,9 @@ def _short_sample(task: TrainingTask, loader: Any, cp: int) -> Sample:
     return Sample(whole.tokens[: num_tokens + 1], starts, ends, whole.padding)
 
 
-def _reversed(sample: Sample) -> Sample:
-    """Other tokens with the same documents."""
-    return Sample(sample.tokens[::-1].copy(), sample.document_starts, sample.ends_document, sample.padding)
-
-
 def _refuse_changing_buffers(task: TrainingTask, state: Any, sample: Sample, groups: Any) -> None:
-    """Buffers that a forward pass changes would differ between rings and after a re-run."""
+    """Raises ModelRefused for buffers that a forward pass changes: they would differ between rings and after a
+    re-run."""
     model: nn.Module = state.model
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     if not before:
@@ -202,3 +192,66 @@ def _refuse_changing_buffers(task: TrainingTask, state: Any, sample: Sample, gro
             f"the forward pass changes the buffer {changed[0]}: such state would drift apart between rings; use a "
             "layer without running statistics, or keep it out of the module's buffers"
         )
+
+
+# ---------------------------------------------------------------- patterns on GPUs
+
+
+def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -> None:
+    """Raises ValueError for a pattern that GPUs cannot run with these settings; logs what cuts blocks."""
+    if task.pattern is None or not task.pattern.any_sparse:
+        return
+    step = task.step
+    setting = f"pattern={str(task.pattern)!r} on device='cuda' with context_tokens={step.context_tokens}"
+    if step.param_dtype != "bfloat16":
+        raise ValueError(f"{setting}: sparse kernels take bfloat16, not {step.param_dtype}; set param_dtype='bfloat16'")
+    layout = (layouts or Layouts(task)).choice(cp, "cuda").layout
+    of_data, causes = _cut_by_documents(task.data), dict[str, None]()
+    for group in task.pattern.groups:
+        if set(group.rules) == {Dense()}:
+            continue
+        cut = [*cut_blocks(SparsePattern(group.rules, task.pattern.block), layout), *of_data]
+        causes.update(dict.fromkeys(cut))
+        if cut and chosen_without_host(group.rules):
+            raise ValueError(
+                f"{setting}: {group} chooses whole blocks of {BLOCK_TOKENS} tokens only, but {'; and '.join(cut)}. Or"
+                " leave fetch_all out: the host then chooses, and blocks may be cut"
+            )
+    if causes:
+        log.warning(
+            'blocks of %d tokens are cut: they are padded and masked, which takes attention longer; "On GPUs" in'
+            " docs/patterns.md says how long. %s",
+            BLOCK_TOKENS,
+            "; and ".join(causes),
+        )
+    pinned = sparse_form(step.kernel)
+    able = [kernel for kernel in covering("masked_tables" if causes else "tables") if pinned in (None, kernel.name)]
+    for _, _, head_dim in attention_shapes(task):
+        reasons = [kernel.refusal("cuda", torch.bfloat16, head_dim, step.deterministic) for kernel in able]
+        if all(reasons):
+            listed = "; ".join(f"{kernel.name} {reason}" for kernel, reason in zip(able, reasons, strict=True))
+            unpin = f", or kernel={step.kernel!r} to have one chosen" if pinned else ""
+            raise ValueError(
+                f"{setting}: no sparse kernel for the model: {listed}. Leave pattern out for dense attention{unpin}"
+            )
+
+
+def _cut_by_documents(data: SourceConfig) -> list[str]:
+    """How documents cut blocks, with a way out. Of a source without `align_tokens` it samples some sequences: others
+    may still cut blocks."""
+    align_tokens = getattr(data, "align_tokens", None)
+    if align_tokens is not None:
+        if align_tokens % BLOCK_TOKENS == 0:
+            return []
+        return [
+            f"documents of the data begin inside blocks, align_tokens={align_tokens}; set align_tokens={BLOCK_TOKENS}, "
+            "and each is filled up with tokens that are no targets"
+        ]
+    source = open_source(data)
+    sampled = range(0, source.num_sequences, -(-source.num_sequences // NUM_SAMPLED_SEQUENCES))
+    starts = {start for sample_id in sampled for start in source.read(sample_id).document_starts}
+    try:
+        check_documents(tuple(sorted(starts)))
+    except ValueError as error:
+        return [str(error)]
+    return []

@@ -1,8 +1,7 @@
-"""What the compilers of this process compile: flash-attn-4's CuTe kernels, Triton's kernels, torch.compile's functions,
-which are FlexAttention's. Announces each compilation before it begins, and counts those that the warm-up did not cover.
+"""Observes this process's compilers: flash-attn-4's CuTe kernels, Triton's kernels, torch.compile (FlexAttention).
 
-A compiler holds the GIL for seconds. Its start is announced to one listener, so that the silence of the process has a
-known cause.
+Announces each compilation before it begins, because a compiler holds the GIL for seconds and the process falls silent,
+and counts compilations that the warm-up did not cover.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-REASON_CHARACTERS = 400
+REASON_CHARACTERS, FIRST = 400, "for the first time"
 _FLASH_ATTN_4 = "flash_attn.cute.interface"
 
 Listener = Callable[[str], None]
@@ -33,7 +32,7 @@ class CompileEvents:
         self.names: list[str] = []
         self.listener: Listener | None = None
         self.subject = ""
-        """What is being compiled for, where that is known: torch.compile names only a number."""
+        """The purpose of the compilations under way, if known: torch.compile names only a number."""
         self._attached: set[str] = set()
         self._depth = 0  # compilations under way: torch.compile's code may compile kernels of Triton's
 
@@ -41,15 +40,23 @@ class CompileEvents:
         """Observe each compiler that has been imported. Call it between steps, again after other imports; it costs
         microseconds."""
         self._depth = 0  # a compilation that raised has announced no end
-        for module, observe in (
-            (_FLASH_ATTN_4, self._observe_flash_attn_4),
-            ("triton.knobs", self._observe_triton),
-        ):
-            if module in sys.modules and module not in self._attached:
-                self._attached.add(module)
-                observe(sys.modules[module])
+        if _FLASH_ATTN_4 in sys.modules and _FLASH_ATTN_4 not in self._attached:
+            self._attached.add(_FLASH_ATTN_4)
+            # Each function of the interface looks up its kernel in an attribute of its own, and compiles on a miss.
+            for name, function in list(vars(sys.modules[_FLASH_ATTN_4]).items()):
+                cache = getattr(function, "compile_cache", None)
+                if cache is not None:
+                    function.compile_cache = ObservedCache(cache, f"flash-attn-4 {name.strip('_')}", self)
+        if "triton.knobs" in sys.modules and "triton.knobs" not in self._attached:
+            self._attached.add("triton.knobs")
+            self._observe_triton(sys.modules["triton.knobs"])
         if "torch._dynamo.callback" in sys.modules:
-            self._observe_dynamo(sys.modules["torch._dynamo.callback"])
+            # `torch._dynamo.reset` drops all callbacks, so this is checked each time.
+            handler = sys.modules["torch._dynamo.callback"].callback_handler
+            if self._dynamo_begins not in handler.start_callbacks:
+                handler.register_start_callback(self._dynamo_begins)
+            if self._dynamo_ends not in handler.end_callbacks:
+                handler.register_end_callback(self._dynamo_ends)
 
     def begin(self, name: str) -> None:
         """`name` is about to be compiled."""
@@ -68,13 +75,6 @@ class CompileEvents:
         if self.listener is not None and self._depth == 0:
             self.listener("")
 
-    def _observe_flash_attn_4(self, interface: Any) -> None:
-        # Each function of the interface looks up its kernel in an attribute of its own, and compiles on a miss.
-        for name, function in list(vars(interface).items()):
-            cache = getattr(function, "compile_cache", None)
-            if cache is not None:
-                function.compile_cache = ObservedCache(cache, f"flash-attn-4 {name.strip('_')}", self)
-
     def _observe_triton(self, knobs: Any) -> None:
         # Both hooks see each new specialisation of a kernel on each GPU, found on disk or not.
         runtime = knobs.runtime
@@ -90,14 +90,6 @@ class CompileEvents:
             self.end(f"triton {about['fn'].name}")
 
         runtime.jit_cache_hook, runtime.jit_post_compile_hook = before, after
-
-    def _observe_dynamo(self, callback: Any) -> None:
-        # `torch._dynamo.reset` forgets all callbacks: this is asked anew each time.
-        handler = callback.callback_handler
-        if self._dynamo_begins not in handler.start_callbacks:
-            handler.register_start_callback(self._dynamo_begins)
-        if self._dynamo_ends not in handler.end_callbacks:
-            handler.register_end_callback(self._dynamo_ends)
 
     def _dynamo_begins(self, about: Any) -> None:
         self.begin(f"torch.compile {about.compile_id}")
@@ -166,23 +158,31 @@ class CompileWatch:
         self._since_us = time.time_ns() // 1000
 
     def news(self) -> list[str]:
-        """The name of each kernel and function compiled since the last call; for a function of torch.compile also why
-        what was compiled before did not fit."""
+        """The name of each kernel and function compiled since the last call; for a function of torch.compile with the
+        reason of its recompilation."""
         EVENTS.attach()
-        kernels = EVENTS.names[self._num_events :]
-        self._num_events += len(kernels)
-        found = [*kernels, *self._functions()]
-        self.count += len(found)
-        return found
+        names = EVENTS.names[self._num_events :]
+        self._num_events += len(names)
+        if (number := _num_graphs() - self._num_graphs) > 0:
+            since_us, self._since_us = self._since_us, time.time_ns() // 1000
+            self._num_graphs += number
+            functions = [
+                f"{entry.co_name} ({' '.join((entry.recompile_reason or FIRST).split())[:REASON_CHARACTERS]})"
+                for entry in sys.modules["torch._dynamo"].utils.get_compilation_metrics()
+                if entry.is_forward is not False and not entry.is_runtime and (entry.start_time_us or 0) >= since_us
+            ]
+            names += [*functions, *["?"] * number][:number]
+        self.count += len(names)
+        return names
 
     def before_steps(self) -> None:
-        """Until this process has trained, what it has compiled counts as before its first step."""
+        """Until this process has trained, its compilations count as before its first step."""
         if not self._has_trained:
             self.news()
 
     def of_step(self, step: int) -> tuple[list[str], int | None]:
-        """What was compiled in a step, none in step 0, with one warning: a step that compiles is slow, and every rank
-        waits. And how many before this process's first step, or in step 0; None where that was said already."""
+        """(names of a step's compilations, none for step 0; the number before this process's first step and in step 0,
+        None after the first call). Warns of compilations: the step is slow, and every rank waits."""
         later, before = self.news(), self.count
         if step == 0:
             later = []
@@ -193,23 +193,6 @@ class CompileWatch:
             log.warning("step %d compiled %d more: %s; the warm-up did not cover it", step, len(later), text)
         is_first, self._has_trained = not self._has_trained, True
         return later, before if is_first else None
-
-    def _functions(self) -> list[str]:
-        number, since_us = _num_graphs() - self._num_graphs, self._since_us
-        if number <= 0:
-            return []
-        self._num_graphs, self._since_us = self._num_graphs + number, time.time_ns() // 1000
-        found = [
-            _describe(entry)
-            for entry in sys.modules["torch._dynamo"].utils.get_compilation_metrics()
-            if entry.is_forward is not False and not entry.is_runtime and (entry.start_time_us or 0) >= since_us
-        ]
-        return found if len(found) == number else [*found[:number], *["?"] * (number - len(found))]
-
-
-def _describe(entry: Any) -> str:
-    reason = " ".join((entry.recompile_reason or "for the first time").split())
-    return f"{entry.co_name} ({reason[:REASON_CHARACTERS]})"
 
 
 def _num_graphs() -> int:

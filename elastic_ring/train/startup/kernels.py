@@ -43,7 +43,7 @@ def chosen_kernels(
     step, pattern, dtype = task.step, task.pattern, getattr(torch, task.step.param_dtype)
     pins: dict[CoverKind, str | None] = {"causal": step.kernel or None} if pattern is None or pattern.any_dense else {}
     if pattern is not None and pattern.any_sparse and device.type == "cuda":
-        # A document may cut blocks in any step: who runs masks is agreed on before.
+        # A document may cut blocks in any step: the kernel for masks is agreed on before.
         pins["tables"] = pins["masked_tables"] = sparse_form(step.kernel)
     for shape in shapes:
         for cover, pin in pins.items():
@@ -78,7 +78,7 @@ def gather_rows(world: Any, names: Names, holds: bool) -> list[tuple[bool, Names
     rows = [torch.empty(ROW_BYTES, dtype=torch.uint8) for _ in range(world.size())]
     world.allgather([rows], [row]).wait()
     read = [plain_json(bytes(each.tolist())) for each in rows]
-    return [(bool(has_state), tuple(found)) for has_state, found in read]
+    return [(bool(has_state), tuple(kernels)) for has_state, kernels in read]
 
 
 def agreed(rows: Sequence[tuple[bool, Names]]) -> Names:
@@ -102,23 +102,23 @@ def agree(
     The task is unchanged if this rank's choice is the agreed one; otherwise the agreed kernel is pinned. Raises
     KernelMismatch where that kernel does not run here.
     """
-    wanted = agreed(rows)
-    if wanted == own:
+    common = agreed(rows)
+    if common == own:
         return task, own
     failures = []
-    for name in dict.fromkeys(name.removesuffix("-sparse") for name in wanted):
+    for name in dict.fromkeys(name.removesuffix("-sparse") for name in common):
         pinned = replace(task, step=replace(task.step, kernel=name))
         try:
-            found = find(pinned)
+            names = find(pinned)
         except (ValueError, RunFailed) as error:
             failures.append(str(error))
             continue
-        if found == wanted:
-            log.warning("attention kernel %s, as on all ranks, instead of %s: %s", wanted, own, _describe(rows))
-            return pinned, wanted
-        failures.append(f"kernel={name!r} gives {', '.join(found)}")
+        if names == common:
+            log.warning("attention kernel %s, as on all ranks, instead of %s: %s", common, own, _describe(rows))
+            return pinned, common
+        failures.append(f"kernel={name!r} gives {', '.join(names)}")
     raise KernelMismatch(
-        f"all ranks must run {', '.join(wanted)}, but this one runs {', '.join(own)} and cannot switch "
+        f"all ranks must run {', '.join(common)}, but this one runs {', '.join(own)} and cannot switch "
         f"({'; '.join(failures)}). Ranks: {_describe(rows)}. Pin one that runs everywhere with kernel"
     )
 
@@ -142,7 +142,7 @@ class KernelAgreement:
         On CPUs every rank has the same kernels."""
         if self._device.type == "cpu":
             return task
-        # A rank without state starts from the run's own task: a kernel that it pinned for other ranks is void.
+        # A rank without state starts from the run's own task, without a kernel that was pinned for other ranks.
         task = task if holds else self._task
         own = self._own if holds else self._find(task)
         task, self._own = agree(task, gather_rows(world, own, holds), own, self._find)

@@ -1,4 +1,4 @@
-"""The layout of a run's tokens: the one in its settings, or with "auto" the one that suits the model's attention.
+"""The layout of a run's tokens: as set, or with "auto" the best for the model's attention.
 
 Every process computes the same layout for the same ring from the task alone. No ranks and no groups in here.
 """
@@ -60,7 +60,7 @@ class Layouts:
             return LayoutChoice(make_layout(step.layout, step.context_tokens, cp), f"{step.layout}, as set")
         if self._calls is None:
             self._calls = () if pattern is None else attention_calls(self._task)
-        found = choose_layout(
+        choice = choose_layout(
             pattern,
             self._calls,
             step.context_tokens,
@@ -69,15 +69,14 @@ class Layouts:
             itemsize=getattr(torch, step.param_dtype).itemsize,
             whole_blocks=device_type == "cuda",
         )
-        log.info("layout auto at cp=%d: %s", cp, found.why)
-        return found
+        log.info("layout auto at cp=%d: %s", cp, choice.why)
+        return choice
 
 
 def check_layers(task: TrainingTask) -> None:
-    """Raises `ValueError` where the model attends in a layer without rules or with other heads than its rules, where
-    layers differ and the model does not name the calling layer, and where our own decoder under its own loss lacks a
-    layer that has rules. Other models may call some layers for longer sequences only: rules of a layer that made no
-    call are logged.
+    """Raises `ValueError` if the model attends in a layer without rules or with other heads than its rules, if layers
+    differ and the model does not name the calling layer, and if the built-in decoder under its own loss lacks a layer
+    that has rules. Other models may call some layers for longer sequences only: rules of uncalled layers are logged.
     """
     if task.pattern is None:
         return
@@ -101,8 +100,8 @@ def check_layers(task: TrainingTask) -> None:
 
 
 def check_rows(task: TrainingTask) -> None:
-    """Raises `ValueError` where the data has tokens that the model's table has no row for: the embedding to which the
-    model gives the batch's tokens. Nothing is known of models that change them first, nor of data that do not say."""
+    """Raises `ValueError` if the data has tokens without a row in the model's table: the embedding to which the model
+    gives the batch's tokens. Unknown for models that change tokens first, and for data without `vocab_size`."""
     tokens = getattr(task.data, "vocab_size", None)
     if tokens is not None:
         refuse_tokens(tokens, min(_meta_pass(task).rows, default=None))
@@ -114,11 +113,16 @@ def attention_calls(task: TrainingTask) -> tuple[Call, ...]:
     return _meta_pass(task).calls
 
 
+def attention_shapes(task: TrainingTask) -> tuple[tuple[int, int, int], ...]:
+    """(query heads, K/V heads, head dim) of the model's attention calls, each once, as `attention_calls` finds them."""
+    return tuple(dict.fromkeys(call[1:] for call in attention_calls(task)))
+
+
 @dataclass(frozen=True)
 class _Traced:
-    """A pass on the meta device: its calls, whether some named no layer, whether the model's forward returned (the loss
-    may still read values), the number of layers, None if unknown, and the rows of each table that tokens were looked up
-    in."""
+    """A pass on the meta device: its attention calls, whether some named no layer, whether the model's forward returned
+    (the loss may still read values), the number of layers, None if unknown, and the rows of each table that tokens were
+    looked up in."""
 
     calls: tuple[Call, ...]
     unnamed: bool
@@ -128,15 +132,15 @@ class _Traced:
 
 
 def _meta_pass(task: TrainingTask) -> _Traced:
-    found: list[Call] = []
+    calls: list[Call] = []
     unnamed: list[int] = []
     ended: list[bool] = []
     rows: list[int] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int | None = None) -> Tensor:
         if layer is None:
-            unnamed.append(len(found))
-        found.append((len(found) if layer is None else layer, q.size(2), k.size(2), q.size(3)))
+            unnamed.append(len(calls))
+        calls.append((len(calls) if layer is None else layer, q.size(2), k.size(2), q.size(3)))
         return torch.empty_like(q)
 
     with torch.device("meta"), torch.no_grad():
@@ -153,14 +157,14 @@ def _meta_pass(task: TrainingTask) -> _Traced:
                 module.register_forward_pre_hook(looked_up)
         attention: AttentionFn = attend if task.pattern is None else _TracingAttention(task.pattern, attend)
         try:
-            loss = copy.deepcopy(task.loss)  # one with a state of its own must not have seen this
+            loss = copy.deepcopy(task.loss)  # a stateful loss must not see this pass
             loss(model, Batch(tokens, integers, integers, integers.int(), attention))
         except Exception as error:  # the user's code read a value
-            log.debug("the pass on the meta device ended after %d attention calls: %s", len(found), error)
+            log.debug("the pass on the meta device ended after %d attention calls: %s", len(calls), error)
     num_layers = None
     if type(model) is Transformer and task.loss is language_model_loss:
         num_layers = model.config.num_layers
-    return _Traced(tuple(found), bool(unnamed), bool(ended), num_layers, tuple(rows))
+    return _Traced(tuple(calls), bool(unnamed), bool(ended), num_layers, tuple(rows))
 
 
 class _TracingAttention(PatternedAttention):

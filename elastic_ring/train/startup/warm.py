@@ -1,4 +1,4 @@
-"""Warms up a worker: everything that is slow the first time is done once, on tiny inputs.
+"""Warms up a worker: does everything once that is slow the first time, on tiny inputs.
 
 The user's model is built on the meta device only; a spare must not hold a whole model in memory.
 """
@@ -37,12 +37,11 @@ from elastic_ring.data.sampling.order import pass_sizes
 from elastic_ring.model import fp8
 from elastic_ring.state.device_sums import squared_norm
 from elastic_ring.state.shard import Shard, digest_of
-from elastic_ring.train.attention_context import attention_of
 from elastic_ring.train.memory import is_out_of_memory
 from elastic_ring.train.startup.compilations import EVENTS
 from elastic_ring.train.startup.kernels import chosen_kernels
-from elastic_ring.train.startup.layouts import Layouts, attention_calls
-from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.startup.layouts import Layouts
+from elastic_ring.train.task import TrainingTask, attention_of
 from elastic_ring.train.wrap import fp8_widths, local_params
 
 log = logging.getLogger(__name__)
@@ -72,13 +71,13 @@ def warm_up_device(
     *,
     first_group: bool = True,
 ) -> str:
-    """The same on one GPU: its context, NCCL's first group, the kernels for attention of these `shapes` (query heads,
-    K/V heads, head dim) in each length class. Kernels that are compiled by length run for each length of a ring of `cp`
+    """Warm up one GPU: its context, NCCL's first group, the kernels for attention of these `shapes` (query heads, K/V
+    heads, head dim) in each length class. Kernels that are compiled by length run for each length of a ring of `cp`
     ranks; with `cp` 0 nothing large is allocated. Without `first_group`, in a process that has groups, no other group
     is made, and the device may be a CPU.
 
-    The chosen kernels are added to `kernels` first; with a proof in `cache_dir` choosing allocates nothing. Returns
-    what a chosen kernel computed wrongly on this GPU, empty if nothing. The calling thread's current device becomes
+    The chosen kernels are added to `kernels` first; with a proof in `cache_dir` choosing allocates nothing. Returns the
+    wrong result of a chosen kernel on this GPU, empty if there is none. The calling thread's current device becomes
     `device`. Leaves no group and no cached memory behind, whatever is raised.
     """
     on_gpu = device.type == "cuda"
@@ -91,7 +90,12 @@ def warm_up_device(
                 fp8.warm_up(device, getattr(torch, task.step.param_dtype), fp8_widths(task))
         proofs, by_length, dense = _choose(task, device, shapes, cache_dir, kernels)
         if first_group:
-            _first_group(device)
+            dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+            try:
+                _one_step(DeviceMesh("cuda", [0]), device)
+                torch.cuda.synchronize(device)
+            finally:
+                dist.destroy_process_group()
         for name, proof in proofs.items():
             with compiling_for(name):
                 failure = proof()
@@ -123,19 +127,9 @@ def warm_up_device(
             )
     finally:
         if on_gpu:
-            torch._C._cuda_clearCublasWorkspaces()  # else every GPU keeps one, whichever is taken
+            torch._C._cuda_clearCublasWorkspaces()  # or each GPU keeps one
             torch.cuda.empty_cache()
     return ""
-
-
-def _first_group(device: torch.device) -> None:
-    """NCCL's first group of this process, and a step in it."""
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        _one_step(DeviceMesh("cuda", [0]), device)
-        torch.cuda.synchronize(device)
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager
@@ -214,14 +208,9 @@ def kinds_of_layers(pattern: LayerPatterns | None) -> tuple[int, ...]:
     if pattern is None:
         return (0,)
     named = {layer for group in pattern.groups for layer in group.layers or ()}
-    others = next(layer for layer in range(len(named) + 1) if layer not in named)
-    known = [group for group in pattern.groups if not any(rule.awaits_content for rule in group.rules)]
-    return tuple(others if group.layers is None else group.layers[0] for group in known)
-
-
-def attention_shapes(task: TrainingTask) -> tuple[tuple[int, int, int], ...]:
-    """(query heads, K/V heads, head dim) of the model's attention calls, each once, as `attention_calls` finds them."""
-    return tuple(dict.fromkeys(call[1:] for call in attention_calls(task)))
+    unnamed = next(layer for layer in range(len(named) + 1) if layer not in named)
+    planned = [group for group in pattern.groups if not any(rule.awaits_content for rule in group.rules)]
+    return tuple(unnamed if group.layers is None else group.layers[0] for group in planned)
 
 
 def _one_step(mesh: DeviceMesh, device: torch.device) -> None:

@@ -31,7 +31,7 @@ from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.groups.groups import Rendezvous
 from elastic_ring.state.transfer import receive_shard, send_shard
 from elastic_ring.train import gradient
-from elastic_ring.train.startup.check_pattern import check_pattern
+from elastic_ring.train.startup.check import check_pattern
 from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import Transaction
 from tests.unit.groups.processes import Membership, connect, membership

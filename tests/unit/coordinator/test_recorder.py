@@ -22,8 +22,7 @@ from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.run_files import RunFiles, write_end
 from elastic_ring.runtime.driver.attach import end_on_record, other_writer
 from elastic_ring.runtime.notices import Compiled, NotRepeatable, StepRecord
-from elastic_ring.train.guards import remark_on
-from elastic_ring.train.vote import Outcome, Tally
+from elastic_ring.train.vote import Outcome, Tally, remark_on
 from tests.sim.simulator.options import simulated
 
 

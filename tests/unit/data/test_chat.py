@@ -27,9 +27,8 @@ from elastic_ring.data.shards import TokenShards
 from elastic_ring.data.tokenizer import open_tokenizer
 from elastic_ring.integrations.transformers import ring_model
 from elastic_ring.model.loss import language_model_loss
-from elastic_ring.train.attention_context import attention_of, batch_of
 from elastic_ring.train.optim import OptimConfig
-from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.task import TrainingTask, attention_of, batch_of
 from tests.unit.data.corpora import prepared, texts, tokens_of
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -22,8 +22,7 @@ from elastic_ring.integrations.transformers.weights import SINGLE
 from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS
-from elastic_ring.train import attention_context
-from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.task import TrainingTask, attention_of, batch_of
 from elastic_ring.train.wrap import largest_list
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
 from tests.unit.integrations.test_transformers import CONTEXT, SMALL, filled
@@ -73,8 +72,8 @@ def test_loss_and_gradients_on_a_ring_are_those_of_transformers(family: str, cp:
 
     def work(cp_rank: int) -> torch.Tensor:
         piece = slice_sample(sample, layout, cp_rank, sample_id=0, index_in_batch=0)
-        ring = attention_context.attention_of(task, piece, layout, cp_rank, groups[cp_rank] if cp > 1 else None)
-        loss, _ = language_model_loss(ours[cp_rank], attention_context.batch_of(piece, ring, torch.device("cpu")))
+        ring = attention_of(task, piece, layout, cp_rank, groups[cp_rank] if cp > 1 else None)
+        loss, _ = language_model_loss(ours[cp_rank], batch_of(piece, ring, torch.device("cpu")))
         loss.backward()
         if family.startswith("deepseek"):  # in each layer 24 numbers a token crossed, where K and V have 192
             hops = [size for (way, _), size in ring.ledger.received_bytes.items() if way == "forward"]

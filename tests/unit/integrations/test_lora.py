@@ -24,6 +24,7 @@ from elastic_ring.integrations.ray_train import Zero3Trainer
 from elastic_ring.integrations.transformers import RingModel, export, ring_model
 from elastic_ring.mesh import Mesh
 from elastic_ring.train.optim import learning_rate, make_optimizer
+from elastic_ring.train.passes import compute
 from elastic_ring.train.task import TrainingTask, parts_of
 from elastic_ring.train.wrap import num_frozen, num_parameters
 from tests.unit.groups.processes import Membership, membership
@@ -112,7 +113,7 @@ def plain_loop(folder: Path, task: TrainingTask) -> tuple[list[float], list[dict
 def gradients_of_next(me: Any) -> dict[str, Tensor]:
     """Of the sum of the losses, before they are applied."""
     step = me.state.applied
-    local = me.state.compute(step)
+    local = compute(me.state, step)
     me.state.reduce(step)
     found = {name: view / float(local.num_tokens) for name, view in me.state.held.gradient.views.items()}
     return {name: value.clone() for name, value in found.items()}

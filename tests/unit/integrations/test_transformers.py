@@ -34,9 +34,9 @@ from elastic_ring.integrations.transformers import RingModel, ring_model
 from elastic_ring.integrations.transformers.checks import check_module, trace
 from elastic_ring.integrations.transformers.module import build
 from elastic_ring.model.loss import language_model_loss
-from elastic_ring.train import attention_context
-from elastic_ring.train.memory_relief import keep_activations, recompute
-from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.memory import keep_activations, recompute
+from elastic_ring.train.task import TrainingTask, batch_of
+from elastic_ring.train.task import attention_of as ring_attention_of
 from elastic_ring.train.wrap import ModuleMaker, check_buildable, parameters_on_meta
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
 
@@ -169,8 +169,8 @@ def test_two_sequences_on_a_ring_of_two_have_loss_and_gradient_of_transformers_o
     def work(cp_rank: int) -> torch.Tensor:
         slices = [slice_sample(each, layout, cp_rank, sample_id=0, index_in_batch=0) for each in samples]
         piece = joined(slices, CONTEXT)
-        ring = attention_context.attention_of(task, piece, layout.repeated(2), cp_rank, groups[cp_rank])
-        batch = attention_context.batch_of(piece, ring, torch.device("cpu"))
+        ring = ring_attention_of(task, piece, layout.repeated(2), cp_rank, groups[cp_rank])
+        batch = batch_of(piece, ring, torch.device("cpu"))
         loss, num_targets = language_model_loss(ours[cp_rank], batch)
         loss.backward()
         return torch.stack([loss.detach(), torch.tensor(float(num_targets))])

@@ -31,7 +31,7 @@ def detect(me: Any, how: str) -> None:
 
 
 def flip(me: Any, phase: str, stays: bool = False) -> None:
-    me.state.plan_flip(phase, stays)
+    me.state.flips.plan(phase, stays)
 
 
 def attempt(me: Any, num_steps: int) -> tuple[str, str, tuple[int, ...]]:

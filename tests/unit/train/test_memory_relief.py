@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.transformer import Block, Transformer
-from elastic_ring.train.memory_gauge import MemoryGauge
-from elastic_ring.train.memory_relief import MemoryRelief, keep_activations
+from elastic_ring.train.memory import MemoryGauge, MemoryRelief, keep_activations
+from elastic_ring.train.passes import compute
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.transaction import TransactionOptions
 from tests.unit.groups.processes import Membership, membership
@@ -61,7 +61,7 @@ def kept_bytes(me: Any) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        me.state.compute(me.state.applied)
+        compute(me.state, me.state.applied)
     return sum(sizes)
 
 

@@ -28,9 +28,8 @@ from elastic_ring.data.source import StdlibText
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.attention_context import attention_of
-from elastic_ring.train.startup.check_pattern import check_pattern
-from elastic_ring.train.task import Batch, TrainingTask
+from elastic_ring.train.startup.check import check_pattern
+from elastic_ring.train.task import Batch, TrainingTask, attention_of
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train import tiny_task

@@ -19,7 +19,7 @@ from elastic_ring.data.loader import samples_text
 from elastic_ring.mesh import Mesh
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.transfer import receive_shard, send_shard
-from elastic_ring.train import transaction
+from elastic_ring.train import passes
 from elastic_ring.train.vote import Outcome
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train.tiny_task import (
@@ -48,7 +48,7 @@ def four() -> Iterator[Membership]:
 
 def dropped_batch(me: Any) -> AbstractContextManager[Any]:
     """On the first step after a break each ring leaves its last sequence out."""
-    share, dropped = transaction.share, []
+    share, dropped = passes.share, []
 
     def planted(*args: Any) -> Any:
         mine = share(*args)
@@ -57,12 +57,12 @@ def dropped_batch(me: Any) -> AbstractContextManager[Any]:
             return mine[:-1]
         return mine
 
-    return mock.patch.object(transaction, "share", planted)
+    return mock.patch.object(passes, "share", planted)
 
 
 def repeated_sequence(me: Any) -> AbstractContextManager[Any]:
     """On the first step after a break each ring takes its first sequence in place of its last: the count is right."""
-    share, repeated = transaction.share, []
+    share, repeated = passes.share, []
 
     def planted(*args: Any) -> Any:
         mine = share(*args)
@@ -71,7 +71,7 @@ def repeated_sequence(me: Any) -> AbstractContextManager[Any]:
             return (*mine[:-1], (mine[-1][0], mine[0][1])) if len(mine) > 1 else mine
         return mine
 
-    return mock.patch.object(transaction, "share", planted)
+    return mock.patch.object(passes, "share", planted)
 
 
 def wrong_count(me: Any) -> AbstractContextManager[Any]:
@@ -94,9 +94,7 @@ def stale_optimizer(me: Any) -> AbstractContextManager[Any]:
     pack = Shard.pack
 
     def planted(self: Shard) -> Any:
-        newest = self.optimizer.state_dict
-        stale = {**newest(), "state": me.stale}
-        with mock.patch.object(self.optimizer, "state_dict", return_value=stale):
+        with mock.patch.object(self, "tensors", return_value={**self.tensors(), **me.stale}):
             return pack(self)
 
     return mock.patch.object(Shard, "pack", planted)
@@ -122,8 +120,8 @@ def remove(me: Any) -> None:
 
 
 def remember_optimizer(me: Any) -> None:
-    state = me.state.shard.optimizer.state_dict()["state"]
-    me.stale = {index: {k: v.clone() for k, v in entry.items()} for index, entry in state.items()}
+    tensors = me.state.shard.tensors()
+    me.stale = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("optimizer/")}
 
 
 def give(me: Any, workers: list[int]) -> int:

@@ -20,7 +20,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.attention_context import attention_of, batch_of
+from elastic_ring.train.task import attention_of, batch_of
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train.test_corruption import CHECKED, attempt, detect, flip

@@ -18,7 +18,8 @@ from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.optim import OptimConfig
-from elastic_ring.train.startup.warm import attention_shapes, warm_up_attention
+from elastic_ring.train.startup.layouts import attention_shapes
+from elastic_ring.train.startup.warm import warm_up_attention
 from elastic_ring.train.task import TrainingTask
 
 

@@ -24,7 +24,9 @@ from elastic_ring.model.transformer import Transformer
 from elastic_ring.state import device_sums
 from elastic_ring.state.device_sums import squared_norm
 from elastic_ring.state.header import Counters
-from elastic_ring.train.transaction import TransactionOptions, sequence_seed
+from elastic_ring.train import passes
+from elastic_ring.train.passes import sequence_seed
+from elastic_ring.train.transaction import TransactionOptions
 from elastic_ring.train.vote import MustGoBack
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train import tiny_task
@@ -172,7 +174,7 @@ def validate(me: Any) -> dict[str, float]:
     """On three sequences, or on these as one set and on five as another."""
     source = me.state.loader.source
     of = ValidationSource(me.state.task.validation, hold_out(source, num_sequences=3)[1], {"code": source})
-    found: dict[str, float] = me.state.validate(Loader(of), of)
+    found: dict[str, float] = passes.validate(me.state, Loader(of), of)
     return found
 
 

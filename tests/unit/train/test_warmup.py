@@ -38,12 +38,11 @@ from elastic_ring.data.packing import Sample
 from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.attention_context import attention_of
 from elastic_ring.train.optim import OptimConfig
 from elastic_ring.train.startup import warm
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.startup.warm import kinds_of_layers
-from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.task import TrainingTask, attention_of
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
 from tests.unit.sparse.block_cases import FAMILIES
 from tests.unit.sparse.compiled_shapes import compiled_shape

@@ -207,7 +207,7 @@ def loads_of_a_step(me: Any) -> tuple[float, float]:
 def applying_when_waiting(me: Any) -> list[bool]:
     """Whether an apply counts as begun while it waits for those who read the shard."""
     found: list[bool] = []
-    me.state.before_apply = lambda: found.append(me.state.applying)
+    me.state.before_apply = lambda: found.append(me.state.held.applying)
     run_steps(me, 1)
     return found
 
@@ -272,7 +272,7 @@ def roll_forward(me: Any, vote: Vote) -> None:
 
 
 def last_vote(me: Any) -> Vote | None:
-    return me.state.last
+    return me.state.held.last
 
 
 def facts(me: Any) -> dict[str, Any]:
@@ -280,9 +280,9 @@ def facts(me: Any) -> dict[str, Any]:
     return {
         "applied": state.applied,
         "valid": state.valid,
-        "has_gradient": state.has_gradient,
-        "gradient_membership_id": state.gradient_membership_id,
-        "unapplied": state.unapplied is not None,
+        "has_gradient": state.held.has_gradient,
+        "gradient_membership_id": state.held.gradient_membership_id,
+        "unapplied": state.held.unapplied is not None,
         "counters": state.shard.counters,
         "digest": state.shard.digest(),
     }
