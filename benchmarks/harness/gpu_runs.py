@@ -24,8 +24,7 @@ from elastic_ring.config import CpuOffload, Timeouts
 from elastic_ring.costs import Placement
 from elastic_ring.data.packing import Sample
 from elastic_ring.gpus import GPUS
-from elastic_ring.model.config import EXPERT_FIELDS, ModelConfig, preset
-from elastic_ring.model.config import model_flops
+from elastic_ring.model.config import EXPERT_FIELDS, ModelConfig, model_flops, preset
 from elastic_ring.model.transformer import Transformer
 
 # Kernels that are compiled, and modules that are loaded, hold a process's GIL for seconds at a first start.

@@ -186,7 +186,7 @@ class Scenario:
             self.fleet.hosts_per_switch,
             self.fleet.hosts_per_power_domain,
             step_s,
-            heal_s=(SNAPSHOT_BYTES * self.plan.memory.shard / link + HEAL_S) * slow,
+            heal_s=(SNAPSHOT_BYTES * self.plan.memory.units.shard / link + HEAL_S) * slow,
             rebuild_s=rebuild_s * draws["rebuild"] * slow,
             detect_s=DETECT_S["host"],
             process_detect_s=DETECT_S["process"],

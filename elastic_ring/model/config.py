@@ -1,4 +1,7 @@
-"""The shape of the built-in decoder: a frozen dataclass, its presets, and its parameter count. No torch in here."""
+"""The shape of the built-in decoder, its presets, parameters and FLOPs, and the known types of Hugging Face's models.
+
+No torch in here.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,17 @@ UNIT_PARAMETERS = 1 << 30
 """About the most parameters of the built-in decoder that FSDP2 gathers at a time: what is larger is gathered in parts,
 and its larger matrices are built in slices, which are parameters of their own in every ring and checkpoint."""
 _TILE = 128
+KNOWN_TYPES = frozenset(
+    {
+        *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "gemma", "gemma2", "gemma3_text", "glm4_moe"),
+        *("gpt_oss", "granitemoe", "llama", "mistral", "mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe"),
+        *("qwen3", "qwen3_moe", "smollm3"),
+    }
+)
+"""Hugging Face model types whose config gives all of the model's sizes (`unit/forecast/test_forecast_models.py`
+compares each with its module). Their logits are `lm_head(hidden)`, with a softcap where the config has
+`final_logit_softcapping` and divided where it has `logits_scaling`: their loss is computed in chunks of tokens. Other
+types make the logits of a whole slice at once, as transformers does."""
 
 
 @settings
@@ -63,7 +77,13 @@ class ModelConfig:
     """First layers that have a feed-forward part of ffn_width and no experts."""
 
     def __post_init__(self) -> None:
-        self._check_experts()
+        if self.num_experts:
+            self._check_experts()
+        elif fields := [name for name in EXPERT_FIELDS[1:] if getattr(self, name)]:
+            raise ValueError(
+                f"ModelConfig {fields[0]}={getattr(self, fields[0])}: says how experts are, and num_experts=0: give "
+                "both or none (a preset with experts gives it too)"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"ModelConfig num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: each KV head "
@@ -78,14 +98,6 @@ class ModelConfig:
             )
 
     def _check_experts(self) -> None:
-        if not self.num_experts:
-            given = [name for name in EXPERT_FIELDS[1:] if getattr(self, name)]
-            if given:
-                raise ValueError(
-                    f"ModelConfig {given[0]}={getattr(self, given[0])}: says how experts are, and num_experts=0: give "
-                    "both or none (a preset with experts gives it too)"
-                )
-            return
         if not self.expert_width:
             raise ValueError("ModelConfig expert_width=0: give the inner width of one expert beside num_experts")
         if not 1 <= self.experts_per_token <= self.num_experts:
@@ -123,9 +135,9 @@ class ModelConfig:
 
     @property
     def sliced(self) -> dict[str, tuple[int, ...]]:
-        """By module, the slices in which it is built; those built whole are left out. Names of parameters follow."""
-        found = {"ffn": self.ffn_slices} if any(map(self.is_parted, range(self.num_layers))) else {}
-        return found | ({"head": self.head_slices} if len(self.head_slices) > 1 else {})
+        """The slices of each module that is built in slices, which the names of its parameters show."""
+        ffn = {"ffn": self.ffn_slices} if any(map(self.is_parted, range(self.num_layers))) else {}
+        return ffn | ({"head": self.head_slices} if len(self.head_slices) > 1 else {})
 
 
 def _slices(rows: int, row_parameters: int) -> tuple[int, ...]:
@@ -137,10 +149,9 @@ def _slices(rows: int, row_parameters: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What plans and forecasts know of a model. `config`: the sizes, as those of the built-in decoder;
-    `num_parameters`: where these do not say all of them; `num_trained`: parameters of adapters on a frozen base;
-    `latent`: numbers of a token that hops carry in place of K and V; `one_a_pass`: why a pass takes one sequence; empty
-    where it may take more."""
+    """A model's sizes for plans and forecasts. `config`: as the built-in decoder has them; `num_parameters`: if these
+    do not give all; `num_trained`: parameters of adapters on a frozen base; `latent`: numbers of a token that hops
+    carry in place of K and V; `one_a_pass`: why a pass takes one sequence only; empty if it may take more."""
 
     config: ModelConfig
     num_parameters: int | None = None
@@ -152,11 +163,12 @@ class ModelSizes:
 
 def built_in(model: Any) -> ModelConfig | None:
     """The shape of a factory `partial(Transformer, config)` of the built-in decoder; None for others."""
-    made = model.func if isinstance(model, partial) else None
-    if getattr(made, "__module__", "") != "elastic_ring.model.transformer":
+    if not isinstance(model, partial) or getattr(model.func, "__module__", "") != "elastic_ring.model.transformer":
         return None
-    given = [*model.args, *model.keywords.values()]
-    return given[0] if len(given) == 1 and isinstance(given[0], ModelConfig) else None
+    match [*model.args, *model.keywords.values()]:
+        case [ModelConfig() as config]:
+            return config
+    return None
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -184,6 +196,22 @@ def block_parameters(config: ModelConfig, layer: int) -> int:
         return beside + 3 * config.width * config.ffn_width
     router = config.num_experts * (config.width + 1)
     return beside + expert_parameters(config) + router + 3 * config.width * config.shared_width
+
+
+def model_flops(config: ModelConfig, context_tokens: int, density: float = 1.0, num_active: int | None = None) -> float:
+    """FLOP of one sequence, forward and backward: 6 for each parameter and token that are multiplied (rows of a table
+    that is only read are not), and 6 S^2 H D for each layer, the causal half of attention, of which a pattern keeps the
+    share `density`. `num_active`: the parameters of a token, if the config does not give all of them."""
+    table = 0 if config.tie_embeddings else config.vocab_size * config.width
+    dense = 6.0 * ((num_active or active_parameters(config)) - table) * context_tokens
+    return dense + density * 6.0 * context_tokens**2 * config.num_heads * config.head_dim * config.num_layers
+
+
+def flops_of(model: Any, context_tokens: int) -> float | None:
+    """FLOP of one sequence of a factory of the built-in decoder, `partial(Transformer, config)`; None for others."""
+    args = model.args if isinstance(model, partial) else ()
+    configs = [arg for arg in args if isinstance(arg, ModelConfig)]
+    return model_flops(configs[0], context_tokens) if len(configs) == 1 else None
 
 
 def preset(name: str) -> ModelConfig:

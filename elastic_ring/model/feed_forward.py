@@ -66,7 +66,6 @@ class SlicedFeedForward(nn.Module):
             self.add_module(str(index), FeedForwardSlice(width, inner))
 
     def forward(self, x: Tensor, norm: nn.RMSNorm, start: Start | None) -> Tensor:
-        """As a slice's."""
         wide = torch.promote_types(x.dtype, torch.float32)
         total: Tensor | None = None
         for part in self.children():
@@ -90,11 +89,12 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, order: Order, weights: Tensor) -> Tensor:
         """tokens (T, width), weights (T, k) -> (T, width)."""
-        return order.gather(computed(self, order, order.spread(tokens), self._products), weights)
 
-    def _products(self, weights: Mapping[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:
-        gate, up = grouped_linear(rows, weights["gate_up"], ends).chunk(2, dim=-1)
-        return grouped_linear(F.silu(gate) * up, weights["down"], ends)
+        def swiglu(weights: Mapping[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:
+            gate, up = grouped_linear(rows, weights["gate_up"], ends).chunk(2, dim=-1)
+            return grouped_linear(F.silu(gate) * up, weights["down"], ends)
+
+        return order.gather(computed(self, order, order.spread(tokens), swiglu), weights)
 
 
 class MoE(nn.Module):

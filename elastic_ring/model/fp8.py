@@ -1,4 +1,4 @@
-"""Linear layers whose products are computed in 8 bits, with a scale for each row found anew in each call: no state.
+"""Linear layers whose products are computed in 8 bits, with a scale for each row computed in each call: no state.
 
 As torchao's recipe `rowwise_with_gw_hp` has it (arXiv:2209.05433 for the type): e4m3 for inputs, weights and the
 gradients of outputs, scales that are powers of two, the gradient of the weight in the type of the inputs. Equal inputs
@@ -8,7 +8,6 @@ give equal bits on equal GPUs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -48,18 +47,18 @@ def use_fp8(layers: Sequence[nn.Module]) -> int:
 
 def check_device(device: torch.device) -> None:
     """Raises RunFailed for a GPU older than an H100."""
-    found = torch.cuda.get_device_capability(device)
-    if found < LEAST_CAPABILITY:
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < LEAST_CAPABILITY:
         raise RunFailed(
-            f"linears='fp8': {torch.cuda.get_device_name(device)} (compute capability {found[0]}.{found[1]}) does not "
+            f"linears='fp8': {torch.cuda.get_device_name(device)} (compute capability {major}.{minor}) does not "
             "multiply rows with scales of their own in 8 bits; an H100 or a newer one does: leave linears out"
         )
 
 
 def widths_of(layers: Sequence[nn.Module]) -> set[int]:
-    """The widths of rows that the layers in 8 bits meet, forward and backward."""
-    found = [module for layer in layers for module in layer.modules() if isinstance(module, Fp8Linear)]
-    return {width for module in found for width in (module.in_features, module.out_features)}
+    """The widths of the rows of layers in 8 bits, forward and backward."""
+    modules = [module for layer in layers for module in layer.modules() if isinstance(module, Fp8Linear)]
+    return {width for module in modules for width in (module.in_features, module.out_features)}
 
 
 def warm_up(device: torch.device, dtype: torch.dtype, widths: set[int]) -> None:
@@ -125,18 +124,16 @@ def eager_rows(x: Tensor) -> Scaled:
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """The least power of two by which numbers of up to `largest` (fp32) are divided to fit. For infinity it is that:
-    such a row is no number, and the step is skipped."""
+    """The least power of two that, as a divisor, makes numbers of up to `largest` (fp32) fit. Infinity for infinity:
+    such a row becomes NaN, and the step is skipped."""
     needed = largest.div(LARGEST).clamp_min(_LEAST_SCALE)
     return ((needed.view(torch.int32) + 0x7FFFFF) >> 23 << 23).view(torch.float32)
 
 
 def _fused(tensor: Tensor) -> ModuleType | None:
-    return _triton_kernels() if tensor.is_cuda and tensor.numel() else None
-
-
-@lru_cache(maxsize=1)
-def _triton_kernels() -> ModuleType | None:
+    """The Triton kernels, for a tensor that they take."""
+    if not tensor.is_cuda or not tensor.numel():
+        return None
     try:
         from elastic_ring.model import fp8_kernels
     except ImportError:

@@ -1,4 +1,4 @@
-"""The output projection with the loss of what it scores, whole or in slices of the vocabulary.
+"""The output projection with its loss, whole or in slices of the vocabulary.
 
 The loss is computed in a module's forward, because FSDP2 keeps its weight gathered only there.
 """
@@ -39,8 +39,8 @@ class HeadSlice(nn.Linear):
         log-sum-exp, and the logit of the target, 0 where another slice has it."""
         if targets is None:
             return super().forward(x)
-        found: tuple[Tensor, Tensor] = _SliceScores.apply(x.flatten(0, 1), self.weight, targets, chunk_tokens)
-        return found
+        scores: tuple[Tensor, Tensor] = _SliceScores.apply(x.flatten(0, 1), self.weight, targets, chunk_tokens)
+        return scores
 
 
 class SlicedHead(nn.Module):
@@ -62,9 +62,9 @@ class SlicedHead(nn.Module):
         counted = flat != IGNORE
         sums, chosen = [], []
         for part, num_tokens in zip(self.children(), self._slices, strict=True):
-            found = part(x, torch.where(counted, flat - first, -1), chunk_tokens)
-            sums.append(found[0])
-            chosen.append(found[1])
+            lse, logit = part(x, torch.where(counted, flat - first, -1), chunk_tokens)
+            sums.append(lse)
+            chosen.append(logit)
             first += num_tokens
         losses = torch.stack(sums).logsumexp(0) - torch.stack(chosen).sum(0)
         return torch.where(counted, losses, 0.0).sum(), counted.sum()

@@ -78,7 +78,10 @@ class Initialiser:
             out[low - start : high - start] = drawn[low - first : high - first]
 
         blocks = range(start // block_rows, -(-stop // block_rows))
-        if len(blocks) == 1 or (num_threads := _num_threads()) == 1:
+        num_threads = torch.get_num_threads()
+        if num_gpus := torch.cuda.device_count():  # a GPU's share of the host's cores
+            num_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // num_gpus))
+        if min(len(blocks), num_threads) == 1:
             for block in blocks:
                 draw(block)
             return out
@@ -89,13 +92,6 @@ class Initialiser:
     def _generator(self, name: str, shape: tuple[int, ...], block: int) -> torch.Generator:
         digest = hashlib.sha256(f"{self.seed} {name} {shape} {block}".encode()).digest()
         return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-
-
-def _num_threads() -> int:
-    """How many blocks are drawn at a time: a GPU's share of the host's cores, on CPUs as many as a worker's own."""
-    if num_gpus := torch.cuda.device_count():
-        return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // num_gpus))
-    return torch.get_num_threads()
 
 
 def initialise_module(module: nn.Module, initialiser: Initialiser) -> None:

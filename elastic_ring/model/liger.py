@@ -27,16 +27,16 @@ _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class _Kernels:
-    """Of `liger_kernel.ops`: autograd functions, if nothing else is said."""
+    """Autograd functions of `liger_kernel.ops`, and a Triton kernel."""
 
     rms_norm: Any
     silu_mul: Any
     gelu_mul: Any
     rope: Any
     cross_entropy: Any
-    """The Triton kernel: logits in, their gradient in place of them out."""
+    """The Triton kernel, which replaces logits by their gradient."""
     most_columns: int
-    """Of a block of it."""
+    """The largest block of `cross_entropy`."""
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -60,19 +60,19 @@ def rms_norm(
     `casting`: "llama" rounds to x's type before it multiplies by the weight, "gemma" after. `in_place`: backward
     overwrites the gradient of its output, so nothing else may read it, as a residual connection would.
     """
-    normed: Tensor = _found().rms_norm.apply(x, weight, eps, offset, casting, in_place)
+    normed: Tensor = _required().rms_norm.apply(x, weight, eps, offset, casting, in_place)
     return normed
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up. Backward overwrites both with their gradients: nothing else may need them."""
-    product: Tensor = _found().silu_mul.apply(gate, up)
+    product: Tensor = _required().silu_mul.apply(gate, up)
     return product
 
 
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up, gelu by tanh. Backward overwrites both with their gradients: nothing else may need them."""
-    product: Tensor = _found().gelu_mul.apply(gate, up)
+    product: Tensor = _required().gelu_mul.apply(gate, up)
     return product
 
 
@@ -83,13 +83,13 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     cos and sin (B or 1, S, D or less) are the angles twice over; what they do not reach passes unchanged. Computed in
     their type and rounded to q's.
     """
-    rotated: tuple[Tensor, Tensor] = _found().rope.apply(q, k, cos, sin)
+    rotated: tuple[Tensor, Tensor] = _required().rope.apply(q, k, cos, sin)
     return rotated
 
 
 def rope_of_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """As `rope`, for q (B, S, H, D), k (B, S, H_kv, D) and each angle once: cos and sin (B, S, D/2)."""
-    turned = _found().rope.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin, None, 1, q.size(-1))
+    turned = _required().rope.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin, None, 1, q.size(-1))
     return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
 
 
@@ -118,6 +118,8 @@ class _CrossEntropySum(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if with_gradients else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients and of_weight else None
         room = torch.empty(num_rows, vocab_size, dtype=hidden.dtype, device=hidden.device)
+        # Without a rounded product where the GPU can.
+        adds_in_fp32 = hidden.dtype != torch.float32 and torch.cuda.get_device_capability(hidden.device) >= (8, 0)
         for start in range(0, num_tokens, num_rows):
             rows = slice(start, start + num_rows)
             part = hidden[rows]
@@ -125,8 +127,10 @@ class _CrossEntropySum(torch.autograd.Function):
             _score(logits, targets[rows], losses[rows], softcap, with_gradients)
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                _add_product(grad_weight, logits.t(), part)
+            if grad_weight is not None and adds_in_fp32:
+                torch.addmm(grad_weight, logits.t(), part, out_dtype=torch.float32, out=grad_weight)
+            elif grad_weight is not None:
+                grad_weight += (logits.t() @ part).float()
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         return losses.sum()
 
@@ -134,13 +138,13 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         factor = grads[0].view(1, 1)  # a scalar would be rounded to the gradients' type first
-        scaled = (None if found is None else found.mul_(factor) for found in (grad_hidden, grad_weight))
+        scaled = (None if grad is None else grad.mul_(factor) for grad in (grad_hidden, grad_weight))
         return *scaled, None, None
 
 
 def _score(logits: Tensor, targets: Tensor, losses: Tensor, softcap: float | None, with_gradients: bool) -> None:
     """Fills `losses`, and with `with_gradients` replaces `logits` (N, vocab_size) by their gradients."""
-    kernels, vocab_size = _found(), logits.size(1)
+    kernels, vocab_size = _required(), logits.size(1)
     kernels.cross_entropy[(len(logits),)](
         X_ptr=logits,
         X_stride=logits.stride(0),
@@ -174,16 +178,7 @@ def _score(logits: Tensor, targets: Tensor, losses: Tensor, softcap: float | Non
     )
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """In place, in fp32: `total` grows by left @ right, without a rounded product where the GPU can."""
-    in_one = left.dtype != torch.float32 and torch.cuda.get_device_capability(total.device) >= (8, 0)
-    if in_one:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += (left @ right).float()
-
-
-def _found() -> _Kernels:
+def _required() -> _Kernels:
     kernels = _kernels()
     assert kernels is not None, "ask `fits` first"
     return kernels
@@ -214,9 +209,9 @@ def _kernels() -> _Kernels | None:
 
 @contextmanager
 def _without_peft() -> Iterator[None]:
-    """Importing Liger looks for peft, for whose models it has patches, and so imports transformers: seconds that no
-    kernel needs. Whoever has imported peft already keeps it, and a task of a model folder imports transformers in any
-    case, which would go on taking peft for missing if it looked for it now."""
+    """Hide peft from Liger's import, which would import transformers for its patches: seconds that no kernel needs. Not
+    if peft is imported already, nor for a task of a model folder: it imports transformers in any case, which would
+    remember peft as missing."""
     if "peft" in sys.modules or _OF_FOLDERS in sys.modules:
         yield
         return

@@ -104,7 +104,7 @@ class Block(nn.Module):
             self.ffn = MoE(config) if config.has_experts(layer) else FeedForward(config.width, config.ffn_width)
 
     def own_units(self) -> list[nn.Module]:
-        """What is gathered apart from the rest of the block."""
+        """Modules that are gathered apart from the rest of the block."""
         return [self.attention, *self.ffn.children()] if self.is_parted else []
 
     def forward(self, x: Tensor, rotation: Rotation, attention: AttentionFn) -> Tensor:
@@ -115,8 +115,19 @@ class Block(nn.Module):
         if own is not None and self.offload_activations:
             contexts = partial(own, offload=True)
         keeps_all = not (self.checkpoint_activations and torch.is_grad_enabled())
+        if self.is_parted and keeps_all:
+            x = x + self.attention(x, self.attention_norm, rotation, attention)
+            return x + self.ffn(x, self.ffn_norm, None)
         if self.is_parted:
-            return self._in_parts(x, rotation, attention, None if keeps_all else contexts)
+            # Each part recomputes itself, so that it is gathered once in backward; the tensor between them is kept,
+            # too.
+            first = OffloadedTensor(x)
+            x = x + self.attention(x, self.attention_norm, rotation, attention, Start(first, contexts))
+            second = OffloadedTensor(x, len(list(self.ffn.children())))
+            x = x + self.ffn(x, self.ffn_norm, Start(second))
+            for part in (first, second) if self.offload_activations else ():
+                part.leave()
+            return x
         compute = partial(self._compute, rotation, attention)
         if keeps_all:
             return compute(x)
@@ -130,19 +141,6 @@ class Block(nn.Module):
         x = x + self.attention(x, self.attention_norm, rotation, attention)
         out: Tensor = x + self.ffn(rms_norm(x, self.ffn_norm))
         return out
-
-    def _in_parts(self, x: Tensor, rotation: Rotation, attention: AttentionFn, contexts: Contexts | None) -> Tensor:
-        """Each part recomputes itself, so that it is gathered once in backward; what lies between them is kept, too."""
-        if contexts is None:
-            x = x + self.attention(x, self.attention_norm, rotation, attention)
-            return x + self.ffn(x, self.ffn_norm, None)
-        first = OffloadedTensor(x)
-        x = x + self.attention(x, self.attention_norm, rotation, attention, Start(first, contexts))
-        second = OffloadedTensor(x, len(list(self.ffn.children())))
-        x = x + self.ffn(x, self.ffn_norm, Start(second))
-        for kept in (first, second) if self.offload_activations else ():
-            kept.leave()
-        return x
 
 
 class Transformer(nn.Module):
@@ -162,7 +160,7 @@ class Transformer(nn.Module):
         self.to(getattr(torch, config.dtype))
 
     def own_units(self) -> list[nn.Module]:
-        """What is gathered apart from the rest that is in no block."""
+        """Modules outside the blocks that are gathered on their own."""
         if not self._has_own_tables:
             return []
         return [self.embedding, *(self.head.children() if isinstance(self.head, SlicedHead) else (self.head,))]
@@ -188,5 +186,5 @@ class Transformer(nn.Module):
         for index, block in enumerate(self.blocks):
             x = block(x, rotation, of_layer(attention, index))
         x = rms_norm(x, self.final_norm)
-        found: Tensor | tuple[Tensor, Tensor] = self.head(x, targets, self.loss_chunk_tokens)
-        return found
+        result: Tensor | tuple[Tensor, Tensor] = self.head(x, targets, self.loss_chunk_tokens)
+        return result

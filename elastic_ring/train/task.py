@@ -29,8 +29,7 @@ from elastic_ring.data.loader import Slice
 from elastic_ring.data.sampling.validation import LOSS, PERPLEXITY, ValidationSet, check_sets, holds_out, measured
 from elastic_ring.data.source import SourceConfig
 from elastic_ring.files import shown_plain
-from elastic_ring.model.config import ModelSizes, built_in
-from elastic_ring.model.config import flops_of
+from elastic_ring.model.config import ModelSizes, built_in, flops_of
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule
 

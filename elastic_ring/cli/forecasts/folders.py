@@ -14,8 +14,7 @@ from elastic_ring.attention.plan.traffic import carries_latents
 from elastic_ring.cli.settings import TrainSettings
 from elastic_ring.files import plain_json, read_small
 from elastic_ring.forecast.sizing.step_time import Latent
-from elastic_ring.model.config import ModelConfig, num_parameters
-from elastic_ring.model.config import KNOWN_TYPES
+from elastic_ring.model.config import KNOWN_TYPES, ModelConfig, num_parameters
 
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "moe_k")

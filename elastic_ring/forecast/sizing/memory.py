@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.control.options import AUTO, parse_copies
 from elastic_ring.gpus import CONTEXT_BYTES, GPUS, RESERVE
-from elastic_ring.model.config import ModelConfig, active_parameters, expert_parameters, num_parameters
-from elastic_ring.model.config import model_flops
+from elastic_ring.model.config import ModelConfig, active_parameters, expert_parameters, model_flops, num_parameters
 from elastic_ring.model.memory import (
     GRADIENT_BYTES,
     IN_HOST_BYTES,
@@ -69,7 +68,7 @@ class ModelPlan:
 
     @property
     def activation_bytes(self) -> int:
-        return self.memory.activation_bytes
+        return self.memory.config.num_layers * self.memory.activations.kept_per_layer
 
     @property
     def gpu_bytes(self) -> int:
@@ -84,7 +83,7 @@ class ModelPlan:
 
     def _needed(self, memory: StepMemory, num_ranks: int) -> int:
         beside = self.num_contexts * CONTEXT_BYTES + (num_ranks > 1) * COMMUNICATOR_BYTES
-        return int(memory.device_bytes * (1 + RESERVE)) + memory.uneven_bytes + beside
+        return int(memory.device_bytes * (1 + RESERVE)) + memory.activations.uneven_bytes + beside
 
     def smallest_ring(self, gib: float) -> int | None:
         """The smallest ring, of whole hosts or within one, that fits GPUs of `gib` and divides the experts, if there
@@ -138,7 +137,7 @@ class ModelPlan:
             f"a rank holds {size(self.state_bytes)} of state and {size(self.activation_bytes)} of "
             f"{checkpointed}activations{' in host memory' * offloaded}",
             *([f"{size(self.host_bytes)} of its state wait in host memory"] if self.host_bytes else []),
-            f"the largest {'part of a ' * any(self.memory.parts)}block is "
+            f"the largest {'part of a ' * any(self.memory.units.parts)}block is "
             f"{size(self.largest_unit_bytes)} when gathered",
             f"{self.flops:.3g} FLOP for a sequence"
             + (f", with {self.density:.3f} of attention's pairs" if self.density != 1.0 else ""),
@@ -152,13 +151,19 @@ class ModelPlan:
         config, number, cp = self.memory.config, self.memory.config.num_experts, self.memory.cp
         layers = config.num_layers - config.num_dense_layers
         active = self.num_parameters - num_parameters(config) + active_parameters(config)
-        meet = "tokens are sent to the rank that holds their experts" if self.memory.sent else "experts are gathered"
+        meet = (
+            "tokens are sent to the rank that holds their experts" if self.memory.units.sent else "experts are gathered"
+        )
         lines = [
             f"{active:,} of them for a token; {layers * expert_parameters(config):,} in "
             f"{layers} x {number} experts, {config.experts_per_token} for a token; {meet}"
-            + (f"; uneven loads take up to {size(self.memory.uneven_bytes)} more" if self.memory.sent else "")
+            + (
+                f"; uneven loads take up to {size(self.memory.activations.uneven_bytes)} more"
+                if self.memory.units.sent
+                else ""
+            )
         ]
-        if self.memory.sent and number % cp:
+        if self.memory.units.sent and number % cp:
             even = [ranks for ranks in range(1, number + 1) if number % ranks == 0]
             nearest = sorted(sorted(even, key=lambda ranks: abs(ranks - cp))[:2])
             lines.append(
@@ -249,15 +254,15 @@ def plan_of(
         number,
         scaling.mesh.size,
         memory.tokens,
-        (STATE_BYTES - in_host) * memory.shard,
-        (max(memory.parts) or memory.unit) * memory.element_bytes,
+        (STATE_BYTES - in_host) * memory.units.shard,
+        (max(memory.units.parts) or memory.units.unit) * memory.element_bytes,
         model_flops(config, step.context_tokens, density, num_active),
         memory,
         scaling.device == "cuda",
         copies,
-        SNAPSHOT_BYTES * memory.shard,
-        in_host * memory.shard,
-        SNAPSHOT_BYTES * -(-memory.shard // scaling.dp) if saves else 0,
+        SNAPSHOT_BYTES * memory.units.shard,
+        in_host * memory.units.shard,
+        SNAPSHOT_BYTES * -(-memory.units.shard // scaling.dp) if saves else 0,
         together,
         density,
         1 + (scaling.spares > 0),

@@ -48,9 +48,14 @@ from elastic_ring.integrations.transformers.lora import (
 )
 from elastic_ring.integrations.transformers.module import WHOLE_SLICE, build, checkpoint_layers, latent_of
 from elastic_ring.integrations.transformers.weights import FolderWeights
-from elastic_ring.model.config import ModelConfig, ModelSizes, active_parameters, num_parameters
-from elastic_ring.model.config import model_flops
-from elastic_ring.model.config import KNOWN_TYPES
+from elastic_ring.model.config import (
+    KNOWN_TYPES,
+    ModelConfig,
+    ModelSizes,
+    active_parameters,
+    model_flops,
+    num_parameters,
+)
 from elastic_ring.model.init import Initialiser
 from elastic_ring.train.task import Initial, ModelParts
 from elastic_ring.wording import few

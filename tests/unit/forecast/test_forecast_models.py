@@ -21,8 +21,7 @@ from elastic_ring.forecast.sizing import step_time
 from elastic_ring.forecast.sizing.machines import efficiency_of
 from elastic_ring.forecast.sizing.step_time import Latent, job_of
 from elastic_ring.gpus import GPUS
-from elastic_ring.model.config import ModelConfig, preset
-from elastic_ring.model.config import KNOWN_TYPES
+from elastic_ring.model.config import KNOWN_TYPES, ModelConfig, preset
 
 CONTEXT = 64
 SMALL: dict[str, Any] = {

@@ -81,7 +81,7 @@ def test_loss_and_gradients_on_a_ring_are_those_of_transformers(family: str, cp:
             planned = plan_of(model.sizes(), ScalingConfig(cp=cp), step, built_in=False, latent=model.latent).memory
             slots = (0, 1, 0, 2)[cp - 1]
             if cp_rank == 0:  # which fetches all keys
-                assert planned.hop_buffers == 3 * slots * max(hops, default=0) / 2
+                assert planned.activations.hop_buffers == 3 * slots * max(hops, default=0) / 2
         return loss.detach()
 
     loss = torch.stack(in_threads(cp, work)).sum()
@@ -190,9 +190,9 @@ def test_parameters_are_counted_in_all_and_for_a_token(family: str) -> None:
     layers = sizes.num_layers - sizes.num_dense_layers
     assert num_parameters(sizes) - active_parameters(sizes) == 4 * 3 * 32 * sizes.expert_width * layers
     memory = plan_of(sizes, ScalingConfig(), StepConfig(), built_in=False, num_own=built).memory
-    assert (memory.num_parameters, memory.table) == (built, sizes.vocab_size * sizes.width)
+    assert (memory.num_parameters, memory.units.table) == (built, sizes.vocab_size * sizes.width)
     blocks = [sum(param.numel() for param in block.parameters()) for block in largest_list(model())]
-    assert memory.block == pytest.approx(max(blocks), rel=0.02), "also where attention has latents"
+    assert memory.units.block == pytest.approx(max(blocks), rel=0.02), "also where attention has latents"
 
 
 def test_the_plan_of_a_released_shape_counts_what_its_name_says() -> None:

@@ -166,7 +166,7 @@ def passes_of(memory: StepMemory) -> int:
         "gathered blocks",
         "gradients of a block on their way",
         "the same in fp32, on their way",
-        *memory._lasting,
+        *memory.lasting,
     }
     return max(sum(size for name, size in moment.terms.items() if name not in left_out) for moment in memory.moments)
 

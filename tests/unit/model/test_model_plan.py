@@ -15,8 +15,7 @@ from elastic_ring.cli import train
 from elastic_ring.cli.settings import FITS, PRESETS
 from elastic_ring.forecast.sizing.memory import COMMUNICATOR_BYTES, STATE_BYTES, plan_of
 from elastic_ring.gpus import CONTEXT_BYTES, GPUS
-from elastic_ring.model.config import num_parameters
-from elastic_ring.model.config import model_flops
+from elastic_ring.model.config import model_flops, num_parameters
 from elastic_ring.model.transformer import Transformer
 
 
