@@ -144,19 +144,8 @@ class ModuleMaker:
                 locals_[name].copy_(read().reshape(locals_[name].shape))
             return
 
-        def set_thread_defaults() -> None:  # of torch, per thread
-            torch.set_grad_enabled(False)
-            torch.cuda.set_device(self.device)
-
-        # The next value is read while one is copied to the device. Not on CPUs: there is nothing to wait for, and
-        # memory that a thread frees stays in its arena, 150 MB.
-        with ThreadPoolExecutor(1, initializer=set_thread_defaults) as pool:
-            names, makes = list(reads), list(reads.values())
-            coming = [pool.submit(make) for make in makes[:1]]
-            for position, name in enumerate(names, 1):
-                value = coming.pop().result()
-                coming += [pool.submit(make) for make in makes[position : position + 1]]
-                locals_[name].copy_(value.reshape(locals_[name].shape))
+        for name, value in zip(reads, read_ahead(list(reads.values()), self.device), strict=True):
+            locals_[name].copy_(value.reshape(locals_[name].shape))
 
     def _build(self) -> nn.Module:
         """The module in host memory with its own initialisation, the same on every rank."""
@@ -172,6 +161,23 @@ class ModuleMaker:
             if buffer.device != self.device:  # `to_empty` may not have moved it
                 buffer.data = torch.empty_like(buffer, device=self.device)
             buffer.copy_(self._buffers[name])
+
+
+def read_ahead(reads: Sequence[Callable[[], Tensor]], device: torch.device) -> Iterator[Tensor]:
+    """The value of each read in order; the next one is read while the caller copies one to `device`. Not on CPUs: there
+    is nothing to wait for, and memory that a thread frees stays in its arena, 150 MB."""
+
+    def set_thread_defaults() -> None:  # of torch, per thread
+        torch.set_grad_enabled(False)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    with ThreadPoolExecutor(1, initializer=set_thread_defaults) as pool:
+        coming = [pool.submit(read) for read in reads[:1]]
+        for position in range(1, len(reads) + 1):
+            value = coming.pop().result()
+            coming += [pool.submit(read) for read in reads[position : position + 1]]
+            yield value
 
 
 @contextmanager

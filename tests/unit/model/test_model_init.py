@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.train.wrap import ModuleMaker
+from elastic_ring.train.wrap import read_ahead
 
 TINY = ModelConfig(31, 2, 24, 4, 2, 8, 40)
 
@@ -115,11 +115,11 @@ def test_first_values_are_made_one_ahead_in_order_and_without_gradients() -> Non
         made.append(number)
         return torch.nn.Parameter(torch.zeros(2)).fill_(number)  # in place, which gradients would forbid
 
-    maker = ModuleMaker(None)  # type: ignore[arg-type]
-    values = maker._made_ahead([partial(make, number) for number in range(4)])
+    cpu = torch.device("cpu")
+    values = read_ahead([partial(make, number) for number in range(4)], cpu)
     assert next(values)[0] == 0.0
     assert [value[0].item() for value in values] == [1.0, 2.0, 3.0]
     assert made == [0, 1, 2, 3]
-    assert list(maker._made_ahead([])) == []
+    assert list(read_ahead([], cpu)) == []
     with pytest.raises(ZeroDivisionError):
-        list(maker._made_ahead([lambda: torch.zeros(1 // 0)]))
+        list(read_ahead([lambda: torch.zeros(1 // 0)], cpu))
