@@ -25,9 +25,9 @@ from elastic_ring.data.source import hold_out, open_source
 from elastic_ring.integrations.ray_train import ops
 from elastic_ring.model.init import initialise_module
 from elastic_ring.runtime.driver.task_checks import training_order
-from elastic_ring.train.task import attention_of, batch_of
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.startup.layouts import Layouts
+from elastic_ring.train.task import attention_of, batch_of
 from tests.ray.fork_server import ForkServer
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
