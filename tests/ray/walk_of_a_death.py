@@ -122,12 +122,14 @@ def calls_of(folder: Path) -> list[Call]:
 def threads_of(calls: Iterable[Call]) -> dict[str, list[Call]]:
     """Calls by the kind of thread, in the order in which the death comes to them."""
     kinds = dict[tuple[int, str], str]()
-    found: dict[str, list[Call]] = {}
+    calls_by_kind: dict[str, list[Call]] = {}
     for call in calls:
         if call.function in TAKES_OVER:
             kinds[call.process, call.thread] = TAKES_OVER[call.function]
-        found.setdefault(kinds[call.process, call.thread], []).append(call)
-    return found
+        kind = kinds.get((call.process, call.thread))
+        if kind is not None:  # else it was taken over before the notice: a peer's failure came first
+            calls_by_kind.setdefault(kind, []).append(call)
+    return calls_by_kind
 
 
 def follow(folder: Path) -> list[Call]:
