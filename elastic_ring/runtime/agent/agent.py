@@ -193,7 +193,7 @@ class NodeAgent:
         self._started = True
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         raise_open_files()
-        with suppress(OSError):  # what cannot be read stays for the next run
+        with suppress(OSError):  # an unreadable folder stays for the next run
             remove_stale()
         self._exits.open()
         self._guard = MemoryGuard(guard_limit(self._spec.memory_limit, ray_threshold(os.getppid())))
@@ -329,7 +329,7 @@ class NodeAgent:
         stamps = StampReader(request.stamp_path)
         self._watched[request.worker] = Watched(request.worker, request.pid, stamps, request.log_path)
         self._exits.watch(request.pid, request.worker)
-        # Locked, so that nobody removes the run's folder between two of its workers. A living worker holds the lock
+        # Locked, so that no process removes the run's folder between two of its workers. A living worker holds the lock
         # too: a process that removes the folder now removes a dead run's.
         folder = stamps.path.parent
         try:
@@ -415,8 +415,8 @@ class NodeAgent:
 
 
 def progress(stamp: Stamp | None) -> WorkerReading:
-    """A worker's step and phase, the seconds since this phase began, and those of its last whole step by part, as
-    `metrics_table.CLOCK_PARTS`; the rest is `other`. {} if unknown."""
+    """A worker's step, its phase and the seconds in it, and the parts of its last whole step in seconds, by
+    `CLOCK_PARTS`; `other` is the rest. {} if unknown."""
     if stamp is None:
         return {}
     in_phase_s = round(max(0.0, (time.monotonic_ns() - stamp.monotonic_ns) / 1e9), 3)

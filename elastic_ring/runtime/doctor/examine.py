@@ -234,7 +234,7 @@ class _Examiner:
                     delays, rates = zip(answers[*pair, 0], answers[*pair, 1], strict=True)
                     measured.append((*pair, max(delays), min(rates)))
             number += 1
-            if number == 1 and len(names) > ALL_PAIRS_HOSTS:  # the first round shows what each takes
+            if number == 1 and len(names) > ALL_PAIRS_HOSTS:  # the first round shows the time of each
                 plan = rounds(len(names), max(1, int(LINKS_S / max(time.monotonic() - begun, 1e-3))))
         medium = "NCCL" if self.request.scaling.device == "cuda" else "gloo"
         self.findings += verdicts.links(measured, f"{medium} between two hosts")

@@ -78,7 +78,7 @@ def remove(uri: str, timeout_s: float) -> None:
 
 
 def read_data(config: SourceConfig, folders: list[str]) -> int:
-    """How many sequences the data has; reads the first and the last. Raises what the reader raises."""
+    """The number of sequences; reads the first and the last. Raises the reader's errors."""
     for folder in folders:
         if not Path(folder).expanduser().is_dir():
             raise ValueError(f"{folder}: there is no such folder")
@@ -161,7 +161,7 @@ class Probe:
         return small, MANY_BYTES[device.type] / large
 
     def _free_device(self) -> torch.device:
-        """The CPU, or the first GPU that nobody uses."""
+        """The CPU, or the first unused GPU."""
         if self._device == "cpu":
             return torch.device("cpu")
         for index in range(torch.cuda.device_count()):

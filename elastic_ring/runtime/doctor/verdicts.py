@@ -142,7 +142,7 @@ def _limits(reports: Reports, device: str) -> list[Finding]:
     offsets = {host: report["clock_offset_s"] for host, report in reports.items() if "clock_offset_s" in report}
     if not offsets:
         return findings
-    middle = median([0.0, *offsets.values()])  # of who asks, too: of two alone nobody can tell which is wrong
+    middle = median([0.0, *offsets.values()])  # with the asking host: of two clocks alone either may be wrong
     off = {host: abs(offset - middle) - reports[host]["clock_error_s"] for host, offset in offsets.items()}
     return findings + judge("clocks", CLOCKS, off, ok=f"within {max(0.0, *off.values()):.1f} s")
 

@@ -43,7 +43,7 @@ REPINNED_BYTES = 1 << 28
 
 
 class CudaContexts:
-    """The CUDA calls; tests have others."""
+    """The CUDA calls."""
 
     def having(self) -> list[int]:
         """GPUs on which this process has a context."""

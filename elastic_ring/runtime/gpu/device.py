@@ -54,7 +54,7 @@ def kernel_cache() -> Path | None:
     try:
         return private_folder(user_folder(SHARED_MEMORY) / "kernels")
     except (ValueError, OSError) as error:
-        log.warning("cannot share what kernels have proved; each process tests its own: %s", error)
+        log.warning("cannot share the results of kernels' self-tests; each process tests its own: %s", error)
         return None
 
 
@@ -218,9 +218,8 @@ def warm_devices(
     it will take.
 
     If another process computes there, no sequence length is warmed up (`cp` 0), because that needs memory. A bad GPU is
-    skipped. A GPU that fails now has its failure recorded; a GPU without free memory stays cold. Raises what `warm`
-    raises on a healthy GPU, and RunFailed when a second GPU fails: then this process or its software is at fault.
-    """
+    skipped. A GPU that fails now has its failure recorded; a GPU without free memory stays cold. Raises the errors of
+    `warm` on a healthy GPU, and RunFailed when a second GPU fails: then this process or its software is at fault."""
     shapes, kernels, failures = attention_shapes(task), dict[str, str](), dict[Gpu, str]()
     cache, bad = kernel_cache(), bad_ones(folder, [gpu.name for gpu in seen])
     liger.load()  # a first step would import it otherwise, and all ranks would wait

@@ -221,8 +221,8 @@ class Groups:
 class Connector:
     """Builds the groups of one generation in the training thread; the control thread may cancel it.
 
-    `open` starts and `join` completes it; in between a caller may do what needs no group but `world`. Groups on a
-    device connect in parallel, those of one rank not at all: `timings` has `shard_s`, `ring_s` and `replica_s`, and
+    `open` starts and `join` completes it; in between only `world` may be used. Groups on a
+    device connect in parallel, groups of one rank not at all: `timings` has `shard_s`, `ring_s` and `replica_s`, and
     `groups_s` until the last of them is connected. A link of its own has `link_group_s`.
     """
 
@@ -249,7 +249,7 @@ class Connector:
         return groups
 
     def open(self, mesh: Mesh, global_rank: int) -> Groups:
-        """All groups of this rank, those on a device still connecting: until `join` only `world` may be used. Raises as
+        """All groups of this rank; until `join` they may still connect, and only `world` may be used. Raises as
         `connect`."""
         with translated(self), self._sockets.admitting():
             begun = time.monotonic()
@@ -314,7 +314,7 @@ class Connector:
         if not self._nccl:
             return  # gloo's calls wait inside the gate for their peers, and know of the abort
         with self.gate.shut():
-            self._aborter.abort(self._nccl)  # after the votes' connections: no vote may count what comes now
+            self._aborter.abort(self._nccl)  # after the votes' connections: no vote may count garbage
 
     def _give_up(self) -> None:
         """Fail the operations over sockets, and all that have not begun."""
@@ -322,7 +322,7 @@ class Connector:
         self._sockets.shut_down()
 
     def close(self) -> None:
-        """Close the connections of an aborted generation, once nobody waits for them any more."""
+        """Close the connections of an aborted generation, once no thread waits for them."""
         self._sockets.close()
         # Of groups that a boundary left up: freeing them would abort them too, but one after another.
         self._aborter.abort(self._nccl)

@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # Between hosts NCCL itself sees a peer's connection end. That watchdog then prints stacks from its flight recorder
-    # (5 s) and waits a minute for a dump that nobody writes, and the group's abort waits for it
+    # (5 s) and waits a minute for a dump that is never written, and the group's abort waits for it
     # (benchmarks/results/hosts/2026-11-26-4xH100.md).
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_FR_BUFFER_SIZE": "0",
@@ -44,9 +44,9 @@ ENVIRONMENT = {
     # (benchmarks/results/training/2026-11-21-training-4xH200.md); between hosts it makes no difference.
     "NCCL_CUMEM_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # a standby loads what another process has compiled
-    # Groups are built and aborted by short-lived threads, and glibc keeps what each of them freed in its own arena: 30
-    # MiB a generation, none with one arena for all (benchmarks/results/training/2026-11-21-training-4xH200.md).
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # a spare loads the kernels that another process has compiled
+    # Short-lived threads build and abort groups, and glibc keeps the memory that each freed in its own arena: 30 MiB a
+    # generation, none with one arena for all (benchmarks/results/training/2026-11-21-training-4xH200.md).
     "MALLOC_ARENA_MAX": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS may add up in another order each time
 }
@@ -256,7 +256,7 @@ class BatchedGroup:
         self._posted = []
 
     def drop(self) -> None:
-        """Discard what was posted, after an error: none of it is launched."""
+        """Discard the posted operations after an error."""
         self._posted = []
 
     def _end_coalescing(self) -> Any:

@@ -37,7 +37,7 @@ ASK_AGAIN_S = 5.0
 """A coordinator that was killed may not have journalled the question."""
 REPORTS_A_LIMIT = 10
 CHANGES_S = 2.0
-"""The shortest time between two extra reports of what a worker does."""
+"""The shortest time between two extra reports of a worker's work."""
 
 Extra = Mapping[str, float | str | list[StepRecord]]
 """Sent beside an event, and no part of a decision: figures of a build, or records of steps."""
@@ -106,7 +106,8 @@ class CoordinatorClient:
         self.coordinator.saved.remote(self._spec.worker, part)
 
     def ask_callbacks(self, generation: int, step: int) -> None:
-        """Ask what the driver's callbacks decide; all members wait for it after the validation of `step` steps."""
+        """Ask for the decision of the driver's callbacks; all members wait for it after the validation of `step`
+        steps."""
         self.answer(CallbacksAwaited(self.cause(), self._spec.worker, 0, generation, step))
 
     def is_there(self, timeout_s: float) -> bool:

@@ -28,7 +28,7 @@ from elastic_ring.train.vote import NOTHING, Flag, Outcome
 log = logging.getLogger(__name__)
 
 SNAPSHOTS_AT_A_TIME = 2
-"""Own snapshots: the last whose copies are complete, and the next."""
+"""Own snapshots: the last with complete copies, and the next."""
 
 
 class Copies:

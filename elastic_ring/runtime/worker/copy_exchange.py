@@ -51,7 +51,7 @@ class StoredCopy:
 class CopyStore:
     """The worker's own snapshots by their id, and the copies and parities of its peers' snapshots.
 
-    Exchanges add to it in their own threads, under `lock`. Host memory of what is dropped is used again.
+    Exchanges add to it in their own threads, under `lock`. Memory of dropped snapshots is used again.
     """
 
     def __init__(self, worker: str) -> None:
@@ -62,7 +62,7 @@ class CopyStore:
         self.pinned, self.buffers = Buffers(), Buffers()
 
     def held(self) -> tuple[HeldCopy, ...]:
-        """What this worker can bring into a recovery; called by any thread."""
+        """The snapshots and copies for this worker's report; called by any thread."""
         with self.lock:
             snapshots = [HeldCopy(own.id, (own.cp_rank,), own=True) for own in self.own.values()]
             copies = [
@@ -90,7 +90,7 @@ class CopyStore:
             self.buffers.give_back(copy.data)
 
     def load(self, snapshot_id: SnapshotId, cp_rank: int, shard: Shard) -> None:
-        """Fill `shard` with the stored state of `cp_rank`. Raises DigestMismatch, and drops what is damaged."""
+        """Fill `shard` with the stored state of `cp_rank`. Raises DigestMismatch, and drops damaged data."""
         source, name = self._find(snapshot_id, cp_rank)
         begun = time.monotonic()
         with self._dropped_if_damaged(source):
@@ -110,7 +110,7 @@ class CopyStore:
         return self._verified(own, self._name(own))
 
     def fill(self, snapshot_id: SnapshotId, cp_rank: int, data: Tensor, shard: Shard) -> None:
-        """Fill `shard` with what a newcomer received, and keep it as its own snapshot. Raises DigestMismatch."""
+        """Fill `shard` with received data, and keep it as the own snapshot of a newcomer. Raises DigestMismatch."""
         snapshot.load(data, snapshot_id, cp_rank, shard, f"what a newcomer of cp_rank {cp_rank} received")
         with self.lock:
             self.own[snapshot_id] = Snapshot(snapshot_id, cp_rank, data)
@@ -150,7 +150,7 @@ class CopyStore:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who holds whose copy in a generation, as seen from one rank: it sends to `receivers`, holds the copies of
+    """The holders of copies in a generation, as seen from one rank: it sends to `receivers`, holds the copies of
     `owners` and the XOR of each of `parities`."""
 
     membership_id: tuple[int, int]

@@ -49,7 +49,7 @@ _AFTERWARDS = re.compile(r", but\b|\. |\(Triggered|\n")
 
 
 def environment_fingerprint(num_threads: int, gpus: Mapping[str, str | int | None] | None = None) -> Environment:
-    """What bitwise results depend on besides the inputs: if equal on two machines, results are equal. `gpus`: of
+    """The environment that decides bits besides the inputs: if equal on two machines, results are equal. `gpus`: of
     `gpu_environment`, on a machine that has some."""
     return {
         "torch": torch.__version__,

@@ -39,7 +39,7 @@ class Injector:
         self._is_slow = False
         self._pass_since: float | None = None
         self.flip: Callable[[str, bool], None] = lambda phase, stays: None
-        """Makes one bit of what this phase computes wrong, once or from now on."""
+        """Flips one bit of this phase's result, once or from now on."""
         self.poison: Callable[[], None] = lambda: None
         """Makes every later call to this worker's GPU fail, in this process only."""
 

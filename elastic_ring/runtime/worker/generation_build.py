@@ -49,9 +49,9 @@ class GenerationBuild:
         self._receives = any(self._worker in heal.newcomers for heal in self._command.heals)
 
     def run(self, cause: str) -> tuple[Resumed, dict[str, float | str]]:
-        """Connect, roll forward, heal; returns the answer and the durations. Raises what breaks on the way.
+        """Connect, roll forward, heal; returns the answer and the durations. Raises any error on the way.
 
-        `connect_s`, `roll_s` and `heal_s` add up to all of it: what is done while groups connect counts as `roll_s`.
+        `connect_s`, `roll_s` and `heal_s` add up to all of it: work while groups connect counts as `roll_s`.
         """
         begun, begun_unix_s = time.monotonic(), time.time()
         parts, generation, command, connector = self._parts, self._generation, self._command, self._connector

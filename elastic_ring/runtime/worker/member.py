@@ -103,7 +103,7 @@ class Member:
             parts.records.go_back(command.step)
 
     def abort(self, paused: threading.Event, timeout_s: float) -> bool:
-        """Abort what the training thread waits for. Returns whether it is `paused` within `timeout_s`."""
+        """Abort the exchanges that the training thread waits for. Returns whether it is `paused` within `timeout_s`."""
         if self.parts.generation is None:
             return paused.wait(timeout_s)
         return self.parts.generation.connector.abort_until(paused, timeout_s)
@@ -184,7 +184,7 @@ class StepLoop:
         self._callback_wait, self._context_releaser = callback_wait, context_releaser
 
     def run(self) -> str:
-        """Step until a boundary or the end; returns `boundary` or `finished`. Raises what breaks a step off."""
+        """Step until a boundary or the end; returns `boundary` or `finished`. Raises the error of a failed step."""
         parts, state, steps = self._parts, self._state, self._task.step.steps
         is_deterministic = self._task.step.deterministic or not parts.lease.gpu
         parts.notices.compilations.before_steps()  # the warm-up and the build

@@ -1,4 +1,4 @@
-"""The parts of one member: what its process keeps from its warm-up to its end, and the generation that it is in.
+"""The parts of one member: kept from its warm-up to its end, with its present generation.
 
 No stepping and no building here: `member` and `generation_build` do that with these parts.
 """
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 class MemberData:
-    """What one worker process reads: the corpus as it grows, the order of its sequences, and the held-out ones.
+    """The data of one worker process: the corpus as it grows, the order of its sequences, and held-out sequences.
 
     `look` is called while a read takes long, and raises to end it; `tell` gets a line when storage is waited for, for
     at most `patience_s`. The constructor reads.
@@ -86,7 +86,7 @@ class MemberData:
         """The loader and order for a corpus that has grown or skips more since the last call, and the new `skips`; None
         if nothing changed. The held-out sequences stay the same.
 
-        Raises ValueError for a manifest that is not what it was.
+        Raises ValueError for a changed manifest.
         """
         if (versions, skips) == self._reads:
             return None
@@ -151,8 +151,8 @@ class Generation:
 
 @dataclass(frozen=True)
 class Warmed:
-    """Results of a worker's warm-up. `num_parameters`: those whose state is healed; frozen ones count by their bytes.
-    `gpus`: names of the GPUs that this process sees. `environment`: what its bits depend on."""
+    """Results of a worker's warm-up. `num_parameters`: of the healed state; frozen parameters count by their bytes.
+    `gpus`: names of the GPUs that this process sees. `environment`: of `gpu_environment`."""
 
     data: MemberData
     kernels: KernelAgreement
@@ -278,7 +278,7 @@ class MemberParts:
         self.saver.before_apply()
 
     def tell_waiting(self, text: str) -> None:
-        """Show on the console what this worker waits for; called by any thread."""
+        """Show this worker's wait for storage on the console; called by any thread."""
         self.records.publish([StorageAwaited(f"{self.spec.worker} {text}")])
 
     def announce_compilation(self, name: str) -> None:

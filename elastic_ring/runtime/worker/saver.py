@@ -50,7 +50,7 @@ LAST_S = 3.0
 
 @dataclass(frozen=True)
 class CheckpointTerms:
-    """What the coordinator sends with a build: where its checkpoints belong, and what decides their interval."""
+    """Sent by the coordinator with a build: the place of its checkpoints, and figures for their interval."""
 
     attempt: str
     lineage: int
@@ -240,7 +240,7 @@ class Saver:
         """This rank's flags in the vote of the step that makes `applied`."""
         due = Flag.DUE if global_rank == 0 and self.schedule.is_due(applied, total_steps) else NOTHING
         if self.schedule.is_first and (self._awaits_memory or self.pinning.is_running):
-            return Flag.BUSY  # training need not wait for what is pinned beside it
+            return Flag.BUSY  # training need not wait for memory that is pinned beside it
         return Flag.BUSY | due if self.is_busy else due
 
     def save(self, shard: Shard, shapes: Mapping[str, tuple[int, ...]], place: Place) -> None:

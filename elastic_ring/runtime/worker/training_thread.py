@@ -43,7 +43,7 @@ _KINDS: tuple[tuple[type[ElasticRingError], str], ...] = (
     (TooManySkipped, "skipped"),
     (LossSpike, "spike"),
     (MustGoBack, "back"),
-    (DigestMismatch, "peer"),  # what arrived is not used; the next build sends it again
+    (DigestMismatch, "peer"),  # received data is not used; the next build sends it again
     (CheckpointDamaged, "checkpoint"),
     (StorageFailed, "storage"),  # it was waited for
     (ComputedWrongly, "corrupt"),
