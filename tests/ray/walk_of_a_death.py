@@ -27,7 +27,7 @@ TAKES_OVER = {
     "NodeAgent._report_death": "the agent's thread",
     "NodeMonitor._on_message": "the coordinator's thread of connections",
     "Coordinator.notify": "a call of a worker to the coordinator",
-    "Coordinator._handle": "the deciding thread",
+    "Decider._handle": "the deciding thread",
     "Worker.command": "a call of the coordinator to a worker",
     "Worker._obey": "a worker's control thread",
     "Worker._build_and_train": "a worker's training thread",
@@ -35,7 +35,7 @@ TAKES_OVER = {
 }
 """Functions with which a thread takes the death over: what they call belongs to the walk."""
 BEGINS, ENDS = "NodeAgent._report_death", "RecoveryLog.resumed"
-LEAVES = {"Worker._train", "Coordinator._publish", "CoordinatorClient.publish", "AgentServer._serve"}
+LEAVES = {"Worker._train", "Decider._publish", "CoordinatorClient.publish", "AgentServer._serve"}
 """What these call does not: it is the next step's, and records of committed ones."""
 
 
