@@ -347,7 +347,7 @@ class MetricsLog:
         self.newest = NewestMetrics()
 
     def open(self, identity: str = "") -> MetricsLog:
-        """Open the file and continue it; a new one says whose it is. Raises: JournalDamaged."""
+        """Open the file and continue it; a new one begins with the identity. Raises: JournalDamaged."""
         self._journal.open()
         if identity and not self.path.stat().st_size:
             self._journal.append({"step": 0, "note": OF_RUN, "identity": identity})
@@ -367,7 +367,7 @@ class MetricsLog:
         self.newest = NewestMetrics.of(lineage)
 
     def go_back(self, step: int, build: tuple[int, int]) -> int:
-        """The members of `build`, (term, generation), begin at a checkpoint of `step` steps: later ones run again.
+        """The members of `build`, (term, generation), begin at a checkpoint of `step` steps: later steps run again.
 
         Once for each build. Returns how many steps that undid.
         """
@@ -380,7 +380,7 @@ class MetricsLog:
         return num_undone
 
     def begin_at(self, step: int) -> None:
-        """A build begins at `step`: steps missing before it will not come any more, and are reported once."""
+        """A build begins at `step`: missing steps before it will not come any more, and are reported once."""
         if step > self.last_step + 1:
             log.error(
                 "%s has no lines for steps %d to %d: they were lost with their writer, or it began elsewhere",
@@ -397,9 +397,9 @@ class MetricsLog:
         self._journal.sync()
 
     def record(self, metrics: StepMetrics) -> bool:
-        """Write a step; False if it is there already (members report recent steps again to a new coordinator).
+        """Write a step; False if it is on record (members report recent steps again to a new coordinator).
 
-        Raises: RunFailed when it is there with another loss: a published step was undone.
+        Raises: RunFailed when it is on record with another loss: a published step was undone.
         """
         line = metrics.to_json()
         recorded = self._by_step.get(metrics.step)
@@ -434,7 +434,7 @@ class MetricsLog:
             self._journal.append(self.newest.validation.to_json())
 
     def losses_hex(self) -> list[str]:
-        """The losses of all steps on record, in order: all, but for those that `begin_at` reported as missing.
+        """The losses of all steps in order, without those that `begin_at` reported as missing.
 
         Raises: RunFailed with the first step that is missing.
         """

@@ -121,7 +121,7 @@ class Coordinator:
 
     def __init__(self, run_spec: RunSpec) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        self.run_spec, self._cause = run_spec, CauseIds("coordinator")
+        self.run_spec = run_spec
         self._decider = Decider(run_spec, is_restart=ray.get_runtime_context().was_current_actor_reconstructed)
         threading.Thread(target=self._decider.run, name="decide", daemon=True).start()
 
@@ -137,17 +137,17 @@ class Coordinator:
         self._decider.queue.put(StepsPublished(records))
 
     def saved(self, worker: str, part: CheckpointPart | CheckpointLeftOut) -> None:
-        """A worker's part of a checkpoint is written, or is not, and why."""
+        """A worker's part of a checkpoint is written, or failed."""
         self._decider.queue.put(PartSaved(part))
 
     def fault(self, index: int, worker: str) -> bool:
-        """Whether this planned fault may fire now; true once, and again for a worker that had no answer."""
+        """True if this planned fault may fire now: once, and again for a worker that had no answer."""
         return self._decider.grant_fault(index, worker)
 
     # ------------------------------------------------------------ called by drivers
 
     def identity(self) -> dict[str, Any]:
-        """Who this is, for a driver that found the name taken."""
+        """This run and process, for a driver that finds the name taken."""
         run_spec = self.run_spec
         return {
             "digest": run_spec.digest,
@@ -182,14 +182,13 @@ class Coordinator:
             )
         if spares is not None and spares < 0:
             raise ValueError(f"spares={spares}: must be 0 or more")
-        self._decider.put(Happened(ScaleRequested(self._cause(), max_dp, spares)))
+        self._decider.put(Happened(ScaleRequested(self._decider.cause(), max_dp, spares)))
 
     def answer(self, step: int, stop: str, saves: bool, keeps: bool) -> bool:
-        """What a driver's callbacks want after all events up to the validation of `step` steps: see
-        `CallbacksAnswered`. Returns whether it counts; an answer that is late must come again at the next
-        validation."""
+        """The answer of a driver's callbacks after all events up to the validation of `step` steps, as
+        `CallbacksAnswered`. Returns whether it counts; a late one must come again at the next validation."""
         counts: queue.Queue[bool] = queue.Queue()
-        event = CallbacksAnswered(self._cause(), step, stop, saves, keeps)
+        event = CallbacksAnswered(self._decider.cause(), step, stop, saves, keeps)
         self._decider.queue.put(CallbacksSaid(event, counts))
         try:
             return counts.get(timeout=self.run_spec.run.timeouts.hello_s)
@@ -224,7 +223,7 @@ class Decider:
         self.clock, self.queue, self.driver_feed = Clock(), Inbox(), DriverFeed()
         self.storage_wait = StorageWait(run_spec.run, self.clock)
         self.shutdown = Shutdown(self)
-        self._cause = CauseIds("coordinator")
+        self.cause = CauseIds("coordinator")
 
     def run(self) -> None:
         stages = Stages("its process and imports", self.run_spec.submitted_unix_s)
@@ -239,12 +238,12 @@ class Decider:
             if not self.is_restart:
                 self.recorder.stages("driver", self.run_spec.stages)
                 self.recorder.stages("coordinator", stages.ended)
-            self._decide(CoordinatorStarted(self._cause(), self.storage.watch.own.term))
+            self._decide(CoordinatorStarted(self.cause(), self.storage.watch.own.term))
             resume = self.run_spec.resume
             if resume.checkpoints and not self.is_restart:
-                self._decide(CheckpointsKnown(self._cause(), resume.checkpoints))
+                self._decide(CheckpointsKnown(self.cause(), resume.checkpoints))
             if resume.corpus or resume.num_steps or resume.skips:  # again, where one that died did not come to it
-                self._decide(CorpusRecalled(self._cause(), resume.corpus, resume.num_steps, resume.skips))
+                self._decide(CorpusRecalled(self.cause(), resume.corpus, resume.num_steps, resume.skips))
             self.services.corpus.open(self.state)
             ticked_at = 0.0
             while self.driver_feed.ended is None:
@@ -311,7 +310,7 @@ class Decider:
             CorpusWatcher(
                 run_spec.task.data,
                 run.corpus_look_s,
-                grew=lambda uri, digest: self.put(Happened(CorpusGrew(self._cause(), uri, digest))),
+                grew=lambda uri, digest: self.put(Happened(CorpusGrew(self.cause(), uri, digest))),
                 refused=lambda text: self.put(Said(text)),
             ),
             DemandKeeper(run.name, run_spec.scaling, self.put, self.node_monitor.listed),
@@ -353,7 +352,7 @@ class Decider:
         self._end_if_nobody_answers()
         if self.driver_feed.ended is not None:
             return
-        self._decide(Tick(self._cause()))
+        self._decide(Tick(self.cause()))
         waits = waiting_for(self.state, self.clock())
         if self.recorder.is_first("waits for", waits) and waits:
             self.recorder.recoveries.say(waits)
@@ -365,7 +364,7 @@ class Decider:
         self._end_if_checkpoints_fail()
         # After a checkpoint that was not written the next one is not left to an interval of an hour.
         if isinstance(self.state.phase, Running) and self.storage.checkpoints.tries.take_retry():
-            self._decide(CheckpointDue(self._cause()))
+            self._decide(CheckpointDue(self.cause()))
         self._refresh()  # a step may take longer than the age at which status calls a run silent
         self.services.metrics.export(self.state)
         self.services.demand.look(self.state)
@@ -399,7 +398,7 @@ class Decider:
                 self.recorder.recoveries.died(message)
                 detail = "\n".join([f"{message.how} in {message.phase} of step {message.step}", *message.log_lines])
                 place = (message.step, message.phase, message.signal)
-                self._on_event(WorkerLost(self._cause(), message.worker, message.reason, detail, *place), {})
+                self._on_event(WorkerLost(self.cause(), message.worker, message.reason, detail, *place), {})
             case PartSaved(part):
                 self.storage.checkpoints.written(part)
                 self._commit_checkpoints()
@@ -415,7 +414,7 @@ class Decider:
                     self.shutdown.finish("RunFailed", reason, saved_step=step)
             case CheckpointsListed(checkpoints):
                 write_s = self.recorder.totals.checkpoints[-1]["total_s"] if self.recorder.totals.checkpoints else 0.0
-                self._decide(CheckpointsKnown(self._cause(), checkpoints, write_s))
+                self._decide(CheckpointsKnown(self.cause(), checkpoints, write_s))
             case CheckpointFailed(step, reason):
                 self.recorder.checkpoint_failed(step, reason)
             case Said(text):
@@ -522,7 +521,7 @@ class Decider:
             return False
         if not self.driver_feed.stopping[1]:  # a second driver's stop waits for the first one's checkpoint
             self.driver_feed.stopping = last.step, reason
-        self._decide(CheckpointDue(self._cause()))
+        self._decide(CheckpointDue(self.cause()))
         return True
 
     def _publish(self, records: Sequence[Notice]) -> None:
@@ -532,7 +531,7 @@ class Decider:
         if committed:
             newest = self.recorder.newest_vote
             if newest is not None and not isinstance(self.state.phase, Running):
-                self._decide(Published(self._cause(), newest))
+                self._decide(Published(self.cause(), newest))
             if self.storage.checkpoints.has_parts:
                 self._commit_checkpoints()
             for record in committed:
@@ -550,7 +549,7 @@ class Decider:
             and newest != self.state.newest_vote
             and (starts_closing(event) or awaits_newest(self.state, newest, self.clock()))
         ):
-            self._apply(Published(self._cause(), newest))
+            self._apply(Published(self.cause(), newest))
         self._apply(event)
 
     def _apply(self, event: Event) -> None:

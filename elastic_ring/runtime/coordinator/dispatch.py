@@ -64,7 +64,7 @@ class RayCalls:
         self._calls.put(partial(call, *arguments))
 
     def close(self, timeout_s: float) -> None:
-        """Make no more calls; queued ones are dropped. Returns once the present one has ended."""
+        """Drop the queued calls. Returns once the present one has ended."""
         self._closed.set()
         self._calls.put(None)
         self._thread.join(timeout=timeout_s)
@@ -74,14 +74,14 @@ class RayCalls:
             try:
                 call()
             except Exception:
-                # What was not removed is reported at the end as left behind.
+                # Actors that were not removed are reported at the end as left behind.
                 log.exception("a call to Ray failed")
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the members of one generation meet: built and dropped whole. `id`: (term, generation). `hosts`: those that
-    may come; empty for any."""
+    """The rendezvous of one generation's members, built and dropped whole. `id`: (term, generation). `hosts`: their
+    addresses; empty to let any host connect."""
 
     id: tuple[int, int]
     store: RendezvousStore
@@ -156,7 +156,7 @@ class Dispatcher:
                     log.info("%s: end of run: %s %s", command.cause, command.error or "success", command.message)
 
     def end_meeting(self) -> None:
-        """No member connects any more: close the store, with all that anybody has put there."""
+        """Close the rendezvous store: no member connects any more."""
         self._meeting = None
 
     def lost(self, worker: str) -> None:
@@ -171,7 +171,7 @@ class Dispatcher:
             self._node_monitor.kill(worker, "end of run")
 
     def watch(self, described: Mapping[str, Any]) -> None:
-        """Have a worker that an earlier coordinator started watched, unless it has been lost meanwhile."""
+        """Watch a worker that an earlier coordinator started, unless it has been lost meanwhile."""
         worker = described["worker"]
         handle = self._handles.get(worker)
         if handle is not None:
@@ -231,7 +231,7 @@ class Dispatcher:
 
         def sent(_: Any, error: BaseException | None) -> None:
             if isinstance(error, ActorDiedError):
-                # Prefer the agent's notice, which has the signal and the log tail; this one is the fallback.
+                # The agent's notice comes first, with the signal and the log tail; this is the fallback.
                 lost = WorkerLost(self._cause(), command.worker, "died", "Ray: the actor is dead")
                 threading.Timer(AGENT_FIRST_S, self._happened, args=(lost,)).start()
             elif error is not None:
@@ -254,5 +254,5 @@ class Dispatcher:
 
 
 def is_own_error(error: BaseException | None) -> bool:
-    """Whether a start failed by an error that the worker's own process raised, and would raise again."""
+    """Whether a start failed with an error of the worker's own process, which would come again."""
     return isinstance(error, RayTaskError) or (isinstance(error, ActorDiedError) and "creation task" in str(error))

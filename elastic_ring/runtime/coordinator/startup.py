@@ -126,7 +126,7 @@ def open_run(
     reading = _Reading(run_spec, refuse)
     has_claimed = is_restart and terms.has_claimed(run_spec.attempt)
     steps = begin(run.name, run.storage_uri, run_spec.attempt, has_claimed=has_claimed)
-    claim = _carried_out(steps, terms, run_spec.attempt, reading.read)
+    claim = _carry_out(steps, terms, run_spec.attempt, reading.read)
     folder.mkdir(parents=True, exist_ok=True)  # not before: a folder that was moved away must not seem to be there
     if reading.is_own:
         return Startup(claim, reading.num_written, tuple(reading.lines))
@@ -142,7 +142,7 @@ def open_run(
         set_aside(folder, keep_metrics=goes_on)
         run_storage.forget_end(run_spec.run)
         run_storage.reset_places(run_spec.run, goes_on=goes_on, was_finished=was_finished)
-    return Startup(claim, remarks=(*remarks, *_metrics(run_spec)))
+    return Startup(claim, remarks=(*remarks, *_restore_metrics(run_spec)))
 
 
 def open_when_stored(run: RunConfig, attempt: Callable[[], Startup], *, is_restart: bool) -> Startup:
@@ -177,10 +177,10 @@ def begin_note(run_spec: RunSpec, now: float) -> JournalLine:
     return cast("JournalLine", note)
 
 
-def _carried_out(
+def _carry_out(
     steps: Generator[Action, Any, TermClaim], terms: Terms, attempt: str, read_records: Callable[[], None]
 ) -> TermClaim:
-    """What `steps` ask for, against the storage."""
+    """Carry out the actions of `steps` against the storage; returns the claim."""
     own: TermClaim | None = None
     try:
         action = next(steps)
@@ -207,7 +207,7 @@ def _carried_out(
 
 
 class _Reading:
-    """The run's records as they were last read."""
+    """The run's journal as it was last read."""
 
     def __init__(self, run_spec: RunSpec, refuse: Callable[[Sequence[JournalLine]], None]) -> None:
         self._run_spec, self._refuse = run_spec, refuse
@@ -239,7 +239,7 @@ class _Reading:
 
 
 def _set_damaged_aside(run_spec: RunSpec, of_journal: Sequence[str]) -> list[str]:
-    """Rename what of an earlier attempt is damaged: nothing of it is needed. What is whole is moved by `set_aside`."""
+    """Rename the damaged records of an earlier attempt, none of which is needed; `set_aside` moves the others."""
     folder, remarks = run_spec.run.folder, []
     if of_journal:
         remarks.append(json_files.set_aside(folder / JOURNAL_NAME, of_journal[0]))
@@ -252,9 +252,9 @@ def _set_damaged_aside(run_spec: RunSpec, of_journal: Sequence[str]) -> list[str
     return remarks
 
 
-def _metrics(run_spec: RunSpec) -> list[str]:
-    """A run that resumes at a checkpoint keeps its metrics of earlier steps; a damaged file is written anew from its
-    undamaged lines. A run that begins at another run's checkpoint takes over its metrics. Returns lines to report."""
+def _restore_metrics(run_spec: RunSpec) -> list[str]:
+    """Keep the metrics of the steps before the checkpoint at which the run resumes; a damaged file is written anew from
+    its undamaged lines. At another run's checkpoint its metrics are copied. Returns lines to report."""
     resume, path, remarks = run_spec.resume, run_spec.run.folder / METRICS_NAME, []
     if not resume.checkpoints:
         return []
@@ -281,11 +281,11 @@ def _metrics(run_spec: RunSpec) -> list[str]:
 def refuse_to_begin(
     run_spec: RunSpec, begins: Sequence[JournalLine], *, is_restart: bool, remaining: Names, built: Callable[[], int]
 ) -> None:
-    """Whether a first coordinator of `run_spec` may begin where the journal has these beginnings.
+    """Check that a first coordinator of `run_spec` may begin where the journal has these beginnings.
 
     Raises RunFailed when the run has finished. In a process that Ray started again: RunFailed when the folder is
-    another submission's now, CoordinatorLost when workers of this run live whose journal is not to be seen from here,
-    JournalDamaged when there is none although they have trained: nobody can tell what was decided.
+    another submission's now, CoordinatorLost when workers of this run live but its journal is not visible from here,
+    JournalDamaged when the journal is missing although they have trained, as the decisions in it are lost.
     """
     run = run_spec.run
     if is_restart and begins and begins[-1]["now"] > run_spec.submitted_unix_s:

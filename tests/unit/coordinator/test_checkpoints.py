@@ -450,8 +450,8 @@ def test_a_file_that_the_coordinator_does_not_see_whole_keeps_the_checkpoint_fro
             run.keeper.written(part)
         run.keeper.look(step)
         failed = run.next(CheckpointFailed)
-        assert parts[1].file.name in failed.why
-        assert "storage_path must be one place for all nodes" in failed.why
+        assert parts[1].file.name in failed.reason
+        assert "storage_path must be one place for all nodes" in failed.reason
         assert run.is_silent()
     assert not list(tmp_path.glob("checkpoints/*/*/COMMIT.json"))
 
@@ -494,7 +494,7 @@ def test_whatever_keeps_a_checkpoint_from_counting_is_told_and_counts_as_failing
         for part in run.save(step, generation=2):
             run.keeper.written(part)
         run.keeper.look(step)
-        assert why in run.next(CheckpointFailed).why
+        assert why in run.next(CheckpointFailed).reason
         assert run.keeper.tries.failing_s > 0.0
 
 
