@@ -78,10 +78,16 @@ class Run:
         assert all(saver.wait(60.0) for saver in self.savers)
         return sorted(parts, key=lambda part: (part.dp_rank, part.cp_rank))
 
+    def write(self, step: int, generation: int = 1) -> list[CheckpointPart]:
+        """Every rank saves, and the keeper gets the parts."""
+        parts = self.save(step, generation)
+        for part in parts:
+            self.keeper.written(part)
+        return parts
+
     def commit(self, step: int, generation: int = 1) -> list[int]:
         """Every rank saves, the steps are on record, and what is old is removed; the steps that count then."""
-        for part in self.save(step, generation):
-            self.keeper.written(part)
+        self.write(step, generation)
         self.keeper.look(step)
         assert self.next(CheckpointCounts).checkpoint["step"] == step
         self.listed()
@@ -171,8 +177,7 @@ def test_a_checkpoint_that_counts_only_at_the_end_leaves_no_more_than_retention_
     """The deciding thread tells nobody to clean any more."""
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=1))
     run.commit(1)
-    for part in run.save(2):
-        run.keeper.written(part)
+    run.write(2)
     run.keeper.look(2)
     assert run.keeper.close(60.0, prunes=not goes_back)
     left = [2] if not goes_back else [1, 2]
@@ -324,8 +329,7 @@ def test_a_part_that_cannot_be_written_is_told_and_the_next_checkpoint_counts(tm
     assert run.next(CheckpointFailed).step == 1
     assert run.keeper.tries.failing_s > 0.0
     (folder / "checkpoints").unlink()
-    for part in run.save(2):
-        run.keeper.written(part)
+    run.write(2)
     run.keeper.look(1)
     assert run.next(CheckpointCounts).checkpoint["step"] == 2
     assert run.keeper.tries.failing_s == 0.0
@@ -346,8 +350,7 @@ def test_a_commit_that_failed_after_its_manifest_was_there_keeps_its_files(
 
     real = checkpoints.commit
     monkeypatch.setattr(checkpoints, "commit", commit)
-    for part in run.save(1):
-        run.keeper.written(part)
+    run.write(1)
     run.keeper.look(1)
     assert run.next(CheckpointCounts).checkpoint["step"] == 1
     assert [one.step for one in run.listed()] == [1]
@@ -406,8 +409,7 @@ def test_a_listing_that_fails_is_no_failed_checkpoint_and_a_commit_that_fails_is
         failing = ("", "")
         assert run.listed() == ()
         failing = ("PUT", "COMMIT.json")
-        for part in run.save(1):
-            run.keeper.written(part)
+        run.write(1)
         run.keeper.look(1)
         assert run.next(CheckpointFailed).step == 1
         assert run.keeper.tries.failing_s > 0.0
@@ -464,8 +466,7 @@ def test_a_coordinator_that_another_one_has_replaced_commits_nothing(tmp_path: P
             raise lost[0]
 
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=1), ask=ask)
-    for part in run.save(1):
-        run.keeper.written(part)
+    run.write(1)
     lost.append(TermLost("another submission has claimed term 2"))
     run.keeper.look(1)
     run.keeper.gone_back(0, (1, 2))
@@ -491,8 +492,7 @@ def test_whatever_keeps_a_checkpoint_from_counting_is_told_and_counts_as_failing
         if step == 3:
             run.commit(3)
             assert run.keeper.tries.failing_s == 0.0
-        for part in run.save(step, generation=2):
-            run.keeper.written(part)
+        run.write(step, generation=2)
         run.keeper.look(step)
         assert why in run.next(CheckpointFailed).reason
         assert run.keeper.tries.failing_s > 0.0
@@ -517,9 +517,7 @@ def test_a_newer_checkpoint_with_a_wrong_byte_does_not_push_out_the_last_that_wa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flipped(run: Run, step: int) -> list[int]:
-        parts = run.save(step)
-        for part in parts:
-            run.keeper.written(part)
+        parts = run.write(step)
         run.keeper.look(step)
         assert run.next(CheckpointCounts).checkpoint["step"] == step
         run.listed()
