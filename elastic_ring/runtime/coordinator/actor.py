@@ -361,7 +361,11 @@ class Decider:
         self.shutdown.report.look()
         if self.driver_feed.silent_s > self.run_spec.run.timeouts.lease_s:
             self._handle(Abandoned(f"no driver for {self.run_spec.run.timeouts.lease_s:.0f} s"))
-        self._end_if_checkpoints_fail()
+        limit_s = self.run_spec.run.checkpoint_config.fail_after_s
+        if self._checkpoints_failing_s > limit_s:  # at each tick, as a store that hangs raises nothing
+            reason = self.recorder.totals.last_checkpoint_missed or "nobody has said why"
+            limit = f"{limit_s:g} s (checkpoint.fail_after_s={limit_s:g})"
+            self.shutdown.finish("StorageFailed", f"no checkpoint could be written for {limit}; last: {reason}")
         # After a checkpoint that was not written the next one is not left to an interval of an hour.
         if isinstance(self.state.phase, Running) and self.storage.checkpoints.tries.take_retry():
             self._decide(CheckpointDue(self.cause()))
@@ -391,7 +395,11 @@ class Decider:
                 if not (saves and self._saves_first(reason)):  # then it must not wait for the journal
                     self.shutdown.finish("RunFailed", reason)
             case AgentAttached(node, reconnect_s):
-                self._warn_of_early_end(node, reconnect_s)
+                lease_s = self.run_spec.run.timeouts.lease_s
+                # Once, of a node that Ray ends before the driver gives up, where the head can come back at all.
+                if reconnect_s < lease_s and is_kept(environment()) and self.recorder.is_first("ends early", True):
+                    warning = warn_if_shorter(f"all processes of node {node}", reconnect_s, lease_s)
+                    self.recorder.recoveries.lines.append(warning)
             case WorkerFound(described):
                 self.dispatch.watch(described)
             case Death():
@@ -472,13 +480,6 @@ class Decider:
                 log.warning("planned fault %s fires in pid %d", fault, os.getpid())
                 time.sleep(SLOW_SAVE_S)
 
-    def _warn_of_early_end(self, node: str, reconnect_s: float) -> None:
-        """Warn once of a node that Ray ends before the driver gives up, where the head can come back at all."""
-        lease_s = self.run_spec.run.timeouts.lease_s
-        if reconnect_s < lease_s and is_kept(environment()) and self.recorder.is_first("ends early", True):
-            warning = warn_if_shorter(f"all processes of node {node}", reconnect_s, lease_s)
-            self.recorder.recoveries.lines.append(warning)
-
     def _commit_checkpoints(self) -> None:
         """Commit a checkpoint whose parts are written and whose steps are on record, on disk."""
         self.recorder.metrics.sync()
@@ -504,14 +505,6 @@ class Decider:
     def _checkpoints_failing_s(self) -> float:
         """For how long no checkpoint could be written, for whatever reason, even an unreported one."""
         return max(self.storage.checkpoints.tries.failing_s, self.recorder.detectors.checkpoints.overdue_s)
-
-    def _end_if_checkpoints_fail(self) -> None:
-        """Checked at each tick, as a store that hangs raises nothing."""
-        limit_s = self.run_spec.run.checkpoint_config.fail_after_s
-        if self._checkpoints_failing_s > limit_s:
-            reason = self.recorder.totals.last_checkpoint_missed or "nobody has said why"
-            limit = f"{limit_s:g} s (checkpoint.fail_after_s={limit_s:g})"
-            self.shutdown.finish("StorageFailed", f"no checkpoint could be written for {limit}; last: {reason}")
 
     def _saves_first(self, reason: str) -> bool:
         """Ask for a checkpoint before the end; False if there is no step to save or no time for it."""

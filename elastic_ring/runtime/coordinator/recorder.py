@@ -291,7 +291,7 @@ class RunRecorder:
         mesh = {"dp": change.mesh.dp, "cp": change.mesh.cp}
         self.tell(GenerationBegan(change.term, change.generation, mesh, change.reason))
         self._look_at_memory(state, change)
-        for version in state.corpus[self.totals.num_versions :]:
+        for version in state.corpus[self.totals.num[CorpusLengthened] :]:
             self.tell(CorpusLengthened(version.first_step, version.uri, version.digest))
             self.recoveries.say(f"from step {version.first_step} on the corpus is {version.uri}")
         if change.restored is not None and change.previous_mesh is None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.decisions.detectors import PressureWatch
+from elastic_ring.control.facts import CheckpointMissed, LossSpiked, MemoryNearlyFull, RankStraggled, WrongResult
 from elastic_ring.control.state import State, members, mesh_of, phase_name, spares
 from elastic_ring.gpus import peak_flops
 from elastic_ring.monitor.goodput import CLOCK_PARTS, TIME_PARTS
@@ -251,11 +252,11 @@ _ROWS: dict[str, Metric] = {
     ),
     "loss_spikes, steps": _recorder(
         "steps so far whose loss was far above those before (loss_spike), whatever was done about it",
-        lambda r: r.totals.num_spikes,
+        lambda r: r.totals.num[LossSpiked],
     ),
     "stragglers, ranks": _recorder(
         "how often so far a rank was slower than its peers for a whole window (straggler)",
-        lambda r: r.totals.num_stragglers,
+        lambda r: r.totals.num[RankStraggled],
     ),
     "slowest_rank_ratio": _recorder(
         "how many times as long as its peers the slowest rank worked in the newest step that measured it",
@@ -273,7 +274,7 @@ _ROWS: dict[str, Metric] = {
     ),
     "wrong_results, findings": _recorder(
         "how often so far ranks that must agree did not (corruption), whatever was done about it",
-        lambda r: r.totals.num_wrong,
+        lambda r: r.totals.num[WrongResult],
     ),
     # the mesh
     "mesh, ranks": _state(
@@ -335,7 +336,7 @@ _ROWS: dict[str, Metric] = {
     ),
     "memory_tight, times": _recorder(
         "how often so far memory was nearly full for eight steps in a row (memory pressure)",
-        lambda r: r.totals.num_tight,
+        lambda r: r.totals.num[MemoryNearlyFull],
     ),
     "memory_share_ratio": _memory(
         "how full memory was in the newest step: of what the fullest rank's device can give (device; 0 without a "
@@ -375,7 +376,7 @@ _ROWS: dict[str, Metric] = {
     "checkpoints, checkpoints": _recorder("checkpoints so far that count", lambda r: len(r.totals.checkpoints)),
     "checkpoints_missed, checkpoints": _recorder(
         "checkpoints so far that were due and do not count: not written, or the last one was still being written",
-        lambda r: r.totals.num_checkpoints_missed,
+        lambda r: r.totals.num[CheckpointMissed],
     ),
     "last_checkpoint_timestamp_seconds, seconds": _run(
         "Unix time at which the newest checkpoint began to count; of the coordinator's start before the first",
