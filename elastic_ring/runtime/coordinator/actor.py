@@ -601,16 +601,19 @@ class Decider:
 
     def _refresh(self) -> None:
         if self.files.is_status_due():
-            live = replace(
-                self.recorder.live,
-                now=self.clock(),
-                driver_silent_s=self.driver_feed.silent_s,
-                checkpoint_failing_s=self._checkpoints_failing_s,
-            )
-            self.recorder.live = self.node_monitor.live(live)
+            self.read_live()
             with self.storage_wait.declared():
                 self.files.write_status(self.state)
         self.driver_feed.outline(self.state)
+
+    def read_live(self) -> None:
+        live = replace(
+            self.recorder.live,
+            now=self.clock(),
+            driver_silent_s=self.driver_feed.silent_s,
+            checkpoint_failing_s=self._checkpoints_failing_s,
+        )
+        self.recorder.live = self.node_monitor.live(live)
 
 
 def starts_closing(event: Event) -> bool:

@@ -74,6 +74,7 @@ class Shutdown:
             concluded = {**end, "error": end["error"] or "RunFailed", "message": end["message"] or stopped}
         decider.storage.watch.close()
         self.report.doing("")
+        decider.read_live()
         decider.services.metrics.export(decider.state, failed=bool(concluded["error"]))
         begun = time.monotonic()
         self._release(concluded)

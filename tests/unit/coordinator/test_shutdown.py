@@ -28,6 +28,7 @@ from elastic_ring.runtime.agent.stamp_dir import hold
 from elastic_ring.runtime.coordinator import shutdown
 from elastic_ring.runtime.coordinator.actor import Decider
 from elastic_ring.runtime.coordinator.checkpoints import CheckpointKeeper, Writer
+from elastic_ring.runtime.coordinator.folds.run_totals import Live
 from elastic_ring.runtime.coordinator.inbox import (
     Abandoned,
     CheckpointCounts,
@@ -135,7 +136,9 @@ class Nobody:
     """Whoever else the coordinator speaks to, and hears nothing from."""
 
     weights_sha256 = ""
-    nodes: dict[str, Any]
+
+    def live(self, live: Live) -> Live:
+        return live
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **options: None
