@@ -19,7 +19,7 @@ from elastic_ring.attention.autolayout.choice import (
     rank,
     sparse_kernel_s,
 )
-from elastic_ring.attention.layouts.placement import tokens_max_over_mean
+from elastic_ring.attention.layouts.layout import tokens_max_over_mean
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse

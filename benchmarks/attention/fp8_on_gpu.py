@@ -27,7 +27,7 @@ from elastic_ring.attention.comm.exchange import Wire
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layouts.layout import zigzag
 from elastic_ring.attention.options import RingOptions
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 

@@ -22,9 +22,8 @@ from benchmarks.harness.results import write_json
 from elastic_ring.attention.autolayout.choice import Sizes
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
-from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.patterns.sparse import Pattern, SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from experiments.block_function import BlockFunction

@@ -26,9 +26,8 @@ from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.own_process import cpu_cost, in_own_process
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.patterns.families import BigBird
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule
-from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.patterns.sparse import Pattern, SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.plan.sparse_tiles import tiles

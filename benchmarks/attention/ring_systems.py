@@ -15,7 +15,7 @@ from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.options import RingOptions
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 

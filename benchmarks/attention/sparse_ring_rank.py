@@ -21,12 +21,10 @@ from benchmarks.peers.attention_systems import Tensors
 from elastic_ring.attention.comm.exchange import HopBuffers, HopLedger
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.kernels.registry import select
-from elastic_ring.attention.layouts.layout import make_layout
-from elastic_ring.attention.layouts.placement import work_max_over_mean
+from elastic_ring.attention.layouts.layout import make_layout, work_max_over_mean
 from elastic_ring.attention.options import STAGE_LIMIT_BYTES, RingOptions
 from elastic_ring.attention.patterns.families import BigBird
-from elastic_ring.attention.patterns.pattern import Pattern
-from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.patterns.sparse import Pattern, SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention

@@ -230,7 +230,7 @@ def difference(folder: Path, trained: str, exported: Path) -> tuple[float, float
 
     from elastic_ring import load_weights
     from elastic_ring.attention.layouts.layout import make_layout
-    from elastic_ring.attention.patterns.pattern import Pattern
+    from elastic_ring.attention.patterns.sparse import Pattern
     from elastic_ring.attention.plan.schedule import plan
     from elastic_ring.attention.ring import RingAttention
     from elastic_ring.integrations.transformers import ring_model

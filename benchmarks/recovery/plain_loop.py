@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.harness.worker_notes import StepWatch, WorkerNotes
 from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.options import RingOptions
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.data.loader import Loader

@@ -19,8 +19,8 @@ from elastic_ring.attention.lowering.ring_plans import PlanCache
 from elastic_ring.attention.options import RingOptions, check_options, check_tensors
 from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.parse import read_pattern
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Rule
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 

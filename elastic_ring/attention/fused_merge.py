@@ -108,7 +108,7 @@ def _merged(out, lse, part_at, part_lse_at, mask, inside):  # type: ignore[no-un
     high = tl.maximum(lse, part_lse)
     low = tl.minimum(lse, part_lse)
     merged = tl.where(high == float("-inf"), high, high + tl.log(1.0 + tl.exp(low - high)))
-    # A part of weight 0 must not change a bit, whatever it contains.
+    # A part of weight 0 must not change a bit, even if it contains NaN.
     return tl.where(nothing[:, None], out, out + weight[:, None] * (part - out)), merged
 
 
@@ -157,7 +157,7 @@ def _add_placed_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     dim = tl.arange(0, padded_dim)
     inside = row < num_rows
-    # If a ring fetches little, most rows get no share; these are neither read nor written.
+    # Rows without a share, most of them where a ring fetches little, are neither read nor written.
     grown = row < 0
     for hop in tl.static_range(num_hops):
         grown |= tl.load(places_ptr + hop * num_rows.to(tl.int64) + row, mask=inside, other=-1) >= 0
@@ -166,9 +166,9 @@ def _add_placed_kernel(  # type: ignore[no-untyped-def]
     total = tl.load(total_at, mask=mask, other=0.0).to(tl.float32)
     for hop in tl.static_range(num_hops):
         place = tl.load(places_ptr + hop * num_rows.to(tl.int64) + row, mask=inside, other=-1).to(tl.int64)
-        found = mask & (place >= 0)[:, None]
+        present = mask & (place >= 0)[:, None]
         inbox_at = inbox_ptr + batch * inbox_b + place[:, None] * inbox_s + dim[None, :]
-        total += tl.load(inbox_at, mask=found, other=0.0).to(tl.float32)
+        total += tl.load(inbox_at, mask=present, other=0.0).to(tl.float32)
     tl.store(total_at, total.to(total_ptr.dtype.element_ty), mask=mask)
 
 
@@ -260,22 +260,21 @@ def merge_all_(out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch
         return
     assert _is_rows_contiguous(out), "the running out must have contiguous rows"
     assert len(parts) <= MOST_AT_ONCE, f"{len(parts)} parts at once"
-    found = [(_rows_contiguous(part), part_lse) for part, part_lse in parts]
-    found += found[:1] * (MOST_AT_ONCE - len(parts))
+    pairs = [(_rows_contiguous(part), part_lse) for part, part_lse in parts]
+    pairs += pairs[:1] * (MOST_AT_ONCE - len(parts))
     padded_dim = triton.next_power_of_2(head_dim)
     block = max(1, 2048 // padded_dim)
     grid = (triton.cdiv(num_rows * num_heads, block), batch)
     _merge_kernel[grid](
         out,
         lse,
-        *(tensor for pair in found for tensor in pair),
+        *(tensor for pair in pairs for tensor in pair),
         num_rows,
         num_heads,
-        out.stride(0),
-        out.stride(1),
-        *(stride for part, _ in found for stride in part.stride()[:2]),
+        *out.stride()[:2],
+        *(stride for part, _ in pairs for stride in part.stride()[:2]),
         *lse.stride(),
-        *(stride for _, part_lse in found for stride in part_lse.stride()),
+        *(stride for _, part_lse in pairs for stride in part_lse.stride()),
         num_parts=len(parts),
         head_dim=head_dim,
         padded_dim=padded_dim,
@@ -292,16 +291,22 @@ def add_(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         add_(exact, parts)
         total.copy_(exact)
         return
+    assert total[0].is_contiguous(), "the running sum must have contiguous sequences"
+    size, block = total[0].numel(), 4096
     for first in range(0, len(parts), MOST_AT_ONCE):
-        _add_few(total, [_whole_contiguous(part) for part in parts[first : first + MOST_AT_ONCE]])
+        few = [part if part[0].is_contiguous() else part.contiguous() for part in parts[first : first + MOST_AT_ONCE]]
+        padded = [*few, *few[:1] * (MOST_AT_ONCE - len(few))]
+        strides = [tensor.stride(0) for tensor in (total, *padded)]
+        grid = (triton.cdiv(size, block), total.size(0))
+        _add_kernel[grid](total, *padded, size, *strides, num_parts=len(few), block=block)
 
 
 def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) -> None:
     """`merge.eager_add_placed_` on a GPU, for rows of `total` and `inbox` that are contiguous, with or without gaps
-    between rows. Each row of `total` that gets a share is read and written once; the others are not accessed."""
+    between rows. Each row of `total` with a share is read and written once; other rows are not accessed."""
     if total.numel() == 0 or places.numel() == 0:
         return
-    assert _is_whole_contiguous(total), "the running sum must have contiguous rows"
+    assert total[0].is_contiguous(), "the running sum must have contiguous rows"
     assert inbox.stride(2) == 1, "each share must be contiguous"
     batch, num_rows, head_dim = total.shape
     padded_dim = triton.next_power_of_2(head_dim)
@@ -312,8 +317,7 @@ def add_placed_(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) 
         places,
         num_rows,
         total.stride(0),
-        inbox.stride(0),
-        inbox.stride(1),
+        *inbox.stride()[:2],
         num_hops=places.size(0),
         head_dim=head_dim,
         padded_dim=padded_dim,
@@ -341,9 +345,7 @@ def gather_rows_(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: t
         v,
         rows,
         rows.numel(),
-        packed.stride(0),
-        packed.stride(1),
-        packed.stride(2),
+        *packed.stride()[:3],
         k.stride(0),
         v.stride(0),
         head_dim=head_dim,
@@ -384,26 +386,9 @@ def own_gradients(
     return weighted, dlse
 
 
-def _add_few(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    assert _is_whole_contiguous(total), "the running sum must have contiguous sequences"
-    size, block = total[0].numel(), 4096
-    padded = [*parts, *[parts[0]] * (MOST_AT_ONCE - len(parts))]
-    _add_kernel[(triton.cdiv(size, block), total.size(0))](
-        total, *padded, size, total.stride(0), *(part.stride(0) for part in padded), num_parts=len(parts), block=block
-    )
-
-
 def _is_rows_contiguous(x: torch.Tensor) -> bool:
     return x.stride(3) == 1 and (x.size(2) == 1 or x.stride(2) == x.size(3))
 
 
 def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if _is_rows_contiguous(x) else x.contiguous()
-
-
-def _is_whole_contiguous(x: torch.Tensor) -> bool:
-    return x[0].is_contiguous()
-
-
-def _whole_contiguous(x: torch.Tensor) -> torch.Tensor:
-    return x if _is_whole_contiguous(x) else x.contiguous()

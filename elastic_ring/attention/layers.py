@@ -21,9 +21,8 @@ from elastic_ring.attention.lowering.ring_plans import PlanCache, RingPlans
 from elastic_ring.attention.options import RingOptions, check_tensors
 from elastic_ring.attention.patterns.content import chosen_without_host, top_ks_of
 from elastic_ring.attention.patterns.layers import LayerPatterns
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule
-from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern
+from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS, Pattern, SparsePattern
 from elastic_ring.attention.plan.schedule import Schedule, plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.recomputation import SavedResult

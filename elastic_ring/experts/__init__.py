@@ -1,1 +1,1 @@
-"""Mixture-of-experts layers: who computes which token, where, and all experts' products in one call."""
+"""Mixture-of-experts layers: sorting tokens by expert, products of all experts in one call, exchanges in a ring."""

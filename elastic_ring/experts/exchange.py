@@ -1,11 +1,22 @@
-"""Rows to the ranks of a ring that hold their experts, and results back (expert parallelism inside the ring).
+"""Sends rows to the ranks of a ring that hold their experts, and results back (expert parallelism inside the ring);
+measures and balances the experts' loads. Sorting and products must not enter.
 
-Rank r holds the experts of rows [r * per, (r + 1) * per) of an expert parameter, the same rows that it holds where
-experts are gathered. Counts cross first, all to all; then each rank sends every other the rows of its experts. Every
-exchange is a node of autograd on every rank, without rows too: backward runs the same exchanges the other way.
+Rank r holds the experts of rows [r * per, (r + 1) * per) of an expert parameter, as where experts are gathered. Counts
+cross first, all to all; then each rank sends every other the rows of its experts. Every exchange is a node of autograd
+on every rank, without rows too: backward runs the same exchanges the other way.
 
-Where some rank would get more rows than plans have room for, all ranks send theirs in parts (`experts.parts`), one
-after the other. Of a part nothing is kept but what its rank sent: backward sends and computes it again.
+Where some rank would get more rows than plans have room for, all ranks send theirs in parts, one after the other. Of a
+part only the rows that its rank sent are kept: backward sends and computes it again. The cut follows from the loads
+alone, so all ranks cut alike and a repeated step has the same bits. A part has whole experts where these fit into it,
+so their products and gradients have the bits of a pass in one part, where the kernel is the same: on GPUs torch chooses
+it by the rows an expert has on average. An expert with more rows than a part is cut after so many rows: its gradient is
+a sum over its cuts, in their order.
+
+Loads are balanced by a bias on each expert's score, which counts for the choice only (Wang et al. 2024,
+arXiv:2408.15664), or by a loss (Fedus et al. 2021, arXiv:2101.03961). The bias is a parameter; its gradient is the
+number of tokens beyond its expert's equal share. So it is summed over slices and rings, voted on, applied, healed and
+saved as every gradient and parameter is, and recomputation does not count twice. An optimizer takes the sign of that
+gradient (`train.optim`): a bias falls or rises by the same small step.
 """
 
 from __future__ import annotations
@@ -16,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,23 +38,23 @@ from elastic_ring.attention.comm.all_to_all import AllToAll
 from elastic_ring.attention.comm.exchange import Group
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.costs import Placement, sends_tokens
-from elastic_ring.experts.order import Order, inverse_of, permuted
-from elastic_ring.experts.parts import all_parts, rows_of, sliced, spans_of
+from elastic_ring.experts.compute import Order, inverse_of, permute
 
 log = logging.getLogger(__name__)
 
 Phase = Literal["dispatch", "combine"]
 Products = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 """(weights of experts by name, rows sorted by expert, where each expert's end) -> a result for each row."""
+BIAS = "balance_bias"
+"""The end of the names of balancing biases."""
 _TAG = (1 << 30) + (1 << 20)
 """Larger than all tags of hops and of routing. Exchanges of one group follow each other, so one tag is enough."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """How rows of one call travel: how many go to each rank and come from it, and how those that came are sorted by
-    expert (`rows`, `back`, `ends` as in `Order`). `span`: the own experts that they are for, from one to before
-    another."""
+    """The routes of one call's rows: how many go to each rank and come from it, and how the received rows are sorted by
+    expert (`rows`, `back`, `ends` as in `Order`). `span`: the range [first, stop) of own experts that they are for."""
 
     outgoing: Sequence[int]
     incoming: Sequence[int]
@@ -86,16 +97,19 @@ class ExpertExchange:
         self._step, self.num_parted = step, 0
 
     def sent_bytes(self) -> int:
-        """Bytes sent in all exchanges since the last look."""
-        found = self.ledger.all_sent_bytes
+        """Bytes sent in all exchanges since the last call."""
+        num_bytes = self.ledger.all_sent_bytes
         self.ledger.clear()
-        return found
+        return num_bytes
 
     def routes(self, load: Tensor) -> list[Routes]:
-        """For this rank's `load` (E,), its rows for each expert: of one part after the other, as many on all ranks. The
-        host waits for the counts of all ranks."""
+        """The routes for this rank's `load` (E,), its rows for each expert: one for each part, as many on all ranks.
+        The host waits for the counts of all ranks."""
         num_experts, per = load.numel(), -(-load.numel() // self.cp)
-        counts = self._gathered(F.pad(load.long(), (0, self.cp * per - num_experts)))
+        padded = F.pad(load.long(), (0, self.cp * per - num_experts))
+        counts = padded.new_empty(self.cp, padded.numel())
+        counts[self.cp_rank] = padded
+        self._swap([padded] * self.cp, counts.unbind())
         by_rank = counts.view(self.cp, self.cp, per)  # (source, rank, its expert)
         theirs = by_rank[:, self.cp_rank]
         with self._waiting():
@@ -104,108 +118,167 @@ class ExpertExchange:
         self._check()
         num_own = max(0, min(per, num_experts - self.cp_rank * per))
         if self._most_rows is not None and max(arriving) > self._most_rows:
-            return self._in_parts(counts.cpu(), max(arriving), self._most_rows, load.device)
+            return self._routes_in_parts(counts.cpu(), max(arriving), self._most_rows, load.device)
         rows = _by_second(theirs, sum(incoming))
         ends = theirs.sum(0)[:num_own].cumsum(0).int()
         return [Routes(outgoing, incoming, rows, inverse_of(rows), ends, (0, num_own))]
 
-    def _in_parts(self, counts: Tensor, arriving: int, most_rows: int, device: torch.device) -> list[Routes]:
+    def _routes_in_parts(self, counts: Tensor, arriving: int, most_rows: int, device: torch.device) -> list[Routes]:
         """`counts`: (source, expert), in host memory."""
-        parts, found = all_parts(counts, self.cp, most_rows), []
+        parts, routes = all_parts(counts, self.cp, most_rows), []
         by_rank = counts.view(self.cp, self.cp, -1)
         for cuts in parts:
-            outgoing = [int(rows_of(by_rank[:, rank], cuts[rank])[self.cp_rank].sum()) for rank in range(self.cp)]
-            own, (first, stop) = cuts[self.cp_rank], spans_of(cuts[self.cp_rank])
-            theirs = rows_of(by_rank[:, self.cp_rank], own)
+            outgoing = [int(cut_counts(by_rank[:, rank], cuts[rank])[self.cp_rank].sum()) for rank in range(self.cp)]
+            own = cuts[self.cp_rank]
+            first, stop = (own[0].expert, own[-1].expert + 1) if own else (0, 0)
+            theirs = cut_counts(by_rank[:, self.cp_rank], own)
             loads = torch.zeros(stop - first, dtype=torch.int64)
             loads[torch.tensor([cut.expert - first for cut in own], dtype=torch.int64)] = theirs.sum(0)
             rows, ends = _by_second(theirs, int(theirs.sum())).to(device), loads.cumsum(0).int().to(device)
-            found.append(Routes(outgoing, theirs.sum(1).tolist(), rows, inverse_of(rows), ends, (first, stop)))
-        self._tell(len(parts), arriving, most_rows)
-        return found
-
-    def _tell(self, num_parts: int, arriving: int, most_rows: int) -> None:
+            routes.append(Routes(outgoing, theirs.sum(1).tolist(), rows, inverse_of(rows), ends, (first, stop)))
         self.num_parted += 1
         if arriving > self._most_seen:
             self._most_seen = arriving
             log.warning(
                 "experts: %d rows would be on one rank at a time in step %d, plans have room for %d: they come in %d "
                 "parts",
-                *(arriving, self._step, most_rows, num_parts),
+                *(arriving, self._step, most_rows, len(parts)),
             )
-
-    def _gathered(self, load: Tensor) -> Tensor:
-        """The loads of all ranks, (source, expert)."""
-        counts = load.new_empty(self.cp, load.numel())
-        counts[self.cp_rank] = load
-        self._swap([load] * self.cp, counts.unbind())
-        return counts
+        return routes
 
     def swap(self, rows: Tensor, outgoing: Sequence[int], incoming: Sequence[int], phase: Phase) -> Tensor:
-        """`outgoing[peer]` of the rows to each rank, in their order; what came from each, in rank order."""
+        """Send `outgoing[peer]` of the rows to each rank, in their order; returns the received rows, in rank order."""
         self._observe(phase, self._step, self._numbers[phase])
         self._numbers[phase] += 1
-        return self._swapped(rows.contiguous(), outgoing, incoming)
-
-    def _swapped(self, rows: Tensor, outgoing: Sequence[int], incoming: Sequence[int]) -> Tensor:
+        rows = rows.contiguous()
         arrived = rows.new_empty(sum(incoming), *rows.shape[1:])
-        given, taken = rows.split(list(outgoing)), arrived.split(list(incoming))
-        taken[self.cp_rank].copy_(given[self.cp_rank])
-        self._swap(given, taken)
+        outbox, inbox = rows.split(list(outgoing)), arrived.split(list(incoming))
+        inbox[self.cp_rank].copy_(outbox[self.cp_rank])
+        self._swap(outbox, inbox)
         return arrived
 
-    def _swap(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+    def _swap(self, outbox: Sequence[Tensor], inbox: Sequence[Tensor]) -> None:
         assert self._all_to_all is not None, "an exchange has failed before"
         try:
             with self._waiting():
-                self._all_to_all.swap(given, taken, _TAG)
+                self._all_to_all.swap(outbox, inbox, _TAG)
         except BaseException:
             self._all_to_all = None  # the traceback may live long, and with it the group's sockets
             raise
 
 
+# ------------------------------------------------------------ parts
+
+
+class Cut(NamedTuple):
+    """Rows [start, stop) of an expert, in the order of their sources."""
+
+    expert: int
+    start: int
+    stop: int
+
+
+def rank_parts(loads: Sequence[int], most_rows: int) -> list[list[Cut]]:
+    """The parts of a rank whose experts have these loads, each of at most `most_rows`."""
+    parts: list[list[Cut]] = [[]]
+    room = most_rows
+    for expert, load in enumerate(loads):
+        for start in range(0, load, most_rows):
+            cut = Cut(expert, start, min(load, start + most_rows))
+            if cut.stop - cut.start > room:
+                parts.append([])
+                room = most_rows
+            parts[-1].append(cut)
+            room -= cut.stop - cut.start
+    return parts
+
+
+def all_parts(counts: Tensor, cp: int, most_rows: int) -> list[list[list[Cut]]]:
+    """By part and rank, the cuts of its own experts. `counts`: int64 (source, expert), with as many experts a rank.
+    All ranks have as many parts, some of them empty."""
+    by_rank = [rank_parts(loads, most_rows) for loads in counts.sum(0).view(cp, -1).tolist()]
+    number = max(map(len, by_rank))
+    filled = [parts + [[]] * (number - len(parts)) for parts in by_rank]
+    return [[parts[index] for parts in filled] for index in range(number)]
+
+
+def cut_counts(counts: Tensor, cuts: Sequence[Cut]) -> Tensor:
+    """int64 (source, cut): how many rows of each cut a source has. `counts` (source, expert)."""
+    experts = torch.tensor([cut.expert for cut in cuts], dtype=torch.int64)
+    start, stop = (torch.tensor([cut[end] for cut in cuts], dtype=torch.int64) for end in (1, 2))
+    last = counts.cumsum(0)[:, experts]
+    first = last - counts[:, experts]
+    return (last.minimum(stop) - first.maximum(start)).clamp_min(0)
+
+
+def slice_experts(weight: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """The experts [first, stop) of each part. The gradient of an expert in several parts is summed in their order."""
+    slices: tuple[Tensor, ...] = _SliceExperts.apply(weight, spans)
+    return slices
+
+
+class _SliceExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
+        ctx.spans, ctx.shape = spans, weight.shape
+        return tuple(weight[first:stop] for first, stop in spans)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total, done = grads[0].new_zeros(ctx.shape), 0
+        for (first, stop), grad in zip(ctx.spans, grads, strict=True):
+            again = max(0, min(done, stop) - first)
+            total[first : first + again] += grad[:again]
+            total[first + again : stop] = grad[again:]
+            done = max(done, stop)
+        return total, None
+
+
+# ------------------------------------------------------------ autograd
+
+
 def _by_second(counts: Tensor, total: int) -> Tensor:
-    """The order by the second index, those of one in the order of the first. `counts` (first, second): how many rows
-    lie by the first index, then by the second; `total` of them."""
+    """The order of rows sorted by the second index, then by the first. `counts` (first, second): the numbers of rows,
+    which lie by the first index, then by the second; `total` in all."""
     seconds = torch.arange(counts.size(1), device=counts.device).repeat(counts.size(0))
     return torch.sort(seconds.repeat_interleave(counts.flatten(), output_size=total), stable=True).indices
 
 
-def computed(layer: Any, order: Order, rows: Tensor, products: Products) -> Tensor:
-    """The results of this rank's rows (N, width), sorted by expert; the rank that holds an expert computes its rows."""
+def run_experts(layer: Any, order: Order, rows: Tensor, products: Products) -> Tensor:
+    """The results of this rank's rows (N, width), sorted by expert, each computed by the rank that holds its expert."""
     exchange: ExpertExchange | None = layer.exchange
     if layer.meter is not None:
         layer.meter.add(layer, order.load)
-    weights = {name: _own_rows(param, rows.dtype) for name, param in layer.named_parameters(recurse=False)}
+    weights = {name: _local_experts(param, rows.dtype) for name, param in layer.named_parameters(recurse=False)}
     if exchange is None:
         return products(weights, rows, order.ends)
     routes = exchange.routes(order.load)
     if len(routes) == 1:
-        return _on_their_ranks(exchange, routes[0], products, list(weights), rows, *weights.values())
+        return _run_on_holders(exchange, routes[0], products, list(weights), rows, *weights.values())
     pieces = rows.split([part.outgoing[rank] for rank in range(exchange.cp) for part in routes])
     spans = [part.span for part in routes]
-    of_parts = zip(*(sliced(weight, spans) for weight in weights.values()), strict=True)
+    of_parts = zip(*(slice_experts(weight, spans) for weight in weights.values()), strict=True)
     results = []
     for index, (part, own) in enumerate(zip(routes, of_parts, strict=True)):
-        compute = partial(_on_their_ranks, exchange, part, products, list(weights))
-        given = torch.cat(pieces[index :: len(routes)])
-        back = checkpoint(compute, given, *own, use_reentrant=False, preserve_rng_state=False)
+        compute = partial(_run_on_holders, exchange, part, products, list(weights))
+        outgoing = torch.cat(pieces[index :: len(routes)])
+        back = checkpoint(compute, outgoing, *own, use_reentrant=False, preserve_rng_state=False)
         results.append(back.split(list(part.outgoing)))
     return torch.cat([back[rank] for rank in range(exchange.cp) for back in results])
 
 
-def _on_their_ranks(
+def _run_on_holders(
     exchange: ExpertExchange, part: Routes, products: Products, names: Sequence[str], rows: Tensor, *weights: Tensor
 ) -> Tensor:
-    arrived: Tensor = _Sent.apply(rows, exchange, part.outgoing, part.incoming, "dispatch")
+    arrived: Tensor = _SwapRows.apply(rows, exchange, part.outgoing, part.incoming, "dispatch")
     own = dict(zip(names, weights, strict=True))
-    results = products(own, permuted(arrived, part.rows, part.back), part.ends)
-    by_source = permuted(results, part.back, part.rows)
-    back: Tensor = _Sent.apply(by_source, exchange, part.incoming, part.outgoing, "combine")
+    results = products(own, permute(arrived, part.rows, part.back), part.ends)
+    by_source = permute(results, part.back, part.rows)
+    back: Tensor = _SwapRows.apply(by_source, exchange, part.incoming, part.outgoing, "combine")
     return back
 
 
-class _Sent(torch.autograd.Function):
+class _SwapRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -225,7 +298,7 @@ class _Sent(torch.autograd.Function):
 
 
 def ring_sum(values: Tensor, group: Group | None) -> Tensor:
-    """The sum over the ring of a short tensor, in rank order; no gradient passes. None: a ring of one."""
+    """The sum over the ring of a short tensor, in rank order, without a gradient. None: a ring of one."""
     if group is None:
         return values
     cp, own = group.size(), group.rank()
@@ -238,25 +311,25 @@ def ring_sum(values: Tensor, group: Group | None) -> Tensor:
 
 
 def expert_layers(model: nn.Module) -> Iterator[Any]:
-    """The modules whose own parameters have an expert in each row. They have `experts_per_token`, the `width` of a row
-    that travels, `exchange`, which is None while their weights are gathered, and `meter`, None where nobody counts."""
+    """The modules whose own parameters have an expert in each row. They have `experts_per_token`, the `width` of a
+    sent row, `exchange`, None while their weights are gathered, and `meter`, None where loads are not counted."""
     return (
         module for module in model.modules() if hasattr(module, "experts_per_token") and hasattr(module, "exchange")
     )
 
 
-def sends(asked: Placement, layer: Any, cp: int, tokens: int, element_bytes: int) -> bool:
+def sends(placement: Placement, layer: Any, cp: int, tokens: int, element_bytes: int) -> bool:
     """Whether rows of a rank's `tokens` travel to this layer's experts, and not their weights."""
     num_parameters = sum(param.numel() for param in layer.parameters(recurse=False))
-    return sends_tokens(asked, cp, num_parameters, tokens, layer.experts_per_token, layer.width, element_bytes)
+    return sends_tokens(placement, cp, num_parameters, tokens, layer.experts_per_token, layer.width, element_bytes)
 
 
 def spread(layers: Sequence[Any], ring: Any) -> set[nn.Parameter]:
-    """Give each rank of the ring's mesh the rows of its experts, where FSDP2 would put them; the new parameters, which
-    FSDP2 is to leave alone. Parameters must have no values yet."""
+    """Give each rank of the ring's mesh the rows of its experts, where FSDP2 would put them. Parameters must have no
+    values yet. Returns the new parameters, which FSDP2 must leave alone."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    made = set()
+    spread_params = set()
     for layer in layers:
         for name, param in list(layer.named_parameters(recurse=False)):
             rows = nn.Parameter(
@@ -264,14 +337,92 @@ def spread(layers: Sequence[Any], ring: Any) -> set[nn.Parameter]:
                 requires_grad=param.requires_grad,
             )
             setattr(layer, name, rows)
-            made.add(rows)
-    return made
+            spread_params.add(rows)
+    return spread_params
 
 
-def _own_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The experts of a weight that this rank computes with, in the type that it computes in."""
-    if hasattr(weight, "to_local"):  # rows that `spread` has given
+def _local_experts(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """This rank's experts of a weight, or all, in the type of its computation."""
+    if hasattr(weight, "to_local"):  # after `spread`
         from torch.distributed.tensor import Shard
 
         weight = weight.to_local(grad_placements=[Shard(0)])
     return weight.to(dtype)
+
+
+# ------------------------------------------------------------ balance
+
+
+class LoadMeter:
+    """Measures how unevenly the tokens of a ring fall on experts in a step. `layers`: of `expert_layers`. A layer that
+    is recomputed in backward adds all its loads once more, which changes no share."""
+
+    def __init__(self, layers: Sequence[Any], group: Group | None, device: torch.device) -> None:
+        nums = [next(layer.parameters(recurse=False)).shape[0] for layer in layers]
+        self._nums = torch.tensor(nums, device=device)
+        self._rows = {layer: row for row, layer in enumerate(layers)}
+        self._loads = torch.zeros(len(layers), max(nums), dtype=torch.int64, device=device)
+        self._group = group
+        for layer in layers:
+            layer.meter = self
+
+    def leave(self) -> None:
+        """Drop the group: layers may live as long as an error's traceback, and with the group its sockets."""
+        self._group = None
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._loads.zero_()
+
+    def add(self, layer: Any, load: Tensor) -> None:
+        """Add this rank's tokens for each expert, (E,), of one pass."""
+        self._loads[self._rows[layer], : load.size(0)].add_(load)
+
+    def largest(self) -> Tensor:
+        """The largest load of an expert divided by its fair share, over all layers; 0 without tokens. A scalar on the
+        device, after an exchange in the ring."""
+        loads = ring_sum(self._loads, self._group)
+        return (loads.amax(1) * self._nums / loads.sum(1).clamp_min(1)).amax().double()
+
+
+def with_excess(weights: Tensor, bias: Tensor, load: Tensor) -> Tensor:
+    """Returns `weights` unchanged; in backward the gradient of `bias` (E,) is the excess of `load` (E,) over an equal
+    share."""
+    same: Tensor = _Excess.apply(weights, bias, load)
+    return same
+
+
+def balancing_loss(logits: Sequence[Tensor], top_k: int, group: Group | None, num_targets: Tensor) -> Tensor:
+    """A rank's part of E sum_e f_e P_e, times the targets of the whole sequence: it adds up as sums of losses do.
+
+    `logits`: of each layer's router, (T, E) for this rank's tokens. f_e: the share of all choices that fell on expert
+    e, P_e: the mean probability of e, both over all layers and all tokens of the ring's sequence, as in transformers.
+    Choices are counted over the ring in forward; no gradient passes through them.
+    """
+    num_experts = logits[0].size(-1)
+    experts = torch.arange(num_experts, device=logits[0].device)
+    counts, shares = torch.zeros_like(experts), torch.zeros(num_experts, device=experts.device)
+    for layer in logits:
+        likely = layer.float().softmax(-1)
+        chosen = likely.detach().topk(top_k, dim=-1).indices
+        for choice in chosen.unbind(1):
+            counts = counts + (choice[:, None] == experts).sum(0)
+        shares = shares + likely.sum(0)
+    num_rows = counts.new_tensor([len(logits) * logits[0].size(0)])
+    whole = ring_sum(torch.cat([counts, num_rows, num_targets.reshape(1).to(counts.dtype)]), group).float()
+    rows, targets = whole[num_experts], whole[num_experts + 1]
+    return num_experts * (whole[:num_experts] / rows * (shares / rows)).sum() * targets
+
+
+class _Excess(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, bias: Tensor, load: Tensor) -> Tensor:
+        ctx.save_for_backward(load)
+        ctx.dtype = bias.dtype
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (load,) = ctx.saved_tensors
+        counts = load.to(torch.float32)
+        return grads[0], (counts - counts.mean()).to(ctx.dtype), None

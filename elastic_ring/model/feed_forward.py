@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_ring.attention.recomputation import Start
-from elastic_ring.experts.balance import LoadMeter, with_excess
-from elastic_ring.experts.compute import grouped_linear
-from elastic_ring.experts.exchange import ExpertExchange, computed
-from elastic_ring.experts.order import Order, taken
+from elastic_ring.experts.compute import Order, grouped_linear, select_scores
+from elastic_ring.experts.exchange import ExpertExchange, LoadMeter, run_experts, with_excess
 from elastic_ring.model import liger
 from elastic_ring.model.config import ModelConfig
 
@@ -94,7 +92,7 @@ class Experts(nn.Module):
             gate, up = grouped_linear(rows, weights["gate_up"], ends).chunk(2, dim=-1)
             return grouped_linear(F.silu(gate) * up, weights["down"], ends)
 
-        return order.gather(computed(self, order, order.spread(tokens), swiglu), weights)
+        return order.gather(run_experts(self, order, order.spread(tokens), swiglu), weights)
 
 
 class MoE(nn.Module):
@@ -121,6 +119,6 @@ class MoE(nn.Module):
         scores = F.linear(tokens.to(wide), self.router.weight.to(wide)).sigmoid()
         chosen = (scores.detach() + self.balance_bias.detach().to(wide)).topk(self.experts_per_token, dim=-1).indices
         order = Order.of(chosen, scores.size(-1))
-        weights = taken(scores, chosen)
+        weights = select_scores(scores, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return order, with_excess(weights, self.balance_bias, order.load)

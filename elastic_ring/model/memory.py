@@ -205,7 +205,7 @@ class Activations:
     @cached_property
     def uneven_bytes(self) -> int:
         """Room for more than a rank's fair share of experts' rows, of which backward holds four of a row's width, and
-        six activations inside an expert. Rows beyond that room come in parts (`experts.parts`)."""
+        six activations inside an expert. Rows beyond that room come in parts (`experts.exchange`)."""
         if not self.units.sent:
             return 0
         inner = self._rows_bytes // self.units.config.width * self.units.config.expert_width

@@ -19,8 +19,7 @@ from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.comm.ledger import HopTally
 from elastic_ring.attention.lowering.ring_plans import PlanCache
 from elastic_ring.data.loader import Loader
-from elastic_ring.experts.balance import LoadMeter
-from elastic_ring.experts.exchange import ExpertExchange
+from elastic_ring.experts.exchange import ExpertExchange, LoadMeter
 from elastic_ring.mesh import Coordinate, Mesh
 
 

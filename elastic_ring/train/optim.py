@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from elastic_ring.config import CpuOffload, OptimConfig
-from elastic_ring.experts.balance import BIAS
+from elastic_ring.experts.exchange import BIAS
 
 __all__ = ["OptimConfig", "OptimizerFactory", "Schedule", "learning_rate", "make_optimizer"]
 
@@ -77,7 +77,7 @@ def check_schedule(schedule: Schedule | None, config: OptimConfig, num_steps: in
 
 
 def is_balance(name: str) -> bool:
-    """Whether a parameter is a bias that balances experts (`experts.balance`)."""
+    """Whether a parameter is a bias that balances experts (`experts.exchange`)."""
     return name.rpartition(".")[2] == BIAS
 
 

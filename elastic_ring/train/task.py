@@ -20,7 +20,7 @@ from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.lowering.ring_plans import PlanCache
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.layers import LayerPatterns
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.config import StepConfig

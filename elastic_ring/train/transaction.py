@@ -25,8 +25,7 @@ from elastic_ring.control.decisions.loss_spikes import SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.sampling.order import SampleOrder
-from elastic_ring.experts.balance import LoadMeter
-from elastic_ring.experts.exchange import expert_layers
+from elastic_ring.experts.exchange import LoadMeter, expert_layers
 from elastic_ring.state.checkpoints.checkpoint import Reader
 from elastic_ring.state.device_sums import squared_norm
 from elastic_ring.state.header import Counters

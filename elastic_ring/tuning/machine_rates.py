@@ -23,7 +23,7 @@ from torch import Tensor
 
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.options import RingOptions
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.forecast.sizing.rates import AttentionRate, Collective, GroupBuild, Product

@@ -2,8 +2,8 @@
 
 The trial follows its run as a driver does and reports at each validation. A trial that is killed attaches to the run
 again, or has it resume from its checkpoint. Tune stops trials that lost, pauses others and stops all after Ctrl-C, and
-a trial cannot tell which: its run ends where it stands and stays, and the same trial has it resume. Tune waits only
-10 s for that, so a run's own end is awaited in its last step.
+a trial cannot distinguish these: its run ends where it stands, its records stay, and the same trial resumes it. Tune
+waits only 10 s for that, so a run's own end is awaited in its last step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RETRY_S = 1.0
 RETRIED = (CoordinatorLost, JournalDamaged, StorageFailed)
 """Errors that are not the pattern's: Tune starts the trial again, up to its `max_failures`."""
 CPUS = 0.01
-"""Of the trial itself, which only waits; its workers ask for what the trainer says."""
+"""CPUs of the trial itself, which only waits; its workers take the trainer's resources."""
 
 
 class ReportGate(Callback):

@@ -1,4 +1,4 @@
-"""What a search has found: means and spread over seeds, the front as a table, a picture and JSON, what to run next.
+"""The results of a search: means and spread over seeds, the front as a table, a plot and JSON, the next run.
 
 All objectives are minimised. Nothing is trained and no trial is chosen in here.
 """

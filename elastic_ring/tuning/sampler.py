@@ -1,4 +1,4 @@
-"""Which pattern to train next, when bytes and density are known for the whole space and only quality needs training.
+"""Chooses the next pattern to train: bytes and density are known for the whole space, only quality needs training.
 
 `ProxySampler` is an Optuna sampler that fits a small regression from cheap features to the loss, and proposes the
 pattern with the largest expected gain of hypervolume. No Ray and no training in here.

@@ -237,8 +237,8 @@ def _fit(tuner: ray_tune.Tuner) -> ray_tune.ResultGrid:
 
 
 def store_settings(out: Path, settings: Mapping[str, str | int], identity: Identity) -> None:
-    """Store what defines the search next to its results: its settings, and the contents behind them, which may have
-    changed under the same names.
+    """Store the settings of the search next to its results, with the contents behind them, which may change under the
+    same names.
 
     Raises: ValueError where a search is continued with others.
     """
@@ -252,7 +252,7 @@ def store_settings(out: Path, settings: Mapping[str, str | int], identity: Ident
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; give another --out") from error
     if not isinstance(begun, dict) or IDENTITY not in begun:
-        raise ValueError(f"{path} does not say with what the search was begun; give another --out")
+        raise ValueError(f"{path} does not have the settings of the search; give another --out")
     contents = begun.pop(IDENTITY)
     changed = [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]
     reasons = [f"{name} {begun.get(name)}, not {settings.get(name)}" for name in changed]
@@ -264,7 +264,7 @@ def store_settings(out: Path, settings: Mapping[str, str | int], identity: Ident
 
 def _make_private(out: Path) -> None:
     """Make `out` and the folder of the search's state, which Ray Tune unpickles, so that its content is executed.
-    Raises ValueError where somebody else may have written there."""
+    Raises ValueError where another user may have written there."""
     out.mkdir(mode=0o755, parents=True, exist_ok=True)
     (out / NAME).mkdir(mode=0o700, exist_ok=True)
     for folder, forbidden in ((out, 0o022), (out / NAME, 0o077)):
@@ -279,11 +279,11 @@ def _make_private(out: Path) -> None:
 
 
 def _close(folder: Path, about: os.stat_result, forbidden: int) -> bool:
-    """Remove the `forbidden` permissions, as a umask of 002 gives them, where nobody has used them: each entry is this
-    user's or root's and, in the folder that is unpickled, could not be written by anybody else."""
+    """Remove the `forbidden` permissions, as a umask of 002 gives them, where they were not used: each entry is this
+    user's or root's and, in the folder that is unpickled, not writable by other users."""
     if about.st_uid != os.geteuid():
         return False
-    folder.chmod(stat.S_IMODE(about.st_mode) & ~forbidden)  # first, so that nobody adds an entry meanwhile
+    folder.chmod(stat.S_IMODE(about.st_mode) & ~forbidden)  # first, so that no entry is added meanwhile
     is_state = forbidden == 0o077
     entries, writable = (folder.rglob("*"), 0o022) if is_state else (folder.iterdir(), 0)
     for entry in map(Path.lstat, entries):

@@ -40,7 +40,7 @@ OWN = {"pattern", "family", "density", "block", "layers", "seed"}
 OFF = 0.2
 """Largest relative distance of a family's density from the one asked for; beyond it the point does not exist."""
 GRAINS, MOST_STEPS, COUNTED_BLOCK = 64, 64, 8
-"""Windows are multiples of 1 / GRAINS of the context. A family is tried at so many sizes, in blocks of 8 tokens."""
+"""Windows are multiples of 1 / GRAINS of the context. A family has up to MOST_STEPS sizes, counted in blocks of 8."""
 COARSE_BLOCKS = 128
 """Number of blocks of a sequence in which features are counted."""
 

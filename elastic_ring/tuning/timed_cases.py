@@ -18,8 +18,7 @@ from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import BigBird
-from elastic_ring.attention.patterns.pattern import Pattern
-from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.patterns.sparse import Pattern, SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention

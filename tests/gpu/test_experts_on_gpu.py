@@ -10,8 +10,7 @@ import torch
 
 from elastic_ring import CheckpointConfig
 from elastic_ring.experts import compute
-from elastic_ring.experts.compute import grouped_linear, product_kind
-from elastic_ring.experts.order import Order
+from elastic_ring.experts.compute import Order, grouped_linear, product_kind
 from tests.gpu.test_durable_on_gpu import SAME, SMALL, own_ray, run
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +44,7 @@ def test_a_grouped_product_and_its_gradients_repeat_a_hundred_times() -> None:
 
 @pytest.mark.parametrize("cut", [1, 20, 47])
 def test_products_of_some_experts_have_the_bits_that_they_have_among_all(cut: int) -> None:
-    """As rows come in parts (`experts.parts`)."""
+    """As rows come in parts (`experts.exchange`)."""
     torch.manual_seed(0)
     order = Order.of(torch.rand(4096, 64, device="cuda").topk(8).indices % 61, 64)
     rows = torch.randn(order.rows.numel(), 1024, dtype=torch.bfloat16, device="cuda")

@@ -12,10 +12,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.quality.small.families import Family
-from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.layouts.placement import work_max_over_mean
-from elastic_ring.attention.patterns.pattern import Pattern
-from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.layouts.layout import Layout, contiguous, work_max_over_mean, zigzag
+from elastic_ring.attention.patterns.sparse import Pattern, SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 

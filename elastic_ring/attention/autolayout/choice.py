@@ -9,8 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.layouts.placement import balanced, residue_class, striped, work_max_over_mean
+from elastic_ring.attention.layouts.layout import (
+    Layout,
+    balanced,
+    contiguous,
+    residue_class,
+    striped,
+    work_max_over_mean,
+    zigzag,
+)
 from elastic_ring.attention.patterns.families import Dilated
 from elastic_ring.attention.patterns.rules import Rule, Strided, Union
 from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS, SparsePattern

@@ -23,12 +23,10 @@ from elastic_ring.attention.autolayout.choice import (
     price,
     rank,
 )
-from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.layouts.placement import balanced, tokens_max_over_mean
+from elastic_ring.attention.layouts.layout import Layout, balanced, contiguous, tokens_max_over_mean, zigzag
 from elastic_ring.attention.patterns.layers import LayerPatterns
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule
-from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.patterns.sparse import Pattern, SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.costs import CostModel

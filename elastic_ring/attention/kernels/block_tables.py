@@ -54,8 +54,8 @@ class BlockTables:
     `own` and `full` list key blocks per query block, for forward; `own_by_key` and `full_by_key` list query blocks
     per key block, for backward. Fetched keys have no diagonal blocks: all counts of `own` are 0. `all_rows`: the
     queries are all queries of a rank, so their number is the same in every call; `all_keys`: the same for keys.
-    `whole`: the tables of all heads and the first head of this subset, if this is a subset. `derived` caches what
-    kernels derive from the tables.
+    `whole`: the tables of all heads and the first head of this subset, if this is a subset. `derived` caches
+    objects that kernels derive from the tables.
     """
 
     own: BlockLists

@@ -1,5 +1,4 @@
-"""The description of an attention kernel: what it covers, on which devices, and the functions that run it. No
-selection and no tests in this file."""
+"""The description of an attention kernel: its covers, devices and functions. No selection and no tests in this file."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ class Kernel:
     documents takes `documents`, of one sequence (B = 1), with `causal`; a kernel over tables takes `tables` in place
     of `causal`. `attend` and `gradients` make the call for any cover.
 
-    - `covers`: the kinds of calls that it serves; "masked_tables" are those with blocks that are kept in part.
-    - `max_head_dim`: None means no limit. `head_dims`: the only ones, if not None.
+    - `covers`: the kinds of calls that it serves; "masked_tables" are tables with partial blocks.
+    - `max_head_dim`: None means no limit. `head_dims`: the only supported dimensions, if not None.
     - `deterministic_backward`: a bitwise repeatable form, for a kernel whose `backward` is not.
     - `min_capability`: the lowest CUDA compute capability.
     - `keeps_type`: results have the inputs' type, already rounded; otherwise the accumulation type.

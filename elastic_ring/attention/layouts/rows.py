@@ -6,7 +6,7 @@ Tensor indexing only: block tables, kernels and communication must not enter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,26 +16,29 @@ MOST_AT_ONCE = 3
 """Parts of the same rows that are merged in one pass over memory: the limit of the fused kernel."""
 
 
-class Rows(Protocol):
-    """Selects (token, query head) pairs of a rank. `take` gathers x (B, S, H, ...) to (B, n, h, ...), and `put_back`
-    writes such a part back to x; where `take` returned a view it does nothing."""
+class Rows:
+    """Selects (token, query head) pairs of a rank."""
 
-    def take(self, x: torch.Tensor) -> torch.Tensor: ...
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, S, H, ...) to (B, n, h, ...)."""
+        raise NotImplementedError
 
-    def put_back(self, x: torch.Tensor, part: torch.Tensor) -> None: ...
+    def put_back(self, x: torch.Tensor, part: torch.Tensor) -> None:
+        """Write such a part back to x; nothing to do where `take` returned a view."""
 
     def run(self, num_heads: int) -> Range | None:
         """The token range, if it is contiguous and `take` selects all `num_heads` heads in order; else None."""
-        ...
+        return None
 
     def head_run(self, num_heads: int) -> range | None:
         """The heads, if `take` selects a contiguous range of tokens and of heads; else None."""
-        ...
+        return None
 
 
-class Span(NamedTuple):
-    """Tokens [start, stop) of the heads `heads` (None: all): always a view, and x itself where it is all of it, since a
-    view costs the host microseconds."""
+@dataclass(frozen=True)
+class Span(Rows):
+    """Tokens [start, stop) of the heads `heads` (None: all): a view, or x itself where it is all of it, because a view
+    costs the host microseconds."""
 
     start: int
     stop: int
@@ -46,9 +49,6 @@ class Span(NamedTuple):
             x = x.narrow(1, self.start, self.stop - self.start)
         return x if self.heads is None else x.narrow(2, self.heads[0], self.heads[1] - self.heads[0])
 
-    def put_back(self, x: torch.Tensor, part: torch.Tensor) -> None:
-        pass
-
     def run(self, num_heads: int) -> Range | None:
         return (self.start, self.stop) if self.heads in (None, (0, num_heads)) else None
 
@@ -57,7 +57,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Scattered:
+class Scattered(Rows):
     """Ranges of tokens, of any heads: a view where both are contiguous, else a copy."""
 
     tokens: tuple[Range, ...]
@@ -76,12 +76,6 @@ class Scattered:
         else:
             x[:, rows[:, None], torch.tensor(self.heads)[None, :]] = part
 
-    def run(self, num_heads: int) -> Range | None:
-        return None
-
-    def head_run(self, num_heads: int) -> range | None:
-        return None
-
 
 def select_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
     """x[:, :, heads], (B, S, len(heads), D): a view if the heads are consecutive, else a copy."""
@@ -98,7 +92,7 @@ def as_index(ranges: tuple[Range, ...]) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class OneGroup:
+class OneGroup(Rows):
     """Tokens of one range of heads: a view for a slice of tokens, a copy for an index (n,) int64."""
 
     tokens: slice | torch.Tensor
@@ -122,7 +116,7 @@ class OneGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class SeveralGroups:
+class SeveralGroups(Rows):
     """The queries of several groups of `num_heads` heads each, one group after another: always a copy, of at most as
     many elements as x.
 
@@ -141,19 +135,13 @@ class SeveralGroups:
     def put_back(self, x: torch.Tensor, part: torch.Tensor) -> None:
         x.view(self._by_unit(x)).index_copy_(1, self.index, part.view(self._by_unit(part)))
 
-    def run(self, num_heads: int) -> Range | None:
-        return None
-
-    def head_run(self, num_heads: int) -> range | None:
-        return None
-
     def _by_unit(self, x: torch.Tensor) -> tuple[int, ...]:
         return (x.size(0), x.size(1) * x.size(2) // self.unit, self.unit, *x.shape[3:])
 
 
 class Places(NamedTuple):
     """A rank's tokens among the `num_tokens` of a plan in padded blocks: token i is number inner[i] (S_local,). `outer`
-    (num_tokens,) is the inverse, any token where nothing belongs: at `filled`."""
+    (num_tokens,) is the inverse; its entries at `filled`, the padding, are any token."""
 
     inner: torch.Tensor
     outer: torch.Tensor

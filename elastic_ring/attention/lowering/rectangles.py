@@ -5,7 +5,7 @@ On a GPU messages leave from where they lie in K and V; on a CPU the keys of a s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -150,7 +150,7 @@ def own_halves(calls: tuple[Call, ...], once: bool, num_kv_heads: int, sharing: 
         spans = [(call, call.rows) for call in calls if isinstance(call.rows, Span)]
         assert len(spans) == len(calls)
         return OwnPart(
-            (first, last), tuple(call._replace(rows=rows._replace(heads=heads)) for call, rows in spans), once
+            (first, last), tuple(call._replace(rows=replace(rows, heads=heads)) for call, rows in spans), once
         )
 
     half = num_kv_heads // 2

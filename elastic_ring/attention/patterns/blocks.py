@@ -1,8 +1,8 @@
 """A rule on one document in blocks of tokens: which blocks are kept, fully or in part, and how many pairs.
 
-Blocks count from the document's start; the last one may be shorter. No heads, ranks or layouts in this file. Rules with
-`spans` are counted in closed form, others in strips of rows: only `block_kinds`, for pictures, holds all pairs of
-blocks. Results of `row_pairs` are read-only, and cached except for one-call rules.
+Blocks count from the document's start; the last block may be shorter. No heads, ranks or layouts in this file. Rules
+with `spans` are counted in closed form, others in strips of rows. Results of `row_pairs` are read-only, and cached
+except for one-call rules.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from elastic_ring.attention.patterns.rules import FULL, NONE, PART, Kinds, Mask,
 _ROWS_AT_ONCE = 1 << 16
 
 PAIRS_BYTES = 1 << 29
-"""Memory, in bytes, that kept results of `row_pairs` may take: 8 a token and rule."""
+"""Bound, in bytes, of cached results of `row_pairs`: 8 a token and rule."""
 
 
 def visible(rule: Rule, q: Positions, k: Positions, causal: bool = True) -> Mask:
-    """(n, m): whether queries at positions `q` (n,) see keys at `k` (m,), under the rule and, where `causal`,
-    causality."""
+    """(n, m): whether queries at positions `q` (n,) see keys at `k` (m,), where `causal` only earlier ones."""
     rows, columns = q[:, None], k[None, :]
     seen = rule.sees(rows, columns)
     if causal:
@@ -34,16 +33,15 @@ def visible(rule: Rule, q: Positions, k: Positions, causal: bool = True) -> Mask
 
 
 def block_kinds(rule: Rule, length: int, block: int, causal: bool = True) -> Kinds:
-    """(n, n) of NONE, PART, FULL for a document of `length` tokens, for pictures; where `causal` NONE above the
-    diagonal, on which FULL means all causal pairs."""
+    """(n, n) of NONE, PART, FULL for a document of `length` tokens, for plots; where `causal` NONE above the diagonal,
+    on which FULL means all causal pairs."""
     return rule.kinds(-(-length // block), block, causal)
 
 
 def row_strips(
     rule: Rule, length: int, block: int, rows: Positions, columns: Positions | None = None, causal: bool = True
 ) -> Iterator[tuple[slice, Kinds]]:
-    """These rows and columns (None: all) of `block_kinds`, a few rows at a time, with the slice of `rows` that they
-    are."""
+    """Yields a slice of `rows` and its `block_kinds` in `columns` (None: all), a few rows at a time."""
     if columns is None:
         columns = np.arange(-(-length // block), dtype=np.int64)
     order = None if (columns[1:] >= columns[:-1]).all() else np.argsort(columns, kind="stable")
@@ -56,8 +54,8 @@ def row_strips(
 
 
 def kept_by_any(rule: Rule, length: int, block: int, rows: Positions, causal: bool = True) -> tuple[Mask, Mask]:
-    """(n,), (n,): the blocks other than its own that any of `rows` keeps in full, and those that any keeps at all. Of
-    the blocks that any keeps in full, the second may leave some out."""
+    """(n,), (n,): the blocks that any of `rows`, other than the block itself, keeps in full, and the blocks that any
+    keeps at all. The second may leave out blocks of the first."""
     if isinstance(rule, Union):
         parts = [kept_by_any(part, length, block, rows, causal) for part in rule.rules]
         return np.logical_or.reduce([full for full, _ in parts]), np.logical_or.reduce([some for _, some in parts])
@@ -98,21 +96,26 @@ def row_pairs(rule: Rule, length: int, block: int, causal: bool = True) -> NDArr
 
 
 def _row_pairs(rule: Rule, length: int, block: int, causal: bool) -> NDArray[np.int64]:
-    at = np.arange(length, dtype=np.int64)
-    if rule.awaits_content:
-        most: NDArray[np.int64] = np.minimum(row_pairs(rule.sure, length, block) + rule.num_chosen(at), at + 1)
-        most.setflags(write=False)
-        return most
     pairs = np.zeros(length, dtype=np.int64)
+    if rule.awaits_content:
+        at = np.arange(length, dtype=np.int64)
+        pairs = np.minimum(row_pairs(rule.sure, length, block) + rule.num_chosen(at), at + 1)
+        pairs.setflags(write=False)
+        return pairs
     unit = rule.unit
-    for begin in range(0, -(-length // unit), _ROWS_AT_ONCE):  # whole units, which a rule keeps or does not
-        rows = np.arange(begin, min(-(-length // unit), begin + _ROWS_AT_ONCE), dtype=np.int64)
-        spans = _spans(rule, rows, -(-length // unit), unit, causal)
+    num_units = -(-length // unit)
+    for begin in range(0, num_units, _ROWS_AT_ONCE):  # whole units, which a rule keeps or does not
+        rows = np.arange(begin, min(num_units, begin + _ROWS_AT_ONCE), dtype=np.int64)
+        spans = _spans(rule, rows, num_units, unit, causal)
         if spans is None:
             _count_in_strips(pairs, rule, block, causal)
             break
         start, stop = begin * unit, min(length, (begin + len(rows)) * unit)
-        pairs[start:stop] = _pairs_of_units(spans, rows, unit, length, causal).repeat(unit)[: stop - start]
+        sizes = _union_size(spans, rows) * unit
+        if not causal:  # the document's last unit may be shorter
+            at_end = np.logical_or.reduce([(first < num_units) & (num_units <= last) for first, last, _ in spans])
+            sizes -= at_end * (num_units * unit - length)
+        pairs[start:stop] = sizes.repeat(unit)[: stop - start]
         if causal:  # of the own unit only the tokens up to the query
             own = np.logical_or.reduce([(first <= rows) & (rows < last) for first, last, _ in spans])
             inside = np.arange(1, unit + 1, dtype=np.int64) - unit
@@ -122,16 +125,6 @@ def _row_pairs(rule: Rule, length: int, block: int, causal: bool) -> NDArray[np.
 
 
 _KEPT_PAIRS = SizedLRU(_row_pairs, PAIRS_BYTES, lambda pairs: pairs.nbytes)
-
-
-def _pairs_of_units(spans: Sequence[Span], rows: Positions, unit: int, length: int, causal: bool) -> NDArray[np.int64]:
-    """(n,): the tokens of all units that each row keeps; the last unit of the document may be shorter."""
-    last_unit = -(-length // unit) - 1
-    sizes = _union_size(spans, rows) * unit
-    if not causal:
-        at_end = np.logical_or.reduce([(first <= last_unit) & (last_unit < last) for first, last, _ in spans])
-        sizes -= at_end * ((last_unit + 1) * unit - length)
-    return sizes
 
 
 def _count_in_strips(pairs: NDArray[np.int64], rule: Rule, block: int, causal: bool) -> None:
@@ -158,11 +151,11 @@ def _count_in_strips(pairs: NDArray[np.int64], rule: Rule, block: int, causal: b
 
 def _spans(rule: Rule, rows: Positions, num_blocks: int, block: int, causal: bool) -> list[Span] | None:
     """The rule's spans, cut at the document's ends and, where `causal`, after each row's own block."""
-    found = rule.spans(rows, num_blocks, block, causal)
-    if found is None:
+    spans = rule.spans(rows, num_blocks, block, causal)
+    if spans is None:
         return None
     ends = np.minimum(rows + 1, num_blocks) if causal else np.full_like(rows, num_blocks)
-    return [(np.maximum(first, 0), np.minimum(last, ends), kind) for first, last, kind in found]
+    return [(np.maximum(first, 0), np.minimum(last, ends), kind) for first, last, kind in spans]
 
 
 def _union_size(spans: Sequence[Span], rows: Positions) -> NDArray[np.int64]:
@@ -181,10 +174,10 @@ def _union_size(spans: Sequence[Span], rows: Positions) -> NDArray[np.int64]:
 
 
 def _add_edges(edges: NDArray[np.int64], first: Positions, last: Positions) -> None:
-    """Add 1 where a range begins and take it away where it ends; empty ranges count for nothing."""
-    held = first < last
-    edges += np.bincount(first[held], minlength=len(edges))
-    edges -= np.bincount(last[held], minlength=len(edges))
+    """Add 1 at the start of each range and -1 at its end, without empty ranges."""
+    filled = first < last
+    edges += np.bincount(first[filled], minlength=len(edges))
+    edges -= np.bincount(last[filled], minlength=len(edges))
 
 
 def block_positions(columns: NDArray[np.intp], block: int, length: int) -> Positions:

@@ -1,6 +1,5 @@
-"""LRU caches: bounded by count, and bounded by bytes.
-
-The second is for large results that may never be needed again, such as a mask per length of a document.
+"""LRU caches bounded by count, and bounded by bytes: the latter for large results that may never be needed again, such
+as a mask per length of a document. Nothing about attention in here.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class LRUCache:
             if len(self._values) > self._limit:
                 self._values.popitem(last=False)
         self._values.move_to_end(key)
-        found: _R = self._values[key]
-        return found
+        value: _R = self._values[key]
+        return value
 
     def __len__(self) -> int:
         return len(self._values)
@@ -42,7 +41,7 @@ class LRUCache:
 class SizedLRU(Generic[_P, _R]):
     """LRU cache of `make`, bounded by `limit_bytes`; `weigh` gives a result's bytes, which may grow while it is cached.
 
-    The newest result always stays. A dropped result that is still referenced elsewhere is found again."""
+    The newest result always stays. A dropped result that is still referenced elsewhere is reused."""
 
     def __init__(self, make: Callable[_P, _R], limit_bytes: int, weigh: Callable[[_R], int]) -> None:
         self._make, self._limit_bytes, self._weigh = make, limit_bytes, weigh

@@ -33,11 +33,10 @@ class TopK(Rule):
     earlier ones see. Scores that are equal in fp32 are resolved in favour of the earlier unit. Units count from the
     start of the document, and units of other documents are never chosen.
 
-    With `fetch_all`, kernels over block tables get them made on the device: all past keys are fetched, so the host
-    plans once and waits for no choice. Without, only chosen keys are, and the host reads the choices in every call.
+    With `fetch_all`, block tables are made on the device: all past keys are fetched, so the host plans once and waits
+    for no choice. Without, only chosen keys are fetched, and the host reads the choices in every call.
 
-    The pairs are known only within a call, so `sees` and `row_kinds` raise `ValueError`; their number is known
-    beforehand.
+    The pairs are known only within a call, so `sees` raises `ValueError`; their number is known beforehand.
     """
 
     short_name: ClassVar[str] = "topk"
@@ -56,7 +55,7 @@ class TopK(Rule):
                 " later tokens decide what earlier ones see"
             )
         if self.fetch_all not in (0, 1):
-            raise ValueError(f"fetch_all={self.fetch_all}: 1 fetches all past keys, 0 those that were chosen")
+            raise ValueError(f"fetch_all={self.fetch_all}: 1 fetches all past keys, 0 the chosen ones")
         if self.fetch_all and self.unit_tokens != DEFAULT_BLOCK_TOKENS:
             raise ValueError(
                 f"fetch_all=1 with unit={self.unit_tokens}: tables are made on the device for the kernels' blocks of"
@@ -67,7 +66,7 @@ class TopK(Rule):
 
     @property
     def width(self) -> int:
-        """The number of past units that a unit chooses, if there are as many."""
+        """The number of past units that a unit chooses at most."""
         return self.blocks - 1
 
     @property
@@ -82,14 +81,7 @@ class TopK(Rule):
         return np.minimum(self.width, positions // self.unit_tokens) * self.unit_tokens
 
     def sees(self, q: Positions, k: Positions) -> Mask:
-        raise ValueError(self._unknown)
-
-    def row_kinds(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Kinds:
-        raise ValueError(self._unknown)
-
-    @property
-    def _unknown(self) -> str:
-        return (
+        raise ValueError(
             f"{self}: which blocks it keeps is chosen by queries and keys, anew in every call, so it has no pairs"
             " before one; attend through PatternedAttention (--pattern, the trainer's pattern), or plan with a static"
             " rule"
@@ -165,13 +157,13 @@ def top_ks_of(rule: Rule) -> tuple[TopK, ...]:
 
 
 def chosen_without_host(rules: Sequence[Rule]) -> bool:
-    """Whether content chooses for heads that follow `rules`, all of it on the device."""
+    """Whether content chooses for heads that follow `rules`, and only on the device."""
     top_ks = [top_k for rule in rules for top_k in top_ks_of(rule)]
     return bool(top_ks) and all(top_k.fetch_all for top_k in top_ks)
 
 
 def resolved(rule: Rule, chosen: Mapping[TopK, Rule]) -> Rule:
-    """`rule` with each `TopK` replaced by what was chosen for it."""
+    """`rule` with each `TopK` replaced by its chosen blocks."""
     if isinstance(rule, TopK):
         return chosen[rule]
     if isinstance(rule, Union) and rule.awaits_content:

@@ -20,11 +20,11 @@ from elastic_ring.attention.patterns.rules import FULL, Kinds, Mask, Positions, 
 class Dilated(Rule):
     """LongNet's dilated attention for one head (Ding et al. 2023, arXiv:2307.02486).
 
-    Branch i splits the document into segments of `segments[i]` tokens and keeps every `rates[i]`-th unit of
-    each, counted from `offset`: kept queries see kept keys of their segment. A query that no branch keeps
-    sees nothing. One softmax runs over the union of the branches, so a key that two branches keep counts
-    once; the paper weights branches by their softmax denominators and counts it in each.
-    The paper uses `unit_tokens` 1; 128 dilates whole blocks, which block-sparse kernels run faster.
+    Branch i splits the document into segments of `segments[i]` tokens and keeps every `rates[i]`-th unit of each,
+    counted from `offset`: kept queries see kept keys of their segment. A query that no branch keeps sees nothing.
+    One softmax runs over the union of the branches, so a key of two branches counts once; the paper weights
+    branches by their softmax denominators and counts it in each. The paper uses `unit_tokens` 1; 128 dilates whole
+    blocks, which block-sparse kernels run faster.
 
     ::
 
@@ -143,7 +143,7 @@ class BigBird(Rule):
         drawn = _drawn(self.seed, self.randoms, self.window, self.globals, 1 << (num_rows - 1).bit_length())[row].T
         near = (row - self.window + 1, row + 1)
         first = (np.zeros_like(row), np.full_like(row, self.globals))
-        return unit_spans((near, first, *((one, one + 1) for one in drawn)), self.unit_tokens, block)
+        return unit_spans((near, first, *((column, column + 1) for column in drawn)), self.unit_tokens, block)
 
 
 @lru_cache(maxsize=32)
@@ -155,15 +155,15 @@ def _drawn(seed: int, randoms: int, window: int, first: int, num_rows: int) -> P
         tries = np.zeros((len(rows), 0), dtype=np.uint64)
         for row in range(begun, begun + len(rows)):
             num_open = row - window + 1 - first
-            wanted = min(randoms, num_open)
-            while wanted > 0:
+            num_drawn = min(randoms, num_open)
+            while num_drawn > 0:
                 candidates = (tries[row - begun] % np.uint64(num_open)).astype(np.int64) + first
                 _, places = np.unique(candidates, return_index=True)
-                if len(places) >= wanted:
-                    drawn[row, :wanted] = candidates[np.sort(places)[:wanted]]
+                if len(places) >= num_drawn:
+                    drawn[row, :num_drawn] = candidates[np.sort(places)[:num_drawn]]
                     break
                 more = np.arange(tries.shape[1], 2 * max(randoms, tries.shape[1]), dtype=np.uint64)
-                tries = np.concatenate([tries, _hashed(seed, rows[:, None], more[None, :])], axis=1)
+                tries = np.concatenate([tries, _splitmix64(seed, rows[:, None], more[None, :])], axis=1)
     return drawn
 
 
@@ -171,8 +171,8 @@ _DRAWN_TOGETHER = 256
 """Rows hashed together. The first rows need many attempts because they draw nearly all of their few columns."""
 
 
-def _hashed(*words: Any) -> Any:
-    """SplitMix64 over integers or integer arrays: the same result on every machine and library version."""
+def _splitmix64(*words: Any) -> Any:
+    """Hash of integers or integer arrays, the same on every machine and library version."""
     state = np.zeros((1, 1), dtype=np.uint64)
     for word in words:
         state = state + np.asarray(word, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)

@@ -15,7 +15,7 @@ from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS, SparseP
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """The rules of the layers `layers` (None: all layers that no other group names).
+    """The rules of the layers `layers` (None: all other layers).
 
     One rule applies to all heads; several are one per query head. With `dealt`, K/V head i and its query heads follow
     `rules[i % len(rules)]`.
@@ -74,15 +74,11 @@ class LayerPatterns:
 
     def of_layer(self, layer: int) -> LayerGroup:
         """The group of `layer`. Raises `ValueError` if no group covers it."""
-        rest = None
-        for group in self.groups:
-            if group.layers is None:
-                rest = group
-            elif layer in group.layers:
-                return group
-        if rest is None:
+        named = [group for group in self.groups if layer in (group.layers or ())]
+        fitting = named or [group for group in self.groups if group.layers is None]
+        if not fitting:
             raise ValueError(f"layer {layer}: the pattern has no rules for it; add a group without layers for the rest")
-        return rest
+        return fitting[0]
 
     def check(self, num_layers: int, num_heads: int, num_kv_heads: int) -> None:
         """Raises `ValueError` unless the pattern fits a causal model of this size."""
@@ -105,7 +101,7 @@ class LayerPatterns:
 
     @property
     def density_is_bound(self) -> bool:
-        """Whether a static rule and a content-chosen one are joined: their keys may overlap."""
+        """Whether static and content-chosen rules are joined, whose keys may overlap."""
         rules = [rule for group in self.groups for rule in group.rules]
         return any(rule.awaits_content for rule in rules if isinstance(rule, Union))
 
@@ -116,7 +112,9 @@ class LayerPatterns:
 
     def __str__(self) -> str:
         """The short form that `parse.parse_pattern` reads, as far as the short form can express the pattern."""
-        parts = [f"{group}{'' if group.layers is None else '@' + _layers_text(group.layers)}" for group in self.groups]
+        parts = [
+            f"{group}{'' if group.layers is None else '@' + ','.join(map(str, group.layers))}" for group in self.groups
+        ]
         return ";".join(parts) + (f" in blocks of {self.block}" if self.block != DEFAULT_BLOCK_TOKENS else "")
 
 
@@ -129,7 +127,3 @@ def _identity(value: object) -> str:
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return repr(value)
-
-
-def _layers_text(layers: tuple[int, ...]) -> str:
-    return ",".join(map(str, layers))

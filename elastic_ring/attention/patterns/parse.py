@@ -15,7 +15,8 @@ and `content` (`topk`). Only `read_pattern` opens files.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import product
 from operator import or_
@@ -37,10 +38,7 @@ _FAMILIES: dict[str, tuple[dict[str, int | None], Callable[..., Rule]]] = {
     "sinks": ({"tokens": None}, Sinks),
     "strided": ({"every": None, "local": 1, **_UNIT}, Strided),
     "bigbird": ({"window": 3, "globals": 1, "randoms": 3, "seed": 0, **_UNIT}, BigBird),
-    "random": (
-        {"blocks": None, "seed": 0, **_UNIT},
-        lambda blocks, seed, unit: BigBird(1, 0, blocks, seed, unit),
-    ),
+    "random": ({"blocks": None, "seed": 0, **_UNIT}, partial(BigBird, 1, 0)),
     "hierarchical": ({"base": 4, **_UNIT}, Hierarchical),
     "topk": ({"blocks": None, "causal": 1, **_UNIT, "fetch_all": 0}, TopK),
 }
@@ -83,106 +81,100 @@ def _is_path(look: Callable[[], bool]) -> bool:
 def parse_pattern(text: str) -> LayerPatterns:
     """Parse a short form or JSON text. Raises `ValueError` that names the wrong part and how to correct it."""
     if text.lstrip().startswith(("{", "[")):
-        return _from_json(text)
+        return _parse_json(text)
     groups = []
-    for part in text.split(";"):
-        rule, at, layers = part.strip().partition("@")
-        rules, dealt = _rules(rule, text)
-        groups.append(LayerGroup(rules, _layers(layers, text) if at else None, dealt))
-    return _layered(tuple(groups), text)
+    with _name_errors(text):
+        for part in text.split(";"):
+            rule, at, layers = part.strip().partition("@")
+            rules, dealt = _parse_rules(rule)
+            groups.append(LayerGroup(rules, _parse_layers(layers) if at else None, dealt))
+        return LayerPatterns(tuple(groups))
 
 
-def _layered(groups: tuple[LayerGroup, ...], whole: str) -> LayerPatterns:
+@contextmanager
+def _name_errors(text: str) -> Iterator[None]:
     try:
-        return LayerPatterns(groups)
+        yield
     except ValueError as error:
-        raise ValueError(f"pattern {whole!r}: {error}") from error
+        raise ValueError(f"pattern {text!r}: {error}") from error
 
 
-def _rules(text: str, whole: str) -> tuple[tuple[Rule, ...], bool]:
+def _parse_rules(text: str) -> tuple[tuple[Rule, ...], bool]:
     """The rules of one group, and whether K/V heads take them in turn, as for longnet."""
-    terms = [_term(term.strip(), whole) for term in text.split("+")]
-    rules = tuple(reduce(or_, chosen) for chosen in product(*terms))
+    terms = [_parse_term(term.strip()) for term in text.split("+")]
+    rules = tuple(reduce(or_, parts) for parts in product(*terms))
     return rules, len(rules) > 1
 
 
-def _term(text: str, whole: str) -> tuple[Rule, ...]:
+def _parse_term(text: str) -> tuple[Rule, ...]:
     name, _, rest = text.partition(":")
     words = [word.strip() for word in rest.split(",")] if rest else []
     if name in _LISTED:
-        return _listed(name, words, whole)
+        return _parse_list(name, words)
     if name not in _FAMILIES:
-        known = ", ".join((*_FAMILIES, *_LISTED))
-        no_file = ", and no such file is there" if "/" in whole and name == whole else ""
-        raise ValueError(f"pattern {whole!r}: {name or text!r} is no family{no_file}; choose one of {known}")
+        families = ", ".join((*_FAMILIES, *_LISTED))
+        no_file = ", and no such file is there" if "/" in name and not rest else ""
+        raise ValueError(f"{name or text!r} is no family{no_file}; choose one of {families}")
     defaults, make = _FAMILIES[name]
     values, seen = dict(defaults), set[str]()
     for place, word in enumerate(words):
-        key, given, value = word.rpartition("=")
-        key = key.strip() if given else (list(defaults)[place] if place < len(defaults) else "")
+        key, has_key, value = word.rpartition("=")
+        key = key.strip() if has_key else (list(defaults)[place] if place < len(defaults) else "")
         if key not in defaults:
-            takes = ", ".join(defaults) or "nothing"
-            raise ValueError(f"pattern {whole!r}: {name} takes {takes}; {word!r} is none of these")
+            raise ValueError(f"{name} takes {', '.join(defaults) or 'nothing'}; {word!r} is none of these")
         if key in seen:
-            raise ValueError(f"pattern {whole!r}: {name} has {key} twice; leave one out")
+            raise ValueError(f"{name} has {key} twice; leave one out")
         seen.add(key)
-        values[key] = _number(value, name, whole)
+        values[key] = _number(value, name)
     missing = [key for key, value in values.items() if value is None]
     if missing:
-        raise ValueError(f"pattern {whole!r}: {name} needs {', '.join(missing)}, for example {name}:{_EXAMPLES[name]}")
-    return (_construct(lambda: make(*values.values()), whole),)
+        raise ValueError(f"{name} needs {', '.join(missing)}, for example {name}:{_EXAMPLES[name]}")
+    return (make(*values.values()),)
 
 
 _EXAMPLES = {"window": "512", "sinks": "64", "strided": "16,2", "random": "4", "topk": "8"}
 
 
-def _listed(name: str, words: list[str], whole: str) -> tuple[Rule, ...]:
+def _parse_list(name: str, words: list[str]) -> tuple[Rule, ...]:
     unit = 128 if name == "profile" else 1
     pairs: list[tuple[int, ...]] = []
     for word in words:
-        key, given, value = word.rpartition("=")
-        if given:
-            if key.strip() != "unit":
-                raise ValueError(f"pattern {whole!r}: {name} takes a list and unit; {word!r} is neither")
-            unit = _number(value, name, whole)
+        key, has_key, value = word.rpartition("=")
+        if not has_key:
+            pairs.append(tuple(_number(number, name) for number in word.split("/")))
+        elif key.strip() == "unit":
+            unit = _number(value, name)
         else:
-            pairs.append(tuple(_number(number, name, whole) for number in word.split("/")))
+            raise ValueError(f"{name} takes a list and unit; {word!r} is neither")
     if name == "profile":
-        return (_construct(lambda: Profile(tuple(n for pair in pairs for n in pair), unit), whole),)
+        return (Profile(tuple(n for pair in pairs for n in pair), unit),)
     if not pairs or any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"pattern {whole!r}: longnet takes segment/rate pairs, for example longnet:512/1,2048/4")
+        raise ValueError("longnet takes segment/rate pairs, for example longnet:512/1,2048/4")
     segments, rates = zip(*pairs, strict=True)
-    return tuple(_construct(partial(Dilated, segments, rates, at, unit), whole) for at in range(max(1, *rates)))
+    return tuple(Dilated(segments, rates, offset, unit) for offset in range(max(1, *rates)))
 
 
-def _construct(make: Callable[[], Rule], whole: str) -> Rule:
-    try:
-        return make()
-    except ValueError as error:
-        raise ValueError(f"pattern {whole!r}: {error}") from error
-
-
-def _number(text: str, name: str, whole: str) -> int:
+def _number(text: str, name: str) -> int:
     if not re.fullmatch(r"\s*\d+\s*", text):
-        raise ValueError(f"pattern {whole!r}: {name} takes whole numbers, not {text.strip()!r}")
+        raise ValueError(f"{name} takes whole numbers, not {text.strip()!r}")
     return int(text)
 
 
-def _layers(text: str, whole: str) -> tuple[int, ...]:
-    """Parse layer numbers and ranges such as `0,2-5`."""
-    found: list[int] = []
+def _parse_layers(text: str) -> tuple[int, ...]:
+    """Layer numbers from a list with ranges such as `0,2-5`."""
+    layers: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"pattern {whole!r}: layers after @ are numbers and ranges such as 0,2-5, not {part!r}")
-        found.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return tuple(found)
+            raise ValueError(f"layers after @ are numbers and ranges such as 0,2-5, not {part!r}")
+        layers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(layers)
 
 
 # ------------------------------------------------------------ JSON files
 
 
-def _from_json(text: str) -> LayerPatterns:
+def _parse_json(text: str) -> LayerPatterns:
     try:
         loaded: Any = plain_json(text)
     except ValueError as error:
@@ -191,43 +183,46 @@ def _from_json(text: str) -> LayerPatterns:
         raise ValueError('give an object with "groups", a list of {"layers": [...], "rule": "window:512"}')
     _check_keys(loaded, {"block", "groups", "about", "measured"}, "the pattern")
     block = loaded.get("block", DEFAULT_BLOCK_TOKENS)
-    if not isinstance(block, int) or isinstance(block, bool):
+    if not _is_number(block):
         raise ValueError(f"block={block!r}: a whole number of tokens; 128 suits the kernels")
-    return LayerPatterns(tuple(_group(entry) for entry in loaded["groups"]), block)
+    return LayerPatterns(tuple(_parse_group(group) for group in loaded["groups"]), block)
 
 
-def _group(entry: Any) -> LayerGroup:
-    if not isinstance(entry, dict) or ("rule" in entry) == ("heads" in entry):
-        raise ValueError(f"group {entry!r}: give an object with either a rule or heads")
-    _check_keys(entry, {"layers", "rule", "heads"}, "a group")
-    layers = entry.get("layers")
+def _parse_group(group: Any) -> LayerGroup:
+    if not isinstance(group, dict) or ("rule" in group) == ("heads" in group):
+        raise ValueError(f"group {group!r}: give an object with either a rule or heads")
+    _check_keys(group, {"layers", "rule", "heads"}, "a group")
+    layers = group.get("layers")
     if layers is not None:
-        if not isinstance(layers, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in layers):
+        if not isinstance(layers, list) or not all(map(_is_number, layers)):
             raise ValueError(f"layers={layers!r}: a list of numbers counted from 0, or leave it out for the rest")
         layers = tuple(layers)
-    if "rule" in entry:
-        rules, dealt = _rules(str(entry["rule"]), str(entry["rule"]))
+    if "rule" in group:
+        text = str(group["rule"])
+        with _name_errors(text):
+            rules, dealt = _parse_rules(text)
         return LayerGroup(rules, layers, dealt)
-    return LayerGroup(_mixed(entry["heads"]), layers)
-
-
-def _mixed(heads: Any) -> tuple[Rule, ...]:
+    heads, mixed = group["heads"], list[Rule]()
     if not isinstance(heads, list) or not all(isinstance(part, dict) and "rule" in part for part in heads):
         raise ValueError(f'heads={heads!r}: a list of {{"count": 3, "rule": "window:512"}}')
-    found: list[Rule] = []
     for part in heads:
         _check_keys(part, {"count", "rule"}, "an entry of heads")
-        count = part.get("count", 1)
-        rules, dealt = _rules(str(part["rule"]), str(part["rule"]))
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        count, text = part.get("count", 1), str(part["rule"])
+        with _name_errors(text):
+            rules, dealt = _parse_rules(text)
+        if not _is_number(count) or count < 1:
             raise ValueError(f"count={count!r}: how many query heads follow the rule, at least 1")
         if dealt:
-            raise ValueError(f"rule {part['rule']!r}: longnet shifts its heads itself; give it as the group's rule")
-        found.extend(rules * count)
-    return tuple(found)
+            raise ValueError(f"rule {text!r}: longnet shifts its heads itself; give it as the group's rule")
+        mixed.extend(rules * count)
+    return LayerGroup(tuple(mixed), layers)
 
 
-def _check_keys(entry: Mapping[str, Any], known: set[str], what: str) -> None:
-    unknown = sorted(set(entry) - known)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_keys(table: Mapping[str, object], allowed: set[str], place: str) -> None:
+    unknown = sorted(set(table) - allowed)
     if unknown:
-        raise ValueError(f"{what} has an unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        raise ValueError(f"{place} has an unknown key {unknown[0]!r}; known are {', '.join(sorted(allowed))}")

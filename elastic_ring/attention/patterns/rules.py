@@ -20,7 +20,7 @@ Positions = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Kinds = NDArray[np.uint8]
 Span = tuple[Positions, Positions, int]
-"""For each of some rows of blocks the key blocks first <= j < last, and how much of them is kept at least: a kind."""
+"""For each of some rows of blocks the key blocks first <= j < last, and the kind that they have at least."""
 
 NONE, PART, FULL = 0, 1, 2
 """How much of a block pair a rule keeps: no token pair, some (or not known to be all), or all."""
@@ -87,7 +87,7 @@ class Rule:
 
     @property
     def sees_ahead(self) -> bool:
-        """Whether the rule says which later keys a query sees, so that it also serves attention that is not causal."""
+        """Whether the rule defines which later keys a query sees, as attention that is not causal needs."""
         return False
 
     @property
@@ -96,15 +96,15 @@ class Rule:
         return 0
 
     def spans(self, rows: Positions, num_blocks: int, block: int, causal: bool = True) -> list[Span] | None:
-        """The blocks that the blocks `rows` (m,) keep, in closed form: what no span holds is NONE, where spans overlap
-        the larger kind holds. None: `row_kinds` must look at pairs of blocks.
+        """The blocks that the blocks `rows` (m,) keep, in closed form: NONE outside all spans; where spans overlap, the
+        larger kind holds. None: `row_kinds` must look at pairs of blocks.
 
         Spans may reach beyond the document and, where `causal`, beyond the row: callers cut them.
         """
         return None
 
     def kinds(self, num_blocks: int, block: int, causal: bool = True) -> Kinds:
-        """(num_blocks, num_blocks) of NONE, PART, FULL, queries first, for blocks of `block` tokens: for pictures and
+        """(num_blocks, num_blocks) of NONE, PART, FULL, queries first, for blocks of `block` tokens: for plots and
         tests of short documents."""
         every = np.arange(num_blocks, dtype=np.int64)
         kinds = [self.row_kinds(every[some], every, block, causal) for some in self.strips(every, every, block)]
@@ -132,12 +132,12 @@ class Rule:
         return by_extremes(seen[0] | seen[1], seen[1])
 
     def strips(self, rows: Positions, columns: Positions, block: int) -> list[slice]:
-        """Slices of `rows` of which `row_kinds` takes little memory each."""
+        """Slices of `rows` for which `row_kinds` takes little memory each."""
         per_block = 1 if self.spans(rows[:0], 0, block) is not None else block // math.gcd(self.unit, block)
         return strips(len(rows), len(columns) * per_block**2)
 
     def kinds_by_pairs(self, rows: Positions, columns: Positions, block: int) -> Kinds:
-        """As `row_kinds`, from what `sees` says of every pair, later keys included."""
+        """As `row_kinds`, from `sees` for every pair, later keys included."""
         cell = math.gcd(self.unit, block)
         per_block = block // cell
         queries, keys = (
@@ -148,7 +148,7 @@ class Rule:
         return by_extremes(shaped.any(axis=(1, 3)), shaped.all(axis=(1, 3)))
 
     def token_pairs(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Mask:
-        """(n, block, block): the pairs of tokens that it keeps of the blocks rows[i] and columns[i] (n,)."""
+        """(n, block, block): the kept pairs of tokens of the blocks rows[i] and columns[i] (n,)."""
         cell = math.gcd(self.unit, block)
         cells, inside = np.arange(0, block, cell), np.arange(block)
         q, k = ((blocks * block)[:, None, None] for blocks in (rows, columns))
@@ -343,13 +343,8 @@ class Union(Rule):
         return max(rule.num_ahead for rule in self.rules)
 
     def spans(self, rows: Positions, num_blocks: int, block: int, causal: bool = True) -> list[Span] | None:
-        found: list[Span] = []
-        for rule in self.rules:
-            spans = rule.spans(rows, num_blocks, block, causal)
-            if spans is None:
-                return None
-            found += spans
-        return found
+        parts = [rule.spans(rows, num_blocks, block, causal) for rule in self.rules]
+        return None if None in parts else [span for spans in parts for span in spans or ()]
 
     def row_kinds(self, rows: Positions, columns: Positions, block: int, causal: bool = True) -> Kinds:
         return reduce(np.maximum, (rule.row_kinds(rows, columns, block, causal) for rule in self.rules))

@@ -1,7 +1,8 @@
-"""Sparse patterns: one rule per head, packed documents and a block size. Plain data, the same on every rank.
+"""Attention patterns as plain data, the same on every rank: dense inside packed documents, or one rule per head.
 
-The kept pairs do not depend on ring size or layout, so a pattern stays valid when the ring is resized. Tensors,
-ranks and bytes belong in `sparse_schedule`.
+The kept pairs do not depend on ring size or layout, so a pattern stays valid when the ring is resized. Basic rules are
+in `rules`, published families in `families`, content-chosen blocks in `content`. `schedule.plan` and
+`sparse_schedule.plan_sparse` turn a pattern and a layout into hops: tensors, ranks and bytes must not enter.
 """
 
 from __future__ import annotations
@@ -9,15 +10,54 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elastic_ring.attention.patterns.blocks import block_kinds, row_pairs
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Kinds, Rule
 
 DEFAULT_BLOCK_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Dense attention inside each packed document, causal or full; no attention across documents.
+
+    `document_starts` are the positions in the global sequence where documents begin: 0 first, strictly ascending,
+    else `ValueError`. `documents` checks them against the length of the sequence.
+    """
+
+    causal: bool = True
+    document_starts: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        starts = self.document_starts
+        if not starts or starts[0] != 0:
+            raise ValueError(f"document_starts={_short(starts)}: the first document must start at position 0")
+        for before, after in pairwise(starts):
+            if after <= before:
+                raise ValueError(
+                    f"document_starts={_short(starts)}: {after} follows {before}; give each start once, in"
+                    " ascending order"
+                )
+
+    def documents(self, seq_len: int) -> tuple[tuple[int, int], ...]:
+        """The (start, stop) range of every document. Raises `ValueError` if one starts at or after `seq_len`."""
+        starts = self.document_starts
+        if starts[-1] >= seq_len:
+            raise ValueError(
+                f"document_starts={_short(starts)}: the last start must lie inside the sequence of"
+                f" {seq_len} tokens; leave out the starts from {seq_len} on"
+            )
+        return tuple(zip(starts, (*starts[1:], seq_len), strict=True))
+
+
+def _short(starts: tuple[int, ...]) -> str:
+    if len(starts) <= 8:
+        return str(starts)
+    return f"({', '.join(map(str, starts[:4]))}, ... {len(starts)} in all, last {starts[-1]})"
 
 
 @dataclass(frozen=True)
@@ -95,9 +135,7 @@ class SparsePattern:
 
 def rules_text(heads: Sequence[Rule]) -> str:
     """Text: the single rule, or each rule with its number of heads."""
+    if len(heads) == 1:
+        return str(heads[0])
     counted = [f"{heads.count(rule)} x {rule}" for rule in dict.fromkeys(heads)]
-    return str(heads[0]) if len(heads) == 1 else "; ".join(_shortened(counted))
-
-
-def _shortened(items: Sequence[str]) -> Sequence[str]:
-    return items if len(items) <= 4 else [*items[:3], f"... {len(items)} rules in all"]
+    return "; ".join(counted if len(counted) <= 4 else [*counted[:3], f"... {len(counted)} rules in all"])

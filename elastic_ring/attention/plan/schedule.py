@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elastic_ring.attention.layouts.layout import Layout, Range, union
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Rule
-from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.patterns.sparse import Pattern, SparsePattern
 
 Direction = Literal["forward", "backward"]
 Side = Literal["received", "sent"]

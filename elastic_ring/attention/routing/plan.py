@@ -1,6 +1,6 @@
-"""Which rank chooses for which block, and which sums it needs for that, from a layout, documents and a `TopK`.
+"""Plans the routing of a `TopK` over a layout and documents: which rank chooses for which block, from which sums.
 
-Blocks are numbered consecutively over all documents of a sequence. numpy only: sending is in `routing`.
+Blocks are numbered consecutively over all documents of a sequence. numpy only: sending is in `router`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic_ring.attention.plan.schedule import chunks_of
 
 @dataclass(frozen=True, eq=False)
 class SentBlocks:
-    """What one rank receives: for each source rank the indices of its chunks. Concatenated in rank order they are
+    """The chunks that one rank receives, as indices of each source rank's chunks. Concatenated in rank order they are
     *entries*.
 
     `turns` are (entries, blocks) to be added one turn after another; within a turn each block occurs at most once, and
@@ -32,10 +32,10 @@ class SentBlocks:
 class RoutingPlan:
     """The plan of all ranks. `local[r]` are the (start, stop) of rank r's chunks in its slice.
 
-    Rank r chooses for the blocks `rows[r]`: those whose first token it holds, as local token `speakers[r]`, and which
-    have more past blocks than may be chosen. The past blocks of row i are `begins[r][i]` to `rows[r][i]` - 1. `keys[r]`
-    and `queries[r]` are what rank r receives; queries only if the mean query routes. `few` (blocks, width) are the
-    choices of all other blocks, relative to their documents: all of their past blocks.
+    Rank r chooses for the blocks `rows[r]`, which have more past blocks than may be chosen, and whose first token it
+    holds, as local token `speakers[r]`. The past blocks of row i are `begins[r][i]` to `rows[r][i]` - 1. `keys[r]`
+    and `queries[r]` are the sums that rank r receives; queries only if the mean query routes. `few` (blocks, width) are
+    the choices of all other blocks, relative to their documents: all of their past blocks.
     """
 
     num_blocks: int
@@ -68,7 +68,7 @@ def plan_routing(layout: Layout, documents: tuple[Range, ...], rule: TopK) -> Ro
     unit, width = rule.unit_tokens, rule.width
     counts = [-(-(stop - start) // unit) for start, stop in documents]
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    held = [_chunks(layout, cp_rank, documents, unit, first) for cp_rank in range(layout.cp)]
+    held = [_rank_chunks(layout, cp_rank, documents, unit, first) for cp_rank in range(layout.cp)]
     chooses = [
         (own.position == (own.number - own.begin) * unit) & (own.number - own.begin > width) & (width > 0)
         for own in held
@@ -76,7 +76,7 @@ def plan_routing(layout: Layout, documents: tuple[Range, ...], rule: TopK) -> Ro
     rows = tuple(own.number[chosen] for own, chosen in zip(held, chooses, strict=True))
     begins = tuple(own.begin[chosen] for own, chosen in zip(held, chooses, strict=True))
     no_blocks = np.zeros(int(first[-1]), dtype=bool)
-    keys, queries = [], []
+    keys, queries, few = [], [], []
     for own_rows, own_begins in zip(rows, begins, strict=True):
         past, query_blocks = no_blocks.copy(), no_blocks.copy()
         for begin, row in dict(zip(own_begins.tolist(), own_rows.tolist(), strict=True)).items():
@@ -84,6 +84,9 @@ def plan_routing(layout: Layout, documents: tuple[Range, ...], rule: TopK) -> Ro
         query_blocks[own_rows] = not rule.causal
         keys.append(_sent_blocks(held, past))
         queries.append(_sent_blocks(held, query_blocks))
+    for count in counts:
+        at, choice = np.arange(count)[:, None], np.arange(width)[None, :]
+        few.append(np.where((choice < at) & (at <= width), choice, -1))
     return RoutingPlan(
         num_blocks=int(first[-1]),
         first_block=tuple(first[:-1].tolist()),
@@ -93,11 +96,11 @@ def plan_routing(layout: Layout, documents: tuple[Range, ...], rule: TopK) -> Ro
         begins=begins,
         keys=tuple(keys),
         queries=tuple(queries),
-        few=_few(counts, width),
+        few=np.concatenate(few).astype(np.int32),
     )
 
 
-def _chunks(layout: Layout, cp_rank: int, documents: tuple[Range, ...], unit: int, first: Positions) -> _Chunks:
+def _rank_chunks(layout: Layout, cp_rank: int, documents: tuple[Range, ...], unit: int, first: Positions) -> _Chunks:
     own = chunks_of(layout, cp_rank, documents, unit)
     document = np.array([chunk.document for chunk in own], dtype=np.int64)
     begin = first[document]
@@ -109,9 +112,9 @@ def _chunks(layout: Layout, cp_rank: int, documents: tuple[Range, ...], unit: in
     )
 
 
-def _sent_blocks(held: list[_Chunks], wanted: np.ndarray) -> SentBlocks:
-    """The chunks of the blocks `wanted`, and the turns in which they are added."""
-    chunks = tuple(np.flatnonzero(wanted[own.number]) for own in held)
+def _sent_blocks(held: list[_Chunks], selected: np.ndarray) -> SentBlocks:
+    """The chunks of the `selected` blocks, and the turns in which they are added."""
+    chunks = tuple(np.flatnonzero(selected[own.number]) for own in held)
     number = np.concatenate([own.number[chosen] for own, chosen in zip(held, chunks, strict=True)])
     position = np.concatenate([own.position[chosen] for own, chosen in zip(held, chunks, strict=True)])
     order = np.lexsort((position, number))
@@ -121,11 +124,3 @@ def _sent_blocks(held: list[_Chunks], wanted: np.ndarray) -> SentBlocks:
     part = np.arange(len(blocks)) - np.repeat(begun, np.diff(np.concatenate([begun, [len(blocks)]])))
     turns = [(order[part == turn], blocks[part == turn]) for turn in range(int(part.max(initial=-1)) + 1)]
     return SentBlocks(chunks, tuple(turns))
-
-
-def _few(counts: list[int], width: int) -> Choices:
-    rows = []
-    for count in counts:
-        at, choice = np.arange(count)[:, None], np.arange(width)[None, :]
-        rows.append(np.where((choice < at) & (at <= width), choice, -1))
-    return np.concatenate(rows).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Routing over the ranks of a ring: key sums go to the choosing ranks, and the choices to all ranks.
+"""Routing over the ranks of a ring: sends key sums to the choosing ranks, and the choices to all ranks.
 
 The rank that holds a block's first token chooses for the block, so that ranks cannot disagree. Sums and scores are
 computed in fp64 and compared in fp32, so the cut of a sequence among ranks affects their rounding but not the choice.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from elastic_ring.attention.patterns.rules import Positions, Rule
 from elastic_ring.attention.routing.plan import RoutingPlan, SentBlocks, plan_routing
 
 NUM_ROUTES = 16
-"""Plans of routing, and their parts on a device, that are kept between calls."""
+"""Number of cached routing plans and of their parts on a device."""
 
 _NUM_TAGGED_CALLS = 1024
 _NUM_SWAPS = 2
@@ -82,72 +83,69 @@ class Router:
         `rules` has one entry for each query head, or one for all. Raises: `ValueError` if B is not 1.
         """
         heads = rules if len(rules) > 1 else rules * q.size(2)
-        plans = self._plans_of(heads)
-        requests = self._requests(heads, plans, q, k)
+        plans, requests = self._requests(heads, q, k)
         chosen = [{rule: plans[rule].few for rule in top_ks_of(own)} for own in heads]
-        for each, table in zip(requests, self._choose(requests, call_index) if requests else (), strict=True):
-            for head, own in zip(each.heads, table, strict=True):
-                chosen[head][each.rule] = own
-        return tuple(self._rule(rule, of_head, plans) for rule, of_head in zip(heads, chosen, strict=True))
+        for request, table in zip(requests, self._choose(requests, call_index) if requests else (), strict=True):
+            for head, own in zip(request.heads, table, strict=True):
+                chosen[head][request.rule] = own
+        return tuple(self._resolve(rule, choices, plans) for rule, choices in zip(heads, chosen, strict=True))
 
     @torch.no_grad()
     def on_device(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor, call_index: int) -> list[Choice]:
         """The choices of this rank's blocks, which it holds whole, one for each `TopK` of `rules`. The host does not
-        wait for them, and other ranks learn nothing of it. Arguments and errors are those of a call."""
-        heads = rules if len(rules) > 1 else rules * q.size(2)
-        requests = self._requests(heads, self._plans_of(heads), q, k)
-        return [
-            Choice(self._index(each.heads, q.device), each.own_rows, blocks.int())
-            for each, blocks in zip(requests, self._own_choices(requests, call_index) if requests else (), strict=True)
-        ]
+        wait for them, and they are not sent to other ranks. Arguments and errors are those of a call."""
+        _, requests = self._requests(rules if len(rules) > 1 else rules * q.size(2), q, k)
+        choices = []
+        for own, blocks in zip(requests, self._own_choices(requests, call_index) if requests else (), strict=True):
+            key = ("index", own.heads, q.device)
+            heads = self._routes.get(key, lambda own=own: torch.tensor(own.heads, device=q.device))  # type: ignore[misc]
+            choices.append(Choice(heads, own.own_rows, blocks.int()))
+        return choices
 
     def without_choice(self, rules: tuple[Rule, ...], num_heads: int) -> tuple[Rule, ...]:
-        """`rules`, one for each head, with what is chosen whatever queries and keys say."""
+        """`rules`, one for each head, with the blocks that are chosen for any queries and keys."""
         heads = rules if len(rules) > 1 else rules * num_heads
-        plans = self._plans_of(heads)
-        return tuple(self._rule(own, {rule: plans[rule].few for rule in top_ks_of(own)}, plans) for own in heads)
+        plans = self._plans(heads)
+        return tuple(self._resolve(own, {rule: plans[rule].few for rule in top_ks_of(own)}, plans) for own in heads)
 
-    def _plans_of(self, heads: tuple[Rule, ...]) -> dict[TopK, RoutingPlan]:
-        return {rule: self._plan(rule) for own in heads for rule in top_ks_of(own)}
+    def _plans(self, heads: tuple[Rule, ...]) -> dict[TopK, RoutingPlan]:
+        keys = {rule: (self._layout, self._documents, rule) for own in heads for rule in top_ks_of(own)}
+        return {rule: self._routes.get(key, partial(plan_routing, *key)) for rule, key in keys.items()}
 
     def _requests(
-        self, heads: tuple[Rule, ...], plans: dict[TopK, RoutingPlan], q: torch.Tensor, k: torch.Tensor
-    ) -> list[_RoutingRequest]:
+        self, heads: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[dict[TopK, RoutingPlan], list[_RoutingRequest]]:
+        """The plans of all `TopK`, and the requests of those with a choice."""
         check_tensors(q, k, k)
         check_local_length(q, self._layout, self._cp_rank)
         if q.size(0) != 1:
             raise ValueError(f"B={q.size(0)}: content chooses for one sequence at a time; call once for each")
-        return [
-            _RoutingRequest(rule, plan, self._on_device(rule, plan, q.device), heads, self._cp_rank, q, k)
-            for rule, plan in plans.items()
-            if plan.any_chosen
-        ]
-
-    def _index(self, numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        return self._routes.get(("index", numbers, device), lambda: torch.tensor(numbers, device=device))
-
-    def _plan(self, rule: TopK) -> RoutingPlan:
-        key = (self._layout, self._documents, rule)
-        return self._routes.get(key, lambda: plan_routing(*key))
-
-    def _on_device(self, rule: TopK, plan: RoutingPlan, device: torch.device) -> _DevicePlan:
-        key = (self._layout, self._documents, rule, self._cp_rank, device)
-        return self._routes.get(key, lambda: _on_device(plan, self._cp_rank, device))
+        plans, requests = self._plans(heads), []
+        for rule, plan in plans.items():
+            if plan.any_chosen:
+                key = (self._layout, self._documents, rule, self._cp_rank, q.device)
+                placed = self._routes.get(key, partial(_on_device, plan, self._cp_rank, q.device))
+                requests.append(_RoutingRequest(rule, plan, placed, heads, self._cp_rank, q, k))
+        return plans, requests
 
     def _choose(self, requests: list[_RoutingRequest], call_index: int) -> list[Choices]:
         """For each of `requests` the choices of all blocks, (its heads, blocks, width)."""
-        mine = zip(requests, self._own_choices(requests, call_index), strict=True)
-        flat = torch.cat([each.in_document(blocks).flatten() for each, blocks in mine])
+        own = zip(requests, self._own_choices(requests, call_index), strict=True)
+        flat = torch.cat([each.in_document(blocks).flatten() for each, blocks in own])
         ranks = range(self._layout.cp)
-        all_choices = self._swap(
-            [flat for _ in ranks],
-            [sum(each.num_choices(peer) for each in requests) for peer in ranks],
-            _tag(call_index) + 1,
-        )
-        found = torch.cat(all_choices).cpu().numpy()
+        sizes = [sum(each.num_choices(peer) for each in requests) for peer in ranks]
+        choices = torch.cat(self._swap([flat for _ in ranks], sizes, _tag(call_index) + 1)).cpu().numpy()
         if self._check is not None:
             self._check()
-        return self._tables(requests, found)
+        tables = [np.repeat(each.plan.few[None], len(each.heads), axis=0) for each in requests]
+        begin = 0
+        for peer in ranks:
+            for each, table in zip(requests, tables, strict=True):
+                rows, end = each.plan.rows[peer], begin + each.num_choices(peer)
+                table[:, rows] = choices[begin:end].reshape(len(each.heads), len(rows), each.rule.width)
+                begin = end
+        assert begin == choices.size, (begin, choices.size)
+        return tables
 
     def _own_choices(self, requests: list[_RoutingRequest], call_index: int) -> list[torch.Tensor]:
         """For each of `requests` the blocks chosen for this rank's rows, (its heads, rows, width) int64."""
@@ -157,43 +155,31 @@ class Router:
             [sum(each.num_incoming(peer) for each in requests) for peer in ranks],
             _tag(call_index),
         )
-        mine, offset = [], [0] * len(ranks)
+        choices, begins = [], [0] * len(ranks)
         for each in requests:
-            ends = [begin + each.num_incoming(peer) for peer, begin in zip(ranks, offset, strict=True)]
-            mine.append(
-                each.choose([piece[begin:end] for piece, begin, end in zip(received, offset, ends, strict=True)])
-            )
-            offset = ends
-        return mine
+            ends = [begin + each.num_incoming(peer) for peer, begin in zip(ranks, begins, strict=True)]
+            pieces = [message[begin:end] for message, begin, end in zip(received, begins, ends, strict=True)]
+            choices.append(each.choose(pieces))
+            begins = ends
+        return choices
 
-    def _swap(self, given: list[torch.Tensor], sizes: list[int], tag: int) -> list[torch.Tensor]:
-        """What each rank sends here, flat, `sizes[rank]` elements, for `given[rank]`. All ranks know all sizes."""
-        own = given[self._cp_rank]
+    def _swap(self, outbox: list[torch.Tensor], sizes: list[int], tag: int) -> list[torch.Tensor]:
+        """Send `outbox[rank]` to each rank. Returns the received messages, flat, of `sizes[rank]` elements, which all
+        ranks know."""
+        own = outbox[self._cp_rank]
         inbox = [own if rank == self._cp_rank else own.new_empty(size) for rank, size in enumerate(sizes)]
-        self._all_to_all.swap([message.contiguous() for message in given], inbox, tag)
+        self._all_to_all.swap([message.contiguous() for message in outbox], inbox, tag)
         return inbox
 
-    def _tables(self, requests: list[_RoutingRequest], found: Choices) -> list[Choices]:
-        """Choice tables from the concatenated choices of all ranks, in rank order."""
-        tables = [np.repeat(each.plan.few[None], len(each.heads), axis=0) for each in requests]
-        begin = 0
-        for peer in range(self._layout.cp):
-            for each, table in zip(requests, tables, strict=True):
-                rows, end = each.plan.rows[peer], begin + each.num_choices(peer)
-                table[:, rows] = found[begin:end].reshape(len(each.heads), len(rows), each.rule.width)
-                begin = end
-        assert begin == found.size, (begin, found.size)
-        return tables
-
-    def _rule(self, rule: Rule, of_head: dict[TopK, Choices], plans: dict[TopK, RoutingPlan]) -> Rule:
-        if not of_head:
+    def _resolve(self, rule: Rule, choices: dict[TopK, Choices], plans: dict[TopK, RoutingPlan]) -> Rule:
+        if not choices:
             return rule
         by_document = []
         for number, (start, stop) in enumerate(self._documents):
             chosen: dict[TopK, Rule] = {}
-            for top_k, choices in of_head.items():
+            for top_k, table in choices.items():
                 first, num_units = plans[top_k].first_block[number], -(-(stop - start) // top_k.unit_tokens)
-                own = choices[first : first + num_units]
+                own = table[first : first + num_units]
                 chosen[top_k] = Chosen(num_units, own.tobytes(), top_k.unit_tokens)
             by_document.append(resolved(rule, chosen))
         return by_document[0] if len(by_document) == 1 else ByDocument(tuple(by_document))
@@ -204,8 +190,7 @@ def _tag(call_index: int) -> int:
 
 
 class _RoutingRequest:
-    """One `TopK` of a layer, in one call on one rank: the heads that follow it, and what the rank sends and
-    receives."""
+    """One `TopK` of a layer, in one call on one rank: its heads, and the messages of its choice."""
 
     def __init__(
         self,
@@ -236,23 +221,24 @@ class _RoutingRequest:
         return self._at.speakers // self.rule.unit_tokens
 
     def outgoing(self, peer: int) -> torch.Tensor:
-        """What this rank sends to `peer`, flat: sums of keys, then of queries."""
-        keys = self._key_sums[self._at.keys_given[peer]]
+        """The message to `peer`, flat: sums of keys, then of queries."""
+        keys = self._key_sums[self._at.keys_out[peer]]
         if self.rule.causal:
             return keys.flatten()
-        return torch.cat([keys.flatten(), self._query_sums[self._at.queries_given[peer]].flatten()])
+        return torch.cat([keys.flatten(), self._query_sums[self._at.queries_out[peer]].flatten()])
 
     def num_incoming(self, peer: int) -> int:
         """Number of elements that `peer` sends to this rank."""
-        return self._num_key_elements(peer) + self._num_query_elements(peer)
+        num_query_chunks = len(self.plan.queries[self._cp_rank].chunks[peer])
+        return self._num_key_elements(peer) + num_query_chunks * len(self.heads) * self._head_dim
 
     def num_choices(self, peer: int) -> int:
         """Number of elements of `peer`'s choices."""
         return len(self.heads) * len(self.plan.rows[peer]) * self.rule.width
 
     def choose(self, received: list[torch.Tensor]) -> torch.Tensor:
-        """(heads, this rank's rows, width) int64: the chosen blocks of the sequence, ascending, from what all ranks
-        sent."""
+        """(heads, this rank's rows, width) int64: the chosen blocks of the sequence, ascending, from the messages of
+        all ranks."""
         num_keys = [self._num_key_elements(peer) for peer in range(len(received))]
         keys = torch.cat([piece[:num] for piece, num in zip(received, num_keys, strict=True)])
         keys = self._assembled(keys.view(-1, self._num_kv, self._head_dim), self._at.key_turns)
@@ -270,7 +256,7 @@ class _RoutingRequest:
         return (blocks - self._at.begins[:, None]).int()
 
     def _assembled(self, entries: torch.Tensor, turns: _Turns) -> torch.Tensor:
-        """(blocks, heads, D): the sums of whole blocks. Parts on several ranks are added in the order of positions."""
+        """(blocks, heads, D): the sums of whole blocks. Parts of several ranks are added in the order of positions."""
         total = entries.new_zeros(self.plan.num_blocks, *entries.shape[1:])
         for chosen, blocks in turns:
             total[blocks] += entries[chosen]  # within a turn each block occurs at most once
@@ -279,16 +265,13 @@ class _RoutingRequest:
     def _num_key_elements(self, peer: int) -> int:
         return len(self.plan.keys[self._cp_rank].chunks[peer]) * self._num_kv * self._head_dim
 
-    def _num_query_elements(self, peer: int) -> int:
-        return len(self.plan.queries[self._cp_rank].chunks[peer]) * len(self.heads) * self._head_dim
-
 
 @dataclass(frozen=True, eq=False)
 class _DevicePlan:
     """A rank's part of a `RoutingPlan`, as index tensors on a device."""
 
-    keys_given: tuple[torch.Tensor, ...]
-    queries_given: tuple[torch.Tensor, ...]
+    keys_out: tuple[torch.Tensor, ...]
+    queries_out: tuple[torch.Tensor, ...]
     key_turns: _Turns
     query_turns: _Turns
     rows: torch.Tensor
@@ -338,15 +321,15 @@ def best_blocks(
     at = torch.arange(num_blocks, device=keys.device)
     by_head = keys.permute(1, 2, 0).contiguous()
     strip = max(1, _STRIP_ELEMENTS // max(1, num_blocks * num_heads))
-    found = [keys.new_empty(num_heads, 0, width, dtype=torch.int64)]
+    best = [keys.new_empty(num_heads, 0, width, dtype=torch.int64)]
     for some, begin, row in zip(speaking.split(strip), begins.split(strip), rows.split(strip), strict=True):
         # Map fp32 scores to integers of the same order, made distinct by block number: ties do not depend on topk.
         bits = torch.matmul(some.transpose(0, 1), by_head).float().view(torch.int32).long()
         order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits) * num_blocks - at
         past = (at >= begin[:, None]) & (at < row[:, None])
         order.masked_fill_(~past, torch.iinfo(torch.int64).min)
-        found.append(order.topk(width, dim=-1).indices.sort(dim=-1).values)
-    return torch.cat(found, dim=1)
+        best.append(order.topk(width, dim=-1).indices.sort(dim=-1).values)
+    return torch.cat(best, dim=1)
 
 
 def _of_heads(x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:

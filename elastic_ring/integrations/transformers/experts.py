@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic_ring.experts.balance import balancing_loss
-from elastic_ring.experts.compute import grouped_linear
-from elastic_ring.experts.exchange import computed
-from elastic_ring.experts.order import Order
+from elastic_ring.experts.compute import Order, grouped_linear
+from elastic_ring.experts.exchange import balancing_loss, run_experts
 
 NOISE = ("router_jitter_noise", "input_jitter_noise")
 BESIDE_BIAS = 7
@@ -37,7 +35,7 @@ NO_EXPERTS = ExpertSizes()
 def compute(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Experts of transformers' interface: hidden (T, width), chosen and weights (T, k) to (T, width)."""
     order = Order.of(chosen, module.num_experts)
-    return order.gather(computed(module, order, order.spread(hidden), partial(_products, module)), weights)
+    return order.gather(run_experts(module, order, order.spread(hidden), partial(_products, module)), weights)
 
 
 def _products(module: Any, weights: Mapping[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:

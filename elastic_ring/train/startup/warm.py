@@ -27,7 +27,7 @@ from elastic_ring.attention.layers import of_layer
 from elastic_ring.attention.layouts.layout import Layout, make_layout
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.layers import LayerPatterns
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.warmup import warm_up_lengths, warm_up_sums, warm_up_variants

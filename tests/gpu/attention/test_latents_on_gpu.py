@@ -9,8 +9,7 @@ import torch
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.attention.layouts.layout import contiguous, zigzag
 from elastic_ring.attention.patterns.families import BigBird
-from elastic_ring.attention.patterns.pattern import Pattern
-from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.patterns.sparse import Pattern, SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from tests.gpu.gpu_rings import run_latents_on

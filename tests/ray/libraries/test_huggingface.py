@@ -24,7 +24,7 @@ from elastic_ring import (
     load_weights,
 )
 from elastic_ring.attention.layouts.layout import make_layout
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.cli import main as command

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.layouts.layout import Layout, make_layout
 from elastic_ring.attention.options import RingOptions
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import Schedule, plan
 from elastic_ring.attention.ring import RingAttention
 

@@ -21,8 +21,8 @@ from elastic_ring.attention.lowering import tiles as tiles_module
 from elastic_ring.attention.lowering.ring_plans import PlanCache
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Window
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed

@@ -20,11 +20,10 @@ from elastic_ring.attention.kernels.registry import covering, named, select
 from elastic_ring.attention.kernels.verify import self_test
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.layouts.rows import Span
-from elastic_ring.attention.merge import Accumulator, lse_for_backward, merge_
+from elastic_ring.attention.merge import Accumulator, lse_for_backward, merge_all_
 from elastic_ring.attention.options import RingOptions
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense
-from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.patterns.sparse import Pattern, SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
@@ -43,27 +42,21 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def test_two_fully_masked_parts_merge_to_a_fully_masked_row_without_nan() -> None:
-    out, lse = torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), -math.inf)
-    merge_(out, lse, torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), -math.inf))
-    assert torch.equal(out, torch.zeros(1, 2, 1, 4))
-    assert torch.equal(lse, torch.full((1, 2, 1), -math.inf))
-
-
-@pytest.mark.parametrize("masked_first", [True, False])
-def test_a_fully_masked_part_changes_no_bit(masked_first: bool) -> None:
-    seen = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2)
+@pytest.mark.parametrize("parts", ["masked, seen", "seen, masked", "masked, masked"])
+def test_a_fully_masked_part_changes_no_bit_and_two_give_no_nan(parts: str) -> None:
     masked = torch.zeros(1, 3, 2, 4), torch.full((1, 3, 2), -math.inf)
-    first, second = (masked, seen) if masked_first else (seen, masked)
+    kinds = {"seen": (torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2)), "masked": masked}
+    first, second = (kinds[kind] for kind in parts.split(", "))
     out, lse = first[0].clone(), first[1].clone()
-    merge_(out, lse, *second)
-    assert torch.equal(out, seen[0])
-    assert torch.equal(lse, seen[1])
+    merge_all_(out, lse, [second])
+    want = kinds["seen" if "seen" in parts else "masked"]
+    assert torch.equal(out, want[0])
+    assert torch.equal(lse, want[1])
 
 
 def test_huge_scores_merge_without_overflow() -> None:
     out, lse = torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), 3e4)
-    merge_(out, lse, torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), 3e4))
+    merge_all_(out, lse, [(torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), 3e4))])
     assert torch.equal(out, torch.full((1, 1, 1, 2), 0.5))
     assert lse.item() == pytest.approx(3e4 + math.log(2))
 
@@ -111,18 +104,19 @@ def test_every_cpu_backend_passes_its_self_test(backend: Kernel, dtype: torch.dt
     assert self_test(backend, dtype=dtype, head_dim=head_dim) is None
 
 
-def _base2_lse(*args: Any, **kwargs: Any) -> Any:
-    out, lse = aten.cpu_forward(*args, **kwargs)
-    return out, lse / math.log(2)
+def _off(factor: float, **kernel: Any) -> Any:
+    """`forward` or `backward` with its second result times a factor: lse or dk."""
+    ((name, right),) = kernel.items()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first, second, *rest = right(*args, **kwargs)
+        return (first, second * factor, *rest)
+
+    return dataclasses.replace(ATEN, name="broken", **{name: run})
 
 
 def _ignores_causal(*args: Any, causal: bool, scale: float) -> Any:
     return aten.cpu_forward(*args, causal=False, scale=scale)
-
-
-def _not_scaled(*args: Any, **kwargs: Any) -> Any:
-    dq, dk, dv = aten.cpu_backward(*args, **kwargs)
-    return dq, dk * 1.01, dv
 
 
 def _local_lse(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, causal: bool, scale: float) -> Any:
@@ -141,9 +135,9 @@ def _raises(*args: Any, **kwargs: Any) -> Any:
 
 
 BROKEN = {
-    "base-2 lse": dataclasses.replace(ATEN, name="broken", forward=_base2_lse),
+    "base-2 lse": _off(1 / math.log(2), forward=aten.cpu_forward),
     "no causal mask": dataclasses.replace(ATEN, name="broken", forward=_ignores_causal),
-    "dk off by a hundredth": dataclasses.replace(ATEN, name="broken", backward=_not_scaled),
+    "dk off by a hundredth": _off(1.01, backward=aten.cpu_backward),
     "tile's own lse in backward": dataclasses.replace(ATEN, name="broken", backward=_local_lse),
     "nan": dataclasses.replace(ATEN, name="broken", forward=_nan),
     "raises": dataclasses.replace(ATEN, name="broken", forward=_raises),
@@ -171,6 +165,8 @@ def test_a_gpu_that_is_full_passes_over_no_kernel() -> None:
     tight = dataclasses.replace(ATEN, name="tight", forward=forward)
     with pytest.raises(torch.OutOfMemoryError):
         select("cpu", torch.float32, 24, True, kernels=(tight, REFERENCE))
+    with pytest.raises(torch.OutOfMemoryError):
+        self_test(dataclasses.replace(named("reference-sparse"), name="tight", forward=forward), head_dim=16)
     full.clear()
     assert select("cpu", torch.float32, 24, True, kernels=(tight, REFERENCE)).name == "tight"
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ring.attention.layouts.layout import Layout, contiguous, make_layout, zigzag
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import Schedule, plan
 
 
@@ -181,7 +181,7 @@ def test_planning_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from elastic_ring.attention.layouts.layout import zigzag\n"
-        "from elastic_ring.attention.patterns.pattern import Pattern\n"
+        "from elastic_ring.attention.patterns.sparse import Pattern\n"
         "from elastic_ring.attention.plan.schedule import plan\n"
         "print(plan(Pattern(), zigzag(64, 4)).hop_bytes(0, 1, 1, 2, 'forward', kv_heads=1))"
     )

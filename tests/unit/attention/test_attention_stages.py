@@ -16,7 +16,7 @@ import torch
 
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.merge import eager_add_
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.rank_plan import choose_hops_per_stage, num_row_visits, rank_plan, stages
 from elastic_ring.attention.plan.schedule import plan
 from tests.unit.attention.attention_rings import (

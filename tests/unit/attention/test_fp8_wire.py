@@ -16,8 +16,8 @@ from elastic_ring.attention.comm.exchange import HopLedger, token_frame
 from elastic_ring.attention.layouts.layout import zigzag
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import BigBird
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Sinks, Window
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error

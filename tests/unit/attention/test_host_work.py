@@ -17,7 +17,7 @@ from elastic_ring.attention.lowering import rectangles
 from elastic_ring.attention.lowering.call_plan import Program, one_late
 from elastic_ring.attention.merge import add_, eager_add_
 from elastic_ring.attention.options import RingOptions
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.rank_plan import RankPlan, Stage, rank_plan, traffic
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.ring import RingAttention

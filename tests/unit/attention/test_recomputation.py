@@ -21,7 +21,7 @@ from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.recomputation import OffloadedTensor
 from elastic_ring.attention.ring import RingAttention

@@ -13,8 +13,8 @@ from elastic_ring.attention.comm.exchange import HopLedger
 from elastic_ring.attention.layouts.layout import zigzag
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import BigBird
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Sinks, Window
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.traffic import Hosts, is_forwarded
 from elastic_ring.attention.ring import RingAttention

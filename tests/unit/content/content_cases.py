@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from elastic_ring.attention.layers import PatternedAttention
-from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.layouts.placement import striped
+from elastic_ring.attention.layouts.layout import Layout, contiguous, striped, zigzag
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.content import Chosen, TopK, top_ks_of
 from elastic_ring.attention.patterns.layers import LayerPatterns

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from elastic_ring.config import ScalingConfig, StepConfig, check_together
 from elastic_ring.experts import compute
-from elastic_ring.experts.compute import grouped_linear, product_kind
-from elastic_ring.experts.order import Order
-from elastic_ring.experts.parts import Cut, all_parts, rows_of, sliced, spans_of
+from elastic_ring.experts.compute import Order, grouped_linear, product_kind
+from elastic_ring.experts.exchange import Cut, all_parts, cut_counts, slice_experts
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.feed_forward import MoE
 from elastic_ring.model.init import Initialiser, initialise_module
@@ -172,14 +171,14 @@ def test_parts_have_whole_experts_where_they_fit_and_cuts_of_those_that_do_not()
     assert [ranks[1] for ranks in parts] == [[Cut(0, 0, 10)], [Cut(0, 10, 20)], [Cut(0, 20, 25), Cut(1, 0, 3)]]
     by_rank = counts.view(3, 2, 3)
     for rank in range(2):
-        of_parts = [rows_of(by_rank[:, rank], ranks[rank]) for ranks in parts]
+        of_parts = [cut_counts(by_rank[:, rank], ranks[rank]) for ranks in parts]
         assert all(int(rows.sum()) <= 10 for rows in of_parts)
         assert torch.equal(sum(rows.sum(1) for rows in of_parts), by_rank[:, rank].sum(1))
-    assert rows_of(by_rank[:, 1], parts[1][1]).tolist() == [[0], [8], [2]]
+    assert cut_counts(by_rank[:, 1], parts[1][1]).tolist() == [[0], [8], [2]]
     weight = torch.randn(3, 2, requires_grad=True)
-    spans = [spans_of(ranks[1]) for ranks in parts]
+    spans = [(ranks[1][0].expert, ranks[1][-1].expert + 1) for ranks in parts]
     assert spans == [(0, 1), (0, 1), (0, 2)]
     given = [torch.randn(stop - first, 2) for first, stop in spans]
-    (found,) = torch.autograd.grad(sliced(weight, spans), weight, given)
+    (found,) = torch.autograd.grad(slice_experts(weight, spans), weight, given)
     assert torch.equal(found[:2], torch.stack([given[0][0] + given[1][0] + given[2][0], given[2][1]]))
     assert not found[2].any()

@@ -14,7 +14,7 @@ from torch import Tensor
 import elastic_ring
 from elastic_ring import ElasticRingTrainer, StepConfig
 from elastic_ring.attention.layouts.layout import make_layout
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.cli import main as command

@@ -22,8 +22,8 @@ from elastic_ring import ElasticRingTrainer, OptimConfig, StepConfig
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.families import BigBird
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Window
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_blocks import check_layer_blocks
 from elastic_ring.attention.ring import RingAttention

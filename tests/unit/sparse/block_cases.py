@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from elastic_ring.attention.comm.exchange import HopLedger
-from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.layouts.placement import residue_class, striped
+from elastic_ring.attention.layouts.layout import Layout, contiguous, residue_class, striped, zigzag
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
 from experiments.block_function import BlockFunction

@@ -72,44 +72,34 @@ def check(case: BlockCase, found: list[torch.Tensor]) -> None:
         assert relative_error(got, want) <= 1e-12, (case, name)
 
 
+def run_and_check(case: BlockCase, rings: ThreadRings, **options: Any) -> tuple[list[torch.Tensor], Any]:
+    found, ledgers = run_sparse(case, rings.groups(case.layout.cp), kernel=KERNEL, **options)
+    check(case, found)
+    check_bytes(case, ledgers)
+    return found, ledgers
+
+
 @pytest.mark.thinned(num=2)
+@pytest.mark.parametrize("documents", [(0,), (0, 1, 4)])
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp64_agrees_with_the_masked_reference_and_moves_the_planned_bytes(
-    rings: ThreadRings, family: str, cp: int, monkeypatch: pytest.MonkeyPatch
+    rings: ThreadRings, family: str, cp: int, documents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layouts take turns, and so do own gradients in one part and in two around the fetched ones."""
+    """Documents are attended each for itself. Layouts take turns, and so do own gradients in one part and in two around
+    the fetched ones."""
     number = cp + list(FAMILIES).index(family)
     if number % 8 >= 4:
         monkeypatch.setattr(lowered, "HALVING_S", 0)
-    layout = LAYOUTS[number % 4]
-    case = block_case(family, cp, layout, num_kv_heads=4 if cp == 3 else 2)
-    found, ledgers = run_sparse(case, rings.groups(cp), kernel=KERNEL)
-    check(case, found)
-    check_bytes(case, ledgers)
+    run_and_check(block_case(family, cp, LAYOUTS[number % 4], documents, num_kv_heads=4 if cp == 3 else 2), rings)
 
 
 @pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 def test_blocks_that_look_ahead_agree_with_the_masked_reference(rings: ThreadRings, cp: int) -> None:
     """Rules, layouts and packed documents take turns."""
-    case = block_case(list(AHEAD)[cp % 4], cp, LAYOUTS[cp % 3], (0, 1, 4) if cp % 3 else (0,), causal=False)
-    found, ledgers = run_sparse(case, rings.groups(cp), kernel=KERNEL)
-    check(case, found)
-    check_bytes(case, ledgers)
-
-
-@pytest.mark.thinned(num=2)
-@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_documents_that_begin_with_a_block_are_attended_each_for_itself(
-    rings: ThreadRings, family: str, cp: int
-) -> None:
-    layout = LAYOUTS[(cp + list(FAMILIES).index(family)) % 4]
-    case = block_case(family, cp, layout, documents=(0, 1, 4), num_kv_heads=4 if cp == 3 else 2)
-    found, ledgers = run_sparse(case, rings.groups(cp), kernel=KERNEL)
-    check(case, found)
-    check_bytes(case, ledgers)
+    documents = (0, 1, 4) if cp % 3 else (0,)
+    run_and_check(block_case(list(AHEAD)[cp % 4], cp, LAYOUTS[cp % 3], documents, causal=False), rings)
 
 
 @pytest.mark.thinned(num=2)
@@ -139,10 +129,7 @@ def test_whatever_cuts_blocks_results_are_exact_and_whole_blocks_move(
 _EIGHT_BY_EIGHT = np.tril(np.random.default_rng(0).random((8, 8)) < 0.5)
 ODD: dict[str, tuple[BlockCase, dict[str, Any]]] = {
     "a block a rank": (BlockCase((Window(100),), (), contiguous(200, 2), block=128), {}),
-    "a rank without tokens": (
-        BlockCase((Window(100),), (), Layout("uneven", 200, (((0, 200),), ())), block=128),
-        {},
-    ),
+    "a rank without tokens": (BlockCase((Window(100),), (), Layout("uneven", 200, (((0, 200),), ())), block=128), {}),
     "two sequences of a pass": (BlockCase((Window(200),), (), zigzag(300, 2).repeated(2), (0, 300), block=128), {}),
     "a rule that reads a table": (
         BlockCase((BlockFunction(lambda i, j: _EIGHT_BY_EIGHT[i, j]),), (), contiguous(1000, 3), block=128),
@@ -172,10 +159,7 @@ def test_every_layout_serves_every_grouping_of_heads(
     rings: ThreadRings, layout: str, num_kv_heads: int, halves: None
 ) -> None:
     for family in ("heads in turn", "longnet with rows that see nothing"):
-        case = block_case(family, 2, layout, num_kv_heads=num_kv_heads, batch=2)
-        found, ledgers = run_sparse(case, rings.groups(2), kernel=KERNEL)
-        check(case, found)
-        check_bytes(case, ledgers)
+        run_and_check(block_case(family, 2, layout, num_kv_heads=num_kv_heads, batch=2), rings)
 
 
 @pytest.mark.slow
@@ -205,9 +189,7 @@ def test_equal_calls_give_equal_bits(rings: ThreadRings, layout: str) -> None:
 
 
 def test_where_nothing_is_fetched_nothing_is_sent(rings: ThreadRings) -> None:
-    case = block_case("segments, nothing beyond", 4, "contiguous")
-    found, ledgers = run_sparse(case, rings.groups(4), kernel=KERNEL)
-    check(case, found)
+    _, ledgers = run_and_check(block_case("segments, nothing beyond", 4, "contiguous"), rings)
     assert not any(ledger.sent_bytes or ledger.received_bytes for ledger in ledgers)
 
 
@@ -222,11 +204,12 @@ def test_queries_that_see_nothing_give_zeros_and_no_gradient(rings: ThreadRings)
 
 
 @pytest.mark.slow
-def test_partials_may_travel_in_the_kernels_type_at_the_cost_of_a_rounding(rings: ThreadRings) -> None:
+def test_partials_may_travel_in_the_kernels_type_and_do_where_it_rounds(rings: ThreadRings) -> None:
     case = block_case("bigbird", 3, "zigzag", dtype=torch.bfloat16)
-    want = masked_reference(case)
-    for partials, itemsize in ((None, None), (torch.bfloat16, 2)):
-        found, ledgers = run_sparse(case, rings.groups(3), kernel=KERNEL, partials=partials)
+    want, rounding = masked_reference(case), replace(REFERENCE, keeps_type=True)
+    for kernel, partials, itemsize in ((KERNEL, None, None), (KERNEL, torch.bfloat16, 2), (rounding, None, 2)):
+        options: dict[str, Any] = {} if kernel is rounding else {"partials": partials}
+        found, ledgers = run_sparse(case, rings.groups(3), kernel=kernel, **options)
         check_bytes(case, ledgers, itemsize)
         for got, exact in zip(found, want, strict=True):
             assert relative_error(got, exact) <= 4e-3
@@ -238,9 +221,8 @@ def test_calls_share_buffers_and_make_none_after_the_first(rings: ThreadRings) -
     def work(cp_rank: int) -> tuple[int, int]:
         buffers, sizes = HopBuffers(), []
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
-        ring = RingAttention(
-            case.schedule, cp_rank, rings.groups(2)[cp_rank], RingOptions(kernel=KERNEL, buffers=buffers)
-        )
+        options = RingOptions(kernel=KERNEL, buffers=buffers)
+        ring = RingAttention(case.schedule, cp_rank, rings.groups(2)[cp_rank], options)
         for _ in range(2):
             leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
             ring(*leaves).backward(dout)
@@ -260,14 +242,9 @@ def test_the_observer_hears_of_every_hop_before_its_keys_are_computed_on(rings: 
 
     def work(cp_rank: int) -> None:
         q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in case.tensors())
-        ring = RingAttention(
-            case.schedule,
-            cp_rank,
-            rings.groups(3)[cp_rank],
-            RingOptions(kernel=KERNEL, observer=lambda *what: heard[cp_rank].append(what)),
-        )
-        q.requires_grad_()
-        ring(q, k, v).backward(dout)
+        options = RingOptions(kernel=KERNEL, observer=lambda *event: heard[cp_rank].append(event))
+        ring = RingAttention(case.schedule, cp_rank, rings.groups(3)[cp_rank], options)
+        ring(q.requires_grad_(), k, v).backward(dout)
 
     rings.groups(3)
     in_threads(3, work)
@@ -300,19 +277,20 @@ def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(ring
 
 
 def test_what_the_kernels_cannot_run_is_refused_by_name_with_a_way_out() -> None:
-    def planned(rule: Any, layout: Any, starts: tuple[int, ...] = (0,)) -> Any:
-        return plan_blocks(plan_sparse(SparsePattern((rule,), 128, starts), layout, 2, 2), 0)
-
-    with pytest.raises(
-        ValueError, match=r"window:200: keeps blocks of 128 tokens in part.*bigbird:3,0,0, .* for its window"
-    ):
-        planned(Window(200), contiguous(512, 2))
-    with pytest.raises(ValueError, match=r"begins at position 200, inside a block of 128 .*align_tokens=128"):
-        planned(NEAR, contiguous(512, 2), (0, 128, 200))
-    with pytest.raises(ValueError, match=r"layout zigzag of 512 tokens over cp=4 cuts at .* multiple of 1024 tokens"):
-        planned(NEAR, zigzag(512, 4))
-    case = cut_case("a window of tokens", 1, "zigzag")
-    only_whole = replace(REFERENCE, covers=("tables",))
+    refused: list[tuple[Any, Layout, tuple[int, ...], str]] = [
+        (
+            Window(200),
+            contiguous(512, 2),
+            (0,),
+            r"window:200: keeps blocks of 128 tokens in part.*bigbird:3,0,0, .*window",
+        ),
+        (NEAR, contiguous(512, 2), (0, 128, 200), "begins at position 200, inside a block of 128 .*align_tokens=128"),
+        (NEAR, zigzag(512, 4), (0,), "layout zigzag of 512 tokens over cp=4 cuts at .* multiple of 1024 tokens"),
+    ]
+    for rule, layout, starts, message in refused:
+        with pytest.raises(ValueError, match=message):
+            plan_blocks(plan_sparse(SparsePattern((rule,), 128, starts), layout, 2, 2), 0)
+    case, only_whole = cut_case("a window of tokens", 1, "zigzag"), replace(REFERENCE, covers=("tables",))
     with pytest.raises(ValueError, match="covers tables, not masked_tables"):
         run_sparse(case, [None], kernel=only_whole)
 
@@ -325,14 +303,11 @@ def test_a_kernel_that_fails_with_masks_serves_whole_blocks_and_another_the_rest
             raise ValueError("no unique leading dimension")
         return REFERENCE.forward(q, k, v, tables, scale)
 
-    kernels = (
-        replace(REFERENCE, name="first", forward=forward, only_by_name=False),
-        replace(REFERENCE, name="second", only_by_name=False),
-    )
-    what: dict[str, Any] = {"device": "cpu", "dtype": torch.float64, "head_dim": 16, "deterministic": True}
-    assert select(**what, cover="tables", kernels=kernels).name == "first"
+    second = replace(REFERENCE, name="second", only_by_name=False)
+    kernels = (replace(second, name="first", forward=forward), second)
+    assert select("cpu", torch.float64, 16, True, cover="tables", kernels=kernels).name == "first"
     assert not caplog.records
-    assert select(**what, cover="masked_tables", kernels=kernels).name == "second"
+    assert select("cpu", torch.float64, 16, True, cover="masked_tables", kernels=kernels).name == "second"
     assert "first fails its self-test, passed over: ValueError: no unique leading dimension" in caplog.text
 
 
@@ -344,12 +319,13 @@ def test_ways_to_keep_a_block_in_part_are_bounded(monkeypatch: pytest.MonkeyPatc
 
 
 def test_kernels_are_refused_where_they_cannot_serve() -> None:
-    with pytest.raises(ValueError, match="'flex-sparse' runs on cuda, not on cpu"):
-        select("cpu", torch.bfloat16, 64, True, "flex-sparse", cover="tables")
-    with pytest.raises(ValueError, match="'flash-attn-4-sparse' has no deterministic sparse backward"):
-        select("cuda", torch.bfloat16, 64, True, "flash-attn-4-sparse", cover="tables")
-    with pytest.raises(ValueError, match="choose one of flash-attn-4-sparse, flex-sparse, reference-sparse"):
-        select("cuda", torch.bfloat16, 64, True, "flash", cover="tables")
+    for device, pin, message in (
+        ("cpu", "flex-sparse", "'flex-sparse' runs on cuda, not on cpu"),
+        ("cuda", "flash-attn-4-sparse", "'flash-attn-4-sparse' has no deterministic sparse backward"),
+        ("cuda", "flash", "choose one of flash-attn-4-sparse, flex-sparse, reference-sparse"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            select(device, torch.bfloat16, 64, True, pin, cover="tables")
     assert [kernel.name for kernel in covering("tables")] == ["flash-attn-4-sparse", "flex-sparse"]
 
 
@@ -385,19 +361,9 @@ def test_a_pass_of_a_sparse_kernel_is_cached_on_disk_and_a_failure_is_not(tmp_pa
     assert len(list(tmp_path.glob("kernel-*.json"))) == 1
 
 
-def test_a_gpu_that_is_full_passes_over_no_sparse_kernel() -> None:
-    def run(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        self_test(replace(REFERENCE, name="tight", forward=run), dtype=torch.float64, head_dim=16)
-
-
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("planted", ["forward", "backward", "empty rows", "unseen keys", "not where it was told to"])
 def test_a_kernel_that_is_wrong_between_stretches_of_keys_is_found(planted: str) -> None:
-    from dataclasses import replace
-
     def forward(q: Any, k: Any, v: Any, tables: Any, scale: float) -> Any:
         out, lse = REFERENCE.forward(q, k, v, tables, scale)
         if planted == "empty rows":
@@ -475,13 +441,3 @@ def test_tables_lie_by_rows_as_the_kernels_read_them(family: str, layout: str) -
         for lists in (tables.own, tables.own_by_key, tables.full, tables.full_by_key):
             assert lists.counts.stride(-1) == 1
             assert lists.indices.stride(-1) == 1
-
-
-@pytest.mark.slow
-def test_partials_of_a_kernel_that_rounds_travel_as_it_rounded_them(rings: ThreadRings) -> None:
-    rounding = replace(REFERENCE, keeps_type=True)
-    case = block_case("bigbird", 3, "zigzag", dtype=torch.bfloat16)
-    found, ledgers = run_sparse(case, rings.groups(3), kernel=rounding)
-    check_bytes(case, ledgers, 2)
-    for got, exact in zip(found, masked_reference(case), strict=True):
-        assert relative_error(got, exact) <= 4e-3

@@ -16,9 +16,8 @@ from elastic_ring.attention.layers import PatternedAttention, of_layer
 from elastic_ring.attention.layouts.layout import contiguous, zigzag
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Window
-from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.patterns.sparse import Pattern, SparsePattern
 from elastic_ring.attention.plan.padded_blocks import padded
 from elastic_ring.attention.plan.schedule import Schedule, plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse

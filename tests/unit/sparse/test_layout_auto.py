@@ -19,8 +19,15 @@ from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfi
 from elastic_ring.attention.autolayout.choice import Sizes, in_whole_blocks
 from elastic_ring.attention.autolayout.model_layout import choose_layout, price_dense
 from elastic_ring.attention.layers import PatternedAttention
-from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.layouts.placement import dealt, residue_class, striped, tokens_max_over_mean
+from elastic_ring.attention.layouts.layout import (
+    Layout,
+    contiguous,
+    dealt,
+    residue_class,
+    striped,
+    tokens_max_over_mean,
+    zigzag,
+)
 from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import Window

@@ -10,12 +10,10 @@ import torch
 
 from benchmarks.attention.pattern_bytes import families, mean_bytes, mean_dense_bytes
 from elastic_ring.attention.autolayout.choice import Sizes
-from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.layouts.placement import residue_class, striped
+from elastic_ring.attention.layouts.layout import Layout, contiguous, residue_class, striped, zigzag
 from elastic_ring.attention.patterns.families import Dilated
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Window
-from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.patterns.sparse import Pattern, SparsePattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from experiments.pattern_choice import choose

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.attention.pattern_bytes import families, main
 from elastic_ring.attention.autolayout.choice import Sizes, in_whole_blocks, layouts_for
-from elastic_ring.attention.layouts.layout import contiguous
-from elastic_ring.attention.layouts.placement import (
+from elastic_ring.attention.layouts.layout import (
     balanced,
+    contiguous,
     dealt,
     residue_class,
     striped,

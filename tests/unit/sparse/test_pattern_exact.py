@@ -14,8 +14,7 @@ import torch
 
 from elastic_ring.attention import ring as ring_module
 from elastic_ring.attention.kernels.registry import named, select
-from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
-from elastic_ring.attention.layouts.placement import balanced, residue_class, striped
+from elastic_ring.attention.layouts.layout import Layout, balanced, contiguous, residue_class, striped, zigzag
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns import families, parse
 from elastic_ring.attention.patterns.rules import Dense

@@ -16,14 +16,7 @@ import numpy as np
 import pytest
 
 from elastic_ring.attention.patterns import families, rules
-from elastic_ring.attention.patterns.blocks import (
-    any_partly,
-    block_kinds,
-    kept_by_any,
-    row_pairs,
-    row_strips,
-    visible,
-)
+from elastic_ring.attention.patterns.blocks import any_partly, block_kinds, kept_by_any, row_pairs, row_strips, visible
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
 from elastic_ring.attention.patterns.rules import FULL, NONE, PART, Dense, Rule, Sinks, Strided, Union, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
@@ -50,21 +43,21 @@ def test_a_rule_sees_what_its_definition_says_pair_by_pair(name: str) -> None:
     assert np.array_equal(visible(RULES[name][0], at, at), whole_mask(name))
 
 
+def check_kinds(rule: Rule, mask: np.ndarray, block: int, *, causal: bool) -> None:
+    kinds = block_kinds(rule, LENGTH, block, causal)
+    assert not causal or not np.triu(kinds, 1).any()
+    for i, j in np.ndindex(kinds.shape):
+        part = mask[i * block : (i + 1) * block, j * block : (j + 1) * block]
+        assert not part.any() or kinds[i, j] != NONE
+        whole = np.tril(np.ones_like(part)) if causal and i == j else np.ones_like(part)
+        assert np.array_equal(part, whole) or kinds[i, j] != FULL
+    assert any_partly(rule, LENGTH, block, causal) == bool((kinds == PART).any())
+    assert np.array_equal(row_pairs(rule, LENGTH, block, causal), mask.sum(1))
+
+
 @pytest.mark.parametrize("block", [1, 3, 4, 8, 16, 128])
 def test_blocks_are_full_part_or_none_of_what_is_seen(name: str, block: int) -> None:
-    rule, mask = RULES[name][0], whole_mask(name)
-    kinds = block_kinds(rule, LENGTH, block)
-    assert not np.triu(kinds, 1).any()
-    for i in range(len(kinds)):
-        for j in range(i + 1):
-            part = mask[i * block : (i + 1) * block, j * block : (j + 1) * block]
-            wanted = np.tril(np.ones_like(part)) if i == j else np.ones_like(part)
-            if kinds[i, j] == NONE:
-                assert not part.any()
-            if kinds[i, j] == FULL:
-                assert np.array_equal(part, wanted)
-    assert any_partly(rule, LENGTH, block) == bool((kinds == PART).any())
-    assert np.array_equal(row_pairs(rule, LENGTH, block), mask.sum(1))
+    check_kinds(RULES[name][0], whole_mask(name), block, causal=True)
 
 
 @pytest.mark.parametrize("block", [1, 3, 4, 8, 128])
@@ -74,14 +67,7 @@ def test_blocks_that_look_ahead_are_full_part_or_none_of_what_is_seen(ahead: str
     mask = np.array([[bool(sees(q, k)) for k in range(LENGTH)] for q in range(LENGTH)])
     at = np.arange(LENGTH)
     assert np.array_equal(visible(rule, at, at, causal=False), mask)
-    kinds = block_kinds(rule, LENGTH, block, causal=False)
-    for i, j in np.ndindex(kinds.shape):
-        part = mask[i * block : (i + 1) * block, j * block : (j + 1) * block]
-        assert part.any() or kinds[i, j] != FULL
-        assert not part.any() or kinds[i, j] != NONE
-        assert part.all() or kinds[i, j] != FULL
-    assert any_partly(rule, LENGTH, block, causal=False) == bool((kinds == PART).any())
-    assert np.array_equal(row_pairs(rule, LENGTH, block, causal=False), mask.sum(1))
+    check_kinds(rule, mask, block, causal=False)
     assert SparsePattern((rule,), block, causal=False).density(LENGTH) == pytest.approx(mask.mean())
 
 
@@ -247,10 +233,6 @@ def test_planning_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["4"]
-
-
-def test_kinds_are_ordered_so_that_a_union_takes_the_larger() -> None:
-    assert (NONE, PART, FULL) == (0, 1, 2)
 
 
 def by_definition(seed: int, row: int, window: int, first: int, randoms: int) -> list[int]:

@@ -26,7 +26,7 @@ from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.kernels.verify import warm_up_kernels
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.options import RingOptions
-from elastic_ring.attention.patterns.pattern import Pattern
+from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.warmup import NullProcessGroup, length_classes, warm_up_variants

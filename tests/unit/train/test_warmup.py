@@ -24,9 +24,8 @@ from elastic_ring.attention.lowering.device_blocks import on_device
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.attention.patterns.pattern import Pattern
 from elastic_ring.attention.patterns.rules import Dense, Window
-from elastic_ring.attention.patterns.sparse import SparsePattern
+from elastic_ring.attention.patterns.sparse import Pattern, SparsePattern
 from elastic_ring.attention.plan.padded_blocks import padded
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse

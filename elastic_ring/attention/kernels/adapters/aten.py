@@ -104,8 +104,8 @@ class _DeterministicMode:
     """Makes aten's backward deterministic while any thread is inside.
 
     The op has no argument for it: up to torch 2.13 it reads the process-wide flag, on the calling thread's host, and
-    only without `warn_only`. So the first thread in sets that flag and the last one out restores it, whatever their
-    order. Other threads see the flag for the host's time of a call: an operator that has no deterministic form would
+    only without `warn_only`. So the first thread that enters sets that flag and the last that leaves restores it.
+    Other threads see the flag for the host's time of a call: an operator that has no deterministic form would
     raise there. torch.compile's own setting, which `use_deterministic_algorithms` changes too, stays as it is.
     """
 

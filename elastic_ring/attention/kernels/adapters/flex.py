@@ -34,7 +34,7 @@ def _by_token() -> Any:
     def flex_attention_by_token(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, scale: float, enable_gqa: bool
     ) -> Pair:
-        # Not `return_lse`: torch warns of it once, which changes what it guards, and compiles the first length again.
+        # Not `return_lse`: torch warns of it once, which changes a guard, and the first length would compile again.
         # Transpose inside the compiled function: for an output that is not contiguous, the gradient may be copied to
         # contiguous order before backward.
         out, aux = flex_attention(
@@ -132,7 +132,7 @@ LEAST = 64
 """The least number of blocks each way, and of masks, after padding. Up to 8 K tokens a rank then take one kernel,
 whatever the documents; each kernel less saves seconds of a start."""
 MOST_COLUMNS = 256
-"""Up to so many columns lists are as wide as all of them: a quarter of a MiB for each list of a head."""
+"""Up to this number of columns a list is as wide as all of them: a quarter of a MiB for each list of a head."""
 
 
 _LISTS = (
@@ -212,8 +212,8 @@ def _padded_masks(tables: BlockTables) -> BlockMasks:
 
 
 def padded_blocks(tables: BlockTables) -> tuple[int, int]:
-    """(query blocks, key blocks) after padding. Kernels are compiled per number, so few numbers are one, and those that
-    vary between plans are rounded up to a power of two or 1.5 times one."""
+    """(query blocks, key blocks) after padding. Kernels are compiled per number, so small numbers become LEAST, and
+    numbers that vary between plans are rounded up to a power of two or 1.5 times one."""
     return _rounded(tables.num_q_blocks, tables.all_rows), _rounded(tables.num_k_blocks, tables.all_keys)
 
 
