@@ -29,20 +29,20 @@ _WORKING_COPY = "/runtime_resources/working_dir_files/"  # where Ray unpacks wha
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 
-def _faults(given: object) -> object:
-    return parse_faults(given) if isinstance(given, str) else given
+def _faults(value: object) -> object:
+    return parse_faults(value) if isinstance(value, str) else value
 
 
-def _path_as_text(given: object) -> object:
-    return os.fspath(given) if isinstance(given, os.PathLike) else given
+def _path_as_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _number_as_text(given: object) -> object:
-    return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
+def _number_as_text(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _list_as_tuple(given: object) -> object:
-    return tuple(given) if isinstance(given, list) else given
+def _list_as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
 
 
 @settings
@@ -538,17 +538,17 @@ class RunConfig:
     def __post_init__(self) -> None:
         # Resolved where the user wrote it: other processes have other working directories.
         for setting in ("storage_path", "run_dir"):
-            given = getattr(self, setting)
-            if given is None or re.match("s3://[^/]", given):
+            value = getattr(self, setting)
+            if value is None or re.match("s3://[^/]", value):
                 continue
-            if not given or given.startswith("s3://"):
-                raise ValueError(f"{setting}={given!r}: give a folder, or s3://bucket/prefix with the bucket's name")
-            if _URI.match(given):
+            if not value or value.startswith("s3://"):
+                raise ValueError(f"{setting}={value!r}: give a folder, or s3://bucket/prefix with the bucket's name")
+            if _URI.match(value):
                 raise ValueError(
-                    f"{setting}={given!r}: give s3://bucket/prefix, or a path on a shared file system, "
+                    f"{setting}={value!r}: give s3://bucket/prefix, or a path on a shared file system, "
                     "that every node sees"
                 )
-            object.__setattr__(self, setting, str(Path(given).expanduser().absolute()))
+            object.__setattr__(self, setting, str(Path(value).expanduser().absolute()))
         if self.resume not in ("auto", "never") and not self.resume.isdigit() and not _URI.match(self.resume):
             object.__setattr__(self, "resume", str(Path(self.resume).expanduser().absolute()))
 
@@ -573,8 +573,8 @@ class RunConfig:
         return self._local("driver") if self.is_remote else Path(self.storage_uri)
 
     def _local(self, role: str) -> Path:
-        known = hashlib.sha256(self.storage_uri.encode()).hexdigest()[:12]
-        return user_folder() / f"{self.name}-{known}" / role
+        suffix = hashlib.sha256(self.storage_uri.encode()).hexdigest()[:12]
+        return user_folder() / f"{self.name}-{suffix}" / role
 
 
 def check_lasting(folder: Path) -> None:
@@ -588,7 +588,7 @@ def check_lasting(folder: Path) -> None:
 
 
 def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault, ...]) -> None:
-    """Refuse what only the settings together show. Raises ValueError before anything starts."""
+    """Raises ValueError for settings that contradict each other."""
     if step.global_batch < scaling.most_rings:
         raise ValueError(
             f"global_batch={step.global_batch} is less than dp={scaling.most_rings}: every ring needs at least one "
@@ -632,7 +632,7 @@ def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault
 
 
 def check_loss_spikes(run: RunConfig, optim: OptimConfig) -> None:
-    """Refuse an action that other settings leave nothing to do. Raises ValueError before anything starts."""
+    """Raises ValueError for an action that has nothing to do under the other settings."""
     has_sources = run.checkpoint_config.is_on or run.copies not in ("auto", "0")
     if run.loss_spike == "act" and "back" in run.loss_spike_actions and not has_sources:
         raise ValueError(
@@ -647,7 +647,7 @@ def check_loss_spikes(run: RunConfig, optim: OptimConfig) -> None:
 
 
 def check_copies(mesh: Mesh, copies: str) -> None:
-    """Refuse copies for which the mesh has too few ranks. Raises ValueError before anything starts."""
+    """Raises ValueError for copies for which the mesh has too few ranks."""
     if copies == "auto":
         return
     kind, _, size = copies.partition(":")
@@ -666,7 +666,7 @@ def check_copies(mesh: Mesh, copies: str) -> None:
 
 
 def digest(*configs: Any) -> str:
-    """What identifies a configuration: equal settings give equal digests on any machine."""
+    """The digest of a configuration: equal settings give equal digests on any machine."""
     plain = [dataclasses.asdict(c) if dataclasses.is_dataclass(c) and not isinstance(c, type) else c for c in configs]
     return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()
 

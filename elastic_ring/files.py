@@ -1,4 +1,4 @@
-"""What files need beyond the standard library, in every room; and what a stranger's file may say, checked in one place.
+"""Files beyond the standard library, and texts to show: durable writes, bounded JSON and TOML, names, URLs.
 
 A file may come from anybody: JSON is bounded in length and depth, a file that is no file is not waited for, and a name
 that a file gives becomes a path only after `name_below`.
@@ -80,14 +80,14 @@ def shown_url(text: str) -> str:
     """A URI, or a text with some, as it may be stored or shown: without name and password, and without the query, which
     may hold a signature. Everything else stays as it is."""
 
-    def shown(found: re.Match[str]) -> str:
-        scheme, rest, query = found[1], found[3], found[4] or ""
-        if scheme in _AZURE and (container := (found[2] or "").partition(":")[0]):
+    def show(match: re.Match[str]) -> str:
+        scheme, rest, query = match[1], match[3], match[4] or ""
+        if scheme in _AZURE and (container := (match[2] or "").partition(":")[0]):
             rest = f"{container}@{rest}"
         is_name = scheme in _PATTERNS and not re.match(r"\?\w+=", query)
         return f"{scheme}://{rest}{query if is_name else ''}"
 
-    return _URL.sub(shown, text)
+    return _URL.sub(show, text)
 
 
 def shown_plain(value: Any) -> Any:
@@ -96,8 +96,8 @@ def shown_plain(value: Any) -> Any:
     if isinstance(value, str):
         return shown_url(value)
     if isinstance(value, dict):
-        return {shown_plain(key): shown_plain(one) for key, one in value.items()}
-    return [shown_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {shown_plain(key): shown_plain(part) for key, part in value.items()}
+    return [shown_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def with_access(uri: str, like: str) -> str:
@@ -134,7 +134,7 @@ def read_small(path: str | os.PathLike[str], most_bytes: int = MAX_JSON_BYTES, *
     """All bytes of a regular file. Raises ValueError for a longer one and for what is no file (a pipe would be waited
     for without end), OSError. `is_asked`: the user has named it for this call, so it may be a pipe or a terminal."""
     flags = 0 if is_asked else os.O_NONBLOCK
-    with open(path, "rb", opener=lambda name, given: os.open(name, given | flags)) as file:
+    with open(path, "rb", opener=lambda name, default: os.open(name, default | flags)) as file:
         if not is_asked and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError(f"{os.fspath(path)} is no regular file")
         data = file.read(most_bytes + 1)
@@ -144,30 +144,29 @@ def read_small(path: str | os.PathLike[str], most_bytes: int = MAX_JSON_BYTES, *
 
 
 def plain_json(data: bytes | str, most_bytes: int = MAX_JSON_BYTES, most_depth: int = MAX_JSON_DEPTH) -> Any:
-    """What JSON says. Raises ValueError, also for what is longer or nested deeper than it may be."""
+    """Parse JSON. Raises ValueError, also for JSON that is longer or nested deeper than it may be."""
     if len(data) > most_bytes:
         raise ValueError(f"JSON of {len(data)} bytes: there may be {most_bytes}")
     try:
-        found = json.loads(data)
+        content = json.loads(data)
     except RecursionError:
         raise ValueError(f"JSON is nested deeper than {most_depth} levels") from None
-    level = [found]
+    level = [content] if isinstance(content, (dict, list)) else []
     for _ in range(most_depth):
         level = [
             child
-            for one in level
-            if isinstance(one, (dict, list))
-            for child in (one.values() if isinstance(one, dict) else one)
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
             if isinstance(child, (dict, list))
         ]
         if not level:
-            return found
+            return content
     raise ValueError(f"JSON is nested deeper than {most_depth} levels")
 
 
 def plain_toml(data: bytes) -> dict[str, Any]:
-    """What TOML says, with or without a byte order mark. Raises ValueError, also for what is longer than it may be or
-    nested too deeply."""
+    """Parse TOML, with or without a byte order mark. Raises ValueError, also for TOML that is too long or nested too
+    deeply."""
     if len(data) > MAX_TOML_BYTES:
         raise ValueError(f"TOML of {len(data)} bytes: there may be {MAX_TOML_BYTES}")
     text = data.decode("utf-8-sig")
@@ -185,9 +184,9 @@ def name_below(name: object, where: str = "") -> str:
     text = name if isinstance(name, str) else ""
     is_plain = all(part not in ("", ".", "..") for part in text.split("/")) and text.isprintable()
     if not is_plain or "\\" in text or len(text.encode()) > MAX_NAME_BYTES:
-        shown = ascii(name)
-        shown = shown if len(shown) <= MAX_NAME_BYTES else f"{shown[:MAX_NAME_BYTES]}..."
-        raise ValueError(f"{where + ': ' if where else ''}names {shown}, which is not in its folder")
+        raise ValueError(
+            f"{where + ': ' if where else ''}names {cut(ascii(name), MAX_NAME_BYTES)}, which is not in its folder"
+        )
     return text
 
 
@@ -213,4 +212,15 @@ def check_model_links(folder: Path) -> None:
 
 def printable(text: str) -> str:
     """`text` for a terminal: what would control it is shown as `\\x1b`."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def few(parts: Iterable[object], most: int, between: str = ", ") -> str:
+    """The first `most` of the parts, and how many more there are."""
+    shown = list(map(str, parts))
+    return between.join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
+def cut(text: str, most: int) -> str:
+    """At most so many characters of a text, and a mark where some are left out."""
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -137,7 +137,7 @@ class ElasticRingTrainer:
     def measured_on(self) -> dict[str, str]:
         """Contents of the model, the data and the validation sets: runs that share them have comparable losses."""
         submission = self.submission()
-        return {**submission.identity.what, "validation": str(submission.validation_contents)}
+        return {**submission.identity.entries, "validation": str(submission.validation_contents)}
 
     def fit(self) -> Result:
         """Train to the last step, recovering from failures on the way. Blocks.

@@ -63,29 +63,29 @@ def settings(cls: type[T]) -> type[T]:
     Class attributes without an annotation: `_prefix` goes before a setting's name in messages, `_instead` says for
     names of other libraries what to use here.
     """
-    made: Any = dataclass(cls, frozen=True, config=CONFIG)
-    validated = made.__init__
+    checked: Any = dataclass(cls, frozen=True, config=CONFIG)
+    validated = checked.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             validated(self, *args, **kwargs)
         except ValidationError as error:
-            given = dict(zip(made.__pydantic_fields__, args, strict=False)) | kwargs
-            raise ValueError(explain(made, error, given)) from None
+            values = dict(zip(checked.__pydantic_fields__, args, strict=False)) | kwargs
+            raise ValueError(explain(checked, error, values)) from None
 
-    __init__.__signature__ = made.__signature__  # type: ignore[attr-defined]
-    made.__init__ = __init__
-    return made  # type: ignore[no-any-return]
+    __init__.__signature__ = checked.__signature__  # type: ignore[attr-defined]
+    checked.__init__ = __init__
+    return checked  # type: ignore[no-any-return]
 
 
 def docstrings(cls: type) -> dict[str, str]:
     """The text under each field of a class, on one line. Read for help only: pydantic's own way takes a third of
     the time in which settings are imported."""
-    made = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(made, ast.ClassDef)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(tree, ast.ClassDef)
     return {
         above.target.id: " ".join(below.value.value.split())
-        for above, below in pairwise(made.body)
+        for above, below in pairwise(tree.body)
         if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name)
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
     }
@@ -113,15 +113,15 @@ def _undecoded(value: Any, named: str) -> str:
         parts = ((f"{named}.{key}".lstrip("."), part) for key, part in value.items())
     elif isinstance(value, (list, tuple)):
         parts = ((named, part) for part in value)
-    return next((told for name, part in parts if (told := _undecoded(part, name))), "")
+    return next((text for name, part in parts if (text := _undecoded(part, name))), "")
 
 
-def explain(cls: Any, error: ValidationError, given: Mapping[str, Any], prefix: str = "") -> str:
-    """The first error about the values `given`, in the words of `Must` and `EXPECTED`."""
+def explain(cls: Any, error: ValidationError, values: Mapping[str, Any], prefix: str = "") -> str:
+    """The first error about `values`, in the words of `Must` and `EXPECTED`."""
     first = error.errors(include_url=False)[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    value: Any = given
+    value: Any = values
     owner, spec, path = cls, None, []
     for part in first["loc"]:
         fields = getattr(owner, "__pydantic_fields__", {})
@@ -161,8 +161,8 @@ def _unknown(cls: Any, name: str, prefix: str) -> str:
     return unknown_setting(cls.__name__, f"{prefix}{name}", list(cls.__pydantic_fields__))
 
 
-def unknown_setting(owner: str, name: str, known: Sequence[str]) -> str:
+def unknown_setting(owner: str, name: str, names: Sequence[str]) -> str:
     """An error's text for a name that `owner` does not have, with the nearest that it has."""
-    near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
     return f"{owner} has no setting {name}: {hint}"

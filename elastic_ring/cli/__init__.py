@@ -11,20 +11,20 @@ from collections.abc import Sequence
 
 from elastic_ring.monitor.terminal import plain_terminal
 
-# (module, what it does) by command
+# (module and, other than `main`, its function; what it does) by command
 COMMANDS = {
     "train": ("elastic_ring.cli.train", "train a decoder over elastic rings"),
     "status": ("elastic_ring.cli.status", "show a run's mesh, step, spares and last recoveries"),
-    "doctor": ("elastic_ring.cli.doctor", "look at a cluster before a run starts on it"),
-    "metrics": ("elastic_ring.cli.metrics", "print the table of exported metrics"),
-    "scale": ("elastic_ring.cli.scale", "give a run fewer or more rings and spares"),
-    "drain": ("elastic_ring.cli.drain", "drain a node and wait until no run has a worker there"),
+    "doctor": ("elastic_ring.cli.operate:doctor", "look at a cluster before a run starts on it"),
+    "metrics": ("elastic_ring.cli.operate:metrics", "print the table of exported metrics"),
+    "scale": ("elastic_ring.cli.operate:scale", "give a run fewer or more rings and spares"),
+    "drain": ("elastic_ring.cli.operate:drain", "drain a node and wait until no run has a worker there"),
     "checkpoints": ("elastic_ring.cli.checkpoints", "list, verify, prune and export what a run has saved"),
-    "plan": ("elastic_ring.cli.plan", "print what a run needs, and start nothing"),
+    "plan": ("elastic_ring.cli.train:main_plan", "print what a run needs, and start nothing"),
     "forecast": ("elastic_ring.cli.forecasts.command", "will it fit, how long, how much, how likely; starts nothing"),
     "tune": ("elastic_ring.cli.tune", "search sparse patterns by quality, time and bytes"),
     "data": ("elastic_ring.cli.data", "prepare documents as token shards for training"),
-    "export": ("elastic_ring.cli.export", "write a run's final weights as transformers loads them"),
+    "export": ("elastic_ring.cli.checkpoints:export_weights", "write a run's final weights as transformers loads them"),
     "calibrate": ("elastic_ring.cli.calibrate", "measure what --layout auto prices with"),
 }
 # Optional dependencies, and the extra of pyproject.toml that has each.
@@ -55,12 +55,12 @@ def refused(command: str, error: BaseException, stopped: str = "stopped") -> int
     says what that left), else 1."""
     match error:
         case ValueError():
-            told, status = f"{error}", 2
+            message, status = f"{error}", 2
         case KeyboardInterrupt():
-            told, status = str(error) or stopped, 130
+            message, status = str(error) or stopped, 130
         case _:
-            told, status = f"{type(error).__name__}: {error}", 1
-    print(f"{command}: {told}", file=sys.stderr)
+            message, status = f"{type(error).__name__}: {error}", 1
+    print(f"{command}: {message}", file=sys.stderr)
     return status
 
 
@@ -82,7 +82,8 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"elastic-ring: there is no command {command!r}{meant}\n{usage}", file=sys.stderr)
         return 2
     try:
-        status: int = importlib.import_module(COMMANDS[command][0]).main(rest)
+        module, _, function = COMMANDS[command][0].partition(":")
+        status: int = getattr(importlib.import_module(module), function or "main")(rest)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:

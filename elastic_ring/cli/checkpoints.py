@@ -6,6 +6,7 @@ RUN is the run's folder, local or s3://bucket/runs/NAME. Needs neither Ray nor t
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -28,15 +29,17 @@ VERBS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="elastic-ring checkpoints", description=__doc__)
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="|".join(VERBS))
+    parser = argparse.ArgumentParser(prog="elastic-ring checkpoints", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="|".join(VERBS))
     for verb, says in VERBS.items():
-        one = verbs.add_parser(verb, help=says, description=f"{says[0].upper()}{says[1:]}.")
-        one.add_argument("run", metavar="RUN", help="the run's folder: storage path and name")
+        verb_parser = verbs.add_parser(verb, help=says, description=f"{says[0].upper()}{says[1:]}.")
+        verb_parser.add_argument("run", metavar="RUN", help="the run's folder: storage path and name")
         if verb == "prune":
-            one.add_argument("--keep-last", type=_positive, default=2, metavar="N", help="how many stay (2)")
-            one.add_argument("--keep-every", type=int, default=0, metavar="N", help="and the steps divisible by N")
-            one.add_argument(
+            verb_parser.add_argument("--keep-last", type=_positive, default=2, metavar="N", help="how many stay (2)")
+            verb_parser.add_argument(
+                "--keep-every", type=int, default=0, metavar="N", help="and the steps divisible by N"
+            )
+            verb_parser.add_argument(
                 "--unfinished-after-s",
                 type=float,
                 default=UNFINISHED_AFTER_S,
@@ -44,19 +47,25 @@ def parser() -> argparse.ArgumentParser:
                 help="an attempt newer than all checkpoints is under way until nothing was added to it for so long "
                 "(3600); 0 where no run writes",
             )
-            one.add_argument("--rejected", action="store_true", help="also those that failed their verification")
+            verb_parser.add_argument(
+                "--rejected", action="store_true", help="also those that failed their verification"
+            )
         if verb == "export":
-            one.add_argument("--to", required=True, metavar="FOLDER", help="an empty folder; safetensors also to s3://")
-            one.add_argument("--step", type=int, metavar="N", help="of this step (the newest)")
-            one.add_argument(
+            verb_parser.add_argument(
+                "--to", required=True, metavar="FOLDER", help="an empty folder; safetensors also to s3://"
+            )
+            verb_parser.add_argument("--step", type=int, metavar="N", help="of this step (the newest)")
+            verb_parser.add_argument(
                 "--format",
                 choices=("safetensors", "dcp"),
                 default="safetensors",
                 help="safetensors: parameters with an index, as Hugging Face reads them; dcp: parameters, "
                 "optimizer and counters for torch.distributed.checkpoint (safetensors)",
             )
-            one.add_argument("--shard-mib", type=_positive, default=5120, metavar="N", help="MiB of a file (5120)")
-    return made
+            verb_parser.add_argument(
+                "--shard-mib", type=_positive, default=5120, metavar="N", help="MiB of a file (5120)"
+            )
+    return parser
 
 
 def _positive(text: str) -> int:
@@ -84,7 +93,7 @@ def _list(storage: Storage, options: argparse.Namespace) -> int:
     rows = [("step", "lineage", "mesh", "size", "files", "saved", "folder")]
     for folder in checkpoint.committed(storage):
         try:
-            found = checkpoint.read_manifest(storage, folder)
+            manifest = checkpoint.read_manifest(storage, folder)
         except CheckpointDamaged as error:
             lineage, step = ("" if number < 0 else str(number) for number in checkpoint.age_key(folder))
             rows.append((step, lineage, "damaged", "", "", "", str(error)))
@@ -92,11 +101,11 @@ def _list(storage: Storage, options: argparse.Namespace) -> int:
         saved = next(entry for entry in storage.entries(folder, recursive=False) if entry.path.endswith("COMMIT.json"))
         rows.append(
             (
-                str(found.step),
-                str(found.lineage),
-                f"{found.num_parts}x{found.cp}",
-                size(found.num_bytes),
-                str(len(found.files)),
+                str(manifest.step),
+                str(manifest.lineage),
+                f"{manifest.num_parts}x{manifest.cp}",
+                size(manifest.num_bytes),
+                str(len(manifest.files)),
                 age(saved.modified_unix_s),
                 storage.at(folder),
             )
@@ -158,8 +167,8 @@ def _export(storage: Storage, options: argparse.Namespace) -> int:
         if options.step in (None, manifest.step):
             break
     else:
-        wanted = "" if options.step is None else f"--step {options.step}: "
-        raise ValueError(f"{wanted}no such checkpoint in {storage.uri}; `elastic-ring checkpoints list` shows them")
+        step_text = "" if options.step is None else f"--step {options.step}: "
+        raise ValueError(f"{step_text}no such checkpoint in {storage.uri}; `elastic-ring checkpoints list` shows them")
     if options.format == "dcp" and not Storage(options.to).is_local:
         raise ValueError(f"--to {options.to}: torch.distributed.checkpoint is written to a folder; copy it from there")
     target = open_or_refuse(options.to, setting="--to")
@@ -197,3 +206,58 @@ def age(unix_s: float) -> str:
         if seconds >= 2 * length_s:
             return f"{seconds / length_s:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"
+
+
+def export_weights(argv: Sequence[str] | None = None) -> int:
+    """Write a run's final weights for another program: `elastic-ring export RUN --format huggingface --out FOLDER`."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(
+        prog="elastic-ring export", description="Write a run's final weights for another program.", allow_abbrev=False
+    )
+    parser.add_argument("run", help="the run's folder, or s3://bucket/prefix/NAME")
+    parser.add_argument(
+        "--format",
+        choices=["huggingface"],
+        default="huggingface",
+        help="huggingface: what from_pretrained loads (the default)",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="type of the weights; by default what the run computed in",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        help="bytes, or the folder of the tokenizer to copy; by default the model folder's, or the preset's",
+    )
+    parser.add_argument("--max-file-size", default="5GB", help="of one file of weights (5GB)")
+    parser.add_argument(
+        "--allow-dense",
+        action="store_true",
+        help="export layers whose pattern no config of transformers says, as layers that attend to all earlier tokens",
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="of a run with --lora: whole weights in place of a folder of adapters"
+    )
+    options = parser.parse_args(argv)
+    from elastic_ring.integrations.transformers.export import export
+
+    try:
+        done = export(
+            options.run.removeprefix("file://"),
+            options.out,
+            dtype=options.dtype,
+            tokenizer=options.tokenizer,
+            max_file_size=options.max_file_size,
+            allow_dense=options.allow_dense,
+            merge=options.merge,
+        )
+    except (ValueError, ElasticRingError) as error:
+        print(f"elastic-ring export: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    print(
+        f"{done.num_tensors} tensors in {done.dtype}, {done.num_bytes / 2**20:,.1f} MiB in {done.num_files} file(s); "
+        f"all of it in {done.folder}"
+    )
+    return 0

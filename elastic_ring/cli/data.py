@@ -24,8 +24,8 @@ CONTEXTS = (2_048, 8_192, 32_768)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="elastic-ring data", description=(__doc__ or "").split("\n")[0])
-    verbs = made.add_subparsers(dest="verb", required=True)
+    parser = argparse.ArgumentParser(prog="elastic-ring data", description=(__doc__ or "").split("\n")[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
     says = "read documents, tokenise them, write token shards and a manifest"
     prepare = verbs.add_parser("prepare", help=says, description=says)
     add = prepare.add_argument
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes; 0 for this one alone, as up to 32 MiB (else every CPU)",
     )
-    return made
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +96,7 @@ def config_of(options: argparse.Namespace) -> PrepareConfig:
     from elastic_ring.data.preparation.prepare import PrepareConfig
     from elastic_ring.validation import from_plain
 
-    given = {
+    values = {
         name: value
         for name, value in vars(options).items()
         if name not in ("verb", "source", "weights") and value is not None
@@ -105,14 +105,14 @@ def config_of(options: argparse.Namespace) -> PrepareConfig:
         weights = [float(weight) for weight in options.weights.split(",") if weight]
     except ValueError as error:
         raise ValueError(f"--weights {options.weights}: write numbers, separated by commas") from error
-    return from_plain(PrepareConfig, {**given, "sources": sources_of(options.source), "weights": weights})
+    return from_plain(PrepareConfig, {**values, "sources": sources_of(options.source), "weights": weights})
 
 
-def sources_of(given: Sequence[str]) -> list[str]:
+def sources_of(texts: Sequence[str]) -> list[str]:
     """The sources that were given. A name that has a comma stays whole where there is such a file or folder."""
     from elastic_ring.data.listing import exists
 
-    return [uri for text in given for uri in ([text] if "," in text and exists(text) else text.split(","))]
+    return [uri for text in texts for uri in ([text] if "," in text and exists(text) else text.split(","))]
 
 
 def report(manifest: Manifest, out: str) -> list[str]:

@@ -85,7 +85,7 @@ def validation_sets(text: str) -> list[SetConfig]:
                     "weight=2,sequences=64, sets separated by ;"
                 )
         sets.append(SetConfig(**plain))
-    names = [one.name for one in sets]
+    names = [entry.name for entry in sets]
     if "" in names or len({*names}) < len(names):
         raise ValueError(
             f"validate={text!r}: each set needs a name of its own: NAME=DATA, or NAME for what is held out"
@@ -103,7 +103,7 @@ OF_MANIFEST: Mapping[str, Any] = {
 """The settings that a manifest has, with their defaults."""
 
 
-def data_flag(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def data_flag(text: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """What --data means, over what is `given` so far: what belongs to another manifest does not stay."""
     from elastic_ring.data.manifest import is_manifest
 
@@ -111,7 +111,7 @@ def data_flag(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"source": "shards", "uri": text.removeprefix("shards:")}
     if not is_manifest(text):
         return {"source": "text", "paths": [text]}
-    other = given["source"] == "prepared" and absolute(given["uri"]) != absolute(text)
+    other = values["source"] == "prepared" and absolute(values["uri"]) != absolute(text)
     return {"source": "prepared", "uri": text, **(dict(OF_MANIFEST) if other else {})}
 
 

@@ -31,7 +31,7 @@ WARMUP_SHARE = 0.03
 OTHERWISE = "--optim.peak-lr sets another"
 
 
-def steps_of(flags: Any, made: Mapping[str, Any], sets: str | None, *, has_steps: bool) -> int:
+def steps_of(flags: Any, sections: Mapping[str, Any], sets: str | None, *, has_steps: bool) -> int:
     """The steps in which each sequence is used so often; `sets` as `--validate` has them. Raises ValueError for
     `--steps` beside it."""
     from elastic_ring.cli.data_settings import data_source
@@ -41,10 +41,10 @@ def steps_of(flags: Any, made: Mapping[str, Any], sets: str | None, *, has_steps
         raise ValueError(f"epochs={flags.epochs:g} beside steps: give one of them")
     if not 0 < flags.epochs < math.inf:
         raise ValueError(f"epochs={flags.epochs:g}: give a number above 0")
-    step = made["step"]
-    own = [one.data for one in validation_sets(sets)] if sets else [""]
+    step = sections["step"]
+    own = [entry.data for entry in validation_sets(sets)] if sets else [""]
     held = step.num_val_sequences if step.validates and "" in own else 0
-    source = open_source(data_source(made["data"], made["model"], step.context_tokens))
+    source = open_source(data_source(sections["data"], sections["model"], step.context_tokens))
     training, _ = hold_out(source, num_sequences=held)
     return math.ceil(flags.epochs * training.num_sequences / step.global_batch)
 
@@ -56,25 +56,27 @@ def schedule_before(run: RunConfig, steps: int, *, replans: bool) -> dict[str, A
     if not storage.exists(CONFIG_NAME):
         raise ValueError(f"extend=True: {run.storage_uri} has no run {run.name!r}; leave it out for a new one")
     try:
-        found = plain_json(storage.read_record(CONFIG_NAME))
-        before, optim = int(found["step"]["steps"]), found["optim"]
-        made = {name: int(optim[name]) for name in ("total_steps", "warmup_steps")}
+        config = plain_json(storage.read_record(CONFIG_NAME))
+        before, optim = int(config["step"]["steps"]), config["optim"]
+        lengths = {name: int(optim[name]) for name in ("total_steps", "warmup_steps")}
         replanned = [int(step) for step in optim.get("replanned", [])]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"extend=True: {CONFIG_NAME} in {run.storage_uri} cannot be read: {error}") from error
     if steps < before:
         raise ValueError(f"steps={steps}: run {run.name!r} has {before} already; give more, or leave extend out")
-    told = f"run {run.name} goes on from {before} to {steps} steps; its schedule ends after {made['total_steps']}, and"
+    message = (
+        f"run {run.name} goes on from {before} to {steps} steps; its schedule ends after {lengths['total_steps']}, and"
+    )
     if steps == before:  # the same command, given again
         if replans and not replanned:
             raise ValueError(f"replan=True: run {run.name!r} has {before} steps already; give more")
     elif replans:
-        replanned += [made["total_steps"], before]
-        made["total_steps"] = steps
-        log.info("%s further steps warm up and decay anew", told)
+        replanned += [lengths["total_steps"], before]
+        lengths["total_steps"] = steps
+        log.info("%s further steps warm up and decay anew", message)
     else:
-        log.info("%s later steps keep the last rate", told)
-    return {**made, "replanned": replanned}
+        log.info("%s later steps keep the last rate", message)
+    return {**lengths, "replanned": replanned}
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,13 @@ def default_rates(optim: Mapping[str, Any], unset: set[str], *, lora: bool, has_
     return DefaultRates(values, source if "peak_lr" not in unset else f"{source}; {OTHERWISE}")
 
 
-def with_rates(asked: TrainSettings, weights: RunWeights | None) -> TrainSettings:
+def with_rates(settings: TrainSettings, weights: RunWeights | None) -> TrainSettings:
     """With the rates on record of the run, which are part of its identity; else with the rate that the run of `--from`
     has at the step of its `weights`. Raises ValueError where a storage does not answer, RecordDamaged."""
-    rates, optim = asked.rates, asked.optim
+    rates, optim = settings.rates, settings.optim
     if rates is None:
-        return asked
-    recorded_optim = None if asked.run.resume == "never" else _optim_on_record(asked.run)
+        return settings
+    recorded_optim = None if settings.run.resume == "never" else _optim_on_record(settings.run)
     if recorded_optim is not None:
         values = {name: recorded_optim.get(name, value) for name, value in rates.values.items()}
         rates = DefaultRates(values, "as on record of this run")
@@ -119,7 +121,7 @@ def with_rates(asked: TrainSettings, weights: RunWeights | None) -> TrainSetting
         rates = DefaultRates({name: defaults[name] for name in rates.values}, source)
     optim = replace(optim, **rates.values)
     log.info("learning rate: %s (%s)", ", ".join(f"{name}={getattr(optim, name):g}" for name in RATES), rates.source)
-    return replace(asked, optim=optim, rates=rates)
+    return replace(settings, optim=optim, rates=rates)
 
 
 def _optim_on_record(run: RunConfig) -> Mapping[str, Any] | None:

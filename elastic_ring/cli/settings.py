@@ -105,13 +105,13 @@ def short_of(spec: Any) -> str | None:
 
 
 def _shorts(cls: Any, prefix: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    shorts: dict[str, str] = {}
     for name, spec in cls.__pydantic_fields__.items():
         if name in NESTED:
-            found |= _shorts(spec.annotation, f"{prefix}{name}.")
+            shorts |= _shorts(spec.annotation, f"{prefix}{name}.")
         elif (short := short_of(spec)) is not None:
-            found[short] = f"{prefix}{name}"
-    return found
+            shorts[short] = f"{prefix}{name}"
+    return shorts
 
 
 SHORT = {short: long for section, cls in SECTIONS.items() for short, long in _shorts(cls, f"{section}.").items()}
@@ -233,57 +233,59 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset")
     first.add_argument("--config", type=Path)
-    found = first.parse_known_args(argv)[0]
-    file = read_toml(found.config) if found.config is not None else {}
-    name = found.preset or file.get("preset", "laptop")
+    known_args = first.parse_known_args(argv)[0]
+    file = read_toml(known_args.config) if known_args.config is not None else {}
+    name = known_args.preset or file.get("preset", "laptop")
     if name not in PRESETS:
         raise ValueError(f"preset={name!r}: must be one of {', '.join(PRESETS)}")
     base = {"data": DataConfig(), "run": RunConfig(name=f"train-1t-{name}"), **PRESETS[name]()}
     plain = {section: _merged(plain_of(base[section]), file.get(section, {})) for section in SECTIONS}
     for section in SECTIONS.keys() & file.keys():  # before flags take what the file says for their defaults
         from_plain(SECTIONS[section], _with_none(SECTIONS[section], plain[section]), f"{section}.")
-    flags, given = _parse_flags(argv, plain)
+    flags, values = _parse_flags(argv, plain)
     if flags.cpus_per_worker is not None:
-        given["scaling"]["resources_per_worker"] = {"CPU": flags.cpus_per_worker}
+        values["scaling"]["resources_per_worker"] = {"CPU": flags.cpus_per_worker}
     if flags.data is not None:
-        given["data"] |= data_flag(flags.data, given["data"])
-    made: dict[str, Any] = {}
+        values["data"] |= data_flag(flags.data, values["data"])
+    sections: dict[str, Any] = {}
 
     def make(section: str) -> None:
         cls = SECTIONS[section]
-        made[section] = from_plain(cls, _with_none(cls, given[section]), f"{section}.")
+        sections[section] = from_plain(cls, _with_none(cls, values[section]), f"{section}.")
 
     for section in [name for name in SECTIONS if name != "optim"]:
         make(section)
-    if made["data"].source == "prepared":
-        chosen = "vocab_size" in file.get("model", {}) or has_flag(argv, "model.vocab_size")
-        made["data"], made["model"] = prepared_data(made["data"], made["model"], vocabulary_is_chosen=chosen)
+    if sections["data"].source == "prepared":
+        is_chosen = "vocab_size" in file.get("model", {}) or has_flag(argv, "model.vocab_size")
+        sections["data"], sections["model"] = prepared_data(
+            sections["data"], sections["model"], vocabulary_is_chosen=is_chosen
+        )
     if flags.epochs is not None:
         sets = flags.validate or file.get("validate")
-        steps = steps_of(flags, made, sets, has_steps=has_flag(argv, "step.steps"))
-        made["step"] = dataclasses.replace(made["step"], steps=steps)
-    if made["scaling"].keep_activations == "auto" and _recomputes(argv, file, made["model"]):
-        made["scaling"] = dataclasses.replace(made["scaling"], keep_activations=False)
-    optim, steps = given["optim"], made["step"].steps
-    asked = {*file.get("optim", {}), *(setting for setting in optim if has_flag(argv, f"optim.{setting}"))}
+        steps = steps_of(flags, sections, sets, has_steps=has_flag(argv, "step.steps"))
+        sections["step"] = dataclasses.replace(sections["step"], steps=steps)
+    if sections["scaling"].keep_activations == "auto" and _recomputes(argv, file, sections["model"]):
+        sections["scaling"] = dataclasses.replace(sections["scaling"], keep_activations=False)
+    optim, steps = values["optim"], sections["step"].steps
+    chosen = {*file.get("optim", {}), *(setting for setting in optim if has_flag(argv, f"optim.{setting}"))}
     if flags.replan and not flags.extend:
         raise ValueError("replan=True: plans the further steps of a finished run; give --extend too, or leave it out")
     if flags.extend:
-        before = schedule_before(made["run"], steps, replans=flags.replan)
+        before = schedule_before(sections["run"], steps, replans=flags.replan)
         # A file, such as an earlier run's config.toml, does not know the later plans.
         kept = {"replanned", "total_steps"} if flags.replan else {"replanned"}
-        asked -= {name for name in kept if not has_flag(argv, f"optim.{name}")}
-        optim |= {name: length for name, length in before.items() if name not in asked}
-        asked |= before.keys()
+        chosen -= {name for name in kept if not has_flag(argv, f"optim.{name}")}
+        optim |= {name: length for name, length in before.items() if name not in chosen}
+        chosen |= before.keys()
     # The schedule is as long as the run, unless the settings give its length.
-    if "total_steps" not in asked:
+    if "total_steps" not in chosen:
         optim["total_steps"] = steps
     top: dict[str, Any] = {key: file.get(key) if (value := getattr(flags, key)) is None else value for key in TOP}
-    rates, unset = None, {*RATES} - asked
+    rates, unset = None, {*RATES} - chosen
     if unset and not flags.plan and (top["model_folder"] is not None or top["from_run"] is not None):
         rates = default_rates(optim, unset, lora=top["lora"] is not None, has_run=top["from_run"] is not None)
         optim |= rates.values
-    elif "warmup_steps" not in asked:
+    elif "warmup_steps" not in chosen:
         optim["warmup_steps"] = min(optim["warmup_steps"], steps)
     make("optim")
     _check_folder(top, argv, flags, file)
@@ -291,7 +293,7 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         top["search"] = os.path.abspath(top["search"])
     if top["validate"] is not None:
         top["validate"] = "; ".join(map(str, validation_sets(top["validate"])))
-    return TrainSettings(name, **made, **top, plan=flags.plan, rates=rates)
+    return TrainSettings(name, **sections, **top, plan=flags.plan, rates=rates)
 
 
 def _recomputes(argv: Sequence[str], file: Mapping[str, Any], model: ModelConfig) -> bool:
@@ -320,9 +322,9 @@ def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file:
             )
         return
     decided = [setting for setting in ModelConfig.__pydantic_fields__ if setting not in FREE_OF_FOLDER]  # type: ignore[attr-defined]
-    asked = [setting for setting in decided if setting in file.get("model", {}) or has_flag(argv, f"model.{setting}")]
-    if asked:
-        raise ValueError(f"model.{asked[0]}: the folder of --model-folder decides it; leave it out")
+    chosen = [setting for setting in decided if setting in file.get("model", {}) or has_flag(argv, f"model.{setting}")]
+    if chosen:
+        raise ValueError(f"model.{chosen[0]}: the folder of --model-folder decides it; leave it out")
 
 
 def has_flag(argv: Sequence[str], setting: str) -> bool:
@@ -334,27 +336,27 @@ def has_flag(argv: Sequence[str], setting: str) -> bool:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a file of settings. Raises ValueError for a file that cannot be read and for unknown keys."""
     try:
-        found = plain_toml(read_small(path, MAX_TOML_BYTES, is_asked=True))
+        tables = plain_toml(read_small(path, MAX_TOML_BYTES, is_asked=True))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config {path}: cannot be read as TOML ({error})") from error
     top = ["preset", *TOP, *SECTIONS]
-    for key, value in found.items():
+    for key, value in tables.items():
         if key not in top:
             raise ValueError(f"--config {path}: {unknown_setting('the file', key, top)}")
         if key in SECTIONS:
             _check_keys(SECTIONS[key], value, f"{key}.", path)
         elif not isinstance(value, str):
             raise ValueError(f"--config {path}: {key}={value!r}: must be text")
-    return found
+    return tables
 
 
 def _check_keys(cls: Any, table: object, prefix: str, path: Path) -> None:
     if not isinstance(table, Mapping):
         raise ValueError(f"--config {path}: {prefix[:-1]}={table!r}: must be a table, [{prefix[:-1]}]")
-    known = list(cls.__pydantic_fields__)
+    names = list(cls.__pydantic_fields__)
     for key, value in table.items():
-        if key not in known:
-            raise ValueError(f"--config {path}: {unknown_setting(prefix[:-1], key, known)}")
+        if key not in names:
+            raise ValueError(f"--config {path}: {unknown_setting(prefix[:-1], key, names)}")
         if key in NESTED:
             _check_keys(_type_of(cls, key), value, f"{prefix}{key}.", path)
 
@@ -369,8 +371,8 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def _with_none(cls: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
     """With None where "none" stands for it."""
     optional = {name for name in plain if type(None) in get_args(_type_of(cls, name))}
-    found = {name: None if value == NONE and name in optional else value for name, value in plain.items()}
-    return found | {name: _with_none(_type_of(cls, name), plain[name]) for name in NESTED & plain.keys()}
+    values = {name: None if value == NONE and name in optional else value for name, value in plain.items()}
+    return values | {name: _with_none(_type_of(cls, name), plain[name]) for name in NESTED & plain.keys()}
 
 
 def _parse_flags(argv: Sequence[str], plain: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -378,13 +380,21 @@ def _parse_flags(argv: Sequence[str], plain: dict[str, Any]) -> tuple[Any, dict[
     for each flag it gets only those that `argv` may name, without help; what it exits for it is asked with all."""
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            few = {one: _flags_of(cls, plain[one], f"{one}.", argv) for one, cls in SECTIONS.items()}
-            found = _tyro(argv, _bare_short(), {one: made for one, made in few.items() if dataclasses.fields(made)})
+            chosen = {section: _flags_of(cls, plain[section], f"{section}.", argv) for section, cls in SECTIONS.items()}
+            parsed = _tyro(
+                argv,
+                _bare_short(),
+                {section: flag_class for section, flag_class in chosen.items() if dataclasses.fields(flag_class)},
+            )
     except SystemExit:
         with coloured():
-            found = _tyro(argv, ShortFlags, {one: _flags_of(SECTIONS[one], plain[one]) for one in SECTIONS})
-    given = {one: _plain_flags(getattr(found, one)) if hasattr(found, one) else {} for one in SECTIONS}
-    return found.short, {one: _merged(plain[one], given[one]) for one in SECTIONS}
+            parsed = _tyro(
+                argv, ShortFlags, {section: _flags_of(SECTIONS[section], plain[section]) for section in SECTIONS}
+            )
+    values = {
+        section: _plain_flags(getattr(parsed, section)) if hasattr(parsed, section) else {} for section in SECTIONS
+    }
+    return parsed.short, {section: _merged(plain[section], values[section]) for section in SECTIONS}
 
 
 def _tyro(argv: Sequence[str], short: Any, sections: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from elastic_ring.cli.drain import positive
+from elastic_ring.cli.operate import positive
 from elastic_ring.control.facts import fact_of
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.monitor.goodput import start_table

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from elastic_ring.train.task import Initial
     from elastic_ring.trainer import ElasticRingTrainer
 
-    Made: TypeAlias = tuple[Callable[[], nn.Module], ModelConfig, Initial | None]
+    BuiltModel: TypeAlias = tuple[Callable[[], nn.Module], ModelConfig, Initial | None]
     """Factory, sizes and first values of a model."""
 
 __all__ = ["build", "main", "parse"]
@@ -54,108 +54,108 @@ __all__ = ["build", "main", "parse"]
 AUTO = "auto"
 
 
-def build(asked: TrainSettings, made: Made | None = None) -> ElasticRingTrainer:
-    """The trainer that the settings describe; of the model `made`, where it is made already. Raises ValueError for
+def build(settings: TrainSettings, built: BuiltModel | None = None) -> ElasticRingTrainer:
+    """The trainer that the settings describe; `built`: its model, where there is one already. Raises ValueError for
     settings that cannot work."""
     from elastic_ring.trainer import ElasticRingTrainer
 
-    step, scaling = asked.step, asked.scaling
-    factory, model, initial = made or _model(asked)
-    if not asked.plan:  # which prints them itself
-        _tell_size(asked, model)
+    step, scaling = settings.step, settings.scaling
+    factory, model, initial = built or _model(settings)
+    if not settings.plan:  # which prints them itself
+        _tell_size(settings, model)
     weights = None
-    if asked.from_run is not None:
-        weights = initial = _weights_of(asked.from_run, asked.run, factory)
-    asked = with_rates(asked, weights)
+    if settings.from_run is not None:
+        weights = initial = _weights_of(settings.from_run, settings.run, factory)
+    settings = with_rates(settings, weights)
     trainer = ElasticRingTrainer(
         factory,
-        data_source(asked.data, model, step.context_tokens),
+        data_source(settings.data, model, step.context_tokens),
         scaling_config=scaling,
-        run_config=asked.run,
+        run_config=settings.run,
         step_config=step,
-        optim_config=asked.optim,
+        optim_config=settings.optim,
         initial=initial,
-        pattern=_pattern(asked.pattern, model, step),
-        cost_model=asked.machine,
-        validation=_validation(asked, model),
-        callbacks=_callbacks(asked),
+        pattern=_pattern(settings.pattern, model, step),
+        cost_model=settings.machine,
+        validation=_validation(settings, model),
+        callbacks=_callbacks(settings),
     )
-    trainer.config_files["config.toml"] = asked.toml()
+    trainer.config_files["config.toml"] = settings.toml()
     return trainer
 
 
-def _validation(asked: TrainSettings, model: ModelConfig) -> dict[str, ValidationSet]:
+def _validation(settings: TrainSettings, model: ModelConfig) -> dict[str, ValidationSet]:
     """The sets to validate on, by name. Raises ValueError for data that does not suit the model."""
     from elastic_ring.data.sampling.validation import ValidationSet
 
-    made = {}
-    for one in validation_sets(asked.validate) if asked.validate is not None else ():
+    sets = {}
+    for entry in validation_sets(settings.validate) if settings.validate is not None else ():
         source = None
-        if one.data:
-            corpus = from_plain(DataConfig, data_flag(one.data, {"source": ""}), f"validate.{one.name}.")
+        if entry.data:
+            corpus = from_plain(DataConfig, data_flag(entry.data, {"source": ""}), f"validate.{entry.name}.")
             if corpus.source == "prepared":
                 corpus, _ = prepared_data(corpus, model, vocabulary_is_chosen=True)
-            source = data_source(corpus, model, asked.step.context_tokens)
-        made[one.name] = ValidationSet(source, one.weight, one.sequences)
-    return made
+            source = data_source(corpus, model, settings.step.context_tokens)
+        sets[entry.name] = ValidationSet(source, entry.weight, entry.sequences)
+    return sets
 
 
-def _callbacks(asked: TrainSettings) -> list[Callback]:
+def _callbacks(settings: TrainSettings) -> list[Callback]:
     """Those that control the run. Raises ValueError for a best checkpoint where none are taken."""
-    if asked.keep_best is not None and not asked.run.checkpoint_config.is_on:
-        raise ValueError(f"keep_best={asked.keep_best!r}: no checkpoints are taken; set checkpoint.every_steps")
+    if settings.keep_best is not None and not settings.run.checkpoint_config.is_on:
+        raise ValueError(f"keep_best={settings.keep_best!r}: no checkpoints are taken; set checkpoint.every_steps")
     from elastic_ring.integrations.early_stopping import EarlyStopping, KeepBest
 
     stops = []
-    if asked.stop_early is not None:
-        metric, _, patience = asked.stop_early.rpartition(":")
+    if settings.stop_early is not None:
+        metric, _, patience = settings.stop_early.rpartition(":")
         if not patience.isdigit():
-            raise ValueError(f"stop_early={asked.stop_early!r}: give a count of validations, or METRIC:COUNT")
+            raise ValueError(f"stop_early={settings.stop_early!r}: give a count of validations, or METRIC:COUNT")
         stops.append(EarlyStopping(metric or "val_loss", int(patience)))
-    return [*stops, *([] if asked.keep_best is None else [KeepBest(asked.keep_best)])]
+    return [*stops, *([] if settings.keep_best is None else [KeepBest(settings.keep_best)])]
 
 
-def plan(asked: TrainSettings, trainer: ElasticRingTrainer | None = None) -> ModelPlan:
+def plan(settings: TrainSettings, trainer: ElasticRingTrainer | None = None) -> ModelPlan:
     """What the settings need; without `trainer` for those that `planned_alone` takes."""
     from elastic_ring.forecast.sizing.memory import plan_of
 
-    sizes = asked.model if trainer is None else sizes_of(trainer, asked)
+    sizes = settings.model if trainer is None else sizes_of(trainer, settings)
     pattern = None if trainer is None else trainer.task.pattern
     density, latent = 1.0, 0
-    if trainer is not None and asked.step.linears == "native":
+    if trainer is not None and settings.step.linears == "native":
         latent = getattr(trainer.task.model, "latent", 0)
     if pattern is not None:
         if any(rule.awaits_content for group in pattern.groups for rule in group.rules):
             latent = 0  # keys cross, by which content chooses
-        density = pattern.density(asked.step.context_tokens, sizes.num_layers, sizes.num_heads, sizes.num_kv_heads)
+        density = pattern.density(settings.step.context_tokens, sizes.num_layers, sizes.num_heads, sizes.num_kv_heads)
     return plan_of(
         sizes,
-        asked.scaling,
-        asked.step,
-        asked.run.copies,
-        saves=asked.run.checkpoint_config.is_on,
-        fused_norms=asked.model_folder is None or asked.scaling.device == "cuda",
-        built_in=asked.model_folder is None,
+        settings.scaling,
+        settings.step,
+        settings.run.copies,
+        saves=settings.run.checkpoint_config.is_on,
+        fused_norms=settings.model_folder is None or settings.scaling.device == "cuda",
+        built_in=settings.model_folder is None,
         num_own=None if trainer is None else getattr(trainer.task.model, "num_parameters", None),
         density=density,
         latent=latent,
     )
 
 
-def _with_choice(asked: TrainSettings) -> TrainSettings:
+def _with_choice(settings: TrainSettings) -> TrainSettings:
     """The settings of a preset's plan with the sequences of a pass as a run on this host's GPUs would choose them."""
     from elastic_ring.forecast.pass_choice import choose_pass
     from elastic_ring.model.config import ModelSizes
 
-    sizes, step, record = ModelSizes(asked.model, is_built_in=True), asked.step, {}
-    if asked.run.resume != "never":
-        record = readable_json(asked.run.driver_folder / CONFIG_NAME) or {}
+    sizes, step, record = ModelSizes(settings.model, is_built_in=True), settings.step, {}
+    if settings.run.resume != "never":
+        record = readable_json(settings.run.driver_folder / CONFIG_NAME) or {}
     if record and step.sequences_per_pass == AUTO:
         step = dataclasses.replace(step, sequences_per_pass=record.get("step", {}).get("sequences_per_pass", 1))
-    choice = choose_pass(sizes, asked.scaling, step, asked.run, _gpu_of_host())
+    choice = choose_pass(sizes, settings.scaling, step, settings.run, _gpu_of_host())
     logging.info("%s", choice.reason)
-    step, scaling = choice.settings(step, asked.scaling)
-    return dataclasses.replace(asked, step=step, scaling=scaling)
+    step, scaling = choice.settings(step, settings.scaling)
+    return dataclasses.replace(settings, step=step, scaling=scaling)
 
 
 def _gpu_of_host() -> str | None:
@@ -167,28 +167,31 @@ def _gpu_of_host() -> str | None:
     return None
 
 
-def planned_alone(asked: TrainSettings) -> bool:
+def planned_alone(settings: TrainSettings) -> bool:
     """Whether the sizes say all of a plan. Kernels, patterns, layouts by price and model folders need torch to be
     checked, which takes seconds to import."""
-    return asked.model_folder is None and not _is_checked_by_torch(asked)
+    return settings.model_folder is None and not _is_checked_by_torch(settings)
 
 
-def _is_checked_by_torch(asked: TrainSettings) -> bool:
-    return bool(asked.pattern or asked.search or asked.machine or asked.step.kernel) or asked.step.layout == AUTO
+def _is_checked_by_torch(settings: TrainSettings) -> bool:
+    return (
+        bool(settings.pattern or settings.search or settings.machine or settings.step.kernel)
+        or settings.step.layout == AUTO
+    )
 
 
-def _planned(asked: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, float]:
+def _planned(settings: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, float]:
     """What is forecast of the run on its GPUs or this host's cores: step and goodput where the config says the
     sizes."""
     from elastic_ring.cli.forecasts.seen import planned
 
-    if asked.lora is not None:
+    if settings.lora is not None:
         return {}
-    asked = dataclasses.replace(asked, step=trainer.task.step, scaling=trainer.scaling_config)
-    on_gpus = asked.scaling.device == "cuda"
-    memory = {"gpu_bytes": float(plan(asked, trainer).gpu_bytes)} if on_gpus else {}
+    settings = dataclasses.replace(settings, step=trainer.task.step, scaling=trainer.scaling_config)
+    on_gpus = settings.scaling.device == "cuda"
+    memory = {"gpu_bytes": float(plan(settings, trainer).gpu_bytes)} if on_gpus else {}
     try:
-        return memory | planned(asked, trainer.gpu, os.cpu_count() or 1, os.getloadavg()[0])
+        return memory | planned(settings, trainer.gpu, os.cpu_count() or 1, os.getloadavg()[0])
     except (ValueError, StorageFailed):  # what cannot be forecast trains all the same
         return memory
 
@@ -202,8 +205,8 @@ def _on_record(folder: Path) -> dict[str, float]:
 
 def _print_beside(forecast: Mapping[str, float], seen: Mapping[str, float]) -> None:
     """The forecast beside what was seen."""
-    if told := forecast_line(int(forecast.get("gpu_bytes", 0)), int(seen.get("gpu_bytes", 0))):
-        print(f"GPU memory: {told}")
+    if line := forecast_line(int(forecast.get("gpu_bytes", 0)), int(seen.get("gpu_bytes", 0))):
+        print(f"GPU memory: {line}")
     from elastic_ring.cli.forecasts.seen import beside
 
     for name in ("step_s", "goodput"):
@@ -211,55 +214,59 @@ def _print_beside(forecast: Mapping[str, float], seen: Mapping[str, float]) -> N
             print(beside(name, forecast[name], seen[name]))
 
 
-def _check(asked: TrainSettings) -> None:
+def _check(settings: TrainSettings) -> None:
     """What the trainer would refuse in settings that are planned alone, and of a folder's what needs no look at its
     model. Raises ValueError."""
-    check_together(asked.scaling, asked.step, asked.run.faults)
-    check_copies(asked.scaling.mesh, asked.run.copies)
-    check_loss_spikes(asked.run, asked.optim)
-    if asked.model_folder is not None:
+    check_together(settings.scaling, settings.step, settings.run.faults)
+    check_copies(settings.scaling.mesh, settings.run.copies)
+    check_loss_spikes(settings.run, settings.optim)
+    if settings.model_folder is not None:
         return
-    if asked.step.experts != "auto" and not asked.model.num_experts:
-        raise ValueError(f"step.experts={asked.step.experts!r}: the model has no experts; leave it out")
-    if asked.data.source != "stdlib":
-        data_source(asked.data, asked.model, asked.step.context_tokens)
+    if settings.step.experts != "auto" and not settings.model.num_experts:
+        raise ValueError(f"step.experts={settings.step.experts!r}: the model has no experts; leave it out")
+    if settings.data.source != "stdlib":
+        data_source(settings.data, settings.model, settings.step.context_tokens)
 
 
-def _tell_size(asked: TrainSettings, model: ModelConfig) -> None:
-    told = f"{num_parameters(model):,} parameters"
+def _tell_size(settings: TrainSettings, model: ModelConfig) -> None:
+    line = f"{num_parameters(model):,} parameters"
     if model.num_experts:
-        told += f", {active_parameters(model):,} of them for a token"
-    told = told if asked.model_folder is None else str(asked.model_folder)  # which has told its own
-    logging.info("%s, mesh %s, %d spare(s)", told, asked.scaling.mesh, asked.scaling.spares)
+        line += f", {active_parameters(model):,} of them for a token"
+    line = line if settings.model_folder is None else str(settings.model_folder)  # which has logged its own
+    logging.info("%s, mesh %s, %d spare(s)", line, settings.scaling.mesh, settings.scaling.spares)
 
 
-def sizes_of(trainer: ElasticRingTrainer, asked: TrainSettings) -> ModelConfig:
+def sizes_of(trainer: ElasticRingTrainer, settings: TrainSettings) -> ModelConfig:
     """The sizes of the model that the settings describe."""
-    if asked.model_folder is None:
-        return asked.model
+    if settings.model_folder is None:
+        return settings.model
     sizes: ModelConfig = trainer.task.model.sizes()  # type: ignore[attr-defined]
     return sizes
 
 
-def _model(asked: TrainSettings) -> Made:
+def _model(settings: TrainSettings) -> BuiltModel:
     """That of the preset's decoder, or of the one in the model folder, which brings its own
     first values."""
-    if asked.model_folder is not None:
+    if settings.model_folder is not None:
         from elastic_ring.integrations.transformers import ring_model
 
-        made = ring_model(
-            asked.model_folder,
-            checkpoint_activations=asked.model.checkpoint_activations,
-            loss_chunk_tokens=asked.model.loss_chunk_tokens,
-            windows=asked.windows or "exact",  # type: ignore[arg-type]
-            lora=asked.lora,
+        factory = ring_model(
+            settings.model_folder,
+            checkpoint_activations=settings.model.checkpoint_activations,
+            loss_chunk_tokens=settings.model.loss_chunk_tokens,
+            windows=settings.windows or "exact",  # type: ignore[arg-type]
+            lora=settings.lora,
         )
-        logging.info("%s: %s", asked.model_folder, made.description())
-        return made, made.sizes(), None
+        logging.info("%s: %s", settings.model_folder, factory.description())
+        return factory, factory.sizes(), None
     from elastic_ring.model.init import Initialiser
     from elastic_ring.model.transformer import Transformer
 
-    return partial(Transformer, asked.model), asked.model, Initialiser(asked.step.seed, asked.model.num_layers)
+    return (
+        partial(Transformer, settings.model),
+        settings.model,
+        Initialiser(settings.step.seed, settings.model.num_layers),
+    )
 
 
 def _weights_of(source: str, run: RunConfig, factory: Callable[[], nn.Module]) -> RunWeights:
@@ -269,8 +276,8 @@ def _weights_of(source: str, run: RunConfig, factory: Callable[[], nn.Module]) -
     from elastic_ring.state.checkpoints.stored_weights import RunWeights
 
     where = os.path.expanduser(source).removeprefix("file://")
-    if (known := _weights_on_record(where, run)) is not None:
-        return known
+    if (weights := _weights_on_record(where, run)) is not None:
+        return weights
     with torch.device("meta"):
         shapes = {name: tuple(param.shape) for name, param in factory().named_parameters()}
     weights = RunWeights.open(where)
@@ -290,11 +297,11 @@ def _weights_on_record(where: str, run: RunConfig) -> RunWeights | None:
     if run.resume == "never":
         return None
     run_storage.fetch(run, run.driver_folder)
-    known = RunWeights.of_record(where, (readable_json(run.driver_folder / CONFIG_NAME) or {}).get("from"))
+    weights = RunWeights.of_record(where, (readable_json(run.driver_folder / CONFIG_NAME) or {}).get("from"))
     own = Storage(run.storage_uri, timeout_s=run.timeouts.storage_s)
-    if known is not None and not (committed(own) or are_there(own)):
-        known.check_unchanged()
-    return known
+    if weights is not None and not (committed(own) or are_there(own)):
+        weights.check_unchanged()
+    return weights
 
 
 def _pattern(text: str | None, model: ModelConfig, step: StepConfig) -> LayerPatterns | None:
@@ -318,30 +325,30 @@ def _pattern(text: str | None, model: ModelConfig, step: StepConfig) -> LayerPat
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        asked = parse(sys.argv[1:] if argv is None else argv)
-        if asked.plan and planned_alone(asked):
-            _check(asked)
-            _list_text(asked)
-            print("\n".join(plan(_with_choice(asked)).lines()))
+        settings = parse(sys.argv[1:] if argv is None else argv)
+        if settings.plan and planned_alone(settings):
+            _check(settings)
+            _list_text(settings)
+            print("\n".join(plan(_with_choice(settings)).lines()))
             return 0
-        if asked.plan and asked.lora is not None:
-            raise ValueError(f"lora={asked.lora!r}: what adapters need is not planned; leave --plan or --lora out")
-        if not asked.plan and _begins_at_once(asked):
-            return _train_beside_ray(asked)
-        trainer = build(asked)
-        if asked.plan:
+        if settings.plan and settings.lora is not None:
+            raise ValueError(f"lora={settings.lora!r}: what adapters need is not planned; leave --plan or --lora out")
+        if not settings.plan and _begins_at_once(settings):
+            return _train_beside_ray(settings)
+        trainer = build(settings)
+        if settings.plan:
             from elastic_ring.train.startup.check import check_pattern
             from elastic_ring.train.startup.layouts import Layouts
 
             layouts = Layouts(trainer.task)
-            layouts.choice(asked.scaling.cp, asked.scaling.device)  # logs what "auto" chooses
-            if asked.scaling.device == "cuda":
-                check_pattern(trainer.task, asked.scaling.cp, layouts)
+            layouts.choice(settings.scaling.cp, settings.scaling.device)  # logs what "auto" chooses
+            if settings.scaling.device == "cuda":
+                check_pattern(trainer.task, settings.scaling.cp, layouts)
             trainer.choose_pass(_gpu_of_host())
-            asked = dataclasses.replace(asked, step=trainer.task.step, scaling=trainer.scaling_config)
-            print("\n".join(plan(asked, trainer).lines()))
+            settings = dataclasses.replace(settings, step=trainer.task.step, scaling=trainer.scaling_config)
+            print("\n".join(plan(settings, trainer).lines()))
             return 0
-        return _train(asked, trainer)
+        return _train(settings, trainer)
     except ValueError as error:
         print(f"elastic-ring train: {error}", file=sys.stderr)
         return 2
@@ -356,64 +363,71 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _begins_at_once(asked: TrainSettings) -> bool:
+def main_plan(argv: Sequence[str] | None = None) -> int:
+    """`elastic-ring plan`: what `elastic-ring train --plan` prints for the same settings; a laptop can plan 1 T."""
+    return main(["--plan", *(sys.argv[1:] if argv is None else argv)])
+
+
+def _begins_at_once(settings: TrainSettings) -> bool:
     """Whether Ray may start while torch and transformers are imported: the settings are known to be right, but for what
     only a model of that folder says. Raises ValueError."""
-    if _is_checked_by_torch(asked) or (asked.run.driver_folder / SUMMARY_NAME).exists():
+    if _is_checked_by_torch(settings) or (settings.run.driver_folder / SUMMARY_NAME).exists():
         return False
-    if asked.model_folder is not None:
+    if settings.model_folder is not None:
         try:
-            config = readable_json(Path(asked.model_folder) / "config.json")
+            config = readable_json(Path(settings.model_folder) / "config.json")
         except OSError:  # what reads the model says so
             return False
         if "model_type" not in config:  # refused at once
             return False
     from elastic_ring.runtime.run_storage import check_writable
 
-    _check(asked)
-    check_lasting(asked.run.driver_folder)
-    check_writable(asked.run.driver_folder)
-    if not asked.run.is_remote:  # of a finished run data may be gone
-        _list_text(asked)
+    _check(settings)
+    check_lasting(settings.run.driver_folder)
+    check_writable(settings.run.driver_folder)
+    if not settings.run.is_remote:  # of a finished run data may be gone
+        _list_text(settings)
     return True
 
 
-def _list_text(asked: TrainSettings) -> None:
+def _list_text(settings: TrainSettings) -> None:
     """Raises ValueError for text that is not there."""
-    if asked.data.source == "text":
+    if settings.data.source == "text":
         from elastic_ring.data.listing import list_source
 
-        for entry in asked.data.paths:
-            list_source(entry, allow_left_out=asked.data.allow_left_out, flag="--data", allow="--data.allow-left-out")
+        for entry in settings.data.paths:
+            list_source(
+                entry, allow_left_out=settings.data.allow_left_out, flag="--data", allow="--data.allow-left-out"
+            )
 
 
-def _train_beside_ray(asked: TrainSettings) -> int:
+def _train_beside_ray(settings: TrainSettings) -> int:
     """Ray's start waits for processes, imports and the model for nothing."""
-    making: Future[Made] = Future()
-    threading.Thread(target=_make, args=(asked, making), name="model", daemon=True).start()
+    making: Future[BuiltModel] = Future()
+    threading.Thread(target=_make, args=(settings, making), name="model", daemon=True).start()
     from elastic_ring.runtime.driver.ray_session import is_local, ray_session
 
     if not is_local():  # nothing to start: a wrong model is refused before a cluster is asked
         making.result()
-    with ray_session(asked.scaling, asked.run.timeouts.lease_s):
-        return _train(asked, build(asked, making.result()))
+    with ray_session(settings.scaling, settings.run.timeouts.lease_s):
+        return _train(settings, build(settings, making.result()))
 
 
-def _make(asked: TrainSettings, making: Future[Made]) -> None:
+def _make(settings: TrainSettings, making: Future[BuiltModel]) -> None:
     """Nothing here imports Ray."""
     try:
-        made = _model(asked)
+        built = _model(settings)
         importlib.import_module("torch._dynamo")  # by a first model on the meta device
-        making.set_result(made)
+        making.set_result(built)
     except BaseException as error:
         making.set_exception(error)
 
 
-def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
+def _train(settings: TrainSettings, trainer: ElasticRingTrainer) -> int:
     from elastic_ring.tuning.report import Prediction, training_terms
 
-    trainer.forecast = partial(_planned, asked, trainer)
-    found = None if asked.search is None else Prediction.read(Path(asked.search), trainer.task.pattern)
+    trainer.forecast = partial(_planned, settings, trainer)
+    predicted = None if settings.search is None else Prediction.read(Path(settings.search), trainer.task.pattern)
     result = trainer.fit()
     summary = result.summary
     first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
@@ -426,18 +440,18 @@ def _train(asked: TrainSettings, trainer: ElasticRingTrainer) -> int:
         f"{kept}{changed}\n"
         f"{goodput_line(summary)}\n"
         f"weights {summary['weights_sha256'][:16]}, samples {samples}; all of it in "
-        f"{asked.run.storage_uri}"
+        f"{settings.run.storage_uri}"
     )
     lines = read_metrics(result.path)
     seen = seen_of([line["step_s"] for line in lines], summary)
     _print_beside(_on_record(result.path), seen)
-    if found is not None and "step_s" in seen:
+    if predicted is not None and "step_s" in seen:
         trained = dataclasses.replace(
             trainer.task.step, steps=summary["steps"]
         )  # fewer where a callback stopped the run
         try:
-            now = training_terms(trained, asked.scaling.mesh, asked.scaling.device, trainer.measured_on)
-            print(found.compare(now, seen["step_s"], lines[-1].get("val_loss")))
+            now = training_terms(trained, settings.scaling.mesh, settings.scaling.device, trainer.measured_on)
+            print(predicted.compare(now, seen["step_s"], lines[-1].get("val_loss")))
         except (ValueError, StorageFailed) as error:  # the run has ended well, and its data may be gone since
             logging.warning("not compared with what the search predicted: %s", error)
     if summary["skipped_steps"] == summary["steps"]:

@@ -60,20 +60,20 @@ def parse_search(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
     )
     parser.add_argument("--address", default="local", help="of Ray: local starts one, auto attaches (local)")
     options, rest = parser.parse_known_args(arguments)
-    asked = parse(rest)
-    _refuse_left_out(asked, rest)
-    if asked.pattern is not None:
-        raise ValueError(f"pattern={asked.pattern!r}: a search tries patterns; give them by --space")
+    settings = parse(rest)
+    _refuse_left_out(settings, rest)
+    if settings.pattern is not None:
+        raise ValueError(f"pattern={settings.pattern!r}: a search tries patterns; give them by --space")
     options.out = options.out.absolute()  # trials run in their own folders
-    return options, rest, asked
+    return options, rest, settings
 
 
-def _refuse_left_out(asked: TrainSettings, arguments: Sequence[str]) -> None:
+def _refuse_left_out(settings: TrainSettings, arguments: Sequence[str]) -> None:
     """Raises ValueError for settings of `train` that a search would leave out without a word."""
-    usual = {"run": RunConfig(asked.run.name), **PRESETS[asked.preset]()}
+    usual = {"run": RunConfig(settings.run.name), **PRESETS[settings.preset]()}
     for section in ("run", "step"):
         for field in dataclasses.fields(usual[section]):
-            value = getattr(getattr(asked, section), field.name)
+            value = getattr(getattr(settings, section), field.name)
             if value == getattr(usual[section], field.name):
                 continue
             if why := reason(TUNER, field.name):
@@ -82,7 +82,7 @@ def _refuse_left_out(asked: TrainSettings, arguments: Sequence[str]) -> None:
             if field.name in LEFT_OUT:
                 raise ValueError(f"{section}.{field.name}={value}: {LEFT_OUT[field.name]}")
     for name in ("stop_early", "keep_best", "search", "plan"):
-        if value := getattr(asked, name):
+        if value := getattr(settings, name):
             raise ValueError(f"{name}={value!r}: {LEFT_OUT[name]}")
     if has_flag(arguments, "extend"):
         raise ValueError(f"--extend: {LEFT_OUT['extend']}")
@@ -91,12 +91,14 @@ def _refuse_left_out(asked: TrainSettings, arguments: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        options, rest, asked = parse_search(sys.argv[1:] if arguments is None else arguments)
+        options, rest, settings = parse_search(sys.argv[1:] if arguments is None else arguments)
         from elastic_ring.cli.train import build
         from elastic_ring.tuning.search import run
 
-        is_named = asked.run.name != f"train-1t-{asked.preset}"
-        anew = replace(asked, run=replace(asked.run, resume="never"))  # no run's record says where a search begins
+        is_named = settings.run.name != f"train-1t-{settings.preset}"
+        anew = replace(
+            settings, run=replace(settings.run, resume="never")
+        )  # no run's record says where a search begins
         return run(options, rest, build(anew), is_named=is_named)
     except (ValueError, ElasticRingError, KeyboardInterrupt) as error:
         return refused("elastic-ring tune", error, "stopped; the same command goes on with a search that has begun")

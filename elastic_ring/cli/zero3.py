@@ -73,7 +73,7 @@ def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]
     own.add_argument("--deepspeed-config", type=Path, help="a JSON file with more of DeepSpeed's configuration")
     own.add_argument("--checkpoint-every-steps", type=int, default=10, help="0 for one at the end only (10)")
     own.add_argument("--max-failures", type=int, default=3, help="restarts by Ray Train (3)")
-    found, rest = own.parse_known_args(argv)
+    options, rest = own.parse_known_args(argv)
     for setting in _ignored():
         for flag in (setting, *(short for short, long in SHORT.items() if f"{long}.".startswith(f"{setting}."))):
             if has_flag(rest, flag) or any(
@@ -83,9 +83,9 @@ def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]
     for flag in ("validate", "stop_early", "keep_best", "search", "extend"):
         if has_flag(rest, flag):
             raise ValueError(f"--{flag.replace('_', '-')}: is the elastic ring's; here {NONE_HERE}")
-    asked = parse(rest)
-    refuse_ignored(asked)
-    return found, asked
+    settings = parse(rest)
+    refuse_ignored(settings)
+    return options, settings
 
 
 def _ignored() -> list[str]:
@@ -107,43 +107,43 @@ def _instead(setting: str) -> str:
     return INSTEAD.get(setting) or (f"this door has no such guard: {why}" if why else NONE_HERE)
 
 
-def refuse_ignored(asked: TrainSettings) -> None:
+def refuse_ignored(settings: TrainSettings) -> None:
     """Raises ValueError for a setting that this door would not obey."""
     for name in ("validate", "stop_early", "keep_best", "search"):
-        if (value := getattr(asked, name)) is not None:
+        if (value := getattr(settings, name)) is not None:
             raise ValueError(f"{name}={value!r}: is the elastic ring's; here {NONE_HERE}")
-    usual = {"run": RunConfig(), "step": StepConfig(), "scaling": PRESETS[asked.preset]()["scaling"]}
+    usual = {"run": RunConfig(), "step": StepConfig(), "scaling": PRESETS[settings.preset]()["scaling"]}
     for setting in _ignored():
         section, name = setting.split(".")
-        value = getattr(getattr(asked, section), name)
+        value = getattr(getattr(settings, section), name)
         if value != getattr(usual[section], name):
             raise ValueError(f"{setting}={value!r}: is the elastic ring's; here {_instead(setting)}")
 
 
 def workers_of(text: str) -> tuple[int, int]:
     """(fewest, most) of N or MIN:MAX. Raises ValueError for another text."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
         raise ValueError(f"workers={text!r}: must be a number, or MIN:MAX")
-    return int(found[1]), int(found[2] or found[1])
+    return int(match[1]), int(match[2] or match[1])
 
 
-def build(own: argparse.Namespace, asked: TrainSettings) -> Zero3Trainer:
+def build(own: argparse.Namespace, settings: TrainSettings) -> Zero3Trainer:
     """The trainer that the settings describe. Raises ValueError for settings that cannot work."""
     from elastic_ring.cli.train import build as build_elastic
     from elastic_ring.integrations.ray_train import Zero3Config, Zero3Trainer
     from elastic_ring.integrations.ray_train.settings import read_deepspeed
     from elastic_ring.integrations.ray_train.trainer import run_config, scaling_config
 
-    base = build_elastic(asked)
-    use_gpu = asked.scaling.device == "cuda"
+    base = build_elastic(settings)
+    use_gpu = settings.scaling.device == "cuda"
     zero = Zero3Config(
         offload_optimizer=own.offload_optimizer,
         offload_param=own.offload_param,
         nvme_path=own.nvme_path,
         checkpoint_every_steps=own.checkpoint_every_steps,
-        loss_spike=asked.run.loss_spike,
-        loss_spike_actions=asked.run.loss_spike_actions,  # type: ignore[arg-type]
+        loss_spike=settings.run.loss_spike,
+        loss_spike_actions=settings.run.loss_spike_actions,  # type: ignore[arg-type]
         deepspeed={} if own.deepspeed_config is None else read_deepspeed(own.deepspeed_config),
     )
     trainer = Zero3Trainer(
@@ -151,14 +151,14 @@ def build(own: argparse.Namespace, asked: TrainSettings) -> Zero3Trainer:
         base.task.data,
         cp=own.cp,
         zero=zero,
-        step_config=asked.step,
+        step_config=settings.step,
         optim_config=base.task.optim,
         initial=base.task.initial,
         pattern=base.task.pattern,
         loss=base.task.loss,
         cost_model=base.task.cost_model,
-        scaling_config=scaling_config(workers_of(own.workers), asked.scaling.resources_per_worker, use_gpu=use_gpu),
-        run_config=run_config(asked.run.name, asked.run.storage_path, own.max_failures),
+        scaling_config=scaling_config(workers_of(own.workers), settings.scaling.resources_per_worker, use_gpu=use_gpu),
+        run_config=run_config(settings.run.name, settings.run.storage_path, own.max_failures),
     )
     trainer.config_files.update(base.config_files)
     return trainer
@@ -172,8 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        own, asked = parse_zero3(sys.argv[1:] if argv is None else argv)
-        result = build(own, asked).fit()
+        own, settings = parse_zero3(sys.argv[1:] if argv is None else argv)
+        result = build(own, settings).fit()
     except (ValueError, ElasticRingError, KeyboardInterrupt) as error:
         return refused("train_zero3", error)
     summary = result.summary
@@ -182,6 +182,6 @@ def _main(argv: Sequence[str] | None) -> int:
         f"{summary['steps']} steps, loss {first:.3f} -> {last:.3f}, {len(summary['generations'])} worker group(s), "
         f"goodput {summary['goodput']:.0%}\n"
         f"weights {summary['weights_sha256'][:16]}, samples {(summary['samples_sha256'] or 'unknown')[:16]}; all of it "
-        f"in {asked.run.storage_uri}"
+        f"in {settings.run.storage_uri}"
     )
     return 0

@@ -1,7 +1,7 @@
 """A run's identity: digests of the settings and contents that a submission must share with the run that it continues.
 
 Places (paths, mounts, buckets, working directories) are recorded beside it: a changed place is reported and refuses
-nothing. Nothing starts here, and no place enters `Identity.what`.
+nothing. Nothing starts here, and no place enters `Identity.entries`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import Any
 from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, fingerprinted
-from elastic_ring.files import shown_url
+from elastic_ring.files import cut, few, shown_url
 from elastic_ring.model.config import built_in
 from elastic_ring.runtime.code_digest import code_digest
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.wording import cut, few
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +34,15 @@ MAX_FILES, DIGITS = 1000, 16
 
 @dataclass(frozen=True)
 class Identity:
-    """`what` is compared; `places` has the paths of its contents, by the same names."""
+    """`entries` are compared; `places` has the paths of its contents, by the same names."""
 
-    what: Mapping[str, str] = field(default_factory=dict)
+    entries: Mapping[str, str] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
         """The digest that a checkpoint and a submission must share."""
-        return hashlib.sha256(json.dumps(dict(sorted(self.what.items()))).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(dict(sorted(self.entries.items()))).encode()).hexdigest()
 
     def differences(self, recorded: Mapping[str, str]) -> list[str]:
         """The entries in which a recorded identity differs, as text."""
@@ -52,7 +51,7 @@ class Identity:
                 f"it has an identity of another version ({recorded.get(VERSION)}), and this one writes {CONTENTS}: go "
                 "on with that version, or begin another run with its weights, --from"
             ]
-        here = self.what
+        here = self.entries
         return [
             f"{name}: {' there, '.join(contrast(str(recorded.get(name)), str(here.get(name))))} here"
             for name in sorted({*recorded, *here})
@@ -105,8 +104,8 @@ def changed_files(recorded: Sequence[Sequence[str]], submitted: Sequence[Sequenc
     if not recorded or not submitted:
         return ""
     before, now = (
-        {name for name, _ in Counter(map(tuple, files)) - Counter(map(tuple, others))}
-        for files, others in ((recorded, submitted), (submitted, recorded))
+        {name for name, _ in Counter(map(tuple, files)) - Counter(map(tuple, base))}
+        for files, base in ((recorded, submitted), (submitted, recorded))
     )
     kinds = {"changed": before & now, "gone": before - now, "new": now - before}
     texts = [f"{kind} {few(sorted(names), NUM_SHOWN)}" for kind, names in kinds.items() if names]

@@ -102,7 +102,8 @@ def fetch(run: RunConfig, folder: Path, *, keep_longer: bool = False, tell: Call
 def mirrored(storage: Storage, name: str) -> bytes:
     """A growing file as its pieces in the store have it; empty where there are none. Raises as `growing`."""
     term = _current_term(storage)
-    pieces = [one for one in storage.names(FOLDER) if one[0].startswith(_prefix(name, term))] if term else []
+    prefix = _prefix(name, term)
+    pieces = [piece for piece in storage.names(FOLDER) if piece[0].startswith(prefix)] if term else []
     _refuse_long(storage, name, sum(num_bytes for _, num_bytes in pieces))
     return b"".join(storage.read(piece) for piece, _ in sorted(pieces))
 
@@ -110,9 +111,9 @@ def mirrored(storage: Storage, name: str) -> bytes:
 def growing(storage: Storage, name: str) -> bytes:
     """A growing file in a store or in a run's folder, also where a run has ended; empty where there is none. Raises
     StorageFailed; RecordDamaged for one that is longer than a run writes."""
-    found = mirrored(storage, name)
-    if found or not storage.exists(name):
-        return found
+    data = mirrored(storage, name)
+    if data or not storage.exists(name):
+        return data
     _refuse_long(storage, name, storage.size(name))
     return storage.read(name)
 
@@ -144,7 +145,7 @@ def publish(run: RunConfig, folder: Path) -> None:
 
 
 def forget_end(run: RunConfig) -> None:
-    """A new attempt begins: the store must not tell of an earlier one's end."""
+    """At a new attempt, remove the records of an earlier one's end from the store."""
     if run.is_remote:
         storage = storage_of(run)
         for name in REPLACED:
@@ -162,7 +163,7 @@ def fetch_places(run: RunConfig, folder: Path) -> None:
 
 
 def keep_places(run: RunConfig, folder: Path) -> None:
-    """Put that record into the store. If it fails, a driver on another host repeats some events to callbacks."""
+    """Put the record of callbacks' events into the store. If it fails, a driver on another host repeats some events."""
     if run.is_remote:
         try:
             storage_of(run).replace(CALLBACKS_NAME, (folder / CALLBACKS_NAME).read_bytes())
@@ -171,13 +172,13 @@ def keep_places(run: RunConfig, folder: Path) -> None:
 
 
 def reset_places(run: RunConfig, *, goes_on: bool, was_finished: bool) -> None:
-    """A new attempt begins: of that record in the store what `kept_places` keeps, or nothing."""
+    """At a new attempt, reduce the store's record of callbacks' events to `kept_places`, or remove it."""
     if run.is_remote:
         storage = storage_of(run)
         if goes_on and storage.exists(CALLBACKS_NAME):
             try:
-                known = parse_json(storage.read_record(CALLBACKS_NAME), storage.at(CALLBACKS_NAME))
-                kept = kept_places(known, was_finished=was_finished)
+                record = parse_json(storage.read_record(CALLBACKS_NAME), storage.at(CALLBACKS_NAME))
+                kept = kept_places(record, was_finished=was_finished)
             except (RecordDamaged, LookupError, TypeError, AttributeError) as error:
                 log.warning("%s; the driver that runs callbacks sets it aside", error)
                 return
@@ -187,11 +188,11 @@ def reset_places(run: RunConfig, *, goes_on: bool, was_finished: bool) -> None:
 
 
 class RunRecords:
-    """A run's records for an onlooker: its folder, or a copy of what its object store has of them."""
+    """A run's records for an onlooker: its folder, or a copy of the records in its object store."""
 
     def __init__(self, where: str, tell: Callable[[str], None] = ignore) -> None:
-        """`where`: the run's folder, or s3://bucket/prefix/NAME. `tell`: gets a line when the store keeps one waiting,
-        which is for LOOK_S only: somebody looks on."""
+        """`where`: the run's folder, or s3://bucket/prefix/NAME. `tell`: gets a line when the store does not answer,
+        which is waited for LOOK_S: somebody looks on."""
         timeouts = Timeouts(storage_s=LOOK_S)
         self._run = RunConfig("onlooker", run_dir=where.removeprefix("file://"), timeouts=timeouts)
         self._tell = tell

@@ -1,6 +1,6 @@
 """The terms of a run in its storage, `terms/000001` and so on, and the threads that look for a newer one.
 
-What follows from what is found is decided in `control.decisions.terms`.
+What a newer term means is decided in `control.decisions.terms`.
 """
 
 from __future__ import annotations
@@ -52,35 +52,38 @@ class Terms:
         return self._claim_of(newest.term) if newest.term else newest
 
     def has_claimed(self, attempt: str) -> bool:
-        """Whether this submission has ever claimed a term. One that has not was not replaced: what stands is of those
-        before it."""
+        """Whether this submission has ever claimed a term. Without a claim it was not replaced: the newest is older."""
         claimed, _ = self._listed()
         return any(self._claim_of(term).attempt == attempt for term in sorted(claimed, reverse=True))
 
     def _claim_of(self, term: int) -> TermClaim:
         if term not in self._read:
-            self._read[term] = _parsed(term, self._storage.read_record(_name(term)))
+            data = self._storage.read_record(_name(term))
+            try:
+                claim = plain_json(data)
+                self._read[term] = TermClaim(term, str(claim["attempt"]), str(claim["host"]))
+            except (ValueError, KeyError, TypeError):  # somebody's own file
+                self._read[term] = TermClaim(term)
         return self._read[term]
 
     def claim(self, attempt: str) -> TermClaim:
-        """The next term: a file that only one can create."""
+        """Claim the next term: create a file that only one process can create."""
         claimed, withdrawn = self._listed()
         term, host = max([*claimed, *withdrawn], default=0), socket.gethostname()
         while True:
             term += 1
             # No two may write the same, where the storage does not exclude.
-            found = {"attempt": attempt, "host": host, "unix_s": time.time(), "id": secrets.token_hex(8)}
-            if self._storage.create(_name(term), json.dumps(found).encode()):
+            claim = {"attempt": attempt, "host": host, "unix_s": time.time(), "id": secrets.token_hex(8)}
+            if self._storage.create(_name(term), json.dumps(claim).encode()):
                 self._read[term] = TermClaim(term, attempt, host)
                 return self._read[term]
 
     def withdraw(self, own: TermClaim) -> None:
-        """Void a claim of one's own."""
+        """Void this process's own claim."""
         self._storage.create(f"{_name(own.term)}{WITHDRAWN}", json.dumps({"id": secrets.token_hex(8)}).encode())
 
     def follows(self, term: int) -> bool:
-        """Whether a later term is claimed, where the storage is a folder; that costs one look at it. False where nobody
-        can tell at once."""
+        """Whether a later term is claimed, by one look at a folder. False for other storages, which answer later."""
         if not self._storage.is_local:
             return False
         while os.path.exists(self._storage.at(_name(term := term + 1))):
@@ -95,13 +98,13 @@ class Terms:
 
     def _listed(self) -> tuple[list[int], set[int]]:
         """The terms that are claimed, and those that are withdrawn."""
-        found = [_NAME.fullmatch(name.rpartition("/")[2]) for name, _ in self._storage.names(FOLDER, recursive=False)]
-        numbers = [(int(match[1]), bool(match[2])) for match in found if match]
+        matches = [_NAME.fullmatch(name.rpartition("/")[2]) for name, _ in self._storage.names(FOLDER, recursive=False)]
+        numbers = [(int(match[1]), bool(match[2])) for match in matches if match]
         return [term for term, is_void in numbers if not is_void], {term for term, is_void in numbers if is_void}
 
 
 class TermWatch:
-    """Looks for a newer term every LOOK_S, in a thread of its own, so that nothing that decides waits for storage."""
+    """Looks for a newer term every LOOK_S in its own thread, so that no deciding thread waits for storage."""
 
     def __init__(self, run: RunConfig, own: TermClaim, terms: Terms) -> None:
         self._run, self.own, self._terms = run, own, terms
@@ -131,13 +134,13 @@ class TermWatch:
         self.check()
 
     def check(self) -> None:
-        """What is known without waiting for the storage. Raises as `refuse_if_replaced`."""
+        """Check the newest known term, without waiting for the storage. Raises as `refuse_if_replaced`."""
         if self._terms.follows(self._newest.term):  # a folder answers at once
             self._newest = max(self._newest, self._terms.newest(), key=lambda claim: claim.term)
         refuse_if_replaced(self._run.name, self._run.storage_uri, self.own, self._newest)
 
     def silent_s(self) -> float:
-        """For how long the storage has not answered; to be asked a few times a second."""
+        """Seconds for which the storage has not answered; call it a few times a second."""
         is_heard, self._is_heard = self._is_heard, False
         return self._silence.tick(time.monotonic(), is_heard=is_heard)
 
@@ -203,18 +206,10 @@ class TermGuard:
                 "(checkpoint.fail_after_s) whether another submission has taken the run: this process ends"
             )
 
-    def _end(self, told: str) -> None:
-        log.error("%s", told)
+    def _end(self, reason: str) -> None:
+        log.error("%s", reason)
         self._leave(EXIT)
 
 
 def _name(term: int) -> str:
     return f"{FOLDER}/{term:06d}"
-
-
-def _parsed(term: int, data: bytes) -> TermClaim:
-    try:
-        found = plain_json(data)
-        return TermClaim(term, str(found["attempt"]), str(found["host"]))
-    except (ValueError, KeyError, TypeError):  # of an earlier version, or somebody's own
-        return TermClaim(term)

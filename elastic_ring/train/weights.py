@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ring.errors import StorageFailed
+from elastic_ring.files import few
 from elastic_ring.state.checkpoints.stored_weights import StoredWeights
 from elastic_ring.state.checkpoints.weight_files import (
     MAX_FILE_BYTES,
@@ -34,7 +35,6 @@ from elastic_ring.state.checkpoints.weight_files import (
 from elastic_ring.state.safetensors import raw_bytes, safetensors_chunks
 from elastic_ring.state.storage.backend import StoredFile, pieces
 from elastic_ring.state.storage.folder import Storage
-from elastic_ring.wording import few
 
 log = logging.getLogger(__name__)
 

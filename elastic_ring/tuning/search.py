@@ -245,7 +245,7 @@ def store_settings(out: Path, settings: Mapping[str, str | int], identity: Ident
     _make_private(out)
     path = out / "options.json"
     if not path.exists():
-        replace_file(path, (json.dumps({**settings, IDENTITY: dict(identity.what)}) + "\n").encode(), durable=True)
+        replace_file(path, (json.dumps({**settings, IDENTITY: dict(identity.entries)}) + "\n").encode(), durable=True)
         return
     try:
         begun = plain_json(read_small(path))
@@ -256,7 +256,7 @@ def store_settings(out: Path, settings: Mapping[str, str | int], identity: Ident
     contents = begun.pop(IDENTITY)
     changed = [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]
     reasons = [f"{name} {begun.get(name)}, not {settings.get(name)}" for name in changed]
-    if not reasons and contents != identity.what:
+    if not reasons and contents != identity.entries:
         reasons = ["other contents: " + "; ".join(identity.differences(contents))]
     if reasons:
         raise ValueError(f"the search in {out} was begun with {'; '.join(reasons)}; give the same, or another --out")

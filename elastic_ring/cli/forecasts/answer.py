@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.cli import settings
 from elastic_ring.cli.forecasts import seen
 from elastic_ring.cli.forecasts.attention import work_of
+from elastic_ring.cli.settings import parse
 from elastic_ring.config import check_copies, check_together
 from elastic_ring.forecast.answers import report, request
 from elastic_ring.forecast.answers.money import PriceList, read_prices
@@ -28,63 +28,65 @@ from elastic_ring.gpus import GPUS, gpu_type
 log = logging.getLogger(__name__)
 
 
-def run(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    fleet, prices = read_fleet(given.fleet), read_prices(given.prices)
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    fleet, prices = read_fleet(options.fleet), read_prices(options.prices)
     check_dates(prices)
-    if given.score:
-        print("\n".join(seen.score(given.score, fleet)))
+    if options.score:
+        print("\n".join(seen.score(options.score, fleet)))
         return 0
-    if given.stages:
-        stages = read_stages(given.stages)
-        print("\n".join(stage_lines(stages, lambda stage: _of_stage(stage, given, prices))))
+    if options.stages:
+        stages = read_stages(options.stages)
+        print("\n".join(stage_lines(stages, lambda stage: _of_stage(stage, options, prices))))
         return 0
-    deadline_s = None if given.deadline is None else request.deadline_s(given.deadline, days_until(given.deadline))
-    budget = None if given.budget is None else request.amount(given.budget, "--budget")
-    scenario = scenario_of(given, rest, fleet, prices)
+    deadline_s = (
+        None if options.deadline is None else request.deadline_s(options.deadline, days_until(options.deadline))
+    )
+    budget = None if options.budget is None else request.amount(options.budget, "--budget")
+    scenario = scenario_of(options, rest, fleet, prices)
     warnings = (
         prices.warnings(scenario.price, {scenario.price.date: -days_to(scenario.price.date)}) if scenario.price else []
     )
     if scenario.step.linears == "fp8":
         warnings = [*warnings, "--linears fp8 is forecast at bfloat16's rate"]
-    if given.search:
-        return _search(scenario, prices, given, deadline_s, budget)
-    found = forecast(scenario)
-    if given.plot is not None:
+    if options.search:
+        return _search(scenario, prices, options, deadline_s, budget)
+    result = forecast(scenario)
+    if options.plot is not None:
         from elastic_ring.cli.forecasts.plots import write
 
         try:
-            write(found, given.plot, deadline_s, budget)
+            write(result, options.plot, deadline_s, budget)
         except OSError as error:
-            raise ValueError(f"--plot {given.plot}: cannot be written ({error})") from error
-    if given.json:
-        print(json.dumps(report.as_json(found, deadline_s, budget, warnings), indent=1))
+            raise ValueError(f"--plot {options.plot}: cannot be written ({error})") from error
+    if options.json:
+        print(json.dumps(report.as_json(result, deadline_s, budget, warnings), indent=1))
     else:
-        print("\n".join(report.lines(found, deadline_s, budget, warnings)))
+        print("\n".join(report.lines(result, deadline_s, budget, warnings)))
     return 0
 
 
-def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, prices: PriceList) -> Scenario:
+def scenario_of(options: argparse.Namespace, rest: Sequence[str], fleet: Fleet, prices: PriceList) -> Scenario:
     """The settings of train on the fleet. Raises ValueError for contradictory settings."""
-    failures, tokens = read_failures(given.failures), request.amount(given.tokens, "--tokens")
-    train = settings.parse(list(rest))
+    failures, tokens = read_failures(options.failures), request.amount(options.tokens, "--tokens")
+    train = parse(list(rest))
     work = work_of(train)
     check_together(train.scaling, train.step, ())
     check_copies(train.scaling.mesh, train.run.copies)
-    if given.measured_step is not None and not 0 < given.measured_step < math.inf:
-        raise ValueError(f"--measured-step {given.measured_step}: must be a positive number of seconds")
+    if options.measured_step is not None and not 0 < options.measured_step < math.inf:
+        raise ValueError(f"--measured-step {options.measured_step}: must be a positive number of seconds")
     if fleet.num_gpus and fleet.num_gpus < train.scaling.mesh.size + train.scaling.spares:
         raise ValueError(
-            f"--fleet {given.fleet}: num_gpus={fleet.num_gpus} is less than dp x cp + spares = "
+            f"--fleet {options.fleet}: num_gpus={fleet.num_gpus} is less than dp x cp + spares = "
             f"{train.scaling.mesh.size + train.scaling.spares}: lower them, or take a larger fleet"
         )
-    rates = None if given.machine is None else rates_of(given.machine, fleet.gpu)
+    rates = None if options.machine is None else rates_of(options.machine, fleet.gpu)
     fleet = fleet if rates is None else rates.fleet(fleet)
     size = train.scaling.mesh.size + train.scaling.spares
-    if given.price == "owned":
+    if options.price == "owned":
         price: Any = prices.owned_price(fleet, size)
     else:
-        price = prices.find(fleet.gpu, given.price)
-    made = Scenario(
+        price = prices.find(fleet.gpu, options.price)
+    scenario = Scenario(
         scaling=train.scaling,
         step=train.step,
         run=train.run,
@@ -93,12 +95,14 @@ def scenario_of(given: argparse.Namespace, rest: Sequence[str], fleet: Fleet, pr
         failures=failures,
         price=price,
         tokens=tokens,
-        measured_step_s=given.measured_step,
+        measured_step_s=options.measured_step,
         doubled_s=None if rates is None else rates.doubled_s(),
         **work,
     )
-    made = with_choice(made)
-    return made if given.from_run is None else with_learned(made, seen.learned(given.from_run, fleet, rates))
+    scenario = with_choice(scenario)
+    return (
+        scenario if options.from_run is None else with_learned(scenario, seen.learned(options.from_run, fleet, rates))
+    )
 
 
 def rates_of(path: Path, gpu: str) -> Rates:
@@ -111,32 +115,38 @@ def rates_of(path: Path, gpu: str) -> Rates:
     return rates
 
 
-def _of_stage(stage: Stage, given: argparse.Namespace, prices: PriceList) -> Scenario:
+def _of_stage(stage: Stage, options: argparse.Namespace, prices: PriceList) -> Scenario:
     """The scenario of a stage; options that it does not have are those of the command."""
-    own = argparse.Namespace(**{**vars(given), "fleet": stage.fleet, "tokens": stage.tokens})
+    own = argparse.Namespace(**{**vars(options), "fleet": stage.fleet, "tokens": stage.tokens})
     if stage.from_run is not None:
         own.from_run = Path(stage.from_run)
     try:
         return scenario_of(own, stage.train, read_fleet(stage.fleet), prices)
     except ValueError as error:
-        raise ValueError(f"--stages {given.stages}: {stage.name}: {error}") from error
+        raise ValueError(f"--stages {options.stages}: {stage.name}: {error}") from error
 
 
 def _search(
-    scenario: Scenario, prices: PriceList, given: argparse.Namespace, deadline_s: float | None, budget: float | None
+    scenario: Scenario, prices: PriceList, options: argparse.Namespace, deadline_s: float | None, budget: float | None
 ) -> int:
     from elastic_ring.forecast.answers.search import search
 
-    front, tried = search(scenario, prices, given.price, deadline_s, budget, list(GPUS))
-    if given.json:
+    front, tried = search(scenario, prices, options.price, deadline_s, budget, list(GPUS))
+    if options.json:
         rows = [
-            {"line": one.line(), "usd": one.usd, "run_s": one.run_s, "goodput": one.goodput, "success": one.success}
-            for one in front
+            {
+                "line": point.line(),
+                "usd": point.usd,
+                "run_s": point.run_s,
+                "goodput": point.goodput,
+                "success": point.success,
+            }
+            for point in front
         ]
         print(json.dumps({"tried": tried, "front": rows}, indent=1))
         return 0
     print(f"{tried:,} configurations; the front of cost and time:")
-    print("\n".join(f"  {one.line()}" for one in front) or "  none fits")
+    print("\n".join(f"  {point.line()}" for point in front) or "  none fits")
     return 0
 
 

@@ -28,40 +28,40 @@ BALANCED = 1.05
 """Up to this ratio of the ranks' largest to mean pairs, `--layout auto` goes by bytes."""
 
 
-def work_of(asked: TrainSettings) -> dict[str, Any]:
+def work_of(settings: TrainSettings) -> dict[str, Any]:
     """Fields of a `Scenario`: the model and its pattern. Raises ValueError for patterns without a forecast."""
-    if asked.lora is not None:
-        raise ValueError(f"--lora {asked.lora}: what adapters need is not forecast; leave it out for an upper bound")
-    model, patterns, number, latent = asked.model, None, None, None
-    if asked.model_folder is not None:
+    if settings.lora is not None:
+        raise ValueError(f"--lora {settings.lora}: what adapters need is not forecast; leave it out for an upper bound")
+    model, patterns, number, latent = settings.model, None, None, None
+    if settings.model_folder is not None:
         from elastic_ring.cli.forecasts.folders import sizes_of
 
-        model, patterns, number, latent = sizes_of(asked)
-        latent = latent if asked.step.linears == "native" else None  # hops carry keys
-    if asked.pattern is not None:
-        patterns = read(asked.pattern, model)
-    found, sent_heads = None, model.num_kv_heads if latent is None else 1
+        model, patterns, number, latent = sizes_of(settings)
+        latent = latent if settings.step.linears == "native" else None  # hops carry keys
+    if settings.pattern is not None:
+        patterns = read(settings.pattern, model)
+    attention, sent_heads = None, model.num_kv_heads if latent is None else 1
     if patterns is not None and patterns.any_sparse:
-        found = attention_of(patterns, model, asked.step, sent_heads)
-    elif (share := within_documents(asked)) < 1.0:
-        found = partial(_always, Attention(density=share))
-    built_in = asked.model_folder is None
-    return {"model": model, "pattern": found, "built_in": built_in, "num_own": number, "latent": latent}
+        attention = attention_of(patterns, model, settings.step, sent_heads)
+    elif (share := within_documents(settings)) < 1.0:
+        attention = partial(_same_for_any_ring, Attention(density=share))
+    built_in = settings.model_folder is None
+    return {"model": model, "pattern": attention, "built_in": built_in, "num_own": number, "latent": latent}
 
 
-def _always(attention: Attention, cp: int) -> Attention:
+def _same_for_any_ring(attention: Attention, cp: int) -> Attention:
     return attention
 
 
-def within_documents(asked: TrainSettings) -> float:
+def within_documents(settings: TrainSettings) -> float:
     """The share of the causal pairs that are within a document of a prepared corpus; 1.0 for other data, whose
     documents nobody has measured. Sources count by their tokens, without weights. Sequences of S tokens begin anywhere:
     the pieces of a document of L tokens have L² (1 - L / 3S) pairs in the mean, S L - S² / 3 where it is longer than a
     sequence, both times a half."""
-    if asked.data.source != "prepared":
+    if settings.data.source != "prepared":
         return 1.0
-    context, share = asked.step.context_tokens, 0.0
-    manifest = at_submission(lambda: read_manifest(asked.data.uri))
+    context, share = settings.step.context_tokens, 0.0
+    manifest = at_submission(lambda: read_manifest(settings.data.uri))
     for power, num_tokens in enumerate(manifest.tokens_by_length):
         length = 1.5 * 2**power
         keys = length * (1 - length / (3 * context)) if length < context else context - context**2 / (3 * length)
@@ -72,11 +72,11 @@ def within_documents(asked: TrainSettings) -> float:
 def read(text: str, model: ModelConfig) -> LayerPatterns:
     """A pattern as `train` takes it. Raises ValueError for one that does not fit the model."""
     try:
-        found = read_pattern(text)
-        found.check(model.num_layers, model.num_heads, model.num_kv_heads)
+        patterns = read_pattern(text)
+        patterns.check(model.num_layers, model.num_heads, model.num_kv_heads)
     except ValueError as error:
         raise ValueError(f"--pattern: {error}") from error
-    return found
+    return patterns
 
 
 def attention_of(
@@ -88,25 +88,26 @@ def attention_of(
 
     @cache
     def at(cp: int) -> Attention:
-        found = [_counted(patterns, model, make_layout(name, step.context_tokens, cp), sent_heads) for name in names]
-        return min(found, key=lambda one: (max(one.slowest, BALANCED), one.fetched))
+        layouts = [make_layout(name, step.context_tokens, cp) for name in names]
+        counted = [_counted(patterns, model, layout, sent_heads) for layout in layouts]
+        return min(counted, key=lambda attention: (max(attention.slowest, BALANCED), attention.fetched))
 
     return at
 
 
 def _counted(patterns: LayerPatterns, model: ModelConfig, layout: Layout, sent_heads: int) -> Attention:
     heads, kv_heads, number = model.num_heads, model.num_kv_heads, model.num_layers
-    layers = Counter(patterns.of_layer(layer).heads(heads, kv_heads) for layer in range(number))
+    layers = Counter(patterns.of_layer(index).heads(heads, kv_heads) for index in range(number))
     sizes = patterns.block, heads, sent_heads
     parts = [(times / number, _of_rules(rules, *sizes, layout)) for rules, times in layers.items()]
-    density = sum(share * one.density for share, one in parts)
+    density = sum(share * layer.density for share, layer in parts)
     return Attention(
         density,
-        sum(share * one.density * one.slowest for share, one in parts) / density,
-        sum(share * one.fetched for share, one in parts),
-        sum(share * (one.hops or 0.0) for share, one in parts),
-        sum(share * one.sparse for share, one in parts),
-        any(one.is_bound for _, one in parts),
+        sum(share * layer.density * layer.slowest for share, layer in parts) / density,
+        sum(share * layer.fetched for share, layer in parts),
+        sum(share * (layer.hops or 0.0) for share, layer in parts),
+        sum(share * layer.sparse for share, layer in parts),
+        any(layer.is_bound for _, layer in parts),
     )
 
 
@@ -123,8 +124,8 @@ def _of_rules(rules: tuple[Rule, ...], block: int, num_heads: int, sent_heads: i
     groups = head_groups(pattern.rules(num_heads), sent_heads)
     owned, tokens, hops = owned_positions(layout), 0, 0
     for rank in {0, cp // 2, cp - 1} if cp > 1 else ():
-        found = rank_hops(pattern, layout, rank, groups, owned)
-        rows = [sum(len(g.kv_heads) * hop.num_fetched_tokens(i) for i, g in enumerate(groups)) for hop in found]
+        rank_plan = rank_hops(pattern, layout, rank, groups, owned)
+        rows = [sum(len(g.kv_heads) * hop.num_fetched_tokens(i) for i, g in enumerate(groups)) for hop in rank_plan]
         tokens, hops = max(tokens, sum(rows)), max(hops, sum(map(bool, rows)))
     whole = sent_heads * (length - length // cp) or 1
     return Attention(density, _slowest(pairs, layout), tokens / whole, hops, 1.0)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic_ring.cli import settings
+from elastic_ring.cli.settings import parse
 from elastic_ring.errors import ElasticRingError
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if "--help" in words or "-h" in words:
         print(options().format_help())
-        settings.parse(["--help"])  # exits
+        parse(["--help"])  # exits
     from elastic_ring.cli.forecasts.answer import run
 
     try:

@@ -23,10 +23,10 @@ ALL_WINDOWS, NO_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"})
 BLOCK_TOKENS = 128
 
 
-def sizes_of(asked: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None, int, Latent | None]:
+def sizes_of(settings: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None, int, Latent | None]:
     """(sizes, windows that a sequence notices, parameters, latents that hops carry). Raises ValueError
     for a folder that does not say them."""
-    folder = Path(str(asked.model_folder)).expanduser()
+    folder = Path(str(settings.model_folder)).expanduser()
     try:
         plain = plain_json(read_small(folder / "config.json"))
     except (OSError, ValueError) as error:
@@ -38,16 +38,16 @@ def sizes_of(asked: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None, i
             "preset's sizes instead: --model.num-layers ..."
         )
     try:
-        model = _model(plain, asked.model)
+        model = _model(plain, settings.model)
         number = num_parameters(model) + _beside(plain, model)
-        return model, _windows(plain, asked, model.num_layers), number, _latent(plain, model)
+        return model, _windows(plain, settings, model.num_layers), number, _latent(plain, model)
     except KeyError as error:
         raise ValueError(f"--model-folder {folder}: config.json has no {error.args[0]}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"--model-folder {folder}: {error}") from error
 
 
-def _model(plain: Mapping[str, Any], asked: ModelConfig) -> ModelConfig:
+def _model(plain: Mapping[str, Any], settings: ModelConfig) -> ModelConfig:
     heads, width = int(plain["num_attention_heads"]), int(plain["hidden_size"])
     latent = plain.get("qk_head_dim") or plain.get("qk_nope_head_dim", 0) + plain.get("qk_rope_head_dim", 0)
     tied = plain.get("tie_word_embeddings", str(plain["model_type"]).startswith("gemma"))
@@ -60,8 +60,8 @@ def _model(plain: Mapping[str, Any], asked: ModelConfig) -> ModelConfig:
         head_dim=int(latent or plain.get("head_dim") or width // heads),
         ffn_width=int(plain["intermediate_size"]),
         tie_embeddings=bool(tied),
-        checkpoint_activations=asked.checkpoint_activations,
-        loss_chunk_tokens=asked.loss_chunk_tokens,
+        checkpoint_activations=settings.checkpoint_activations,
+        loss_chunk_tokens=settings.loss_chunk_tokens,
         **_experts(plain),
     )
 
@@ -121,17 +121,17 @@ def _layer_types(plain: Mapping[str, Any], num_layers: int) -> list[str]:
     return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
 
 
-def _windows(plain: Mapping[str, Any], asked: TrainSettings, num_layers: int) -> LayerPatterns | None:
+def _windows(plain: Mapping[str, Any], settings: TrainSettings, num_layers: int) -> LayerPatterns | None:
     """As `RingModel.pattern`: windows that are as long as the sequence are none."""
     window = plain.get("sliding_window")
-    if not window or window >= asked.step.context_tokens or asked.windows == "dense":
+    if not window or window >= settings.step.context_tokens or settings.windows == "dense":
         return None
     kind = plain["model_type"]
     kinds = ["sliding_attention"] * num_layers if kind in ALL_WINDOWS else _layer_types(plain, num_layers)
     rule: Rule = Window(int(window))
-    if asked.windows == "blocks":
+    if settings.windows == "blocks":
         rule = BigBird(window=Window(int(window)).num_blocks(BLOCK_TOKENS), globals=0, randoms=0)
-    with_window = tuple(layer for layer, one in enumerate(kinds) if one == "sliding_attention")
+    with_window = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
     if not with_window or kind in NO_WINDOWS:
         return None
     groups = [LayerGroup((rule,), with_window)]

@@ -16,7 +16,7 @@ LEAST_SWING = 1e-3
 """Inputs that move the answer less have no bar."""
 
 
-def write(found: Forecast, folder: Path, deadline_s: float | None, budget_usd: float | None) -> list[Path]:
+def write(forecast: Forecast, folder: Path, deadline_s: float | None, budget_usd: float | None) -> list[Path]:
     """PNG files in `folder`, which is made. Needs matplotlib."""
     import matplotlib
 
@@ -30,10 +30,10 @@ def write(found: Forecast, folder: Path, deadline_s: float | None, budget_usd: f
         ("step", _step),
         ("spares", _spares),
         ("tornado", _tornado),
-        ("cost_and_time", lambda axes, one: _cost_and_time(axes, one, deadline_s, budget_usd)),
+        ("cost_and_time", lambda axes, forecast: _cost_and_time(axes, forecast, deadline_s, budget_usd)),
     ):
         figure, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
-        draw(axes, found)
+        draw(axes, forecast)
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1], dpi=110)
         pyplot.close(figure)
@@ -48,11 +48,11 @@ def _bars(axes: Any, parts: list[tuple[str, float]], unit: str) -> None:
     axes.margins(x=0.12)
 
 
-def _memory(axes: Any, found: Forecast) -> None:
-    plan = found.scenario.plan
+def _memory(axes: Any, forecast: Forecast) -> None:
+    plan = forecast.scenario.plan
     terms = [(name, size / 2**30) for name, size in plan.memory.fullest.terms.items() if size > 2**28]
     _bars(axes, terms, "GiB of a rank")
-    whole = found.scenario.fleet.memory_gib
+    whole = forecast.scenario.fleet.memory_gib
     axes.set_title(
         f"{plan.memory.fullest.name}: {plan.gpu_bytes / 2**30:.0f} GiB of tensors, "
         f"{plan.needed_bytes / 2**30:.0f} needed of {whole:.0f}",
@@ -60,9 +60,9 @@ def _memory(axes: Any, found: Forecast) -> None:
     )
 
 
-def _step(axes: Any, found: Forecast) -> None:
+def _step(axes: Any, forecast: Forecast) -> None:
     """The parts one after the other, as they would run without an overlap that is hidden."""
-    timed = found.scenario.step_of(found.scenario.medians())
+    timed = forecast.scenario.step_of(forecast.scenario.medians())
     begin = 0.0
     for name, part in timed.parts.items():
         if float(part) > 0:
@@ -75,13 +75,13 @@ def _step(axes: Any, found: Forecast) -> None:
     axes.set_title(f"A step of {float(timed.total_s):.3g} s", fontsize=10)
 
 
-def _spares(axes: Any, found: Forecast) -> None:
-    values = [float(one * found.scenario.fleet.gpus_per_host) for one in SPARE_HOSTS]
-    rows = curves(found.scenario, {"spares": values})["spares"]
+def _spares(axes: Any, forecast: Forecast) -> None:
+    values = [float(hosts * forecast.scenario.fleet.gpus_per_host) for hosts in SPARE_HOSTS]
+    rows = curves(forecast.scenario, {"spares": values})["spares"]
     axes.plot(values, [100 * good for _, good, _ in rows], "o-", color="tab:blue")
     axes.set_xlabel("spare GPUs")
     axes.set_ylabel("goodput, %", color="tab:blue")
-    if "usd" in found.draws:
+    if "usd" in forecast.draws:
         right = axes.twinx()
         right.plot(values, [usd for _, _, usd in rows], "s--", color="tab:orange")
         right.set_ylabel("USD a million committed tokens", color="tab:orange")
@@ -92,9 +92,9 @@ def _shortly(value: float, _: int) -> str:
     return short(value)
 
 
-def _cost_and_time(axes: Any, found: Forecast, deadline_s: float | None, budget_usd: float | None) -> None:
-    days = np.asarray(found.draws["run_s"])[:SHOWN_DRAWS] / DAY
-    usd = np.asarray(found.draws.get("usd", found.draws["gpu_hours"]))[:SHOWN_DRAWS]
+def _cost_and_time(axes: Any, forecast: Forecast, deadline_s: float | None, budget_usd: float | None) -> None:
+    days = np.asarray(forecast.draws["run_s"])[:SHOWN_DRAWS] / DAY
+    usd = np.asarray(forecast.draws.get("usd", forecast.draws["gpu_hours"]))[:SHOWN_DRAWS]
     axes.scatter(days, usd, s=4, alpha=0.3, color="tab:blue")
     axes.set_xlim(0.9 * days.min(), max(np.quantile(days, 0.99), (deadline_s or 0.0) / DAY) * 1.05)
     axes.set_ylim(0.9 * usd.min(), max(np.quantile(usd, 0.99), budget_usd or 0.0) * 1.05)
@@ -102,20 +102,20 @@ def _cost_and_time(axes: Any, found: Forecast, deadline_s: float | None, budget_
         axes.axvline(deadline_s / DAY, color="tab:red", label="deadline")
     if budget_usd is not None:
         axes.axhline(budget_usd, color="tab:orange", label="budget")
-    chances = found.probability(deadline_s, budget_usd)
-    told = ", ".join(f"{name} {chance:.0%}" for name, chance in chances.items())
-    axes.set_title(f"Draws of time and cost{f': {told}' if told else ''}", fontsize=10)
+    chances = forecast.probability(deadline_s, budget_usd)
+    chance_text = ", ".join(f"{name} {chance:.0%}" for name, chance in chances.items())
+    axes.set_title(f"Draws of time and cost{f': {chance_text}' if chance_text else ''}", fontsize=10)
     axes.set_xlabel("days")
-    axes.set_ylabel("USD" if "usd" in found.draws else "GPU-hours")
+    axes.set_ylabel("USD" if "usd" in forecast.draws else "GPU-hours")
     axes.yaxis.set_major_formatter(_shortly)
     if chances:
         axes.legend()
 
 
-def _tornado(axes: Any, found: Forecast) -> None:
-    rows = [row for row in found.tornado[::-1] if abs(row[2] - row[1]) > LEAST_SWING * abs(row[1])]
-    by = "usd" if "usd" in found.draws else "run_s"
-    middle = found.middle[by]
+def _tornado(axes: Any, forecast: Forecast) -> None:
+    rows = [row for row in forecast.tornado[::-1] if abs(row[2] - row[1]) > LEAST_SWING * abs(row[1])]
+    by = "usd" if "usd" in forecast.draws else "run_s"
+    middle = forecast.middle[by]
     axes.barh(
         [NAMES[name] for name, _, _ in rows],
         [high - low for _, low, high in rows],

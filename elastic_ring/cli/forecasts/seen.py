@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.cli import settings
 from elastic_ring.cli.forecasts.attention import work_of
-from elastic_ring.cli.settings import TrainSettings
+from elastic_ring.cli.settings import TrainSettings, parse
 from elastic_ring.forecast.answers.request import Learned
 from elastic_ring.forecast.goodput import PRIORS, goodput_with
 from elastic_ring.forecast.pass_choice import PassChoice
@@ -46,49 +45,49 @@ class Seen:
     alone_step_s: float | None = None
 
 
-def scenario_of_run(asked: TrainSettings, fleet: Fleet) -> Scenario:
+def scenario_of_run(settings: TrainSettings, fleet: Fleet) -> Scenario:
     eff = default_efficiency(fleet)
-    tokens = float(asked.step.steps) * asked.step.global_batch * asked.step.context_tokens
+    tokens = float(settings.step.steps) * settings.step.global_batch * settings.step.context_tokens
     return Scenario(
-        scaling=asked.scaling,
-        step=asked.step,
-        run=asked.run,
+        scaling=settings.scaling,
+        step=settings.step,
+        run=settings.run,
         fleet=fleet,
         eff=eff,
         failures=PRIORS["published"],
         price=None,
         tokens=tokens,
-        **work_of(asked),
+        **work_of(settings),
     )
 
 
-def on_cores(asked: TrainSettings, num_cores: int, load: float = 0.0) -> Scenario:
+def on_cores(settings: TrainSettings, num_cores: int, load: float = 0.0) -> Scenario:
     """The scenario of ranks on one host's cores, which `load` other threads want, too: the step is their FLOP, links
     are its memory. The GPU does not matter."""
-    ranks = asked.scaling.mesh.size
+    ranks = settings.scaling.mesh.size
     links = Links(nvlink_gb_s=2.0, nic_gb_s=2.0)
-    fleet = Fleet(gpu="A100-40", links=links, name="CPU", gpus_per_host=ranks + asked.scaling.spares)
-    made = scenario_of_run(asked, fleet)
-    flops = made.plan.flops * asked.step.global_batch
-    threads = ranks * asked.scaling.num_threads
+    fleet = Fleet(gpu="A100-40", links=links, name="CPU", gpus_per_host=ranks + settings.scaling.spares)
+    scenario = scenario_of_run(settings, fleet)
+    flops = scenario.plan.flops * settings.step.global_batch
+    threads = ranks * settings.scaling.num_threads
     cores = min(threads, num_cores)
     alone_s = flops / (CORE_FLOPS * cores) + CPU_STEP_S
     slow = max(1.0, cores * (threads + load) / (num_cores * threads))
-    return dataclasses.replace(made, measured_step_s=alone_s * slow, alone_step_s=alone_s)
+    return dataclasses.replace(scenario, measured_step_s=alone_s * slow, alone_step_s=alone_s)
 
 
-def planned(asked: TrainSettings, gpu: str | None, num_cores: int, load: float = 0.0) -> dict[str, float]:
+def planned(settings: TrainSettings, gpu: str | None, num_cores: int, load: float = 0.0) -> dict[str, float]:
     """A step and the goodput that are forecast for ranks on GPUs of that type, or on so many cores that are shared with
     `load` other threads; empty for GPUs of no type of a forecast."""
-    if asked.scaling.device == "cuda":
+    if settings.scaling.device == "cuda":
         if gpu is None:
             return {}
-        scenario = scenario_of_run(asked, named_fleet(gpu))
+        scenario = scenario_of_run(settings, named_fleet(gpu))
     else:
-        scenario = on_cores(asked, num_cores, load)
-    found = scenario.evaluate(scenario.medians())
+        scenario = on_cores(settings, num_cores, load)
+    figures = scenario.evaluate(scenario.medians())
     alone = {} if scenario.alone_step_s is None else {"alone_step_s": scenario.alone_step_s}
-    return {"step_s": float(found["step_s"]), "goodput": float(found["goodput"]), **alone}
+    return {"step_s": float(figures["step_s"]), "goodput": float(figures["goodput"]), **alone}
 
 
 def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
@@ -96,13 +95,13 @@ def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
     summary = read_json(folder / SUMMARY_NAME) if (folder / SUMMARY_NAME).exists() else None
     if not summary or not (folder / "config.toml").exists() or not (folder / METRICS_NAME).exists():
         raise ValueError(f"{folder}: is no run that has ended: summary.json, config.toml or metrics.jsonl is not there")
-    asked = settings.parse(["--config", str(folder / "config.toml")])
+    settings = parse(["--config", str(folder / "config.toml")])
     recorded = (read_json(folder / CONFIG_NAME) or {}) if (folder / CONFIG_NAME).exists() else {}
     with as_written(str(folder)):  # what was "auto" is a number there
         number = recorded.get("step", {}).get("sequences_per_pass", 1)
         kept = recorded.get("scaling", {}).get("keep_activations", False)
-        step, scaling = PassChoice(number, kept, "").settings(asked.step, asked.scaling)
-        asked = dataclasses.replace(asked, step=step, scaling=scaling)
+        step, scaling = PassChoice(number, kept, "").settings(settings.step, settings.scaling)
+        settings = dataclasses.replace(settings, step=step, scaling=scaling)
     with as_written(str(folder / METRICS_NAME)):
         steps_s = [float(line["step_s"]) for line in read_metrics(folder)]
         figures = seen_of(steps_s, summary)
@@ -111,26 +110,26 @@ def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
     with as_written(str(folder)):
         forecast = {name: float(recorded[f"planned_{name}"]) for name in UNITS if f"planned_{name}" in recorded}
         parts = summary.get("time_s") or {}
-        hours = sum(parts.values()) / 3600 * asked.scaling.mesh.size
+        hours = sum(parts.values()) / 3600 * settings.scaling.mesh.size
         losses, kept_s = losses_of(summary["recoveries"]), float(parts.get("steps", 0.0))
         alone = recorded.get("planned_alone_step_s")
         mean_s = statistics.fmean(steps_s[WARM_STEPS:] or steps_s)
-        return asked, Seen(forecast, figures, losses, kept_s, hours, mean_s, None if alone is None else float(alone))
+        return settings, Seen(forecast, figures, losses, kept_s, hours, mean_s, None if alone is None else float(alone))
 
 
 def losses_of(recoveries: list[Mapping[str, Any]]) -> Counter[str]:
     """How many recoveries there were by what was lost. Training goes on without its coordinator."""
-    causes = [one["cause"] for one in recoveries if one["cause"] != COORDINATOR_DIED]
+    causes = [cause["cause"] for cause in recoveries if cause["cause"] != COORDINATOR_DIED]
     return Counter(
-        "frozen" if " hung " in one else "host" if re.search(NODE_GONE, one) else "process" for one in causes
+        "frozen" if " hung " in cause else "host" if re.search(NODE_GONE, cause) else "process" for cause in causes
     )
 
 
 def beside(name: str, forecast: float, seen: float) -> str:
     """For example `step: forecast 5.04 s, seen 5.11 s (-1 %)`, or of goodput the difference in points."""
-    what, scale, unit = UNITS[name]
+    title, scale, unit = UNITS[name]
     off = f"{100 * (forecast - seen):+.1f} points" if name == "goodput" else f"{100 * (forecast / seen - 1):+.0f} %"
-    return f"{what}: forecast {forecast / scale:.3g} {unit}, seen {seen / scale:.3g} {unit} ({off})"
+    return f"{title}: forecast {forecast / scale:.3g} {unit}, seen {seen / scale:.3g} {unit} ({off})"
 
 
 def score(folders: list[Path], fleet: Fleet) -> list[str]:
@@ -138,17 +137,17 @@ def score(folders: list[Path], fleet: Fleet) -> list[str]:
     is also forecast with the losses that came."""
     lines, off, points = [], [], []
     for folder in folders:
-        asked, seen = read_run(folder)
+        settings, seen = read_run(folder)
         forecast = dict(seen.forecast)
-        if asked.scaling.device == "cuda":
-            scenario = scenario_of_run(asked, fleet)
+        if settings.scaling.device == "cuda":
+            scenario = scenario_of_run(settings, fleet)
             today = scenario.evaluate(scenario.medians())
             forecast = {**today, "gpu_bytes": scenario.plan.gpu_bytes, **forecast}
         elif "step_s" not in forecast:
             lines.append(f"{folder.name}: no forecast of its ranks on CPUs is on record")
             continue
         else:
-            scenario = dataclasses.replace(on_cores(asked, 1), alone_step_s=seen.alone_step_s)
+            scenario = dataclasses.replace(on_cores(settings, 1), alone_step_s=seen.alone_step_s)
         both = [name for name in UNITS if name in forecast and name in seen.figures]
         lines += [f"{folder.name}: {beside(name, float(forecast[name]), seen.figures[name])}" for name in both]
         off.append(abs(forecast["step_s"] / seen.figures["step_s"] - 1))
@@ -156,10 +155,12 @@ def score(folders: list[Path], fleet: Fleet) -> list[str]:
             shape = scenario.shape(scenario.medians(), seen.figures["step_s"])
             # What a loss breaks off is half of any step, slow ones too.
             shape = dataclasses.replace(shape, step_s=seen.mean_step_s)
-            known = goodput_with(shape, seen.kept_s, seen.losses)
-            points.append(abs(known - seen.figures["goodput"]))
-            told = ", ".join(f"{number} {scope}" for scope, number in seen.losses.items()) or "none"
-            lines.append(f"{folder.name}: with its losses ({told}) {beside('goodput', known, seen.figures['goodput'])}")
+            goodput = goodput_with(shape, seen.kept_s, seen.losses)
+            points.append(abs(goodput - seen.figures["goodput"]))
+            losses = ", ".join(f"{number} {scope}" for scope, number in seen.losses.items()) or "none"
+            lines.append(
+                f"{folder.name}: with its losses ({losses}) {beside('goodput', goodput, seen.figures['goodput'])}"
+            )
     if off:
         lines.append(f"steps of {len(off)} runs: {statistics.mean(off):.1%} wrong on average")
     if points:
@@ -170,12 +171,12 @@ def score(folders: list[Path], fleet: Fleet) -> list[str]:
 def learned(folder: Path, fleet: Fleet, rates: Rates | None = None) -> Learned:
     """What a run shows of the next, beside its own forecast, with the `rates` of the machine if there are. Raises
     ValueError for a run on CPUs: these have no forecast."""
-    asked, seen = read_run(folder)
-    if asked.scaling.device != "cuda":
+    settings, seen = read_run(folder)
+    if settings.scaling.device != "cuda":
         raise ValueError(f"--from-run {folder}: ran on CPUs, which tell nothing of GPUs; name a run on GPUs")
-    scenario = scenario_of_run(asked, fleet)
+    scenario = scenario_of_run(settings, fleet)
     if rates is not None:
         scenario = dataclasses.replace(scenario, eff=default_efficiency(fleet, rates))
     ratio = seen.figures["step_s"] / float(scenario.step_s(scenario.medians()))
-    size = (asked.scaling.mesh.size, float(scenario.plan.num_parameters))
+    size = (settings.scaling.mesh.size, float(scenario.plan.num_parameters))
     return Learned(ratio, sum(seen.losses.values()), seen.gpu_hours, size)

@@ -21,8 +21,7 @@ import pyarrow.parquet as pq
 from elastic_ring.data.filesystem import READ_ERRORS, located, raise_if_away, reading
 from elastic_ring.data.listing import EXPORT
 from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow
-from elastic_ring.files import plain_json
-from elastic_ring.wording import cut
+from elastic_ring.files import cut, plain_json
 
 log = logging.getLogger(__name__)
 

@@ -200,7 +200,7 @@ class Zero3Trainer:
         return {
             "run": {"name": self._run.name},
             "digest": own.digest,
-            "identity": dict(own.what),
+            "identity": dict(own.entries),
             "places": dict(own.places),
             "files": self._contents[1],
             **plain,

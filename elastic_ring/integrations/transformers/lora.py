@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastic_ring.files import few
 from elastic_ring.integrations.transformers.checks import config_of
 from elastic_ring.integrations.transformers.module import build
 from elastic_ring.integrations.transformers.weights import FolderWeights
-from elastic_ring.wording import few
 
 ALL = "all-linear"
 ADAPTER = "default"

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from elastic_ring.files import few
 from elastic_ring.integrations.transformers.checks import config_of
 from elastic_ring.integrations.transformers.conversions import stored_names
 from elastic_ring.integrations.transformers.lora import ADAPTER, BaseWeights, Lora, base_name, check_peft, empty
 from elastic_ring.integrations.transformers.module import build
 from elastic_ring.integrations.transformers.weights import FolderWeights
-from elastic_ring.wording import few
 
 NUM_NAMED = 3
 ADAPTERS = "adapter_model.safetensors"

@@ -20,6 +20,7 @@ from elastic_ring.attention.patterns.rules import Dense, Rule, Window
 from elastic_ring.config import StepConfig
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.source import PreparedTokens
+from elastic_ring.files import few
 from elastic_ring.integrations.transformers.checks import (
     check_config,
     check_module,
@@ -58,7 +59,6 @@ from elastic_ring.model.config import (
 )
 from elastic_ring.model.init import Initialiser
 from elastic_ring.train.task import Initial, ModelParts
-from elastic_ring.wording import few
 
 log = logging.getLogger(__name__)
 

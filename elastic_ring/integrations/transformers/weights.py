@@ -16,9 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from elastic_ring.files import check_links, name_below, plain_json, read_small
+from elastic_ring.files import check_links, few, name_below, plain_json, read_small
 from elastic_ring.integrations.transformers.conversions import Pieces, StoredNames
-from elastic_ring.wording import few
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SAMPLE_BYTES = 1 << 16

@@ -151,7 +151,7 @@ class Coordinator:
         run_spec = self.run_spec
         return {
             "digest": run_spec.digest,
-            "what": dict(run_spec.identity.what),
+            "what": dict(run_spec.identity.entries),
             "places": dict(run_spec.identity.places),
             "sources": dict(run_spec.sources),
             "attempt": run_spec.attempt,

@@ -16,7 +16,7 @@ from elastic_ring.control.decisions.data_order import journalled
 from elastic_ring.control.messages import BatchSkip, Checkpoint, CorpusVersion
 from elastic_ring.control.replay import standing
 from elastic_ring.errors import CheckpointDamaged, RecordDamaged, StorageFailed
-from elastic_ring.files import name_below, shown_url
+from elastic_ring.files import cut, few, name_below, shown_url
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import salvage
 from elastic_ring.monitor.json_files import as_written, parse_json
@@ -26,7 +26,6 @@ from elastic_ring.runtime.run_storage import growing
 from elastic_ring.state.checkpoints.checkpoint import committed, wrong_with
 from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, REJECTED, Manifest, age_key, located, read_manifest
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
-from elastic_ring.wording import cut, few
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def checkpoint_facts(run_spec: RunSpec) -> dict[str, object]:
     """Facts of the run for the readers of a checkpoint's manifest."""
     return {
         "name": run_spec.run.name,
-        "settings": dict(run_spec.identity.what),
+        "settings": dict(run_spec.identity.entries),
         "places": dict(run_spec.identity.places),
         "total_steps": run_spec.task.step.steps,
         "sequences_per_pass": run_spec.task.step.micro_batch,

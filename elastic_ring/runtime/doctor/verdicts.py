@@ -8,8 +8,8 @@ from itertools import product
 from statistics import median
 from typing import Any, Generic, Literal, TypedDict, TypeVar
 
+from elastic_ring.files import few
 from elastic_ring.runtime.agent.gpu_health import GpuReport
-from elastic_ring.wording import few
 
 Verdict = Literal["ok", "note", "warning", "failure"]
 Subject = TypeVar("Subject")

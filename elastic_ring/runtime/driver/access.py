@@ -72,7 +72,7 @@ def start(**how: Any) -> None:
 
 
 def _init(address: str, how: Mapping[str, Any]) -> None:
-    """The only call of `ray.init` in this package: what comes here has had its token looked after."""
+    """The only call of `ray.init` in this package; its callers have set the token."""
     ray.init(address=address, log_to_driver=False, **how)
 
 
@@ -116,12 +116,12 @@ def _only_head() -> str:
 
 def _heads_of_raylets() -> set[str]:
     """The clusters of this user's and root's Rays on this machine: `ray.init()` leaves no file."""
-    found = set()
+    heads = set()
     for process in psutil.process_iter(["cmdline", "uids"]):
         words, users = process.info["cmdline"], process.info["uids"]
         if words and users and users.effective in (os.geteuid(), 0) and Path(words[0]).name == "raylet":
-            found |= {word.partition("=")[2] for word in words if word.startswith("--gcs-address=")}
-    return found - {""}
+            heads |= {word.partition("=")[2] for word in words if word.startswith("--gcs-address=")}
+    return heads - {""}
 
 
 def _token_loader() -> Any:
@@ -130,7 +130,7 @@ def _token_loader() -> Any:
 
 @contextmanager
 def using(variables: Mapping[str, str]) -> Iterator[None]:
-    """This process connects with such variables meanwhile."""
+    """Connect with these variables within."""
     before = {name: environment().get(name) for name in variables}
     _use(variables)
     try:
@@ -140,7 +140,7 @@ def using(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _use(variables: Mapping[str, str | None]) -> None:
-    """Ray would read them only once, when it is imported. None removes one."""
+    """Set variables, None removes one, and have Ray read them again: it reads them only when it is imported."""
     for name, value in variables.items():
         if value is None:
             environment().pop(name, None)
@@ -151,21 +151,21 @@ def _use(variables: Mapping[str, str | None]) -> None:
 
 
 def ask_for_token() -> None:
-    """A Ray that this process starts asks for a token, as is Ray's default, unless RAY_AUTH_MODE says otherwise.
+    """Have a Ray that this process starts ask for a token, as is Ray's default, unless RAY_AUTH_MODE says otherwise.
 
     The token stays in Ray's place for it, so that other commands of this user reach the Ray. Ray would make the file
     readable for every user of the machine.
     """
-    given = environment()
-    if given.get(MODE, "token").lower() != "token":
+    variables = environment()
+    if variables.get(MODE, "token").lower() != "token":
         return
-    made = {} if given.get(TOKEN) or given.get(TOKEN_FILE) else _stored("~/.ray/auth_token")
-    _use({MODE: "token", **made})
+    has_token = variables.get(TOKEN) or variables.get(TOKEN_FILE)
+    _use({MODE: "token", **({} if has_token else _stored("~/.ray/auth_token"))})
 
 
 def _stored(name: str | Path) -> dict[str, str]:
-    """Make the file of the user's token, or close the one that is there to others; variables for where it cannot be
-    made."""
+    """Make the file of the user's token, or close an existing one to others. Returns the variable to set where no file
+    can be made."""
     token = secrets.token_hex(32)
     try:
         path = Path(name).expanduser()
@@ -194,10 +194,10 @@ def _stored(name: str | Path) -> dict[str, str]:
 
 
 def _close_to_others(path: Path) -> None:
-    """Ray makes the file readable for every user of the machine, unless the umask is 077."""
+    """Make a file that Ray has left readable for every user (umask other than 077) readable for this user alone."""
     about = path.stat()
     if about.st_uid != os.geteuid() or not about.st_mode & 0o077:
-        return  # an administrator's is as open as that one wants it
+        return  # an administrator's file stays as open as it is
     try:
         path.chmod(stat.S_IMODE(about.st_mode) & 0o700)
     except OSError as error:
@@ -212,9 +212,13 @@ def _close_to_others(path: Path) -> None:
 
 @cache
 def warn_if_open(head: str) -> None:
-    """Warn once of a Ray that runs anybody's code. `head`: HOST:PORT of its control store."""
+    """Warn once of a Ray without a token, which runs anybody's code. `head`: HOST:PORT of its control store."""
     if environment().get(TLS, "0").lower() in ("1", "true"):
         return
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's number without a name
+        user = str(os.getuid())
     host, _, port = head.rpartition(":")
     for place in beyond_loopback(host.strip("[]")):
         address = joined(place, int(port))
@@ -223,13 +227,13 @@ def warn_if_open(head: str) -> None:
                 "anyone who can connect to %s can run code on this Ray cluster, as the user %s: it asks for no token "
                 "(RAY_AUTH_MODE). How to switch it: docs/quickstart.md, 'On a cluster'",
                 address,
-                _user(),
+                user,
             )
             return
 
 
 def answers(address: str, token: str = "") -> bool:
-    """Whether a control store listens there, and answers who has this token, or none."""
+    """Whether a control store listens there and answers a client with this token, or without one."""
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         store = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
@@ -244,23 +248,14 @@ def beyond_loopback(host: str) -> list[str]:
     """The addresses by which others may reach a head: its own, or this host's where it calls itself loopback."""
     if host != "localhost" and host != "::1" and not host.startswith("127."):
         return [host]
-    return [
-        one.address
-        for interface in psutil.net_if_addrs().values()
-        for one in interface
-        if one.family in (socket.AF_INET, socket.AF_INET6)
-        and "%" not in one.address
-        and one.address != "::1"
-        and not one.address.startswith("127.")
+    addresses = [
+        interface.address
+        for interfaces in psutil.net_if_addrs().values()
+        for interface in interfaces
+        if interface.family in (socket.AF_INET, socket.AF_INET6)
     ]
+    return [address for address in addresses if "%" not in address and address != "::1" and address[:4] != "127."]
 
 
 def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's number without a name
-        return str(os.getuid())

@@ -115,16 +115,16 @@ def num_gpus(resources: Mapping[str, float], device: str) -> int | None:
 
 
 def worker_environment(
-    device: str, asked: Mapping[str, str], inherited: Mapping[str, str], of_job: Mapping[str, str]
+    device: str, requested: Mapping[str, str], inherited: Mapping[str, str], of_job: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment variables of workers; the user's values take precedence.
 
-    Precedence: `asked` (`RunConfig.env`), `of_job` (the job's runtime_env), `inherited` (the driver's process). The
+    Precedence: `requested` (`RunConfig.env`), `of_job` (the job's runtime_env), `inherited` (the driver's process). The
     last two only override variables that elastic_ring would set; Ray itself passes on the rest of the job's.
     """
     ours = WORKER_ENVIRONMENT if device == "cuda" else {}
     theirs = {**inherited, **of_job}
-    return {**{name: theirs.get(name, value) for name, value in ours.items()}, **asked}
+    return {**{name: theirs.get(name, value) for name, value in ours.items()}, **requested}
 
 
 def worker_environment_of(run: RunConfig, device: str) -> dict[str, str]:
@@ -138,7 +138,7 @@ def worker_environment_of(run: RunConfig, device: str) -> dict[str, str]:
 
 
 class AgentAnswers:
-    """What agents answer. One that is late is waited for once: starts on other nodes come after it."""
+    """Answers of the nodes' agents. A late one is waited for once, since starts on other nodes come after it."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
@@ -147,11 +147,11 @@ class AgentAnswers:
     def get(self, node: str, ask: Callable[[], Future[str]]) -> str:
         """Raises PeerFailed while the node's agent does not answer, and what the answer raises."""
         late = self._late.pop(node, None)
-        asked = ask() if late is None else late
-        if wait((asked,), self._wait_s if late is None else 0.0).not_done:
-            self._late[node] = asked
+        answer = ask() if late is None else late
+        if wait((answer,), self._wait_s if late is None else 0.0).not_done:
+            self._late[node] = answer
             raise PeerFailed(f"the agent of node {node} does not answer (waited {self._wait_s:g} s)")
-        return asked.result()
+        return answer.result()
 
 
 class Cluster:
@@ -202,17 +202,17 @@ class Cluster:
         return actor
 
     def _runtime_env(self, node: NodeInfo, stamp_dir: str) -> dict[str, Any] | None:
-        """What Ray starts a worker with. It logs this and passes it as arguments, so only variables that are no secret
-        are in it; the others are kept by the node's agent. Waits for it. Raises PeerFailed, and what Ray raises."""
-        known = {name: value for name, value in self._run.env.items() if name in PLAIN}
-        others = {name: value for name, value in self._run.env.items() if name not in known}
-        found: dict[str, Any] = {"env_vars": known} if known else {}
-        if others:
+        """Ray's runtime environment of a worker. Ray logs it and passes it as arguments, so it has only variables that
+        are no secret; the node's agent, which this waits for, keeps the others. Raises PeerFailed, and as Ray does."""
+        plain = {name: value for name, value in self._run.env.items() if name in PLAIN}
+        secret = {name: value for name, value in self._run.env.items() if name not in plain}
+        runtime_env: dict[str, Any] = {"env_vars": plain} if plain else {}
+        if secret:
             python = ray.get_runtime_context().runtime_env.get("py_executable") or ""
-            found["py_executable"] = self._answers.get(
-                node.node, lambda: self.start_agent(node).keep_variables.remote(stamp_dir, others, python).future()
+            runtime_env["py_executable"] = self._answers.get(
+                node.node, lambda: self.start_agent(node).keep_variables.remote(stamp_dir, secret, python).future()
             )
-        return found or None
+        return runtime_env or None
 
     def remove_worker(self, worker: str) -> None:
         """Kill a worker's actor, if Ray still lists it, and remove its placement group."""
@@ -291,23 +291,22 @@ def left_behind(run: str, *, keep: str = "") -> list[str]:
 
 def _actors(run: str, keep: str) -> list[str]:
     prefix = actor_name(run, "")
-    found = list_named_actors(all_namespaces=True)
     return sorted(
         actor["name"]
-        for actor in found
+        for actor in list_named_actors(all_namespaces=True)
         if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix) and actor["name"] != keep
     )
 
 
 def built_generation(run: str, wait_s: float) -> int:
-    """The newest generation that a worker of the run has built, as those say that answer in time; 0 for none."""
-    asked = []
+    """The newest generation that a worker of the run has built, by the answers that come in time; 0 for none."""
+    answers = []
     for name in _actors(run, actor_name(run, "coordinator")):
         if not name.startswith(actor_name(run, "agent:")):
             with suppress(ValueError):  # it has gone meanwhile
-                asked.append(ray.get_actor(name, namespace=NAMESPACE).generation.remote())
+                answers.append(ray.get_actor(name, namespace=NAMESPACE).generation.remote())
     generations = [0]
-    for answer in ray.wait(asked, num_returns=len(asked), timeout=wait_s)[0] if asked else ():
+    for answer in ray.wait(answers, num_returns=len(answers), timeout=wait_s)[0] if answers else ():
         with suppress(RayError):  # its process is gone
             generations.append(ray.get(answer))
     return max(generations)

@@ -11,11 +11,11 @@ from typing import Any
 
 from elastic_ring.config import RunConfig
 from elastic_ring.errors import RecordDamaged
+from elastic_ring.files import few
 from elastic_ring.monitor.json_files import as_written
 from elastic_ring.monitor.metrics import SUMMARY_NAME
 from elastic_ring.runtime.code_digest import changed_parts
 from elastic_ring.runtime.identity import NUM_SHOWN, Identity, changed_files
-from elastic_ring.wording import few
 
 Files = Sequence[Sequence[str]]
 Plans = Sequence[tuple[int, int]]
@@ -191,7 +191,7 @@ def _refuse_other_settings(existing: ExistingRun, request: RunRequest) -> Decisi
             )
     elif coordinator is not None and coordinator.digest != request.digest:
         where = "it is running now"
-        differences = request.identity.differences(coordinator.identity.what) or [
+        differences = request.identity.differences(coordinator.identity.entries) or [
             "nothing that is recorded: the mesh, planned faults, validation sets or the cost model"
         ]
     if not differences:
@@ -329,8 +329,8 @@ def changed_code(existing: ExistingRun, request: RunRequest) -> list[str]:
 def recorded_differences(record: RunRecord, request: RunRequest) -> list[str]:
     """The settings in which a record differs from the request, as text."""
     here = request.identity
-    differences = [*here.differences(record.identity.what), *_other_plans(record, request.plans)]
-    if record.identity.what.get("data") != here.what.get("data") and (
+    differences = [*here.differences(record.identity.entries), *_other_plans(record, request.plans)]
+    if record.identity.entries.get("data") != here.entries.get("data") and (
         files := changed_files(record.files, request.files)
     ):
         differences.insert(0, files)

@@ -32,7 +32,7 @@ HOST_SHARE = 0.5
 
 
 def room(scaling: ScalingConfig, run: str = "") -> int:
-    """Wait until the cluster can hold the mesh; with how many rings the run begins.
+    """Wait until the cluster can hold the mesh. Returns the number of rings with which the run begins.
 
     With `wait_for_resources_s` it asks the autoscaler for everything that the run `run` wants; `min_dp` rings suffice
     when the time is over, or when the autoscaler refuses more. The coordinator renews the request.
@@ -42,33 +42,33 @@ def room(scaling: ScalingConfig, run: str = "") -> int:
     deadline, here, num_here = time.monotonic() + scaling.wait_for_resources_s, "", 0
     if scaling.device == "cuda":
         here, num_here = ray.util.get_node_ip_address(), torch.cuda.device_count()
-    asker = _Asker(run, scaling) if scaling.wait_for_resources_s > 0 else None
+    requests = _ResourceRequests(run, scaling) if scaling.wait_for_resources_s > 0 else None
     while True:
         nodes = live_nodes(scaling)
         missing = without_gpus(scaling, nodes, here, num_here) or shortage(scaling, nodes, ray.cluster_resources())
         if not missing:
             return scaling.dp
         is_late = time.monotonic() >= deadline
-        if asker is not None and (is_late or asker.refused(scaling.dp * scaling.cp)):
+        if requests is not None and (is_late or requests.refused(scaling.dp * scaling.cp)):
             rings = num_room(nodes, scaling.dp * scaling.cp) // scaling.cp
             if rings >= scaling.min_dp:
                 log.warning("%s; the run begins with %d of its dp=%d rings", missing, rings, scaling.dp)
                 return rings
         if is_late:
-            if asker is not None:
-                asker.withdraw()
+            if requests is not None:
+                requests.withdraw()
             raise ValueError(f"{missing}, add nodes, or set wait_for_resources_s to wait for the autoscaler")
-        if asker is not None:
-            asker.step(num_room(nodes, scaling.most_rings * scaling.cp))
+        if requests is not None:
+            requests.step(num_room(nodes, scaling.most_rings * scaling.cp))
         time.sleep(LOOK_S)
 
 
-class _Asker:
+class _ResourceRequests:
     """A driver's requests to the autoscaler, until there is a coordinator."""
 
     def __init__(self, run: str, scaling: ScalingConfig) -> None:
         self._autoscaler = autoscaler_of(run, scaling)
-        self._wanted = sizes(scaling.min_dp, scaling.most_rings, scaling.cp, scaling.spares)
+        self._sizes = sizes(scaling.min_dp, scaling.most_rings, scaling.cp, scaling.spares)
         self._ask, self._sent_at = Ask(), 0.0
 
     def refused(self, num_workers: int) -> bool:
@@ -84,11 +84,11 @@ class _Asker:
             self._ask, self._sent_at = Ask(), 0.0
 
     def _step(self, num_here: int) -> None:
-        now, asked = time.monotonic(), self._ask.num_workers
-        is_refused = asked > 0 and self._autoscaler.is_refused(asked)
-        self._ask = next_ask(self._ask, self._wanted, num_here, is_refused, now)
-        if self._ask.num_workers != asked or now >= self._sent_at + RENEW_S:
-            if self._ask.num_workers != asked:
+        now, before = time.monotonic(), self._ask.num_workers
+        is_refused = before > 0 and self._autoscaler.is_refused(before)
+        self._ask = next_ask(self._ask, self._sizes, num_here, is_refused, now)
+        if self._ask.num_workers != before or now >= self._sent_at + RENEW_S:
+            if self._ask.num_workers != before:
                 log.info("room for %d worker(s): asks the autoscaler for %d", num_here, self._ask.num_workers)
             self._autoscaler.ask(self._ask.num_workers)
             self._sent_at = now
@@ -108,7 +108,7 @@ def autoscaler_of(run: str, scaling: ScalingConfig) -> Autoscaler:
 
 
 def num_room(nodes: Iterable[NodeInfo], num_members: int) -> int:
-    """For how many workers the nodes that stay have room, standbys among them once `num_members` have GPUs."""
+    """Room for workers on the nodes without a notice; standbys count once `num_members` have GPUs."""
     staying = [node for node in nodes if not node.draining]
     slots, able = sum(node.num_slots for node in staying), sum(node.num_members for node in staying)
     return slots if able >= num_members else min(slots, able)
@@ -133,20 +133,21 @@ def shortage(scaling: ScalingConfig, nodes: Sequence[NodeInfo], resources: Mappi
 
     `resources`: the cluster's totals.
     """
-    wanted, need = scaling.mesh.size, dict(scaling.resources_per_worker)
+    num_ranks, need = scaling.mesh.size, dict(scaling.resources_per_worker)
     staying = [node for node in nodes if not node.draining]
     slots, members = sum(node.num_slots for node in staying), sum(node.num_members for node in staying)
-    if slots < wanted:
+    if slots < num_ranks:
         there = ", ".join(f"{name}: {resources.get(name, 0.0):g}" for name in need)
         return (
-            f"mesh {scaling.mesh} needs {wanted} workers with {need} each; the cluster has {there} on "
-            f"{len(nodes)} node(s), room for {slots}: {wanted - slots} missing. Lower dp or cp or resources_per_worker"
+            f"mesh {scaling.mesh} needs {num_ranks} workers with {need} each; the cluster has {there} on "
+            f"{len(nodes)} node(s), room for {slots}: {num_ranks - slots} missing. Lower dp or cp or "
+            "resources_per_worker"
         )
-    if members < wanted:
+    if members < num_ranks:
         return (
-            f"mesh {scaling.mesh} needs {wanted} GPUs, one for each member; the cluster has GPU: "
+            f"mesh {scaling.mesh} needs {num_ranks} GPUs, one for each member; the cluster has GPU: "
             f"{resources.get('GPU', 0.0):g} on {len(nodes)} node(s), room for {members} member(s): "
-            f"{wanted - members} missing. Lower dp or cp"
+            f"{num_ranks - members} missing. Lower dp or cp"
         )
     return ""
 

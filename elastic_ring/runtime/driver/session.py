@@ -72,12 +72,12 @@ def interruptible(run: RunConfig, attempt: str) -> Iterator[list[Any]]:
     except KeyboardInterrupt as interrupt:
         saves = isinstance(interrupt, StopSignal)
         try:
-            told = _stopped(run, attempt, followed, saves=saves)
+            message = _stopped(run, attempt, followed, saves=saves)
         except KeyboardInterrupt:  # once more: this process waits for nothing any longer
             for coordinator in followed if saves else ():
                 coordinator.abandon.remote(STOPPED_BY_USER)
-            told = f"stopped at once; {GOES_ON}"
-        raise KeyboardInterrupt(told) from None
+            message = f"stopped at once; {GOES_ON}"
+        raise KeyboardInterrupt(message) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
@@ -92,11 +92,11 @@ def _stopped(run: RunConfig, attempt: str, followed: list[Any], *, saves: bool) 
     """As `_cleared`, while the head of the cluster is there. A signal to the whole process group ends a Ray that this
     process started, too, a moment later perhaps, and each call to it would wait for a minute."""
     clearing: Future[str] = Future()
-    gone = threading.Event()
+    head_gone = threading.Event()
 
     def clear() -> None:
         try:
-            clearing.set_result(_cleared(run, attempt, followed, gone, saves=saves))
+            clearing.set_result(_cleared(run, attempt, followed, head_gone, saves=saves))
         except BaseException as error:
             clearing.set_exception(error)
 
@@ -106,15 +106,15 @@ def _stopped(run: RunConfig, attempt: str, followed: list[Any], *, saves: bool) 
     thread.start()
     while not wait([clearing], timeout=LOOK_S).done:
         if head_is_gone():
-            gone.set()
+            head_gone.set()
             thread.join(ASK_S)  # a call that came after Ray is left would start another one
             return HEAD_IS_GONE
     return clearing.result()
 
 
-def _cleared(run: RunConfig, attempt: str, followed: list[Any], gone: threading.Event, *, saves: bool) -> str:
-    """Have the run cleared, if it is this process's to clear; what came of it, in words. `gone` ends the wait. `saves`:
-    the run takes a checkpoint first, if there is time."""
+def _cleared(run: RunConfig, attempt: str, followed: list[Any], head_gone: threading.Event, *, saves: bool) -> str:
+    """Have the run cleared, if it is this process's to clear. Returns the outcome, in words. `head_gone` ends the wait.
+    `saves`: the run takes a checkpoint first, if there is time."""
     coordinator = attach.find(run)
     if coordinator is None:
         return "stopped; the run has no coordinator, so nothing is left to clear"
@@ -127,7 +127,7 @@ def _cleared(run: RunConfig, attempt: str, followed: list[Any], gone: threading.
         f"after a checkpoint, if that takes at most {save_s:g} s (timeouts.stop_save_s), " if saves else "",
         run.timeouts.clear_s,
     )
-    return _await_clear(coordinator, run, gone, save_s)
+    return _await_clear(coordinator, run, head_gone, save_s)
 
 
 def end_run(run: RunConfig, reason: str) -> str:
@@ -140,14 +140,14 @@ def end_run(run: RunConfig, reason: str) -> str:
     return _await_clear(coordinator, run, threading.Event())
 
 
-def _await_clear(coordinator: Any, run: RunConfig, gone: threading.Event, save_s: float = 0.0) -> str:
+def _await_clear(coordinator: Any, run: RunConfig, head_gone: threading.Event, save_s: float = 0.0) -> str:
     """Wait until the coordinator has cleared the run, which it may save for `save_s` first, and say what is left.
 
     The coordinator goes on clearing if this process is killed.
     """
     clear_s = run.timeouts.clear_s
     deadline, ended = time.monotonic() + save_s + clear_s + ASK_S, None
-    while ended is None and not gone.is_set() and time.monotonic() < deadline:
+    while ended is None and not head_gone.is_set() and time.monotonic() < deadline:
         try:
             ended = ray.get(coordinator.follow.remote(1 << 60, 1 << 30), timeout=ASK_S)["ended"]
         except ray.exceptions.ActorDiedError:

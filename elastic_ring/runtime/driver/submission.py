@@ -144,7 +144,7 @@ class Submission:
             replace(self.scaling, keep_activations="auto"),  # bits do not depend on it
             {name: value for name, value in vars(task.step).items() if (name, value) not in usual},
             {name: value for name, value in vars(task.optim).items() if (name, value) != ("replanned", ())},
-            self.identity.what["data"],
+            self.identity.entries["data"],
             [str(fault) for fault in self.run.faults],
             [describe(part) for part in code_parts(task).values()],
             *more,
@@ -218,7 +218,7 @@ class Submission:
             record = None
         of_record = self.identity.digest if record is None else record.identity.digest
         is_whole = is_finished(run, folder, steps, of_record)
-        contents = None if record is None else record.identity.what.get("data")
+        contents = None if record is None else record.identity.entries.get("data")
         if record and contents and is_whole and record.data == description_of(self.task)["data"]:
             self.contents.take_recorded(self.task.data, contents)
         existing = decision.ExistingRun(record, is_whole)
@@ -375,7 +375,7 @@ class Submission:
         shown["run"]["env"] = sorted(self.run.env)  # values may be secrets
         return {
             "digest": self.digest,
-            "identity": dict(self.identity.what),
+            "identity": dict(self.identity.entries),
             "places": self.places,
             "files": self.contents.of(self.task.data)[1],
             **shown,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from elastic_ring.wording import cut
+from elastic_ring.files import cut
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

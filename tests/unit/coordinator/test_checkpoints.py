@@ -61,7 +61,7 @@ class Run:
         """`folder`: of a file system, or s3://BUCKET/FOLDER."""
         self.config = RunConfig("kept", run_dir=str(folder), checkpoint_config=config)
         self.told: Inbox = queue.Queue()
-        writer = Writer(term, identity, **{"facts": {"settings": IDENTITY.what}, **more})
+        writer = Writer(term, identity, **{"facts": {"settings": IDENTITY.entries}, **more})
         self.keeper = CheckpointKeeper(self.config, resume or Resume(), writer, self.told.put, ask)
         self.parts: queue.Queue[Any] = queue.Queue()
         self.savers = [Saver(self.config, self.parts.put) for _ in range(CP * DP)]

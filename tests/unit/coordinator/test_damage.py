@@ -129,7 +129,7 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
         folder,
         trainer.run_config.checkpoint_config,
         identity=identity,
-        facts={"name": name, "settings": trainer.submission().identity.what},
+        facts={"name": name, "settings": trainer.submission().identity.entries},
     )
     run.commit(2)
     run.commit(4)
@@ -210,7 +210,7 @@ def submitted(folder: Path, steps: int, caplog: pytest.LogCaptureFixture) -> Dec
     spec = spec_of(trainer, "second", resume=resume)
     startup = open_run(spec, Terms(spec.run), is_restart=False, remaining=list, clear=list)
     identity, config = trainer.submission().identity, trainer.run_config.checkpoint_config
-    run = Run(folder, config, resume, startup.term, identity.digest, facts={"settings": identity.what})
+    run = Run(folder, config, resume, startup.term, identity.digest, facts={"settings": identity.entries})
     checkpoint, told_later = restored(run, folder)
     assert run.keeper.close(60.0)
     trainer.submission().write_record()

@@ -33,7 +33,7 @@ REQUEST = RunRequest(RUN, IDENTITY, "digest", {"loss": "a"}, plans=[(0, 9)])
 RECORD = RunRecord("x", IDENTITY, sources={"loss": "a"}, plans=[(0, 9)], steps=9)
 RUNNING = Coordinator("a1", "digest", IDENTITY, {"loss": "a"}, RUN.storage_uri, False, "", False)
 OTHER = Identity({"data": "other", VERSION: CONTENTS})
-MANY = Identity({**IDENTITY.what, **{name: "1" for name in "abcde"}})
+MANY = Identity({**IDENTITY.entries, **{name: "1" for name in "abcde"}})
 
 
 def running(**changes: Any) -> ExistingRun:

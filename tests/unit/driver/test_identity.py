@@ -86,8 +86,8 @@ def test_a_copy_elsewhere_is_the_same_run_and_is_told_and_other_contents_are_ref
     shutil.copytree(a, b)
     second = submission(elsewhere(data, a, b), run)
     assert second.finished_summary() is None
-    assert (second.identity.what, second.digest) == (first.identity.what, first.digest)
-    assert not any(str(tmp_path) in text for text in second.identity.what.values())
+    assert (second.identity.entries, second.digest) == (first.identity.entries, first.digest)
+    assert not any(str(tmp_path) in text for text in second.identity.entries.values())
     second._log_moved(second.find_resume().places)
     assert f"data was at {a}"[:50] in caplog.messages[-1]
     assert str(b)[:30] in caplog.messages[-1]
@@ -139,8 +139,8 @@ def test_a_finished_run_needs_its_data_no_more(tmp_path: Path) -> None:
 
 def test_what_differs_is_named(tmp_path: Path) -> None:
     own = submission(text_files(tmp_path / "a"), tmp_path / "run").identity
-    assert own.differences(own.what) == []
-    told = own.differences({**own.what, "step.seed": "3", "pattern": "w" * 100})
+    assert own.differences(own.entries) == []
+    told = own.differences({**own.entries, "step.seed": "3", "pattern": "w" * 100})
     assert told == [f"pattern: {'w' * 60}... there,  here", "step.seed: 3 there, 0 here"]
 
 
@@ -149,7 +149,7 @@ def test_slices_that_a_model_is_built_in_are_part_of_it() -> None:
         task = TrainingTask(partial(Transformer, preset(name)), StdlibText(CONTEXT), StepConfig(), OptimConfig())
         return identity_of(task, {}, {}, "")
 
-    sliced, whole = (identity(name).what["slices of the model"] for name in ("1t", "70b"))
+    sliced, whole = (identity(name).entries["slices of the model"] for name in ("1t", "70b"))
     assert sliced != whole == "{}"
     with torch.device("meta"):
         for config in (replace(preset(name), num_layers=2) for name in ("1t", "70b", "1t-moe")):

@@ -55,18 +55,18 @@ MOST_WORDS = 20_000
 COMMANDS = {
     "train": "elastic_ring.cli.train",
     "status": "elastic_ring.cli.status",
-    "plan": "elastic_ring.cli.plan",
+    "plan": "elastic_ring.cli.train:main_plan",
     "calibrate": "elastic_ring.cli.calibrate",
     "data": "elastic_ring.cli.data",
     "tune": "elastic_ring.cli.tune",
-    "export": "elastic_ring.cli.export",
-    "metrics": "elastic_ring.cli.metrics",
-    "drain": "elastic_ring.cli.drain",
+    "export": "elastic_ring.cli.checkpoints:export_weights",
+    "metrics": "elastic_ring.cli.operate:metrics",
+    "drain": "elastic_ring.cli.operate:drain",
     "checkpoints": "elastic_ring.cli.checkpoints",
     "zero3": "elastic_ring.cli.zero3",
-    "scale": "elastic_ring.cli.scale",
+    "scale": "elastic_ring.cli.operate:scale",
     "drills": "deploy.drills.__main__",
-    "doctor": "elastic_ring.cli.doctor",
+    "doctor": "elastic_ring.cli.operate:doctor",
     "forecast": "elastic_ring.cli.forecasts.command",
 }
 VERBS = {"data": ["prepare"], "checkpoints": ["list", "verify", "prune", "export"]}
@@ -134,7 +134,8 @@ def help_of(command: str) -> str:
             contextlib.suppress(SystemExit),
         ):
             patch.setattr(os, "environ", os.environ.copy())
-            importlib.import_module(COMMANDS[command]).main([*verb.split(), "--help"])
+            module, _, function = COMMANDS[command].partition(":")
+            getattr(importlib.import_module(module), function or "main")([*verb.split(), "--help"])
     assert "usage" in printed.getvalue().lower(), command
     return printed.getvalue()
 

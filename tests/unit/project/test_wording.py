@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_ring.wording import cut, few
+from elastic_ring.files import cut, few
 
 
 def test_the_first_are_named_and_the_others_counted() -> None:

@@ -190,9 +190,11 @@ def test_keys_in_8_bits_are_part_of_what_a_run_is_only_where_they_are_set() -> N
         return ElasticRingTrainer(make_task().model, make_task().data, step_config=replace(make_task().step, **step))
 
     plain, native, encoded = trainer(), trainer(kv_wire="native"), trainer(kv_wire="fp8")
-    assert plain.identity.what == native.identity.what
+    assert plain.submission().identity.entries == native.submission().identity.entries
     assert plain.submission().digest == native.submission().digest != encoded.submission().digest
-    assert set(encoded.identity.what.items()) - set(plain.identity.what.items()) == {("step.kv_wire", "fp8")}
+    assert set(encoded.submission().identity.entries.items()) - set(plain.submission().identity.entries.items()) == {
+        ("step.kv_wire", "fp8")
+    }
 
 
 @pytest.mark.parametrize(

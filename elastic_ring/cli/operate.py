@@ -1,0 +1,135 @@
+"""Commands for a cluster and its live runs: `doctor`, `scale`, `drain`, and the table of exported `metrics`.
+
+Nothing here trains; torch and Ray are imported after the arguments are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from inspect import cleandoc
+
+from elastic_ring.cli import refused
+from elastic_ring.errors import ElasticRingError
+
+
+def doctor(argv: Sequence[str] | None = None) -> int:
+    """Look at a cluster as a run will use it, before it starts: a line for each check, with a verdict and a way out.
+
+        elastic-ring doctor --preset 100m --storage-path s3://bucket/runs --data prepared/manifest.json
+        elastic-ring doctor --config run.toml --json
+
+    Takes the settings of `elastic-ring train` and attaches to the same cluster (RAY_ADDRESS). Hosts whose GPUs are in
+    use, and clusters with a live run, get no load. Exits 0, 1 when something will fail, 2 for a wrong setting.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    own = argparse.ArgumentParser(
+        prog="elastic-ring doctor",
+        description=cleandoc(doctor.__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Beside these all settings of `elastic-ring train`, --preset, --config, "
+        "--data, --storage-path and the others: see its --help.",
+    )
+    own.add_argument("--json", action="store_true", help="print findings and reports as JSON")
+    options, rest = own.parse_known_args(sys.argv[1:] if argv is None else argv)
+    from elastic_ring.cli.data_settings import data_source
+    from elastic_ring.cli.settings import parse
+
+    try:
+        settings = parse(rest)
+        from elastic_ring.runtime.doctor import examine, verdicts
+        from elastic_ring.runtime.driver.ray_session import ray_session
+        from elastic_ring.state.storage.folder import Storage
+
+        shape, run = settings.model, settings.run
+        folder = run.storage_uri.rpartition("/")[0] or "."
+        storage = Storage(folder)
+        examination = examine.Examination(
+            settings.scaling,
+            storage.root if storage.is_local else folder,
+            data_source(settings.data, shape, settings.step.context_tokens),
+            (settings.model_folder,) if settings.model_folder else (),
+            (settings.step.param_dtype, shape.head_dim, shape.num_heads // shape.num_kv_heads),
+            run.timeouts,
+        )
+        with ray_session(settings.scaling, run.timeouts.lease_s):
+            reports, findings = examine.examine(examination)
+    except (ValueError, ElasticRingError) as error:
+        return refused("elastic-ring doctor", error)
+    lines = [examine.as_json(reports, findings)] if options.json else [finding.line() for finding in findings]
+    print("\n".join(lines))
+    return 1 if verdicts.will_fail(findings) else 0
+
+
+def scale(arguments: Sequence[str] | None = None) -> int:
+    """Give a run that trains fewer or more rings and spares from now on.
+
+    Surplus workers leave at the end of the step under way, whole nodes first; an autoscaler may then remove the nodes.
+    The run asks for missing workers. Exit status: 0 on success, 1 when there is no such run, 2 for impossible numbers.
+    """
+    parser = argparse.ArgumentParser(prog="elastic-ring scale", description=(scale.__doc__ or "").split("\n\n")[1])
+    parser.add_argument("run", metavar="NAME", help="name of the run")
+    parser.add_argument("--max-dp", type=int, metavar="N", help="at most so many rings")
+    parser.add_argument("--spares", type=int, metavar="N", help="so many spares")
+    options = parser.parse_args(arguments)
+    if options.max_dp is None and options.spares is None:
+        print("elastic-ring scale: give --max-dp or --spares", file=sys.stderr)
+        return 2
+    from elastic_ring.runtime.driver import attach
+
+    try:
+        attach.scale(options.run, options.max_dp, options.spares)
+    except (ValueError, ElasticRingError, ConnectionError) as error:
+        return _failed("scale", error)
+    return 0
+
+
+def drain(arguments: Sequence[str] | None = None) -> int:
+    """Tell Ray that a node leaves, and wait until no run has a worker on it.
+
+    Members hand their place over at the end of the step under way, spares leave at once. Exit status: 0 when all have
+    left, 1 when some are still there at the deadline (the run then loses them as it loses any other) or when Ray
+    refuses, 2 for the head and for a node that Ray does not know.
+    """
+    parser = argparse.ArgumentParser(prog="elastic-ring drain", description=(drain.__doc__ or "").split("\n\n")[1])
+    parser.add_argument("--node-id", metavar="ID", help="Ray's id of the node (the one that this runs on)")
+    parser.add_argument("--deadline-s", type=positive, default=100.0, metavar="S", help="when the node goes (100)")
+    options = parser.parse_args(arguments)
+    from elastic_ring.runtime.driver import drain as driver
+
+    try:
+        remaining = driver.drain(options.node_id, options.deadline_s)
+    except (ElasticRingError, ConnectionError, ValueError) as error:
+        return _failed("drain", error)
+    if remaining:
+        print(f"elastic-ring drain: still here after {options.deadline_s:g} s: {', '.join(remaining)}", file=sys.stderr)
+        return 1
+    print(f"no run has a worker on {options.node_id or 'this node'}")
+    return 0
+
+
+def metrics(arguments: Sequence[str] | None = None) -> int:
+    """The metrics that a run exports, as a Markdown table: `elastic-ring metrics --table`."""
+    parser = argparse.ArgumentParser(prog="elastic-ring metrics", description=metrics.__doc__)
+    parser.add_argument("--table", action="store_true", required=True, help="print name, type, unit, labels, meaning")
+    parser.parse_args(arguments)
+    from elastic_ring.runtime.coordinator.folds.metrics_table import markdown
+
+    print(markdown(), end="")
+    return 0
+
+
+def _failed(command: str, error: Exception) -> int:
+    """Print why a command failed, and return its exit status: 2 for a mistake of the user, else 1."""
+    print(f"elastic-ring {command}: {error}", file=sys.stderr)
+    return 2 if isinstance(error, ValueError) else 1
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0 seconds")
+    return value
