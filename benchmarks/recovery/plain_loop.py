@@ -32,7 +32,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import Batch, LossFunction, TrainingTask, batch_of
-from elastic_ring.train.wrap import ModuleMaker, full_shapes, local_of, local_params
+from elastic_ring.train.wrap import ModuleMaker, local_of, local_params, trained_shapes
 
 
 class Gate:
@@ -155,7 +155,7 @@ class PlainWorker:
             maker.first_values(self._model, self._coordinate.cp_rank, mesh.cp)
         params = local_params(self._model)
         self._params = list(params.values())
-        ndims = {name: len(shape) for name, shape in full_shapes(self._model).items()}
+        ndims = {name: len(shape) for name, shape in trained_shapes(self._model, None).items()}
         self._optimizer = make_optimizer(list(params.items()), task.optim, ndims)
         self._flat = torch.zeros(sum(p.numel() for p in self._params), device=self._device)
         self._views = [

@@ -15,8 +15,8 @@ from elastic_ring.validation import Flag, Must, NonNegativeInt, PositiveInt, set
 
 EXPERT_FIELDS = ("num_experts", "experts_per_token", "expert_width", "shared_width", "num_dense_layers")
 UNIT_PARAMETERS = 1 << 30
-"""About the most parameters of the built-in decoder that FSDP2 gathers at a time: what is larger is gathered in parts,
-and its larger matrices are built in slices, which are parameters of their own in every ring and checkpoint."""
+"""About the most parameters of the built-in decoder that FSDP2 gathers at a time: larger modules are gathered in parts,
+and their larger matrices are built in slices, which are parameters of their own in every ring and checkpoint."""
 _TILE = 128
 KNOWN_TYPES = frozenset(
     {

@@ -80,7 +80,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     """Rotary embedding, pairing halves, of q (B, H, S, D) and k (B, H_kv, S, D): views of memory (B, S, H, D), which is
     overwritten, as backward overwrites the gradients.
 
-    cos and sin (B or 1, S, D or less) are the angles twice over; what they do not reach passes unchanged. Computed in
+    cos and sin (B or 1, S, D or less) are the angles twice over; dimensions beyond them pass unchanged. Computed in
     their type and rounded to q's.
     """
     rotated: tuple[Tensor, Tensor] = _required().rope.apply(q, k, cos, sin)

@@ -313,7 +313,7 @@ class StepMemory:
         moments = (self._loss_moment(), *map(self._layer_moment, layers), self._end_moment())
         if self.cpu_offload == "none":
             return moments
-        # With "all" gradients are in host memory: those of the buckets do not visit, their sums are here.
+        # With "all" gradients are in host memory: the buckets' do not visit, their sums are here.
         shard, largest = self.units.shard, -(-self.units.table // self.cp)
         bucket = min(shard, max(BUCKET_ELEMENTS, largest))
         visiting = VISITING_BYTES[self.cpu_offload] * min(shard, bucket + BUCKET_ELEMENTS)

@@ -70,7 +70,8 @@ def empty(num_bytes: int) -> Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)
     memory.madvise(mmap.MADV_DONTFORK)  # a child would have to copy pinned pages at once
     data = torch.frombuffer(memory, dtype=torch.uint8)
-    find_pages(data)
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pages") as threads:  # touches every page
+        list(threads.map(lambda part: part[:: mmap.PAGESIZE].zero_(), data.chunk(_NUM_THREADS)))
     memory.register(data.data_ptr())
     return data
 
@@ -80,14 +81,6 @@ def empty_like(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     return empty(prod(tensor.shape) * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
-
-
-def find_pages(data: Tensor) -> None:
-    """Touch every page of `data` (uint8), in several threads."""
-    parts = data.chunk(_NUM_THREADS)
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pages") as threads:
-        for _ in threads.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts):
-            pass
 
 
 class _Registered(mmap.mmap):

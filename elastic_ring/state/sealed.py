@@ -35,11 +35,6 @@ def seal(data: Tensor) -> None:
     data[:SEAL_BYTES] = torch.frombuffer(bytearray(head.ljust(SEAL_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def sealed_size(data: Tensor) -> int:
-    """The number of bytes that the seal at the begin of `data` names."""
-    return int(SEAL.unpack(bytes(data[: SEAL.size].numpy()))[0])
-
-
 def verify(data: Tensor, label: str) -> None:
     """Raises DigestMismatch, with `label`, unless the seal of `data` fits its bytes."""
     size, digest = SEAL.unpack(bytes(data[: SEAL.size].numpy())) if data.numel() >= SEAL_BYTES else (0, b"")
@@ -69,7 +64,7 @@ def missing_piece(parity: Tensor, pieces: list[Tensor], label: str) -> Tensor:
     body = parity[SEAL_BYTES:]
     for piece in pieces:
         xor(body, piece)
-    size = sealed_size(body) if body.numel() >= SEAL_BYTES else 0
+    size = SEAL.unpack(bytes(body[: SEAL.size].numpy()))[0] if body.numel() >= SEAL_BYTES else 0
     if not SEAL_BYTES <= size <= body.numel():
         raise DigestMismatch(f"{label}, rebuilt from a parity, would have {size} bytes")
     verify(body[:size], f"{label}, rebuilt from a parity,")

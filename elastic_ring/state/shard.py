@@ -224,8 +224,8 @@ def _restored(present: object, value: object) -> object:
 
 
 def digest_of(counters: Counters, tensors: Sequence[Tensor], device: torch.device | None = None) -> str:
-    """sha256 over the counters and the tensors in order: raw bytes, or for a shard on a GPU (`device`) sums that are
-    computed there (`state.device_sums`), also over large tensors that wait in host memory."""
+    """sha256 over the counters and the tensors in order: raw bytes, or for a shard on a GPU (`device`) sums computed
+    there (`state.device_sums`), also of large tensors in host memory."""
     total = hashlib.sha256(repr(counters).encode())
     device = device or (tensors[0].device if tensors else torch.device("cpu"))
     sums = iter(device_digests([tensor for tensor in tensors if uses_device(tensor, device)], device))
@@ -239,6 +239,6 @@ def digest_of(counters: Counters, tensors: Sequence[Tensor], device: torch.devic
 
 
 def uses_device(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor of a shard that computes on `device` is digested and sent from there: on a GPU all but what is
-    small and in host memory."""
+    """Whether a tensor of a shard that computes on `device` is digested and sent from there: on a GPU all but scalars
+    in host memory."""
     return tensor.is_cuda or (device.type == "cuda" and tensor.numel() > 1)

@@ -1,9 +1,9 @@
 """Healing: a donor sends its shard to newcomers over a link, and the digest decides.
 
-A newcomer's shard counts only after its own digest over what arrived equals the donor's digest over what was sent. A
-link is two process groups, or parts of groups, with the donor at rank 0: one for host memory, which also carries the
-header (`state.header`), and one for tensors on a device, and for large ones in host memory by way of it. On CPUs there
-is only the first.
+A newcomer's shard counts only after its digest of the received tensors equals the donor's. A link is two process
+groups, or parts of groups, with the donor at rank 0: one for host memory, which also carries the header
+(`state.header`), and one for tensors on a device, and for large tensors in host memory by way of it. On CPUs there is
+only the first.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def receive_shard(shard: Shard, link: Link, *, after_chunk: Callable[[], None] =
 
 
 def _parts(tensors: list[Tensor], device: torch.device, link: Link) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors for the host group and those for the device group; all for the host group if there is no other."""
+    """(tensors for the host group, tensors for the device group); without a device group all go to the host group."""
     if link.device is None:
         return tensors, []
     on_device = [tensor for tensor in tensors if uses_device(tensor, device)]

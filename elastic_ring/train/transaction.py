@@ -53,7 +53,6 @@ from elastic_ring.train.vote import (
 from elastic_ring.train.wrap import (
     FrozenRows,
     ModuleMaker,
-    full_shapes,
     largest_list,
     trained_params,
     trained_shapes,
@@ -393,5 +392,5 @@ def _optimizer_of(
     named = [(name, tensor) for name, tensor in params.items() if name in trained]
     if task.optimizer is not None:
         return make_own_optimizer(task.optimizer, named)
-    ndims = {name: len(shape) for name, shape in full_shapes(model).items()}
+    ndims = {name: len(shape) for name, shape in trained_shapes(model, None).items()}
     return make_optimizer(named, task.optim, ndims, device)

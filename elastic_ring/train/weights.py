@@ -73,7 +73,7 @@ def gather_weights(state: Any, groups: Any, storage: Storage, max_file_bytes: in
         writer.start(file, kept, {"sha256": gather.sha256} if file == WEIGHTS else {})
     writer.wait()
     written = _exchange_files(gather, writer.written, list(files))
-    groups.check()  # an abort ends NCCL's exchanges without an error: what came may be garbage
+    groups.check()  # an abort ends NCCL's exchanges without an error: the received bytes may be garbage
     if groups.global_rank != 0:
         return None
     if WEIGHTS not in files:

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from elastic_ring.costs import MOST_SHARES
 from elastic_ring.experts.exchange import expert_layers, sends, spread
 from elastic_ring.model.fp8 import ALIGNED, use_fp8, widths_of
+from elastic_ring.state.checkpoints.manifest import rows_of
 from elastic_ring.train.optim import check_optimizer
 from elastic_ring.train.task import FrozenValues, Initial, TrainingTask
 
@@ -48,8 +49,7 @@ class ModuleMaker:
 
         Gradients are summed over the ring, never averaged: rings may process different numbers of sequences.
         """
-        with torch.device("meta"):
-            model = self._task.model()
+        model = meta_model(self._task)
         _check_parameters(model)
         if self._task.step.linears == "fp8":
             use_fp8((self._task.units or largest_list)(model))
@@ -106,9 +106,7 @@ class ModuleMaker:
 
         With `initial` parameters stay on the meta device; without, the whole model is in memory for a moment.
         """
-        with torch.device("meta"):
-            names = [name for name, _ in self._task.model().named_buffers()]
-        if not names or self._buffers is not None:
+        if not any(True for _ in meta_model(self._task).buffers()) or self._buffers is not None:
             return
         with parameters_on_meta() if self._task.initial is not None else nullcontext():
             buffers = {name: value.clone() for name, value in self._build().named_buffers()}
@@ -126,7 +124,7 @@ class ModuleMaker:
             return
         own, locals_ = dict(self._build().named_parameters()), local_params(model)
         for name in names:
-            start, stop = slice_rows(params[name].shape, cp_rank, cp)
+            start, stop = rows_of(tuple(params[name].shape), cp_rank, cp)
             if stop > start:
                 locals_[name].copy_(own[name].detach()[start:stop])
 
@@ -136,7 +134,7 @@ class ModuleMaker:
         reads: dict[str, Callable[[], Tensor]] = {}
         for name in names:
             shape = tuple(params[name].shape)
-            rows = slice_rows(shape, cp_rank, cp)
+            rows = rows_of(shape, cp_rank, cp)
             if rows[1] > rows[0]:
                 reads[name] = partial(values.tensor, name, shape, rows=rows)
         if self.device.type != "cuda":
@@ -259,31 +257,20 @@ def local_of(tensor: Any) -> Tensor:
     return local
 
 
-def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The unsharded shape of every parameter."""
-    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+def meta_model(task: TrainingTask) -> nn.Module:
+    """The model on the meta device."""
+    with torch.device("meta"):
+        return task.model()
 
 
 def num_parameters(task: TrainingTask) -> int:
     """The number of parameters of the whole model without frozen ones, counted on the meta device."""
-    with torch.device("meta"):
-        model = task.model()
-    return sum(param.numel() for param in model.parameters() if param.requires_grad or task.frozen is None)
+    return sum(p.numel() for p in meta_model(task).parameters() if p.requires_grad or task.frozen is None)
 
 
 def num_frozen(task: TrainingTask) -> int:
     """The number of frozen parameters of the whole model."""
-    if task.frozen is None:
-        return 0
-    with torch.device("meta"):
-        return sum(param.numel() for param in task.model().parameters()) - num_parameters(task)
-
-
-def slice_rows(shape: Sequence[int], cp_rank: int, cp: int) -> tuple[int, int]:
-    """[start, stop) of the first dimension on `cp_rank` under FSDP2: as torch.chunk, so the last ranks may be empty."""
-    rows = shape[0]
-    per_rank = -(-rows // cp)
-    return min(rows, cp_rank * per_rank), min(rows, (cp_rank + 1) * per_rank)
+    return 0 if task.frozen is None else sum(p.numel() for p in meta_model(task).parameters()) - num_parameters(task)
 
 
 def largest_list(model: nn.Module) -> Sequence[nn.Module]:
@@ -298,8 +285,7 @@ def largest_list(model: nn.Module) -> Sequence[nn.Module]:
 def check_buildable(task: TrainingTask) -> None:
     """Build the model once on the meta device. Raises ValueError if that fails or a parameter is unsupported."""
     try:
-        with torch.device("meta"):
-            model = task.model()
+        model = meta_model(task)
     except Exception as error:
         raise ValueError(
             f"model={textwrap.shorten(repr(task.model), 200)} cannot be built on the meta device: "
@@ -318,8 +304,7 @@ def check_linears(task: TrainingTask) -> None:
     """Raises ValueError for linears="fp8" and a model none of whose linear layers can compute in 8 bits."""
     if task.step.linears == "native":
         return
-    with torch.device("meta"):
-        model = task.model()
+    model = meta_model(task)
     if task.frozen is not None or any(True for _ in expert_layers(model)):
         reason = "adapters on a frozen base" if task.frozen is not None else "experts"
         raise ValueError(f"linears='fp8': is for models that train all they multiply with, and this one has {reason}")
@@ -333,9 +318,7 @@ def check_linears(task: TrainingTask) -> None:
 
 def fp8_widths(task: TrainingTask) -> set[int]:
     """The widths of the layers that compute in 8 bits, of a task that passed `check_linears`."""
-    with torch.device("meta"):
-        model = task.model()
-    layers = (task.units or largest_list)(model)
+    layers = (task.units or largest_list)(meta_model(task))
     use_fp8(layers)
     return widths_of(layers)
 
@@ -347,8 +330,7 @@ def check_own_optimizer(task: TrainingTask) -> None:
     """
     if task.optimizer is None:
         return
-    with torch.device("meta"):
-        params = [(name, param.detach()) for name, param in task.model().named_parameters() if param.requires_grad]
+    params = [(name, param.detach()) for name, param in meta_model(task).named_parameters() if param.requires_grad]
     try:
         optimizer = task.optimizer(params)
     except Exception as error:

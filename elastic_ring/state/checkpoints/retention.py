@@ -158,7 +158,7 @@ def _record(storage: Storage, name: str) -> tuple[tuple[str, ...], str]:
         attempt = plain_json(manifest)["folder"]
     except (ValueError, LookupError, TypeError):
         return reasons, ""
-    # A stranger's manifest may name files of a checkpoint that counts, or of nobody's.
+    # A foreign manifest may name files of another checkpoint, or outside of all.
     return reasons, attempt_in(name.rsplit("/", 1)[0], attempt) or ""
 
 

@@ -80,7 +80,7 @@ def check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: Gradi
             ]
         )
         _sum(groups, parts)
-        # Of each parameter, because those of attention are a small part of the total gradient at the start.
+        # Per parameter: at the start, attention's are a small part of the total gradient.
         error, norm = parts[:, 0].sqrt(), parts[:, 1].sqrt()
         counted = norm > 1e-6 * norm.max().clamp_min(1e-30)
         worst = float((error[counted] / norm[counted]).max()) if bool(counted.any()) else 0.0

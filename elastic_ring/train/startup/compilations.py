@@ -18,7 +18,7 @@ REASON_CHARACTERS, FIRST = 400, "for the first time"
 _FLASH_ATTN_4 = "flash_attn.cute.interface"
 
 Listener = Callable[[str], None]
-"""Called with what is about to be compiled, in the compiling thread, and with "" once it has been."""
+"""Called in the compiling thread with the name of a compilation before it, and with "" after it."""
 
 
 class CompileEvents:
@@ -144,7 +144,7 @@ EVENTS = CompileEvents()
 
 
 class CompileWatch:
-    """Counts what this process compiles from now on: flash-attn-4's and Triton's kernels and torch.compile's functions.
+    """Counts this process's compilations from now on: flash-attn-4's and Triton's kernels, torch.compile's functions.
 
     A kernel that is loaded from its compiler's cache on disk counts too: the process had not met that variant before.
     """

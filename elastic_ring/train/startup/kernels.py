@@ -2,7 +2,7 @@
 another cannot run.
 
 Two kernels in one ring would round differently, and kernels whose gradients differ in type would exchange messages of
-different sizes and hang. Ranks compare names here; the backend tables know what a kernel can do.
+different sizes and hang. Ranks compare names here; the capabilities of kernels are in the backend tables.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def gather_rows(world: Any, names: Names, holds: bool) -> list[tuple[bool, Names
 
 
 def agreed(rows: Sequence[tuple[bool, Names]]) -> Names:
-    """The kernels for all ranks: those of a rank with state, else per kind of call the least preferred choice.
+    """The kernels for all ranks: of a rank with state, else per kind of call the least preferred choice.
 
     Raises KernelMismatch when the ranks make different kinds of calls.
     """
@@ -119,7 +119,7 @@ def agree(
         failures.append(f"kernel={name!r} gives {', '.join(names)}")
     raise KernelMismatch(
         f"all ranks must run {', '.join(common)}, but this one runs {', '.join(own)} and cannot switch "
-        f"({'; '.join(failures)}). Ranks: {_describe(rows)}. Pin one that runs everywhere with kernel"
+        f"({'; '.join(failures)}). Ranks: {_describe(rows)}. Pin a kernel that runs everywhere with kernel="
     )
 
 

@@ -42,7 +42,7 @@ from elastic_ring.train.startup.compilations import EVENTS
 from elastic_ring.train.startup.kernels import chosen_kernels
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import TrainingTask, attention_of
-from elastic_ring.train.wrap import fp8_widths, local_params
+from elastic_ring.train.wrap import fp8_widths, local_params, meta_model
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,7 @@ WIDTH = 8
 def warm_up(task: TrainingTask) -> None:
     """Import, build, wrap, step and pack once. Uses a process group of one rank and destroys it."""
     select(torch.device("cpu"), torch.float32, 64, deterministic=True)
-    with torch.device("meta"):
-        task.model()
+    meta_model(task)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         _one_step(DeviceMesh("cpu", [0]), torch.device("cpu"))
