@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
 import subprocess
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,11 +17,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.quality import clock as clock_module
 from benchmarks.quality import quality_clock
-from benchmarks.quality.apart import train_apart
 from benchmarks.quality.clock import (
     LOOK_STEPS,
     REST_LOOKS,
@@ -35,9 +30,7 @@ from benchmarks.quality.clock import (
     expected_share,
     learning_rate,
     median_ms,
-    num_compiled,
     train_for,
-    train_step,
 )
 from benchmarks.quality.content import ContentFamily
 from benchmarks.quality.families import MOST_KEPT, block_families
@@ -100,25 +93,6 @@ def test_what_skips_gives_the_loss_and_gradients_of_the_masks(name: str, texts: 
     if name != "dense":
         dense = loss_and_gradients(model, rows, masks_of(Family("dense", "dense", SMALL.block), SMALL))
         assert not torch.allclose(found[0], dense[0], atol=1e-6), "a pattern that hides nothing shows nothing"
-
-
-@pytest.mark.soak
-@pytest.mark.thinned(num=2)
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in NAMES[1:]), ("one dense layer", "bfloat16")]
-)
-def test_what_gpus_run_in_blocks_of_128_trains_alike_on_a_cpu(name: str, dtype: str, text: Path) -> None:
-    """The same lines, tables and types as on a GPU; only the kernel is the reference, and no device is waited for."""
-    settings = replace(SMALL, seq_len=2048, block=128, width=16, dtype=dtype, sparse_kernel="reference-sparse")
-    family = block_families(2048, 128, 2)[name]
-    read = corpus(2048, 1, source=TextFiles(2048, (str(text),)), limit=8)
-    model = SmallModel(SmallConfig(read.vocab_size, settings.width, num_heads=SMALL.num_heads), 0)
-    rows = torch.from_numpy(read.training[:2])
-    wanted = loss_and_gradients(model, rows, masks_of(family, settings))[0]
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    found = train_step(model, optimizer, Attentions(family, settings, CPU), rows)
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-5 if dtype == "float32" else 1e-2)
-    assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 @pytest.mark.parametrize(("seq_len", "block"), [(16384, 128), (4096, 128), (1024, 32), (512, 16)])
@@ -206,25 +180,6 @@ def test_between_looks_the_share_of_the_time_goes_on_at_the_pace_so_far() -> Non
     assert median_ms(looks) == pytest.approx(1000 * (1 + 3 / 7) / 2)
 
 
-@pytest.mark.slow
-def test_every_step_has_a_learning_rate_and_a_batch_of_its_own(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates, drawn = [], []
-
-    def step(model: Any, optimizer: Any, *rest: Any) -> torch.Tensor:
-        rates.append(optimizer.param_groups[0]["lr"])
-        drawn.append(rest[1])
-        return train_step(model, optimizer, *rest)
-
-    monkeypatch.setattr(clock_module, "train_step", step)
-    steps = train_ticking(0.04)(DENSE, 0, SMALL, texts, CPU)["steps"]
-    wanted = [learning_rate(number / 25, SMALL.peak_lr) for number in range(steps)]
-    assert rates[WARM_STEPS : WARM_STEPS + steps] == pytest.approx(wanted)
-    timed = [tuple(rows.flatten().tolist()) for rows in drawn[WARM_STEPS:]]
-    assert len(timed) == steps + LOOK_STEPS * (1 + REST_LOOKS)
-    assert len(set(timed[: len(texts.training) // SMALL.batch])) == len(texts.training) // SMALL.batch
-    assert len(set(timed[-LOOK_STEPS:])) == LOOK_STEPS
-
-
 def test_dense_runs_its_own_kernel_by_the_same_objects_as_all(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
@@ -247,19 +202,11 @@ def test_dense_runs_its_own_kernel_by_the_same_objects_as_all(texts: Corpus, mon
 
 
 # ------------------------------------------------------------ compiled
-
-COMPILED = replace(SMALL, compiled=True)
 TORCHS_OWN = [
     # torch looks at it, and hides its own warning in a way that comes after a filter which makes errors of warnings.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
-
-
-def compiling(test: Any) -> Any:
-    for mark in TORCHS_OWN:
-        test = mark(test)
-    return pytest.mark.usefixtures("_quick")(test)
 
 
 @pytest.fixture
@@ -272,84 +219,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.soak
-@compiling
-def test_what_is_compiled_trains_alike_and_serves_all_layers_and_families(texts: Corpus) -> None:
-    plain = train_for(DENSE, 0, SMALL, texts, CPU, steps=9)
-    before = num_compiled()
-    found = train_for(DENSE, 0, COMPILED, texts, CPU, steps=9)
-    first = num_compiled() - before
-    assert found["tail_loss"] == pytest.approx(plain["tail_loss"], rel=1e-3)
-    assert 0 < first <= 12, "a graph for each piece in training, evaluating and without attention, not for each layer"
-    train_for(block_families(128, 8, 2)["sinks + window"], 1, replace(COMPILED, num_layers=3), texts, CPU, steps=9)
-    assert num_compiled() == before + first
-
-
-@pytest.mark.slow
-@compiling
-def test_a_run_leaves_no_cycle_behind_for_the_collector(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes next would have it collected within the clock, and the GPU's memory be full until then."""
-    made = []
-
-    def noted(*arguments: Any) -> SmallModel:
-        model = SmallModel(*arguments)
-        made.append(weakref.ref(model.layers[0]))
-        return model
-
-    monkeypatch.setattr(clock_module, "SmallModel", noted)
-    train_for(DENSE, 0, COMPILED, texts, CPU, steps=1)
-    gc.collect()
-    gc.disable()
-    try:
-        train_for(DENSE, 0, COMPILED, texts, CPU, steps=1)
-        assert made[1]() is None
-    finally:
-        gc.enable()
-    assert gc.get_freeze_count() == 0
-
-
-@pytest.mark.slow
-@compiling
-def test_a_graph_that_is_made_while_the_clock_runs_is_an_error(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "_warm_up", lambda *arguments: None)
-    with pytest.raises(RuntimeError, match="while the clock ran"):
-        train_for(DENSE, 0, COMPILED, texts, CPU, steps=1)
-
-
-@pytest.mark.slow
-@compiling
-def test_more_forms_than_are_kept_are_an_error_and_no_slower_run(texts: Corpus) -> None:
-    raised = pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit)
-    with torch._dynamo.config.patch(recompile_limit=1), raised:
-        train_for(DENSE, 0, COMPILED, texts, CPU, steps=1)  # evaluating is another form
-
-
-class CountedPairs(TorchDispatchMode):
-    """Pairs of queries and keys that attention kernels of CPUs went over, in both passes, as seconds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "flash_attention_for_cpu" in str(func):
-            q, k = args[1:3] if "backward" in str(func) else args[:2]
-            self.pairs += q.shape[:3].numel() * k.size(2)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.soak
-def test_who_goes_over_fewer_pairs_makes_more_steps_in_the_same_time(texts: Corpus) -> None:
-    steps = {}
-    for name in ("dense", "one dense layer", "sinks + window", "causal content"):
-        with CountedPairs() as counted:
-            clock = lambda counted=counted: counted.pairs / 6e5  # noqa: E731
-            steps[name] = train_for(block_families(128, 8, 2)[name], 0, SMALL, texts, CPU, clock=clock)["steps"]
-    assert steps["dense"] >= 2
-    assert steps["one dense layer"] > steps["dense"]
-    assert min(steps["sinks + window"], steps["causal content"]) >= 2 * steps["dense"]
-
-
 def test_the_learning_rate_ends_when_the_time_does() -> None:
     assert learning_rate(0.05, 1.0) == pytest.approx(1.0)
     assert learning_rate(1.0, 1.0) == pytest.approx(0.05)
@@ -357,18 +226,6 @@ def test_the_learning_rate_ends_when_the_time_does() -> None:
     assert rates[:6] == sorted(rates[:6])
     assert rates[5:] == sorted(rates[5:], reverse=True)
     assert min(rates) > 0
-
-
-@pytest.mark.soak
-def test_what_warms_up_leaves_no_trace_and_a_run_repeats(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = block_families(128, 8, 2)["random"]
-    train = train_ticking(1.0)
-    first, again = (train(family, 1, SMALL, texts, CPU, steps=3) for _ in range(2))
-    monkeypatch.setattr("benchmarks.quality.clock._warm_up", lambda *arguments: None)
-    cold = train(family, 1, SMALL, texts, CPU, steps=3)
-    assert first == again == cold
-    assert first["steps"] == 3
-    assert first["tail_loss"] != train(family, 2, SMALL, texts, CPU, steps=3)["tail_loss"]
 
 
 def arguments(out: Path, text: Path, *more: str) -> list[str]:
@@ -437,88 +294,7 @@ def test_patterns_that_gpus_cannot_run_are_refused_before_anything_is_trained() 
         Attentions(block_families(1024, 32, 2)["random"], replace(SMALL, seq_len=1024, block=32), torch.device("cuda"))
 
 
-@pytest.mark.slow
-def test_a_file_that_another_device_kernel_or_family_began_is_refused_by_name(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "clock.jsonl"
-    assert main(arguments(out, text, "--seeds", "0", "--families", "random"), train_ticking(1.0)) == 0
-    value = finished(out)["settings", "", 0]["value"]
-    assert value["device_name"] == "cpu"
-    assert value["torch version"].split("+")[0] == torch.__version__.split("+")[0]
-    assert value["pattern of 'dense'"] == "dense"
-    for owner, name, now, message in (
-        (quality_clock, "_name", lambda device: "another", "device_name 'cpu' (now 'another')"),
-        (quality_clock, "version", lambda package: "9.9", "(now '9.9')"),
-        (
-            quality_clock,
-            "block_families",
-            lambda *sizes: {**block_families(*sizes), "random": DENSE},
-            "pattern of 'random'",
-        ),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, now)
-            assert main(arguments(out, text, "--seeds", "1"), train_ticking(1.0)) == 2
-        assert message in capsys.readouterr().err
-
-
 # ------------------------------------------------------------ each run in a process of its own
-
-
-def where(family: Family, seed: int, *rest: Any, **options: Any) -> dict[str, Any]:
-    """What a run finds."""
-    if family.name == "refused":
-        raise ValueError("not on this device")
-    if family.name == "failed":
-        raise LookupError("no such kernel")
-    if family.name == "killed":
-        os.kill(os.getpid(), 9)
-    return {
-        "pid": os.getpid(),
-        "threads": torch.get_num_threads(),
-        "seed": seed,
-        "steps": options["steps"],
-        "num_sequences": len(rest[1].sequences),
-    }
-
-
-@pytest.mark.slow
-def test_a_run_is_made_in_a_process_of_its_own_and_its_failure_is_told(texts: Corpus) -> None:
-    def run(name: str) -> dict[str, Any]:
-        return train_apart(Family(name, "dense", 8), 3, SMALL, texts, CPU, steps=5, train=where)
-
-    found = run("fine")
-    assert found.pop("pid") != os.getpid()
-    assert found == {"threads": 1, "seed": 3, "steps": 5, "num_sequences": len(texts.sequences)}
-    with pytest.raises(ValueError, match=r"^not on this device$"):
-        run("refused")
-    with pytest.raises(RuntimeError, match=r"failed, seed 3: Traceback[\s\S]*LookupError: no such kernel"):
-        run("failed")
-    with pytest.raises(RuntimeError, match="killed, seed 3: its process died with exit code -9"):
-        run("killed")
-
-
-def waits(family: Family, *rest: Any, **options: Any) -> dict[str, Any]:
-    print(os.getpid(), flush=True)
-    threading.Event().wait()
-    raise AssertionError
-
-
-@pytest.mark.soak
-def test_a_run_whose_parent_is_killed_ends_too() -> None:
-    """It would hold the device, and nothing reads its result."""
-    program = (
-        "from tests.unit.benchmarks.test_quality_clock import *\n"
-        "train_apart(DENSE, 0, SMALL, Corpus(None, 0, 0), CPU, train=waits)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    with parent.stdout as said:
-        assert int(said.readline()) != parent.pid
-        parent.kill()
-        parent.wait()
-        assert said.read() == "", "ends when nobody is left who could write"
 
 
 @pytest.mark.slow
