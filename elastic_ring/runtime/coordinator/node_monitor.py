@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -419,8 +420,10 @@ def answers(pings: list[Any], given_up: Callable[[], bool] = lambda: False) -> b
     deadline, pending, num_given_up = time.monotonic() + CONFIRM_S, pings, 0
     while pending and (left_s := deadline - time.monotonic()) > 0 and num_given_up < CONFIRM_TIMES:
         done, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, CONFIRM_LOOK_S))
-        if any(not failed(ref) for ref in done):
-            return True
+        for ref in done:
+            with suppress(Exception):
+                ray.get(ref)
+                return True
         if not done:
             num_given_up = num_given_up + 1 if given_up() else 0
     return False
@@ -437,12 +440,4 @@ def refuses(node: NodeInfo | None) -> bool:
         return True
     except OSError:  # no answer, or no descriptor here
         return False
-    return False
-
-
-def failed(ref: Any) -> bool:
-    try:
-        ray.get(ref)
-    except Exception:
-        return True
     return False

@@ -252,5 +252,5 @@ def test_a_raylet_whose_port_is_shut_needs_no_second_to_be_missed(monkeypatch: p
     assert not answers(["a call that hangs: nobody may wait for it"], lambda: next(refusals))
     assert (next(looks), next(refusals, None)) == (7, None), "a look before each; one that is not refused begins anew"
     monkeypatch.setattr(node_monitor.ray, "wait", lambda refs, **_: (refs, []))
-    monkeypatch.setattr(node_monitor, "failed", lambda ref: False)
+    monkeypatch.setattr(node_monitor.ray, "get", lambda ref: None)
     assert answers(["a worker that answers behind a full queue of connections"], lambda: True)
