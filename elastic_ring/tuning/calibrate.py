@@ -180,56 +180,16 @@ def calibrate(
     call_s, kernel_flops = _fit_rate(
         stopwatch, "sparse", sparse_cases(device, sizes, dtype, deterministic, effort), checks
     )
-    overlap, per_tile = default.overlap, device.type == "cpu"
-    if group is not None:
+    overlap, on_gpu = default.overlap, device.type == "cuda"
+    if group is not None:  # the hidden share of the shorter of a kernel and a message of similar duration
         kernel = next(dense_cases(device, sizes, dtype, deterministic, effort)).run
-        overlap = _overlap(stopwatch, group, device, kernel, message_s, link, effort)
-    cost_model = CostModel(kernel_flops, link, message_s, call_s, dense_flops, overlap, per_tile)
-    return Calibration(cost_model, tuple(checks), _about(group, device, sizes, dtype, deterministic, effort))
-
-
-def _fit_rate(stopwatch: Stopwatch, kind: str, cases: Iterable[Case], checks: list[Check]) -> tuple[float, float]:
-    """(seconds each, amount per second) fitted to `cases`; appends them to `checks`. Frees a case after timing it."""
-    timed = [Check(c.name, c.count, c.amount, stopwatch.median_s(c.run), 0.0, c.fitted) for c in cases]
-    chosen = [check for check in timed if check.fitted]
-    each, per = fit([c.count for c in chosen], [c.amount for c in chosen], [c.measured_s for c in chosen])
-    if per == 0:
-        raise RunFailed(
-            f"the times of {kind} cases do not grow with their sizes"
-            f" ({', '.join(f'{check.measured_s:.2e}' for check in timed)} s): nothing else should run here meanwhile;"
-            " or give more repeats, longer sequences or longer messages"
-        )
-    checks += [replace(check, predicted_s=check.count * each + check.amount * per) for check in timed]
-    return each, 1 / per
-
-
-def _overlap(
-    stopwatch: Stopwatch,
-    group: Ranks,
-    device: torch.device,
-    kernel: Callable[[], None],
-    message_s: float,
-    link_bytes_per_s: float,
-    effort: TimingBudget,
-) -> float:
-    """The overlap (0 to 1) of `kernel` with a message of similar duration: the hidden share of the shorter one."""
-    kernel_s = stopwatch.median_s(kernel)
-    num_bytes = round(min(effort.most_bytes, max(LEAST_BYTES, (kernel_s - message_s) * link_bytes_per_s)))
-    hop = Hops(group, device, num_bytes, 1)
-    moving_s = stopwatch.median_s(hop)
-    both_s = stopwatch.median_s(lambda: hop(kernel))
-    return min(1.0, max(0.0, (kernel_s + moving_s - both_s) / min(kernel_s, moving_s)))
-
-
-def _about(
-    group: Ranks | None,
-    device: torch.device,
-    sizes: Sizes,
-    dtype: torch.dtype,
-    deterministic: bool,
-    effort: TimingBudget,
-) -> CalibrationOrigin:
-    on_gpu = device.type == "cuda"
+        kernel_s = stopwatch.median_s(kernel)
+        num_bytes = round(min(effort.most_bytes, max(LEAST_BYTES, (kernel_s - message_s) * link)))
+        hop = Hops(group, device, num_bytes, 1)
+        moving_s = stopwatch.median_s(hop)
+        both_s = stopwatch.median_s(lambda: hop(kernel))
+        overlap = min(1.0, max(0.0, (kernel_s + moving_s - both_s) / min(kernel_s, moving_s)))
+    cost_model = CostModel(kernel_flops, link, message_s, call_s, dense_flops, overlap, per_tile=device.type == "cpu")
     about: CalibrationOrigin = {
         "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {os.cpu_count()} cores",
         "ranks": 1 if group is None else group.size(),
@@ -248,4 +208,19 @@ def _about(
         about |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     if group is None:
         about["not measured"] = ["link_bytes_per_s", "message_s", "overlap"]
-    return about
+    return Calibration(cost_model, tuple(checks), about)
+
+
+def _fit_rate(stopwatch: Stopwatch, kind: str, cases: Iterable[Case], checks: list[Check]) -> tuple[float, float]:
+    """(seconds each, amount per second) fitted to `cases`; appends them to `checks`. Frees a case after timing it."""
+    timed = [Check(c.name, c.count, c.amount, stopwatch.median_s(c.run), 0.0, c.fitted) for c in cases]
+    chosen = [check for check in timed if check.fitted]
+    each, per = fit([c.count for c in chosen], [c.amount for c in chosen], [c.measured_s for c in chosen])
+    if per == 0:
+        raise RunFailed(
+            f"the times of {kind} cases do not grow with their sizes"
+            f" ({', '.join(f'{check.measured_s:.2e}' for check in timed)} s): nothing else should run here meanwhile;"
+            " or give more repeats, longer sequences or longer messages"
+        )
+    checks += [replace(check, predicted_s=check.count * each + check.amount * per) for check in timed]
+    return each, 1 / per

@@ -73,11 +73,15 @@ class MachineRates:
 
 
 def measure(stopwatch: Stopwatch, device: torch.device, dtype: torch.dtype, host: Host) -> MachineRates:
-    groups = list(_build_groups(stopwatch, device))
+    groups, products = list(_build_groups(stopwatch, device)), list[Product]()
+    for width in WIDTHS[device.type]:
+        product_s = stopwatch.median_s(partial(torch.matmul, *_factors(width, device, dtype)))
+        tokens = TOKENS[device.type]
+        products.append(Product(width=width, tokens=tokens, flops=8.0 * tokens * width**2 / product_s))
     collectives = [row for ranks, group, _ in groups for row in _collectives(stopwatch, device, ranks, group, host)]
     return MachineRates(
         ranks_per_host=host.ranks,
-        matmul=list(_products(stopwatch, device, dtype)),
+        matmul=products,
         attention=list(_attention(stopwatch, device, dtype)),
         collectives=collectives,
         groups=[GroupBuild(ranks=ranks, s=build_s) for ranks, _, build_s in groups],
@@ -90,13 +94,6 @@ def measure(stopwatch: Stopwatch, device: torch.device, dtype: torch.dtype, host
 def _factors(width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     left = torch.randn(TOKENS[device.type], width, device=device, dtype=dtype)
     return left, torch.randn(width, 4 * width, device=device, dtype=dtype)
-
-
-def _products(stopwatch: Stopwatch, device: torch.device, dtype: torch.dtype) -> Iterator[Product]:
-    tokens = TOKENS[device.type]
-    for width in WIDTHS[device.type]:
-        product_s = stopwatch.median_s(partial(torch.matmul, *_factors(width, device, dtype)))
-        yield Product(width=width, tokens=tokens, flops=8.0 * tokens * width**2 / product_s)
 
 
 def _attention(stopwatch: Stopwatch, device: torch.device, dtype: torch.dtype) -> Iterator[AttentionRate]:
@@ -156,12 +153,8 @@ def _host_copies(stopwatch: Stopwatch, device: torch.device) -> dict[str, float]
     there = torch.ones(num, dtype=torch.uint8, device=device)
     here = torch.ones(num, dtype=torch.uint8, pin_memory=device.type == "cuda")
     pairs = ((here, there), (there, here))
-    to_host_s, from_host_s = (stopwatch.median_s(partial(_copy, *pair)) for pair in pairs)
+    to_host_s, from_host_s = (stopwatch.median_s(partial(to.copy_, source, non_blocking=True)) for to, source in pairs)
     return {"to_host_bytes_s": num / to_host_s, "from_host_bytes_s": num / from_host_s}
-
-
-def _copy(to: Tensor, source: Tensor) -> None:
-    to.copy_(source, non_blocking=True)
 
 
 def _storage(stopwatch: Stopwatch, folder: Path) -> dict[str, float | str]:

@@ -138,20 +138,16 @@ class MeshTrial(ray_tune.Trainable):
         if ended or wrong or len(losses) >= self._num_reports:  # nothing is left to decide
             self._gate.permits.release()
             self._following.join()  # each wait of a run has a limit of its own
-            self._clean_up_run(lost=bool(wrong))
+            if wrong:
+                Storage(self._runs).remove_folder(self._run.name)
+            else:  # the records of a whole run stay
+                storage = Storage(self._run.storage_uri)
+                storage.remove_folder(FOLDER)
+                remove_others(storage, [])
             ended = True
         losses, step_s = [] if wrong else losses, seen_of(times, {}).get("step_s")
         result = trial_result(self._text, self._task, self._cost, losses, step_s, len(times), wrong)
         return result | {"done": ended}
-
-    def _clean_up_run(self, *, lost: bool) -> None:
-        """Remove all of a lost run, and the checkpoints and weights of a whole one."""
-        if lost:
-            Storage(self._runs).remove_folder(self._run.name)
-            return
-        storage = Storage(self._run.storage_uri)
-        storage.remove_folder(FOLDER)
-        remove_others(storage, [])
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         Path(checkpoint_dir, RUN).write_text(self._run.name, encoding="utf-8")

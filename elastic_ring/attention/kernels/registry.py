@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -126,6 +126,10 @@ KERNELS: tuple[Kernel, ...] = (
 _ALWAYS_TESTED: tuple[CoverKind, ...] = (*_PACKED, "mask", "tables")
 
 
+_SELECTED: dict[tuple[object, ...], Kernel] = {}
+"""The kernels of earlier calls: every ring selects, and a failed self-test is logged only once."""
+
+
 def covering(cover: CoverKind) -> tuple[Kernel, ...]:
     """The kernels to choose from for calls of this kind."""
     return tuple(kernel for kernel in KERNELS if cover in kernel.covers and not kernel.only_by_name)
@@ -162,22 +166,10 @@ def select(
     registry. Raises `ValueError` if `pin` is unknown or cannot serve the call, or no dense kernel supports it, and
     `RunFailed` if none passes.
     """
-    return _select(torch.device(device), dtype, head_dim, deterministic, pin, cover, head_ratio, cache_dir, kernels)
-
-
-@lru_cache(maxsize=128)
-def _select(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    deterministic: bool,
-    pin: str | None,
-    cover: CoverKind,
-    head_ratio: int,
-    cache_dir: Path | None,
-    kernels: tuple[Kernel, ...] | None,
-) -> Kernel:
-    """Cached, because every ring needs it and a failed self-test should be logged only once."""
+    device = torch.device(device)
+    key = (device, dtype, head_dim, deterministic, pin, cover, head_ratio, cache_dir, kernels)
+    if key in _SELECTED:
+        return _SELECTED[key]
     dense, setting = cover in DENSE, "kernel" if cover in ("tables", "masked_tables") else "backend"
     able = [kernel for kernel in kernels or KERNELS if cover in kernel.covers]
     chosen = [kernel for kernel in able if (not kernel.only_by_name if pin is None else kernel.name == pin)]
@@ -199,6 +191,7 @@ def _select(
             tested, device=device.type, dtype=dtype, head_dim=head_dim, head_ratio=head_ratio, cache_dir=cache_dir
         )
         if failure is None:
+            _SELECTED[key] = kernel
             return kernel
         logger.warning("attention kernel %s fails its self-test, passed over: %s", kernel.name, failure)
         reasons[kernel.name] = failure
