@@ -122,7 +122,7 @@ def order_build(
         _free_gpus(ctx, plan, situation)
     senders = {sender for heal in plan.heals for sender in heal.senders}
     for worker in (*plan.members, *(worker for worker in plan.leaving if worker in senders)):
-        ctx.send(with_changes(order, {"worker": worker}))  # thousands: `dataclasses.replace` would look at each field
+        ctx.send(with_changes(order, worker=worker))  # thousands: `dataclasses.replace` would look at each field
     if beginning.goes_back:
         incident = replace(incident, undone=incident.undone + max(0, state.committed - step))
         ctx.set(committed=step, newest_vote=None, given_up=SnapshotId(step, membership.id))

@@ -559,13 +559,7 @@ def _plain(value: Any) -> Any:
     return {name: _plain(item) for name, item in vars(value).items()} if hasattr(value, "__dict__") else value
 
 
-def from_json(data: dict[str, Any]) -> Event | Command:
-    """The inverse of `to_json`. Raises as `decoded`."""
-    message: Event | Command = decoded(data, _KINDS)
-    return message
-
-
-def decoded(data: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
+def from_json(data: Mapping[str, Any], kinds: Mapping[str, type] = _KINDS) -> Any:
     """The message of one of these kinds whose fields `to_json` gave.
 
     Raises: KeyError for an unknown type, TypeError for unknown or missing fields.
@@ -590,9 +584,7 @@ def _decode(kind: Any, value: Any) -> Any:
     return value
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+_hints = functools.cache(typing.get_type_hints)
 
 
 class CauseIds:

@@ -173,19 +173,19 @@ _Heap = tuple[tuple[float, str], int, Any, Any]
 """A leftist heap: (deadline, worker), the length of its right edge, two heaps or None."""
 
 
-def _merged(one: _Heap | None, two: _Heap | None) -> _Heap | None:
-    if one is None or two is None:
-        return one or two
-    if two[0] < one[0]:
-        one, two = two, one
-    left, right = one[2], _merged(one[3], two)
+def _merged(first: _Heap | None, second: _Heap | None) -> _Heap | None:
+    if first is None or second is None:
+        return first or second
+    if second[0] < first[0]:
+        first, second = second, first
+    left, right = first[2], _merged(first[3], second)
     assert right is not None
     if left is None or left[1] < right[1]:
         left, right = right, left
-    return one[0], 1 + (right[1] if right is not None else 0), left, right
+    return first[0], 1 + (right[1] if right is not None else 0), left, right
 
 
-def with_changes(value: T, changes: Mapping[str, Any]) -> T:
+def with_changes(value: T, **changes: Any) -> T:
     """`dataclasses.replace` for a class that derives nothing from its fields: it runs several times per event."""
     fields = value.__dict__.copy()
     fields.update(changes)
@@ -231,51 +231,52 @@ class Pool:
         return self._changed(dict.fromkeys(names))
 
     def having_nodes(self, nodes: Mapping[str, Node]) -> Pool:
-        return with_changes(self, {"nodes": self.nodes.having(nodes), "version": object()})._judged(nodes)
+        return with_changes(self, nodes=self.nodes.having(nodes), version=object())._judged(nodes)
 
     def without_node(self, name: str) -> Pool:
-        return with_changes(self, {"nodes": self.nodes.without([name]), "version": object()})._judged([name])
+        return with_changes(self, nodes=self.nodes.without([name]), version=object())._judged([name])
 
     def _changed(self, changes: Mapping[str, Worker | None]) -> Pool:
         total, due, counts, on = self.total, self.due, dict[str, WorkerCounts](), dict[str, tuple[str, ...]]()
         for name, after in changes.items():
             before = self.workers.get(name)
-            known = after or before
-            if known is None:
+            worker = after or before
+            if worker is None:
                 continue
-            node, old, new = known.node, _counted(before), _counted(after)
+            node, old, new = worker.node, _counted(before), _counted(after)
             if old != new:
                 there = counts[node] if node in counts else self.counts_on(node)
                 counts[node] = WorkerCounts(*map(add, there, map(sub, new, old)))
                 total = WorkerCounts(*map(add, total, map(sub, new, old)))
             if before is None or after is None:
                 names: tuple[str, ...] = on[node] if node in on else self.on.get(node, ())
-                on[node] = (*names, name) if before is None else tuple(one for one in names if one != name)
+                on[node] = (*names, name) if before is None else tuple(other for other in names if other != name)
             if after is not None and after.status != "ready" and (before is None or before != after):
                 due = _merged(due, ((after.deadline, name), 1, None, None))
         kept = {name: worker for name, worker in changes.items() if worker is not None}
         workers = self.workers.having(kept) if kept else self.workers
         workers = workers if len(kept) == len(changes) else workers.without(changes.keys() - kept.keys())
-        while due is not None and _is_over(workers.get(due[0][1]), due[0][0]):
-            due = _merged(due[2], due[3])
+        while due is not None:
+            entry = workers.get(due[0][1])
+            if entry is not None and entry.status != "ready" and entry.deadline == due[0][0]:
+                break
+            due = _merged(due[2], due[3])  # that deadline counts no more
         draining = frozenset(name for name, worker in kept.items() if worker.draining)
         dying = frozenset(
             name for name, worker in kept.items() if worker.status == "stopping" and not worker.written_off
         )
         pool = with_changes(
             self,
-            {
-                "workers": workers,
-                "total": total,
-                "due": due,
-                "on": self.on.having(on) if on else self.on,
-                "draining": self.draining.difference(changes) | draining,
-                "dying": self.dying.difference(changes) | dying,
-            },
+            workers=workers,
+            total=total,
+            due=due,
+            on=self.on.having(on) if on else self.on,
+            draining=self.draining.difference(changes) | draining,
+            dying=self.dying.difference(changes) | dying,
         )
         if not counts and (pool.draining, pool.dying) == (self.draining, self.dying):
             return pool
-        return with_changes(pool, {"counts": self.counts.having(counts), "version": object()})._judged(counts)
+        return with_changes(pool, counts=self.counts.having(counts), version=object())._judged(counts)
 
     def _judged(self, names: Iterable[str]) -> Pool:
         sets = {"crowded": self.crowded, "free": self.free, "shelf": self.shelf}
@@ -284,10 +285,10 @@ class Pool:
             beyond, left = (0, 0) if node is None else (self.num_beyond(node), self.gpus_left(node))
             has_slot = node is not None and not node.draining and node.num_slots > self.counts_on(name).used
             is_shelf = has_slot and node is not None and left <= 0 and beyond < self.share(node)
-            for what, holds in (("crowded", beyond > 0), ("free", has_slot and left > 0), ("shelf", is_shelf)):
-                if holds != (name in sets[what]):
-                    sets[what] = sets[what] ^ {name}
-        return with_changes(self, sets)
+            for kind, holds in (("crowded", beyond > 0), ("free", has_slot and left > 0), ("shelf", is_shelf)):
+                if holds != (name in sets[kind]):
+                    sets[kind] = sets[kind] ^ {name}
+        return with_changes(self, **sets)
 
     def counts_on(self, node: str) -> WorkerCounts:
         return self.counts.get(node, _NOBODY)
@@ -317,11 +318,6 @@ class Pool:
         """Those of these nodes that are not in backoff, in the order in which they joined."""
         ordered = names if len(names) < 2 else (name for name in self.nodes if name in names)
         return [node for node in map(self.nodes.__getitem__, ordered) if node.backoff_until <= now]
-
-
-def _is_over(worker: Worker | None, deadline: float) -> bool:
-    """Whether this deadline counts no more: the worker is gone or ready, or has another one."""
-    return worker is None or worker.status == "ready" or worker.deadline != deadline
 
 
 def pool_of(workers: Mapping[str, Worker], nodes: Mapping[str, Node], num_spares: int, mesh_size: int) -> Pool:

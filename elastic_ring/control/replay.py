@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from textwrap import shorten
+from typing import Any, TypeVar
 
 from elastic_ring.control.coordination import Decision, advance, initial
 from elastic_ring.control.facts import Fact, fact_of, line_of
@@ -14,7 +15,8 @@ from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import State
 from elastic_ring.errors import ElasticRingError, JournalDamaged
 
-LONGEST_TOLD = 200
+Line = TypeVar("Line", bound=Mapping[str, Any])
+MAX_COMMAND_CHARS = 200
 """Characters of a command in an error."""
 
 
@@ -40,21 +42,19 @@ def packed(commands: Iterable[Command]) -> list[dict[str, Any]]:
     A `Build` lists all members, so n copies of it would have n * n names.
     """
     lines: list[dict[str, Any]] = []
-    last: tuple[type, dict[str, Any]] | None = None
+    last: object = None
     for command in commands:
-        told = dict(vars(command))
-        worker = told.pop("worker", None)
-        if worker is None:
-            lines.append(to_json(command))
-            last = None
-            continue
-        if (type(command), told) == last:
+        fields = dict(vars(command))  # to JSON only once for thousands of equal commands
+        worker = fields.pop("worker", None)
+        if worker is not None and (type(command), fields) == last:
             lines[-1]["workers"].append(worker)
-        else:
-            line = to_json(command)
+            continue
+        line = to_json(command)
+        if worker is not None:
             del line["worker"]
-            lines.append({**line, "workers": [worker]})
-        last = type(command), told
+            line["workers"] = [worker]
+        lines.append(line)
+        last = (type(command), fields) if worker is not None else None
     return lines
 
 
@@ -63,16 +63,16 @@ def term_note(term: int, num_lines: int) -> dict[str, Any]:
     return {"note": "term", "term": term, "num_lines": num_lines}
 
 
-def standing(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def standing(lines: Iterable[Line]) -> list[Line]:
     """The lines that count: without those that a replaced coordinator wrote after its successor had read the journal.
 
     It sent no commands for them, because it checks for a newer term before it sends.
     """
-    kept: list[tuple[int, Mapping[str, Any]]] = []
+    kept: list[tuple[int, Line]] = []
     term = 0
     for number, line in enumerate(lines):
         if line.get("note") == "term":
-            kept = [(at, known) for at, known in kept if at < line["num_lines"]]
+            kept = [(place, earlier) for place, earlier in kept if place < line["num_lines"]]
             term = line["term"]
         if line.get("term", term) >= term:
             kept.append((number, line))
@@ -92,17 +92,17 @@ def replay(
     Raises: JournalDamaged at the first other line that cannot be read or whose commands differ.
     """
     state, now = initial(options), 0.0
-    texts = list(lines)
-    for number, text in enumerate(texts, 1):
+    entries = list(lines)
+    for number, entry in enumerate(entries, 1):
         event: Any
         try:
-            line = json.loads(text) if isinstance(text, str) else text
+            line = json.loads(entry) if isinstance(entry, str) else entry
             if "note" in line:
                 event, recorded = fact_of(line), []
             else:
                 event, now, recorded = from_json(line["event"]), float(line["now"]), line["commands"]
         except (ValueError, KeyError, TypeError) as error:
-            if number == len(texts) and isinstance(error, ValueError):
+            if number == len(entries) and isinstance(error, ValueError):
                 break
             raise JournalDamaged(f"line {number} cannot be read: {error}", line=number) from error
         if event is None or line.get("term", state.term) < state.term:
@@ -115,16 +115,12 @@ def replay(
         # Compare texts: a NaN in a vote is unequal to itself.
         if json.dumps(commands, sort_keys=True) != json.dumps(recorded, sort_keys=True):
             wrong = next((pair for pair in zip_longest(recorded, commands) if pair[0] != pair[1]), (recorded, commands))
+            texts = [shorten(str(command), MAX_COMMAND_CHARS, placeholder="...") for command in wrong]
             raise JournalDamaged(
-                f"line {number} records other commands than its event gives: {_short(wrong[0])}, not "
-                f"{_short(wrong[1])}; was it written by another version?",
+                f"line {number} records other commands than its event gives: {texts[0]}, not {texts[1]}; was it "
+                "written by another version?",
                 line=number,
             )
         state = decision.state
         show(event, decision.commands)
     return state
-
-
-def _short(command: Any) -> str:
-    text = str(command)
-    return text if len(text) <= LONGEST_TOLD else f"{text[:LONGEST_TOLD]}..."

@@ -32,13 +32,13 @@ class Transition:
         return self.state.phase
 
     def set(self, **changes: Any) -> None:
-        self.state = with_changes(self.state, changes)
+        self.state = with_changes(self.state, **changes)
 
     def enter(self, phase: Phase) -> None:
-        self.state = with_changes(self.state, {"phase": phase})
+        self.state = with_changes(self.state, phase=phase)
 
     def edit_phase(self, **changes: Any) -> None:
-        self.enter(with_changes(self.state.phase, changes))
+        self.enter(with_changes(self.state.phase, **changes))
 
     def commit(self, num_steps: int) -> None:
         """Record `num_steps` steps as committed if that is more than before; forget user errors in these steps."""

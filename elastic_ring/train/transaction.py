@@ -338,7 +338,7 @@ class Transaction:
         if first is None or (first.step, first.mesh) != (step, now.mesh):
             ballot = Ballot(tally, local.work_s(), memory_share, digests, expert_load=expert_load)
         else:
-            ballot = Ballot(tally, local.work_s(), memory_share, digests, first.what, first.told, expert_load)
+            ballot = Ballot(tally, local.work_s(), memory_share, digests, first.quantity, first.digests, expert_load)
         work, rows = start_vote(now.groups.world, ballot)
         self.watch("vote", step)
         work.wait()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from elastic_ring.control.decisions.corruption import LOCAL, STATE, WHATS, Digests, Finding, judge
+from elastic_ring.control.decisions.corruption import LOCAL, QUANTITIES, STATE, Digests, Finding, judge
 from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, VERDICTS, WINDOW, Action, SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import samples_text
@@ -108,14 +108,14 @@ class Ballot:
     expert_load: float = 0.0
 
     def row(self) -> torch.Tensor:
-        digests = *self.digests.numbers(), WHATS.index(self.differing), *self.first.numbers()
+        digests = *self.digests.numbers(), QUANTITIES.index(self.differing), *self.first.numbers()
         own = self.work_s, self.memory_share, *digests, self.expert_load
         return torch.tensor([*self.tally.numbers(), *own], dtype=torch.float64)
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Ballot:
         work_s, memory_share, *rest, expert_load = row[_NUM_TALLIED:]
-        digests, differing, first = Digests(*rest[:5]), WHATS[int(rest[5])], Digests(*rest[6:])
+        digests, differing, first = Digests(*rest[:5]), QUANTITIES[int(rest[5])], Digests(*rest[6:])
         return cls(Tally.of(row[:_NUM_TALLIED]), work_s, memory_share, digests, differing, first, expert_load)
 
 
@@ -264,8 +264,8 @@ def count(
                 step=step,
                 cp_rank=cp_rank,
             )
-    if finding is not None and finding.what != LOCAL and not finding.is_over:
-        raise ReplicasDiverged(finding.told(step), step=step)
+    if finding is not None and finding.quantity != LOCAL and not finding.is_over:
+        raise ReplicasDiverged(finding.describe(step), step=step)
     shares = [ballot.tally for ballot in ballots]
     total = Tally(
         # Every ring has the same reduced gradient, so its norm is counted in the first ring only.
@@ -296,19 +296,19 @@ def _find_corruption(step: int, ballots: list[Ballot], mesh: Mesh, corruption: s
     if corruption == "off":
         return None
     first = [ballot.first if ballot.differing else None for ballot in ballots]
-    differing = max((ballot.differing for ballot in ballots), key=WHATS.index)
+    differing = max((ballot.differing for ballot in ballots), key=QUANTITIES.index)
     finding = judge([ballot.digests for ballot in ballots], first, differing, mesh)
     if finding is None or corruption == "log":
         return finding
-    if differing and finding.what == STATE and not finding.ranks and not finding.is_over:
+    if differing and finding.quantity == STATE and not finding.ranks and not finding.is_over:
         raise ReplicasDiverged(
-            f"{finding.told(step)}, in two attempts, and a spare would get one of the two. Nothing of the step was "
+            f"{finding.describe(step)}, in two attempts, and a spare would get one of the two. Nothing of the step was "
             "applied: go on from a checkpoint, on other machines, or with three rings, which show the wrong one",
             step=step,
         )
     if finding.ranks or not finding.is_over:
         raise ComputedWrongly(
-            finding.told(step), step=step, ranks=finding.ranks, what=finding.what, differs=finding.differs
+            finding.describe(step), step=step, ranks=finding.ranks, what=finding.quantity, differs=finding.differs
         )
     return finding
 

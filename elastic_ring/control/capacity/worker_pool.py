@@ -25,11 +25,11 @@ from elastic_ring.control.transition import Transition
 
 
 def node_joined(ctx: Transition, event: NodeJoined) -> None:
-    known = ctx.state.nodes.get(event.node, Node(event.node, 0))
+    old = ctx.state.nodes.get(event.node, Node(event.node, 0))
     new = replace(
-        known, num_slots=event.num_slots, num_gpus=event.num_gpus, domains=event.domains, is_reserved=event.is_reserved
+        old, num_slots=event.num_slots, num_gpus=event.num_gpus, domains=event.domains, is_reserved=event.is_reserved
     )
-    if known == new and event.node in ctx.state.nodes:
+    if old == new and event.node in ctx.state.nodes:
         ctx.explain("room as known")
         return
     ctx.put_nodes({event.node: new})
@@ -117,14 +117,14 @@ def mark_ready(ctx: Transition, worker: Worker) -> None:
 
 
 def worker_lost(ctx: Transition, event: WorkerLost) -> tuple[LostWorker, ...]:
-    known = {name: value for name, value in vars(event).items() if name != "cause"}
-    return _lose(ctx, LostWorker(node="", global_rank=None, **known))
+    details = {name: value for name, value in vars(event).items() if name != "cause"}
+    return _lose(ctx, LostWorker(node="", global_rank=None, **details))
 
 
-def _lose(ctx: Transition, *gone: LostWorker) -> tuple[LostWorker, ...]:
+def _lose(ctx: Transition, *lost_workers: LostWorker) -> tuple[LostWorker, ...]:
     """Remove workers that are gone. Returns those that were ready, or stopping and not written off."""
     losses, failed_starts, left = [], [], []
-    for lost in gone:
+    for lost in lost_workers:
         name, reason = lost.worker, lost.reason
         worker = ctx.state.workers.get(name)
         if worker is None:
@@ -227,8 +227,19 @@ def fill_slots(ctx: Transition) -> None:
     """
     before = ctx.state.num_started
     _start_members(ctx)
-    _start_spares(ctx)
-    _start_standbys(ctx)
+    while ctx.state.pool.free and _Wants(ctx.state).num_missing_on_gpus > 0:
+        usable = ctx.state.pool.usable(ctx.state.pool.free, ctx.now)
+        if not usable:
+            break
+        rank = _spread(ctx.state)
+        _start(ctx, min(usable, key=lambda node: (node.avoided, rank(node))).node)
+    may_stand_by = ctx.now >= standbys_from(ctx.state)
+    while may_stand_by and ctx.state.pool.shelf and _Wants(ctx.state).num_missing > 0:
+        pool = ctx.state.pool
+        usable = pool.usable(pool.shelf, ctx.now)
+        if not usable:
+            break
+        _start(ctx, min(usable, key=lambda node: (node.avoided, pool.num_beyond(node))).node)
     if ctx.state.num_started > before:
         ctx.explain(f"{ctx.state.num_started - before} worker(s) start")
 
@@ -250,26 +261,6 @@ def _start_members(ctx: Transition) -> None:
             heapreplace(ranked, (*_start_rank(pool, usable[place], ctx.options.scaling.cp), place))
         else:
             heappop(ranked)
-
-
-def _start_spares(ctx: Transition) -> None:
-    while ctx.state.pool.free and _Wants(ctx.state).num_missing_on_gpus > 0:
-        usable = ctx.state.pool.usable(ctx.state.pool.free, ctx.now)
-        if not usable:
-            break
-        rank = _spread(ctx.state)
-        _start(ctx, min(usable, key=lambda node: (node.avoided, rank(node))).node)
-
-
-def _start_standbys(ctx: Transition) -> None:
-    if ctx.now < standbys_from(ctx.state):
-        return
-    while ctx.state.pool.shelf and _Wants(ctx.state).num_missing > 0:
-        pool = ctx.state.pool
-        usable = pool.usable(pool.shelf, ctx.now)
-        if not usable:
-            break
-        _start(ctx, min(usable, key=lambda node: (node.avoided, pool.num_beyond(node))).node)
 
 
 def _start(ctx: Transition, node: str) -> None:
@@ -367,11 +358,10 @@ def num_surplus(state: State) -> int:
 
 
 def vacant_nodes(state: State) -> frozenset[str]:
-    """Nodes on which the run has no process and wants none: they may go. None while it changes its mesh."""
+    """Nodes on which the run has no process and wants none: they may leave. None while it changes its mesh."""
     if not isinstance(state.phase, Running):
         return frozenset()
     wants, pool = _Wants(state), state.pool
-    wanted = (pool.free if wants.num_missing_on_gpus else frozenset()) | (
-        pool.shelf if wants.num_missing else frozenset()
-    )
-    return frozenset(name for name in state.nodes if not pool.counts_on(name).used and name not in wanted)
+    needed = pool.free if wants.num_missing_on_gpus else frozenset()
+    needed |= pool.shelf if wants.num_missing else frozenset()
+    return frozenset(name for name in state.nodes if not pool.counts_on(name).used and name not in needed)

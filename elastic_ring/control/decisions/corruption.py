@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from elastic_ring.mesh import Mesh
 
 STATE, REDUCED, LOCAL = "state", "reduced gradient", "local gradient"
-WHATS = ("", STATE, REDUCED, LOCAL)
-"""What may differ, by its number in the vote."""
+QUANTITIES = ("", STATE, REDUCED, LOCAL)
+"""Quantities that may differ, by their number in the vote."""
 
 
 @dataclass(frozen=True)
@@ -47,44 +47,43 @@ class Digests:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """An attempt at `step` on `mesh` in which `what` differed and nobody could be named. `told`: this rank's report."""
+    """An attempt at `step` on `mesh` in which `quantity` differed and no rank was named. `digests`: of this rank."""
 
     step: int
     mesh: Mesh
-    what: str
-    told: Digests
+    quantity: str
+    digests: Digests
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`what` differed. `ranks`: who computed wrongly; empty if nobody can be named. `differs`: who does not agree with
-    whom. `is_over`: the ranks agree now; it was so in the attempt before."""
+    """`quantity` differed. `ranks`: those that computed wrongly; empty if unknown. `differs`: ranks that do not
+    agree. `is_over`: the ranks agree now; they differed in the attempt before."""
 
-    what: str
+    quantity: str
     ranks: tuple[int, ...]
     differs: tuple[int, ...]
     is_over: bool = False
 
-    def told(self, step: int) -> str:
+    def describe(self, step: int) -> str:
         before = "agrees in a second attempt, but differs from the first" if self.is_over else "differs"
-        text = f"step {step}: the {self.what} of ranks {_listed(self.differs)} {before}"
+        text = f"step {step}: the {self.quantity} of ranks {_listed(self.differs)} {before}"
         if self.ranks:
             return f"{text}; wrong is rank {_listed(self.ranks)}, whose processor or memory is faulty"
         return f"{text}; nobody can be named"
 
 
-def judge(now: Sequence[Digests], before: Sequence[Digests | None], what_before: str, mesh: Mesh) -> Finding | None:
-    """What the table of one vote shows. `before`: each rank's report of the attempt before, if `what_before` differed
-    there and nobody was named."""
-    for what, values in ((STATE, [each.state for each in now]), (REDUCED, [each.of_gradient for each in now])):
-        found = _replicas(what, values, mesh)
-        if found is not None:
-            return found
-    found = _rings(now, mesh)
-    return found if found is not None else _second_try(now, before, what_before, mesh)
+def judge(now: Sequence[Digests], before: Sequence[Digests | None], differed: str, mesh: Mesh) -> Finding | None:
+    """The finding in the table of one vote. `before`: each rank's report of the attempt before, if the quantity
+    `differed` did so there and no rank was named."""
+    for quantity, values in ((STATE, [each.state for each in now]), (REDUCED, [each.of_gradient for each in now])):
+        finding = _compare_replicas(quantity, values, mesh)
+        if finding is not None:
+            return finding
+    return _compare_rings(now, mesh) or _compare_attempts(now, before, differed, mesh)
 
 
-def _replicas(what: str, values: Sequence[object], mesh: Mesh) -> Finding | None:
+def _compare_replicas(quantity: str, values: Sequence[object], mesh: Mesh) -> Finding | None:
     """Replicas of a shard that do not agree; named by majority."""
     wrong: list[int] = []
     differs: list[int] = []
@@ -100,10 +99,10 @@ def _replicas(what: str, values: Sequence[object], mesh: Mesh) -> Finding | None
         differs += ranks
     if not differs:
         return None
-    return Finding(what, tuple(sorted(wrong)) if is_named else (), tuple(sorted(differs)))
+    return Finding(quantity, tuple(sorted(wrong)) if is_named else (), tuple(sorted(differs)))
 
 
-def _rings(now: Sequence[Digests], mesh: Mesh) -> Finding | None:
+def _compare_rings(now: Sequence[Digests], mesh: Mesh) -> Finding | None:
     """Rings that do not agree on a sequence that both computed. A ring that agrees neither with the one that checks it
     nor with the one that it checks is the wrong one, if those two agree with the rest."""
     bad: list[tuple[int, int, int]] = []  # cp_rank, ring, the ring that checks it
@@ -123,25 +122,25 @@ def _rings(now: Sequence[Digests], mesh: Mesh) -> Finding | None:
     return Finding(LOCAL, named, differs)
 
 
-def _second_try(
-    now: Sequence[Digests], before: Sequence[Digests | None], what_before: str, mesh: Mesh
+def _compare_attempts(
+    now: Sequence[Digests], before: Sequence[Digests | None], differed: str, mesh: Mesh
 ) -> Finding | None:
-    """All agree now: whose digests are not those of its first try? A fault before FSDP2's sum reaches all ranks of a
-    ring: that names the ring only."""
+    """Where all agree now, the ranks whose digests differ from those of their first attempt. A fault before FSDP2's sum
+    reaches all ranks of a ring: that names the ring only."""
     changed = []
     for rank, (second, first) in enumerate(zip(now, before, strict=True)):
         if first is None:
             continue
-        fields = {STATE: ("state",), REDUCED: ("of_gradient",), LOCAL: ("own", "again")}[what_before]
+        fields = {STATE: ("state",), REDUCED: ("of_gradient",), LOCAL: ("own", "again")}[differed]
         if any(getattr(first, name) != getattr(second, name) for name in fields):
             changed.append(rank)
     if not changed:
         return None
     # A newcomer in a ring has no first try: what changed in that ring may be its predecessor's fault.
     new = {mesh.coordinate(rank).dp_rank for rank, first in enumerate(before) if first is None}
-    is_hidden = what_before == LOCAL and any(mesh.coordinate(rank).dp_rank in new for rank in changed)
-    is_named = (len(changed) == 1 and not is_hidden) or what_before == REDUCED
-    return Finding(what_before, tuple(changed) if is_named else (), tuple(changed), is_over=True)
+    is_hidden = differed == LOCAL and any(mesh.coordinate(rank).dp_rank in new for rank in changed)
+    is_named = (len(changed) == 1 and not is_hidden) or differed == REDUCED
+    return Finding(differed, tuple(changed) if is_named else (), tuple(changed), is_over=True)
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -100,8 +100,8 @@ class SpikeWatch:
         if step == self._next:
             return
         kept = step < self._next
-        known = self._next - step
-        self._num_seen = max(0, self._num_seen - known) if kept else 0
+        num_undone = self._next - step
+        self._num_seen = max(0, self._num_seen - num_undone) if kept else 0
         self._losses = deque([entry for entry in self._losses if kept and entry[0] < step], WINDOW)
         self._spikes = deque([entry for entry in self._spikes if kept and entry[0] < step], WINDOW)
         self._next = step

@@ -28,9 +28,9 @@ class Quorum:
 
 
 def decide(
-    reports: Mapping[str, Report], known: Vote | None, committed: int, built_step: int, built_id: tuple[int, int]
+    reports: Mapping[str, Report], newest_vote: Vote | None, committed: int, built_step: int, built_id: tuple[int, int]
 ) -> Quorum:
-    """Decide the next step. `known`: newest vote of the coordinator. `committed`: number of steps known as committed.
+    """Decide the next step. `newest_vote`: of the coordinator. `committed`: number of steps known as committed.
 
     `built_step` and `built_id` are those of the last `Build`. Its step followed from all votes known then, so a vote
     for this step or a later one counts only if that build's members cast it; any other belongs to a step that runs
@@ -40,35 +40,29 @@ def decide(
     step behind another of its generation still has that gradient and needs only the vote. A gradient reduced by other
     members (`gradient_membership_id`) does not fit the vote, so its owner is no holder.
     """
-    heard = [vote for report in reports.values() for vote in (report.vote, report.last_vote) if vote is not None]
-    votes = [vote for vote in heard if vote.step < built_step or vote.membership_id == built_id]
-    if known is not None:
-        votes.append(known)
+    reported = [vote for report in reports.values() for vote in (report.vote, report.last_vote) if vote is not None]
+    votes = [vote for vote in reported if vote.step < built_step or vote.membership_id == built_id]
+    if newest_vote is not None:
+        votes.append(newest_vote)
     reached = [report.applied for report in reports.values() if report.shard is not None]
     step = max([committed, *reached, *(vote.step + 1 for vote in votes)])
     forward = next((vote for vote in votes if vote.step == step - 1), None)
+    reduced_by = forward.membership_id if forward is not None else None
     holders: dict[str, int] = {}
     behind = False
     for worker, report in reports.items():
-        if report.shard is None:
-            continue
-        if report.applied == step:
+        follows = report.applied == step - 1 and report.has_gradient and report.gradient_membership_id == reduced_by
+        if report.shard is not None and (report.applied == step or follows):
             holders[worker] = report.shard
-        elif report.applied == step - 1 and _can_follow(report, forward):
-            holders[worker] = report.shard
-            behind = True
+            behind = behind or follows
     newest = max(votes, key=lambda vote: (vote.step, vote.membership_id), default=None)
     return Quorum(step, forward if behind else None, holders, newest)
-
-
-def _can_follow(report: Report, forward: Vote | None) -> bool:
-    return forward is not None and report.has_gradient and report.gradient_membership_id == forward.membership_id
 
 
 @dataclass(frozen=True)
 class Restorable:
     """A snapshot with a holder of every shard. `holders`: worker with its own snapshot → its `cp_rank`. `sources`:
-    `cp_rank` → who else can supply it, copies before parities."""
+    `cp_rank` → other ways to it, copies before parities."""
 
     snapshot: SnapshotId
     holders: Mapping[str, int]
@@ -84,7 +78,7 @@ class Restorable:
 
 def newest(reports: Mapping[str, Report], cp: int, given_up: SnapshotId | None) -> Restorable | None:
     """The newest snapshot of which the reporting workers hold all `cp` shards; None if there is none."""
-    return max(_all(reports, cp, given_up), key=lambda found: found.snapshot, default=None)
+    return max(_all(reports, cp, given_up), key=lambda restorable: restorable.snapshot, default=None)
 
 
 def safest(
@@ -92,10 +86,10 @@ def safest(
 ) -> SnapshotId | None:
     """The snapshot to keep until the next one is complete: the newest of the snapshots with most holders.
 
-    Not simply the newest: of a round that is under way every owner may hold its own snapshot, and nobody any copy.
+    Not simply the newest: in a round that is under way every owner may hold its own snapshot, and no worker any copy.
     """
-    found = [known for known in _all(reports, cp, given_up) if up_to is None or known.snapshot <= up_to]
-    best = max(found, key=lambda known: (known.num_held, known.snapshot), default=None)
+    usable = [each for each in _all(reports, cp, given_up) if up_to is None or each.snapshot <= up_to]
+    best = max(usable, key=lambda restorable: (restorable.num_held, restorable.snapshot), default=None)
     return best.snapshot if best is not None else None
 
 
@@ -105,8 +99,8 @@ def _all(reports: Mapping[str, Report], cp: int, given_up: SnapshotId | None) ->
         for copy in report.copies:
             if not _is_of_steps_given_up(copy.snapshot, given_up):
                 held[copy.snapshot].append((worker, copy))
-    found = (_restorable(snapshot, copies) for snapshot, copies in held.items())
-    return [known for known in found if len({*known.holders.values(), *known.sources}) == cp]
+    every = [_restorable(snapshot, copies) for snapshot, copies in held.items()]
+    return [each for each in every if len({*each.holders.values(), *each.sources}) == cp]
 
 
 def living(reports: Mapping[str, Report], given_up: SnapshotId | None) -> dict[str, Report]:
@@ -114,20 +108,16 @@ def living(reports: Mapping[str, Report], given_up: SnapshotId | None) -> dict[s
 
     A member that missed the `Build` that went back still has it, and must not bring these steps back.
     """
-    if given_up is None:
-        return dict(reports)
+    bare = {"applied": 0, "shard": None, "vote": None, "last_vote": None, "has_gradient": False}
     return {
-        worker: _forgotten(report) if is_given_up(report, given_up) else report for worker, report in reports.items()
+        worker: replace(report, **bare) if is_given_up(report, given_up) else report  # type: ignore[arg-type]
+        for worker, report in reports.items()
     }
 
 
 def is_given_up(report: Report, given_up: SnapshotId | None) -> bool:
     """Whether the live state in this report is older than the newest `Build` that went back."""
     return given_up is not None and (0, 0) != report.state_id < given_up.membership_id
-
-
-def _forgotten(report: Report) -> Report:
-    return replace(report, applied=0, shard=None, vote=None, last_vote=None, has_gradient=False)
 
 
 def _is_of_steps_given_up(snapshot: SnapshotId, given_up: SnapshotId | None) -> bool:
@@ -143,9 +133,9 @@ def _restorable(snapshot: SnapshotId, held: list[tuple[str, HeldCopy]]) -> Resto
     for worker, copy in held:
         if copy.parity_of:
             for member, cp_rank in zip(copy.parity_of, copy.cp_ranks, strict=True):
-                others = tuple(other for other in copy.parity_of if other != member)
-                if all(other in own for other in others):
-                    parities[cp_rank].append(Source(worker, others))
+                peers = tuple(peer for peer in copy.parity_of if peer != member)
+                if all(peer in own for peer in peers):
+                    parities[cp_rank].append(Source(worker, peers))
         elif not copy.own:
             copies[copy.cp_ranks[0]].append(Source(worker))
     sources = {cp_rank: (*copies[cp_rank], *parities[cp_rank]) for cp_rank in sorted({*copies, *parities})}

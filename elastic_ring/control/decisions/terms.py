@@ -36,7 +36,7 @@ NOBODY = TermClaim(0)
 
 def newest_claim(claims: Iterable[TermClaim], withdrawn: Collection[int]) -> TermClaim:
     """The newest that stands."""
-    return max((claim for claim in claims if claim.term not in withdrawn), key=lambda one: one.term, default=NOBODY)
+    return max((claim for claim in claims if claim.term not in withdrawn), key=lambda claim: claim.term, default=NOBODY)
 
 
 def refuse_if_replaced(run: str, place: str, own: TermClaim, newest: TermClaim) -> None:

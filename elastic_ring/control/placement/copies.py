@@ -45,9 +45,9 @@ def place(mesh: Mesh, nodes: Sequence[str], mode: CopyMode) -> CopyPlacement:
 
 
 def failure_places(nodes: Sequence[str], domains_of: Mapping[str, tuple[str, ...]], mode: CopyMode) -> list[str]:
-    """What `place` keeps a rank's state and its copies apart by, for each rank: its failure domain, or its node.
+    """The failure domain, or node, of each rank, by which `place` keeps its state and its copies apart.
 
-    `domains_of`: node → what it may fail together with, the widest first. The widest level counts on which no domain
+    `domains_of`: node → its failure domains, the widest first. The widest level counts on which no domain
     has so many ranks that some copy must stay inside; the node where there is none.
     """
     for level in range(max((len(domains_of.get(node, ())) for node in nodes), default=0)):
@@ -64,11 +64,11 @@ class _Costs:
         self.mesh, self.nodes = mesh, nodes
         self.replicas_on = {(rank % mesh.cp, node) for rank, node in enumerate(nodes)} if mesh.dp > 1 else set()
 
-    def __call__(self, rank: int, holder: int, others: Sequence[int] = ()) -> int:
-        """`others`: the ranks that hold the same state already."""
+    def __call__(self, rank: int, holder: int, sharers: Sequence[int] = ()) -> int:
+        """`sharers`: the ranks that hold the same state already."""
         nodes, cp = self.nodes, self.mesh.cp
         cost = _SAME_SHARD if cp > 1 and rank % cp == holder % cp else 0
-        if nodes[holder] == nodes[rank] or any(nodes[holder] == nodes[other] for other in others):
+        if nodes[holder] == nodes[rank] or any(nodes[holder] == nodes[sharer] for sharer in sharers):
             return cost + _SAME_NODE
         return cost + (_NODE_OF_REPLICA if (rank % cp, nodes[holder]) in self.replicas_on else 0)
 
@@ -93,8 +93,8 @@ def _holders(mesh: Mesh, nodes: Sequence[str], num_copies: int) -> tuple[tuple[i
         columns.append([*order[shift:], *order[:shift]])
     for index, column in enumerate(columns):
         _swap_bad(order, column, [*columns[:index], *columns[index + 1 :]], costs)
-    found = dict(zip(order, zip(*columns, strict=True), strict=True))
-    return tuple(found[rank] for rank in range(mesh.size))
+    holders = dict(zip(order, zip(*columns, strict=True), strict=True))
+    return tuple(holders[rank] for rank in range(mesh.size))
 
 
 def _best_shift(
@@ -116,13 +116,13 @@ def _best_shift(
     return best
 
 
-def _swap_bad(order: Sequence[int], column: list[int], others: Sequence[Sequence[int]], costs: _Costs) -> None:
+def _swap_bad(order: Sequence[int], column: list[int], other_columns: Sequence[Sequence[int]], costs: _Costs) -> None:
     """Swap the holders of two ranks where that lowers the cost. Only a rank with a bad holder looks for a partner."""
     size = len(order)
 
     def cost(place: int, holder: int) -> int | None:
-        rank, known = order[place], [other[place] for other in others]
-        return None if holder == rank or holder in known else costs(rank, holder, known)
+        rank, sharers = order[place], [other[place] for other in other_columns]
+        return None if holder == rank or holder in sharers else costs(rank, holder, sharers)
 
     for here in range(size):
         before = cost(here, column[here])
@@ -138,9 +138,17 @@ def _swap_bad(order: Sequence[int], column: list[int], others: Sequence[Sequence
 
 def _parity_groups(mesh: Mesh, nodes: Sequence[str], group_size: int) -> tuple[ParityGroup, ...]:
     """Groups of ranks of different nodes and shards; each one's holder is outside, elsewhere if possible."""
-    cut = min(
-        (_cut(mesh, nodes, group_size, turn) for turn in (0, 1)), key=lambda groups: _clashes(mesh, nodes, groups)
-    )
+
+    def num_clashes(groups: Sequence[Sequence[int]]) -> int:
+        """Cost of ranks of one group that one loss, or the loss of one shard's holders, takes together."""
+        total = 0
+        for group in groups:
+            same_node = len(group) - len({nodes[rank] for rank in group})
+            same_shard = len(group) - len({rank % mesh.cp for rank in group}) if mesh.cp > 1 else 0
+            total += _SAME_NODE * same_node + _SAME_SHARD * same_shard
+        return total
+
+    cut = min((_cut(mesh, nodes, group_size, turn) for turn in (0, 1)), key=num_clashes)
     costs, load, num_with = _Costs(mesh, nodes), Counter[int](), Counter({0: mesh.size})
     groups = []
     for group in cut:
@@ -175,13 +183,3 @@ def _cut(mesh: Mesh, nodes: Sequence[str], group_size: int, turn: int) -> list[l
     num_groups = -(-mesh.size // group_size)
     cuts = [round(mesh.size * group / num_groups) for group in range(num_groups + 1)]
     return [order[begin:end] for begin, end in itertools.pairwise(cuts)]
-
-
-def _clashes(mesh: Mesh, nodes: Sequence[str], groups: Sequence[Sequence[int]]) -> int:
-    """Cost of ranks of one group that one loss, or the loss of one shard's holders, takes together."""
-    total = 0
-    for group in groups:
-        same_node = len(group) - len({nodes[rank] for rank in group})
-        same_shard = len(group) - len({rank % mesh.cp for rank in group}) if mesh.cp > 1 else 0
-        total += _SAME_NODE * same_node + _SAME_SHARD * same_shard
-    return total

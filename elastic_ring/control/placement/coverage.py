@@ -7,7 +7,7 @@ Where nodes say what they fail together with, failure domains take the place of 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations_with_replacement
@@ -33,20 +33,20 @@ PROCESS = "any process"
 HOSTS, DOMAINS = ("any host", "any two hosts"), ("any failure domain", "any two failure domains")
 
 
-def said(costs: Mapping[str, str]) -> str:
-    """`covered`, or some of it, in one line."""
+def describe(costs: Mapping[str, str]) -> str:
+    """Some of `covered` in one line."""
     return "a loss of " + "; ".join(f"{loss}: {outcome}" for loss, outcome in costs.items())
 
 
 def without_holder(mesh: Mesh, mode: CopyMode, has_checkpoints: bool) -> int:
-    """What follows the loss of the only rank that holds a shard."""
+    """The outcome of the loss of the only rank that holds a shard."""
     if mode and mesh.size > 1:
         return COPIES
     return CHECKPOINT if has_checkpoints else END
 
 
 def covered(state: State) -> dict[str, str]:
-    """Loss → what follows in the worst case; empty while there is no mesh. Hosts or failure domains only where the
+    """Loss → its worst outcome; empty while there is no mesh. Hosts or failure domains only where the
     members stand on several."""
     mesh = mesh_of(state)
     if mesh is None:
@@ -55,8 +55,11 @@ def covered(state: State) -> dict[str, str]:
     mode = options.copy_mode(mesh)
     on = tuple(nodes.get(worker, "") for worker in members(state))
     places = _places(on, domains)
-    able, standbys = _able_spares(state, on), _standbys(state, on)
-    able_in = Counter({places.get(node, node): 0 for node in able})
+    there, on_node, limits = Counter(nodes[name] for name in spares(state)), Counter(on), gpus_on(state)
+    # Node → its spares that have a GPU of their own. The others can only take a place of that node.
+    able = Counter({n: min(num, max(0, limits.get(n, num + on_node[n]) - on_node[n])) for n, num in there.items()})
+    standbys = there - able
+    able_in = Counter[str]()
     for node, number in able.items():
         able_in[places.get(node, node)] += number
     counted = _Counted(
@@ -70,7 +73,7 @@ def covered(state: State) -> dict[str, str]:
         options.run.checkpoint_config.is_on or bool(state.checkpoints),
     )
     losses = (PROCESS, *(DOMAINS if places else HOSTS))
-    return {loss: OUTCOMES[outcome] for loss, outcome in zip(losses, _worst(counted), strict=False)}
+    return {loss: OUTCOMES[outcome] for loss, outcome in zip(losses, counted.worst(), strict=False)}
 
 
 def _places(on: Sequence[str], domains: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
@@ -82,28 +85,10 @@ def _places(on: Sequence[str], domains: Mapping[str, tuple[str, ...]]) -> dict[s
     return {}
 
 
-@lru_cache(maxsize=2)  # asked each second, and placing the parity of 2,000 ranks takes as long
-def _worst(counted: _Counted) -> tuple[int, ...]:
-    """The worst outcome of the death of a member, and of the loss of one and of two places."""
-    return (counted.a_process(), *(counted.places(num) for num in range(1, min(len(set(counted.on)), 3))))
-
-
-def _able_spares(state: State, on: Iterable[str]) -> Counter[str]:
-    """Node → spares there that have a GPU of their own."""
-    there = Counter(state.workers[name].node for name in spares(state))
-    taken, limits = Counter(on), gpus_on(state)
-    return Counter({n: min(number, max(0, limits.get(n, number + taken[n]) - taken[n])) for n, number in there.items()})
-
-
-def _standbys(state: State, on: Iterable[str]) -> Counter[str]:
-    """Node → spares there that can only take a place of that node."""
-    return Counter(state.workers[name].node for name in spares(state)) - _able_spares(state, on)
-
-
 @dataclass(frozen=True)
 class _Counted:
-    """`on`: the place of each rank, which is lost as one. `apart`: what its copies are kept apart by. `able`: (place,
-    spares there that have a GPU)."""
+    """`on`: the place of each rank, which is lost as one. `apart`: the place by which its copies are kept apart.
+    `able`: (place, spares there that have a GPU)."""
 
     mesh: Mesh
     on: tuple[str, ...]
@@ -125,10 +110,15 @@ class _Counted:
     @cached_property
     def shard_on(self) -> dict[int, set[str]]:
         """The places of each shard."""
-        found: dict[int, set[str]] = defaultdict(set)
-        for rank, place_of in enumerate(self.on):
-            found[rank % self.mesh.cp].add(place_of)
-        return found
+        places: dict[int, set[str]] = defaultdict(set)
+        for rank, place_of_rank in enumerate(self.on):
+            places[rank % self.mesh.cp].add(place_of_rank)
+        return places
+
+    @lru_cache(maxsize=2)  # noqa: B019  asked each second, and placing the parity of 2,000 ranks takes as long
+    def worst(self) -> tuple[int, ...]:
+        """The worst outcome of the death of a member, and of the loss of one and of two places."""
+        return (self.a_process(), *(self.places(num) for num in range(1, min(len(set(self.on)), 3))))
 
     def a_process(self) -> int:
         """The worst outcome of the death of one member."""

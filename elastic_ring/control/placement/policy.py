@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, cycle
 
 from elastic_ring.control.messages import Heal
 from elastic_ring.control.pool import placeable
@@ -17,7 +17,7 @@ from elastic_ring.mesh import Mesh
 
 
 class DomainCounts:
-    """Who stands where, while a mesh is filled. `domains_of`: node → its domains, the widest first."""
+    """Members of a mesh that is being filled, by failure domain. `domains_of`: node → its domains, the widest first."""
 
     def __init__(self, cp: int, domains_of: Mapping[str, tuple[str, ...]], reserved: frozenset[str]) -> None:
         self._cp, self._domains_of, self._reserved = cp, domains_of, reserved
@@ -27,19 +27,20 @@ class DomainCounts:
         self._ring: Counter[tuple[int, tuple[str, ...]]] = Counter()
 
     @property
-    def matter(self) -> bool:
+    def is_needed(self) -> bool:
         return bool(self._domains_of or self._reserved)
 
     def count(self, rank: int, node: str, number: int) -> None:
-        """`number` more members (or fewer, below 0) of this rank stand on the node."""
-        if not self.matter:
+        """Adds `number` members of this rank on the node (removes them below 0)."""
+        if not self.is_needed:
             return
         ring, cp_rank = divmod(rank, self._cp)
         self._on_node[cp_rank, node] += number
         self._on_reserved[cp_rank] += number * (node in self._reserved)
-        for domain in self._domains(node):
-            self._holders[cp_rank, domain] += number
-            self._ring[ring, domain] += number
+        names = self._domains_of.get(node, ())
+        for level in range(len(names)):
+            self._holders[cp_rank, names[: level + 1]] += number
+            self._ring[ring, names[: level + 1]] += number
 
     def narrowed(self, rank: int, shelf: Mapping[str, list[str]]) -> dict[str, list[str]]:
         """The nodes of `shelf` (node → free workers) that suit this rank best, as far as domains are concerned.
@@ -63,10 +64,6 @@ class DomainCounts:
             nodes = [node for node in nodes if inside[node] == best]
         return {node: shelf[node] for node in nodes}
 
-    def _domains(self, node: str) -> list[tuple[str, ...]]:
-        names = self._domains_of.get(node, ())
-        return [names[: level + 1] for level in range(len(names))]
-
 
 def heals_of(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> tuple[Heal, ...]:
     """The heals of the next mesh: newcomers of a shard are divided among its donors.
@@ -75,7 +72,10 @@ def heals_of(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> tupl
     snapshot. A member that has a copy of its shard itself needs no heal.
     """
     in_new_mesh = set(members)
-    copied = {cp_rank: _copiers(sources) for cp_rank, sources in situation.sources.items()}
+    copied = {
+        cp_rank: [source.donor for source in sources if not source.parity_from]
+        for cp_rank, sources in situation.sources.items()
+    }
     ranked = [(worker, rank % mesh.cp) for rank, worker in enumerate(members)]
     placed = {worker for worker, cp_rank in ranked if situation.holders.get(worker) == cp_rank}
     served = placed | {worker for worker, cp_rank in ranked if worker in copied.get(cp_rank, ())}
@@ -89,39 +89,24 @@ def heals_of(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> tupl
             continue
         in_mesh = [worker for worker in healers[cp_rank] if worker in placed]
         donors = in_mesh or [worker for worker in healers[cp_rank] if worker not in in_new_mesh]
-        donors = donors or _settled_first(copied.get(cp_rank, []), in_new_mesh - served)
+        if not donors and (copiers := copied.get(cp_rank)):
+            # Those that need no heal themselves, if there are any: others would send before they receive.
+            donors = [worker for worker in copiers if worker in served or worker not in in_new_mesh] or copiers
         for index, donor in enumerate(donors):
             if needy[index :: len(donors)]:
                 heals.append(Heal(cp_rank, donor, tuple(needy[index :: len(donors)])))
-        if not donors:
-            heals += _from_parity(cp_rank, needy, situation.sources.get(cp_rank, ()))
+        if not donors:  # one heal for each newcomer, spread over the parities that have this shard
+            parities = [source for source in situation.sources.get(cp_rank, ()) if source.parity_from]
+            assert parities, f"cp_rank {cp_rank} has a holder, but it was given a rank of another shard"
+            for newcomer, source in zip(needy, cycle(parities), strict=False):
+                heals.append(Heal(cp_rank, source.donor, (newcomer,), source.parity_from))
     return tuple(heals)
-
-
-def _copiers(sources: tuple[Source, ...]) -> list[str]:
-    return [source.donor for source in sources if not source.parity_from]
-
-
-def _settled_first(copiers: list[str], newcomers: set[str]) -> list[str]:
-    """Those that hold a copy and need no heal themselves, if there are any: others would send before they receive."""
-    return [worker for worker in copiers if worker not in newcomers] or copiers
-
-
-def _from_parity(cp_rank: int, needy: list[str], sources: tuple[Source, ...]) -> list[Heal]:
-    """One heal for each newcomer, spread over the parities that have this shard."""
-    parities = [source for source in sources if source.parity_from]
-    assert parities, f"cp_rank {cp_rank} has a holder, but it was given a rank of another shard"
-    chosen = [parities[index % len(parities)] for index in range(len(needy))]
-    return [
-        Heal(cp_rank, source.donor, (newcomer,), source.parity_from)
-        for newcomer, source in zip(needy, chosen, strict=True)
-    ]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Whoever can supply a shard from a snapshot without being its owner: `donor` from a copy, or from a parity
-    together with the own snapshots of `parity_from`."""
+    """A way to a shard of a snapshot without its owner: `donor` has a copy, or a parity that restores it together with
+    the own snapshots of `parity_from`."""
 
     donor: str
     parity_from: tuple[str, ...] = ()
@@ -135,7 +120,7 @@ class Situation:
     worker → rank in a later attempt, for workers outside `members`. `holders`: worker → `cp_rank` of its verified shard
     at the next step. `empty`: live members without one. Workers in `draining` may donate, but become members only if
     `min_dp` rings are impossible without them. `gpus_on`: node → maximum number of members, for nodes with a limit.
-    `domains_of`: node → what it may fail together with, the widest first; `reserved`: nodes that are no spot machines.
+    `domains_of`: node → its failure domains, the widest first; `reserved`: nodes that are no spot machines.
     `avoided`: nodes whose spares come last.
     `sources`: `cp_rank` → who can supply it beside its holders; only where everyone goes back to a snapshot.
     """
@@ -234,51 +219,44 @@ class _Placement:
         self.situation = situation
         self.mesh = mesh
         self.free = dict.fromkeys(able)
-        self.taken: list[str | None] = [None] * mesh.size
+        self.seats: list[str | None] = [None] * mesh.size
         self.holders_on: Counter[tuple[int, str]] = Counter()
         self.ring_on: Counter[tuple[int, str]] = Counter()
         self.new_ring: dict[int, int] = {}
         self.domains = DomainCounts(mesh.cp, situation.domains_of, situation.reserved)
 
     def members(self) -> tuple[str, ...]:
-        assert all(worker is not None for worker in self.taken), self.taken
-        return tuple(worker for worker in self.taken if worker is not None)
+        assert all(worker is not None for worker in self.seats), self.seats
+        return tuple(worker for worker in self.seats if worker is not None)
 
     def keep(self) -> None:
-        """Holders in kept rings keep their ranks."""
-        cp = self.mesh.cp
-        wanted = [
-            (rank, worker)
-            for worker, rank in self._preferred().items()
-            if worker in self.free and self.situation.holders.get(worker) == rank % cp
-        ]
-        self.new_ring = self._kept_rings(Counter([rank // cp for rank, _ in wanted]))
-        self._place_again(wanted)
+        """Holders in kept rings keep their ranks. The rings with most survivors are kept, under their old dp_rank where
+        that still exists."""
+        cp, old_dp, holders = self.mesh.cp, self.situation.mesh.dp, self.situation.holders
+        survivors = [(rank, worker) for rank, worker in self._old_ranks() if holders.get(worker) == rank % cp]
+        num_survivors = Counter(rank // cp for rank, _ in survivors)
+        kept = sorted(sorted(range(old_dp), key=lambda ring: (-num_survivors[ring], ring))[: self.mesh.dp])
+        gaps = iter(sorted(set(range(self.mesh.dp)) - set(kept)))
+        self.new_ring = {ring: ring if ring < self.mesh.dp else next(gaps) for ring in kept}
+        self._place_again(survivors)
 
     def keep_empty(self) -> None:
         """A live member that lost its shard keeps its rank, unless a holder took it, and is healed there."""
-        empty = set(self.situation.empty)
-        preferred = self._preferred().items() if empty else ()
-        self._place_again([(rank, w) for w, rank in preferred if w in self.free and w in empty])
+        if empty := set(self.situation.empty):
+            self._place_again([(rank, worker) for rank, worker in self._old_ranks() if worker in empty])
 
-    def _preferred(self) -> dict[str, int]:
-        """Worker → old global rank; the last mesh that ran overrides later attempts."""
-        return {**self.situation.hints, **{worker: rank for rank, worker in enumerate(self.situation.members)}}
+    def _old_ranks(self) -> list[tuple[int, str]]:
+        """Global ranks of free workers; the last mesh that ran overrides later attempts."""
+        ranks = {**self.situation.hints, **{worker: rank for rank, worker in enumerate(self.situation.members)}}
+        return [(rank, worker) for worker, rank in ranks.items() if worker in self.free]
 
-    def _place_again(self, wanted: Sequence[tuple[int, str]]) -> None:
-        for rank, worker in wanted:
+    def _place_again(self, ranked: Sequence[tuple[int, str]]) -> None:
+        for rank, worker in ranked:
             ring, cp_rank = divmod(rank, self.mesh.cp)
             if ring in self.new_ring:
                 new_rank = self.new_ring[ring] * self.mesh.cp + cp_rank
-                if self.taken[new_rank] is None:
+                if self.seats[new_rank] is None:
                     self._place(new_rank, worker)
-
-    def _kept_rings(self, num_survivors: Counter[int]) -> dict[int, int]:
-        """Old dp_rank → new dp_rank of the rings with most survivors; unchanged where it still exists."""
-        order = sorted(range(self.situation.mesh.dp), key=lambda ring: (-num_survivors[ring], ring))
-        kept = sorted(order[: self.mesh.dp])
-        gaps = iter(sorted(set(range(self.mesh.dp)) - set(kept)))
-        return {ring: ring if ring < self.mesh.dp else next(gaps) for ring in kept}
 
     def move_surplus(self) -> None:
         """Holders without a rank fill gaps of their own shard, which need no heal."""
@@ -287,10 +265,17 @@ class _Placement:
             if worker in self.situation.holders:
                 surplus[self.situation.holders[worker]].append(worker)
         for rank in self._gaps() if surplus else ():
-            candidates = surplus[rank % self.mesh.cp]
+            ring, cp_rank = divmod(rank, self.mesh.cp)
+            candidates = {worker: self.situation.node_of[worker] for worker in surplus[cp_rank]}
             if candidates:
-                best = min(candidates, key=lambda worker: self._cost(rank, self.situation.node_of[worker]))
-                candidates.remove(best)
+                best = min(
+                    candidates,
+                    key=lambda worker: (
+                        self.holders_on.get((cp_rank, candidates[worker]), 0),
+                        -self.ring_on.get((ring, candidates[worker]), 0),
+                    ),
+                )
+                surplus[cp_rank].remove(best)
                 self._place(rank, best)
 
     def fill(self) -> None:
@@ -313,7 +298,7 @@ class _Placement:
         fewest: Counter[int] = Counter()
         for rank in gaps:
             ring = rank // self.mesh.cp
-            near = self.domains.narrowed(rank, shelf) if self.domains.matter else shelf
+            near = self.domains.narrowed(rank, shelf) if self.domains.is_needed else shelf
             node = self._best_node(rank, near, left_in_ring[ring], Counter() if near is not shelf else fewest)
             workers = shelf.pop(node)
             self._place(rank, workers.pop(0))
@@ -336,7 +321,9 @@ class _Placement:
         """
         ring, cp_rank = divmod(rank, self.mesh.cp)
         holders_on, ring_on = self.holders_on, self.ring_on
-        begun = [node for node in self._nodes_of_ring(ring) if node in shelf]
+        seated = self.seats[ring * self.mesh.cp : (ring + 1) * self.mesh.cp]
+        nodes = dict.fromkeys(self.situation.node_of[worker] for worker in seated if worker is not None)
+        begun = [node for node in nodes if node in shelf]
         most = max([ring_on[ring, node] for node in begun]) if begun else 0
         best, best_key = "", (self.mesh.size + 1, 0, 0)
         for node in chain(begun, shelf):
@@ -351,12 +338,6 @@ class _Placement:
         fewest[cp_rank] = best_key[0]
         return best
 
-    def _nodes_of_ring(self, ring: int) -> dict[str, None]:
-        """The nodes of a ring's members, by rank (a dict as an ordered set)."""
-        node_of, first = self.situation.node_of, ring * self.mesh.cp
-        taken = self.taken[first : first + self.mesh.cp]
-        return {node_of[worker]: None for worker in taken if worker is not None}
-
     def _swap_apart(self, gaps: Sequence[int]) -> None:
         """Swap two newcomers of a ring where that moves holders of one shard to different nodes."""
         by_ring: dict[int, list[int]] = defaultdict(list)
@@ -366,7 +347,12 @@ class _Placement:
             if self.holders_on[self._shard_and_node(rank)] < 2:
                 continue
             for other in by_ring[rank // self.mesh.cp]:
-                if self._gain(rank, other) > 0:
+                (shard, here), (other_shard, there) = self._shard_and_node(rank), self._shard_and_node(other)
+                if here == there or shard == other_shard:
+                    continue
+                on = self.holders_on  # pairs of holders of one shard on one node that a swap removes
+                num_fewer = on[shard, here] - on[shard, there] + on[other_shard, there] - on[other_shard, here] - 2
+                if num_fewer > 0:
                     first, second = self._leave(rank), self._leave(other)
                     self._place(rank, second)
                     self._place(other, first)
@@ -376,7 +362,7 @@ class _Placement:
         """Replace a newcomer by an unused spare where that moves holders of one shard to different nodes."""
         for rank in gaps:
             cp_rank, node = self._shard_and_node(rank)
-            if self.taken[rank] not in spare or self.holders_on[cp_rank, node] < 2:
+            if self.seats[rank] not in spare or self.holders_on[cp_rank, node] < 2:
                 continue
             least = self.holders_on[cp_rank, node] - 1
             for idle in [worker for worker in self.free if worker in spare]:
@@ -385,29 +371,17 @@ class _Placement:
                     self._place(rank, idle)
                     break
 
-    def _gain(self, rank: int, other: int) -> int:
-        """How many pairs of holders of one shard on one node a swap removes."""
-        (one, here), (two, there) = self._shard_and_node(rank), self._shard_and_node(other)
-        if here == there or one == two:
-            return 0
-        on = self.holders_on
-        return on[one, here] - 1 - on[one, there] + on[two, there] - 1 - on[two, here]
-
     def _shard_and_node(self, rank: int) -> tuple[int, str]:
-        worker = self.taken[rank]
+        worker = self.seats[rank]
         assert worker is not None
         return rank % self.mesh.cp, self.situation.node_of[worker]
 
-    def _cost(self, rank: int, node: str) -> tuple[int, int]:
-        ring, cp_rank = divmod(rank, self.mesh.cp)
-        return self.holders_on.get((cp_rank, node), 0), -self.ring_on.get((ring, node), 0)
-
     def _gaps(self) -> list[int]:
-        return [rank for rank, worker in enumerate(self.taken) if worker is None]
+        return [rank for rank, worker in enumerate(self.seats) if worker is None]
 
     def _place(self, rank: int, worker: str) -> None:
         self.free.pop(worker, None)
-        self.taken[rank] = worker
+        self.seats[rank] = worker
         ring, cp_rank = divmod(rank, self.mesh.cp)
         node = self.situation.node_of[worker]
         self.holders_on[cp_rank, node] += 1
@@ -416,9 +390,9 @@ class _Placement:
 
     def _leave(self, rank: int) -> str:
         ring, cp_rank = divmod(rank, self.mesh.cp)
-        worker = self.taken[rank]
+        worker = self.seats[rank]
         assert worker is not None
-        self.taken[rank] = None
+        self.seats[rank] = None
         node = self.situation.node_of[worker]
         self.holders_on[cp_rank, node] -= 1
         self.ring_on[ring, node] -= 1

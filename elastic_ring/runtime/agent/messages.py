@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from elastic_ring.control.messages import decoded
+from elastic_ring.control.messages import from_json
 from elastic_ring.runtime.agent.gpu_health import Reading
 
 
@@ -162,5 +162,5 @@ _KINDS: dict[str, type] = {kind.__name__: kind for base in (FromAgent, ToAgent) 
 
 
 def message_of(data: Mapping[str, Any]) -> Any:
-    """The inverse of `control.messages.to_json`. Raises as `decoded`."""
-    return decoded(data, _KINDS)
+    """The inverse of `control.messages.to_json`. Raises as `control.messages.from_json`."""
+    return from_json(data, _KINDS)

@@ -40,7 +40,7 @@ from elastic_ring.control.messages import (
     StragglerFound,
     Vote,
 )
-from elastic_ring.control.placement.coverage import covered, said
+from elastic_ring.control.placement.coverage import covered, describe
 from elastic_ring.control.state import (
     Building,
     Change,
@@ -256,7 +256,7 @@ class RunRecorder:
         elif record.remark:
             self._report(StepSkipped(step, record.remark), record.remark)
         if outcome.finding:
-            self.found_wrong(outcome.finding.told(step))
+            self.found_wrong(outcome.finding.describe(step))
         if record.frozen_s:
             self.goodput.lost.add("frozen", record.frozen_s)
             self.recoveries.say(
@@ -298,7 +298,7 @@ class RunRecorder:
             self._resumed(change.restored)
         costs = covered(state)
         if change.previous_mesh is None and len(costs) > 1:  # there is more than one host
-            self.recoveries.say(said(costs))
+            self.recoveries.say(describe(costs))
         self.recoveries.compare_members(change.mesh, change.members)
         if change.previous_mesh is not None and (not change.planned or change.drained):
             self.recoveries.begin(change, self.metrics.last_step + 1, self._attempt_began_at)

@@ -17,7 +17,7 @@ import torch
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.capacity.scaling import Ask, next_ask, sizes
 from elastic_ring.control.options import AUTO, parse_copies
-from elastic_ring.control.placement.coverage import COPIES, OUTCOMES, PROCESS, said, without_holder
+from elastic_ring.control.placement.coverage import COPIES, OUTCOMES, PROCESS, describe, without_holder
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.driver.cluster import NodeInfo, live_nodes
 from elastic_ring.runtime.ray_head import RENEW_S, Autoscaler
@@ -167,7 +167,7 @@ def with_settled_copies(run: RunConfig, mesh: Mesh, num_parameters: int, nodes: 
     if mesh.dp > 1:
         return run
     outcome = without_holder(mesh, parse_copies(run.copies, mesh.dp), run.checkpoint_config.is_on)
-    cost = said({PROCESS: f"{OUTCOMES[outcome]}{_how_often(run, outcome)}"})
+    cost = describe({PROCESS: f"{OUTCOMES[outcome]}{_how_often(run, outcome)}"})
     if mesh.size == 1:
         log.warning("one rank: nobody else holds its state; %s", cost)
     elif run.copies == "0":

@@ -67,7 +67,7 @@ def test_a_replica_that_differs_is_named_by_majority_and_by_nobody_among_two(mes
     for rank in range(mesh.size):
         found = once(wrong(table(mesh), rank, FIELD[what]), mesh)
         assert found is not None
-        assert found.what == what
+        assert found.quantity == what
         assert found.differs == mesh.replicas(mesh.coordinate(rank).cp_rank)
         assert found.ranks == ((rank,) if mesh.dp >= 3 else ())
 
@@ -78,7 +78,7 @@ def test_a_rank_whose_local_gradients_are_always_wrong_is_named_by_the_rings_on_
         rows = wrong(wrong(table(mesh), rank, "own"), rank, "again")
         found = once(rows, mesh)
         assert found is not None
-        assert found.what == LOCAL
+        assert found.quantity == LOCAL
         assert rank in found.differs
         assert found.ranks == ((rank,) if mesh.dp >= 3 else ())
 
@@ -90,7 +90,7 @@ def test_a_fault_that_comes_once_is_named_by_the_second_attempt(mesh: Mesh, fiel
         first = wrong(table(mesh), rank, field)
         found = once(first, mesh)
         assert found is not None
-        assert (found.what, found.ranks) == (LOCAL, ()), "one of the two rings, but which?"
+        assert (found.quantity, found.ranks) == (LOCAL, ()), "one of the two rings, but which?"
         again = judge(table(mesh), list(first), LOCAL, mesh)
         assert again is not None
         assert (again.ranks, again.is_over) == ((rank,), True)

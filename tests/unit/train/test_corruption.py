@@ -41,7 +41,7 @@ def attempt(me: Any, num_steps: int) -> tuple[str, str, tuple[int, ...]]:
         outcome, _ = me.state.run(me.state.applied, boundary=False)
     except ElasticRingError as error:
         return type(error).__name__, str(error), getattr(error, "ranks", ())
-    return "", outcome.finding.told(outcome.vote.step) if outcome.finding else "", ()
+    return "", outcome.finding.describe(outcome.vote.step) if outcome.finding else "", ()
 
 
 def prepare(four: Membership, mesh: Mesh, how: str) -> range:

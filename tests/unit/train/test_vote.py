@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ring.control.decisions.corruption import WHATS, Digests
+from elastic_ring.control.decisions.corruption import QUANTITIES, Digests
 from elastic_ring.control.decisions.loss_spikes import VERDICTS, SpikeBallot
 from elastic_ring.control.messages import Vote
 from elastic_ring.mesh import Mesh
@@ -106,7 +106,7 @@ def test_a_rank_reads_of_each_row_what_was_said() -> None:
     flags = Flag.BOUNDARY | Flag.BUSY | Flag.COPY_FAILED
     spike = SpikeBallot(7, math.inf, VERDICTS.index("clip"), clips_harder=True)
     tally = Tally(1e-300, 3.0, -math.inf, 2.0**53, (1.0, 2.0**32, 0.0, 4.0), flags, spike)
-    told = Digests(1.0, 2.0, 3.0, 4.0, 5.0), WHATS[2], Digests(2.0**48, 7.0, 8.0, 9.0, 1.0)
+    told = Digests(1.0, 2.0, 3.0, 4.0, 5.0), QUANTITIES[2], Digests(2.0**48, 7.0, 8.0, 9.0, 1.0)
     whole = Ballot(tally, 0.25, 0.5, *told, 1.5)
     for said in (whole, ballot(), Ballot(Tally())):
         assert Ballot.of(said.row().tolist()) == said
