@@ -118,7 +118,7 @@ def member_failed(ctx: Transition, event: MemberFailed) -> None:
 def expire(ctx: Transition) -> None:
     """Send the order again at `ask_again_at`. At the deadline give up this attempt.
 
-    One stuck member blocks all others in the rendezvous, so a missing answer does not show who is stuck. A silent
+    One stuck member blocks all others in the rendezvous, so a missing answer does not show which one is stuck. A silent
     member is killed here only if every shard has another member that resumed. A stuck member does not answer the
     `Stop` that follows, and is killed then.
     """

@@ -10,41 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ring.control import building, forming, phases, reconnect, recovery
+from elastic_ring.control import building, forming, messages, phases, reconnect, recovery
 from elastic_ring.control.capacity import scaling, worker_pool
 from elastic_ring.control.decisions import callbacks, data_order, memory_ladder, replacements
 from elastic_ring.control.facts import Fact
-from elastic_ring.control.messages import (
-    BuildFailed,
-    CallbacksAnswered,
-    CallbacksAwaited,
-    CheckpointDue,
-    CheckpointsKnown,
-    Command,
-    CoordinatorStarted,
-    CorpusGrew,
-    CorpusRecalled,
-    DrainRequested,
-    Event,
-    Finalized,
-    MemberEvent,
-    MemberFailed,
-    MemoryTight,
-    NodeDraining,
-    NodeJoined,
-    NodeLost,
-    NodesListed,
-    Published,
-    Report,
-    Resumed,
-    ScaleRequested,
-    Status,
-    StragglerFound,
-    Tick,
-    WorkerLost,
-    WorkerReady,
-    WorkerStarting,
-)
+from elastic_ring.control.messages import Command, Event, MemberEvent
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import (
     Building,
@@ -117,19 +87,19 @@ def advance(state: State, event: Event | Fact, now: float) -> Decision:
     if ctx.state is state or (ctx.phase == state.phase and ctx.state == state):
         return Decision(state, tuple(ctx.commands), reason)
     story = (*state.story, (type(event).__name__, reason[:400]))[-_STORY_LENGTH:]
-    vars(ctx.state)["story"] = story  # made in this call, so nobody has seen it without
+    vars(ctx.state)["story"] = story  # this new state has not left the call
     return Decision(ctx.state, tuple(ctx.commands), reason)
 
 
 def stale_because(state: State, event: Event) -> str:
     """Why the event is ignored: another term or generation, or a lost sender. Empty if it counts."""
-    if isinstance(event, CoordinatorStarted):
+    if isinstance(event, messages.CoordinatorStarted):
         return "" if event.term > state.term else f"term {event.term} began before"
     if not isinstance(event, MemberEvent):
         return ""
     if event.term != state.term:
         return f"term {event.term}, not {state.term}"
-    if isinstance(event, Status) or isinstance(state.phase, _UNSETTLED):
+    if isinstance(event, messages.Status) or isinstance(state.phase, _UNSETTLED):
         return ""
     if event.generation != state.generation:
         return f"generation {event.generation}, not {state.generation}"
@@ -140,13 +110,13 @@ def stale_because(state: State, event: Event) -> str:
 # ---------------------------------------------------------------- rows that several phases share
 
 
-def _worker_ready(ctx: Transition, event: WorkerReady) -> None:
+def _worker_ready(ctx: Transition, event: messages.WorkerReady) -> None:
     if worker_pool.worker_ready(ctx, event) and isinstance(ctx.phase, Reconnecting):
-        status = Status(event.cause, event.worker, ctx.state.term, 0, "spare")
+        status = messages.Status(event.cause, event.worker, ctx.state.term, 0, "spare")
         ctx.edit_phase(answers=ctx.phase.answers.having({event.worker: status}))
 
 
-def _worker_lost(ctx: Transition, event: WorkerLost) -> None:
+def _worker_lost(ctx: Transition, event: messages.WorkerLost) -> None:
     if event.worker not in ctx.state.workers:
         recovery.learn_cause(ctx, event)
     _pass_on(ctx, worker_pool.worker_lost(ctx, event))
@@ -171,73 +141,72 @@ _LOSSES: dict[type, Callable[[Transition, tuple[LostWorker, ...]], None]] = {
 }
 
 _EVERYWHERE: dict[type, Handler] = {
-    CoordinatorStarted: reconnect.restart,
-    NodeJoined: worker_pool.node_joined,
-    NodeLost: lambda ctx, event: _pass_on(ctx, worker_pool.lose_node(ctx, event.node)),
-    NodesListed: forming.nodes_listed,
-    NodeDraining: worker_pool.node_draining,
-    WorkerStarting: worker_pool.worker_starting,
-    WorkerReady: _worker_ready,
-    WorkerLost: _worker_lost,
-    DrainRequested: lambda ctx, event: worker_pool.drain(ctx, [event.worker]),
-    ScaleRequested: scaling.scale,
-    StragglerFound: replacements.replace_straggler,
-    MemoryTight: memory_ladder.tight,
-    Status: reconnect.late_ready,
-    CheckpointsKnown: forming.checkpoints_known,
-    CheckpointDue: phases.checkpoint_due,
-    CallbacksAwaited: _ignore,
-    CallbacksAnswered: callbacks.answered,
-    CorpusRecalled: data_order.recall,
-    CorpusGrew: data_order.lengthen_corpus,
-    Tick: lambda ctx, event: None,  # `_settle` checks deadlines after every event
+    messages.CoordinatorStarted: reconnect.restart,
+    messages.NodeJoined: worker_pool.node_joined,
+    messages.NodeLost: lambda ctx, event: _pass_on(ctx, worker_pool.lose_node(ctx, event.node)),
+    messages.NodesListed: forming.nodes_listed,
+    messages.NodeDraining: worker_pool.node_draining,
+    messages.WorkerStarting: worker_pool.worker_starting,
+    messages.WorkerReady: _worker_ready,
+    messages.WorkerLost: _worker_lost,
+    messages.DrainRequested: lambda ctx, event: worker_pool.drain(ctx, [event.worker]),
+    messages.ScaleRequested: scaling.scale,
+    messages.StragglerFound: replacements.replace_straggler,
+    messages.MemoryTight: memory_ladder.tight,
+    messages.Status: reconnect.late_ready,
+    messages.CheckpointsKnown: forming.checkpoints_known,
+    messages.CheckpointDue: phases.checkpoint_due,
+    messages.CallbacksAwaited: _ignore,
+    messages.CallbacksAnswered: callbacks.answered,
+    messages.CorpusRecalled: data_order.recall,
+    messages.CorpusGrew: data_order.lengthen_corpus,
+    messages.Tick: lambda ctx, event: None,  # `_settle` checks deadlines after every event
 }
 
 _BY_PHASE: dict[type, dict[type, Handler]] = {
-    Idle: {CoordinatorStarted: reconnect.adopt},
-    Forming: {**_EVERYWHERE, Report: _ignore, Published: _ignore},
+    Idle: {messages.CoordinatorStarted: reconnect.adopt},
+    Forming: {**_EVERYWHERE, messages.Report: _ignore, messages.Published: _ignore},
     Building: {
         **_EVERYWHERE,
-        Resumed: building.resumed,
-        Report: building.paused_early,
-        Published: building.published,
-        BuildFailed: building.build_failed,
-        MemberFailed: building.member_failed,
-        CallbacksAwaited: callbacks.awaited,
+        messages.Resumed: building.resumed,
+        messages.Report: building.paused_early,
+        messages.Published: building.published,
+        messages.BuildFailed: building.build_failed,
+        messages.MemberFailed: building.member_failed,
+        messages.CallbacksAwaited: callbacks.awaited,
     },
     Running: {
         **_EVERYWHERE,
-        Report: phases.running_report,
-        Published: phases.running_published,
-        MemberFailed: phases.running_member_failed,
-        CallbacksAwaited: callbacks.awaited,
-        Resumed: _ignore,
-        BuildFailed: _ignore,  # from a donor outside the mesh, which was ordered to become a spare
+        messages.Report: phases.running_report,
+        messages.Published: phases.running_published,
+        messages.MemberFailed: phases.running_member_failed,
+        messages.CallbacksAwaited: callbacks.awaited,
+        messages.Resumed: _ignore,
+        messages.BuildFailed: _ignore,  # from a donor outside the mesh, which was ordered to become a spare
     },
-    Closing: {**_EVERYWHERE, Report: phases.closing_report, Published: phases.running_published},
+    Closing: {**_EVERYWHERE, messages.Report: phases.closing_report, messages.Published: phases.running_published},
     Finishing: {
         **_EVERYWHERE,
-        Finalized: phases.finalized,
-        Published: phases.running_published,
-        MemberFailed: phases.finishing_member_failed,
-        Report: _ignore,
-        Resumed: _ignore,
-        BuildFailed: _ignore,  # as above
+        messages.Finalized: phases.finalized,
+        messages.Published: phases.running_published,
+        messages.MemberFailed: phases.finishing_member_failed,
+        messages.Report: _ignore,
+        messages.Resumed: _ignore,
+        messages.BuildFailed: _ignore,  # as above
     },
     Reconnecting: {
         **_EVERYWHERE,
-        Status: reconnect.answered,
-        MemberFailed: reconnect.disturbed,
-        Report: reconnect.disturbed,
-        Published: _ignore,
-        Resumed: _ignore,
-        BuildFailed: _ignore,
-        Finalized: _ignore,
+        messages.Status: reconnect.answered,
+        messages.MemberFailed: reconnect.disturbed,
+        messages.Report: reconnect.disturbed,
+        messages.Published: _ignore,
+        messages.Resumed: _ignore,
+        messages.BuildFailed: _ignore,
+        messages.Finalized: _ignore,
     },
     Ended: {
-        **dict.fromkeys(_EVERYWHERE, _ignore),
-        **dict.fromkeys((MemberFailed, Report, Published, Resumed, BuildFailed, Finalized), _ignore),
-        CoordinatorStarted: reconnect.restart_ended,
+        **dict.fromkeys([*_EVERYWHERE, messages.Published, *MemberEvent.__subclasses__()], _ignore),
+        messages.CoordinatorStarted: reconnect.restart_ended,
     },
 }
 
@@ -245,7 +214,7 @@ TABLE: dict[tuple[type[Phase], type[Event]], Handler] = {
     (phase, event): handler for phase, rows in _BY_PHASE.items() for event, handler in rows.items()
 }
 
-# ---------------------------------------------------------------- what follows after every event
+# ---------------------------------------------------------------- after every event
 
 
 def _settle(ctx: Transition) -> None:
@@ -276,7 +245,7 @@ def _settle(ctx: Transition) -> None:
 
 
 def _may_start_workers_at(state: State) -> float | None:
-    """From when on workers may be started; None during a recovery: a starting process takes CPU and disk from it."""
+    """The time from which workers may start; None during a recovery: a starting process takes CPU and disk from it."""
     phase, change = state.phase, state.last_change
     if isinstance(phase, _WITHOUT_STARTS) or (isinstance(phase, Closing) and not phase.waiting):
         return None
@@ -290,7 +259,7 @@ def next_deadline(state: State) -> float | None:
     if isinstance(state.phase, _WITHOUT_RUN):
         return None
     due = [at for at in (state.pool.earliest, forming.gathers_until(state)) if at is not None]
-    # Where nobody may be started, a backoff that is over must not tick without end.
+    # Where no worker may be started, an expired backoff must not tick without end.
     allowed_at = _may_start_workers_at(state)
     due += [max(at, allowed_at) for at in worker_pool.start_deadlines(state)] if allowed_at is not None else []
     due += _phase_deadlines(state)

@@ -34,7 +34,7 @@ class FaultFired(Fact, note="fault"):
 
 @dataclass(frozen=True)
 class WorkerStarted(Fact, note="worker"):
-    """`environment`: what the bits of a result depend on besides its inputs (`runtime.worker.env_fingerprint`)."""
+    """`environment`: versions and hardware on which the bits of a result depend (`runtime.worker.env_fingerprint`)."""
 
     worker: str
     pid: int

@@ -61,7 +61,7 @@ class Beginning:
 
 
 def situation_of(state: State, mesh: Mesh, target_dp: int, **reports: Any) -> policy.Situation:
-    """What `policy` has to know: the pool of this state, and what the `reports` of members say."""
+    """The input of `policy.plan`: the pool of this state, and the fields that follow from `reports` of members."""
     return policy.Situation(
         mesh=mesh,
         target_dp=target_dp,
@@ -128,7 +128,7 @@ def order_build(
         ctx.set(committed=step, newest_vote=None, given_up=SnapshotId(step, membership.id))
     ctx.set(last_change=_change(ctx.state, plan, incident, beginning, situation))
     replacements.note_replacement(ctx, incident, plan.mesh, plan.members)
-    # An error of the user's code before this build says nothing about what follows it.
+    # An error of the user's code before this build has no meaning after it.
     incident = replace(incident, raised_step=None)
     limit_s = state.options.building_s(restores=beginning.restore is not None)
     ask_again_at = ctx.now + state.options.timeouts.build_s / 2
@@ -235,7 +235,7 @@ def gather(ctx: Transition) -> None:
 
 
 def gathers_until(state: State) -> float | None:
-    """Until when the first workers wait for nodes that Ray lists; None where all have joined."""
+    """The time until which the first starts wait for nodes that Ray lists; None once all have joined."""
     phase = state.phase
     if not isinstance(phase, Forming) or not phase.awaited:
         return None

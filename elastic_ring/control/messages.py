@@ -75,7 +75,7 @@ class SnapshotId:
 class HeldCopy:
     """A verified snapshot, copy or parity in a worker's memory.
 
-    `cp_ranks`: whose state it is. `own`: the worker's own snapshot. `parity_of`: the workers whose snapshots were
+    `cp_ranks`: of its state. `own`: the worker's own snapshot. `parity_of`: the workers whose snapshots were
     XORed, in the order of `cp_ranks`; empty for others, which have one entry in `cp_ranks`.
     """
 
@@ -101,7 +101,7 @@ class ParityGroup:
 
 @dataclass(frozen=True)
 class Event:
-    """What has happened. The commands and log lines that it leads to repeat `cause`."""
+    """Input of the core. The commands and log lines that it leads to repeat `cause`."""
 
     cause: str
 
@@ -113,7 +113,7 @@ class WorkerEvent(Event):
 
 @dataclass(frozen=True)
 class MemberEvent(WorkerEvent):
-    """It counts only in its own term, and once the members of a generation have met, in its own generation."""
+    """An event that counts only in its own term and, once the members have met, in its own generation."""
 
     term: int
     generation: int
@@ -131,8 +131,8 @@ class NodeJoined(Event):
     """A node joined the cluster, or its capacity changed.
 
     `num_slots`: workers that fit on it. `num_gpus`: how many of them may be members at the same time, one for each
-    GPU; None: no limit. `domains`: what it may fail together with, the widest first (zone, rack, host); empty if nobody
-    says. `is_reserved`: the cluster does not take it away as it does a spot machine.
+    GPU; None: no limit. `domains`: its failure domains, the widest first (zone, rack, host); empty: unknown.
+    `is_reserved`: the cluster does not take it away as it does a spot machine.
     """
 
     node: str
@@ -160,7 +160,7 @@ class NodeLost(Event):
 class NodeDraining(Event):
     """A node will leave (preemption, autoscaler): its workers hand over their state at the next boundary.
 
-    `leaves_at`: when it is gone, in seconds on the coordinator's clock; 0 if nobody says.
+    `leaves_at`: when it is gone, in seconds on the coordinator's clock; 0: unknown.
     """
 
     node: str
@@ -224,7 +224,7 @@ class MemoryTight(Event):
 
 @dataclass(frozen=True)
 class ScaleRequested(Event):
-    """From now on at most `max_dp` rings, at least `min_dp`, and `spares` spares; None leaves a number as it is."""
+    """New limits: at most `max_dp` rings, and `spares` spares; None leaves a number as it is."""
 
     max_dp: int | None = None
     spares: int | None = None
@@ -324,7 +324,7 @@ class Status(MemberEvent):
 class CheckpointsKnown(Event):
     """The checkpoints that count, by step. Sent when a coordinator starts, and whenever one is added or removed.
 
-    `write_s`: what the last one took to write; 0 if none was written yet."""
+    `write_s`: the duration of the last write; 0 if none was written yet."""
 
     checkpoints: tuple[Checkpoint, ...]
     write_s: float = 0.0
@@ -356,7 +356,7 @@ class CallbacksAnswered(Event):
 
 @dataclass(frozen=True)
 class CorpusRecalled(Event):
-    """What earlier submissions of this lineage decided: the versions of the corpus after the first, also those that
+    """Decisions of earlier submissions of this lineage: the versions of the corpus after the first, also those that
     hold from a step after the checkpoint on, and which batches are left out. They ran `num_steps` steps in all, from
     step 0 on."""
 
@@ -407,7 +407,7 @@ class StartWorker(WorkerCommand):
 
 @dataclass(frozen=True)
 class DrainNode(Command):
-    """The run leaves this node for good, and its cluster may remove it. Nobody of the run is started there again."""
+    """The run leaves this node for good, and its cluster may remove it. No worker of the run is started there again."""
 
     node: str
     term: int = 0
@@ -476,10 +476,10 @@ class Build(MemberCommand):
     `members[global_rank]` is the worker of that rank; `step` runs next. Members still at `step - 1` first apply the
     vote `roll_forward`. `fresh`: no state exists; it comes from the checkpoint `restore`, or from the seed without one.
 
-    `step_back`: the live state is given up; every member begins from this snapshot: one that no heal names loads what
-    it holds of its `cp_rank` itself. `keep`: the snapshot that is held most often. What is newer than `step_back`, or
-    than `keep` without it, is dropped at once (all, if both are None); older ones stay until the first snapshot in this
-    build is complete.
+    `step_back`: the live state is given up; every member begins from this snapshot: a member that no heal names loads
+    its own part or copy of its `cp_rank`. `keep`: the snapshot that is held most often. Newer ones than `step_back`, or
+    than `keep` without it, are dropped at once (all, if both are None); older ones stay until the first snapshot of
+    this build is complete.
     `copy_holders[global_rank]`: the ranks that hold copies of that rank's snapshots from here on. `parity_groups`: the
     ranks whose parity a rank keeps. Both empty: no copies. `memory_reliefs`: the reliefs of `memory_ladder` in force.
     `saves`: every member takes a checkpoint of `step` before it trains on, where checkpoints are taken at all.
@@ -506,7 +506,7 @@ class Build(MemberCommand):
 
     @property
     def goes_back(self) -> bool:
-        """Whether committed steps are given up: what members of older generations did after `step` counts no more."""
+        """Whether committed steps are given up: steps of older generations from `step` on count no more."""
         return self.restore is not None or self.step_back is not None
 
 
@@ -517,8 +517,8 @@ class Standby(MemberCommand):
 
 @dataclass(frozen=True)
 class Release(WorkerCommand):
-    """Exit cleanly. Sent at the end of a drain and of the run. `wrong`: what this worker computed wrongly, so that it
-    first marks its GPU as bad; empty if nothing."""
+    """Exit cleanly. Sent at the end of a drain and of the run. `wrong`: the wrong result of this worker, which
+    then marks its GPU as bad first; empty if there is none."""
 
     term: int = 0
     wrong: str = ""
@@ -553,7 +553,7 @@ def to_json(message: object) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`dataclasses.asdict`, without copies of what does not change: an event's line is written before its commands."""
+    """`dataclasses.asdict` without deep copies: all values are immutable."""
     if isinstance(value, tuple):
         return tuple([_plain(item) for item in value])
     return {name: _plain(item) for name, item in vars(value).items()} if hasattr(value, "__dict__") else value

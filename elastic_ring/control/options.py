@@ -1,4 +1,4 @@
-"""Settings of the control core: the user's, as they are declared, and what only the core waits for or counts."""
+"""Settings of the control core: the user's, and the core's own timeouts and limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CopyMode:
 
     @property
     def num_ranks_needed(self) -> int:
-        """The smallest mesh on which every holder is another rank than those whose state it keeps."""
+        """The smallest mesh on which no rank holds a copy of its own state."""
         return 1 + max(self.num_copies, self.group_size)
 
 
@@ -57,15 +57,15 @@ class ControlOptions:
         return self.run.timeouts
 
     def building_s(self, *, restores: bool) -> float:
-        """For one build, with the reading of a checkpoint or without."""
+        """The limit for one build, with the reading of a checkpoint or without."""
         return self.timeouts.build_s + (self.timeouts.restore_s if restores else 0.0)
 
     def copy_mode(self, mesh: Mesh) -> CopyMode:
-        """What members of `mesh` hold of each other."""
+        """The copies that members of `mesh` hold of each other."""
         return parse_copies(self.run.copies, mesh.dp)
 
     def scaled(self, *, dp_limit: int, spares: int) -> ControlOptions:
-        """The same with so many rings at most, and so many spares."""
+        """A copy with other limits."""
         dp = min(self.scaling.dp, dp_limit)
         return replace(self, scaling=replace(self.scaling, dp=dp, max_dp=dp_limit, spares=spares))
 

@@ -37,7 +37,7 @@ from elastic_ring.control.transition import Transition
 RELAX, CLIMB, GREW = "a relief of the memory ladder less", "a relief of the memory ladder more", "more of the corpus"
 MAX_REASON_CHARS = 300
 WRONG = "computed wrongly"
-"""Loss reason of a worker with whose results the others do not agree."""
+"""Loss reason of a worker whose results differ from the majority's."""
 
 # ---------------------------------------------------------------- running
 
@@ -83,7 +83,6 @@ def failure_line(event: MemberFailed) -> str:
 
 
 def go_back(ctx: Transition, incident: Incident, membership: Membership, event: MemberFailed) -> None:
-    """Close, to go back on purpose; or end the run where that was done too often."""
     back = data_order.plan_rollback(ctx, event)
     if back is not None:
         why = f"to go back to before step {back.first_step}: {back.why}"
@@ -91,8 +90,8 @@ def go_back(ctx: Transition, incident: Incident, membership: Membership, event: 
 
 
 def kill_faulty(ctx: Transition, event: MemberFailed) -> tuple[LostWorker, ...]:
-    """Kill workers whose state cannot be used, and count them as lost at once: those that computed wrongly, whose nodes
-    are the last to be hired on, or the sender, whose device failed."""
+    """Kill workers whose state cannot be used, and count them as lost at once: the accused, whose nodes are avoided
+    from now on, or the sender, whose device failed."""
     losses = []
     for worker in ctx.ready_among(event.accused or [event.worker]):
         node = ctx.state.workers[worker].node
@@ -390,7 +389,7 @@ def expire_finishing(ctx: Transition) -> None:
 
 
 def checkpoint_due(ctx: Transition, event: CheckpointDue) -> None:
-    """Rank 0 agrees with the others on the step."""
+    """Request a checkpoint of rank 0, which agrees with the others on the step."""
     if isinstance(ctx.phase, Running):
         ctx.stop(ctx.phase.membership.members[:1], "save")
     else:

@@ -1,4 +1,4 @@
-"""The workers and nodes of a state, and what is counted of them, so that no event has to look at all of them.
+"""The workers and nodes of a state with counts of them, so that no event has to look at all of them.
 
 All values are immutable: a change makes a new version, which shares what stays. No decisions here.
 """
@@ -46,7 +46,7 @@ class Node:
 
     `start_failures`: consecutive failed starts. `start_errors`: those of them that gave an error of their own, the last
     of which is `last_failure`. No worker starts here before `backoff_until`. `leaves_at`: when a draining node is gone;
-    0: nobody says. `domains` and `is_reserved` as in `NodeJoined`. `avoided`: a member there was slow or computed
+    0: unknown. `domains` and `is_reserved` as in `NodeJoined`. `avoided`: a member there was slow or computed
     wrongly: the last to be hired on, and its spares the last to be taken.
     """
 
@@ -133,7 +133,7 @@ class Versions(Mapping[K, V]):
             return False
         if self._base is not other._base:
             return self._whole() == other._whole()
-        # The latest change first: it is what a version and the one before differ in.
+        # The latest change first: consecutive versions differ in it.
         return all(self[key] == other.get(key, _ABSENT) for key in (*reversed(self._recent), *other._recent))
 
     __hash__ = None  # type: ignore[assignment]
@@ -315,7 +315,7 @@ class Pool:
         return max(0, num_gpus - self.counts_on(node).leaving)
 
     def usable(self, names: frozenset[str], now: float) -> list[Node]:
-        """Those of these nodes that are not in backoff, in the order in which they joined."""
+        """The named nodes that are not in backoff, in the order in which they joined."""
         ordered = names if len(names) < 2 else (name for name in self.nodes if name in names)
         return [node for node in map(self.nodes.__getitem__, ordered) if node.backoff_until <= now]
 

@@ -26,7 +26,6 @@ from elastic_ring.control.transition import Transition
 
 
 def adopt(ctx: Transition, event: CoordinatorStarted) -> None:
-    """The first coordinator of a run: no workers exist yet."""
     ctx.set(term=event.term, pool_changed_at=ctx.now)
     ctx.enter(Forming(ctx.now, gathers=True))
     ctx.explain(f"coordinator of term {event.term} forms the run")
@@ -97,7 +96,6 @@ def answered(ctx: Transition, event: Status) -> None:
 
 
 def late_ready(ctx: Transition, event: Status) -> None:
-    """A `Status` of a starting worker replaces its lost `WorkerReady`."""
     worker = ctx.state.workers.get(event.worker)
     if worker is not None and worker.status == "starting":
         worker_pool.mark_ready(ctx, worker)

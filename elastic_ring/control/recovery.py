@@ -23,12 +23,10 @@ from elastic_ring.control.state import (
     LostWorker,
     Membership,
     State,
-    end_step,
     expect,
     next_awaited,
 )
 from elastic_ring.control.transition import Transition
-from elastic_ring.mesh import Mesh
 
 
 def open_incident(
@@ -105,7 +103,7 @@ def begin_closing(ctx: Transition, membership: Membership, incident: Incident, w
 
 
 def learn_vote(ctx: Transition, membership: Membership, vote: Vote | None) -> bool:
-    """Record a vote and its step as committed; True if it was new. `quorum.decide` says which votes count."""
+    """Record a vote that counts (as in `quorum.decide`), and its step as committed; True if it was new."""
     if vote is None or (vote.step >= membership.step and vote.membership_id != membership.id):
         return False
     newest = ctx.state.newest_vote
@@ -117,14 +115,12 @@ def learn_vote(ctx: Transition, membership: Membership, vote: Vote | None) -> bo
 
 
 def is_any_silent(state: State) -> bool:
-    """Whether a ready member has not reported while closing."""
     phase = expect(state, Closing)
     everyone = phase.membership.everyone
     return next_awaited(state, everyone, phase.reports, phase.num_settled) < len(everyone)
 
 
 def try_close(ctx: Transition) -> None:
-    """Rebuild once every member has reported or is gone."""
     phase = expect(ctx.state, Closing)
     if is_any_silent(ctx.state) or not phase.membership.part.isdisjoint(ctx.state.pool.dying):
         return
@@ -148,7 +144,7 @@ def rebuild(
         incident = replace(incident, rolled_forward=decided.roll_forward.step)
     if not incident.counted:
         incident = replace(incident, counted=True)
-        if _is_crash_loop(ctx, incident, (incident.base or membership).mesh, decided.step):
+        if crash_loop.end_if_crash_loop(ctx, incident, (incident.base or membership).mesh, decided.step):
             return
         memory_ladder.climb_after_deaths(ctx, incident)
     base = incident.base or membership
@@ -176,31 +172,6 @@ def rebuild(
         order_build(ctx, planned, incident, Beginning(decided.step, decided.roll_forward, keep=keep), situation)
 
 
-def _is_crash_loop(ctx: Transition, incident: Incident, mesh: Mesh, step: int) -> bool:
-    """End the run and return True if one step's own work has likely killed members too often."""
-    crash = crash_loop.crash_of(incident, mesh, step, end_step(ctx.state))
-    if crash is None:
-        return False
-    earlier = tuple(before for before in ctx.state.crashes if before.step == crash.step)
-    ctx.set(crashes=(*earlier, crash))
-    counted = crash_loop.with_one_cause(ctx.state.crashes)
-    if len(counted) < ctx.options.run.crash_loop_limit:
-        return False
-    if crash.step < end_step(ctx.state):
-        work, look = f"step {crash.step}", f"the batch of step {crash.step} and at the memory it needs"
-    else:
-        work, look = "writing the weights", "the memory of ring 0's nodes: each rank holds one file of weights (4 GiB)"
-    ctx.end(
-        "CrashLoop",
-        f"{work} killed members in {len(counted)} recoveries, so it is not run once more. Counted: "
-        f"{crash_loop.describe(counted)}. Look at {look}. The last death: {crash.deaths[0].detail}",
-        step=crash.step,
-        recoveries=len(counted),
-        **data_order.facts(ctx.state),
-    )
-    return True
-
-
 def _nobody_holds(
     ctx: Transition,
     membership: Membership,
@@ -220,14 +191,7 @@ def _nobody_holds(
         ctx.end("UserCodeFailed", text, step=step - 1)
         return
     ranks = ", ".join(str(rank) for rank in no_holder.cp_ranks)
-    checkpoint = ctx.state.checkpoints[-1] if ctx.state.checkpoints else None
-    snapshots = quorum.newest(reports, membership.mesh.cp, ctx.state.given_up)
-    if snapshots is not None and (checkpoint is None or snapshots.snapshot.step >= checkpoint.step):
-        _step_back(ctx, incident, snapshots, situation, reports)
-        return
-    if checkpoint is not None:
-        why = f"cp_rank {ranks} has no holder: back to the checkpoint of step {checkpoint.step}"
-        forming.begin_again(ctx, membership, incident, why)
+    if _step_back(ctx, membership, incident, f"cp_rank {ranks} has no holder", situation, reports):
         return
     lost = "; ".join(f"{loss.worker} on {loss.node}: {loss.reason} {loss.detail}".strip() for loss in incident.lost)
     no_copy = "no copies hold it" if ctx.options.copy_mode(membership.mesh) else "copies are off"
@@ -254,27 +218,29 @@ def _go_back(
     reports: Mapping[str, Report],
 ) -> None:
     """Go back on purpose, although every shard may be held: to the newest copies or checkpoint before `back`."""
-    stored = data_order.checkpoints_before(back, ctx.state.checkpoints)
+    ctx.set(checkpoints=data_order.checkpoints_before(back, ctx.state.checkpoints))
     older = data_order.with_copies_before(back, reports)
-    snapshots = quorum.newest(older, membership.mesh.cp, ctx.state.given_up)
-    if snapshots is not None and (not stored or snapshots.snapshot.step >= stored[-1].step):
-        _step_back(ctx, incident, snapshots, situation, older)
-    elif stored:
-        ctx.set(checkpoints=stored)
-        forming.begin_again(ctx, membership, incident, f"{back.why}: back to the checkpoint of step {stored[-1].step}")
-    else:
+    if not _step_back(ctx, membership, incident, back.why, situation, older):
         reason = f"no copies and no checkpoint are from before step {back.first_step}"
         data_order.end_without_rollback(ctx, back.last_step, back.why, reason)
 
 
 def _step_back(
     ctx: Transition,
+    membership: Membership,
     incident: Incident,
-    snapshots: quorum.Restorable,
+    why: str,
     situation: policy.Situation,
     reports: Mapping[str, Report],
-) -> None:
-    """Every member gives up its live state and begins from these snapshots."""
+) -> bool:
+    """Give up all live state: begin from the snapshots in `reports`, or from a newer checkpoint. False without both."""
+    checkpoint = ctx.state.checkpoints[-1] if ctx.state.checkpoints else None
+    snapshots = quorum.newest(reports, membership.mesh.cp, ctx.state.given_up)
+    if snapshots is None or (checkpoint is not None and snapshots.snapshot.step < checkpoint.step):
+        if checkpoint is not None:
+            why = f"{why}: back to the checkpoint of step {checkpoint.step}"
+            forming.begin_again(ctx, membership, incident, why)
+        return checkpoint is not None
     situation = replace(
         situation,
         holders=snapshots.holders,
@@ -289,6 +255,7 @@ def _step_back(
         at = snapshots.snapshot
         keep = quorum.safest(reports, situation.mesh.cp, ctx.state.given_up, up_to=at)
         order_build(ctx, planned, incident, Beginning(at.step, step_back=at, keep=keep), situation)
+    return True
 
 
 def _wait(ctx: Transition, incident: Incident, short: policy.NotEnoughWorkers) -> None:

@@ -59,12 +59,12 @@ def packed(commands: Iterable[Command]) -> list[dict[str, Any]]:
 
 
 def term_note(term: int, num_lines: int) -> dict[str, Any]:
-    """The first line of a coordinator of `term`: how many lines it has read. See `standing`."""
+    """The first line of a coordinator of `term`, with the number of lines that it has read. See `standing`."""
     return {"note": "term", "term": term, "num_lines": num_lines}
 
 
 def standing(lines: Iterable[Line]) -> list[Line]:
-    """The lines that count: without those that a replaced coordinator wrote after its successor had read the journal.
+    """The lines that count: lines that a replaced coordinator wrote after its successor had read the journal do not.
 
     It sent no commands for them, because it checks for a newer term before it sends.
     """

@@ -96,7 +96,7 @@ class Crash:
 class GoBack:
     """An order to all members: restore a state from before `first_step`, then skip every batch up to `last_step`'s.
 
-    `why`: what the loss or the gradient did.
+    `why`: the spike or the skipped steps, as text.
     """
 
     first_step: int
@@ -108,8 +108,8 @@ class GoBack:
 class Suspects:
     """Ranks disagreed in two attempts at `step`. A spare replaces one suspect after the other, to find the wrong one.
 
-    `left`: suspects that nobody has replaced yet. `out`: the suspect that a spare replaces now; empty if none.
-    `generation`: the build without it. `why`: what differed.
+    `left`: suspects not replaced yet. `out`: the suspect that a spare replaces now; empty if none.
+    `generation`: the build without it. `why`: the difference, as text.
     """
 
     step: int
@@ -127,7 +127,7 @@ class Incident:
     rolled forward in which it raised; None if it did not. `undone`: how many committed steps were given up for a
     snapshot or a checkpoint. `back`: steps that are to be undone on purpose; None once a build has done so.
     `saves_for`: nodes that leave, for which the step under way was given up to take a checkpoint in time.
-    `replaces`: a member whose place a spare is to take, to tell whether it computes wrongly; empty if there is none.
+    `replaces`: a suspect whose place a spare is to take; empty if there is none.
     """
 
     cause: str
@@ -190,7 +190,7 @@ class Idle:
 class Forming:
     """No live state exists; wait for workers to begin from a checkpoint or the seed.
 
-    `full_since`: since when there are enough for dp rings. `incident`: what took the state that a checkpoint replaces.
+    `full_since`: since when there are enough for dp rings. `incident`: the loss that a checkpoint repairs.
     `gathers`: before the first mesh, no worker starts while nodes are `awaited`: listed by Ray, not joined. `news_at`:
     when the last was listed or joined.
     """
@@ -205,7 +205,7 @@ class Forming:
 
 @dataclass(frozen=True)
 class Building:
-    """A `Build` was sent: `order`, with each worker's name; again at `ask_again_at` to those who have not resumed.
+    """A `Build` was sent: `order`, with each worker's name; again at `ask_again_at` to members that have not resumed.
 
     `paused`: members that already paused again.
     """
@@ -348,20 +348,20 @@ class Callbacks:
 class State:
     """The whole state of the control core.
 
-    `committed`: number of steps known as committed, since `committed_at`. `resized_at`: when the mesh last got another
-    size, but for its formation. `newest_vote`: the newest vote that the core has. `crashes`: the latest, all of one
-    step (see `crash_loop`). `rounds`: consecutive builds without a commit. `user_errors`: errors of the user's code in
-    one step without a commit; `user_detail`: the last traceback. `first_cause`: why the step that runs next was broken
-    off first. `promise`: the weakest of all changes so far. `gives_up`: the run was scaled down, and surplus workers
-    have not left yet. `checkpoints`: those that count, by step; `damaged`: folders of those that did not verify.
-    `given_up`: step and (term, generation) of the newest `Build` that went back; live state older than that, and older
-    snapshots of later steps, count no more. `corpus`: the later manifests of the corpus, by step; `grown`: one that
-    waits for the next build. `reached`: the most steps that ever were committed, by earlier submissions as well.
-    `skips`: the batches that are left out, by step. `rollbacks`: how often everyone went back on purpose from about one
-    step, the last of these. `suspects`: workers that may have computed the last step wrongly. `warm_up_s`: how long the
-    worker that became ready last took to start. `write_s`: what the last checkpoint took to write. `pool_changed_at`,
-    `nodes_changed_at`: when a worker or a node, or a node's room, last changed. `story`: the last (event, reason) pairs
-    that changed the state. `pool`: `workers` and `nodes`, counted.
+    `committed`: number of committed steps, since `committed_at`. `resized_at`: when the mesh last got another size,
+    but for its formation. `newest_vote`: the newest vote that the core has. `crashes`: the latest, all of one step
+    (see `crash_loop`). `rounds`: consecutive builds without a commit. `user_errors`: errors of the user's code in
+    one step without a commit; `user_detail`: the last traceback. `first_cause`: why the step that runs next was
+    broken off first. `promise`: the weakest of all changes so far. `gives_up`: the run was scaled down, and surplus
+    workers have not left yet. `checkpoints`: the valid ones, by step; `damaged`: folders of those that failed to
+    verify. `given_up`: step and (term, generation) of the newest `Build` that went back; live state older than
+    that, and older snapshots of later steps, count no more. `corpus`: the later manifests of the corpus, by step;
+    `grown`: one that waits for the next build. `reached`: the most steps that ever were committed, by earlier
+    submissions as well. `skips`: the batches that are left out, by step. `rollbacks`: how often everyone went back
+    on purpose from about one step, the last of these. `suspects`: workers that may have computed the last step
+    wrongly. `warm_up_s`: how long the worker that became ready last took to start. `write_s`: the duration of the
+    last checkpoint's write. `pool_changed_at`, `nodes_changed_at`: when a worker or a node, or a node's room, last
+    changed. `story`: the last (event, reason) pairs that changed the state. `pool`: `workers` and `nodes`, counted.
     """
 
     options: ControlOptions
@@ -422,7 +422,6 @@ def end_step(state: State) -> int:
 
 
 def expect(state: State, kind: type[P]) -> P:
-    """The phase, which must be of this kind."""
     assert isinstance(state.phase, kind), state.phase
     return state.phase
 
@@ -469,12 +468,10 @@ def reserved(state: State) -> frozenset[str]:
 
 
 def avoided(state: State) -> frozenset[str]:
-    """Nodes that are the last to be used."""
     return frozenset(node.node for node in state.nodes.values() if node.avoided)
 
 
 def node_of(state: State) -> dict[str, str]:
-    """Worker → node."""
     return {worker.worker: worker.node for worker in state.workers.values()}
 
 
@@ -487,7 +484,7 @@ def num_able_to_form(state: State) -> int:
     pool = state.pool
     if membership_of(state) is not None or state.suspects is not None:
         return len(able_to_form(state))
-    # Nobody is a member: whoever is ready, but for those beyond their node's GPUs.
+    # No members yet: the ready workers, without those beyond their node's GPUs.
     limits = [(pool.counts_on(name).ready, pool.nodes[name].num_gpus or 0) for name in pool.crowded]
     return pool.total.ready - sum(max(0, ready - num_gpus) for ready, num_gpus in limits)
 
@@ -544,7 +541,7 @@ def phase_name(state: State) -> str:
 
 
 def waiting_for(state: State, now: float) -> str:
-    """What a run that does not train waits for, as text for its driver; empty if nothing."""
+    """The reason why a run does not train, as text for its driver; empty if there is none."""
     phase = state.phase
     if isinstance(phase, Closing) and phase.waiting:
         return f"waiting, with every shard held, for {phase.waiting}"

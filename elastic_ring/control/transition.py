@@ -75,7 +75,6 @@ class Transition:
         self.set(pool=pool, workers=pool.workers, nodes=pool.nodes)
 
     def ready_among(self, workers: Iterable[str]) -> list[str]:
-        """The `workers` that are ready: not lost, starting or stopping."""
         pool = self.state.workers
         return [name for name in workers if name in pool and pool[name].status == "ready"]
 

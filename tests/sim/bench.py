@@ -14,6 +14,7 @@ from elastic_ring.control.messages import (
     CoordinatorStarted,
     EndRun,
     Event,
+    MemberFailed,
     NodeJoined,
     Published,
     Report,
@@ -78,6 +79,17 @@ class Bench:
         for worker in membership.members:
             said += self.handle(Resumed("w", worker, self.state.term, membership.generation, membership.step))
         return said
+
+    def recover(self, applied: int, kind: str = "aborted") -> Build:
+        """All members report and resume; returns the order of their build."""
+        order = build_in(self.report_all(applied, kind))
+        self.resume_all()
+        return order
+
+    def fail(self, rank: int, kind: str, step: int, detail: str = "", **more: Any) -> tuple[Command, ...]:
+        state = self.state
+        failure = MemberFailed("w", members(state)[rank], state.term, state.generation, kind, step, detail, **more)
+        return self.handle(failure)
 
     def lose(
         self, *ranks: int, reason: str = "died", step: int = -1, phase: str = "idle", signal: str = "SIGKILL"

@@ -49,8 +49,7 @@ def test_weights_that_cannot_be_written_are_written_later_and_the_last_failure_i
         run.wait(run.options.backoff_s + 1)
         if attempt < 2:
             assert run.phase == "closing"
-            run.report_all(applied=2)
-            run.resume_all()
+            run.recover(applied=2)
     end = end_in(run.sent)
     assert end.error == "RunFailed"
     assert "OSError: no space, try 2, 3 times" in end.message
@@ -155,8 +154,7 @@ def test_deaths_with_their_node_or_after_a_notice_are_no_crash_loop() -> None:
     for _ in range(4):
         run.handle(DrainRequested("u", members(run.state)[3]))
         run.lose(3, step=7, phase="forward", signal="SIGTERM")
-        run.report_all(applied=7)
-        run.resume_all()
+        run.recover(applied=7)
     assert (run.phase, run.state.crashes) == ("running", ())
 
 
@@ -164,8 +162,7 @@ def test_a_crash_at_another_step_begins_the_count_anew() -> None:
     run = Bench({"a": 40, "b": 40}, spares=60).form()
     for step in (7, 7, 8, 8, 9):
         run.lose(3, step=step, phase="forward", signal="SIGSEGV")
-        run.report_all(applied=step)
-        run.resume_all()
+        run.recover(applied=step)
     assert (run.phase, [crash.step for crash in run.state.crashes]) == ("running", [9])
 
 
@@ -202,8 +199,7 @@ def test_errors_of_newcomers_weeks_apart_are_not_errors_of_one_step() -> None:
         (newcomer,) = order.heals[0].newcomers
         run.handle(MemberFailed("w", newcomer, 1, run.state.generation, "user", 0, "Traceback: no room"))
         assert (run.state.user_errors.step, run.state.user_errors.count) == (committed, 1)
-        run.report_all(applied=committed)
-        run.resume_all()
+        run.recover(applied=committed)
         run.commit(committed)
         assert run.state.user_errors.count == 0, "the step is committed"
         run.all_ready()
@@ -258,7 +254,7 @@ def test_a_device_that_errs_on_every_attempt_ends_the_run_with_its_last_words() 
     run = Bench({"a": 40, "b": 40}, spares=60, round_limit=4).form()
     said: tuple[object, ...] = ()
     for _ in range(5):
-        run.handle(MemberFailed("w", members(run.state)[3], 1, run.state.generation, "device", 7, "CUDA error: assert"))
+        run.fail(3, "device", 7, "CUDA error: assert")
         said = run.report_all(applied=7)
         if run.phase == "ended":
             break
@@ -298,7 +294,7 @@ def test_a_storage_that_stays_away_ends_the_run_with_its_place_and_builds_no_rin
         run.report_all(applied=5, kind="finished")
     assert run.phase == phase
     told = "s3://bucket/run cannot be written: 503 (12 attempts in 300.0 s)"
-    said = run.handle(MemberFailed("w", members(run.state)[1], 1, run.state.generation, "storage", 3, told))
+    said = run.fail(1, "storage", 3, told)
     end = end_in(said)
     assert not only(Build, said)
     assert (end.error, told in end.message, "submit the run again" in end.message) == ("StorageFailed", True, True)
@@ -373,8 +369,7 @@ def test_a_death_while_finishing_builds_once_more_at_the_last_step() -> None:
 def test_a_lost_node_is_one_incident_whatever_it_takes_along() -> None:
     run = Bench({"a": 2, "b": 2, "c": 2}, spares=2).form()
     run.handle(NodeLost("n", "b"))
-    order = build_in(run.report_all(applied=3))
-    run.resume_all()
+    order = run.recover(applied=3)
     assert order.mesh == Mesh(2, 2)
     assert (len(run.change.lost), run.change.action, run.state.crashes) == (2, "spares took their places", ())
 

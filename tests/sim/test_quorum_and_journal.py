@@ -67,8 +67,7 @@ def _recovered() -> Bench:
     run = Bench({"a": 3, "b": 3}).form()
     run.handle(Published("w", Vote(3, (float("nan"),), (1, 1))))
     run.lose(3)
-    run.report_all(applied=4)
-    run.resume_all()
+    run.recover(applied=4)
     return run
 
 

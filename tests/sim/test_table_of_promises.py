@@ -78,8 +78,7 @@ def test_a_vote_of_a_generation_whose_step_was_given_up_counts_no_more() -> None
     run = Bench(TWO_NODES).form()
     late = run.vote(7)
     run.lose(3)
-    run.report_all(applied=7)
-    run.resume_all()
+    run.recover(applied=7)
     run.handle(Published("w", late))
     assert run.state.committed == 7
     assert run.reason.startswith("stale")
@@ -227,8 +226,7 @@ def test_a_worker_that_a_new_coordinator_does_not_hear_is_killed_and_replaced() 
 def test_capacity_that_comes_back_makes_spares_first_then_one_change_to_whole_rings() -> None:
     run = Bench({"a": 2, "b": 2}, spares=1, grow_delay_s=2.0).form()
     run.lose(2)
-    run.report_all(applied=5)
-    run.resume_all()
+    run.recover(applied=5)
     assert mesh_of(run.state) == Mesh(1, 2)
     run.all_ready()
     assert len(spares(run.state)) == 2

@@ -1,5 +1,5 @@
-"""How many workers a run has: when a ring more is worth it, who leaves when it is scaled down, how the deadline of a
-node that leaves is kept, and the requests to the cluster's autoscaler (`runtime.ray_head` sends them). Pure, no I/O.
+"""The size of a run: when growth pays, which workers leave when it is scaled down, leaving nodes' deadlines,
+and requests to the cluster's autoscaler (`runtime.ray_head` sends them). Pure, no I/O.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PACE_STEPS = 3
 
 
 def step_s(state: State) -> float | None:
-    """How long a step takes, by the pace since the last change; None: not known."""
+    """The mean duration of a step since the last change; None before PACE_STEPS of them."""
     change = state.last_change
     if change is None or change.resumed_at is None or state.committed < change.step + PACE_STEPS:
         return None
@@ -58,7 +58,6 @@ def scale(ctx: Transition, event: ScaleRequested) -> None:
 
 
 def release_surplus(ctx: Transition) -> None:
-    """Release surplus workers while the run trains and no boundary is pending."""
     phase = ctx.phase
     if not ctx.state.gives_up or not isinstance(phase, Running) or phase.boundary:
         return
@@ -110,7 +109,6 @@ def leaving_members(state: State) -> list[str]:
 
 
 def can_hand_over(state: State) -> bool:
-    """Whether `min_dp` rings can be formed without those that leave."""
     return num_able_to_form(state) // state.options.scaling.cp >= state.options.scaling.min_dp
 
 
@@ -176,7 +174,7 @@ def sizes(min_dp: int, max_dp: int, cp: int, spares: int) -> tuple[int, ...]:
 
 
 def outstanding(ask: Ask, num_placed: int) -> int:
-    """What of `ask` to send to the autoscaler while `num_placed` workers have a process.
+    """The number of workers to request from the autoscaler while `num_placed` workers have a process.
 
     Nothing once they are as many: their nodes are busy, and Ray (v2) counts a request that stays against any node that
     it fits, also against one that the run has left, which then never counts as idle.

@@ -303,7 +303,6 @@ class _Wants:
 
     @property
     def num_missing_on_gpus(self) -> int:
-        """How many more workers would use a free GPU."""
         return max(0, self.num_members + self._num_spares - self.num_able)
 
     @property
@@ -311,11 +310,6 @@ class _Wants:
         """How many spares have neither a GPU of their own nor a standby in their stead."""
         num_spares = max(0, self.num_able - self.num_members)
         return max(0, self._num_spares - num_spares - self.num_standing_by)
-
-    @property
-    def num_surplus(self) -> int:
-        """How many more workers there are than members and spares."""
-        return max(0, self.num_able + self.num_standing_by - self.num_members - self._num_spares)
 
 
 def _spread(state: State) -> Callable[[Node], tuple[int, ...]]:
@@ -329,7 +323,6 @@ def _spread(state: State) -> Callable[[Node], tuple[int, ...]]:
 
 
 def _domains(node: Node) -> list[tuple[str, ...]]:
-    """The failure domains of a node, the widest first."""
     return [node.domains[: level + 1] for level in range(len(node.domains))]
 
 
@@ -353,8 +346,9 @@ def start_deadlines(state: State) -> list[float]:
 
 
 def num_surplus(state: State) -> int:
-    """How many more workers there are than wanted."""
-    return _Wants(state).num_surplus
+    """How many more workers there are than members and spares."""
+    wants = _Wants(state)
+    return max(0, wants.num_able + wants.num_standing_by - wants.num_members - state.options.scaling.spares)
 
 
 def vacant_nodes(state: State) -> frozenset[str]:

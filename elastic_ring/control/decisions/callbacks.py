@@ -1,4 +1,4 @@
-"""What the driver's callbacks want: to stop the run, or a checkpoint. It takes effect at a validation. Pure, no I/O.
+"""Requests of the driver's callbacks: to stop the run, or a checkpoint. They take effect at a validation. Pure.
 
 After a validation the members wait, `callback_s` at most, until the driver has delivered all earlier events to its
 callbacks. The core journals the answer before any member gets it. So a step that runs again, after a lost worker or
@@ -38,14 +38,14 @@ def answered(ctx: Transition, event: CallbacksAnswered) -> None:
 
 
 def is_taken(state: State, event: CallbacksAnswered) -> bool:
-    """Whether the event, or one that says the same, is the newest answer: Ray repeats a call whose coordinator died
+    """Whether the event, or an equal one, is the newest answer: Ray repeats a call whose coordinator died
     after it had journalled it."""
     answer = state.callbacks.answered
     return answer is not None and replace(answer, cause=event.cause) == event
 
 
 def expire(ctx: Transition) -> None:
-    """Training goes on without an answer; what comes later takes effect at the next validation."""
+    """At the deadline training goes on without an answer; a late one takes effect at the next validation."""
     callbacks = ctx.state.callbacks
     if callbacks.awaited is not None and ctx.now >= callbacks.deadline:
         answered(ctx, CallbacksAnswered(ctx.cause, callbacks.awaited))

@@ -24,7 +24,7 @@ QUANTITIES = ("", STATE, REDUCED, LOCAL)
 
 @dataclass(frozen=True)
 class Digests:
-    """What one rank reports of one attempt at a step: numbers that float64 holds exactly, 0 where it reports nothing.
+    """One rank's digests of one attempt at a step: numbers that float64 holds exactly, 0 where it reports none.
 
     `state`: of parameters and optimizer before the step. `reduced`: of the gradient, summed over the rings; `norm_sq`:
     its squared norm. `own`: of the gradient of the first sequence of its ring alone, not summed over the rings.
@@ -103,8 +103,8 @@ def _compare_replicas(quantity: str, values: Sequence[object], mesh: Mesh) -> Fi
 
 
 def _compare_rings(now: Sequence[Digests], mesh: Mesh) -> Finding | None:
-    """Rings that do not agree on a sequence that both computed. A ring that agrees neither with the one that checks it
-    nor with the one that it checks is the wrong one, if those two agree with the rest."""
+    """Rings that disagree on a sequence that both computed. A ring that disagrees with its checker and with the ring it
+    checks is wrong, if these two agree with the rest."""
     bad: list[tuple[int, int, int]] = []  # cp_rank, ring, the ring that checks it
     for ring in range(mesh.dp):
         checker = (ring + 1) % mesh.dp
@@ -136,7 +136,7 @@ def _compare_attempts(
             changed.append(rank)
     if not changed:
         return None
-    # A newcomer in a ring has no first try: what changed in that ring may be its predecessor's fault.
+    # A newcomer in a ring has no first attempt: a change in that ring may be its predecessor's fault.
     new = {mesh.coordinate(rank).dp_rank for rank, first in enumerate(before) if first is None}
     is_hidden = differed == LOCAL and any(mesh.coordinate(rank).dp_rank in new for rank in changed)
     is_named = (len(changed) == 1 and not is_hidden) or differed == REDUCED

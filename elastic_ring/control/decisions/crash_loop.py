@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from elastic_ring.control.decisions import data_order
 from elastic_ring.control.decisions.memory_ladder import OUT_OF_MEMORY
-from elastic_ring.control.state import Crash, Incident, LostWorker
+from elastic_ring.control.state import Crash, Incident, LostWorker, end_step
+from elastic_ring.control.transition import Transition
 from elastic_ring.mesh import Mesh
 
 OF_ONE_DEVICE = ("poisoned device", "device error", "computed wrongly")
@@ -20,6 +22,31 @@ STEP_PHASES = ("forward", "backward", "compile", "apply")
 FINALIZE = "finalize"
 OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP")
 """Signals that a process causes by its own computation."""
+
+
+def end_if_crash_loop(ctx: Transition, incident: Incident, mesh: Mesh, step: int) -> bool:
+    """End the run and return True if one step's own work has likely killed members too often."""
+    crash = crash_of(incident, mesh, step, end_step(ctx.state))
+    if crash is None:
+        return False
+    earlier = tuple(before for before in ctx.state.crashes if before.step == crash.step)
+    ctx.set(crashes=(*earlier, crash))
+    counted = with_one_cause(ctx.state.crashes)
+    if len(counted) < ctx.options.run.crash_loop_limit:
+        return False
+    if crash.step < end_step(ctx.state):
+        work, look = f"step {crash.step}", f"the batch of step {crash.step} and at the memory it needs"
+    else:
+        work, look = "writing the weights", "the memory of ring 0's nodes: each rank holds one file of weights (4 GiB)"
+    ctx.end(
+        "CrashLoop",
+        f"{work} killed members in {len(counted)} recoveries, so it is not run once more. Counted: "
+        f"{describe(counted)}. Look at {look}. The last death: {crash.deaths[0].detail}",
+        step=crash.step,
+        recoveries=len(counted),
+        **data_order.facts(ctx.state),
+    )
+    return True
 
 
 def crash_of(incident: Incident, mesh: Mesh, step: int, total_steps: int) -> Crash | None:

@@ -1,7 +1,7 @@
 """Which data a step uses: the manifest of a corpus that grows while the run trains, and the batches left out. Pure.
 
 A longer manifest begins to hold at a build: all members are between two steps then, nobody has computed that step with
-fewer shards, and what was read ahead is only a cache. No manifest begins at a step that was committed before.
+fewer shards, and data read ahead is only a cache. No manifest begins at a step that was committed before.
 
 A run goes back on purpose to before a loss spike or a streak of steps that were not finite: it restores the newest
 copies or checkpoint from before that step, and the order of samples leaves out the batches used since, up to that
@@ -48,7 +48,7 @@ def recall(ctx: Transition, event: CorpusRecalled) -> None:
 
 
 def lengthen_corpus(ctx: Transition, event: CorpusGrew) -> None:
-    """The longest manifest counts: an earlier one that holds nowhere yet is skipped."""
+    """Keep the longest manifest for the next build: it replaces one that waits."""
     ctx.set(grown=event)
     ctx.explain(f"{event.uri} is to hold from the next build on")
 
@@ -121,7 +121,6 @@ def checkpoints_before(back: GoBack, checkpoints: Sequence[Checkpoint]) -> tuple
 
 
 def with_copies_before(back: GoBack, reports: Mapping[str, Report]) -> dict[str, Report]:
-    """The reports with the snapshots from before the steps to undo only."""
     return {
         worker: replace(report, copies=tuple(copy for copy in report.copies if copy.snapshot.step < back.first_step))
         for worker, report in reports.items()
@@ -141,13 +140,11 @@ def leave_out(ctx: Transition, back: GoBack, step: int) -> None:
 
 
 def facts(state: State) -> dict[str, str]:
-    """Manifests and skips as facts of the run's end, where there are any."""
     versions, skips = [asdict(version) for version in state.corpus], [asdict(skip) for skip in state.skips]
     return {key: json.dumps(records) for key, records in (("corpus", versions), ("skips", skips)) if records}
 
 
 def take_facts(facts: dict[str, Any]) -> tuple[tuple[CorpusVersion, ...], tuple[BatchSkip, ...]]:
-    """Takes manifests and skips out of an end's facts."""
     return _decoded({key: json.loads(facts.pop(key, "[]")) for key in ("corpus", "skips")})
 
 

@@ -1,4 +1,4 @@
-"""What committed steps show: a slow rank, memory that is nearly full, waits for data, checkpoints that are overdue.
+"""Detectors over committed steps: a slow rank, memory that is nearly full, waits for data, overdue checkpoints.
 
 The core's memory of the newest steps, beside its state, which keeps none. Findings are facts, and events on which the
 core decides (`replacements`, `memory_ladder`). Pure: no clock, no torch, no I/O.
@@ -34,7 +34,7 @@ PRESSURE_STEPS = 8
 PRESSURE_SLACK = 0.05
 """How far a share must fall below the limit before memory is found tight again in the same generation."""
 STALLED = 0.2
-"""A node all of whose tasks wait for memory this share of the time (PSI) is full, whatever it says."""
+"""A node counts as full if all its tasks wait for memory this share of the time (PSI)."""
 DATA_STEPS, DATA_LIMIT = 20, 0.2
 """A wait for data is found when it takes this share of the time of so many steps in a row."""
 DATA_SLACK = 0.1
@@ -49,7 +49,7 @@ LEAST_S = 30.0
 
 @dataclass(frozen=True)
 class StepMeasured:
-    """What a committed step measured. `work_s` and `memory_shares`: of each rank; `host_share`: of the fullest node.
+    """Measurements of a committed step. `work_s` and `memory_shares`: of each rank; `host_share`: of the fullest node.
     `now`: in seconds on the clock of `advance`."""
 
     step: int
@@ -250,7 +250,6 @@ class CheckpointWatch:
         self.trained_s += passed_s
 
     def restart(self, step: int) -> None:
-        """Begins anew: the checkpoint of `step` counts."""
         self.step, self.trained_s, self._num_reported = step, 0.0, 0
 
     @property
@@ -264,7 +263,7 @@ class CheckpointWatch:
 
     @property
     def overdue_s(self) -> float:
-        """For how long of training a checkpoint has been missing: what is longer than two intervals."""
+        """The training time beyond two intervals without a checkpoint."""
         num = self.num_intervals
         return self.trained_s * (num - 2) / num if num > 2 else 0.0
 
@@ -305,7 +304,7 @@ class Detectors:
         }
 
     def observe(self, measured: StepMeasured, state: State) -> list[Finding]:
-        """What a committed step shows, as facts and events. Of former members only waits for data count."""
+        """Facts and events that a committed step leads to. Of former members only waits for data count."""
         self.checkpoints.interval_s = measured.checkpoint_interval_s
         self.checkpoints.observe(measured.step + 1, measured.now)
         findings: list[Finding] = []

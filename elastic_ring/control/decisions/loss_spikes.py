@@ -1,7 +1,7 @@
-"""Whether a step's loss is far above those before it, and what follows. Pure: no clock, no torch, no I/O.
+"""Loss spikes: the limit above which a step's loss is one, and the action. Pure: no clock, no torch, no I/O.
 
 All ranks must come to the same result. So the limit for a step's loss and the action beyond it are part of the step's
-vote: taken from the rank that has seen most steps, since one that came later knows fewer losses.
+vote: taken from the rank with the longest loss history.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 Action = Literal["clip", "skip", "back", "stop"]
 VERDICTS = ("", "log", "clip", "skip", "stop", "back")
-"""What a vote says of a loss above the limit, by its number."""
+"""Verdicts on a loss above the limit, by their number in the vote."""
 
 WINDOW = 64
 """Losses before a step with which its own is compared; also for how many steps a spike counts in the escalation."""
@@ -36,7 +36,7 @@ OF_NORMAL_NOISE = 1.4826
 
 
 def limit_of(losses: Sequence[float]) -> float:
-    """The loss that is no noise any more, given those before: DEVIATIONS robust deviations above the median, or more.
+    """The limit for the next loss: DEVIATIONS robust deviations above the median of `losses`, or more.
 
     A falling trend only widens the spread. Infinity as long as there are fewer than MIN_LOSSES.
     """
@@ -50,8 +50,8 @@ def limit_of(losses: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class SpikeBallot:
-    """What one rank says before a step. `num_seen`: steps in a row that it has seen; the vote follows the rank with
-    most. `limit`: as `limit_of`, 0 for none. `verdict`: an index of VERDICTS, for a loss above it. `clips_harder`: a
+    """One rank's proposal for a step. `num_seen`: consecutive steps that it has seen; the rank with most decides.
+    `limit`: as `limit_of`, 0 for none. `verdict`: an index of VERDICTS, for a loss above it. `clips_harder`: a
     spike within the last CLIP_STEPS steps requires it."""
 
     num_seen: int = 0
@@ -73,11 +73,11 @@ class SpikeWatch:
 
     @property
     def goes_back(self) -> bool:
-        """Whether going back is an action, and so what follows too many skipped steps."""
+        """Whether going back is an action; too many skipped steps then lead to it, too."""
         return "back" in self._actions
 
     def ballot(self, step: int) -> SpikeBallot:
-        """For the vote of `step`."""
+        """This rank's proposal for the vote of `step`."""
         self._expect(step)
         limit = limit_of([loss for _, loss in self._losses])
         recent = [verdict for at, verdict in self._spikes if at >= step - WINDOW]
@@ -96,7 +96,7 @@ class SpikeWatch:
             self._spikes.append((step, verdict))
 
     def _expect(self, step: int) -> None:
-        """Forget steps that run again or that this rank did not see the next of."""
+        """Forget steps that run again, and all where this rank missed a step."""
         if step == self._next:
             return
         kept = step < self._next

@@ -1,4 +1,4 @@
-"""The memory ladder: what follows when a step runs out of memory. Pure.
+"""The memory ladder: reliefs, taken one by one as steps run out of memory. Pure.
 
 The step is a skipped attempt: it runs again on all members, with one relief more. Where memory is nearly full the next
 relief is taken before, at a boundary (`tight`). The reliefs in force travel with each `Build`, so all members climb
@@ -37,7 +37,6 @@ OUT_OF_MEMORY = "out of memory"
 
 
 def reliefs_on(device: str, sequences_per_pass: int) -> tuple[str, ...]:
-    """The reliefs of a run."""
     return (*RELIEFS_ON[device], *(name for name in CHANGING_BITS if name != "passes" or sequences_per_pass > 1))
 
 
@@ -115,7 +114,7 @@ def tight(ctx: Transition, event: MemoryTight) -> None:
 
 
 def climb_early(ctx: Transition) -> None:
-    """The relief that is wanted, for the build that follows."""
+    """Take the next relief for the build that follows, before memory runs out."""
     ladder = ctx.state.memory
     name = ctx.options.memory_reliefs[ladder.num_reliefs]
     climbed = replace(
@@ -131,7 +130,7 @@ def climb_early(ctx: Transition) -> None:
 
 
 def may_relax(state: State, committed: int) -> bool:
-    """Whether one relief may go, with `committed` steps: enough of them passed since the last shortage or change."""
+    """Whether enough of `committed` steps passed since the last shortage or change to give up one relief."""
     ladder, steps = state.memory, state.options.run.memory_relax_steps
     if not ladder.num_reliefs or not steps or ladder.pressure:
         return False
@@ -140,7 +139,7 @@ def may_relax(state: State, committed: int) -> bool:
 
 
 def relax(ctx: Transition) -> None:
-    """One relief down, for the build that follows."""
+    """Give up one relief for the build that follows."""
     ladder = ctx.state.memory
     down: MemoryLadder = replace(
         ladder,

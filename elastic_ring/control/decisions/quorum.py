@@ -1,5 +1,5 @@
-"""Decides from the reports of paused members which step runs next, who holds its state, and which vote to apply; and
-where the live state is lost, which snapshot they can go back to. Pure; knows no mesh, nodes or spares.
+"""Decides from the reports of paused members which step runs next, its holders, and which vote to apply; and, where the
+live state is lost, the snapshot to go back to. Pure; knows no mesh, nodes or spares.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Restorable:
 
     @property
     def num_held(self) -> int:
-        """How often its shards are held in all; more than the owner and `MAX_COPIES` others count no further."""
+        """The number of its shards in all memories; of one shard at most 1 + `MAX_COPIES` count."""
         counts = Counter(self.holders.values())
         counts.update({cp_rank: len(sources) for cp_rank, sources in self.sources.items()})
         return sum(min(count, 1 + MAX_COPIES) for count in counts.values())

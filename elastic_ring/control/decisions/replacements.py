@@ -18,7 +18,6 @@ from elastic_ring.mesh import Mesh
 
 
 def can_replace(state: State, worker: str) -> bool:
-    """Whether the mesh keeps its size without this member."""
     return len([name for name in able_to_form(state) if name != worker]) >= expect(state, Running).membership.mesh.size
 
 

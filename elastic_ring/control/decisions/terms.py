@@ -1,4 +1,4 @@
-"""Who speaks for a run: the order in which a term is claimed, and what follows when somebody else has a newer one.
+"""Terms: how a coordinator claims the right to decide for a run, and how it stops once another has a newer claim.
 
 A claim is a file of the run's storage that only one process can create. It counts at once and is never deleted; a
 withdrawal beside it alone voids it. The coordinator and the simulator run the same code; no storage and no clock here.
@@ -18,13 +18,13 @@ LONGEST_TURN_S = 5.0
 """A process that was frozen counts at most so much of it as time in which it could not ask."""
 
 Action = Literal["look", "read", "claim", "withdraw"]
-"""What `begin` asks for: the newest claim that stands; to read the run's records, which raises what refuses the start;
-a claim of the next term; to void that claim."""
+"""Requests of `begin`: the newest claim that stands; reading the run's records, which raises if they refuse the start;
+a claim of the next term; a withdrawal of that claim."""
 
 
 @dataclass(frozen=True)
 class TermClaim:
-    """Term `term` belongs to the submission `attempt` on `host`; nobody knows whose a file is that holds neither."""
+    """Term `term` belongs to the submission `attempt` on `host`; both are empty where the file holds neither."""
 
     term: int
     attempt: str = ""
@@ -35,13 +35,12 @@ NOBODY = TermClaim(0)
 
 
 def newest_claim(claims: Iterable[TermClaim], withdrawn: Collection[int]) -> TermClaim:
-    """The newest that stands."""
     return max((claim for claim in claims if claim.term not in withdrawn), key=lambda claim: claim.term, default=NOBODY)
 
 
 def refuse_if_replaced(run: str, place: str, own: TermClaim, newest: TermClaim) -> None:
     """Raises: StaleMessage where another coordinator of the same submission has a newer term: it goes on with the
-    members. TermLost where it is somebody else's: this submission stops."""
+    members. TermLost where another submission has it: this one stops."""
     if newest.term <= own.term:
         return
     if newest.attempt and newest.attempt == own.attempt:
@@ -59,7 +58,7 @@ def refuse_if_replaced(run: str, place: str, own: TermClaim, newest: TermClaim) 
 
 
 def begin(run: str, place: str, attempt: str, *, has_claimed: bool) -> Generator[Action, Any, TermClaim]:
-    """Ask, claim, read, ask again: what can be refused is refused before a term is claimed. Returns the claim.
+    """Look, read, claim, read and look again: refuse a start before a term is claimed, if possible. Returns the claim.
 
     `has_claimed`: an earlier coordinator of this submission has claimed a term, which may have been replaced since.
     Raises, beside what the actions raise, as `refuse_if_replaced`; a claim whose owner is refused is withdrawn first.
@@ -73,7 +72,7 @@ def begin(run: str, place: str, attempt: str, *, has_claimed: bool) -> Generator
         yield "read"
         refuse_if_replaced(run, place, own, (yield "look"))
     except StorageFailed:
-        raise  # nobody has refused; a withdrawal could not be written either
+        raise  # no refusal; a withdrawal could not be written either
     except Exception:
         yield "withdraw"
         raise
@@ -89,7 +88,7 @@ def is_late(attempt: str, writer: str, folder: str, began_with: Collection[str])
 
 @dataclass
 class Unanswered:
-    """For how long a process could neither write nor read terms. What it was frozen does not count."""
+    """How long a process could neither write nor read terms, without the time for which it was frozen."""
 
     longest_turn_s: float = LONGEST_TURN_S
     silent_s: float = 0.0

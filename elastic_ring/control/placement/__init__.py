@@ -1,1 +1,1 @@
-"""Who stands where: members, copies, heals, failure domains, GPUs."""
+"""Placement of members, copies and heals over nodes, failure domains and GPUs."""

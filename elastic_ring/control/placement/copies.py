@@ -58,7 +58,7 @@ def failure_places(nodes: Sequence[str], domains_of: Mapping[str, tuple[str, ...
 
 
 class _Costs:
-    """How badly a holder protects a rank's shard; 0 is best."""
+    """Cost of a holder for a rank's shard; 0 protects best."""
 
     def __init__(self, mesh: Mesh, nodes: Sequence[str]) -> None:
         self.mesh, self.nodes = mesh, nodes

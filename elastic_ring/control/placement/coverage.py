@@ -1,6 +1,6 @@
-"""What a loss costs a run: of any process, any one host, any two. Pure arithmetic, and the only words for it.
+"""The cost of losing any process, any one host or any two, in the words that users read. Pure arithmetic.
 
-Where nodes say what they fail together with, failure domains take the place of hosts. The recovery itself asks
+Where nodes name their failure domains, these take the place of hosts. The recovery itself asks
 `policy`.
 """
 
@@ -34,7 +34,6 @@ HOSTS, DOMAINS = ("any host", "any two hosts"), ("any failure domain", "any two 
 
 
 def describe(costs: Mapping[str, str]) -> str:
-    """Some of `covered` in one line."""
     return "a loss of " + "; ".join(f"{loss}: {outcome}" for loss, outcome in costs.items())
 
 
@@ -109,7 +108,6 @@ class _Counted:
 
     @cached_property
     def shard_on(self) -> dict[int, set[str]]:
-        """The places of each shard."""
         places: dict[int, set[str]] = defaultdict(set)
         for rank, place_of_rank in enumerate(self.on):
             places[rank % self.mesh.cp].add(place_of_rank)
@@ -121,13 +119,11 @@ class _Counted:
         return (self.a_process(), *(self.places(num) for num in range(1, min(len(set(self.on)), 3))))
 
     def a_process(self) -> int:
-        """The worst outcome of the death of one member."""
         if self.mesh.dp > 1:
             return SPARE if self.is_process_covered else self._without(1, self.num_able)
         return without_holder(self.mesh, self.mode, self.has_checkpoints)
 
     def places(self, number: int) -> int:
-        """The worst outcome of the loss of so many places with members at once."""
         able = dict(self.able)
         alike = Counter((num, able.get(where, 0)) for where, num in self.num_members.items())
         worst = SPARE

@@ -31,7 +31,6 @@ class DomainCounts:
         return bool(self._domains_of or self._reserved)
 
     def count(self, rank: int, node: str, number: int) -> None:
-        """Adds `number` members of this rank on the node (removes them below 0)."""
         if not self.is_needed:
             return
         ring, cp_rank = divmod(rank, self._cp)
@@ -90,7 +89,7 @@ def heals_of(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> tupl
         in_mesh = [worker for worker in healers[cp_rank] if worker in placed]
         donors = in_mesh or [worker for worker in healers[cp_rank] if worker not in in_new_mesh]
         if not donors and (copiers := copied.get(cp_rank)):
-            # Those that need no heal themselves, if there are any: others would send before they receive.
+            # Copiers that need no heal themselves, if there are any: others would send before they receive.
             donors = [worker for worker in copiers if worker in served or worker not in in_new_mesh] or copiers
         for index, donor in enumerate(donors):
             if needy[index :: len(donors)]:
@@ -114,7 +113,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything known once all reports have arrived.
+    """The input of `plan`, once all reports have arrived.
 
     `mesh` and `members`: those of the last generation that ran (`members` is empty for a first formation). `hints`:
     worker → rank in a later attempt, for workers outside `members`. `holders`: worker → `cp_rank` of its verified shard
@@ -122,7 +121,7 @@ class Situation:
     `min_dp` rings are impossible without them. `gpus_on`: node → maximum number of members, for nodes with a limit.
     `domains_of`: node → its failure domains, the widest first; `reserved`: nodes that are no spot machines.
     `avoided`: nodes whose spares come last.
-    `sources`: `cp_rank` → who can supply it beside its holders; only where everyone goes back to a snapshot.
+    `sources`: `cp_rank` → other ways to it than its holders; only where all members go back to a snapshot.
     """
 
     mesh: Mesh

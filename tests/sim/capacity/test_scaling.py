@@ -14,11 +14,7 @@ from elastic_ring.control.messages import (
     Stop,
 )
 from elastic_ring.control.state import members, mesh_of, node_of, spares
-from tests.sim.bench import Bench
-
-
-def only(kind: type, commands: tuple) -> list:  # type: ignore[type-arg]
-    return [command for command in commands if isinstance(command, kind)]
+from tests.sim.bench import Bench, only
 
 
 def at_boundary(run: Bench, step: int) -> tuple:  # type: ignore[type-arg]
@@ -108,8 +104,7 @@ def test_a_mesh_grows_only_where_that_saves_more_than_it_costs() -> None:
 def test_a_mesh_does_not_grow_again_soon_after_its_size_has_changed() -> None:
     run = Bench({"a": 2, "b": 2}, max_dp=2, spares=0, grow_interval_s=600.0).form()
     run.lose(2, 3)
-    run.report_all(1)
-    run.resume_all()
+    run.recover(1)
     assert mesh_of(run.state).dp == 1  # type: ignore[union-attr]
     run.wait(run.options.restart_delay_s)
     run.all_ready()

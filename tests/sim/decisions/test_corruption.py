@@ -22,7 +22,7 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.control.state import members, mesh_of, node_of, spares
 from elastic_ring.mesh import Mesh
-from tests.sim.bench import Bench
+from tests.sim.bench import Bench, only
 
 MESHES = [Mesh(2, 1), Mesh(2, 2), Mesh(3, 1), Mesh(3, 2), Mesh(4, 2)]
 FIELD = {STATE: "state", REDUCED: "reduced", LOCAL: "own"}
@@ -94,7 +94,7 @@ def test_a_fault_that_comes_once_is_named_by_the_second_attempt(mesh: Mesh, fiel
         again = judge(table(mesh), list(first), LOCAL, mesh)
         assert again is not None
         assert (again.ranks, again.is_over) == ((rank,), True)
-        assert f"wrong is rank {rank}, whose processor" in again.told(7)
+        assert f"wrong is rank {rank}, whose processor" in again.describe(7)
 
 
 def test_two_replicas_whose_sums_differed_once_are_told_apart_by_the_second_attempt() -> None:
@@ -143,10 +143,6 @@ def test_one_step_in_so_many_is_checked() -> None:
 
 
 # ---------------------------------------------------------------- the core
-
-
-def only(kind: type, commands: tuple) -> list:  # type: ignore[type-arg]
-    return [command for command in commands if isinstance(command, kind)]
 
 
 def tell(run: Bench, teller: str, *accused: str) -> tuple:  # type: ignore[type-arg]
@@ -262,8 +258,7 @@ def test_a_loss_during_the_third_attempt_accuses_nobody() -> None:
         disagree(run)
         run.resume_all()
     run.lose(1)  # the mesh is another one: one ring agrees with itself
-    run.report_all(5)
-    run.resume_all()
+    run.recover(5)
     run.commit(5)
     assert not [one for one in only(Release, run.sent) if one.wrong]
     assert run.state.suspects is None

@@ -34,8 +34,7 @@ def short(run: Bench, rank: int, step: int, generation: int | None = None) -> No
 
 def again(run: Bench, applied: int) -> Build:
     """Everyone reports, and the ring closes again."""
-    build = build_in(run.report_all(applied))
-    run.resume_all()
+    build = run.recover(applied)
     assert run.phase == "running"
     return build
 
@@ -115,8 +114,7 @@ def test_after_enough_steps_without_a_shortage_a_relief_goes_at_a_boundary_and_t
         for done in range(1, 20):
             run.commit(step + done - 1)
             if run.state.phase.boundary:  # type: ignore[union-attr]
-                build = build_in(run.report_all(step + done, kind="boundary"))
-                run.resume_all()
+                build = run.recover(step + done, kind="boundary")
                 assert build.memory_reliefs == ()
                 assert run.change.planned
                 return done

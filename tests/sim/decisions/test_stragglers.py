@@ -21,7 +21,7 @@ from elastic_ring.control.facts import Fact
 from elastic_ring.control.messages import Build, Release, StartWorker, Stop, StragglerFound, WorkerLost
 from elastic_ring.control.state import members, mesh_of, node_of, spares
 from elastic_ring.mesh import Mesh
-from tests.sim.bench import Bench
+from tests.sim.bench import Bench, only
 
 HOUR_S, STEP_S = 3600.0, 0.5
 MESHES = [Mesh(2, 1), Mesh(1, 2), Mesh(2, 2), Mesh(4, 2), Mesh(3, 4)]
@@ -118,10 +118,6 @@ def test_times_that_some_rank_has_not_measured_say_nothing() -> None:
 # ---------------------------------------------------------------- the core
 
 
-def only(kind: type, commands: tuple) -> list:  # type: ignore[type-arg]
-    return [command for command in commands if isinstance(command, kind)]
-
-
 def test_a_spare_of_another_node_takes_the_stragglers_place_and_its_node_is_the_last_to_be_hired_on() -> None:
     run = Bench({"a": 2, "b": 2, "c": 3}, spares=2).form()
     before, slow = members(run.state), members(run.state)[1]
@@ -142,8 +138,7 @@ def test_where_no_other_node_has_room_its_node_is_hired_on() -> None:
     run = Bench({"a": 3}, dp=1, spares=1).form()
     slow = members(run.state)[1]
     run.handle(StragglerFound("s", slow, 2.5))
-    run.report_all(5, "boundary")
-    run.resume_all()
+    run.recover(5, "boundary")
     said = run.handle(WorkerLost("a", slow, "exited"))
     (started,) = only(StartWorker, (*said, *run.wait(5.0)))
     assert started.node == "a"
