@@ -15,7 +15,7 @@ from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import State
 from elastic_ring.errors import ElasticRingError, JournalDamaged
 
-Line = TypeVar("Line", bound=Mapping[str, Any])
+JournalLine = TypeVar("JournalLine", bound=Mapping[str, Any])
 MAX_COMMAND_CHARS = 200
 """Characters of a command in an error."""
 
@@ -63,12 +63,12 @@ def term_note(term: int, num_lines: int) -> dict[str, Any]:
     return {"note": "term", "term": term, "num_lines": num_lines}
 
 
-def standing(lines: Iterable[Line]) -> list[Line]:
+def standing(lines: Iterable[JournalLine]) -> list[JournalLine]:
     """The lines that count: lines that a replaced coordinator wrote after its successor had read the journal do not.
 
     It sent no commands for them, because it checks for a newer term before it sends.
     """
-    kept: list[tuple[int, Line]] = []
+    kept: list[tuple[int, JournalLine]] = []
     term = 0
     for number, line in enumerate(lines):
         if line.get("note") == "term":

@@ -218,15 +218,15 @@ class _Placement:
         self.situation = situation
         self.mesh = mesh
         self.free = dict.fromkeys(able)
-        self.seats: list[str | None] = [None] * mesh.size
+        self.worker_of: list[str | None] = [None] * mesh.size
         self.holders_on: Counter[tuple[int, str]] = Counter()
         self.ring_on: Counter[tuple[int, str]] = Counter()
         self.new_ring: dict[int, int] = {}
         self.domains = DomainCounts(mesh.cp, situation.domains_of, situation.reserved)
 
     def members(self) -> tuple[str, ...]:
-        assert all(worker is not None for worker in self.seats), self.seats
-        return tuple(worker for worker in self.seats if worker is not None)
+        assert all(worker is not None for worker in self.worker_of), self.worker_of
+        return tuple(worker for worker in self.worker_of if worker is not None)
 
     def keep(self) -> None:
         """Holders in kept rings keep their ranks. The rings with most survivors are kept, under their old dp_rank where
@@ -254,7 +254,7 @@ class _Placement:
             ring, cp_rank = divmod(rank, self.mesh.cp)
             if ring in self.new_ring:
                 new_rank = self.new_ring[ring] * self.mesh.cp + cp_rank
-                if self.seats[new_rank] is None:
+                if self.worker_of[new_rank] is None:
                     self._place(new_rank, worker)
 
     def move_surplus(self) -> None:
@@ -320,8 +320,8 @@ class _Placement:
         """
         ring, cp_rank = divmod(rank, self.mesh.cp)
         holders_on, ring_on = self.holders_on, self.ring_on
-        seated = self.seats[ring * self.mesh.cp : (ring + 1) * self.mesh.cp]
-        nodes = dict.fromkeys(self.situation.node_of[worker] for worker in seated if worker is not None)
+        in_ring = self.worker_of[ring * self.mesh.cp : (ring + 1) * self.mesh.cp]
+        nodes = dict.fromkeys(self.situation.node_of[worker] for worker in in_ring if worker is not None)
         begun = [node for node in nodes if node in shelf]
         most = max([ring_on[ring, node] for node in begun]) if begun else 0
         best, best_key = "", (self.mesh.size + 1, 0, 0)
@@ -361,7 +361,7 @@ class _Placement:
         """Replace a newcomer by an unused spare where that moves holders of one shard to different nodes."""
         for rank in gaps:
             cp_rank, node = self._shard_and_node(rank)
-            if self.seats[rank] not in spare or self.holders_on[cp_rank, node] < 2:
+            if self.worker_of[rank] not in spare or self.holders_on[cp_rank, node] < 2:
                 continue
             least = self.holders_on[cp_rank, node] - 1
             for idle in [worker for worker in self.free if worker in spare]:
@@ -371,16 +371,16 @@ class _Placement:
                     break
 
     def _shard_and_node(self, rank: int) -> tuple[int, str]:
-        worker = self.seats[rank]
+        worker = self.worker_of[rank]
         assert worker is not None
         return rank % self.mesh.cp, self.situation.node_of[worker]
 
     def _gaps(self) -> list[int]:
-        return [rank for rank, worker in enumerate(self.seats) if worker is None]
+        return [rank for rank, worker in enumerate(self.worker_of) if worker is None]
 
     def _place(self, rank: int, worker: str) -> None:
         self.free.pop(worker, None)
-        self.seats[rank] = worker
+        self.worker_of[rank] = worker
         ring, cp_rank = divmod(rank, self.mesh.cp)
         node = self.situation.node_of[worker]
         self.holders_on[cp_rank, node] += 1
@@ -389,9 +389,9 @@ class _Placement:
 
     def _leave(self, rank: int) -> str:
         ring, cp_rank = divmod(rank, self.mesh.cp)
-        worker = self.seats[rank]
+        worker = self.worker_of[rank]
         assert worker is not None
-        self.seats[rank] = None
+        self.worker_of[rank] = None
         node = self.situation.node_of[worker]
         self.holders_on[cp_rank, node] -= 1
         self.ring_on[ring, node] -= 1
