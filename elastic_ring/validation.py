@@ -91,7 +91,7 @@ def docstrings(cls: type) -> dict[str, str]:
     }
 
 
-def from_plain(cls: type[T], plain: Mapping[str, Any], prefix: str = "") -> T:
+def from_plain(cls: type[T], plain: Mapping[str, object], prefix: str = "") -> T:
     """An instance from what TOML or JSON can say (a list for a tuple). Raises ValueError as the constructor does, with
     settings named from `prefix` on: `optim.peak_lr`."""
     if not isinstance(plain, Mapping):
@@ -116,7 +116,7 @@ def _undecoded(value: Any, named: str) -> str:
     return next((text for name, part in parts if (text := _undecoded(part, name))), "")
 
 
-def explain(cls: Any, error: ValidationError, values: Mapping[str, Any], prefix: str = "") -> str:
+def explain(cls: Any, error: ValidationError, values: Mapping[str, object], prefix: str = "") -> str:
     """The first error about `values`, in the words of `Must` and `EXPECTED`."""
     first = error.errors(include_url=False)[0]
     if first["type"] == "value_error":

@@ -49,7 +49,7 @@ def steps_of(flags: Any, sections: Mapping[str, Any], sets: str | None, *, has_s
     return math.ceil(flags.epochs * training.num_sequences / step.global_batch)
 
 
-def schedule_before(run: RunConfig, steps: int, *, replans: bool) -> dict[str, Any]:
+def schedule_before(run: RunConfig, steps: int, *, replans: bool) -> dict[str, int | list[int]]:
     """The settings of the schedule of a longer run: those with which it has begun or, if it `replans`, with a warm-up
     and a decay of the further steps after them. Raises ValueError where there is none to extend."""
     storage = open_or_refuse(run.storage_uri, write=False, timeout_s=run.timeouts.storage_s)

@@ -15,7 +15,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -27,7 +27,7 @@ from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.monitor.terminal import coloured
 from elastic_ring.validation import Flag, docstrings, from_plain, unknown_setting
 
-SECTIONS: dict[str, Any] = {
+SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "scaling": ScalingConfig,
     "step": StepConfig,
@@ -37,7 +37,14 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def laptop(name: str = "laptop") -> dict[str, Any]:
+class Preset(TypedDict):
+    model: ModelConfig
+    scaling: ScalingConfig
+    step: StepConfig
+    optim: OptimConfig
+
+
+def laptop(name: str = "laptop") -> Preset:
     """Two rings of two CPU ranks and a spare, a byte-level decoder of some million parameters: minutes on two cores."""
     return {
         "model": dataclasses.replace(preset(name), checkpoint_activations=False),
@@ -55,7 +62,7 @@ def on_gpus(
     cpu_offload: Literal["none", "optimizer"] = "none",
     *,
     offload_activations: bool = False,
-) -> dict[str, Any]:
+) -> Preset:
     """bfloat16 over fp32 master shards; one sequence for each ring and step. Every worker takes one GPU."""
     return {
         "model": dataclasses.replace(preset(name), offload_activations=offload_activations),
@@ -69,7 +76,7 @@ def on_gpus(
     }
 
 
-PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
+PRESETS: dict[str, Callable[[], Preset]] = {
     "laptop": laptop,
     "100m": partial(on_gpus, "100m", 2, 2, 32_768),
     "1b": partial(on_gpus, "1b", 2, 2, 131_072),

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from elastic_ring.cli import refused
 from elastic_ring.cli.settings import PRESETS, TrainSettings, has_flag, parse
@@ -70,7 +71,7 @@ def parse_search(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
 
 def _refuse_left_out(settings: TrainSettings, arguments: Sequence[str]) -> None:
     """Raises ValueError for settings of `train` that a search would leave out without a word."""
-    usual = {"run": RunConfig(settings.run.name), **PRESETS[settings.preset]()}
+    usual: dict[str, Any] = {"run": RunConfig(settings.run.name), **PRESETS[settings.preset]()}
     for section in ("run", "step"):
         for field in dataclasses.fields(usual[section]):
             value = getattr(getattr(settings, section), field.name)

@@ -49,7 +49,7 @@ def code_digest(part: Any) -> str:
     return begin + hashlib.sha256(text.encode()).hexdigest()[:DIGITS] if text else ""
 
 
-def changed_parts(recorded: Mapping[str, Any], submitted: Mapping[str, str]) -> list[str]:
+def changed_parts(recorded: Mapping[str, object], submitted: Mapping[str, str]) -> list[str]:
     """The names of the parts with another digest. Digests of two Pythons' bytecode are not compared."""
     changed = []
     for name in sorted({*recorded, *submitted}):
@@ -176,10 +176,10 @@ class _Reached:
                 if not has_source and name not in rebound and not name.startswith("_"):
                     self._add_setting(f"{cls.__qualname__}.{name}", value)
 
-    def _follow_names(self, scope: dict[str, Any], names: _Names) -> None:
+    def _follow_names(self, scope: dict[str, object], names: _Names) -> None:
         for name in sorted(names.loaded):
             self._follow_global(scope, name, names)
-        package = scope.get("__package__") or str(scope.get("__name__", "")).rpartition(".")[0]
+        package = str(scope.get("__package__") or "") or str(scope.get("__name__", "")).rpartition(".")[0]
         for name in sorted(names.modules):
             with suppress(ImportError, ValueError):
                 whole = importlib.util.resolve_name(name, package)
@@ -201,7 +201,7 @@ class _Reached:
                 else:
                     self._follow_global(vars(module), name, names)
 
-    def _follow_global(self, scope: dict[str, Any], name: str, names: _Names) -> None:
+    def _follow_global(self, scope: dict[str, object], name: str, names: _Names) -> None:
         """The value of a module's name, and the source of what it was set to, in the module where that stands."""
         pending = [(scope, name)]
         while pending:
@@ -225,7 +225,7 @@ class _Reached:
             for statement in (*bindings.get(name, ()), *bindings.get("*", ())):
                 if isinstance(statement, ast.ImportFrom):
                     relative = "." * statement.level + (statement.module or "")
-                    origin = sys.modules.get(importlib.util.resolve_name(relative, scope.get("__package__") or ""))
+                    origin = sys.modules.get(importlib.util.resolve_name(relative, str(scope.get("__package__") or "")))
                     if origin is not None and self._is_users(_module_file(origin)):
                         names_there = {alias.asname or alias.name: alias.name for alias in statement.names}
                         pending.append((vars(origin), names_there.get(name, name)))
@@ -234,7 +234,7 @@ class _Reached:
                     self.texts.add(f"{name}: {_without_places(_tokens(segment))}")
                     pending += [(scope, node.id) for node in ast.walk(statement) if isinstance(node, ast.Name)]
 
-    def _module_bindings(self, scope: dict[str, Any]) -> tuple[str, dict[str, list[ast.stmt]]] | None:
+    def _module_bindings(self, scope: dict[str, object]) -> tuple[str, dict[str, list[ast.stmt]]] | None:
         """A module's source, and by name the statements outside of functions that bind it; None without a source."""
         name = str(scope.get("__name__", ""))
         module = sys.modules.get(name)

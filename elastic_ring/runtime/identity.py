@@ -112,7 +112,9 @@ def changed_files(recorded: Sequence[Sequence[str]], submitted: Sequence[Sequenc
     return f"files of the data: {'; '.join(texts) or 'the same, in another order or cut otherwise'}"
 
 
-def identity_of(task: TrainingTask, settings: Mapping[str, Any], parts: Mapping[str, str], contents: str) -> Identity:
+def identity_of(
+    task: TrainingTask, settings: Mapping[str, object], parts: Mapping[str, str], contents: str
+) -> Identity:
     """The identity of a run with these `settings` of its step, `parts` that are code, and data with the digest
     `contents`."""
     entries = {f"step.{name}": value for name, value in settings.items()}
@@ -135,11 +137,11 @@ def place_of(part: Any) -> str:
     return ", ".join(map(shown_url, map(str, place))) if isinstance(place, tuple) else shown_url(str(place))
 
 
-def code_parts(task: TrainingTask, *, decides: bool = False) -> dict[str, Any]:
+def code_parts(task: TrainingTask, *, decides: bool = False) -> dict[str, object]:
     """The parts of a task that are code; with `decides` without those that only watch the training or say how it is
     done."""
     names = ("model", "loss", "optimizer", "initial", *(() if decides else ("units",)))
-    parts = {name: getattr(task, name) for name in names}
+    parts: dict[str, object] = {name: getattr(task, name) for name in names}
     if not decides:
         parts |= {f"metric {name}": metric for name, metric in task.metrics.items()}
     if task.lr_schedule is not None:

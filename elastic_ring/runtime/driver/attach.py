@@ -17,6 +17,7 @@ from elastic_ring.monitor.journal import salvage_file
 from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME, SUMMARY_NAME, read_status
 from elastic_ring.runtime import run_storage
+from elastic_ring.runtime.coordinator.inbox import End
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
 from elastic_ring.runtime.driver.decision import Coordinator
@@ -91,15 +92,15 @@ def other_writer(run: RunConfig) -> str | None:
     return None
 
 
-def end_on_record(run: RunConfig, attempt: str) -> dict[str, Any] | None:
+def end_on_record(run: RunConfig, attempt: str) -> End | None:
     """How the submission `attempt` ended, as its coordinator recorded it in the run folder; None if it did not."""
     run_storage.fetch(run, run.driver_folder)
     summary = readable_json(run.driver_folder / SUMMARY_NAME)
     if summary:
         return {"error": "", "message": "", "facts": {}, "summary": summary}
     status = read_status(run.driver_folder)
-    end: dict[str, Any] = (status or {}).get("end") or {}
-    return end if end.get("attempt") == attempt else None
+    end: End | None = (status or {}).get("end")
+    return end if end and end.get("attempt") == attempt else None
 
 
 def abandon(run: RunConfig, reason: str) -> None:

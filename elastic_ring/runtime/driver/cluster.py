@@ -201,12 +201,12 @@ class Cluster:
         watch_ref(actor.start.remote(coordinator), lambda answer, error: done(worker, answer, error))
         return actor
 
-    def _runtime_env(self, node: NodeInfo, stamp_dir: str) -> dict[str, Any] | None:
+    def _runtime_env(self, node: NodeInfo, stamp_dir: str) -> dict[str, dict[str, str] | str] | None:
         """Ray's runtime environment of a worker. Ray logs it and passes it as arguments, so it has only variables that
         are no secret; the node's agent, which this waits for, keeps the others. Raises PeerFailed, and as Ray does."""
         plain = {name: value for name, value in self._run.env.items() if name in PLAIN}
         secret = {name: value for name, value in self._run.env.items() if name not in plain}
-        runtime_env: dict[str, Any] = {"env_vars": plain} if plain else {}
+        runtime_env: dict[str, dict[str, str] | str] = {"env_vars": plain} if plain else {}
         if secret:
             python = ray.get_runtime_context().runtime_env.get("py_executable") or ""
             runtime_env["py_executable"] = self._answers.get(

@@ -28,6 +28,7 @@ from elastic_ring.monitor.callbacks import Callback, CallbackDelivery, RunInfo
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime import run_storage
+from elastic_ring.runtime.coordinator.inbox import End, News
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.ray_session import is_listening, leaving
 from elastic_ring.runtime.driver.session import interruptible, lease
@@ -95,7 +96,7 @@ class Follower:
             keep=partial(run_storage.keep_places, run, folder),
         )
 
-    def _follow(self, coordinator: Any, attempt: str) -> dict[str, Any]:
+    def _follow(self, coordinator: Any, attempt: str) -> End:
         """Show progress until the run ends; returns how it ended. Each call to the coordinator renews the lease."""
         last_step, num_lines, is_open = -1, 0, False
         link = CoordinatorLink(self._run, ray.get_runtime_context().gcs_address, attempt)
@@ -122,10 +123,10 @@ class Follower:
                 if news.get("phase") != "starting":  # until then the folder may hold an earlier attempt's records
                     self._serve_callbacks(coordinator, delivery, news)
                 if news["ended"] is not None:
-                    return dict(news["ended"])
+                    return news["ended"]
                 time.sleep(FOLLOW_S)
 
-    def _serve_callbacks(self, coordinator: Any, delivery: CallbackDelivery, news: dict[str, Any]) -> None:
+    def _serve_callbacks(self, coordinator: Any, delivery: CallbackDelivery, news: News) -> None:
         """Deliver events, and answer a run that waits for callbacks after a validation. A store's records are fetched
         now and then, while the run waits, and at its end. A run that gets no answer here asks again."""
         run, awaited_step = self._run, news.get("awaited")
@@ -145,13 +146,13 @@ class Follower:
         except (GetTimeoutError, ActorUnavailableError, ActorDiedError):
             log.warning("the coordinator does not take what callbacks want; the driver tries again")
 
-    def result(self, end: dict[str, Any]) -> Result:
+    def result(self, end: End) -> Result:
         """The result of a run that ended so. Raises the run's error."""
         for name in end.get("left_behind", []):
             log.error("left behind: %s", name)
         if end["error"]:
             kind = getattr(errors, end["error"], errors.RunFailed)
-            task, message, facts = self._submission.task, end["message"], end["facts"]
+            task, message, facts = self._submission.task, end["message"], dict(end["facts"])
             if kind in (errors.CrashLoop, errors.UserCodeFailed) and int(facts["step"]) < task.step.steps:
                 message += f"\nThe batch of that step {_batch_of(task, facts)}"
             raise kind(message, **facts)
@@ -190,7 +191,7 @@ class CoordinatorLink:
         self._head_silent_since: float | None = None
         self._looked_at = 0.0
 
-    def ask(self, coordinator: Any, last_step: int, num_lines: int) -> dict[str, Any] | None:
+    def ask(self, coordinator: Any, last_step: int, num_lines: int) -> News | None:
         """The coordinator's news; None while it is away.
 
         Raises: CoordinatorLost after `lease_s` without an answer; ActorDiedError when it is gone for good.
@@ -223,13 +224,13 @@ class CoordinatorLink:
         reason = str(error).partition("\n")[0] or type(error).__name__
         self._give_up(f"the coordinator of run {self._run.name} is gone: {reason}", error)
 
-    def _get(self, answer: Any) -> dict[str, Any] | None:
+    def _get(self, answer: Any) -> News | None:
         """Wait `hello_s` for an answer, but not for one that may never come: None when the head is away."""
         deadline = time.monotonic() + self._run.timeouts.hello_s
         while not ray.wait([answer], timeout=ASK_S)[0] and time.monotonic() < deadline:
             if not self._head_answers():
                 return None
-        news: dict[str, Any] = ray.get(answer, timeout=ASK_S)
+        news: News = ray.get(answer, timeout=ASK_S)
         return news
 
     def _head_answers(self) -> bool:
