@@ -288,6 +288,14 @@ class StepConfig:
         return 1 if self.sequences_per_pass == "auto" else self.sequences_per_pass
 
     @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.context_tokens
+
+    def rank_tokens(self, cp: int) -> int:
+        """The most tokens of a sequence that a rank of a ring of `cp` has."""
+        return -(-self.context_tokens // cp)
+
+    @property
     def validates(self) -> bool:
         return bool(self.val_every_steps or self.val_every_tokens)
 

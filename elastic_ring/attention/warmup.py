@@ -136,19 +136,19 @@ def _run_documents(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: in
         kernel.gradients(q, q, k, k, out.to(dtype), lse, cover, 1.0)
 
 
-def tiles_that_occur(kernel: Kernel, group: int, cp: int, context_tokens: int) -> list[tuple[int, int, bool]]:
+def tiles_that_occur(kernel: Kernel, group: int, cp: int, num_tokens: int) -> list[tuple[int, int, bool]]:
     """(queries, keys, causal) of one tile for each variant that packed documents may need on a ring of `cp` ranks (0:
     of any ring): on a ring of one there are no full tiles. A kernel that takes documents in one call has a causal tile
     of its own only where a slice is one document."""
     lengths = length_classes(kernel.tile_tokens, group)
     full = [] if cp == 1 else [(rows, keys, False) for rows in lengths for keys in lengths]
-    whole = cp > 0 and bool(lengths) and context_tokens // (2 * cp) >= lengths[-1]
+    whole = cp > 0 and bool(lengths) and num_tokens // (2 * cp) >= lengths[-1]
     alone = lengths[-1:] if "documents" in kernel.covers and whole else lengths
     return full + [(rows, rows, True) for rows in alone]
 
 
 def warm_up_variants(
-    kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, group: int, cp: int = 0, context_tokens: int = 0
+    kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, group: int, cp: int = 0, num_tokens: int = 0
 ) -> int:
     """Compile the kernels for documents of any length: run forward and backward of each of `tiles_that_occur`. Returns
     the number of tiles.
@@ -157,7 +157,7 @@ def warm_up_variants(
     from the cache on disk. A failed tile is only logged, because the run may not need it. Raises
     torch.OutOfMemoryError.
     """
-    tiles = tiles_that_occur(kernel, group, cp, context_tokens)
+    tiles = tiles_that_occur(kernel, group, cp, num_tokens)
     random.Random(os.getpid()).shuffle(tiles)
     if "documents" in kernel.covers:
         _run_documents(kernel, device, dtype, head_dim, group)

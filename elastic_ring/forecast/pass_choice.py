@@ -60,7 +60,7 @@ def choose_pass(
             reason = AS_SET
         elif not why_one:
             share = -(-step.global_batch // scaling.dp)
-            number = min(share, max(1, CPU_PASS_TOKENS // -(-step.context_tokens // scaling.cp)))
+            number = min(share, max(1, CPU_PASS_TOKENS // step.rank_tokens(scaling.cp)))
         return PassChoice(number, scaling.keep_activations is True, f"{_sequences(number)}: {reason}")
     if gpu is None and not why_one:
         why_one = "no forecast of the run's GPUs"

@@ -110,7 +110,7 @@ class Scenario:
 
     @property
     def tokens_per_step(self) -> float:
-        return float(self.step.global_batch) * self.step.context_tokens
+        return float(self.step.tokens_per_step)
 
     @property
     def checkpoint_bytes(self) -> float:

@@ -198,20 +198,20 @@ def block_parameters(config: ModelConfig, layer: int) -> int:
     return beside + expert_parameters(config) + router + 3 * config.width * config.shared_width
 
 
-def model_flops(config: ModelConfig, context_tokens: int, density: float = 1.0, num_active: int | None = None) -> float:
+def model_flops(config: ModelConfig, num_tokens: int, density: float = 1.0, num_active: int | None = None) -> float:
     """FLOP of one sequence, forward and backward: 6 for each parameter and token that are multiplied (rows of a table
     that is only read are not), and 6 S^2 H D for each layer, the causal half of attention, of which a pattern keeps the
     share `density`. `num_active`: the parameters of a token, if the config does not give all of them."""
     table = 0 if config.tie_embeddings else config.vocab_size * config.width
-    dense = 6.0 * ((num_active or active_parameters(config)) - table) * context_tokens
-    return dense + density * 6.0 * context_tokens**2 * config.num_heads * config.head_dim * config.num_layers
+    dense = 6.0 * ((num_active or active_parameters(config)) - table) * num_tokens
+    return dense + density * 6.0 * num_tokens**2 * config.num_heads * config.head_dim * config.num_layers
 
 
-def flops_of(model: Any, context_tokens: int) -> float | None:
+def flops_of(model: Any, num_tokens: int) -> float | None:
     """FLOP of one sequence of a factory of the built-in decoder, `partial(Transformer, config)`; None for others."""
     args = model.args if isinstance(model, partial) else ()
     configs = [arg for arg in args if isinstance(arg, ModelConfig)]
-    return model_flops(configs[0], context_tokens) if len(configs) == 1 else None
+    return model_flops(configs[0], num_tokens) if len(configs) == 1 else None
 
 
 def preset(name: str) -> ModelConfig:

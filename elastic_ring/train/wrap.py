@@ -93,7 +93,7 @@ class ModuleMaker:
     def _sent_layers(self, model: nn.Module, cp: int, dp: int, element_bytes: int) -> list[Any]:
         """The layers whose tokens travel to their experts."""
         step = self._task.step
-        tokens = min(step.micro_batch, -(-step.global_batch // dp)) * -(-step.context_tokens // cp)
+        tokens = min(step.micro_batch, -(-step.global_batch // dp)) * step.rank_tokens(cp)
         layers = list(expert_layers(model))
         sent = [layer for layer in layers if sends(step.experts, layer, cp, tokens, element_bytes)]
         self.most_rows = max((int(MOST_SHARES * tokens * layer.experts_per_token) for layer in sent), default=0)

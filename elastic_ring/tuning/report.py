@@ -76,7 +76,7 @@ def trial_result(
         "step_s": REJECTED_LOSS if step_s is None else step_s,
         "density": cost.density,
         "bytes": cost.bytes,
-        "tokens": task.step.global_batch * task.step.context_tokens * steps,
+        "tokens": task.step.tokens_per_step * steps,
         "rejected": rejected,
     }
 

@@ -202,7 +202,7 @@ class Search:
                     verbose=0,
                     failure_config=ray_tune.FailureConfig(max_failures=3),
                     checkpoint_config=ray_tune.CheckpointConfig(num_to_keep=1, checkpoint_at_end=False),
-                    callbacks=[Progress(name, num_trials, step.steps * step.global_batch * step.context_tokens)],
+                    callbacks=[Progress(name, num_trials, step.steps * step.tokens_per_step)],
                 ),
             )
         with redirect_stdout(sys.stderr):  # stdout has the table alone

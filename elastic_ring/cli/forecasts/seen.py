@@ -47,7 +47,7 @@ class Seen:
 
 def scenario_of_run(settings: TrainSettings, fleet: Fleet) -> Scenario:
     eff = default_efficiency(fleet)
-    tokens = float(settings.step.steps) * settings.step.global_batch * settings.step.context_tokens
+    tokens = float(settings.step.steps) * settings.step.tokens_per_step
     return Scenario(
         scaling=settings.scaling,
         step=settings.step,

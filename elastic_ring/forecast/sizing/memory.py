@@ -237,7 +237,7 @@ def plan_of(
         config,
         number,
         scaling.cp,
-        together * -(-step.context_tokens // scaling.cp),
+        together * step.rank_tokens(scaling.cp),
         ELEMENT_BYTES[step.param_dtype],
         scaling.cpu_offload,
         scaling.device == "cuda",

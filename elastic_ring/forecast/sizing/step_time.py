@@ -264,7 +264,7 @@ def job_of(
     qkvo = 2.0 * config.width * config.head_dim * (config.num_heads + config.num_kv_heads)
     qkvo += (number - num_parameters(config)) / config.num_layers
     recomputes = config.checkpoint_activations and (scaling.keep_activations is not True or config.offload_activations)
-    tokens, gathered, sent = together * -(-step.context_tokens // scaling.cp), None, 0
+    tokens, gathered, sent = together * step.rank_tokens(scaling.cp), None, 0
     if config.num_experts:
         in_experts, placement = expert_parameters(config), "gather" if scaling.cpu_offload == "all" else step.experts
         sizes = (in_experts, tokens, config.experts_per_token, config.width)
