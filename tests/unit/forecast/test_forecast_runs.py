@@ -16,6 +16,8 @@ from elastic_ring.forecast.answers.request import Learned, narrower, read_stages
 from elastic_ring.forecast.goodput import PRIORS
 from elastic_ring.gpus import gpu_type
 from elastic_ring.monitor.goodput import seen_of
+from elastic_ring.monitor.journal import journal_bytes
+from elastic_ring.monitor.metrics import write_json
 from tests.unit.data.corpora import prepared
 
 ROOT = Path(__file__).parents[3]
@@ -29,9 +31,9 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "config.toml").write_text(parse(SETTINGS).toml())
     steps = [60.0, 6.0, 5.3, *[5.11] * 7]
     lines = [{"step": index, "step_s": step_s, "loss_hex": (1.0).hex()} for index, step_s in enumerate(steps)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "metrics.jsonl").write_bytes(journal_bytes(lines))
     summary = {"goodput": 0.9, "peak_gpu_bytes": int(22.7 * 2**30), "recoveries": [], "time_s": TIME_S}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    write_json(tmp_path / "summary.json", summary)
     return tmp_path
 
 
@@ -81,7 +83,7 @@ def test_score_takes_the_forecast_that_was_made_and_the_losses_that_came(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "config.toml").write_text(parse([]).toml())
-    (run / "config.json").write_text(json.dumps({"planned_step_s": 5.0, "planned_goodput": 1.0}))
+    write_json(run / "config.json", {"planned_step_s": 5.0, "planned_goodput": 1.0})
     causes = [
         "rank 0 died in backward of step 40 (killed by SIGKILL)",
         "rank 1 hung in idle of step 44",
@@ -89,7 +91,7 @@ def test_score_takes_the_forecast_that_was_made_and_the_losses_that_came(
     ]
     recoveries = [{"cause": cause} for cause in causes]
     summary = json.loads((run / "summary.json").read_text()) | {"recoveries": recoveries}
-    (run / "summary.json").write_text(json.dumps(summary))
+    write_json(run / "summary.json", summary)
     assert losses_of(recoveries) == {"process": 1, "frozen": 1}
     assert command.main(["--score", str(run)]) == 0
     out = capsys.readouterr().out
