@@ -1,4 +1,4 @@
-"""Which configs may train on a ring: read, looked at, and followed through one pass on the meta device."""
+"""Checks which configs may train on a ring: by their settings, and by one traced pass on the meta device."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ ABSOLUTE = {
 NO_RESTART = "positions do not restart at packed documents"
 
 
-def read_config(folder: Path) -> Mapping[str, Any]:
+def read_config(folder: Path) -> dict[str, object]:
     """The content of a folder's config.json. Raises ValueError."""
     check_model_links(folder)
     path = folder / "config.json"
     try:
-        found = plain_json(read_small(path))
+        config = plain_json(read_small(path))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model folder {str(folder)!r}: its config.json cannot be read ({error}); give a folder as save_pretrained "
             "writes it"
         ) from error
-    if not isinstance(found, dict) or "model_type" not in found:
+    if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError(f"{path} has no model_type: give the config of a transformers model")
-    return found
+    return config
 
 
-def config_of(plain: dict[str, Any]) -> Any:
+def config_of(plain: Mapping[str, object]) -> Any:
     """The `PreTrainedConfig` of a config's dictionary. Raises ValueError for a type that transformers does not know."""
     from transformers import CONFIG_MAPPING
 
@@ -56,7 +56,7 @@ def config_of(plain: dict[str, Any]) -> Any:
         raise ValueError(
             f"model_type={kind!r}: this version of transformers does not know it; code from the folder is never run"
         )
-    return CONFIG_MAPPING[kind].from_dict(plain)
+    return CONFIG_MAPPING[kind].from_dict(dict(plain))
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -89,7 +89,7 @@ def check_same_tokenizer(folder: Path, uri: str, manifest: Manifest) -> None:
 
 
 def check_config(config: Any) -> None:
-    """Raises ValueError for what the config alone shows."""
+    """Raises ValueError for a config that rings do not train."""
     base, kind = class_of(config), f"model_type={config.model_type!r}"
     if not base._supports_attention_backend:
         raise ValueError(f"{kind} does not attend through transformers' AttentionInterface: choose a decoder that does")
@@ -110,19 +110,19 @@ def check_config(config: Any) -> None:
                 f"{kind} rope_type={part['rope_type']!r} depends on the largest position at hand, and a rank sees its "
                 "own slice only: choose default, linear, llama3 or yarn"
             )
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if others:
-        raise ValueError(f"{kind} layer_types has {', '.join(sorted(others))}: rings have full and sliding attention")
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"{kind} layer_types has {', '.join(sorted(unknown))}: rings have full and sliding attention")
 
 
-def _rope_parts(config: Any) -> Iterator[Mapping[str, Any]]:
+def _rope_parts(config: Any) -> Iterator[Any]:
     """The settings of a config's rotary embedding, and those of its kinds of layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     yield from (rope, *(value for value in rope.values() if isinstance(value, Mapping)))
 
 
 def check_module(model: Any, config: Any, traced: TracedRing) -> None:
-    """Raises ValueError for what the module does in a pass of training."""
+    """Raises ValueError for a module whose pass of training rings do not compute."""
     kind, dropout_rates = f"model_type={config.model_type!r}", traced.dropout_rates - {0.0}
     for name, module in model.named_modules():
         is_used = isinstance(module, nn.Embedding) and id(module.weight) in traced.tables
@@ -147,8 +147,8 @@ def check_module(model: Any, config: Any, traced: TracedRing) -> None:
 
 
 def check_step(config: Any, windows: Sequence[int | None] | None, step: StepConfig) -> None:
-    """Raises ValueError for a context in which the config asks for what rings do not compute. `windows` are those of
-    the trace; None: the run takes none of the config."""
+    """Raises ValueError for a context in which the config has scales or masks that rings do not compute. `windows` are
+    those of the trace; None: the run takes none of the config."""
     kind, context = f"model_type={config.model_type!r}", step.context_tokens
     for part in _rope_parts(config):
         beta, floor = part.get("llama_4_scaling_beta"), part.get("original_max_position_embeddings") or context
@@ -185,8 +185,8 @@ def config_windows(config: Any) -> list[int | None]:
     return [int(window) if kind == "sliding_attention" else None for kind in kinds]
 
 
-class _Calls(TorchFunctionMode):
-    """Writes down the rates of dropout and the tables of embeddings that a pass uses."""
+class _RecordCalls(TorchFunctionMode):
+    """Records the rates of dropout and the tables of embeddings that a pass uses."""
 
     def __init__(self, traced: TracedRing) -> None:
         super().__init__()
@@ -204,15 +204,15 @@ class _Calls(TorchFunctionMode):
 
 
 def trace(model: Any, config: Any) -> tuple[tuple[int | None, ...], TracedRing]:
-    """(each layer's sliding window, as the layers give it to the attention, all that was traced) of a pass of training
-    on the meta device.
+    """(each layer's sliding window, as the layers give it to the attention, the trace) of a pass of training on the
+    meta device.
 
     Raises ValueError for layers that do not attend through the interface, or ask for what a ring does not have.
     """
     kind, traced = f"model_type={config.model_type!r}", TracedRing()
     integers = torch.zeros(1, NUM_TRACED_TOKENS, dtype=torch.int64, device="meta")
     try:
-        with torch.no_grad(), _Calls(traced):
+        with torch.no_grad(), _RecordCalls(traced):
             model.train()(integers, positions=integers, document_ids=integers, attention=traced)
     except ValueError:
         raise

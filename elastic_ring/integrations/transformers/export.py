@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,15 @@ from elastic_ring.data.packing import BYTE_VOCAB_SIZE
 from elastic_ring.data.tokenizer import BYTES
 from elastic_ring.files import check_model_links, plain_json, read_small
 from elastic_ring.integrations.transformers.checks import check_tokenizer, config_of
-from elastic_ring.integrations.transformers.lora_export import (
+from elastic_ring.integrations.transformers.export_config import (
+    NOTE,
+    byte_tokenizer,
+    config_of_preset,
+    name_of_preset,
+    tokens_of_run,
+    with_pattern,
+)
+from elastic_ring.integrations.transformers.lora import (
     ADAPTERS,
     MergedWeights,
     TrainedAdapters,
@@ -33,19 +41,13 @@ from elastic_ring.integrations.transformers.lora_export import (
 )
 from elastic_ring.integrations.transformers.model import CONFIG_FILE
 from elastic_ring.integrations.transformers.module import build, class_of
-from elastic_ring.integrations.transformers.presets import (
-    byte_tokenizer,
-    config_of_preset,
-    name_of_preset,
-    shape_of_run,
-    tokens_of_run,
-)
 from elastic_ring.integrations.transformers.weights import INDEX
-from elastic_ring.integrations.transformers.windows import NOTE, with_pattern
+from elastic_ring.model.config import ModelConfig
 from elastic_ring.monitor.json_files import as_written
 from elastic_ring.monitor.metrics import CONFIG_NAME
 from elastic_ring.runtime.run_storage import RunRecords
 from elastic_ring.state.checkpoints.stored_weights import StoredWeights
+from elastic_ring.validation import from_plain
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ BESIDE_WEIGHTS = (
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` wrote."""
+    """The result of `export`."""
 
     folder: Path
     num_tensors: int
@@ -104,7 +106,13 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r} is not an empty folder: give a new one")
     plain, lost = with_pattern(trained.config, trained.pattern, trained.context_tokens, allow_dense=allow_dense)
-    _check_tokenizer(tokenizer, plain["vocab_size"])
+    if tokenizer == BYTES and plain["vocab_size"] < BYTE_VOCAB_SIZE:
+        raise ValueError(
+            f"tokenizer='bytes' has {BYTE_VOCAB_SIZE} tokens, and the model {plain['vocab_size']}: name its own"
+        )
+    if tokenizer not in (BYTES, ""):
+        check_model_links(Path(tokenizer).expanduser())
+        check_tokenizer(Path(tokenizer).expanduser(), plain["vocab_size"])
     weights: Weights = StoredWeights.open(where)
     if merge and trained.adapters is None:
         raise ValueError(f"merge=True: run {where!r} has no adapters; leave it out")
@@ -120,10 +128,21 @@ def export(
     if trained.adapters is not None:
         weights = MergedWeights.open(weights, trained.adapters)
     slices: dict[str, list[str]] = {}
-    for own in sorted(weights.places, key=_by_slice):
+
+    def by_slice(name: str) -> list[tuple[int, str]]:
+        """Sorts slices of a parameter by their numbers."""
+        return [(int(word) if word.isdecimal() else -1, word) for word in name.split(".")]
+
+    for own in sorted(weights.places, key=by_slice):
         slices.setdefault(trained.exported_name(own), []).append(own)
-    model = _on_meta(plain)
-    stored = {name: _joined_shape(name, [weights.shapes[own] for own in parts]) for name, parts in slices.items()}
+    with torch.device("meta"):
+        model = build(config_of(plain))
+    stored: dict[str, tuple[int, ...]] = {}
+    for name, parts in slices.items():
+        shape = list(weights.shapes[parts[0]])
+        if len(parts) > 1:
+            shape[_sliced_dim(name)] = sum(weights.shapes[own][_sliced_dim(name)] for own in parts)
+        stored[name] = tuple(shape)
     empty = _empty(model, stored, getattr(torch, dtype))
 
     def value(name: str) -> Tensor:
@@ -145,9 +164,9 @@ def export(
 
 @dataclass(frozen=True)
 class _Trained:
-    """What a run's records say of its model."""
+    """A run's records of its model."""
 
-    config: dict[str, Any]
+    config: Mapping[str, object]
     pattern: str
     context_tokens: int
     dtype: str
@@ -171,8 +190,8 @@ class _Trained:
                 return cls(
                     dict(own["config"]), pattern, context, dtype, str(own["folder"]), str, kept, TrainedAdapters.of(own)
                 )
-            shape = shape_of_run(recorded)
-            tokenizer, end = ("", None) if shape is None else tokens_of_run(recorded)
+            shape = from_plain(ModelConfig, recorded["model"]) if recorded.get("model") else None
+            tokenizer, end = ("", None) if shape is None else tokens_of_run(recorded.get("data", {}))
         if shape is None:
             raise ValueError(
                 f"{folder}: its model is neither one of transformers ({CONFIG_FILE}) nor a preset's, so nobody knows "
@@ -181,49 +200,32 @@ class _Trained:
         return cls(config_of_preset(shape, context, end), pattern, context, dtype, tokenizer, name_of_preset, {})
 
 
-def _by_slice(name: str) -> list[tuple[int, str]]:
-    """Sorts slices of a parameter by their numbers."""
-    return [(int(word) if word.isdecimal() else -1, word) for word in name.split(".")]
-
-
 def _sliced_dim(name: str) -> int:
     """Along which the built-in decoder slices the parameter of this exported name."""
     return int(name.endswith("down_proj.weight"))
 
 
-def _joined_shape(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    if len(shapes) == 1:
-        return shapes[0]
-    dim = _sliced_dim(name)
-    return tuple(sum(shape[i] for shape in shapes) if i == dim else size for i, size in enumerate(shapes[0]))
-
-
-def _json(path: Path, way_out: str) -> dict[str, Any]:
+def _json(path: Path, way_out: str) -> Any:
     try:
-        found: Any = plain_json(read_small(path))
+        content = plain_json(read_small(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); {way_out}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{path}: is no object; {way_out}")
-    return found
-
-
-def _on_meta(plain: dict[str, Any]) -> Any:
-    with torch.device("meta"):
-        return build(config_of(plain))
+    return content
 
 
 def _empty(model: Any, stored: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
     """The parameters of a model on the meta device in `dtype`, or in fp32 where transformers keeps that (routers), and
     its buffers that are saved. Raises ValueError where other parameters are `stored`."""
     kept = [f".{part}." for part in model._get_dtype_plan(dtype)]
-    found = {
+    parameters = {
         name: param.detach() if any(part in f".{name}." for part in kept) else param.detach().to(dtype)
         for name, param in model.named_parameters()
     }
     saved = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    shapes = {name: tuple(param.shape) for name, param in found.items()}
+    shapes = {name: tuple(param.shape) for name, param in parameters.items()}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items() if name in stored}
     # A preset without an expert for every token: its weights are zeros.
     shapes = {name: shape for name, shape in shapes.items() if name in stored or ".shared_experts." not in name}
@@ -233,7 +235,7 @@ def _empty(model: Any, stored: Mapping[str, tuple[int, ...]], dtype: torch.dtype
             f"the run's weights are not those of its model under this version of transformers: {odd[0][0]} "
             f"{odd[0][1]} is in one of them only; export with the version that it was trained with"
         )
-    return found | buffers
+    return parameters | buffers
 
 
 def _write_weights(
@@ -248,11 +250,16 @@ def _write_weights(
     plan, held = split_torch_state_dict_into_shards(flat, max_shard_size=max_file_size), dict[str, Tensor]()
     for name, tensor in empty.items():
         whole = value(name).to(tensor.dtype).contiguous()
-        for part, found in _pieces(model, name, whole).items():
-            held[part] = found if found is whole else found.clone()  # a view, of which a file may have no two
+        for part, value_of_part in _pieces(model, name, whole).items():
+            is_whole = value_of_part is whole
+            held[part] = value_of_part if is_whole else value_of_part.clone()  # a view: a file may have no two
             file_name = plan.tensor_to_filename[part]
-            if all(other in held for other in plan.filename_to_tensors[file_name]):
-                _write_file({other: held.pop(other) for other in plan.filename_to_tensors[file_name]}, out, file_name)
+            in_file = plan.filename_to_tensors[file_name]
+            if all(each in held for each in in_file):
+                partial = out / f".{file_name}.{os.getpid()}"
+                save_file({each: held.pop(each) for each in in_file}, partial, metadata={"format": "pt"})
+                partial.chmod(0o666 & ~_umask(out))
+                os.replace(partial, out / file_name)
     assert not held, sorted(held)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
@@ -262,18 +269,11 @@ def _write_weights(
 
 
 def _pieces(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """What a folder stores of a parameter, by transformers' own table."""
+    """The stored tensors of a parameter, by transformers' own table."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
-    return found
-
-
-def _write_file(tensors: Mapping[str, Tensor], out: Path, file_name: str) -> None:
-    partial = out / f".{file_name}.{os.getpid()}"
-    save_file(dict(tensors), partial, metadata={"format": "pt"})
-    partial.chmod(0o666 & ~_umask(out))
-    os.replace(partial, out / file_name)
+    stored: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    return stored
 
 
 def _umask(folder: Path) -> int:
@@ -285,27 +285,15 @@ def _umask(folder: Path) -> int:
     return 0o666 ^ mode
 
 
-def _check_tokenizer(where: str, vocab_size: int) -> None:
-    """Raises ValueError for a tokenizer with more tokens than the model."""
-    if where == BYTES:
-        if vocab_size < BYTE_VOCAB_SIZE:
-            raise ValueError(
-                f"tokenizer='bytes' has {BYTE_VOCAB_SIZE} tokens, and the model {vocab_size}: name its own"
-            )
-    elif where:
-        check_model_links(Path(where).expanduser())
-        check_tokenizer(Path(where).expanduser(), vocab_size)
-
-
 def _write_tokenizer(where: str, out: Path, trained: _Trained, *, was_asked: bool) -> None:
     if where == BYTES:
         byte_tokenizer(trained.context_tokens).save_pretrained(out)
         return
     folder = Path(where).expanduser()
-    found = [name for name in BESIDE_WEIGHTS if (folder / name).is_file()] if where else []
-    for name in found:
+    names = [name for name in BESIDE_WEIGHTS if (folder / name).is_file()] if where else []
+    for name in names:
         shutil.copyfile(folder / name, out / name)
-    if any(name.startswith(("tokenizer", "vocab")) for name in found):
+    if any(name.startswith(("tokenizer", "vocab")) for name in names):
         return
     if was_asked:
         raise ValueError(f"tokenizer={str(folder)!r} has none of {', '.join(BESIDE_WEIGHTS[:3])}: name another folder")

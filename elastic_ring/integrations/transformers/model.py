@@ -31,8 +31,7 @@ from elastic_ring.integrations.transformers.checks import (
     read_config,
     trace,
 )
-from elastic_ring.integrations.transformers.conversions import stored_names
-from elastic_ring.integrations.transformers.experts import (
+from elastic_ring.integrations.transformers.layers import (
     NO_EXPERTS,
     ExpertSizes,
     check_experts,
@@ -48,7 +47,7 @@ from elastic_ring.integrations.transformers.lora import (
     check_lora,
 )
 from elastic_ring.integrations.transformers.module import WHOLE_SLICE, build, checkpoint_layers, latent_of
-from elastic_ring.integrations.transformers.weights import FolderWeights
+from elastic_ring.integrations.transformers.weights import FolderWeights, stored_names
 from elastic_ring.model.config import (
     KNOWN_TYPES,
     ModelConfig,
@@ -93,16 +92,16 @@ class RingModel:
     """Numbers of a token that hops carry in place of K and V."""
 
     def __call__(self) -> nn.Module:
-        made: nn.Module = build(self.config)
+        model: nn.Module = build(self.config)
         for name, values in self.buffers:
-            buffer = made.get_buffer(name)
+            buffer = model.get_buffer(name)
             if not buffer.is_meta:
                 buffer.copy_(torch.tensor(values, dtype=buffer.dtype).view(buffer.shape))
         if self.lora is not None:
-            adapt(made, self.lora)
-        made.loss_chunk_tokens = self.loss_chunk_tokens  # type: ignore[assignment]
-        checkpoint_layers(made, checkpoint_activations=self.checkpoint_activations)
-        return made
+            adapt(model, self.lora)
+        model.loss_chunk_tokens = self.loss_chunk_tokens  # type: ignore[assignment]
+        checkpoint_layers(model, checkpoint_activations=self.checkpoint_activations)
+        return model
 
     def __repr__(self) -> str:
         """Equal for equal models in every process: it goes into the run's digest."""
@@ -112,41 +111,39 @@ class RingModel:
         return f"RingModel(config={digest}, weights={self.weights and self.weights.digest}, {options})"
 
     def ring_parts(self, step: StepConfig) -> ModelParts:
-        """What the trainer uses unless it is given something else: first values, pattern, vocabulary, records."""
+        """The trainer's defaults for this model: first values, pattern, vocabulary, records."""
         check_step(self.config, None if self.windows == "dense" else self.layer_windows, step)
-        adapters: dict[str, Any] = {}
+        record: dict[str, object] = {
+            "folder": self.folder,
+            "config": json.loads(self.config_json),
+            "buffers": dict(self.buffers),
+        }
         initial: Initial = self.weights or FirstValues(self.config_json, step.seed)
         frozen, flops = None, self.flops(step.context_tokens)
         if self.lora is not None:
             assert self.weights is not None
-            adapters = {"lora": vars(self.lora), "weights": self.weights.digest}
+            record |= {"lora": vars(self.lora), "weights": self.weights.digest}
             initial, frozen = AdapterValues(self.config_json, self.lora, step.seed), BaseWeights(self.weights)
             # A frozen parameter's gradient is not computed: 4 instead of 6 for each and token.
             flops -= self.flops(step.context_tokens, density=0.0) / 3
-        plain = {"folder": self.folder, "config": json.loads(self.config_json), "buffers": dict(self.buffers)}
-        record = json.dumps({**plain, **adapters}, indent=1) + "\n"
+        sizes = None  # for types that the forecast does not know
+        if self.config.model_type in KNOWN_TYPES:
+            sizes = ModelSizes(
+                self.sizes(),
+                self.num_parameters + self.num_adapter_parameters,
+                None if self.lora is None else self.num_adapter_parameters,
+                self.latent,
+                one_a_pass="its balancing loss is one of a whole pass" if has_balancing_loss(self.config) else "",
+            )
         return ModelParts(
             initial=initial,
             frozen=frozen,
             pattern=self.pattern(step.context_tokens),
             vocab_size=self.vocab_size,
-            files={CONFIG_FILE: record},
+            files={CONFIG_FILE: json.dumps(record, indent=1) + "\n"},
             flops=flops,
             check_data=self.check_data,
-            sizes=self._planned_sizes(),
-        )
-
-    def _planned_sizes(self) -> ModelSizes | None:
-        """None for types that the forecast does not know."""
-        if self.config.model_type not in KNOWN_TYPES:
-            return None
-        balances = has_balancing_loss(self.config)
-        return ModelSizes(
-            self.sizes(),
-            self.num_parameters + self.num_adapter_parameters,
-            None if self.lora is None else self.num_adapter_parameters,
-            self.latent,
-            one_a_pass="its balancing loss is one of a whole pass" if balances else "",
+            sizes=sizes,
         )
 
     def check_data(self, data: Any) -> None:
@@ -167,13 +164,15 @@ class RingModel:
         """The sizes as those of our own decoder, for plans and patterns: norms' and biases' parameters may differ."""
         config = self.config
         num_heads = int(config.num_attention_heads)
+        # Width of queries and keys; narrower values are padded.
+        head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
         return ModelConfig(
             vocab_size=self.vocab_size,
             num_layers=int(config.num_hidden_layers),
             width=int(config.hidden_size),
             num_heads=num_heads,
             num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
-            head_dim=_head_dim(config),
+            head_dim=int(head_dim or config.hidden_size // num_heads),
             ffn_width=int(config.intermediate_size),
             **asdict(self.experts),
             tie_embeddings=bool(config.tie_word_embeddings),
@@ -197,31 +196,27 @@ class RingModel:
         return f"{self.config.model_type}, {self.num_parameters:,} parameters, {begins}{adapters}"
 
     def pattern(self, context_tokens: int) -> LayerPatterns | None:
-        """The sliding windows that a sequence of `context_tokens` notices, by layer; None where there are none.
+        """The sliding windows shorter than `context_tokens`, by layer; None where there are none.
 
         With windows="blocks" they are rounded up to whole blocks of 128 tokens, which GPUs run faster: a query sees its
         window and at most 254 tokens more.
         """
-        wanted = [w if w is not None and w < context_tokens else None for w in self.layer_windows]
-        if self.windows == "dense" or not any(wanted):
+        windows = [w if w is not None and w < context_tokens else None for w in self.layer_windows]
+        if self.windows == "dense" or not any(windows):
             return None
         rules: dict[Rule, list[int]] = {}
-        for layer, window in enumerate(wanted):
-            rules.setdefault(self._rule(window), []).append(layer)
+        for layer, window in enumerate(windows):
+            rule: Rule = Dense() if window is None else Window(window)
+            if window is not None and self.windows == "blocks":
+                rule = BigBird(window=Window(window).num_blocks(BLOCK_TOKENS), globals=0, randoms=0)
+            rules.setdefault(rule, []).append(layer)
         if len(rules) == 1:
             return LayerPatterns((LayerGroup(tuple(rules)),))
         return LayerPatterns(tuple(LayerGroup((rule,), tuple(layers)) for rule, layers in rules.items()))
 
-    def _rule(self, window: int | None) -> Rule:
-        if window is None:
-            return Dense()
-        if self.windows == "exact":
-            return Window(window)
-        return BigBird(window=Window(window).num_blocks(BLOCK_TOKENS), globals=0, randoms=0)
-
 
 def ring_model(
-    source: str | Path | Mapping[str, Any] | Any,
+    source: str | Path | Mapping[str, object] | Any,
     *,
     weights: bool = True,
     checkpoint_activations: bool = True,
@@ -255,60 +250,57 @@ def ring_model(
     config: Any = read_config(folder) if folder is not None else source
     plain = dict(config) if isinstance(config, Mapping) else config.to_dict()
     plain.pop("_name_or_path", None)  # where it was loaded from, which is not what it is
-    made = RingModel(
+    ring = RingModel(
         json.dumps(plain, sort_keys=True), str(folder or ""), None, checkpoint_activations, loss_chunk_tokens, windows
     )
-    check_config(made.config)
+    check_config(ring.config)
     if folder is not None:
-        check_tokenizer(folder, made.vocab_size)
+        check_tokenizer(folder, ring.vocab_size)
     with torch.device("meta"):
-        model = build(made.config)
-    windows_found, traced = trace(model, made.config)
-    check_module(model, made.config, traced)
-    check_experts(model, made.config, adds_loss=made.config.model_type in KNOWN_TYPES)
-    number = _count(model)
-    made = replace(made, layer_windows=windows_found, experts=expert_sizes(model, made.config), num_parameters=number)
-    made = replace(made, latent=latent_of(model))
+        model = build(ring.config)
+    layer_windows, traced = trace(model, ring.config)
+    check_module(model, ring.config, traced)
+    check_experts(model, ring.config, adds_loss=ring.config.model_type in KNOWN_TYPES)
+    ring = replace(
+        ring,
+        layer_windows=layer_windows,
+        experts=expert_sizes(model, ring.config),
+        num_parameters=_count(model),
+        latent=latent_of(model),
+    )
     if adapters is not None:
-        has_base, has_experts = folder is not None and weights, made.experts != NO_EXPERTS
+        has_base, has_experts = folder is not None and weights, ring.experts != NO_EXPERTS
         check_lora(adapters, model, has_base=has_base, has_experts=has_experts)
-    return made if folder is None or not weights else _with_weights(made, folder, model, adapters)
+    return ring if folder is None or not weights else _with_weights(ring, folder, model, adapters)
 
 
-def _with_weights(made: RingModel, folder: Path, model: Any, adapters: Lora | None) -> RingModel:
-    found = FolderWeights.open(folder)
-    if found is None and adapters is not None:
+def _with_weights(ring: RingModel, folder: Path, model: Any, adapters: Lora | None) -> RingModel:
+    stored = FolderWeights.open(folder)
+    if stored is None and adapters is not None:
         raise ValueError(
             f"lora={adapters}: {str(folder)!r} has no weights to freeze; give the folder of a trained model"
         )
-    if found is None:
+    if stored is None:
         log.warning("%s has a config and no weights: first values are drawn from the seed", folder)
-        return made
-    fitted = found.fitted(model, stored_names(model, found.files))
+        return ring
+    fitted = stored.fitted(model, stored_names(model, stored.files))
     buffers = {name: tuple(value.flatten().tolist()) for name, value in fitted.buffers(model).items()}
     if buffers:
         log.info("%s: %s stay as they are in the folder; nothing trains them", folder, few([*buffers], 3))
     if adapters is not None:
         adapt(model, adapters)
-    num_adapter_parameters = _count(model) - made.num_parameters
     return replace(
-        made,
+        ring,
         weights=fitted,
         buffers=tuple(buffers.items()),
         lora=adapters,
-        num_adapter_parameters=num_adapter_parameters,
+        num_adapter_parameters=_count(model) - ring.num_parameters,
         latent=latent_of(model),
     )
 
 
 def _count(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
-
-
-def _head_dim(config: Any) -> int:
-    """Width of queries and keys; narrower values are padded."""
-    found = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
-    return int(found or config.hidden_size // config.num_attention_heads)
 
 
 @dataclass(frozen=True)
@@ -323,8 +315,8 @@ class FirstValues:
 
     def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
         if name in self._of_experts:
-            one = (1, *shape[1:])
-            return torch.cat([self._drawn(name, one, expert) for expert in range(*(rows or (0, shape[0])))])
+            row = (1, *shape[1:])
+            return torch.cat([self._drawn(name, row, expert) for expert in range(*(rows or (0, shape[0])))])
         drawn = self._drawn(name, tuple(shape))
         return drawn if rows is None else drawn[rows[0] : rows[1]].clone()
 
@@ -359,7 +351,7 @@ class FirstValues:
             return Initialiser(seed, int(self._empty.config.num_hidden_layers)).tensor(name, shape)
         return value
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"config_json": self.config_json, "seed": self.seed}  # without the module
 
     def __repr__(self) -> str:

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from elastic_ring.attention.layers import of_layer
 from elastic_ring.attention.plan.traffic import carries_latents
-from elastic_ring.integrations.transformers import experts
-from elastic_ring.integrations.transformers.fused import fuse_layers
+from elastic_ring.integrations.transformers import layers
 from elastic_ring.model.config import KNOWN_TYPES
 from elastic_ring.model.loss import chunked_cross_entropy
 from elastic_ring.train.wrap import largest_list
@@ -26,8 +25,8 @@ WHOLE_SLICE = 1 << 40
 
 @dataclass
 class TracedRing:
-    """Takes the place of a ring in a pass on the meta device: hears which layers call, and computes nothing. `tables`
-    are the ids of the embeddings' weights that the pass reads."""
+    """Stands for a ring in a pass on the meta device: records which layers call, and computes nothing. `tables` are the
+    ids of the embeddings' weights that the pass reads."""
 
     windows: dict[int, int | None] = field(default_factory=dict)
     dropout_rates: set[float] = field(default_factory=set)
@@ -76,27 +75,23 @@ def attend(
     options, attention = {} if s_aux is None else {"sinks": s_aux}, of_layer(ring, layer)
     if getattr(module, "expand_kv", None) is _apart:
         width = module.v_head_dim
-        if _sends_latents(module, q, k, v, attention):
+        up = module.kv_b_proj.weight
+        # Hops carry what keys and values are projected from: where there are hops, it is less, and the projection is a
+        # plain one.
+        if (
+            getattr(attention, "takes_latents", False)
+            and _projects_plainly(module, q.size(3))
+            and carries_latents(q.size(1), q.size(3), k.size(3) + v.size(3))
+            and (up.shape[1:], up.dtype) == (k.shape[3:], k.dtype)
+        ):
             k, v = torch.cat((k, v), -1).chunk(2, -1)
-            options["up"] = module.kv_b_proj.weight
+            options["up"] = up
         else:
             k, v = type(module).expand_kv(module, k, v)
     if "up" not in options and width < q.size(-1):  # rings send keys and values in one frame
         v = nn.functional.pad(v, (0, q.size(-1) - width))
     out = attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), **options)
     return out[..., :width], None
-
-
-def _sends_latents(module: Any, q: Tensor, latent: Tensor, rotated: Tensor, attention: Any) -> bool:
-    """Whether a layer's hops carry what its keys and values are projected from: where there are hops, it is less, and
-    the projection is a plain one."""
-    up = module.kv_b_proj.weight
-    return (
-        getattr(attention, "takes_latents", False)
-        and _projects_plainly(module, q.size(3))
-        and carries_latents(q.size(1), q.size(3), latent.size(3) + rotated.size(3))
-        and (up.shape[1:], up.dtype) == (latent.shape[3:], latent.dtype)
-    )
 
 
 def _projects_plainly(module: Any, head_dim: int) -> bool:
@@ -113,14 +108,6 @@ def latent_of(model: Any) -> int:
     return numbers if carries_latents(module.num_heads, module.qk_head_dim, numbers) else 0
 
 
-def _keep_latents_apart(model: nn.Module) -> None:
-    """Have latent attention (DeepSeek-V2, arXiv:2405.04434) call the attention before keys are projected up."""
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
-            module.expand_kv = _apart
-
-
 def _apart(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     return latent, rotated
 
@@ -131,13 +118,16 @@ def build(config: Any) -> Any:
     from transformers.integrations.moe import ExpertsInterface
 
     AttentionInterface.register(NAME, attend)  # here, so that every worker's process does it
-    ExpertsInterface.register(NAME, experts.compute)
+    ExpertsInterface.register(NAME, layers.compute)
     model = _ring_class(class_of(config))._from_config(
         config, dtype=torch.float32, attn_implementation=NAME, experts_implementation=NAME
     )
-    experts.mark(model, config)
-    _keep_latents_apart(model)
-    fuse_layers(model, config.model_type)
+    layers.mark_experts(model, config)
+    for module in model.modules():
+        if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
+            # Latent attention (DeepSeek-V2, arXiv:2405.04434) calls the attention before keys are projected up.
+            module.expand_kv = _apart
+    layers.fuse_layers(model, config.model_type)
     return model
 
 
@@ -177,10 +167,14 @@ def _ring_class(base: Any) -> Any:
         named = {"input_ids": tokens, "position_ids": positions, "ring": attention, "use_cache": False}
         if targets is None or self.config.model_type not in KNOWN_TYPES:
             logits = base.forward(self, **named).logits
-            return logits if targets is None else _cross_entropy(logits, targets)
-        balances = self.training and experts.has_balancing_loss(self.config)
-        found = self.base_model(**named, **({"output_router_logits": True} if balances else {}))
-        hidden = found.last_hidden_state
+            if targets is None:
+                return logits
+            logits, targets = logits.flatten(0, 1).float(), targets.flatten()
+            loss = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+            return loss, (targets != -100).sum()
+        balances = self.training and layers.has_balancing_loss(self.config)
+        output = self.base_model(**named, **({"output_router_logits": True} if balances else {}))
+        hidden = output.last_hidden_state
         cap = getattr(self.config, "final_logit_softcapping", None)
         divisor = getattr(self.config, "logits_scaling", 1.0)
         if divisor != 1.0:
@@ -193,18 +187,11 @@ def _ring_class(base: Any) -> Any:
             softcap=cap,
         )
         if balances:
-            loss = loss + experts.balancing(self.config, found.router_logits, attention, num_targets)
+            loss = loss + layers.balancing(self.config, output.router_logits, attention, num_targets)
         return loss, num_targets
 
     # Under the base's own module: transformers takes classes of other modules for custom code.
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "loss_chunk_tokens": 1024})
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    loss = nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum"
-    )
-    return loss, (targets != -100).sum()
 
 
 def _checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

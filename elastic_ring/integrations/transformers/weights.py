@@ -1,13 +1,15 @@
-"""Reads a Hugging Face folder's safetensors files row by row; checks that they fit a model. No transformers in here.
+"""Reads a Hugging Face folder's safetensors files row by row; checks that they fit a model.
 
-Each tensor is read from its file on access, and only the requested rows: no process holds the whole model.
+Each tensor is read from its file on access, and only the requested rows: no process holds the whole model. Folders of
+mixture-of-experts models name experts one by one (`experts.3.down_proj.weight`), and the module has them in one
+parameter; some families have other names besides. Transformers' own table of conversions says which.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from elastic_ring.files import check_links, few, name_below, plain_json, read_small
-from elastic_ring.integrations.transformers.conversions import Pieces, StoredNames
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SAMPLE_BYTES = 1 << 16
 NUM_NAMED = 5
 # Earlier versions of transformers stored this buffer; it is computed from the config.
 NO_PARAMETER = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+Pieces = tuple[tuple[str, ...], ...]
+"""The stored names of each row of a parameter; a row is their concatenation along its own first dimension."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,12 @@ class FolderWeights:
     def open(cls, folder: Path) -> FolderWeights | None:
         """Reads the index and the headers; None for a folder without weights. Raises ValueError for one whose weights
         are in another format, or cannot be read."""
-        names = _files_of(folder)
+        names = _file_names(folder)
         if not names:
-            others = sorted(path.name for path in folder.glob("*.bin")) + sorted(
-                path.name for path in folder.glob("*.pt")
-            )
-            if others:
+            unread = [path.name for ending in ("*.bin", "*.pt") for path in sorted(folder.glob(ending))]
+            if unread:
                 raise ValueError(
-                    f"model folder {str(folder)!r} has {others[0]} and no safetensors: only safetensors are read; load "
+                    f"model folder {str(folder)!r} has {unread[0]} and no safetensors: only safetensors are read; load "
                     "it with transformers once and save it with save_pretrained"
                 )
             return None
@@ -64,74 +65,80 @@ class FolderWeights:
                     files |= dict.fromkeys(file.keys(), name)
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"{path}: cannot be read as safetensors ({error})") from error
-            total.update(f"{name} {path.stat().st_size} ".encode() + _sample(path))
+            size, parts = path.stat().st_size, list[bytes]()
+            with path.open("rb") as stream:  # reading all of a large file would take minutes
+                for start in (0, size // 2, max(0, size - SAMPLE_BYTES)):
+                    stream.seek(start)
+                    parts.append(stream.read(SAMPLE_BYTES))
+            total.update(f"{name} {size} ".encode() + hashlib.sha256(b"".join(parts)).digest())
         return cls(str(folder), files, total.hexdigest()[:16], {}, {})
 
     def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
         """The fp32 value of a parameter, or its rows [start, stop). Raises ValueError where shape or file differ."""
-        if name in self.pieces:
-            return self._row_by_row(name, tuple(shape), rows)
-        stored = self.aliases.get(name, name)
-        path = Path(self.folder, self.files[stored])
+        start, stop = rows if rows is not None else (0, shape[0])
+        path = Path(self.folder)
         try:
+            if name in self.pieces:
+                value = torch.empty(stop - start, *shape[1:], dtype=torch.float32)
+                files: dict[str, Any] = {}
+                for place, names in enumerate(self.pieces[name][start:stop]):
+                    end = 0
+                    for stored in names:
+                        path = Path(self.folder, self.files[stored])
+                        if path.name not in files:
+                            files[path.name] = safe_open(path, framework="pt")
+                        part = files[path.name].get_tensor(stored)
+                        value[place, end : end + part.size(0)] = part
+                        end += part.size(0)
+                return value
+            stored = self.aliases.get(name, name)
+            path = Path(self.folder, self.files[stored])
             with safe_open(path, framework="pt") as file:
                 part = file.get_slice(stored)
                 if tuple(part.get_shape()) != tuple(shape):
                     raise ValueError(f"{path}: {stored} has shape {tuple(part.get_shape())}, the model {tuple(shape)}")
-                start, stop = rows if rows is not None else (0, shape[0])
-                value: Tensor = part[start:stop]
+                whole: Tensor = part[start:stop]
+                return whole.to(torch.float32)
         except (OSError, SafetensorError) as error:
             raise ValueError(
                 f"{path}: cannot be read as safetensors ({error}); every worker must see the model folder"
             ) from error
-        return value.to(torch.float32)
-
-    def _row_by_row(self, name: str, shape: tuple[int, ...], rows: tuple[int, int] | None) -> Tensor:
-        start, stop = rows if rows is not None else (0, shape[0])
-        value = torch.empty(stop - start, *shape[1:], dtype=torch.float32)
-        files: dict[str, Any] = {}
-        try:
-            for place, names in enumerate(self.pieces[name][start:stop]):
-                end = 0
-                for stored in names:
-                    path = Path(self.folder, self.files[stored])
-                    if path.name not in files:
-                        files[path.name] = safe_open(path, framework="pt")
-                    part = files[path.name].get_tensor(stored)
-                    value[place, end : end + part.size(0)] = part
-                    end += part.size(0)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"{path}: cannot be read as safetensors ({error}); every worker must see the model folder"
-            ) from error
-        return value
 
     def fitted(self, model: nn.Module, stored_as: StoredNames) -> FolderWeights:
         """With aliases for the parameters of `model`, `stored_as` in this folder, and for its buffers that are there.
         Raises ValueError for weights that are missing, that the model does not have, or that have another shape; the
         message has the first five names of each."""
-        prefix = str(getattr(model, "base_model_prefix", ""))
-        wanted, aliases, missing = _names_of(model), dict[str, str](), list[str]()
+        prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        shared: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            shared.setdefault(id(param), []).append(name)
+        parameters = {names[0]: names for names in shared.values()}
+        buffers = {name: [name] for name, _ in model.named_buffers() if name in model.state_dict()}
+        aliases, missing = dict[str, str](), list[str]()
         pieces, used = dict[str, Pieces](), set[str]()
-        kept = {name: [name] for name, _ in model.named_buffers() if name in model.state_dict()}
-        for name, tied in (wanted | kept).items():
-            spellings = [found for each in tied for found in _spellings(each, prefix)]
-            split = next((found for found in spellings if found in stored_as.pieces), None)
-            stored = next((stored_as.names[found] for found in spellings if found in stored_as.names), None)
+        for name, tied in (parameters | buffers).items():
+            # As stored by the model with its head, and by the model below the head.
+            spellings = [spelling for each in tied for spelling in dict.fromkeys((each, each.removeprefix(prefix)))]
+            split = next((spelling for spelling in spellings if spelling in stored_as.pieces), None)
+            stored = [stored_as.names[spelling] for spelling in spellings if spelling in stored_as.names]
             if split is not None:
                 pieces[name] = stored_as.pieces[split]
                 used |= {key for row in pieces[name] for key in row}
-            elif stored is not None:
-                aliases |= {name: stored} if stored != name else {}
-                used |= {stored_as.names[found] for found in spellings if found in stored_as.names}
-            elif name in wanted:
+            elif stored:
+                aliases |= {name: stored[0]} if stored[0] != name else {}
+                used |= set(stored)
+            elif name in parameters:
                 missing.append(name)
         unknown = sorted(key for key in self.files.keys() - used if not NO_PARAMETER.search(key))
-        made = replace(self, aliases=aliases, pieces=pieces)
-        others = made._other_shapes({name: tuple(param.shape) for name, param in model.named_parameters()}, missing)
+        fitted = replace(self, aliases=aliases, pieces=pieces)
+        reshaped = fitted._other_shapes({name: tuple(param.shape) for name, param in model.named_parameters()}, missing)
         failures = [
-            f"{len(names)} {what}: {few(names, NUM_NAMED)}"
-            for what, names in (("missing", missing), ("unknown to the model", unknown), ("of another shape", others))
+            f"{len(names)} {fault}: {few(names, NUM_NAMED)}"
+            for fault, names in (
+                ("missing", missing),
+                ("unknown to the model", unknown),
+                ("of another shape", reshaped),
+            )
             if names
         ]
         if failures:
@@ -139,21 +146,21 @@ class FolderWeights:
                 f"the weights in {self.folder!r} do not fit a {type(model).__name__}: {'; '.join(failures)}. Give the "
                 "folder that belongs to this config, or weights=False to begin with drawn values"
             )
-        return made
+        return fitted
 
     def _other_shapes(self, shapes: Mapping[str, tuple[int, ...]], missing: Sequence[str]) -> list[str]:
         by_file: dict[str, list[str]] = {}
         for name in shapes:
             if name not in missing and name not in self.pieces:
                 by_file.setdefault(self.files[self.aliases.get(name, name)], []).append(name)
-        found = [f"{name}: {odd}" for name in self.pieces if (odd := self._odd_pieces(name, shapes[name]))]
+        differences = [f"{name}: {odd}" for name in self.pieces if (odd := self._odd_pieces(name, shapes[name]))]
         for file_name, names in by_file.items():
             with safe_open(Path(self.folder, file_name), framework="pt") as file:
                 for name in names:
                     stored = tuple(file.get_slice(self.aliases.get(name, name)).get_shape())
                     if stored != shapes[name]:
-                        found.append(f"{name} {stored} instead of {shapes[name]}")
-        return found
+                        differences.append(f"{name} {stored} instead of {shapes[name]}")
+        return differences
 
     def _odd_pieces(self, name: str, shape: tuple[int, ...]) -> str:
         """Which parts of a parameter do not make it up; empty where they do."""
@@ -166,59 +173,87 @@ class FolderWeights:
                 here = (stored for names in rows for stored in names if self.files[stored] == file_name)
                 shapes |= {stored: tuple(file.get_slice(stored).get_shape()) for stored in here}
         for names in rows:
-            found = (sum(shapes[stored][0] for stored in names), *shapes[names[0]][1:])
-            if found != shape[1:] or len({shapes[stored][1:] for stored in names}) != 1:
-                return f"{names[0]} {found} instead of {shape[1:]}"
+            joined = (sum(shapes[stored][0] for stored in names), *shapes[names[0]][1:])
+            if joined != shape[1:] or len({shapes[stored][1:] for stored in names}) != 1:
+                return f"{names[0]} {joined} instead of {shape[1:]}"
         return ""
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """The buffers of `model` that are stored here, whole: experts' correction biases and the like."""
-        found = {}
-        for name, buffer in model.named_buffers():
-            stored = self.aliases.get(name, name)
-            if stored in self.files:
-                found[name] = self.tensor(name, tuple(buffer.shape)).to(buffer.dtype)
-        return found
+        return {
+            name: self.tensor(name, tuple(buffer.shape)).to(buffer.dtype)
+            for name, buffer in model.named_buffers()
+            if self.aliases.get(name, name) in self.files
+        }
 
     def __repr__(self) -> str:
         return f"FolderWeights({self.digest})"
 
 
-def _files_of(folder: Path) -> list[str]:
+def _file_names(folder: Path) -> list[str]:
     """The names of the safetensors files; none where there are none."""
     index = folder / INDEX
     if not index.exists():
         return [SINGLE] if (folder / SINGLE).exists() else []
     try:
-        found: Any = plain_json(read_small(index))
-        names = sorted({name_below(name) for name in found["weight_map"].values()})
+        content: Any = plain_json(read_small(index))
+        names = sorted({name_below(name) for name in content["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: cannot be read as an index of weights ({type(error).__name__}: {error})") from error
     check_links(folder, [folder / name for name in names])
     return names
 
 
-def _names_of(model: nn.Module) -> dict[str, list[str]]:
-    """Every parameter's name with all the names that share it, which itself is the first."""
-    shared: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        shared.setdefault(id(param), []).append(name)
-    return {names[0]: names for names in shared.values()}
+# ------------------------------------------------------------ names in a folder
 
 
-def _spellings(name: str, prefix: str) -> tuple[str, ...]:
-    """As stored by the model with its head, and by the model below the head."""
-    if prefix and name.startswith(f"{prefix}."):
-        return name, name.removeprefix(f"{prefix}.")
-    return (name,)
+@dataclass(frozen=True)
+class StoredNames:
+    """`names`: a stored name by the name that the model has for it. `pieces`: of parameters that are stored by rows."""
+
+    names: Mapping[str, str]
+    pieces: Mapping[str, Pieces]
 
 
-def _sample(path: Path) -> bytes:
-    """The first and last bytes, and some of the middle: reading all of a large file would take minutes."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        taken = [file.read(SAMPLE_BYTES)]
-        for start in (size // 2, max(0, size - SAMPLE_BYTES)):
-            file.seek(start)
-            taken.append(file.read(SAMPLE_BYTES))
-    return hashlib.sha256(b"".join(taken)).digest()
+def stored_names(model: Any, keys: Iterable[str]) -> StoredNames:
+    """What a folder that stores `keys` has for a model of transformers. Raises ValueError for a conversion that is not
+    a change of names, nor experts one by one."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, dot_natural_key
+
+    known = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+    table = get_model_conversion_mapping(model)
+    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in table if not isinstance(entry, WeightConverter)]
+    names, columns = dict[str, str](), dict[str, list[list[str]]]()
+    for key in sorted(keys, key=dot_natural_key):
+        name = key
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        for converter in converters:
+            target, source = converter.rename_source_key(name)
+            if source is not None:
+                kinds = [
+                    (type(each), each.dim)
+                    for each in converter.operations
+                    if isinstance(each, Concatenate | MergeModulelist)
+                ]
+                if len(kinds) != len(converter.operations) or kinds not in known:
+                    raise ValueError(
+                        f"model_type={model.config.model_type!r}: transformers rearranges "
+                        f"{converter.source_patterns[0]} when it loads it; load it with transformers once and save it "
+                        "with save_pretrained(..., save_original_format=False)"
+                    )
+                places = columns.setdefault(target, [[] for _ in converter.source_patterns])
+                places[converter.source_patterns.index(source)].append(key)
+                break
+        else:
+            names[name] = key
+    pieces: dict[str, Pieces] = {}
+    for name, places in columns.items():
+        if len({len(column) for column in places}) != 1:
+            raise ValueError(
+                f"{name} is stored in parts, and some are missing: there are {[*map(len, places)]} of its kinds"
+            )
+        pieces[name] = tuple(zip(*places, strict=True))
+    return StoredNames(names, pieces)

@@ -26,7 +26,7 @@ from elastic_ring.cli.settings import parse
 from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import export, ring_model
-from elastic_ring.integrations.transformers.windows import BY_LAYER, IN_ALL, NOTE
+from elastic_ring.integrations.transformers.export_config import BY_LAYER, IN_ALL, NOTE
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS
