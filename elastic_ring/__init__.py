@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from elastic_ring.attention.api import ring_attention
     from elastic_ring.config import CheckpointConfig, OptimConfig, RunConfig, ScalingConfig, StepConfig, Timeouts
     from elastic_ring.data.sampling.validation import ValidationSet
-    from elastic_ring.integrations.early_stopping import EarlyStopping, KeepBest
+    from elastic_ring.integrations.trackers import EarlyStopping, KeepBest
     from elastic_ring.monitor.callbacks import Callback
     from elastic_ring.monitor.result import Checkpoint, Result
     from elastic_ring.train.task import Batch
@@ -46,9 +46,9 @@ def __getattr__(name: str) -> Any:
         "Callback": "elastic_ring.monitor.callbacks",
         "Checkpoint": "elastic_ring.monitor.result",
         "CheckpointConfig": "elastic_ring.config",
-        "EarlyStopping": "elastic_ring.integrations.early_stopping",
+        "EarlyStopping": "elastic_ring.integrations.trackers",
         "ElasticRingTrainer": "elastic_ring.trainer",
-        "KeepBest": "elastic_ring.integrations.early_stopping",
+        "KeepBest": "elastic_ring.integrations.trackers",
         "OptimConfig": "elastic_ring.config",
         "Result": "elastic_ring.monitor.result",
         "RunConfig": "elastic_ring.config",

@@ -104,7 +104,7 @@ def _callbacks(settings: TrainSettings) -> list[Callback]:
     """Those that control the run. Raises ValueError for a best checkpoint where none are taken."""
     if settings.keep_best is not None and not settings.run.checkpoint_config.is_on:
         raise ValueError(f"keep_best={settings.keep_best!r}: no checkpoints are taken; set checkpoint.every_steps")
-    from elastic_ring.integrations.early_stopping import EarlyStopping, KeepBest
+    from elastic_ring.integrations.trackers import EarlyStopping, KeepBest
 
     stops = []
     if settings.stop_early is not None:

@@ -1,7 +1,8 @@
 """Callbacks for experiment trackers: TensorBoard, Weights & Biases, MLflow. Each library is imported when it is used.
 
 A tracker writes all values of an event at once, and at its start asks its store which events are there. So an event
-that a killed driver leaves to be repeated gets no second point. When events come is not decided here.
+that a killed driver leaves to be repeated gets no second point. When events come is not decided here. Two more
+callbacks control a run: early stopping, and the checkpoint of the best validation.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ LONGEST_PARAMETER = 500
 
 
 class Tracker(Callback):
-    """What the trackers share: the values of each event, and leaving out events that the store has."""
+    """Base of the trackers: computes the values of each event, and leaves out events that the store has."""
 
     tries_again = True
 
@@ -68,18 +69,18 @@ class Tracker(Callback):
         raise NotImplementedError
 
     def _log(self, mark: str, step: int, values: Values) -> None:
-        known = self._stored[mark].setdefault(step, [])
+        stored = self._stored[mark].setdefault(step, [])
         # A step, its validation and its checkpoint come once; recoveries of one step differ in their durations.
-        if known and (mark != RECOVERY or any(math.isclose(values[mark], value, rel_tol=1e-6) for value in known)):
+        if stored and (mark != RECOVERY or any(math.isclose(values[mark], value, rel_tol=1e-6) for value in stored)):
             log.info("%s has %s of step %d already", self.name, mark, step)
             return
         self.write(step, values)
-        known.append(values[mark])
+        stored.append(values[mark])
 
 
 def values_of(metrics: StepMetrics) -> Values:
-    """What trackers plot of a step; what was not measured is left out."""
-    found = {
+    """The plotted values of a step, without those that were not measured."""
+    values = {
         STEP: metrics.loss,
         "train/grad_norm": metrics.grad_norm,
         "train/lr": metrics.lr,
@@ -94,7 +95,7 @@ def values_of(metrics: StepMetrics) -> Values:
         "mesh/cp": float(metrics.mesh.cp),
         "mesh/generation": float(metrics.generation),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class TensorBoard(Tracker):
@@ -105,18 +106,18 @@ class TensorBoard(Tracker):
 
     def open(self, run: RunInfo) -> Points:
         folder = Path(self._folder) if self._folder is not None else run.folder / "tensorboard"
-        found: dict[str, list[tuple[int, float]]] = {name: [] for name in MARKS}
+        points: dict[str, list[tuple[int, float]]] = {name: [] for name in MARKS}
         for path in sorted(folder.glob("*.tfevents.*")):
             for step, name, value in _points_of(path):
-                if name in found:
-                    found[name].append((step, value))
+                if name in points:
+                    points[name].append((step, value))
         # Two drivers may open files within one second, and those of one name would overwrite each other.
         folder.mkdir(parents=True, exist_ok=True)
         _library("tensorboardX")
         # Not SummaryWriter: its flush leaves what a thread has not yet taken from a queue, which a kill then loses.
         files = importlib.import_module("tensorboardX.event_file_writer")
         self._writer = files.EventsWriter(str(folder / "events"), f".{time.time_ns()}")
-        return found
+        return points
 
     def write(self, step: int, values: Values) -> None:
         proto = importlib.import_module("tensorboardX.proto.summary_pb2")
@@ -156,26 +157,18 @@ class WandB(Tracker):
         self._init = {"project": project, "mode": mode, **init}
 
     def open(self, run: RunInfo) -> Points:
-        self._run = _library("wandb").init(
-            **{
-                "name": run.name,
-                "id": run.id,
-                "resume": "allow",
-                "dir": str(run.folder),
-                "config": dict(run.config),
-                **self._init,
-            }
-        )
-        found: dict[str, list[tuple[int, float]]] = {}
+        own = {"name": run.name, "id": run.id, "resume": "allow", "dir": str(run.folder), "config": dict(run.config)}
+        self._run = _library("wandb").init(**(own | self._init))
+        points: dict[str, list[tuple[int, float]]] = {}
         for mark in MARKS:
             kind = mark.partition("/")[0]
             self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/at_step")
             last = self._run.summary.get(f"{kind}/at_step")
             # The newest point is all that a summary has, and the only one that can come again.
-            found[mark] = [] if last is None else [(int(last), float(self._run.summary.get(mark, math.nan)))]
+            points[mark] = [] if last is None else [(int(last), float(self._run.summary.get(mark, math.nan)))]
         for kind in ("speed", "mesh"):
             self._run.define_metric(f"{kind}/*", step_metric="train/at_step")
-        return found
+        return points
 
     def write(self, step: int, values: Values) -> None:
         kind = next(iter(values)).partition("/")[0]
@@ -201,10 +194,10 @@ class MLflow(Tracker):
         library = _library("mlflow")
         self._entities = importlib.import_module("mlflow.entities")
         self._client = library.MlflowClient(tracking_uri=self._uri)
-        known = self._client.get_experiment_by_name(self._experiment)
-        experiment = known.experiment_id if known else self._client.create_experiment(self._experiment)
-        found = self._client.search_runs([experiment], filter_string=f"tags.`{self.TAG}` = '{run.id}'")
-        tracked = found[0] if found else self._client.create_run(experiment, run_name=run.name, tags={self.TAG: run.id})
+        stored = self._client.get_experiment_by_name(self._experiment)
+        experiment = stored.experiment_id if stored else self._client.create_experiment(self._experiment)
+        runs = self._client.search_runs([experiment], filter_string=f"tags.`{self.TAG}` = '{run.id}'")
+        tracked = runs[0] if runs else self._client.create_run(experiment, run_name=run.name, tags={self.TAG: run.id})
         self._id = tracked.info.run_id
         if tracked.info.status != "RUNNING":  # an attempt before this one has failed or was stopped
             self._client.update_run(self._id, status="RUNNING")
@@ -231,12 +224,12 @@ class MLflow(Tracker):
             self._client.set_terminated(self._id, {FINISHED: "FINISHED", FAILED: "FAILED", STOPPED: "KILLED"}[self.end])
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Settings by dotted names."""
-    found: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for name, value in config.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return values
 
 
 def _library(name: str) -> Any:
@@ -245,3 +238,61 @@ def _library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(f"{name} is not installed: pip install 'elastic-ring[tracking]'") from error
+
+
+# ------------------------------------------------------------ callbacks that control a run
+
+
+class _BestMetric(Callback):
+    """Follows the least value of a validation's metric, in `state`, so that another driver goes on."""
+
+    controls = True
+
+    def __init__(self, metric: str = "val_loss") -> None:
+        self.metric = metric
+
+    @property
+    def name(self) -> str:
+        return f"{type(self).__qualname__}({self.metric})"
+
+    def check_metrics(self, metrics: Collection[str]) -> None:
+        if self.metric not in metrics:
+            raise ValueError(f"metric={self.metric!r}: the validation has {', '.join(metrics)}")
+
+    def is_better(self, step: int, metrics: Mapping[str, float], least_gain: float = 0.0) -> bool:
+        """Whether the metric is less than ever before by more than `least_gain`; then it is the best."""
+        value, best = metrics[self.metric], self.state.get("best", math.inf)
+        if not value < best - least_gain:
+            return False
+        self.state.update(best=value, step=step)
+        return True
+
+
+class EarlyStopping(_BestMetric):
+    """Stops the run when `metric` has not become less by more than `min_delta` in `patience` validations (Prechelt
+    1998, "Early Stopping - But When?"). Raises ValueError for a patience below 1."""
+
+    def __init__(self, metric: str = "val_loss", patience: int = 3, min_delta: float = 0.0) -> None:
+        super().__init__(metric)
+        if patience < 1:
+            raise ValueError(f"patience={patience}: give at least 1 validation")
+        self.patience, self.min_delta = patience, min_delta
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.is_better(step, metrics, self.min_delta):
+            self.state["waited"] = 0
+            return
+        self.state["waited"] = self.state.get("waited", 0) + 1
+        if self.state["waited"] >= self.patience:
+            best = (
+                f"{self.state['best']:.4f} after step {self.state['step']}" if "best" in self.state else "never finite"
+            )
+            self.control.stop(f"{self.metric} has not improved in {self.patience} validations; its best was {best}")
+
+
+class KeepBest(_BestMetric):
+    """Has a checkpoint taken where `metric` is the least so far, which retention keeps until there is a better one."""
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.is_better(step, metrics):
+            self.control.checkpoint(keep=True)

@@ -34,7 +34,7 @@ from elastic_ring.files import plain_json, private_folder, read_small
 from elastic_ring.integrations.ray_train import ops
 from elastic_ring.integrations.ray_train.engine import Zero3Engine, gathered, largest_parameter, write_weights
 from elastic_ring.integrations.ray_train.rings import DatasetFeed, Feed, OrderedFeed, Rings
-from elastic_ring.integrations.ray_train.run_records import TERM
+from elastic_ring.integrations.ray_train.run_records import TERM, Attempt
 from elastic_ring.integrations.ray_train.settings import Zero3Config, deepspeed_config, mesh_of
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.device import be_deterministic, keep_caches_private
@@ -129,7 +129,7 @@ class Zero3Worker:
         self.task = self.rings.task
         checkpoint = ray.train.get_checkpoint()
         self.step, self.skipped_in_a_row = 0, 0
-        self._begun = {"reason": "first", "resumed_from": ""}
+        self._reason, self._resumed_from = "first", ""
         self._spikes = watch_of(job.zero.loss_spike, job.zero.loss_spike_actions)
         if checkpoint is None:
             self.engine = self._make_engine(universal=False, fill=True)
@@ -141,8 +141,8 @@ class Zero3Worker:
                 self.engine = self._make_engine(universal=state.num_workers != self.size, fill=False)
                 self.engine.load(Path(folder), state.num_workers)
             self.step, self.skipped_in_a_row = state.step, state.skipped_in_a_row
-            reason = f"from the checkpoint of {self.step} steps on {state.num_workers} workers"
-            self._begun = {"reason": reason, "resumed_from": checkpoint.path}
+            self._reason = f"from the checkpoint of {self.step} steps on {state.num_workers} workers"
+            self._resumed_from = checkpoint.path
             took_s = time.monotonic() - begun_s
             log.info("rank %d: step %d, %s, restored in %.1f s", self.rank, self.step, checkpoint.path, took_s)
         self._generation: int | None = None
@@ -277,6 +277,8 @@ class Zero3Worker:
         generation = 0
         if self.rank == 0:
             mesh = {"dp": self.mesh.dp, "cp": self.mesh.cp}
-            attempt = {"step": self.step, "mesh": mesh, "workers": facts, **self._begun}
+            attempt = Attempt(
+                step=self.step, mesh=mesh, workers=facts, reason=self._reason, resumed_from=self._resumed_from
+            )
             generation = ray.get(self.job.records.begin.remote(attempt))
         return int(gathered(generation, self.device)[0])

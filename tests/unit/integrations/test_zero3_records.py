@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from elastic_ring.integrations.ray_train.run_records import Records
+from elastic_ring.integrations.ray_train.run_records import Attempt, Records
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.metrics import StepMetrics, Summary
 
@@ -15,7 +14,7 @@ def line(step: int, loss: float = 1.0, generation: int = 1) -> StepMetrics:
     return StepMetrics(step, loss, 1.0, 0.1, 100, 100.0, 0.01, False, generation, Mesh(1, 2), 2, samples=f"{step:032x}")
 
 
-def attempt(step: int, resumed_from: str = "") -> dict[str, Any]:
+def attempt(step: int, resumed_from: str = "") -> Attempt:
     return {"step": step, "mesh": {"dp": 1, "cp": 2}, "workers": [], "reason": "test", "resumed_from": resumed_from}
 
 

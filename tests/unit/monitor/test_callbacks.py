@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import RunConfig
-from elastic_ring.integrations.early_stopping import EarlyStopping, KeepBest
+from elastic_ring.integrations.trackers import EarlyStopping, KeepBest
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import (
     CALLBACKS_NAME,
