@@ -127,23 +127,10 @@ def export(
         return Exported(out, num_tensors, num_bytes, 1, dtype)
     if trained.adapters is not None:
         weights = MergedWeights.open(weights, trained.adapters)
-    slices: dict[str, list[str]] = {}
-
-    def by_slice(name: str) -> list[tuple[int, str]]:
-        """Sorts slices of a parameter by their numbers."""
-        return [(int(word) if word.isdecimal() else -1, word) for word in name.split(".")]
-
-    for own in sorted(weights.places, key=by_slice):
-        slices.setdefault(trained.exported_name(own), []).append(own)
+    slices, shapes = _joined_slices(weights, trained.exported_name)
     with torch.device("meta"):
         model = build(config_of(plain))
-    stored: dict[str, tuple[int, ...]] = {}
-    for name, parts in slices.items():
-        shape = list(weights.shapes[parts[0]])
-        if len(parts) > 1:
-            shape[_sliced_dim(name)] = sum(weights.shapes[own][_sliced_dim(name)] for own in parts)
-        stored[name] = tuple(shape)
-    empty = _empty(model, stored, getattr(torch, dtype))
+    empty = _empty(model, shapes, getattr(torch, dtype))
 
     def value(name: str) -> Tensor:
         if name in slices:
@@ -198,6 +185,25 @@ class _Trained:
                 "its config: load the weights into your own module (elastic_ring.load_weights)"
             )
         return cls(config_of_preset(shape, context, end), pattern, context, dtype, tokenizer, name_of_preset, {})
+
+
+def _joined_slices(
+    weights: Weights, exported_name: Callable[[str], str]
+) -> tuple[dict[str, list[str]], dict[str, tuple[int, ...]]]:
+    """(names in the run by exported name, in the order of their slices; shapes by exported name)."""
+
+    def by_slice(name: str) -> list[tuple[int, str]]:
+        return [(int(word) if word.isdecimal() else -1, word) for word in name.split(".")]
+
+    slices, shapes = dict[str, list[str]](), dict[str, tuple[int, ...]]()
+    for own in sorted(weights.places, key=by_slice):
+        slices.setdefault(exported_name(own), []).append(own)
+    for name, parts in slices.items():
+        shape = list(weights.shapes[parts[0]])
+        if len(parts) > 1:
+            shape[_sliced_dim(name)] = sum(weights.shapes[own][_sliced_dim(name)] for own in parts)
+        shapes[name] = tuple(shape)
+    return slices, shapes
 
 
 def _sliced_dim(name: str) -> int:

@@ -67,7 +67,7 @@ def finished(run: Path, model: RingModel, dtype: Any = "float32", *, in_files: b
     trainer = ElasticRingTrainer(
         model, StdlibText(CONTEXT), step_config=step, run_config=elastic_ring.RunConfig("run", run_dir=str(run))
     )
-    trainer._write_config()
+    trainer.submission().write_record()
     torch.manual_seed(3)
     values = {name: 0.1 * torch.randn(param.shape) for name, param in model().named_parameters()}
     if not in_files:

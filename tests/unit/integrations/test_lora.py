@@ -222,7 +222,7 @@ def test_a_run_goes_on_only_above_its_base(folder: Path, tmp_path: Path) -> None
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(folder, base)
     before = trainer_of(base, run)
-    before._write_config()
+    before.submission().write_record()
     weights = load_file(base / "model.safetensors")
     save_file({**weights, "model.norm.weight": 2 * weights["model.norm.weight"]}, base / "model.safetensors")
     with pytest.raises(ValueError, match=r"'tuned' is taken by a run with other settings .*weights=\w+, .* there, .*"):
@@ -283,7 +283,7 @@ def finished(base: Path, run: Path, pattern: str | None) -> Path:
         run_config=RunConfig("run", run_dir=str(run)),
         pattern=pattern,
     )
-    trainer._write_config()
+    trainer.submission().write_record()
     torch.manual_seed(3)
     named = {name: param for name, param in model().named_parameters() if param.requires_grad}
     values = {name: 0.1 * torch.randn(param.shape) for name, param in named.items()}
@@ -323,7 +323,7 @@ def test_windows_that_the_base_has_not_are_exported_merged_only(folder: Path, tm
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["sliding_window"] == 8
     assert export(run, tmp_path / "out", allow_dense=True).num_tensors == 2 * 2 * 7
     whole = whole_trainer(folder, tmp_path / "whole")
-    whole._write_config()
+    whole.submission().write_record()
     save_file(load_file(folder / "model.safetensors"), tmp_path / "whole" / "weights.safetensors")
     with pytest.raises(ValueError, match=r"merge=True: run .* has no adapters"):
         export(tmp_path / "whole", tmp_path / "other", merge=True)
