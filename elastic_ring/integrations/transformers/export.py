@@ -106,13 +106,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r} is not an empty folder: give a new one")
     plain, lost = with_pattern(trained.config, trained.pattern, trained.context_tokens, allow_dense=allow_dense)
-    if tokenizer == BYTES and plain["vocab_size"] < BYTE_VOCAB_SIZE:
-        raise ValueError(
-            f"tokenizer='bytes' has {BYTE_VOCAB_SIZE} tokens, and the model {plain['vocab_size']}: name its own"
-        )
-    if tokenizer not in (BYTES, ""):
-        check_model_links(Path(tokenizer).expanduser())
-        check_tokenizer(Path(tokenizer).expanduser(), plain["vocab_size"])
+    _check_tokenizer(tokenizer, plain["vocab_size"])
     weights: Weights = StoredWeights.open(where)
     if merge and trained.adapters is None:
         raise ValueError(f"merge=True: run {where!r} has no adapters; leave it out")
@@ -289,6 +283,15 @@ def _umask(folder: Path) -> int:
     mode = probe.stat().st_mode & 0o666
     probe.unlink()
     return 0o666 ^ mode
+
+
+def _check_tokenizer(where: str, vocab_size: int) -> None:
+    """Raises ValueError for a tokenizer with more tokens than the model."""
+    if where == BYTES and vocab_size < BYTE_VOCAB_SIZE:
+        raise ValueError(f"tokenizer='bytes' has {BYTE_VOCAB_SIZE} tokens, and the model {vocab_size}: name its own")
+    if where not in (BYTES, ""):
+        check_model_links(Path(where).expanduser())
+        check_tokenizer(Path(where).expanduser(), vocab_size)
 
 
 def _write_tokenizer(where: str, out: Path, trained: _Trained, *, was_asked: bool) -> None:
