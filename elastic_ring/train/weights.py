@@ -69,8 +69,9 @@ def gather_weights(state: Any, groups: Any, storage: Storage, max_file_bytes: in
                 gather.tensor(name)  # another rank keeps it
             continue
         writer.wait()  # one file at a time is in memory
-        kept = {name: gather.tensor(name) for name in names}
-        writer.start(file, kept, {"sha256": gather.sha256} if file == WEIGHTS else {})
+        tensors_of_file = {name: gather.tensor(name) for name in names}
+        writer.start(file, tensors_of_file, {"sha256": gather.sha256} if file == WEIGHTS else {})
+        del tensors_of_file  # or it would be in memory beside the next file's
     writer.wait()
     written = _exchange_files(gather, writer.written, list(files))
     groups.check()  # an abort ends NCCL's exchanges without an error: the received bytes may be garbage

@@ -139,12 +139,12 @@ def held_at_most(me: Any, folder: str, max_file_bytes: int) -> int:
 
         return count
 
-    original = weights._Gather._tensor
-    weights._Gather._tensor = counted(original)  # type: ignore[method-assign]
+    original = weights._Gather.tensor
+    weights._Gather.tensor = counted(original)  # type: ignore[method-assign]
     try:
         gather_weights(me.state, me.groups, Storage(folder), max_file_bytes)
     finally:
-        weights._Gather._tensor = original  # type: ignore[method-assign]
+        weights._Gather.tensor = original  # type: ignore[method-assign]
     assert held[0] == 0, "nothing stays in memory"
     return held[1]
 
