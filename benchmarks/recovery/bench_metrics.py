@@ -141,7 +141,7 @@ def switch_measuring(name: str, on: bool) -> None:
 def worker_measures(_: Any, on: bool) -> None:
     """Runs in a worker."""
     from elastic_ring.monitor import stamps
-    from elastic_ring.runtime.worker import step_records
+    from elastic_ring.runtime.worker import member
     from elastic_ring.train import transaction
 
     class NoClock:
@@ -163,7 +163,7 @@ def worker_measures(_: Any, on: bool) -> None:
         words[stamps._COUNTER_SLOT] = counter
 
     places: list[tuple[Any, str, Any]] = [
-        (step_records, "gpu_memory", dict),
+        (member, "gpu_memory", dict),
         (transaction, "WorkClock", NoClock),
         (stamps.StampWriter, "stamp", stamp),
     ]

@@ -22,7 +22,7 @@ from deploy.drills.planted import Scene
 from deploy.drills.processes import start_training
 from deploy.drills.prometheus import Prometheus, faster, rule_of
 from elastic_ring.config import RunConfig
-from elastic_ring.runtime.agent.gpu_health import Nvml
+from elastic_ring.runtime.agent.health import Nvml
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from elastic_ring.config import RunConfig, environment
 from elastic_ring.data.sampling.order import Order
 from elastic_ring.monitor.host_memory import HostMemory
 from elastic_ring.monitor.metrics import METRICS_NAME, read_status
-from elastic_ring.runtime.agent.gpu_health import Nvml
+from elastic_ring.runtime.agent.health import Nvml
 
 GONE_ON_S = 120.0
 STOPPED_S, RUNNING_S = 0.1, 0.025

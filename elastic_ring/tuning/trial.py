@@ -35,7 +35,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.driver.cluster import worker_environment
 from elastic_ring.runtime.gpu.device import DeviceLease, be_deterministic, kernel_cache, newcomer_bytes
 from elastic_ring.runtime.groups.groups import Connector, Rendezvous, forget_groups
-from elastic_ring.runtime.groups.sockets import LOOPBACK, RendezvousStore
+from elastic_ring.runtime.groups.transport import LOOPBACK, RendezvousStore
 from elastic_ring.state import snapshot
 from elastic_ring.train.passes import validate
 from elastic_ring.train.startup.check import check_pattern

@@ -7,8 +7,7 @@ import time
 import pytest
 import torch
 
-from elastic_ring.runtime.agent.gpu_health import GPU_KEYS, Nvml
-from elastic_ring.runtime.agent.health import HealthThread
+from elastic_ring.runtime.agent.health import GPU_KEYS, HealthThread, Nvml
 
 pytest.importorskip("pynvml", reason="needs nvidia-ml-py (the extra cuda)")
 

@@ -12,7 +12,7 @@ import torch
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.groups.groups import Connector, Rendezvous
-from elastic_ring.runtime.groups.sockets import listening
+from elastic_ring.runtime.groups.transport import listening
 from tests.unit.groups.processes import HOST, membership, reaches
 
 pytestmark = [

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from elastic_ring.control.messages import from_json
-from elastic_ring.runtime.agent.gpu_health import Reading
+
+Reading = dict[str, float]
+"""Of one GPU, by `health.GPU_KEYS`; readings that it lacks are missing."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from elastic_ring.runtime.doctor import verdicts
 from elastic_ring.runtime.doctor.host import Probe
 from elastic_ring.runtime.doctor.verdicts import Finding, HostReport
 from elastic_ring.runtime.driver.cluster import NAMESPACE, WORKER_ENVIRONMENT, live_nodes
-from elastic_ring.runtime.groups.sockets import StoreAddress
+from elastic_ring.runtime.groups.transport import StoreAddress
 from elastic_ring.state.storage.folder import Storage
 
 NUM_CLOCK_READINGS = 3

@@ -24,11 +24,11 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.data.source import SourceConfig, open_source
-from elastic_ring.runtime.agent.gpu_health import Nvml
+from elastic_ring.runtime.agent.health import Nvml
 from elastic_ring.runtime.doctor.verdicts import IDLE_GPU_BYTES, HostReport
 from elastic_ring.runtime.gpu.device import keep_caches_private, kernel_cache
 from elastic_ring.runtime.groups import nccl
-from elastic_ring.runtime.groups.sockets import RendezvousStore, StoreAddress
+from elastic_ring.runtime.groups.transport import RendezvousStore, StoreAddress
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.storage.folder import Storage
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 from elastic_ring.files import few
-from elastic_ring.runtime.agent.gpu_health import GpuReport
+from elastic_ring.runtime.agent.health import GpuReport
 
 Verdict = Literal["ok", "note", "warning", "failure"]
 Subject = TypeVar("Subject")

@@ -21,7 +21,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from elastic_ring.errors import PeerFailed
-from elastic_ring.runtime.groups.sockets import let_in, listening, tcp_sockets
+from elastic_ring.runtime.groups.transport import let_in, listening, tcp_sockets
 
 _UNBLOCK_S = 1.0
 _listen_lock = threading.Lock()

@@ -31,8 +31,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.groups.gloo import Sockets
 from elastic_ring.runtime.groups.nccl import BatchedGroup, LaunchGate
-from elastic_ring.runtime.groups.sockets import NewListeners, with_secret
-from elastic_ring.runtime.groups.transport import translated
+from elastic_ring.runtime.groups.transport import NewListeners, translated, with_secret
 from elastic_ring.state.transfer import Link
 
 _ABORT_AGAIN_S = 0.02

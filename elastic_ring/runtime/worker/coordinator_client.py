@@ -26,7 +26,7 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.monitor.goodput import Stage, Stages
 from elastic_ring.runtime.doctor.verdicts import HostReport
-from elastic_ring.runtime.groups.sockets import StoreAddress
+from elastic_ring.runtime.groups.transport import StoreAddress
 from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart, Notice, StepRecord
 from elastic_ring.runtime.worker.faults import Injector
 from elastic_ring.runtime.worker.saver import CheckpointTerms

@@ -23,7 +23,7 @@ from elastic_ring.runtime.gpu.device import empty_cache
 from elastic_ring.runtime.groups.groups import Connector, Groups, forget_groups
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.notices import LeftOut
-from elastic_ring.runtime.worker.copy_exchange import CopyStore
+from elastic_ring.runtime.worker.copies import CopyStore
 from elastic_ring.runtime.worker.member_parts import MemberParts
 from elastic_ring.runtime.worker.saver import Place, open_checkpoint
 from elastic_ring.state import sealed

@@ -12,21 +12,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import nn
 
 from elastic_ring.control.messages import Build, Finalize, Finalized, Report, Resumed
 from elastic_ring.monitor.stamps import Phase, StampWriter
 from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser
 from elastic_ring.runtime.groups.groups import Connector, Rendezvous, forget_groups
-from elastic_ring.runtime.groups.sockets import LOOPBACK
-from elastic_ring.runtime.groups.transport import translated
+from elastic_ring.runtime.groups.transport import LOOPBACK, translated
 from elastic_ring.runtime.notices import StepRecord, Validated
 from elastic_ring.runtime.worker.coordinator_client import ASK_AGAIN_S, CallbackWait, CommandDetails, WorkerSpec
 from elastic_ring.runtime.worker.faults import Injector
 from elastic_ring.runtime.worker.generation_build import GenerationBuild
-from elastic_ring.runtime.worker.member_parts import Generation, MemberParts
+from elastic_ring.runtime.worker.member_parts import Generation, MemberParts, Publish
 from elastic_ring.runtime.worker.saver import SendPart
-from elastic_ring.runtime.worker.step_records import Publish, gpu_memory
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.passes import Local, validate
@@ -308,3 +307,16 @@ class StepLoop:
         self._prepare_host_memory()
         self._parts.watch("save", state.applied)
         self._saver.save(state.shard, state.shapes, place)
+
+
+def gpu_memory() -> dict[str, int]:
+    """Bytes of this process's GPU that torch holds, by kind; {} without a GPU. Takes 0.1 ms on an H200."""
+    if not torch.cuda.is_initialized():
+        return {}
+    stats = torch.cuda.memory_stats()
+    return {
+        "allocated": stats["allocated_bytes.all.current"],
+        "reserved": stats["reserved_bytes.all.current"],
+        "fragmented": stats["inactive_split_bytes.all.current"],
+        "peak": stats["allocated_bytes.all.peak"],
+    }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,16 +33,15 @@ from elastic_ring.runtime.gpu.device import (
     warm_devices,
 )
 from elastic_ring.runtime.groups.groups import Connector, Groups
-from elastic_ring.runtime.notices import StorageAwaited
+from elastic_ring.runtime.notices import Compiled, Notice, NotRepeatable, StepRecord, StorageAwaited
 from elastic_ring.runtime.worker.coordinator_client import CommandDetails, StartWork, WorkerSpec
 from elastic_ring.runtime.worker.copies import Copies
-from elastic_ring.runtime.worker.env_fingerprint import Environment, gpu_environment
+from elastic_ring.runtime.worker.env_fingerprint import Environment, NondeterminismLog, gpu_environment
 from elastic_ring.runtime.worker.faults import Injector
 from elastic_ring.runtime.worker.saver import Place, Saver, SendPart
 from elastic_ring.runtime.worker.stall_watchdog import StepProgress
-from elastic_ring.runtime.worker.step_records import Publish, StepNotices, StepRecords
 from elastic_ring.train.memory import MemoryGauge
-from elastic_ring.train.startup.compilations import EVENTS
+from elastic_ring.train.startup.compilations import EVENTS, CompileWatch
 from elastic_ring.train.startup.kernels import KernelAgreement
 from elastic_ring.train.startup.layouts import attention_shapes
 from elastic_ring.train.startup.warm import warm_up
@@ -53,6 +53,8 @@ from elastic_ring.train.wrap import num_frozen, num_parameters
 log = logging.getLogger(__name__)
 
 ABORTABLE = ("idle", "forward", "backward", "reduce", *EXCHANGES)
+KEPT_RECORDS = 16384
+Publish = Callable[[Sequence[Notice]], None]
 T = TypeVar("T")
 
 
@@ -108,6 +110,75 @@ class MemberData:
 
     def _patiently(self, read: Callable[[], T]) -> T:
         return patiently(read, self._patience_s, self._tell)
+
+
+class StepRecords:
+    """The newest KEPT_RECORDS records of committed steps; `publish` hands some to the coordinator. Global rank 0
+    publishes its own; the other ranks keep theirs in case it dies.
+
+    The training thread adds and publishes; the control thread reads, and sets the published step.
+    """
+
+    def __init__(self, publish: Publish) -> None:
+        self.publish = publish
+        self._records: list[StepRecord] = []
+        self._published = -1
+        self._lock = threading.Lock()  # `_published`: read and moved on by the training thread, set by the other
+
+    def add(self, record: StepRecord) -> None:
+        self._records.append(record)
+        del self._records[:-KEPT_RECORDS]
+
+    def send(self, through: int) -> None:
+        """Publish the records that have not been, up to step `through`."""
+        with self._lock:
+            ready = [record for record in self._records if self._published < record.metrics.step <= through]
+            if ready:
+                self.publish(ready)
+                self._published = ready[-1].metrics.step
+
+    def go_back(self, step: int) -> None:
+        """Go back to a checkpoint: `step` runs next; records of it and of later steps do not count."""
+        with self._lock:
+            self._records = [record for record in self._records if record.metrics.step < step]
+            self._published = step - 1
+
+    def after(self, step: int) -> list[StepRecord]:
+        """Records of committed steps newer than `step`."""
+        return [record for record in self._records if record.metrics.step > step]
+
+    def unsent(self) -> list[StepRecord]:
+        """Records that `send` has not published yet."""
+        return self.after(self._published)
+
+    def mark_published(self, published: int) -> None:
+        """The coordinator has the steps up to `published`, from any worker."""
+        with self._lock:
+            self._published = max(self._published, published)
+
+    def rewind(self, published: int) -> None:
+        """A new coordinator has the steps up to `published` only."""
+        with self._lock:
+            self._published = published
+
+
+class StepNotices:
+    """Publishes nondeterministic operators and compilations of a step, which should have neither."""
+
+    def __init__(self, worker: str, publish: Publish) -> None:
+        self._worker, self._publish = worker, publish
+        self.nondeterminism, self.compilations = NondeterminismLog(), CompileWatch()
+
+    def after_step(self, step: int, deterministic: bool) -> None:
+        """`deterministic`: the run asks for such operators, or its device has no others."""
+        reasons = self.nondeterminism.take()
+        if step == 0 and not deterministic:
+            reasons.append("deterministic=False")
+        if reasons:
+            self._publish([NotRepeatable(step, "; ".join(reasons))])
+        later, before = self.compilations.of_step(step)
+        if later or before is not None:
+            self._publish([Compiled(step, self._worker, later, before or 0)])
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 from elastic_ring import CheckpointConfig, OptimConfig
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import JOURNAL_NAME
-from elastic_ring.runtime.worker.copy_exchange import StoredCopy
+from elastic_ring.runtime.worker.copies import StoredCopy
 from elastic_ring.train.optim import learning_rate
 from tests.ray.conftest import Heard, fault_free
 from tests.ray.recovery.test_checkpoints import run, same

@@ -12,15 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ring.runtime.agent.gpu_health import Nvml, is_of_the_device, is_slowed, worse
 from elastic_ring.runtime.agent.health import (
     INFINIBAND_KEYS,
     LIMIT_S,
     HealthThread,
+    Nvml,
     infiniband_counters,
+    is_of_the_device,
+    is_slowed,
     lookup_s,
     network_counters,
     resolver_warning,
+    worse,
 )
 
 WELL = {"temperature_celsius": 60.0, "ecc_errors": 2.0, "remapped_rows": 1.0, "needs_reset": 0.0, "xid_errors": 0.0}

@@ -32,8 +32,7 @@ from elastic_ring.data.source import StdlibText
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.goodput import CLOCK_PARTS
 from elastic_ring.monitor.metrics import StepMetrics
-from elastic_ring.runtime.agent.gpu_health import GPU_KEYS
-from elastic_ring.runtime.agent.health import INFINIBAND_KEYS, NETWORK_KEYS
+from elastic_ring.runtime.agent.health import GPU_KEYS, INFINIBAND_KEYS, NETWORK_KEYS
 from elastic_ring.runtime.coordinator import services
 from elastic_ring.runtime.coordinator.folds.metrics_table import CAUSES, GPU, LOSSES, NODE, PHASES, TABLE, Reading
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder

@@ -24,7 +24,7 @@ import torch
 
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.groups import Connector, Rendezvous, forget_groups
-from elastic_ring.runtime.groups.sockets import RendezvousStore
+from elastic_ring.runtime.groups.transport import RendezvousStore
 
 HOST = "127.0.0.1"
 # Far above what any answer takes: a test that reaches it is stuck, which is its failure.

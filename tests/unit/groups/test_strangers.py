@@ -27,7 +27,7 @@ from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
 from elastic_ring.runtime.groups.gloo import Sockets
 from elastic_ring.runtime.groups.groups import Connector, Rendezvous
-from elastic_ring.runtime.groups.sockets import (
+from elastic_ring.runtime.groups.transport import (
     NewListeners,
     RendezvousStore,
     common_host,

@@ -33,8 +33,7 @@ from elastic_ring.attention.warmup import NullProcessGroup, length_classes, warm
 from elastic_ring.monitor.stamps import Phase, StampReader, StampWriter
 from elastic_ring.runtime.notices import Compiled
 from elastic_ring.runtime.worker.coordinator_client import StartWork
-from elastic_ring.runtime.worker.member_parts import MemberParts
-from elastic_ring.runtime.worker.step_records import StepNotices
+from elastic_ring.runtime.worker.member_parts import MemberParts, StepNotices
 from elastic_ring.train.startup.compilations import EVENTS, CompileEvents, CompileWatch
 
 CONTEXT = 1024

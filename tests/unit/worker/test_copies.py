@@ -14,8 +14,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.control.messages import Build, HeldCopy, ParityGroup, SnapshotId, Vote
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.mesh import Mesh
-from elastic_ring.runtime.worker.copies import Copies
-from elastic_ring.runtime.worker.copy_exchange import DONE, FAILED, CopyStore
+from elastic_ring.runtime.worker.copies import DONE, FAILED, Copies, CopyStore
 from elastic_ring.state import sealed
 from elastic_ring.state.snapshot import Snapshot
 from elastic_ring.train.vote import NOTHING, Flag, Outcome, Tally

@@ -10,8 +10,8 @@ from elastic_ring.control.messages import Vote
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.runtime.notices import Notice, StepRecord
-from elastic_ring.runtime.worker import step_records
-from elastic_ring.runtime.worker.step_records import StepRecords
+from elastic_ring.runtime.worker import member_parts
+from elastic_ring.runtime.worker.member_parts import StepRecords
 from elastic_ring.train.vote import Outcome
 
 
@@ -59,7 +59,7 @@ def test_a_new_coordinator_that_knows_less_is_sent_the_rest_again() -> None:
 
 
 def test_the_newest_are_kept_whoever_has_published_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_records, "KEPT_RECORDS", 3)
+    monkeypatch.setattr(member_parts, "KEPT_RECORDS", 3)
     made, _ = filled(5)
     made.send(4)
     assert steps(made.after(-1)) == [2, 3, 4]
