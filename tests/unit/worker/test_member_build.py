@@ -34,7 +34,7 @@ class Parts:
             task="task",
             valid=True,
             applied=7,
-            applying=False,
+            held=SimpleNamespace(applying=False),
             use=lambda device: None,
             enter=lambda groups, cast, keep, nodes: self.take("enter" if keep else "enter empty", 10),
             roll_forward=lambda vote: self.take("roll forward", 20),

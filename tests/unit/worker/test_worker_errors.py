@@ -128,8 +128,8 @@ def test_a_worker_that_has_told_of_its_device_reports_itself_unhealthy(tmp_path:
     spec = SimpleNamespace(worker="w", scaling=ScalingConfig(), run=RunConfig(name="r"), task=None)
     member = Member(spec, None, None, lambda records: None)  # type: ignore[arg-type]
     nothing = SimpleNamespace(applied=0, unapplied=None, valid=False, shard=None, has_gradient=False, last=None)
-    nothing.gradient_membership_id = nothing.state_id = (0, 0)
-    member.parts.warm = SimpleNamespace(transaction=nothing)  # type: ignore[assignment]
+    nothing.gradient_membership_id = nothing.valid_id = (0, 0)
+    member.parts.warm = SimpleNamespace(transaction=SimpleNamespace(held=nothing))  # type: ignore[assignment]
     assert member.report("c", 1, 4, "aborted").healthy
     member.parts.lease.has_erred = True
     assert not member.report("c", 1, 4, "aborted").healthy
