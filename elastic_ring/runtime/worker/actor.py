@@ -54,6 +54,7 @@ from elastic_ring.runtime.worker.coordinator_client import (
     start_reports,
 )
 from elastic_ring.runtime.worker.env_fingerprint import environment_fingerprint
+from elastic_ring.runtime.worker.generation_build import prepare
 from elastic_ring.runtime.worker.member import Member
 from elastic_ring.runtime.worker.stall_watchdog import StallDetected, StallWatchdog, look_at_device
 from elastic_ring.runtime.worker.training_thread import TrainingThread, error_kind, error_text
@@ -256,7 +257,8 @@ class Worker:
         speaks = command.members[0] == self.spec.worker
         self._attempt = details.checkpoint.attempt if speaks and details.checkpoint is not None else ""
         self._stall_watchdog.halt()
-        self._member.prepare(command, details)  # from here on an abort reaches this build
+        self._member.callback_wait.forget()
+        prepare(self._member.parts, command, details)  # from here on an abort reaches this build
         self._order("building", lambda: self._build_and_train(command))
 
     def _become_spare(self) -> None:

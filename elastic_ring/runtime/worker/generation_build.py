@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ring.control.messages import BatchSkip, CorpusVersion, Heal, Resumed, SnapshotId
+from elastic_ring.control.messages import BatchSkip, Build, CorpusVersion, Heal, Resumed, SnapshotId
 from elastic_ring.monitor.stamps import Phase
 from elastic_ring.runtime.gpu.device import empty_cache
-from elastic_ring.runtime.groups.groups import Connector, Groups, forget_groups
-from elastic_ring.runtime.groups.transport import translated
+from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous, forget_groups
+from elastic_ring.runtime.groups.transport import LOOPBACK, translated
 from elastic_ring.runtime.notices import LeftOut
+from elastic_ring.runtime.worker.coordinator_client import CommandDetails
 from elastic_ring.runtime.worker.copies import CopyStore
-from elastic_ring.runtime.worker.member_parts import MemberParts
+from elastic_ring.runtime.worker.member_parts import Generation, MemberParts
 from elastic_ring.runtime.worker.saver import Place, open_checkpoint
 from elastic_ring.state import sealed
 from elastic_ring.state.snapshot import named
@@ -36,6 +37,30 @@ from elastic_ring.train.transaction import Transaction
 log = logging.getLogger(__name__)
 
 NAMED = 4096  # so many skipped sequences are named one by one
+
+
+def prepare(parts: MemberParts, command: Build, details: CommandDetails) -> None:
+    """Begin the generation of this build, in the control thread, so that it can be cancelled from here on."""
+    timeouts, store = parts.spec.run.timeouts, details.store
+    assert store is not None, "a Build comes with its store"
+    restore_s = timeouts.restore_s if command.restore is not None else 0.0  # all wait for the slowest reader
+    where = Rendezvous(
+        host=store.host,
+        port=store.port,
+        secret=store.secret,
+        prefix=f"{command.term}/{command.generation}",
+        address=LOOPBACK if store.host == LOOPBACK else parts.spec.address,
+        timeout_s=timeouts.build_s + restore_s,
+        collective_s=timeouts.collective_s,
+        hosts=store.hosts,
+    )
+    before = parts.generation
+    if before is not None:  # by now every member of it is paused or gone
+        before.connector.close()
+    parts.generation = Generation(command, Connector(where, parts.lease.device), details, before)
+    parts.records.mark_published(details.published)
+    if command.restore is not None or command.step_back is not None:
+        parts.records.go_back(command.step)
 
 
 class GenerationBuild:

@@ -1,6 +1,6 @@
 """The training side of a worker: trains to a boundary, the end or an abort, and writes the weights.
 
-It runs in the training thread; the control thread calls `abort`, `report` and `prepare`. No membership decisions here.
+It runs in the training thread; the control thread calls `abort` and `report`. No membership decisions here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from elastic_ring.control.messages import Build, Finalize, Finalized, Report, Resumed
+from elastic_ring.control.messages import Finalize, Finalized, Report, Resumed
 from elastic_ring.monitor.stamps import Phase, StampWriter
 from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser
-from elastic_ring.runtime.groups.groups import Connector, Rendezvous, forget_groups
-from elastic_ring.runtime.groups.transport import LOOPBACK, translated
+from elastic_ring.runtime.groups.groups import forget_groups
+from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.notices import StepRecord, Validated
-from elastic_ring.runtime.worker.coordinator_client import ASK_AGAIN_S, CallbackWait, CommandDetails, WorkerSpec
+from elastic_ring.runtime.worker.coordinator_client import ASK_AGAIN_S, CallbackWait, WorkerSpec
 from elastic_ring.runtime.worker.faults import Injector
 from elastic_ring.runtime.worker.generation_build import GenerationBuild
 from elastic_ring.runtime.worker.member_parts import Generation, MemberParts, Publish
@@ -76,30 +76,6 @@ class Member:
         """Whether the shard is being written or moved; that thread must not be abandoned: it would write later."""
         generation = self.parts.generation
         return (generation is not None and generation.is_moving_shard) or self.parts.transaction.held.applying
-
-    def prepare(self, command: Build, details: CommandDetails) -> None:
-        """Begin the generation of this build, before the training thread builds it, so that it can be cancelled."""
-        timeouts, store, parts = self._spec.run.timeouts, details.store, self.parts
-        assert store is not None, "a Build comes with its store"
-        self.callback_wait.forget()
-        restore_s = timeouts.restore_s if command.restore is not None else 0.0  # all wait for the slowest reader
-        where = Rendezvous(
-            host=store.host,
-            port=store.port,
-            secret=store.secret,
-            prefix=f"{command.term}/{command.generation}",
-            address=LOOPBACK if store.host == LOOPBACK else self._spec.address,
-            timeout_s=timeouts.build_s + restore_s,
-            collective_s=timeouts.collective_s,
-            hosts=store.hosts,
-        )
-        before = parts.generation
-        if before is not None:  # by now every member of it is paused or gone
-            before.connector.close()
-        parts.generation = Generation(command, Connector(where, parts.lease.device), details, before)
-        parts.records.mark_published(details.published)
-        if command.restore is not None or command.step_back is not None:
-            parts.records.go_back(command.step)
 
     def abort(self, paused: threading.Event, timeout_s: float) -> bool:
         """Abort the exchanges that the training thread waits for. Returns whether it is `paused` within `timeout_s`."""
