@@ -20,6 +20,8 @@ AGAIN = "measure it with jobs/calibrate.py --out FILE, or leave the file out for
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), Must("more than 0")]
 Placement = Literal["auto", "gather", "send"]
 
+LINK_BYTES_PER_S = 300e9
+"""One-way NCCL bandwidth between two H200s for a stage's messages."""
 SPARSE_BACKWARD_FLOPS = 4e14
 """FLOP/s of a block-sparse backward kernel on an H200 at a density of a few percent."""
 HALVING_S = 2e-4
@@ -64,7 +66,7 @@ class CostModel:
     """
 
     kernel_flops: Rate = 590e12
-    link_bytes_per_s: Rate = 300e9
+    link_bytes_per_s: Rate = LINK_BYTES_PER_S
     message_s: Seconds = 38e-6
     call_s: Seconds = 380e-6
     dense_flops: Rate = 640e12

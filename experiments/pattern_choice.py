@@ -1,5 +1,5 @@
 """The choice of layout and exchange for one sparse pattern. Training chooses one layout for all layers instead
-(`attention.autolayout.model_layout`) and always exchanges hop by hop.
+(`attention.autolayout`) and always exchanges hop by hop.
 
 A pure function of pattern, sizes and cost model; no torch, no measurement and no communication in this file.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_ring.attention.autolayout.choice import (
+from elastic_ring.attention.autolayout import (
     BLOCK_TOKENS,
     LayoutPrice,
     Sizes,

@@ -34,7 +34,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.harness.arguments import bench_parser, list_of
 from benchmarks.harness.results import write_json
-from elastic_ring.attention.autolayout.choice import LayoutPrice, Sizes, layouts_for, price, rank
+from elastic_ring.attention.autolayout import LayoutPrice, Sizes, layouts_for, price, rank
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import Schedule

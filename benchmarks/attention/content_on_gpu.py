@@ -27,7 +27,7 @@ from benchmarks.harness.results import show, table
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import zigzag
-from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.lowering.call_plan import PlanCache
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
 

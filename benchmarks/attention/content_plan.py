@@ -19,8 +19,8 @@ if __name__ == "__main__":  # run as a script
 
 from benchmarks.harness.arguments import bench_parser
 from elastic_ring.attention.layouts.layout import zigzag
+from elastic_ring.attention.lowering.call_plan import RingPlans
 from elastic_ring.attention.lowering.device_blocks import on_device
-from elastic_ring.attention.lowering.ring_plans import RingPlans
 from elastic_ring.attention.patterns.content import Chosen, TopK
 from elastic_ring.attention.patterns.rules import Rule, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern

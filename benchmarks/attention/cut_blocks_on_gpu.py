@@ -30,7 +30,7 @@ from benchmarks.harness.gpu_ranks import host_s, interleaved, maximum, run_ranks
 from benchmarks.harness.results import show, table
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import zigzag
-from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.lowering.call_plan import PlanCache
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.sparse import SparsePattern

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # run as a script
 
 from benchmarks.harness.arguments import bench_parser
 from benchmarks.harness.results import write_json
-from elastic_ring.attention.autolayout.choice import Sizes
+from elastic_ring.attention.autolayout import Sizes
 from elastic_ring.attention.layouts.layout import Layout, contiguous, zigzag
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window

@@ -10,7 +10,8 @@ from benchmarks.peers.attention_ringflash import RingFlashAttention
 from benchmarks.peers.attention_systems import Prepared, Problem, System, Tensors, through_autograd
 from benchmarks.peers.attention_torch_cp import TorchContextParallel
 from benchmarks.peers.attention_ulysses import Ulysses
-from elastic_ring.attention.comm.exchange import HopBuffers, HopLedger
+from elastic_ring.attention.comm.exchange import HopBuffers
+from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layouts.layout import make_layout

@@ -18,7 +18,8 @@ from benchmarks.attention.pattern_speed_gpu import pattern_of
 from benchmarks.harness.gpu_ranks import interleaved, maximum, timed_s
 from benchmarks.harness.results import show, write_json
 from benchmarks.peers.attention_systems import Tensors
-from elastic_ring.attention.comm.exchange import HopBuffers, HopLedger
+from elastic_ring.attention.comm.exchange import HopBuffers
+from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.attention.layouts.layout import make_layout, work_max_over_mean

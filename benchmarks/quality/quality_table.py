@@ -37,7 +37,7 @@ from benchmarks.quality.small.families import Family
 from benchmarks.quality.small.text import Corpus, corpus
 from benchmarks.quality.small.train import Settings, train_text
 from benchmarks.quality.tasks import CHANCE, TASKS, train_tasks
-from elastic_ring.attention.autolayout.choice import Sizes
+from elastic_ring.attention.autolayout import Sizes
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from experiments.pattern_choice import choose
 

@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from elastic_ring.attention.comm.exchange import Group
+from elastic_ring.attention.comm.messages import Group
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout, make_layout
-from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.lowering.call_plan import PlanCache
 from elastic_ring.attention.options import RingOptions, check_options, check_tensors
 from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.parse import read_pattern
@@ -59,7 +59,8 @@ def ring_attention(
     `seq_len`s, is not checked: it would cost a collective in every call.
     """
     ring_group = _resolve_group(group)
-    calls = _calls_of(ring_group)
+    with _CALLS_LOCK:
+        calls = _CALLS.setdefault(ring_group, _GroupCalls())
     call_index = calls.num_calls
     calls.num_calls += 1  # before any check, so that a call that one rank refuses counts on all ranks
     check_tensors(q, k, v)
@@ -92,7 +93,7 @@ def ring_attention(
 
 
 def _layout_of(layout: str | Layout, seq_len: int | None, num_local: int, cp: int) -> Layout:
-    """The layout that a call means. Raises: ValueError where it does not fit the group or the length."""
+    """The call's layout. Raises `ValueError` if it does not fit the group or the length."""
     if isinstance(layout, Layout):
         if layout.cp != cp:
             raise ValueError(f"layout is for cp={layout.cp}, but the group has {cp} ranks; make another")
@@ -106,24 +107,22 @@ def _layout_of(layout: str | Layout, seq_len: int | None, num_local: int, cp: in
 
 
 def _patterns_of(pattern: PatternLike) -> LayerPatterns:
-    """Raises `ValueError` for an invalid pattern, and for one whose layers differ."""
+    """The pattern of all layers. Raises `ValueError` for an invalid pattern, and if layers differ."""
     if isinstance(pattern, str):
-        found = read_pattern(pattern)
-    elif isinstance(pattern, LayerPatterns):
-        found = pattern
-    else:
+        pattern = read_pattern(pattern)
+    if not isinstance(pattern, LayerPatterns):
         rules = tuple(pattern) if isinstance(pattern, Iterable) else (pattern,)
         if not all(isinstance(rule, Rule) for rule in rules):
             raise ValueError(f"pattern={pattern!r}: give a short form such as sinks:64+window:512, or rules")
-        found = LayerPatterns((LayerGroup(rules),))
-    if not found.same_everywhere:
-        raise ValueError(f"pattern={found}: names layers, and one call is of one layer; give the rules of one group")
-    return found
+        pattern = LayerPatterns((LayerGroup(rules),))
+    if not pattern.same_everywhere:
+        raise ValueError(f"pattern={pattern}: names layers, and one call is of one layer; give the rules of one group")
+    return pattern
 
 
 @dataclass(eq=False)
 class _GroupCalls:
-    """What the calls of `ring_attention` over one group share. Must not hold the group: it is the key."""
+    """State that the calls of `ring_attention` over one group share. Must not hold the group: it is the key."""
 
     num_calls: int = 0
     plans: PlanCache = field(default_factory=PlanCache)
@@ -132,11 +131,6 @@ class _GroupCalls:
 
 _CALLS: WeakKeyDictionary[Any, _GroupCalls] = WeakKeyDictionary()
 _CALLS_LOCK = Lock()
-
-
-def _calls_of(group: Any) -> _GroupCalls:
-    with _CALLS_LOCK:
-        return _CALLS.setdefault(group, _GroupCalls())
 
 
 def _resolve_group(group: Any) -> Any:

@@ -6,18 +6,18 @@ Kernels, hops and planning belong in the rings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from elastic_ring.attention.comm.exchange import Group
 from elastic_ring.attention.comm.ledger import HopLedger
+from elastic_ring.attention.comm.messages import Group
 from elastic_ring.attention.kernels.registry import sparse_form
 from elastic_ring.attention.layouts.layout import Layout
+from elastic_ring.attention.lowering.call_plan import PlanCache, RingPlans
 from elastic_ring.attention.lowering.chosen_blocks import ChosenPlans, PastBlocks, past_blocks
-from elastic_ring.attention.lowering.ring_plans import PlanCache, RingPlans
 from elastic_ring.attention.options import RingOptions, check_tensors
 from elastic_ring.attention.patterns.content import chosen_without_host, top_ks_of
 from elastic_ring.attention.patterns.layers import LayerPatterns
@@ -25,7 +25,7 @@ from elastic_ring.attention.patterns.rules import Dense, Rule
 from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS, Pattern, SparsePattern
 from elastic_ring.attention.plan.schedule import Schedule, plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
-from elastic_ring.attention.recomputation import SavedResult
+from elastic_ring.attention.recomputation import SavedResult, swapped
 from elastic_ring.attention.ring import RingAttention
 from elastic_ring.attention.routing.router import Router
 
@@ -110,23 +110,18 @@ class PatternedAttention:
     ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """As `RingAttention.recomputation`: the second context replays the calls recorded in the first, in order."""
         kept: _SavedCalls = []
-        return self._recording(kept, offload), self._replaying(kept)
 
-    @contextmanager
-    def _recording(self, kept: _SavedCalls, offload: bool) -> Iterator[None]:
-        outer, self._record, self._offload = self._record, kept, offload
-        try:
-            yield
-        finally:
-            self._record = outer
+        @contextmanager
+        def recording() -> Iterator[None]:
+            with swapped(self, "_record", kept), swapped(self, "_offload", offload):
+                yield
 
-    @contextmanager
-    def _replaying(self, kept: _SavedCalls) -> Iterator[None]:
-        outer, self._replay = self._replay, iter(kept)
-        try:
-            yield
-        finally:
-            self._replay = outer
+        @contextmanager
+        def replaying() -> Iterator[None]:
+            with swapped(self, "_replay", iter(kept)):
+                yield
+
+        return recording(), replaying()
 
     def _attend(
         self,
@@ -137,58 +132,61 @@ class PatternedAttention:
         sinks: torch.Tensor | None,
         up: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        options: dict[str, Any] = {"scale": self._scale, "sinks": sinks, "up": up}
         if self._replay is not None:
             ring, results = next(self._replay)
-            with ring.replaying(results):
-                return ring(q, k, v, **options)
-        check_tensors(q, k, v, latent=up is not None)  # before content routing sends messages
-        ring = self.ring(layer, q, k, latent=up is not None)
-        if self._record is None:
-            return ring(q, k, v, **options)
-        self._record.append((ring, []))
-        with ring.recording(self._record[-1][1], offload=self._offload):
-            return ring(q, k, v, **options)
+            context: AbstractContextManager[None] = ring.replaying(results)
+        else:
+            check_tensors(q, k, v, latent=up is not None)  # before content routing sends messages
+            ring, context = self.ring(layer, q, k, latent=up is not None), nullcontext()
+            if self._record is not None:
+                self._record.append((ring, []))
+                context = ring.recording(self._record[-1][1], offload=self._offload)
+        with context:
+            return ring(q, k, v, scale=self._scale, sinks=sinks, up=up)
 
     def ring(self, layer: int, q: torch.Tensor, k: torch.Tensor, *, latent: bool = False) -> RingAttention:
         """The ring for this layer's rules: cached for static rules, new in each call for content-chosen ones."""
         rules = self.patterns.of_layer(layer).heads(q.size(2), (q if latent else k).size(2))
+        block, sizes = self.patterns.block, (q.size(2), k.size(2))
         number = self._num_calls
         self._num_calls += 1
         if any(rule.awaits_content for rule in rules):
             if self.options.observer is not None:
                 self.options.observer("forward", number, 0)
-            plans: RingPlans
-            if self._fetches_all(rules, q):
-                plans = self._chosen(rules, q, k, number)
+            # Blocks are chosen without the host if all `TopK` say so and kernels read tables.
+            if (q.is_cuda or self.options.kernel is not None) and chosen_without_host(rules):
+                plans: RingPlans = self._chosen(rules, q, k, number)
             else:
-                block = _list_block(rules, self.patterns.block)
-                plans = RingPlans(self._schedule(self._router(rules, q, k, number), block, q, k))
+                units = [top_k.unit_tokens for rule in rules for top_k in top_ks_of(rule)]
+                block = block if all(unit % block == 0 for unit in units) else min(units)
+                plans = RingPlans(self._schedule(self._router(rules, q, k, number), block, sizes))
             ring = self._over(plans, q)
         else:
-            key = (rules, q.size(2), k.size(2), q.device)
+            key = (rules, *sizes, q.device)
             if key not in self._rings:
-                self._rings[key] = self._over(self._planned(rules, q, k), q)
+                if set(rules) == {Dense()}:
+                    plans = self._plans.of(self._place, lambda: plan(self._dense, self.layout))
+                else:
+                    about = (*self._place, rules, block, *sizes)
+                    plans = self._plans.of(about, lambda: self._schedule(rules, block, sizes))
+                self._rings[key] = self._over(plans, q)
             ring = self._rings[key]
         ring.reset_calls(number)
         self.last_ring = ring
         return ring
 
-    def _fetches_all(self, rules: tuple[Rule, ...], q: torch.Tensor) -> bool:
-        """Whether a layer's blocks are chosen without the host: all of its `TopK` say so, and kernels read tables."""
-        in_blocks = q.is_cuda or self.options.kernel is not None
-        return in_blocks and chosen_without_host(rules)
-
     def _chosen(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor, number: int) -> ChosenPlans:
-        key = (*self._place, "all", q.size(2), k.size(2))
-        everything = self._plans.of(key, lambda: self._schedule((Dense(),), DEFAULT_BLOCK_TOKENS, q, k))
+        """The plans of a call whose blocks are chosen on the device, over a fetch of all past keys."""
+        sizes = (q.size(2), k.size(2))
+        key = (*self._place, "all", *sizes)
+        everything = self._plans.of(key, lambda: self._schedule((Dense(),), DEFAULT_BLOCK_TOKENS, sizes))
 
-        def known() -> PastBlocks:
+        def static_part() -> PastBlocks:
             documents = everything.schedule.sparse.documents(self.layout.seq_len)
             always = self._router.without_choice(rules, q.size(2))
             return past_blocks(everything.schedule, self.cp_rank, always, documents, q.device)
 
-        past = everything.tables.get((rules, q.device), known)
+        past = everything.tables.get((rules, q.device), static_part)
         choices = tuple(self._router.on_device(rules, q, k, number))
         return ChosenPlans(
             everything.schedule, everything.calls, everything.tables, everything.kernels, past=past, choices=choices
@@ -198,28 +196,15 @@ class PatternedAttention:
     def _place(self) -> tuple[Any, ...]:
         return self.layout, self.cp_rank, self._dense, self.options.plan_key
 
-    def _planned(self, rules: tuple[Rule, ...], q: torch.Tensor, k: torch.Tensor) -> RingPlans:
-        if set(rules) == {Dense()}:
-            return self._plans.of(self._place, lambda: plan(self._dense, self.layout))
-        block = self.patterns.block
-        key = (*self._place, rules, block, q.size(2), k.size(2))
-        return self._plans.of(key, lambda: self._schedule(rules, block, q, k))
-
-    def _schedule(self, rules: tuple[Rule, ...], block: int, q: torch.Tensor, k: torch.Tensor) -> Schedule:
+    def _schedule(self, rules: tuple[Rule, ...], block: int, sizes: tuple[int, int]) -> Schedule:
         pattern = SparsePattern(rules, block, self._dense.document_starts, self._dense.causal)
-        return plan_sparse(pattern, self.layout, q.size(2), k.size(2))
+        return plan_sparse(pattern, self.layout, *sizes)
 
     def _over(self, plans: RingPlans, q: torch.Tensor) -> RingAttention:
         options = self.options
         if not plans.schedule.is_dense and options.kernel is None and q.is_cuda:
             options = replace(options, kernel=sparse_form(options.backend))
         return RingAttention(plans.schedule, self.cp_rank, self.group, options, plans=plans)
-
-
-def _list_block(rules: tuple[Rule, ...], block: int) -> int:
-    """The block size in tokens of a content-chosen call: `block` if it divides every unit, else the smallest unit."""
-    units = [top_k.unit_tokens for rule in rules for top_k in top_ks_of(rule)]
-    return block if all(unit % block == 0 for unit in units) else min(units)
 
 
 _SavedCalls = list[tuple[RingAttention, list[SavedResult]]]
@@ -234,7 +219,7 @@ class _Layer:
 
     @property
     def takes_latents(self) -> bool:
-        """As that of a ring; keys that content chooses by are looked at before they are sent."""
+        """As a ring's; False if content chooses by keys, which are read before they are sent."""
         rules = self._attention.patterns.of_layer(self._index).rules
         return self._attention.layout.cp > 1 and not any(rule.awaits_content for rule in rules)
 

@@ -1,5 +1,4 @@
-"""What a ring is built with, and the checks that run before its first message: a rank that raises between messages
-blocks the others.
+"""Options of a ring, and the checks before its first message: a rank that raises between messages blocks its peers.
 
 Local checks only; no communication in this file. All of them raise `ValueError`.
 """
@@ -16,15 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ring.attention.comm.exchange import Group, HopBuffers, HopLedger, Wire
+from elastic_ring.attention.comm.exchange import HopBuffers, Wire
+from elastic_ring.attention.comm.ledger import HopLedger
+from elastic_ring.attention.comm.messages import Group
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.plan.schedule import Direction, Schedule
 from elastic_ring.attention.plan.traffic import Hosts
 
 STAGE_LIMIT_BYTES = 1 << 29
-"""Upper bound, per stage, of the K and V bytes that a rank fetches, and of those that it serves. Every further stage
-costs one more round of kernels and one more merge, but overlaps with the exchange of the next stage."""
+"""Upper bound, per stage, of the K and V bytes that a rank fetches, and of the bytes that it serves. Every further
+stage costs one more round of kernels and one more merge, but overlaps with the exchange of the next stage."""
 
 Observer = Callable[[Direction, int, int], None]
 """Called as observer(direction, call_index, hop) just before a hop's kernels run."""
@@ -32,8 +33,8 @@ Observer = Callable[[Direction, int, int], None]
 
 @dataclass(frozen=True, eq=False)
 class RingOptions:
-    """How rings compute and send; rings that get the same object share its ledger and buffers, and run one after
-    another. For all schedules:
+    """How rings compute and send. Rings with the same object share its ledger and buffers, and run one after another.
+    For all schedules:
 
     - `deterministic` selects bitwise repeatable kernels, which are slower on a GPU.
     - `cache_dir` stores that a kernel passed its self-test, for later processes.
@@ -42,7 +43,7 @@ class RingOptions:
     - `coalesced` posts the messages of a stage as one operation (None: on a GPU).
     - `hosts`: the host of each rank. Keys that several ranks of a host read cross to it once (`plan.traffic`), with
       the same bits. Equal on all ranks; None: not known.
-    - `kv_wire` "fp8" sends keys and values in 8 bits (`comm.fp8`); equal on all ranks.
+    - `kv_wire` "fp8" sends keys and values in 8 bits (`comm.packing`); equal on all ranks.
 
     For dense schedules:
 
@@ -50,12 +51,12 @@ class RingOptions:
     - `hops_per_stage`: how many hops share one round of kernels (None: 1 on a CPU; on a GPU as many as fit into
       `rectangles.GATHER_LIMIT_BYTES`), equal on all ranks.
 
-    For sparse schedules, which run over tables of blocks of 128 tokens on a GPU or where `kernel` is one over tables or
-    its name, and over tiles of any shape else. Where layout, documents or rules cut blocks, these are padded
-    (`plan.padded_blocks`) and a kernel that covers masks runs them:
+    For sparse schedules, which run over tables of blocks of 128 tokens on a GPU or with a `kernel` over tables or its
+    name, and else over tiles of any shape. Blocks that layout, documents or rules cut are padded (`plan.padded_blocks`)
+    and a kernel that covers masks runs them:
 
     - `ahead` hops are posted before their kernels run, in tiles: 1 overlaps hop by hop, cp - 1 posts all at once.
-    - `partials` is the type in which dK and dV are sent (None: the one in which the kernel returns them).
+    - `partials` is the type in which dK and dV are sent (None: the kernel's).
     - `stage_bytes` bounds the bytes fetched and the bytes served per stage. Hops share a stage while both fit on every
       rank; a single hop may exceed the bound.
     - `keep_keys` keeps fetched keys for backward, which then does not fetch them again. None: if they are one stage and
@@ -92,7 +93,7 @@ class RingOptions:
 
     @property
     def plan_key(self) -> tuple[Any, ...]:
-        """What the plans and kernels that an owner of rings keeps depend on."""
+        """The options that plans and kernels depend on."""
         return self.backend, self.kernel, self.deterministic, self.kv_wire, self.hosts
 
 
@@ -111,7 +112,7 @@ def check_group(schedule: Schedule, cp_rank: int, group: Group | None, hosts: Ho
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, latent: bool = False) -> None:
-    """With `latent`, k and v are the halves of what `latent` projects up."""
+    """Raise `ValueError` for tensors that do not fit each other. With `latent`, k and v are the halves of latents."""
     for name, tensor in zip("qkv", (q, k, v), strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}: give a tensor (B, S_local, heads, D)")

@@ -47,8 +47,8 @@ class OffloadedTensor:
         self._copied = aside.record_event()
 
     def tensor(self) -> torch.Tensor:
-        """A copy requires a gradient where the tensor did: what is computed from it keeps the same for backward.
-        `num_readers` calls after `leave` share one."""
+        """The tensor, or its device copy, which requires a gradient as the tensor did; `num_readers` calls after
+        `leave` share one copy."""
         if self._tensor is not None:
             return self._tensor
         assert self._host is not None
@@ -64,7 +64,7 @@ class OffloadedTensor:
 
 
 class Start:
-    """Where a unit of a layer begins: `x` as FSDP2 gives it to the unit in forward, in backward what is `kept` of it.
+    """The input of a unit of a layer: `x` as FSDP2 gives it to the unit in forward, in backward the `kept` copy.
 
     `contexts` as `torch.utils.checkpoint` takes them."""
 
@@ -73,10 +73,10 @@ class Start:
 
     def recomputed(self, compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """compute(x), keeping nothing. Inside a unit's forward, so that FSDP2's hooks see one call."""
-        given: list[torch.Tensor] = [x]  # taken by the first run
+        inputs: list[torch.Tensor] = [x]  # taken by the first run
         # There is no dropout, so no state of random numbers.
         out: torch.Tensor = checkpoint(
-            lambda: compute(given.pop() if given else self._kept.tensor()),
+            lambda: compute(inputs.pop() if inputs else self._kept.tensor()),
             use_reentrant=False,
             preserve_rng_state=False,
             context_fn=self._contexts,
@@ -85,8 +85,7 @@ class Start:
 
 
 class Result(NamedTuple):
-    """out (B, S, H, D), lse (B, S, H) as backward wants it, the call's number, and what was fetched for it, where
-    backward is not to fetch it again."""
+    """out (B, S, H, D), lse (B, S, H) for backward, the call's number, and fetched keys that backward reuses."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -103,6 +102,17 @@ class SavedResult(NamedTuple):
     keys: OffloadedTensor | None
 
 
+@contextmanager
+def swapped(owner: object, name: str, value: object) -> Iterator[None]:
+    """Set an attribute for the time of the block."""
+    outer = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, outer)
+
+
 class RecomputableRing:
     """Base class of rings: `_forward` runs `run_forward`, or replays the saved result of the same call."""
 
@@ -112,31 +122,23 @@ class RecomputableRing:
     def recomputation(
         self, *, offload: bool = False
     ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What `torch.utils.checkpoint` takes as `context_fn`: `out` and `lse` of the calls in the first context are
-        kept, with fetched keys that wait for backward, and given again, call by call, in the second, whose kernels and
-        hops need not run once more. With `offload` they wait in host memory."""
+        """A `context_fn` of `torch.utils.checkpoint`: `out` and `lse` of the calls in the first context are kept, with
+        fetched keys that wait for backward, and replayed, call by call, in the second, whose kernels and hops need not
+        run once more. With `offload` they wait in host memory."""
         kept: list[SavedResult] = []
         return self.recording(kept, offload=offload), self.replaying(kept)
 
     @contextmanager
     def recording(self, kept: list[SavedResult], *, offload: bool = False) -> Iterator[None]:
-        outer, self._record = self._record, kept
-        try:
+        with swapped(self, "_record", kept):
             yield
-        finally:
-            self._record = outer
         for each in kept if offload else ():
             for offloaded in (each.out, each.lse, each.keys):
                 if offloaded is not None:
                     offloaded.leave()
 
-    @contextmanager
-    def replaying(self, kept: list[SavedResult]) -> Iterator[None]:
-        outer, self._replay = self._replay, iter(kept)
-        try:
-            yield
-        finally:
-            self._replay = outer
+    def replaying(self, kept: list[SavedResult]) -> AbstractContextManager[None]:
+        return swapped(self, "_replay", iter(kept))
 
     def _forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, up: torch.Tensor | None = None
@@ -147,12 +149,9 @@ class RecomputableRing:
             return Result(kept.out.tensor().detach(), kept.lse.tensor(), kept.call_index, keys)
         result = self.run_forward(q, k, v, scale, up)
         if self._record is not None:
+            out, lse = OffloadedTensor(result.out.detach()), OffloadedTensor(result.lse)
             fetched = None if result.keys is None else OffloadedTensor(result.keys)
-            self._record.append(
-                SavedResult(
-                    OffloadedTensor(result.out.detach()), OffloadedTensor(result.lse), result.call_index, fetched
-                )
-            )
+            self._record.append(SavedResult(out, lse, result.call_index, fetched))
         return result
 
     def run_forward(

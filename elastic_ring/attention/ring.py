@@ -1,8 +1,8 @@
 """Ring attention: one loop over the stages of a rank's plan, forward and backward, as one autograd function.
 
-The plan says everything that differs between dense and sparse patterns, CPUs and GPUs: which calls, on which keys, in
-what order they are added, and what moves (`lowering`). Process groups are passed in: this module neither creates nor
-destroys any. `RingAttention` serves a trainer; `api.ring_attention` is the same for other training loops.
+The plan (`lowering`) has everything that differs between dense and sparse patterns, CPUs and GPUs: the calls, their
+keys, the order of sums, and the traffic. Process groups are passed in: this module neither creates nor destroys any.
+`RingAttention` serves a trainer; `api.ring_attention` is the same for other training loops.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from elastic_ring.attention.comm.exchange import Group, HopExchange
+from elastic_ring.attention.comm.exchange import HopExchange
+from elastic_ring.attention.comm.messages import Group
 from elastic_ring.attention.kernels.kernel import CoverKind, Kernel
 from elastic_ring.attention.kernels.registry import select
-from elastic_ring.attention.latent import Latents
 from elastic_ring.attention.layouts.rows import Rows
-from elastic_ring.attention.lowering.blocks import lower_blocks, lower_padded
-from elastic_ring.attention.lowering.call_plan import Call, CallPlan, Op, OwnPart, Program
-from elastic_ring.attention.lowering.keys import Source
-from elastic_ring.attention.lowering.rectangles import hops_together, lower_rectangles
-from elastic_ring.attention.lowering.ring_plans import RingPlans
-from elastic_ring.attention.lowering.tiles import lower_tiles
+from elastic_ring.attention.lowering.blocks import lower_blocks
+from elastic_ring.attention.lowering.call_plan import Call, CallPlan, Op, OwnPart, Program, RingPlans
+from elastic_ring.attention.lowering.keys import Latents, Source
+from elastic_ring.attention.lowering.rectangles import hops_together, lower_rectangles, lower_tiles
 from elastic_ring.attention.merge import (
     Accumulator,
     GradientSum,
@@ -102,11 +100,11 @@ class RingAttention(RecomputableRing):
 
     @property
     def takes_latents(self) -> bool:
-        """Whether something is sent that may be latents instead of K and V."""
+        """Whether hops may carry latents instead of K and V."""
         return self.schedule.cp > 1
 
     def check_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, latent: bool = False) -> None:
-        """Raise what a call with these tensors would raise, before anything is sent."""
+        """Raise the errors of a call with these tensors, before anything is sent."""
         check_tensors(q, k, v, latent=latent)
         check_local_length(q, self.schedule.layout, self.cp_rank)
         if not self.schedule.is_dense:
@@ -138,8 +136,11 @@ class RingAttention(RecomputableRing):
         latents = None if up is None else Latents(up, q, k)
         call_index = self._next_call_index
         self._next_call_index += 1
-        if plan.alone is not None:
-            return self._run_alone(plan, plan.alone, q, k, v, scale, call_index)
+        if plan.alone is not None:  # as the loop below computes it, whose objects would keep the host longer
+            self._observe("forward", call_index, plan.stages[0].hops)
+            out, lse = plan.kernel.attend(q, k, v, plan.alone.cover, scale)
+            lse = lse.to(accumulate_dtype(q.dtype))
+            return Result(_alike(out, q), lse if plan.every_row_sees else lse_for_backward(lse), call_index)
         q, k, v = _inner(plan, q, k, v)
         attend, sums, kept = plan.kernel.attend, plan.sums, None
         total = Accumulator(q, sums.out, by_rows=sums.by_rows, at_once=sums.at_once)
@@ -160,22 +161,6 @@ class RingAttention(RecomputableRing):
         out, lse = _outer(plan, total.out.to(q.dtype), lse)
         return Result(out, lse, call_index, kept)
 
-    def _run_alone(
-        self,
-        plan: CallPlan,
-        call: Call,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        call_index: int,
-    ) -> Result:
-        """As the loop below computes it where one call is all there is: its objects would keep the host longer."""
-        self._observe("forward", call_index, plan.stages[0].hops)
-        out, lse = plan.kernel.attend(q, k, v, call.cover, scale)
-        lse = lse.to(accumulate_dtype(q.dtype))
-        return Result(_alike(out, q), lse if plan.every_row_sees else lse_for_backward(lse), call_index)
-
     def run_backward(
         self,
         dout: torch.Tensor,
@@ -185,8 +170,8 @@ class RingAttention(RecomputableRing):
         fetched: torch.Tensor | None = None,
         latents: Latents | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv with the shapes of q, k, v, where `saved` is (q, k, v, out, lse). `fetched` are the keys that
-        forward kept; the bits are the same without."""
+        """dq, dk, dv with the shapes of q, k, v. `saved`: (q, k, v, out, lse); `fetched`: keys that forward kept; the
+        bits are the same without."""
         plan = self._plans.of_call(self.call_plan(*saved[:2], latent=latents is not None))
         if plan.alone is not None:
             self._observe("backward", call_index, plan.stages[0].hops)
@@ -241,36 +226,31 @@ class RingAttention(RecomputableRing):
     # ------------------------------------------------------------ plans and kernels
 
     def call_plan(self, q: torch.Tensor, k: torch.Tensor, *, latent: bool = False) -> CallPlan:
-        """What calls with tensors like q (B, S_local, H, D) and k (B, S_local, Hkv, D) run."""
-        key = (k.device, k.dtype, k.shape, q.size(2), latent)
+        """The plan of calls with tensors like q (B, S_local, H, D) and k (B, S_local, Hkv, D)."""
 
-        def made() -> CallPlan:
-            return self._between_hosts(self._make_call_plan(q, k, latent), k.is_cuda)
+        def planned() -> CallPlan:
+            seen = q if latent else k  # K as kernels see it
+            schedule, rank, kernel = self.schedule, self.cp_rank, self.kernel_for(q, seen.size(2))
+            if schedule.is_dense:
+                plan = lower_rectangles(schedule, rank, q, k, kernel, self.options, seen)
+            elif not self._in_blocks(q):
+                plan = lower_tiles(schedule, rank, k, kernel, ahead=self.options.ahead)
+            else:
+                latent_width = k.size(3) if latent else 0
+                options = (kernel, self.options, self._plans.tables, latent_width)
+                plan = lower_blocks(schedule, self._plans.in_blocks, rank, q, *options)
+            return self._between_hosts(plan, k.is_cuda)
 
-        plan: CallPlan = self._plans.calls.get(key, made)
-        return plan
+        return self._plans.calls.get((k.device, k.dtype, k.shape, q.size(2), latent), planned)
 
     def _between_hosts(self, plan: CallPlan, on_gpu: bool) -> CallPlan:
-        """The same plan; keys that were fetched in one stage may be forwarded in the next where they have arrived
-        then."""
+        """The plan with `two_level` traffic, if the keys of a stage have arrived when the next stage forwards them."""
         in_order = on_gpu if plan.exchange.late else plan.exchange.ahead == 1
         if self.options.hosts is None or not in_order:
             return plan
         hops = [stage.hops for stage in plan.stages[1:]]
         run = self._plans.in_blocks if "tables" in plan.kernel.covers else self.schedule
         return replace(plan, exchange=two_level(plan.exchange, hops, run, self.cp_rank, self.options.hosts))
-
-    def _make_call_plan(self, q: torch.Tensor, k: torch.Tensor, latent: bool) -> CallPlan:
-        seen = q if latent else k  # K as kernels see it
-        schedule, kernel = self.schedule, self.kernel_for(q, seen.size(2))
-        if schedule.is_dense:
-            return lower_rectangles(schedule, self.cp_rank, q, k, kernel, self.options, seen)
-        if self._in_blocks(q):
-            whole, how = self._plans.in_blocks, (kernel, self.options, self._plans.tables, k.size(3) if latent else 0)
-            if whole is schedule:
-                return lower_blocks(schedule, self.cp_rank, q, *how)
-            return lower_padded(schedule, whole, self.cp_rank, q, *how)
-        return lower_tiles(schedule, self.cp_rank, k, kernel, ahead=self.options.ahead)
 
     def _in_blocks(self, q: torch.Tensor) -> bool:
         return not self.schedule.is_dense and (q.is_cuda or self.options.kernel is not None)
@@ -282,11 +262,11 @@ class RingAttention(RecomputableRing):
             cover = "mask"
             if self._in_blocks(q):
                 cover = "masked_tables" if self._plans.in_blocks.in_part else "tables"
-        wanted = {"causal": self.options.backend, "mask": None}.get(cover, self.options.kernel)
-        if isinstance(wanted, Kernel):
-            if cover not in wanted.covers:
-                raise ValueError(f"kernel {wanted.name} covers {', '.join(wanted.covers)}, not {cover}; leave it out")
-            return wanted
+        option = {"causal": self.options.backend, "mask": None}.get(cover, self.options.kernel)
+        if isinstance(option, Kernel):
+            if cover not in option.covers:
+                raise ValueError(f"kernel {option.name} covers {', '.join(option.covers)}, not {cover}; leave it out")
+            return option
         kind = (q.device, q.dtype, q.size(-1), q.size(2) // num_kv_heads)
         if kind not in self._plans.kernels:
             self._plans.kernels[kind] = select(
@@ -294,7 +274,7 @@ class RingAttention(RecomputableRing):
                 q.dtype,
                 q.size(-1),
                 self.options.deterministic,
-                wanted,
+                option,
                 cover=cover,
                 head_ratio=kind[3],
                 cache_dir=self.options.cache_dir,
@@ -315,7 +295,7 @@ class _Tensors(NamedTuple):
 
 
 class _Backward:
-    """One backward pass: the operations of a plan's program, in order, and the sums that they fill."""
+    """One backward pass: runs the operations of a plan's program in order, and has the sums that they fill."""
 
     def __init__(
         self,
@@ -405,22 +385,22 @@ class _Backward:
         hold: bool = False,
     ) -> None:
         """Add the calls' gradients to dq, and write or add dK and dV to `into`, the parts of `buffer`."""
-        kernel, given = self._plan.kernel, self._tensors
+        kernel, tensors = self._plan.kernel, self._tensors
         if not once and not added:
             buffer.zero_()
         for rows, keys, cover in calls:
             halves = keys.of(source)
             k, v = halves if self._latents is None else self._latents.keys(halves, rows)
             take = rows.take
-            dout, q, out, lse = take(given.dout), take(given.q), take(given.out), take(given.lse)
+            dout, q, out, lse = take(tensors.dout), take(tensors.q), take(tensors.out), take(tensors.lse)
             places = keys.places(into) if once and not added and self._writes else None
             if places is not None and places[0].dtype == k.dtype:
                 dk, dv = places
                 share = kernel.gradients(dout, q, k, v, out, lse, cover, self._scale, dk=dk, dv=dv)[0]
             else:
                 share, dk, dv = kernel.gradients(dout, q, k, v, out, lse, cover, self._scale)
-                found = (dk, dv) if self._latents is None else self._latents.gradients(halves, dk, dv, rows)
-                keys.put(into, found, added=added or not once)
+                pair = (dk, dv) if self._latents is None else self._latents.gradients(halves, dk, dv, rows)
+                keys.put(into, pair, added=added or not once)
             if hold:
                 self._held.append((rows, share))
             else:
@@ -441,8 +421,8 @@ class _RingFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         # Detached here and below: messages are views, a view keeps its base alive, and an aborted group never frees
         # what it was sending. An attached base would keep the autograd graph and the module.
-        given = (q.detach(), k.detach(), v.detach(), scale, None if up is None else up.detach())
-        out, lse, ctx.call_index, fetched = ring._forward(*given)
+        detached = (q.detach(), k.detach(), v.detach(), scale, None if up is None else up.detach())
+        out, lse, ctx.call_index, fetched = ring._forward(*detached)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks.detach())
         ctx.ring, ctx.scale = ring, scale
@@ -456,14 +436,14 @@ class _RingFunction(torch.autograd.Function):
         *kept, sinks, fetched, up = ctx.saved_tensors  # once: checkpointing recomputes at each look
         saved: tuple[torch.Tensor, ...] = tuple(tensor.detach() for tensor in kept)
         dout = dout.contiguous()
-        latents = None if up is None else Latents(up.detach(), *saved[:2], wanted=ctx.needs_input_grad[4])
+        latents = None if up is None else Latents(up.detach(), *saved[:2], needs_grad=ctx.needs_input_grad[4])
         grads = ctx.ring.run_backward(dout, saved, ctx.scale, ctx.call_index, fetched, latents)
         dsinks = None if sinks is None else sinks_gradient(dout, saved[3], saved[4], sinks.detach())
         return (*grads, dsinks, None if latents is None else latents.gradient(), None, None)
 
 
 def _alike(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """In the type of `like`, and on a GPU contiguous, as kernels there want it."""
+    """`x` in the type of `like`, and on a GPU contiguous, as kernels there require."""
     x = x.to(like.dtype)
     return x.contiguous() if x.is_cuda else x
 
@@ -476,19 +456,20 @@ def _ordered(order: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     return x if order is None else x.index_select(2, order)
 
 
-def _inner(plan: CallPlan, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Reorder tokens and heads of q, k, v (B, S_local, ...), and of out, lse and dout if given, to the plan's order."""
+def _inner(plan: CallPlan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Reorder tokens and heads of q, k, v (B, S_local, ...), and of out, lse and dout if present, to the plan's
+    order."""
     if plan.places is not None:
-        given = tuple(map(plan.places.put, given))
+        tensors = tuple(map(plan.places.put, tensors))
     if plan.heads is None:
-        return given
+        return tensors
     q, kv = plan.heads.inner, plan.heads.inner_kv
-    return tuple(map(_ordered, (q, kv, kv, q, q, q), given))
+    return tuple(map(_ordered, (q, kv, kv, q, q, q), tensors))
 
 
-def _outer(plan: CallPlan, *found: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _outer(plan: CallPlan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Undo that order, for out and lse, or for dq, dk and dv."""
     if plan.heads is not None:
         q, kv = plan.heads.outer, plan.heads.outer_kv
-        found = tuple(map(_ordered, (q, q) if len(found) == 2 else (q, kv, kv), found))
-    return found if plan.places is None else tuple(map(plan.places.take, found))
+        tensors = tuple(map(_ordered, (q, q) if len(tensors) == 2 else (q, kv, kv), tensors))
+    return tensors if plan.places is None else tuple(map(plan.places.take, tensors))

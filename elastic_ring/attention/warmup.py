@@ -1,5 +1,4 @@
-"""Warm-up: runs attention once for every place on a ring, so that kernels compiled per length are ready before step 1,
-and kernels themselves for each class of lengths.
+"""Warm-up before step 1: runs attention once for every place on a ring, and kernels for each class of lengths.
 
 The ring's own code runs over a null process group; the results are discarded.
 """
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.comm.exchange import Group
+from elastic_ring.attention.comm.messages import Group
 from elastic_ring.attention.kernels.kernel import Documents, Kernel
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.layouts.rows import MOST_AT_ONCE
@@ -88,7 +87,7 @@ def warm_up_lengths(
     S_local) of `layout`; shape: query heads, K/V heads, head dim. Returns how many ranks ran.
 
     Covers every kernel call of a sequence that is one document, in the ring's own cutting. Documents cut slices at
-    places that nobody knows before the sequence is read.
+    places unknown before the sequence is read.
     """
     num_heads, num_kv_heads, head_dim = shape
     seen: set[Any] = set()
@@ -101,13 +100,13 @@ def warm_up_lengths(
             torch.zeros(1, num_tokens, num_kv_heads, head_dim, dtype=dtype, device=device, requires_grad=True)
             for _ in range(2)
         )
-        made = attentions(cp_rank, group)
-        shapes = {shape for each in made for shape in (each.shapes(k) if hasattr(each, "shapes") else (cp_rank,))}
+        layers = attentions(cp_rank, group)
+        shapes = {shape for each in layers for shape in (each.shapes(k) if hasattr(each, "shapes") else (cp_rank,))}
         if num_tokens == 0 or shapes <= seen:
             continue
         seen |= shapes
         num_ran += 1
-        for attention in made:
+        for attention in layers:
             out = attention(q, k, v)
             torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
     return num_ran
@@ -124,16 +123,6 @@ def length_classes(tile_tokens: tuple[int, ...], group: int) -> tuple[int, ...]:
 
 NUM_DOCUMENTS = (2, 300)
 """Few and many: kernels look documents up in two ways."""
-
-
-def _run_documents(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, group: int) -> None:
-    for number in NUM_DOCUMENTS:
-        cuts = torch.arange(number + 1, dtype=torch.int32, device=device) * 16
-        q = torch.zeros(1, number * 16, 2 * group, head_dim, dtype=dtype, device=device)
-        k = q[:, :, :2].contiguous()
-        cover = Documents(cuts, 16)
-        out, lse = kernel.attend(q, k, k, cover, 1.0)
-        kernel.gradients(q, q, k, k, out.to(dtype), lse, cover, 1.0)
 
 
 def tiles_that_occur(kernel: Kernel, group: int, cp: int, num_tokens: int) -> list[tuple[int, int, bool]]:
@@ -160,7 +149,12 @@ def warm_up_variants(
     tiles = tiles_that_occur(kernel, group, cp, num_tokens)
     random.Random(os.getpid()).shuffle(tiles)
     if "documents" in kernel.covers:
-        _run_documents(kernel, device, dtype, head_dim, group)
+        for number in NUM_DOCUMENTS:
+            cuts = torch.arange(number + 1, dtype=torch.int32, device=device) * 16
+            q = torch.zeros(1, number * 16, 2 * group, head_dim, dtype=dtype, device=device)
+            k = q[:, :, :2].contiguous()
+            out, lse = kernel.attend(q, k, k, Documents(cuts, 16), 1.0)
+            kernel.gradients(q, q, k, k, out.to(dtype), lse, Documents(cuts, 16), 1.0)
     for num_rows, num_keys, causal in tiles:
         shapes = ((2, num_rows, 2 * group, head_dim), (2, num_keys, 2, head_dim))
         q, k = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)

@@ -34,9 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from elastic_ring.attention.comm.all_to_all import AllToAll
-from elastic_ring.attention.comm.exchange import Group
 from elastic_ring.attention.comm.ledger import HopLedger
+from elastic_ring.attention.comm.messages import AllToAll, Group
 from elastic_ring.costs import Placement, sends_tokens
 from elastic_ring.experts.compute import Order, inverse_of, permute
 

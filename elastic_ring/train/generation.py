@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.comm.ledger import HopTally
-from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.lowering.call_plan import PlanCache
 from elastic_ring.data.loader import Loader
 from elastic_ring.experts.exchange import ExpertExchange, LoadMeter
 from elastic_ring.mesh import Coordinate, Mesh

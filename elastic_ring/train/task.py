@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from elastic_ring.attention.comm.exchange import Wire
 from elastic_ring.attention.layers import AttentionFn, PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout
-from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.lowering.call_plan import PlanCache
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.sparse import Pattern

@@ -17,7 +17,7 @@ from typing import TypedDict
 
 import torch
 
-from elastic_ring.attention.autolayout.choice import Sizes
+from elastic_ring.attention.autolayout import Sizes
 from elastic_ring.costs import CostModel
 from elastic_ring.errors import RunFailed
 from elastic_ring.tuning.timed_cases import (

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from elastic_ring.attention.autolayout.choice import Sizes
+from elastic_ring.attention.autolayout import Sizes
 from elastic_ring.config import environment
 from elastic_ring.errors import ElasticRingError, RunFailed
 from elastic_ring.tuning.calibrate import Calibration, Stopwatch, calibrate

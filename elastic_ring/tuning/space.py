@@ -19,7 +19,7 @@ from string import Formatter
 import numpy as np
 import torch
 
-from elastic_ring.attention.autolayout.model_layout import Call, forward_bytes
+from elastic_ring.attention.autolayout import Call, forward_bytes
 from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule

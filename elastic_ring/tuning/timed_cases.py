@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_ring.attention.autolayout.choice import Sizes, sparse_kernels
-from elastic_ring.attention.comm.exchange import Group, PendingWork, one_operation
+from elastic_ring.attention.autolayout import Sizes, sparse_kernels
+from elastic_ring.attention.comm.messages import Group, PendingWork, one_operation
 from elastic_ring.attention.kernels.block_tables import BLOCK_TOKENS
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.options import RingOptions

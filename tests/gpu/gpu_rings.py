@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from elastic_ring.attention.comm.ledger import HopLedger
-from elastic_ring.attention.latent import Latents
 from elastic_ring.attention.layers import PatternedAttention
+from elastic_ring.attention.lowering.keys import Latents
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.content import top_ks_of
 from elastic_ring.attention.patterns.sparse import SparsePattern
@@ -199,7 +199,7 @@ def run_latents_on(
             ring = RingAttention(schedule, cp_rank, groups[cp_rank], RingOptions(coalesced=True, **options))
             ring.check_call(q, first, second, latent=True)
             out, lse, call, kept = ring.run_forward(q, first, second, 0.25, up)
-            latents = Latents(up, q, first, wanted=True)
+            latents = Latents(up, q, first, needs_grad=True)
             saved = (q, first, second, out, lse)
             dq, *halves = ring.run_backward(dout.contiguous(), saved, 0.25, call, kept, latents)
             assert latents.dup is not None

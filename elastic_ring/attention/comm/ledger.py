@@ -1,16 +1,16 @@
-"""What the hops of a ring moved and how long they took. No sending and no waiting may enter."""
+"""Counts the bytes and times of a ring's hops. No sending and no waiting may enter."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-from elastic_ring.attention.comm.fp8 import WireError
+from elastic_ring.attention.comm.packing import WireError
 from elastic_ring.attention.plan.schedule import Direction
 
 Way = Literal["forward", "backward", "routing"]
@@ -21,14 +21,14 @@ class HopLedger:
     """Bytes and waits by (direction, hop), counted from the tensors that were sent, not from the plan.
 
     `wait_s` is time spent waiting for a hop's messages: latency that no computation hid. On a GPU the host does not
-    wait; with `keep_events` every exchange stores its CUDA events here, which `hop_times` reads. Routing messages
+    wait; with `keep_events` every exchange stores its CUDA events here, which `HopTally` reads. Routing messages
     (content-chosen blocks), which no schedule plans, are counted as a third way, by distance on the ring.
     """
 
     sent_bytes: dict[tuple[Way, int], int] = field(default_factory=lambda: defaultdict(int))
     received_bytes: dict[tuple[Way, int], int] = field(default_factory=lambda: defaultdict(int))
     far_sent_bytes: dict[tuple[Direction, int], int] = field(default_factory=lambda: defaultdict(int))
-    """Of `sent_bytes`, the keys and partials for ranks on other hosts, where the ring knows them."""
+    """The part of `sent_bytes` to ranks on other hosts, if the ring knows hosts."""
     wait_s: dict[tuple[Way, int], float] = field(default_factory=lambda: defaultdict(float))
     keep_events: bool = False
     events: list[HopEvents] = field(default_factory=list, repr=False)
@@ -44,7 +44,7 @@ class HopLedger:
 
     @contextmanager
     def waiting(self, way: Way, hop: int) -> Iterator[None]:
-        """Round a wait for a hop's messages, also for one that ends in an exception."""
+        """Time the block's wait for a hop's messages, also if it raises."""
         begun = time.perf_counter()
         try:
             yield
@@ -56,11 +56,6 @@ class HopLedger:
         """Bytes sent for hops and for routing."""
         return sum(self.sent_bytes.values())
 
-    @property
-    def all_wait_s(self) -> float:
-        """For hops and for routing."""
-        return sum(self.wait_s.values())
-
 
 @dataclass
 class HopEvents:
@@ -71,8 +66,8 @@ class HopEvents:
     hop: int
     free: Any
     arrived: Any = None
-    wanted: Any = None
-    had: Any = None
+    requested: Any = None
+    received: Any = None
 
     def latency_s(self) -> float:
         """From free to start until arrived. Call after the device is synchronized."""
@@ -80,23 +75,13 @@ class HopEvents:
 
     def exposed_s(self) -> float:
         """How long the kernels' stream was stalled waiting for it."""
-        return float(self.wanted.elapsed_time(self.had)) / 1e3
+        return float(self.requested.elapsed_time(self.received)) / 1e3
 
     @property
     def is_over(self) -> bool:
         """Whether the device has passed all four events; does not wait."""
-        marks = (self.free, self.arrived, self.wanted, self.had)
+        marks = (self.free, self.arrived, self.requested, self.received)
         return all(mark is not None and mark.query() for mark in marks)
-
-
-@dataclass(frozen=True)
-class HopTimes:
-    """Times of one rank's exchanges in one step: how long they were under way, on average and at the 99th percentile
-    (the nearest rank), and how long kernels waited for all of them together."""
-
-    latency_mean_s: float
-    latency_p99_s: float
-    exposed_s: float
 
 
 EVENT_STEPS = 10
@@ -137,26 +122,19 @@ class HopTally:
         """After its backward pass."""
         self.num_bytes += ledger.all_sent_bytes
         self.num_far_bytes += sum(ledger.far_sent_bytes.values())
-        self._host_wait_s += ledger.all_wait_s
+        self._host_wait_s += sum(ledger.wait_s.values())
         self.events += ledger.events
 
     def figures(self) -> HopFigures:
-        """None for what was not measured. Waits for nothing."""
-        times = hop_times(self.events)
+        """The step's figures over the completed events, None where not measured. The 99th percentile is the nearest
+        rank; the kernels' wait is for all exchanges together. Does not wait."""
+        over = [event for event in self.events if event.is_over]
+        latencies = sorted(event.latency_s() for event in over)
+        host_wait_s = None if self.on_gpu else self._host_wait_s
         return {
             "hop_bytes": self.num_bytes,
             "far_hop_bytes": self.num_far_bytes,
-            "exposed_hop_wait_s": times.exposed_s if times else None if self.on_gpu else self._host_wait_s,
-            "hop_latency_mean_s": times.latency_mean_s if times else None,
-            "hop_latency_p99_s": times.latency_p99_s if times else None,
+            "exposed_hop_wait_s": math.fsum(event.exposed_s() for event in over) if over else host_wait_s,
+            "hop_latency_mean_s": math.fsum(latencies) / len(latencies) if over else None,
+            "hop_latency_p99_s": latencies[math.ceil(0.99 * len(latencies)) - 1] if over else None,
         }
-
-
-def hop_times(events: Iterable[HopEvents]) -> HopTimes | None:
-    """Times of the completed events; None where there are none, as on a CPU. Does not wait."""
-    over = [event for event in events if event.is_over]
-    if not over:
-        return None
-    latencies = sorted(event.latency_s() for event in over)
-    p99 = latencies[math.ceil(0.99 * len(latencies)) - 1]
-    return HopTimes(math.fsum(latencies) / len(latencies), p99, math.fsum(event.exposed_s() for event in over))

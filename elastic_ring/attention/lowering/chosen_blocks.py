@@ -14,8 +14,7 @@ import torch
 from elastic_ring.attention.kernels.block_tables import BlockLists, BlockTables, kept_between
 from elastic_ring.attention.layouts.layout import Range
 from elastic_ring.attention.layouts.rows import OneGroup
-from elastic_ring.attention.lowering.call_plan import Call, CallPlan, Program
-from elastic_ring.attention.lowering.ring_plans import RingPlans
+from elastic_ring.attention.lowering.call_plan import Call, CallPlan, Program, RingPlans
 from elastic_ring.attention.patterns.rules import Rule
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_blocks import BLOCK_TOKENS, blocks_of, check_blocks
@@ -24,9 +23,9 @@ from elastic_ring.attention.routing.router import Choice
 
 @dataclass(frozen=True, eq=False)
 class PastBlocks:
-    """What is known before a call. `always` (H or 1, n, N) bool: the blocks of the sequence that each of a rank's n own
-    blocks sees whatever is chosen, `most` of them at most. `of_hops`: the blocks that it fetches in each hop; its own
-    in hop 0."""
+    """The static part of a content-chosen call. `always` (H or 1, n, N) bool: the blocks of the sequence that each of a
+    rank's n own blocks sees in any case, `most` of them at most. `of_hops`: the blocks that it fetches in each hop; its
+    own in hop 0."""
 
     always: torch.Tensor
     most: int
@@ -41,8 +40,8 @@ class PastBlocks:
 def past_blocks(
     schedule: Schedule, cp_rank: int, rules: tuple[Rule, ...], documents: tuple[Range, ...], device: torch.device
 ) -> PastBlocks:
-    """Of `schedule`, in which all heads see all past keys, and static `rules`, one for each head. Raises: `ValueError`
-    for rules and layouts that cut blocks."""
+    """The static part of `schedule`, in which all heads see all past keys, and static `rules`, one for each head.
+    Raises `ValueError` for rules and layouts that cut blocks."""
     check_blocks(schedule.sparse, schedule.layout)
     own, layout = blocks_of(schedule.layout, cp_rank), schedule.layout
     always = kept_between(rules, documents, own, np.arange(-(-layout.seq_len // BLOCK_TOKENS)))
@@ -60,8 +59,8 @@ def past_blocks(
 
 @dataclass(eq=False)
 class ChosenPlans(RingPlans):
-    """The plans of one call, on top of those of all its past keys, which others share. Only the choices are kept for
-    backward: their tables are made anew, since those by key have 4 bytes for each pair of blocks and head."""
+    """The plans of one call, on top of the shared plans of all its past keys. Only the choices are kept for backward:
+    their tables are made anew, since tables by key take 4 bytes for each pair of blocks and head."""
 
     past: PastBlocks = field(kw_only=True)
     choices: tuple[Choice, ...] = field(kw_only=True)
@@ -81,55 +80,53 @@ def narrowed(plan: CallPlan, kept: torch.Tensor, most: int, of_hops: tuple[torch
     diagonal = own.diagonal(dim1=1, dim2=2).clone()
     own.diagonal(dim1=1, dim2=2).zero_()
     own_tables = _tables(own, diagonal, most)
+
+    def call_on(call: Call, seen: torch.Tensor) -> Call:
+        """`seen` (H, n, m) bool: all own blocks and the keys of the call's stage."""
+        assert isinstance(call.rows, OneGroup), call.rows
+        assert isinstance(call.cover, BlockTables)
+        tokens = call.rows.tokens
+        if isinstance(tokens, slice):
+            some = seen[:, tokens.start // BLOCK_TOKENS : tokens.stop // BLOCK_TOKENS]
+        else:
+            some = seen.index_select(1, tokens[::BLOCK_TOKENS] // BLOCK_TOKENS)
+        tables = _tables(some, None, most)
+        # As planned: kernels are compiled for each number of blocks, and round those that vary.
+        return call._replace(cover=replace(tables, all_rows=call.cover.all_rows, all_keys=call.cover.all_keys))
+
+    def program_on(program: Program) -> Program:
+        num_heads = own_tables.num_heads
+        sharing = num_heads // max((part.kv_heads[1] for part in program.own if part.kv_heads), default=num_heads)
+        parts = []
+        for part in program.own:
+            heads = part.kv_heads
+            tables = own_tables if heads is None else own_tables.of_heads(heads[0] * sharing, heads[1] * sharing)
+            parts.append(part._replace(calls=tuple(call._replace(cover=tables) for call in part.calls)))
+        return program._replace(own=tuple(parts))
+
     first = (plan.stages[0].forward[0]._replace(cover=own_tables),)
     stages = [replace(plan.stages[0], forward=first, backward=first)]
     for stage in plan.stages[1:]:
         seen = kept.index_select(2, torch.cat([of_hops[hop] for hop in stage.hops]))
-        calls = tuple(_call(call, seen, most) for call in stage.forward)
+        calls = tuple(call_on(call, seen) for call in stage.forward)
         stages.append(replace(stage, forward=calls, backward=calls))
-    programs = [_program(program, own_tables) for program in (plan.backward, plan.backward_kept)]
-    assert programs[0] is not None
-    return replace(plan, stages=tuple(stages), backward=programs[0], backward_kept=programs[1])
-
-
-def _call(call: Call, seen: torch.Tensor, most: int) -> Call:
-    """`seen` (H, n, m) bool are all own blocks and the keys of the call's stage."""
-    assert isinstance(call.rows, OneGroup), call.rows
-    assert isinstance(call.cover, BlockTables)
-    tokens = call.rows.tokens
-    if isinstance(tokens, slice):
-        some = seen[:, tokens.start // BLOCK_TOKENS : tokens.stop // BLOCK_TOKENS]
-    else:
-        some = seen.index_select(1, tokens[::BLOCK_TOKENS] // BLOCK_TOKENS)
-    tables = _tables(some, None, most)
-    # As planned: kernels are compiled for each number of blocks, and round those that vary.
-    return call._replace(cover=replace(tables, all_rows=call.cover.all_rows, all_keys=call.cover.all_keys))
-
-
-def _program(program: Program | None, own: BlockTables) -> Program | None:
-    if program is None:
-        return None
-    sharing = own.num_heads // max((part.kv_heads[1] for part in program.own if part.kv_heads), default=own.num_heads)
-    parts = []
-    for part in program.own:
-        tables = own if part.kv_heads is None else own.of_heads(*(head * sharing for head in part.kv_heads))
-        parts.append(part._replace(calls=tuple(call._replace(cover=tables) for call in part.calls)))
-    return program._replace(own=tuple(parts))
+    backward_kept = None if plan.backward_kept is None else program_on(plan.backward_kept)
+    return replace(plan, stages=tuple(stages), backward=program_on(plan.backward), backward_kept=backward_kept)
 
 
 def _tables(full: torch.Tensor, diagonal: torch.Tensor | None, most: int) -> BlockTables:
-    """From `full` (H, n, m) bool, queries first, and `diagonal` (H, n) bool, None where there is none."""
-    own, own_by_key = (_diagonals(full, diagonal, num) for num in full.shape[1:])
+    """From `full` (H, n, m) bool, queries first, and `diagonal` (H, n) bool, None if there is none."""
+
+    def diagonals(num_rows: int) -> BlockLists:
+        if diagonal is None:
+            counts = torch.zeros(1, full.size(0), num_rows, dtype=torch.int32, device=full.device)
+            return BlockLists(counts, counts.unsqueeze(-1))
+        at = torch.arange(num_rows, dtype=torch.int32, device=full.device).view(1, 1, -1, 1)
+        return BlockLists(diagonal.int().unsqueeze(0), at.expand(1, full.size(0), -1, 1).contiguous())
+
     num_q, num_k = full.shape[1:]
-    return BlockTables(own, own_by_key, _listed(full, most), _listed(full.transpose(1, 2), num_q), num_q, num_k)
-
-
-def _diagonals(full: torch.Tensor, diagonal: torch.Tensor | None, num_rows: int) -> BlockLists:
-    if diagonal is None:
-        counts = torch.zeros(1, full.size(0), num_rows, dtype=torch.int32, device=full.device)
-        return BlockLists(counts, counts.unsqueeze(-1))
-    at = torch.arange(num_rows, dtype=torch.int32, device=full.device)
-    return BlockLists(diagonal.int().unsqueeze(0), at.view(1, 1, -1, 1).expand(1, full.size(0), -1, 1).contiguous())
+    by_query, by_key = _listed(full, most), _listed(full.transpose(1, 2), num_q)
+    return BlockTables(diagonals(num_q), diagonals(num_k), by_query, by_key, num_q, num_k)
 
 
 def _listed(chosen: torch.Tensor, most: int) -> BlockLists:

@@ -1,4 +1,4 @@
-"""A rank's plan on its device: the tables that kernels read, and the indices that gather rows.
+"""A rank's block plan on its device: the tables that kernels read, and the indices that gather rows.
 
 Head groups with equal numbers of heads run in one kernel call, as if their queries and keys were one sequence; the
 tables restrict each group to its own keys. Kernels and communication must not enter.
@@ -20,7 +20,7 @@ from elastic_ring.attention.layouts.rows import OneGroup, SeveralGroups
 from elastic_ring.attention.lowering.keys import HeadRows
 from elastic_ring.attention.patterns.rules import Positions
 from elastic_ring.attention.plan.schedule import Schedule
-from elastic_ring.attention.plan.sparse_blocks import BlockPlan, BlockStage, HostTables, StageTables, plan_blocks
+from elastic_ring.attention.plan.sparse_blocks import BlockPlan, BlockStage, StageTables, plan_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,18 +76,15 @@ class DeviceBlocks:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory in bytes, including what kernels have derived from the tables so far."""
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors()}
-        return sum(storage.nbytes() for storage in storages.values())
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
+        """Device memory in bytes, including tensors that kernels have derived from the tables so far."""
         calls = [call for stage in self.stages for call in stage.calls]
+        tensors = [stage.served_rows for stage in self.stages] + [*self.places_apart, self.last_places]
         for tables in (self.own, *self.own_parts, *(call.tables for call in calls)):
-            yield from tables.tensors()
-        yield from (stage.served_rows for stage in self.stages)
-        yield from (*self.places_apart, self.last_places)
+            tensors += tables.tensors()
         for call in calls:
-            yield from (x for x in vars(call.queries).values() if isinstance(x, torch.Tensor))
+            tensors += [x for x in vars(call.queries).values() if isinstance(x, torch.Tensor)]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        return sum(storage.nbytes() for storage in storages.values())
 
 
 def on_device(schedule: Schedule, cp_rank: int, device: torch.device, limit_rows: int | None = None) -> DeviceBlocks:
@@ -99,39 +96,32 @@ def on_device(schedule: Schedule, cp_rank: int, device: torch.device, limit_rows
     sharing = schedule.num_heads // schedule.num_kv_heads
     half = schedule.num_kv_heads // 2
     parts = (own.of_heads(0, half * sharing), own.of_heads(half * sharing, schedule.num_heads))
-    size = (own.num_q_blocks, schedule.num_heads)
-    stages = tuple(_stage(*each, *size, device, masks) for each in zip(plan.stages, host.stages, strict=True))
-    orders = [_order(order, device) for order in (plan.head_order, plan.kv_head_order)]
-    back = [_order(tuple(np.argsort(order).tolist()), device) for order in (plan.head_order, plan.kv_head_order)]
-    places = [torch.from_numpy(each).to(device) for each in _places(plan, schedule.cp, host)]
-    return DeviceBlocks(
-        plan, own, parts, half, stages, tuple(places[:-1]), places[-1], orders[0], orders[1], back[0], back[1]
-    )
+    stages = []
+    for stage, tables in zip(plan.stages, host.stages, strict=True):
+        calls = tuple(_calls(stage, tables, own.num_q_blocks, schedule.num_heads, device, masks))
+        stages.append(DeviceStage(stage, calls, torch.from_numpy(tables.served_rows).to(device)))
 
+    def order(heads: Sequence[int]) -> torch.Tensor | None:
+        return None if list(heads) == list(range(len(heads))) else torch.tensor(heads, device=device)
 
-def _places(plan: BlockPlan, cp: int, host: HostTables) -> list[np.ndarray]:
-    """The places of each stage that is added apart, then those of all other stages together."""
-    of_stages = [stage.places for stage in host.stages]
-    last: list[np.ndarray] = [np.empty((0, 0), dtype=np.int32)] if not of_stages else []
-    exchange = plan.exchange(cp, coalesced=False)
-    for index in range(plan.num_added_apart, len(of_stages)):
-        start, places = exchange.inbox_rows(index)[0], of_stages[index]
+    # The places of each stage that is added apart, then those of all other stages together, by the whole inbox.
+    num_apart, exchange = plan.num_added_apart, plan.exchange(schedule.cp, coalesced=False)
+    last: list[np.ndarray] = [] if host.stages else [np.empty((0, 0), dtype=np.int32)]
+    for index in range(num_apart, len(host.stages)):
+        start, places = exchange.inbox_rows(index)[0], host.stages[index].places
         last.append(np.where(places < 0, places, places + np.int32(start)))
-    return [*of_stages[: plan.num_added_apart], np.concatenate(last)]
-
-
-def _stage(
-    plan: BlockStage,
-    host: StageTables,
-    num_own_blocks: int,
-    num_heads: int,
-    device: torch.device,
-    masks: torch.Tensor | None,
-) -> DeviceStage:
-    return DeviceStage(
+    return DeviceBlocks(
         plan,
-        tuple(_calls(plan, host, num_own_blocks, num_heads, device, masks)),
-        torch.from_numpy(host.served_rows).to(device),
+        own,
+        parts,
+        half,
+        tuple(stages),
+        tuple(torch.from_numpy(stage.places).to(device) for stage in host.stages[:num_apart]),
+        torch.from_numpy(np.concatenate(last)).to(device),
+        order(plan.head_order),
+        order(plan.kv_head_order),
+        order(np.argsort(plan.head_order).tolist()),
+        order(np.argsort(plan.kv_head_order).tolist()),
     )
 
 
@@ -143,6 +133,7 @@ def _calls(
     device: torch.device,
     masks: torch.Tensor | None,
 ) -> Iterator[StageCall]:
+    """A stage's kernel calls, one for each size of head group."""
     groups = zip(plan.regions, host.kept, host.keys, host.readers, strict=True)
     row = 0
     for num_kv_heads, alike in groupby(groups, lambda group: group[0].num_kv_heads):
@@ -161,32 +152,25 @@ def _calls(
         )
 
 
-def _order(heads: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
-    return None if heads == tuple(range(len(heads))) else torch.tensor(heads, device=device)
-
-
 def rows_of(
     blocks: Sequence[Positions], heads: Sequence[Range], num_heads: int, device: torch.device
 ) -> OneGroup | SeveralGroups:
     """The queries in each group's `blocks` (of a rank's slice, ascending) and `heads`, the same number in each group,
     out of `num_heads` heads."""
     if len(blocks) == 1:
-        return OneGroup(_tokens_of(blocks[0], device), slice(*heads[0]))
+        own = blocks[0]
+        first = int(own[0]) if len(own) else 0
+        tokens: slice | torch.Tensor = slice(first * BLOCK_TOKENS, (first + len(own)) * BLOCK_TOKENS)
+        if len(own) and own[-1] - first + 1 != len(own):
+            tokens = torch.from_numpy((own[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).ravel()).to(device)
+        return OneGroup(tokens, slice(*heads[0]))
     together = heads[0][1] - heads[0][0]
     unit = math.gcd(num_heads, together, *(first for first, _ in heads))
     per_token = num_heads // unit
     pairs = zip(blocks, heads, strict=True)
     starts = np.concatenate([some * (BLOCK_TOKENS * per_token) + first // unit for some, (first, _) in pairs])
     # Expanded on the device; on the host this would take longer than making the tables.
-    tokens = per_token * torch.arange(BLOCK_TOKENS, device=device).unsqueeze(-1)
+    offsets = per_token * torch.arange(BLOCK_TOKENS, device=device).unsqueeze(-1)
     units = torch.arange(together // unit, device=device)
-    index = torch.from_numpy(starts).to(device).view(-1, 1, 1) + tokens + units
+    index = torch.from_numpy(starts).to(device).view(-1, 1, 1) + offsets + units
     return SeveralGroups(index.flatten(), unit, together)
-
-
-def _tokens_of(blocks: Positions, device: torch.device) -> slice | torch.Tensor:
-    if len(blocks) and blocks[-1] - blocks[0] + 1 != len(blocks):
-        tokens = blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
-        return torch.from_numpy(tokens.ravel()).to(device)
-    first = int(blocks[0]) if len(blocks) else 0
-    return slice(first * BLOCK_TOKENS, (first + len(blocks)) * BLOCK_TOKENS)

@@ -103,7 +103,7 @@ def _regroup(rectangles: list[tuple[Range, Range]]) -> list[tuple[Range, Range]]
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """The stages of one rank and what follows from them."""
+    """The stages of one rank, with sums and checks derived from them."""
 
     schedule: Schedule
     cp_rank: int
@@ -144,7 +144,7 @@ class RankPlan:
 
 
 def rank_plan(schedule: Schedule, cp_rank: int, hops_per_stage: int) -> RankPlan:
-    """Made once for each schedule and shape of tensors: call plans keep what they need of it."""
+    """The plan of a rank; called once for each schedule and shape of tensors."""
     return RankPlan(schedule, cp_rank, stages(schedule, cp_rank, hops_per_stage))
 
 
@@ -157,7 +157,7 @@ def traffic(plan: RankPlan, batch: int, row: int, packed: bool) -> tuple[Traffic
     schedule, own_rank = plan.schedule, plan.cp_rank
 
     def room(reader: int, hop: int, hops: tuple[int, ...]) -> tuple[int, int]:
-        """Tokens that `reader` fetches in a stage of `hops`, and those of them that lie before `hop`'s."""
+        """Tokens that `reader` fetches in a stage of `hops`, and tokens before `hop`'s."""
         sizes = [schedule.hops[reader][each].num_fetched_tokens() for each in hops]
         return sum(sizes), sum(sizes[: hops.index(hop)])
 

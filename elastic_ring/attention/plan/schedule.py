@@ -1,4 +1,4 @@
-"""Schedules: from a pattern and a layout to hops (who fetches which keys from whom) and, if dense, exact tiles.
+"""Schedules: the hops of a pattern on a layout (each rank's fetches from each other) and, if dense, exact tiles.
 
 Two segments of one layout are the same or wholly ordered, so once they are cut at document boundaries every pair of
 pieces is seen fully, not at all, or is the diagonal: no mask is ever built. The hops are a shift permutation: in hop t
@@ -167,7 +167,7 @@ class Schedule:
         Forward: K and V of the fetched tokens, `itemsize` bytes an element. Backward: K and V again (not if
         `keys_kept`), and the dK and dV partials the other way, `partial_itemsize` bytes an element: by default those of
         the accumulation type (fp32, or fp64 for fp64 inputs), and `itemsize` for kernels that round to it.
-        `wire_row_bytes`: of one head's key as it crosses, if not `head_dim` * `itemsize` (`comm.fp8.row_bytes`).
+        `wire_row_bytes`: of one head's key as it crosses, if not `head_dim` * `itemsize` (`comm.packing.row_bytes`).
         """
         pulled, served = (self.num_head_tokens(rank, hop, kv_heads) for rank in (cp_rank, self.reader(cp_rank, hop)))
         keys, partials = (pulled, served) if side == "received" else (served, pulled)

@@ -223,8 +223,9 @@ def plan_blocks(schedule: Schedule, cp_rank: int, limit_rows: int | None = None)
     stages = [_stage(schedule, cp_rank, group, own_blocks, masks) for group in hops]
     whole = int((kept != 0).sum()) * BLOCK_TOKENS**2 + int(own.sum()) * BLOCK_TOKENS * (BLOCK_TOKENS + 1) // 2
     visits = [np.zeros(len(own_blocks), dtype=np.int64) for _ in schedule.groups]
-    for _, tables in stages:
-        for of_group, readers in zip(visits, tables.readers, strict=True):
+    tables = tuple(of_stage for _, of_stage in stages)
+    for of_stage in tables:
+        for of_group, readers in zip(visits, of_stage.readers, strict=True):
             of_group[readers] += 1
     ranks = range(schedule.cp)
     most_fetched = max(sum(schedule.num_head_tokens(rank, hop) for hop in ranks) for rank in ranks)
@@ -237,8 +238,7 @@ def plan_blocks(schedule: Schedule, cp_rank: int, limit_rows: int | None = None)
         num_row_visits=1 + max(int(of_group.max(initial=0)) for of_group in visits),
         small=len(hops) < 2 and most_fetched <= KEPT_SHARE * least_held,
     )
-    stage_tables = tuple(tables for _, tables in stages)
-    return plan, HostTables(own, kept, stage_tables, None if masks is None else masks.array())
+    return plan, HostTables(own, kept, tables, None if masks is None else masks.array())
 
 
 _Numbered = tuple[int, HeadGroup]

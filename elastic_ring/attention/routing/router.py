@@ -15,8 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from elastic_ring.attention.comm.all_to_all import AllToAll
-from elastic_ring.attention.comm.exchange import Group
+from elastic_ring.attention.comm.messages import AllToAll, Group
 from elastic_ring.attention.layouts.layout import Layout, Range
 from elastic_ring.attention.options import RingOptions, check_local_length, check_tensors
 from elastic_ring.attention.patterns.caches import LRUCache

@@ -31,7 +31,7 @@ class Price:
     kind: Literal["on demand", "reserved", "spot", "owned"]
     usd_hour: Three
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$"), Must("a date, 2026-05-01")]
-    source: Annotated[str, Field(min_length=1), Must("who says it")]
+    source: Annotated[str, Field(min_length=1), Must("a source")]
     on_hours: Three = field(default_factory=lambda: [12.0, 48.0, 200.0])
     """Spot capacity: mean hours until a host is reclaimed."""
     off_hours: Three = field(default_factory=lambda: [0.3, 1.0, 6.0])

@@ -28,14 +28,14 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a number abo
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The efficiency of a class of software on a kind of GPU: shares of the spec sheet that its kernels reach.
+    """The efficiency of a class of software on a kind of GPU, as shares of the spec sheet.
 
-    `matmul`: of wide layers; one of `half_width` reaches half of it. `attention`: of heads of 128, counted as 2 for the
-    forward and 5 for the backward pass; `narrow_heads`: of it, for heads of 64. `elementwise`: bytes that pass memory
-    outside of matrix products, over those of one read or write of each activation. `overlap`: of the shorter of kernels
-    and messages, the share that is hidden. `host_s`: of a layer in both passes, which bounds small ones;
-    `ring_host_s`, `experts_host_s`: of a layer in a ring of several, of one with experts. `spread`: the standard
-    deviation of log(seen / forecast). `seen`: the largest case of the fit, (GPUs, parameters).
+    `matmul`: of wide layers; a layer of `half_width` reaches half of it. `attention`: of heads of 128, counted as 2 for
+    the forward and 5 for the backward pass; `narrow_heads`: share of it for heads of 64. `elementwise`: memory traffic
+    outside of matrix products, over one read or write of each activation. `overlap`: hidden share of the shorter of
+    kernels and messages. `host_s`: host time of a layer in both passes, which bounds small ones; `ring_host_s`: in a
+    ring of several; `experts_host_s`: of a layer with experts. `spread`: the standard deviation of log(seen /
+    forecast). `seen`: the largest case of the fit, (GPUs, parameters).
     """
 
     name: str
@@ -172,13 +172,11 @@ def read_toml(path: str, flag: str) -> dict[str, Any]:
         raise ValueError(f"{flag} {path}: cannot be read as TOML ({error})") from error
 
 
-def efficiency_of(arch: str, software: str = "elastic-ring") -> Efficiency:
-    """The class for a kind of GPU; the nearest kind's, marked assumed, where none was fitted."""
-    key = f"{software}/{arch}"
-    if key in CLASSES:
-        return CLASSES[key]
-    nearest = next((CLASSES[name] for name in CLASSES if name.startswith(f"{software}/")), Efficiency(key))
-    return replace(nearest, name=key, origin="assumed", spread=max(0.15, nearest.spread))
+def efficiency_of(arch: str) -> Efficiency:
+    """Our class for a kind of GPU; Hopper's, marked assumed, if none was fitted."""
+    key, nearest = f"elastic-ring/{arch}", CLASSES["elastic-ring/hopper"]
+    assumed = replace(nearest, name=key, origin="assumed", spread=max(0.15, nearest.spread))
+    return CLASSES.get(key, assumed)
 
 
 Z = 1.2815515655446004

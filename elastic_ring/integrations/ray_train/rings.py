@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from elastic_ring.attention.comm.exchange import HopBuffers
-from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.lowering.call_plan import PlanCache
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.config import Timeouts
 from elastic_ring.data.loader import Loader, Slice, slice_sample

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from elastic_ring.attention.autolayout.model_layout import Call, LayoutChoice, choose_layout
+from elastic_ring.attention.autolayout import Call, LayoutChoice, choose_layout
 from elastic_ring.attention.layers import WHICH_LAYER, PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout, contiguous, make_layout
 from elastic_ring.attention.patterns.layers import LayerPatterns

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elastic_ring.attention.comm.exchange import Group
+from elastic_ring.attention.comm.messages import Group
 from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import select
 from elastic_ring.attention.kernels.verify import warm_up_kernels

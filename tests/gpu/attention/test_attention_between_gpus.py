@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from elastic_ring.attention.comm.exchange import HopLedger
+from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import Case

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_ring.attention.comm.exchange import HopLedger
+from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layouts.layout import Layout, make_layout
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.sparse import Pattern
@@ -116,22 +116,24 @@ class Outcome:
     ledgers: list[HopLedger]
 
 
-def run_ring(case: Case, groups: list[Any], tensors: list[torch.Tensor] | None = None, **options: Any) -> Outcome:
-    """Forward and backward of `case` on a thread for each rank."""
-    tensors = case.tensors() if tensors is None else tensors
-    layout, schedule = case.layout, case.schedule
+def run_ring(
+    case: Any,
+    groups: list[Any],
+    tensors: list[torch.Tensor] | None = None,
+    schedule: Schedule | None = None,
+    **options: Any,
+) -> Outcome:
+    """Forward and backward of a `Case` or `SparseCase` on a thread for each rank; `schedule`: another than its own."""
+    ledgers: list[Any] = [None] * case.layout.cp
+    planned = case.schedule if schedule is None else schedule
 
-    def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
-        *inputs, dout = (layout.scatter(tensor, cp_rank, 1) for tensor in tensors)
-        leaves = [tensor.requires_grad_() for tensor in inputs]
-        ring = RingAttention(schedule, cp_rank, groups[cp_rank], RingOptions(**options))
-        out = ring(*leaves)
-        out.backward(dout)
-        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)], ring.ledger
+    def attend(group: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        cp_rank = next(rank for rank, each in enumerate(groups) if each is group)
+        ring = RingAttention(planned, cp_rank, group, RingOptions(**options))
+        ledgers[cp_rank] = ring.ledger
+        return ring(q, k, v)
 
-    results = in_threads(case.cp, work)
-    gathered = [layout.gather([locals_[i] for locals_, _ in results], 1) for i in range(4)]
-    return Outcome(gathered, [ledger for _, ledger in results])
+    return Outcome(train_alone(case, groups, attend, tensors), ledgers)
 
 
 def whole_attention(case: Case, tensors: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
@@ -148,6 +150,29 @@ def whole_attention(case: Case, tensors: list[torch.Tensor] | None = None) -> li
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
+
+
+def check_close(found: list[torch.Tensor], want: list[torch.Tensor], limit: float = 1e-12) -> None:
+    """Out, dq, dk, dv are within a relative error of `limit`."""
+    errors = [relative_error(a, b) for a, b in zip(found, want, strict=True)]
+    assert max(errors) <= limit, errors
+
+
+def train_alone(
+    case: Any, groups: list[Any], call: Callable[..., torch.Tensor], tensors: list[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """out, dq, dk, dv over the whole sequence of `call(group, q, k, v)` on a thread for each rank."""
+    whole = case.tensors() if tensors is None else tensors
+
+    def work(cp_rank: int) -> list[torch.Tensor]:
+        *inputs, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in whole)
+        leaves = [tensor.requires_grad_() for tensor in inputs]
+        out = call(groups[cp_rank], *leaves)
+        out.backward(dout)
+        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    found = in_threads(case.layout.cp, work)
+    return [case.layout.gather([of_rank[i] for of_rank in found], 1) for i in range(4)]
 
 
 @contextlib.contextmanager

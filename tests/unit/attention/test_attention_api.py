@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from elastic_ring.attention.api import ring_attention
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous, make_layout, zigzag
 from elastic_ring.attention.lowering import rectangles
-from elastic_ring.attention.lowering import tiles as tiles_module
-from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.lowering.call_plan import PlanCache
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import Dense, Window
@@ -29,18 +27,13 @@ from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
 from tests.unit.attention.attention_rings import (
     Case,
     ThreadRings,
+    check_close,
     in_threads,
-    one_thread,
     relative_error,
+    train_alone,
     whole_attention,
 )
 from tests.unit.sparse.pattern_cases import AHEAD, SparseCase, masked_attention
-
-
-@pytest.fixture(scope="module")
-def rings() -> Iterator[ThreadRings]:
-    with one_thread():
-        yield ThreadRings()
 
 
 class FakeRing:
@@ -64,43 +57,22 @@ class FakeRing:
 @pytest.mark.parametrize("as_layout", [False, True])
 def test_ring_attention_alone_trains_on_stock_groups(rings: ThreadRings, as_layout: bool) -> None:
     case = Case(cp=3, seq_len=41, document_starts=(0, 11))
-    groups, tensors = rings.groups(3), case.tensors()
-
-    def work(cp_rank: int) -> list[torch.Tensor]:
-        q, k, v, dout = (case.layout.scatter(tensor, cp_rank, 1) for tensor in tensors)
-        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-        out = ring_attention(
-            *leaves,
-            group=groups[cp_rank],
-            seq_len=None if as_layout else 41,
-            layout=case.layout if as_layout else "zigzag",
-            document_starts=[0, 11],
-        )
-        out.backward(dout)
-        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-    found = in_threads(3, work)
-    for i, want in enumerate(whole_attention(case)):
-        assert relative_error(case.layout.gather([locals_[i] for locals_ in found], 1), want) <= 1e-12
+    options: dict[str, Any] = {"layout": case.layout} if as_layout else {"seq_len": 41}
+    found = train_alone(
+        case, rings.groups(3), lambda group, *qkv: ring_attention(*qkv, group=group, document_starts=[0, 11], **options)
+    )
+    check_close(found, whole_attention(case))
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_pattern_alone_trains_on_stock_groups_also_where_it_is_not_causal(rings: ThreadRings, causal: bool) -> None:
     rule, sees = AHEAD["sinks and window"]
     case = SparseCase((rule,), (sees,), make_layout("zigzag", 41, 3), (0, 11), causal=causal)
-    groups, tensors = rings.groups(3), case.tensors()
-
-    def work(cp_rank: int, pattern: Any) -> list[torch.Tensor]:
-        leaves = [case.layout.scatter(tensor, cp_rank, 1).requires_grad_() for tensor in tensors[:3]]
-        options: dict[str, Any] = {"seq_len": 41, "document_starts": [0, 11], "causal": causal, "pattern": pattern}
-        out = ring_attention(*leaves, group=groups[cp_rank], **options)
-        out.backward(case.layout.scatter(tensors[3], cp_rank, 1))
-        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-    for pattern in ("sinks:3+window:5,ahead=4", rule, [rule] * 4):
-        found = in_threads(3, lambda cp_rank, pattern=pattern: work(cp_rank, pattern))
-        for i, want in enumerate(masked_attention(case)):
-            assert relative_error(case.layout.gather([locals_[i] for locals_ in found], 1), want) <= 1e-12
+    options: dict[str, Any] = {"seq_len": 41, "document_starts": [0, 11], "causal": causal}
+    patterns: list[Any] = ["sinks:3+window:5,ahead=4", rule, [rule] * 4]
+    for options["pattern"] in patterns:
+        found = train_alone(case, rings.groups(3), lambda group, *qkv: ring_attention(*qkv, group=group, **options))
+        check_close(found, masked_attention(case))
 
 
 def test_a_pattern_that_does_not_fit_the_call_is_refused_before_a_message() -> None:
@@ -120,14 +92,8 @@ def test_a_pattern_that_does_not_fit_the_call_is_refused_before_a_message() -> N
 
 def test_the_length_is_inferred_when_all_ranks_hold_equally_many(rings: ThreadRings) -> None:
     case = Case(cp=4, seq_len=20, layout_name="contiguous")
-    groups, (q, k, v, _) = rings.groups(4), case.tensors()
-    outs = in_threads(
-        4,
-        lambda r: ring_attention(
-            *(case.layout.scatter(x, r, 1) for x in (q, k, v)), group=groups[r], layout="contiguous"
-        ),
-    )
-    assert relative_error(case.layout.gather(outs, 1), whole_attention(case)[0]) <= 1e-12
+    call = lambda group, *qkv: ring_attention(*qkv, group=group, layout="contiguous")  # noqa: E731
+    check_close(train_alone(case, rings.groups(4), call), whole_attention(case))
 
 
 def test_a_broadcast_gradient_and_a_strided_input_are_taken(rings: ThreadRings) -> None:
@@ -445,8 +411,8 @@ def test_layers_and_sequences_share_rings_and_plans_and_no_two_calls_share_tags(
     tiled: list[int] = []
     real = RingAttention.__init__
     monkeypatch.setattr(RingAttention, "__init__", lambda self, *a, **b: made.append(1) or real(self, *a, **b))
-    tiles = tiles_module.tiles
-    monkeypatch.setattr(tiles_module, "tiles", lambda *a: tiled.append(1) or tiles(*a))
+    tiles = rectangles.tiles
+    monkeypatch.setattr(rectangles, "tiles", lambda *a: tiled.append(1) or tiles(*a))
 
     def work(cp_rank: int) -> list[set[int]]:
         x, plans, tags = layout.scatter(q, cp_rank, 1).requires_grad_(), PlanCache(), []

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from elastic_ring.attention.comm.exchange import HopExchange, HopLedger
+from elastic_ring.attention.comm.ledger import HopLedger
+from elastic_ring.attention.comm.messages import HopMessages
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.ring import RingAttention
-from tests.unit.attention.attention_rings import Case, ThreadRings, in_threads, one_thread, run_ring
+from tests.unit.attention.attention_rings import Case, ThreadRings, in_threads, run_ring
 
 CASES = [
     Case(cp=2, seq_len=32),
@@ -24,12 +24,6 @@ CASES = [
     Case(cp=8, seq_len=100, causal=True, document_starts=(0, 50), num_kv_heads=4, dtype=torch.bfloat16),
     Case(cp=4, seq_len=64, layout_name="contiguous", document_starts=(0, 16, 32, 48)),
 ]
-
-
-@pytest.fixture(scope="module")
-def rings() -> Iterator[ThreadRings]:
-    with one_thread():
-        yield ThreadRings()
 
 
 class WireTap:
@@ -130,24 +124,24 @@ def test_a_hop_sent_twice_is_caught_though_the_result_is_right(
     case = CASES[1]
     clean = run_ring(case, rings.groups(case.cp))
     check_bytes(case, clean.ledgers)
-    send, receive = HopExchange._send, HopExchange._receive
+    send, receive = HopMessages._send, HopMessages._receive
     first_copies = []
 
-    def planted(self: HopExchange, hop: int, kind: int) -> bool:
+    def planted(self: HopMessages, hop: int, kind: int) -> bool:
         return hop == 1 and kind == 0 and self._direction == direction
 
-    def send_twice(self: HopExchange, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> Any:
+    def send_twice(self: HopMessages, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> Any:
         if planted(self, hop, kind):
             first_copies.append(send(self, hop, kind, peer, buffer))
         return send(self, hop, kind, peer, buffer)
 
-    def receive_twice(self: HopExchange, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> Any:
+    def receive_twice(self: HopMessages, hop: int, kind: int, peer: int, buffer: torch.Tensor) -> Any:
         if planted(self, hop, kind):
             first_copies.append(receive(self, hop, kind, peer, torch.empty_like(buffer)))
         return receive(self, hop, kind, peer, buffer)
 
-    monkeypatch.setattr(HopExchange, "_send", send_twice)
-    monkeypatch.setattr(HopExchange, "_receive", receive_twice)
+    monkeypatch.setattr(HopMessages, "_send", send_twice)
+    monkeypatch.setattr(HopMessages, "_receive", receive_twice)
     twice = run_ring(case, rings.groups(case.cp, fresh=True))
     assert first_copies
     assert all(torch.equal(a, b) for a, b in zip(clean.tensors, twice.tensors, strict=True))

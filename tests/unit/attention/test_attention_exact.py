@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,20 +18,14 @@ from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import (
     Case,
     ThreadRings,
+    check_close,
     in_threads,
-    one_thread,
     relative_error,
     run_ring,
     whole_attention,
 )
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
-
-
-@pytest.fixture(scope="module")
-def rings() -> Iterator[ThreadRings]:
-    with one_thread():
-        yield ThreadRings()
 
 
 def _combinations() -> list[Case]:
@@ -104,8 +97,7 @@ def test_no_buffer_is_refilled_before_its_message_has_left(rings: ThreadRings, c
 def test_longer_sequences_cross_the_kernels_own_blocks(rings: ThreadRings, cp: int, causal: bool) -> None:
     case = Case(cp=cp, seq_len=1501, causal=causal, document_starts=(0, 40, 700), batch=1)
     found = run_ring(case, rings.groups(cp)).tensors
-    for got, want in zip(found, whole_attention(case), strict=True):
-        assert relative_error(got, want) <= 1e-12
+    check_close(found, whole_attention(case))
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
@@ -115,8 +107,7 @@ def test_documents_in_one_call_agree_with_one_process(rings: ThreadRings, cp: in
     starts = (0, 1, 9, 16, 40, 41, 77)
     case = Case(cp=cp, seq_len=101, layout_name=layout_name, document_starts=starts, batch=1)
     outcome = run_ring(case, rings.groups(cp), backend="reference")
-    for got, want in zip(outcome.tensors, whole_attention(case), strict=True):
-        assert relative_error(got, want) < 1e-12
+    check_close(outcome.tensors, whole_attention(case))
     q, k, *_ = (case.layout.scatter(x, 0, 1) for x in case.tensors())
     calls = [
         RingAttention(case.schedule, 0, rings.groups(cp)[0], RingOptions(backend=name)).call_plan(q, k)
@@ -269,5 +260,4 @@ def test_a_ring_with_empty_slices_still_agrees(rings: ThreadRings) -> None:
     """`ring_attention` refuses it, a schedule allows it: ranks without tokens take part and send nothing."""
     case = replace(Case(cp=5, seq_len=3), layout_name="contiguous")
     found = run_ring(case, rings.groups(5)).tensors
-    for got, want in zip(found, whole_attention(case), strict=True):
-        assert relative_error(got, want) <= 1e-12
+    check_close(found, whole_attention(case))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,11 +21,11 @@ from elastic_ring.attention.plan.schedule import plan
 from tests.unit.attention.attention_rings import (
     Case,
     ThreadRings,
-    one_thread,
-    relative_error,
+    check_close,
     run_ring,
     whole_attention,
 )
+from tests.unit.attention.test_attention_bytes import check_bytes
 
 CASES = [
     Case(cp=2, seq_len=32),
@@ -37,12 +36,6 @@ CASES = [
     Case(cp=8, seq_len=90, document_starts=(0, 1, 31, 64)),
 ]
 NAMES = [f"cp{case.cp}-{case.layout_name}-{case.causal}" for case in CASES]
-
-
-@pytest.fixture(scope="module")
-def rings() -> Iterator[ThreadRings]:
-    with one_thread():
-        yield ThreadRings()
 
 
 def pairs_of_hops(case: Case, cp_rank: int, hops: tuple[int, ...]) -> Counter[Any]:
@@ -133,19 +126,10 @@ def test_gathering_changes_neither_the_result_nor_what_moves_nor_its_order(
     """NCCL matches messages by their order alone: what a rank sends is what its peer expects, one by one."""
     groups = [Recorder(group) for group in rings.groups(case.cp)]
     outcome = run_ring(case, groups, hops_per_stage=hops_per_stage)
-    for got, want in zip(outcome.tensors, whole_attention(case), strict=True):
-        assert relative_error(got, want) <= 1e-12
+    check_close(outcome.tensors, whole_attention(case))
     for a, b in itertools.permutations(range(case.cp), 2):
         assert groups[a].sent[b] == groups[b].received[a]
-    for cp_rank, ledger in enumerate(outcome.ledgers):
-        for side, counted in (("received", ledger.received_bytes), ("sent", ledger.sent_bytes)):
-            planned = {
-                (direction, hop): case.schedule.hop_bytes(
-                    cp_rank, hop, case.head_dim, 8, direction, kv_heads=case.num_kv_heads, batch=case.batch, side=side
-                )
-                for direction, hop in itertools.product(("forward", "backward"), range(case.cp))
-            }
-            assert dict(counted) == {key: num for key, num in planned.items() if num}
+    check_bytes(case, outcome.ledgers)
 
 
 def test_a_stage_is_the_same_whoever_plans_it() -> None:

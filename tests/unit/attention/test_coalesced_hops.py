@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from tests.gpu.gpu_rings import ProcessGroups, run_dense_on
 from tests.unit.attention.attention_rings import (
     Case,
     ThreadRings,
-    one_thread,
     relative_error,
     run_ring,
     whole_attention,
@@ -33,12 +31,6 @@ CASES = [
         (2, 3, 4, 5), (True, False), ("contiguous", "zigzag"), ((0,), DOCUMENTS)
     )
 ]
-
-
-@pytest.fixture(scope="module")
-def rings() -> Iterator[ThreadRings]:
-    with one_thread():
-        yield ThreadRings()
 
 
 @pytest.mark.parametrize("hops_per_stage", [1, 2, 4])

@@ -5,37 +5,28 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from elastic_ring.attention.comm import fp8
-from elastic_ring.attention.comm.exchange import HopLedger, token_frame
+from elastic_ring.attention.comm import packing
+from elastic_ring.attention.comm.exchange import token_frame
 from elastic_ring.attention.layouts.layout import zigzag
-from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.rules import Dense, Sinks, Window
 from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
-from elastic_ring.attention.ring import RingAttention
-from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
+from tests.unit.attention.attention_rings import ThreadRings, check_close, run_ring
 from tests.unit.sparse.block_cases import BlockCase
 from tests.unit.sparse.pattern_cases import SparseCase
 
 
-@pytest.fixture(scope="module")
-def rings() -> Iterator[ThreadRings]:
-    with one_thread():
-        yield ThreadRings()
-
-
 def crossed(x: torch.Tensor) -> torch.Tensor:
-    wire = torch.empty(*x.shape[:-1], fp8.row_bytes(x.size(-1)), dtype=torch.uint8)
-    fp8.encode_(wire, x)
+    wire = torch.empty(*x.shape[:-1], packing.row_bytes(x.size(-1)), dtype=torch.uint8)
+    packing.encode_(wire, x)
     found = torch.empty_like(x)
-    fp8.decode_(found, wire)
+    packing.decode_(found, wire)
     return found
 
 
@@ -49,13 +40,13 @@ def test_each_element_is_off_by_at_most_what_the_bounds_say(dtype: torch.dtype, 
     x[0, 0] = 0
     found, exact, largest = crossed(x).double(), x.double(), x.double().abs().amax(-1, keepdim=True)
     rounding = largest * torch.finfo(dtype).eps  # of the result to the type of x
-    bound = torch.maximum(exact.abs() * fp8.RELATIVE_BOUND, largest * fp8.ABSOLUTE_BOUND)
-    bound = bound.clamp(min=fp8.SMALLEST_SCALE * 2**-10)
+    bound = torch.maximum(exact.abs() * packing.RELATIVE_BOUND, largest * packing.ABSOLUTE_BOUND)
+    bound = bound.clamp(min=packing.SMALLEST_SCALE * 2**-10)
     assert ((found - exact).abs() <= bound * (1 + 1e-6) + rounding).all()
     assert not found[0, 0].any()
-    wire = torch.empty(*x.shape[:-1], fp8.row_bytes(head_dim), dtype=torch.uint8)
-    fp8.encode_(wire, x)
-    error = fp8.measured(x, wire)
+    wire = torch.empty(*x.shape[:-1], packing.row_bytes(head_dim), dtype=torch.uint8)
+    packing.encode_(wire, x)
+    error = packing.measure_wire_error(x, wire)
     assert head_dim == 1 or 0 < error.rms <= error.worst * math.sqrt(head_dim) <= math.sqrt(head_dim) / 28 + 1e-6
 
 
@@ -92,40 +83,24 @@ BLOCKS = BlockCase((BigBird(2, 1, 1),), (), zigzag(128 * 6, 3), block=128)
 def test_a_ring_attends_to_crossed_keys_the_same_on_each_pass_and_counts_their_bytes(
     rings: ThreadRings, kind: str, case: SparseCase, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layout, tensors = case.layout, case.tensors()
-    dense = plan(Pattern(True, case.document_starts), layout)
-
-    def work(cp_rank: int, group: Any) -> tuple[list[torch.Tensor], HopLedger]:
-        leaves = [layout.scatter(x, cp_rank, 1).requires_grad_() for x in tensors[:3]]
-        options: dict[str, Any] = {"kernel": "reference-sparse"} if kind == "blocks" else {}
-        ring: Any = (
-            RingAttention(dense, cp_rank, group, RingOptions(backend="reference", kv_wire="fp8"))
-            if kind == "dense"
-            else RingAttention(case.schedule, cp_rank, group, RingOptions(kv_wire="fp8", **options))
-        )
-        out = ring(*leaves)
-        out.backward(layout.scatter(tensors[3], cp_rank, 1))
-        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)], ring.ledger
-
+    layout = case.layout
+    schedule = plan(Pattern(True, case.document_starts), layout) if kind == "dense" else case.schedule
+    how: dict[str, Any] = {"dense": {"backend": "reference"}, "blocks": {"kernel": "reference-sparse"}}.get(kind, {})
     caplog.set_level(logging.INFO)
-    groups = rings.groups(layout.cp)
-    first, second = ([*in_threads(layout.cp, lambda rank: work(rank, groups[rank]))] for _ in range(2))
-    for i, want in enumerate(straight_through(case)):
-        got = layout.gather([found[i] for found, _ in first], 1)
-        assert torch.equal(got, layout.gather([found[i] for found, _ in second], 1))
-        assert relative_error(got, want) <= 1e-12, i
+    first, second = (run_ring(case, rings.groups(layout.cp), schedule=schedule, kv_wire="fp8", **how) for _ in range(2))
+    assert all(map(torch.equal, first.tensors, second.tensors))
+    check_close(first.tensors, straight_through(case))
     assert sum("keys cross as fp8: worst error 0.0" in line for line in caplog.messages) == 2 * layout.cp
-    batch = tensors[0].size(0)
-    for rank, (_, ledger) in enumerate(first):
+    options: dict[str, Any] = {"side": "sent", "wire_row_bytes": packing.row_bytes(case.head_dim)}
+    options |= {"batch": case.tensors()[0].size(0), "kv_heads": case.num_kv_heads}
+    for rank, ledger in enumerate(first.ledgers):
         assert ledger.wire_error is not None
         assert 0 < ledger.wire_error.rms < ledger.wire_error.worst <= 1 / 28 + 1e-6
         for direction, hop in itertools.product(("forward", "backward"), range(1, layout.cp)):
-            options: dict[str, Any] = {"batch": batch, "side": "sent", "wire_row_bytes": fp8.row_bytes(case.head_dim)}
-            schedule, options["kv_heads"] = dense if kind == "dense" else case.schedule, case.num_kv_heads
             planned = schedule.hop_bytes(rank, hop, case.head_dim, 8, direction, **options)  # type: ignore[arg-type]
             assert ledger.sent_bytes.get((direction, hop), 0) == planned  # type: ignore[call-overload]
 
 
 def test_the_frame_of_the_wire_has_a_scale_for_each_head() -> None:
     k = torch.empty(2, 5, 3, 8)
-    assert fp8.wire_frame(token_frame(k, 8)).shape(4) == (2, 2, 4, 3, 12)
+    assert packing.wire_frame(token_frame(k, 8)).shape(4) == (2, 2, 4, 3, 12)

@@ -14,6 +14,7 @@ import torch
 
 from elastic_ring.attention import ring as ring_module
 from elastic_ring.attention.comm.exchange import HopBuffers, HopExchange
+from elastic_ring.attention.comm.messages import HopMessages
 from elastic_ring.attention.kernels.kernel import DENSE, Kernel
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.lowering import blocks, rectangles
@@ -30,6 +31,7 @@ class ModelledExchange(HopExchange):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.streams: Streams = self._buffers.streams  # type: ignore[attr-defined]
+        self._messages.streams = self.streams  # type: ignore[attr-defined]
 
     def _wait_for_kernels(self) -> None:
         self.streams.run("waits for kernels", stream=BESIDE, after=[self.streams.last[KERNELS]])
@@ -197,13 +199,13 @@ def test_no_stream_is_ahead_of_another_and_none_waits_for_itself(name: str, monk
 
 
 def without_waiting_for_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = HopExchange._wait_sent
+    wait = HopMessages.wait_sent
 
     def sloppy(self: Any, kind: int, index: int) -> None:
         if self.streams.current != BESIDE:
             wait(self, kind, index)
 
-    monkeypatch.setattr(HopExchange, "_wait_sent", sloppy)
+    monkeypatch.setattr(HopMessages, "wait_sent", sloppy)
 
 
 def without_waiting_for_kernels(monkeypatch: pytest.MonkeyPatch, where: Callable[[Any], bool]) -> None:
@@ -229,10 +231,10 @@ def with_all_partials_early(monkeypatch: pytest.MonkeyPatch) -> None:
 MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "what is sent is not waited for": without_waiting_for_what_is_sent,
     "the pass does not wait for what came before": lambda patch: without_waiting_for_kernels(
-        patch, lambda exchange: not exchange._posted
+        patch, lambda exchange: not exchange._messages.posted
     ),
     "keys are received while kernels read them": lambda patch: without_waiting_for_kernels(
-        patch, lambda exchange: bool(exchange._posted)
+        patch, lambda exchange: bool(exchange._messages.posted)
     ),
     "partials leave before they are made": with_all_partials_early,
 }
@@ -333,7 +335,7 @@ def test_nor_in_a_dense_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_model_sees_a_dense_ring_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HopExchange, "_wait", lambda self, message: None)
+    monkeypatch.setattr(HopMessages, "_wait", lambda self, message: None)
     assert dense_passes(DENSE_CASES["a stage a hop"], monkeypatch).races() != set()
 
 

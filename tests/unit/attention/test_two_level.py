@@ -3,13 +3,12 @@ hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from elastic_ring.attention.comm.exchange import HopLedger
+from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layouts.layout import zigzag
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import BigBird
@@ -18,17 +17,11 @@ from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.plan.traffic import Hosts, is_forwarded
 from elastic_ring.attention.ring import RingAttention
-from tests.unit.attention.attention_rings import Case, ThreadRings, in_threads, one_thread, run_ring
+from tests.unit.attention.attention_rings import Case, ThreadRings, run_ring
 from tests.unit.sparse.block_cases import BlockCase
 from tests.unit.sparse.pattern_cases import SparseCase
 
 TWO, PAIRS, MIXED = ("a",) * 4 + ("b",) * 4, ("a", "a", "b", "b", "c", "c"), ("a", "b", "a", "a", "b")
-
-
-@pytest.fixture(scope="module")
-def rings() -> Iterator[ThreadRings]:
-    with one_thread():
-        yield ThreadRings()
 
 
 def far_bytes(ledgers: list[HopLedger], direction: str) -> int:
@@ -101,25 +94,17 @@ BLOCKS = BlockCase((BigBird(1, 1, 1),), (), zigzag(128 * 12, 6), block=128)
 )
 def test_so_do_patterns_and_keys_in_8_bits(rings: ThreadRings, kind: str, case: SparseCase, wire: str) -> None:
     """`blocks` without coalesced messages, as `stage_bytes` has one hop in a stage."""
-    layout, tensors = case.layout, case.tensors()
-
-    def work(cp_rank: int, hosts: Hosts | None) -> tuple[list[torch.Tensor], HopLedger]:
-        leaves = [layout.scatter(x, cp_rank, 1).requires_grad_() for x in tensors[:3]]
-        options: dict[str, Any] = {"kernel": "reference-sparse", "stage_bytes": 1} if kind == "blocks" else {}
-        schedule = plan(Pattern(True, case.document_starts), layout) if kind == "dense" else case.schedule
-        ring = RingAttention(schedule, cp_rank, groups[cp_rank], RingOptions(kv_wire=wire, hosts=hosts, **options))  # type: ignore[arg-type]
-        out = ring(*leaves)
-        out.backward(layout.scatter(tensors[3], cp_rank, 1))
-        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)], ring.ledger
-
-    groups = rings.groups(6)
-    direct = in_threads(6, lambda rank: work(rank, None))
-    found = in_threads(6, lambda rank: work(rank, PAIRS))
-    for (one, before), (other, now) in zip(direct, found, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
-        assert before.received_bytes == now.received_bytes
+    options: dict[str, Any] = {"kv_wire": wire}
+    if kind == "blocks":
+        options |= {"kernel": "reference-sparse", "stage_bytes": 1}
+    schedule = plan(Pattern(True, case.document_starts), case.layout) if kind == "dense" else None
+    direct, found = (
+        run_ring(case, rings.groups(6), schedule=schedule, hosts=hosts, **options) for hosts in (None, PAIRS)
+    )
+    assert all(map(torch.equal, direct.tensors, found.tensors))
+    assert [each.received_bytes for each in direct.ledgers] == [each.received_bytes for each in found.ledgers]
     far = {"direct": 0, "now": 0}
-    for rank, ((_, before), (_, now)) in enumerate(zip(direct, found, strict=True)):
+    for rank, (before, now) in enumerate(zip(direct.ledgers, found.ledgers, strict=True)):
         for hop in range(1, 6):
             if PAIRS[rank] != PAIRS[(rank + hop) % 6]:
                 far["direct"] += before.sent_bytes.get(("forward", hop), 0)

@@ -17,7 +17,7 @@ from elastic_ring.attention import layers
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous, zigzag
-from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.lowering.call_plan import PlanCache
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.blocks import _KEPT_PAIRS, any_partly
 from elastic_ring.attention.patterns.content import TopK

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elastic_ring import ElasticRingTrainer, ScalingConfig, StepConfig
-from elastic_ring.attention.comm.all_to_all import AllToAll
+from elastic_ring.attention.comm.messages import AllToAll
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.attention.patterns.content import TopK
 from elastic_ring.cli.train import build, parse

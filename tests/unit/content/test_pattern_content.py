@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.quality.content import ContentFamily
 from elastic_ring.attention import layers
-from elastic_ring.attention.autolayout.choice import Sizes
+from elastic_ring.attention.autolayout import Sizes
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous, zigzag
 from elastic_ring.attention.options import RingOptions

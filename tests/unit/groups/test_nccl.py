@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import ErrorType
 
-from elastic_ring.attention.comm.exchange import one_operation
+from elastic_ring.attention.comm.messages import one_operation
 from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.groups import Connector, Rendezvous, self_test, shift

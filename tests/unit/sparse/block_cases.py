@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ring.attention.comm.exchange import HopLedger
+from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layouts.layout import Layout, contiguous, residue_class, striped, zigzag
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical
 from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window

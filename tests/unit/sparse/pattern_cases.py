@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic_ring.attention.comm.exchange import HopLedger
+from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.layouts.layout import Layout
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile

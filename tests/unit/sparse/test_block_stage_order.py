@@ -160,7 +160,7 @@ def test_with_many_stages_who_fetches_nothing_more_computes_what_is_left_before_
 def halved(monkeypatch: pytest.MonkeyPatch, case: BlockCase) -> list[list[str]]:
     """As `told`, a hop a stage, where running own keys in two halves pays; and of how many hops what came is added."""
     monkeypatch.setattr(lowered, "LINK_BYTES_PER_S", 1.0)
-    monkeypatch.setattr(lowered, "KERNEL_FLOPS", 1.0)
+    monkeypatch.setattr(lowered, "SPARSE_BACKWARD_FLOPS", 1.0)
     add, notes = lowered.add_placed_, dict[int, int]()
 
     def note(total: torch.Tensor, inbox: torch.Tensor, places: torch.Tensor) -> None:
@@ -182,7 +182,7 @@ def test_half_of_the_own_heads_run_behind_the_last_partials_where_that_pays(monk
     assert told(monkeypatch, case)[0] == [[*one, "post partials"]] * 4
     monkeypatch.setattr(lowered, "LINK_BYTES_PER_S", 1.0)  # but there is little to compute meanwhile
     assert told(monkeypatch, case)[0] == [[*one, "post partials"]] * 4
-    monkeypatch.setattr(lowered, "KERNEL_FLOPS", 1.0)
+    monkeypatch.setattr(lowered, "SPARSE_BACKWARD_FLOPS", 1.0)
     assert told(monkeypatch, case)[0] == [[*one, "post partials", "backward own"]] * 4
 
 

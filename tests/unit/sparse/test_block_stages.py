@@ -22,9 +22,9 @@ from elastic_ring.attention.kernels.adapters.flex import flex_mask
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.lowering import blocks as lowered
-from elastic_ring.attention.lowering import device_blocks, ring_plans
+from elastic_ring.attention.lowering import call_plan, device_blocks
+from elastic_ring.attention.lowering.call_plan import PlanCache
 from elastic_ring.attention.lowering.device_blocks import on_device
-from elastic_ring.attention.lowering.ring_plans import PlanCache
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.plan.sparse_blocks import group_hops, plan_blocks
 from elastic_ring.attention.ring import RingAttention
@@ -292,7 +292,7 @@ def test_a_run_of_equal_sequences_plans_once_and_one_of_packed_documents_does_no
         return plan_blocks(*arguments)
 
     monkeypatch.setattr(device_blocks, "plan_blocks", plan)
-    monkeypatch.setattr(ring_plans, "MOST_PLANS", 5)
+    monkeypatch.setattr(call_plan, "MOST_PLANS", 5)
     case, owner = block_case("bigbird", 1, "contiguous"), PlanCache()
     x = case.tensors()
 
@@ -304,14 +304,14 @@ def test_a_run_of_equal_sequences_plans_once_and_one_of_packed_documents_does_no
         call(owner, case)
     assert len(planned) == 1
     for name, value in (("NUM_PLANS", 2), ("KEPT_BYTES", 3 * owner.num_bytes)):
-        monkeypatch.setattr(ring_plans, name, value)
+        monkeypatch.setattr(call_plan, name, value)
     for start in range(1, 6):
         call(owner, block_case("bigbird", 1, "contiguous", documents=(0, start)))
         call(owner, case)  # what comes back stays
         assert len(owner) <= 4
     assert len(planned) == 6
     for limit, starts, num_kept in ((0, (1,), 2), (2**40, (2, 3, 4, 5), 5)):
-        monkeypatch.setattr(ring_plans, "KEPT_BYTES", limit)
+        monkeypatch.setattr(call_plan, "KEPT_BYTES", limit)
         for start in starts:
             call(owner, block_case("bigbird", 1, "contiguous", documents=(0, start)))
         assert len(owner) == num_kept

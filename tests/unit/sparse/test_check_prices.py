@@ -8,7 +8,7 @@ from argparse import Namespace
 import pytest
 
 from benchmarks.attention.check_prices import Row, compare, rank_correlation, systems_of
-from elastic_ring.attention.autolayout.choice import LayoutPrice
+from elastic_ring.attention.autolayout import LayoutPrice
 from elastic_ring.attention.layouts.layout import zigzag
 from elastic_ring.costs import CostModel
 from tests.unit.attention.attention_rings import one_thread

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ring.attention.comm.exchange import HopLedger
+from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.kernels.adapters.flex import LEAST, padded_blocks
 from elastic_ring.attention.kernels.adapters.reference import seen_by, seen_by_key
 from elastic_ring.attention.kernels.block_tables import tables_apart

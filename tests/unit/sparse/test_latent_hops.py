@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from elastic_ring.attention.comm.exchange import HopLedger
+from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.kernels.registry import named
 from elastic_ring.attention.layers import PatternedAttention, of_layer
 from elastic_ring.attention.layouts.layout import contiguous, zigzag

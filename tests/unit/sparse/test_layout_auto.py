@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfig
-from elastic_ring.attention.autolayout.choice import Sizes, in_whole_blocks
-from elastic_ring.attention.autolayout.model_layout import choose_layout, price_dense
+from elastic_ring.attention.autolayout import Sizes, choose_layout, in_whole_blocks, price_dense
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import (
     Layout,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.attention.pattern_bytes import families, mean_bytes, mean_dense_bytes
-from elastic_ring.attention.autolayout.choice import Sizes
+from elastic_ring.attention.autolayout import Sizes
 from elastic_ring.attention.layouts.layout import Layout, contiguous, residue_class, striped, zigzag
 from elastic_ring.attention.patterns.families import Dilated
 from elastic_ring.attention.patterns.rules import Dense, Window

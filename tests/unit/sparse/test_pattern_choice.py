@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.attention.pattern_bytes import families, main
-from elastic_ring.attention.autolayout.choice import Sizes, in_whole_blocks, layouts_for
+from elastic_ring.attention.autolayout import Sizes, in_whole_blocks, layouts_for
 from elastic_ring.attention.layouts.layout import (
     balanced,
     contiguous,

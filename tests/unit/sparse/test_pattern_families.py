@@ -223,7 +223,7 @@ def test_wrong_settings_are_refused_with_a_way_out(make: object, message: str) -
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from elastic_ring.attention.autolayout.choice import Sizes\n"
+        "from elastic_ring.attention.autolayout import Sizes\n"
         "from elastic_ring.attention.patterns.sparse import SparsePattern\n"
         "from elastic_ring.attention.plan.sparse_tiles import tiles\n"
         "from experiments.head_rules import longnet\n"

@@ -18,7 +18,7 @@ from torch import Tensor
 from elastic_ring import ElasticRingTrainer, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.attention.layers import PatternedAttention, of_layer
 from elastic_ring.attention.layouts.layout import make_layout
-from elastic_ring.attention.lowering.ring_plans import PlanCache
+from elastic_ring.attention.lowering.call_plan import PlanCache
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.ring import RingAttention
@@ -141,8 +141,8 @@ def test_sequences_of_one_membership_are_planned_once_for_each_shape(
 ) -> None:
     """Three sequences with equal documents, and one with others: two plans."""
     made: list[int] = []
-    real = RingAttention._make_call_plan
-    monkeypatch.setattr(RingAttention, "_make_call_plan", lambda *a: made.append(1) or real(*a))
+    real = RingAttention._between_hosts
+    monkeypatch.setattr(RingAttention, "_between_hosts", lambda *a: made.append(1) or real(*a))
     task, plans = make_task() if pattern is None else patterned(pattern), PlanCache()
     layout = make_layout("zigzag", CONTEXT, 1)
     x = torch.zeros(1, CONTEXT, 2, 8)

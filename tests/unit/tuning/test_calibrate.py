@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ring.attention.autolayout.choice import BLOCK_TOKENS, Sizes, price, sparse_kernels
+from elastic_ring.attention.autolayout import BLOCK_TOKENS, Sizes, price, sparse_kernels
 from elastic_ring.attention.kernels import block_tables
 from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.patterns.families import BigBird
