@@ -221,7 +221,7 @@ def stored_names(model: Any, keys: Iterable[str]) -> StoredNames:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, dot_natural_key
 
-    known = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+    supported = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
     table = get_model_conversion_mapping(model)
     converters = [entry for entry in table if isinstance(entry, WeightConverter)]
     renamings = [entry for entry in table if not isinstance(entry, WeightConverter)]
@@ -238,7 +238,7 @@ def stored_names(model: Any, keys: Iterable[str]) -> StoredNames:
                     for each in converter.operations
                     if isinstance(each, Concatenate | MergeModulelist)
                 ]
-                if len(kinds) != len(converter.operations) or kinds not in known:
+                if len(kinds) != len(converter.operations) or kinds not in supported:
                     raise ValueError(
                         f"model_type={model.config.model_type!r}: transformers rearranges "
                         f"{converter.source_patterns[0]} when it loads it; load it with transformers once and save it "
