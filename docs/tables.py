@@ -13,7 +13,7 @@ from pathlib import Path
 from elastic_ring import errors
 from elastic_ring.cli import COMMANDS
 from elastic_ring.config import Timeouts
-from elastic_ring.runtime.driver.decision import RULES
+from elastic_ring.runtime.driver.submission_rules import RULES
 from elastic_ring.validation import docstrings
 
 HERE = Path(__file__).resolve().parent

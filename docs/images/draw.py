@@ -126,7 +126,7 @@ def attention() -> str:
         text(600, 24, "one pass", 12, GREY),
         text(840, 24, "one tile", 12, GREY),
         at(20, 40, ["pattern", "patterns/rules.py", "patterns/families.py", "patterns/parse.py"]),
-        at(20, 160, ["layout", "layouts/layout.py", "layouts/placement.py", "autolayout.py chooses"]),
+        at(20, 160, ["layout", "layouts/layout.py", "autolayout.py chooses"]),
         at(260, 100, ["schedule", "plan/schedule.py", "plan/sparse_schedule.py", "hops, ranges, bytes"]),
         at(260, 250, ["rank's plan", "plan/rank_plan.py", "plan/sparse_blocks.py", "stages, calls, pieces"]),
         at(500, 100, ["ring", "ring.py: one loop", "lowering: calls as data", "rectangles, tiles, blocks"], BLUE),

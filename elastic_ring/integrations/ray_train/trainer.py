@@ -34,9 +34,9 @@ from elastic_ring.integrations.ray_train.worker import DATASET, Job, Zero3Worker
 from elastic_ring.monitor.metrics import CONFIG_NAME, write_json
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime.coordinator.run_spec import summary_of
-from elastic_ring.runtime.driver.decision import ExistingRun, RunRequest, decide_submission
 from elastic_ring.runtime.driver.ray_session import cluster
 from elastic_ring.runtime.driver.submission import IDENTITY_SETTINGS, has_weights, read_record, refuse
+from elastic_ring.runtime.driver.submission_rules import ExistingRun, RunRequest, decide_submission
 from elastic_ring.runtime.driver.task_checks import check_task, training_order
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.identity import Identity, contents_of, describe, identity_of

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_ring.config import Timeouts, environment
-from elastic_ring.monitor.detect import HangDetector, HangSettings, Observation, ProcReader
 from elastic_ring.monitor.exits import ExitNotice, ExitWatch, describe_exit, signal_name, tail
 from elastic_ring.monitor.goodput import CLOCK_PARTS
+from elastic_ring.monitor.hang_detection import HangDetector, HangSettings, Observation, ProcReader
 from elastic_ring.monitor.host_memory import HostMemory
 from elastic_ring.monitor.stamps import Phase, Stamp, StampReader, phase_name
 from elastic_ring.runtime.agent import launch

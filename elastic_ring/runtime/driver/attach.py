@@ -20,7 +20,7 @@ from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.inbox import End
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
-from elastic_ring.runtime.driver.decision import Coordinator
+from elastic_ring.runtime.driver.submission_rules import Coordinator
 
 LOOK_S = 4.0  # several times the period of a live coordinator's status updates
 STALE_S = 60.0  # no live coordinator has a status this old, even where clocks differ

@@ -1,4 +1,4 @@
-"""A submission: reads the run that exists under its name, acts on `decision.decide_submission`, and writes the record.
+"""A submission: reads the run that exists under its name, acts on `submission_rules`, and writes the record.
 
 Following the run is `follow`'s part. No decision about training belongs here.
 """
@@ -35,7 +35,8 @@ from elastic_ring.runtime.agent import notices
 from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.resume import Resume, find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, is_finished, summary_of
-from elastic_ring.runtime.driver import attach, decision
+from elastic_ring.runtime.driver import attach
+from elastic_ring.runtime.driver import submission_rules as rules
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, live_nodes, worker_environment_of
 from elastic_ring.runtime.driver.ray_session import cluster
 from elastic_ring.runtime.driver.room import room, with_settled_copies
@@ -56,15 +57,15 @@ log = logging.getLogger(__name__)
 IDENTITY_SETTINGS = ("seed", "global_batch", "context_tokens", "param_dtype")
 
 
-def read_record(folder: Path) -> decision.RunRecord | None:
+def read_record(folder: Path) -> rules.RunRecord | None:
     """The record of the run in this folder; None where there is none. Raises RecordDamaged."""
     config = read_json(folder / CONFIG_NAME)
-    return None if config is None else decision.RunRecord.of(config, str(folder / CONFIG_NAME))
+    return None if config is None else rules.RunRecord.of(config, str(folder / CONFIG_NAME))
 
 
-def refuse(refusal: decision.Decision) -> None:
+def refuse(refusal: rules.Decision) -> None:
     """Raises ValueError for a decision that is a refusal."""
-    if isinstance(refusal, decision.Refuse):
+    if isinstance(refusal, rules.Refuse):
         raise ValueError(str(refusal))
 
 
@@ -150,10 +151,10 @@ class Submission:
             *more,
         )
 
-    def request(self, *, with_digest: bool = False) -> decision.RunRequest:
+    def request(self, *, with_digest: bool = False) -> rules.RunRequest:
         files = self.contents.of(self.task.data)[1]
         plans = self.task.optim.plans
-        return decision.RunRequest(
+        return rules.RunRequest(
             self.run,
             self.identity,
             self.digest if with_digest else "",
@@ -221,17 +222,17 @@ class Submission:
         contents = None if record is None else record.identity.entries.get("data")
         if record and contents and is_whole and record.data == description_of(self.task)["data"]:
             self.contents.take_recorded(self.task.data, contents)
-        existing = decision.ExistingRun(record, is_whole)
+        existing = rules.ExistingRun(record, is_whole)
         request = self.request()
-        refuse(decision.decide_submission(existing, request))
-        if changed := decision.changed_code(existing, request):
+        refuse(rules.decide_submission(existing, request))
+        if changed := rules.changed_code(existing, request):
             result = "its result is still that of the code before" if is_whole else "it goes on with the new code"
             log.warning("run %s: the code of %s has changed; %s", run.name, ", ".join(changed), result)
         if not is_whole:
             return None
         if record is not None:
             self._log_moved()
-        refuse(decision.decide_submission(replace(existing, has_weights=has_weights(run)), request))
+        refuse(rules.decide_submission(replace(existing, has_weights=has_weights(run)), request))
         return summary_of(folder, of_record)
 
     def check(self) -> str:
@@ -258,7 +259,7 @@ class Submission:
         folder, record = self.run.driver_folder, None
         with suppress(RecordDamaged):
             record = read_record(folder)
-        if record and (other := decision.other_versions(record.versions, versions(self.scaling.device))):
+        if record and (other := rules.other_versions(record.versions, versions(self.scaling.device))):
             log.warning("run %s was recorded with other versions than this submission's: %s", self.run.name, other)
         # The submission that created the coordinator may have died before it wrote the config.
         if is_own or not (folder / CONFIG_NAME).exists():
@@ -279,10 +280,10 @@ class Submission:
             answer = None if handle is None else attach.ask(handle, run)
             if answer is not None and answer.folder != run.storage_uri:
                 answer = replace(answer, writes_here=attach.has_records_of(run, answer.attempt))
-            existing = decision.ExistingRun(coordinator=answer)
-            outcome = decision.decide_submission(existing, request)
+            existing = rules.ExistingRun(coordinator=answer)
+            outcome = rules.decide_submission(existing, request)
             refuse(outcome)
-            if answer is not None and isinstance(outcome, decision.Attach):
+            if answer is not None and isinstance(outcome, rules.Attach):
                 log.info("attached to run %s", run.name)
                 self.identity.log_moved(run.name, answer.identity.places)
                 return handle, False
@@ -293,7 +294,7 @@ class Submission:
             # A coordinator writes the summary before it exits: without one, it is gone for another reason.
             if is_finished(run, run.driver_folder, self.task.step.steps, self.identity.digest):
                 return None, False
-            refuse(decision.decide_submission(decision.ExistingRun(other_writer=attach.other_writer(run)), request))
+            refuse(rules.decide_submission(rules.ExistingRun(other_writer=attach.other_writer(run)), request))
             coordinator = self._start(fingerprint, request.digest)
             if attach.attempt_of(coordinator, run, starts=True) == self.attempt:
                 return coordinator, True

@@ -12,7 +12,7 @@ from elastic_ring import RunConfig
 from elastic_ring.errors import CoordinatorLost
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.attach import attempt_of
-from elastic_ring.runtime.driver.decision import (
+from elastic_ring.runtime.driver.submission_rules import (
     Attach,
     Coordinator,
     ExistingRun,

@@ -28,8 +28,8 @@ from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.driver import ray_session, submission
-from elastic_ring.runtime.driver.decision import Coordinator
 from elastic_ring.runtime.driver.submission import Submission
+from elastic_ring.runtime.driver.submission_rules import Coordinator
 from elastic_ring.runtime.identity import describe
 from elastic_ring.runtime.run_storage import check_writable
 from elastic_ring.runtime.worker import env_fingerprint

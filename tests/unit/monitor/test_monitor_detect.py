@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from elastic_ring.monitor.detect import Hang, HangDetector, HangSettings, Observation, ProcReading
+from elastic_ring.monitor.hang_detection import Hang, HangDetector, HangSettings, Observation, ProcReading
 from elastic_ring.monitor.stamps import Phase, Stamp
 
 PERIOD_S = 0.05

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ring.monitor.detect import Hang, HangDetector, HangSettings, Observation, ProcReader
+from elastic_ring.monitor.hang_detection import Hang, HangDetector, HangSettings, Observation, ProcReader
 from elastic_ring.monitor.stamps import StampReader
 
 # Stamps every few milliseconds, a step every ten stamps; does what it is told by a line on stdin.

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.unit.project.counters import no_names
+
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("elastic_ring", "benchmarks", "experiments", "jobs", "tune", "tests", "examples")
 
@@ -212,3 +214,8 @@ def test_the_search_finds_what_it_looks_for() -> None:
     assert found == {"crew", "chips", "rung", "strike", "cast"}
     text = "# the lookouts saw it\nlog.info('parked %s', own_trouble)\nA picture."
     assert list(said(text)) == [(1, "lookouts"), (2, "parked"), (2, "trouble")]
+
+
+def test_no_binding_of_the_package_is_a_word_that_names_no_thing() -> None:
+    """Targets, parameters, fields and attributes of self that are exactly such a word (`counters.NO_NAMES`)."""
+    assert no_names() == []
