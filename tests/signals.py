@@ -14,9 +14,11 @@ def heed_interrupts() -> None:
 
 @contextmanager
 def heeding_hangups() -> Iterator[None]:
-    """What nohup starts ignores SIGHUP, and so would what is tested within it."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """Children of nohup ignore SIGHUP, and those of a background shell SIGINT: within, both have Python's handlers."""
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, hangup)
+        signal.signal(signal.SIGINT, interrupt)

@@ -102,9 +102,10 @@ class ExitWatch:
         assert self._selector is not None, "ExitWatch.wait before open"
         notices, self._gone = self._gone, []
         for ready, _ in self._selector.select(0 if notices else timeout_s):
-            if ready.data not in self._watched:  # unwatched by another thread since select returned
+            watched = self._watched.get(ready.data)
+            if watched is None:  # unwatched by another thread since select returned
                 continue
-            pid, pidfd = self._watched[ready.data]
+            pid, pidfd = watched
             exit_code, number, source = _cause(pid, pidfd)
             notices.append(ExitNotice(pid, ready.data, time.monotonic(), exit_code, number, source))
             self.unwatch(ready.data)

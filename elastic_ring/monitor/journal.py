@@ -11,7 +11,9 @@ import io
 import json
 import os
 import re
+import secrets
 import stat
+import threading
 import time
 import zlib
 from array import array
@@ -45,7 +47,7 @@ damaged."""
 FORMAT = 2
 """Of journal.jsonl, metrics.jsonl and attempts.jsonl. Lines of format 1 had no number."""
 _END = re.compile(
-    rb'(?:,"format":([0-9]{1,9}))?,"seq":([0-9]{1,18}),"prev":"([0-9a-f]{8})","crc":"(?P<crc>[0-9a-f]{8})"}\n$'
+    rb'(?P<writer>,"writer":"[0-9a-f]{8}")?(?:,"format":([0-9]{1,9}))?,"seq":([0-9]{1,18}),"prev":"([0-9a-f]{8})","crc":"(?P<crc>[0-9a-f]{8})"}\n$'
 )
 _END_OF_FORMAT_1 = re.compile(rb',"crc":"([0-9a-f]{8})"}\n$')
 CRC_KEY_BYTES = len(b',"crc":"')
@@ -58,7 +60,8 @@ class Journal:
     """The writing end of a journal. The constructor touches no file; `open` does.
 
     Each line is one `os.write` on an O_APPEND descriptor, so lines of two writers (a coordinator that was frozen and
-    its successor) never interleave.
+    its successor) never interleave. A writer's first line has a random number, so that equal records of two writers
+    are no doubled line. Threads may append.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, durable: bool = True, retries: Retried = ONCE) -> None:
@@ -68,6 +71,8 @@ class Journal:
         self._retries = retries
         self._fd: int | None = None
         self._link = Link()
+        self._writer = ""  # of the next line, if it is the first one
+        self._lock = threading.Lock()
 
     def open(self) -> Journal:
         """Create the file, or truncate an incomplete last line of a crashed writer. Raises: JournalDamaged."""
@@ -82,7 +87,7 @@ class Journal:
             os.fdatasync(fd)
         if created:
             sync_directory(self.path.parent)
-        self._fd = fd
+        self._fd, self._writer = fd, secrets.token_hex(4)
         return self
 
     def append(self, record: dict[str, Any], *, sync: bool = True) -> None:
@@ -93,8 +98,12 @@ class Journal:
         """
         assert self._fd is not None, "Journal.append before open"
         fd = self._fd
-        line, self._link = chained(record, self._link)
-        rest = memoryview(line)
+        with self._lock:
+            self._write(fd, record, sync)
+
+    def _write(self, fd: int, record: Mapping[str, Any], sync: bool) -> None:
+        line, self._link = chained(record, self._link, self._writer)
+        self._writer, rest = "", memoryview(line)
         end_bytes = -1  # of the part that is written
 
         def put() -> None:
@@ -142,13 +151,15 @@ class Link(NamedTuple):
     crc: int = 0
 
 
-def chained(record: Mapping[str, Any], link: Link) -> tuple[bytes, Link]:
+def chained(record: Mapping[str, Any], link: Link, writer: str = "") -> tuple[bytes, Link]:
     """The line of a record that is not empty at `link`, and the link of the line after it.
 
     A line ends with its number, the checksum of the line before it and its own; the first one names the format.
+    `writer`: of a writer's first line.
     """
     text = json.dumps(record, separators=(",", ":")).encode()[:-1]
-    head = b',"format":%d' % FORMAT if not link.number else b""
+    head = b',"writer":"%s"' % writer.encode() if writer else b""
+    head += b',"format":%d' % FORMAT if not link.number else b""
     text += head + b',"seq":%d,"prev":"%08x"' % link
     crc = zlib.crc32(text)
     return text + b',"crc":"%08x"}\n' % crc, Link(link.number + 1, crc)
@@ -280,6 +291,7 @@ class _Lines:
         for number, line in enumerate(iter(partial(self._file.readline, MAX_LINE_BYTES + 1), b""), start=1):
             if hole:
                 self._report(Flaw(hole, DAMAGED))
+                self._num_damaged += 1
                 hole = 0
             if not line.endswith(b"\n"):
                 if len(line) > MAX_LINE_BYTES:
@@ -346,12 +358,12 @@ def _parsed(line: bytes, path: str | os.PathLike[str]) -> tuple[dict[str, Any], 
         if old is not None and zlib.crc32(line[: old.start()] + b"}") == int(old[1], 16):
             raise OtherFormat.of(path, 1, FORMAT)
         return None
-    format_digits, number, previous, crc = end.groups()
+    writer, format_digits, number, previous, crc = end.groups()
     if zlib.crc32(line[: end.start("crc") - CRC_KEY_BYTES]) != int(crc, 16):
         return None
     if format_digits and int(format_digits) != FORMAT:
         raise OtherFormat.of(path, int(format_digits), FORMAT)
-    for key in ("format", "seq", "prev", "crc"):
+    for key in ("format", "seq", "prev", "crc", *(("writer",) if writer else ())):
         record.pop(key, None)
     if not _has_right_types(record):
         return None

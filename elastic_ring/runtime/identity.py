@@ -86,17 +86,20 @@ class ContentDigests:
     """`contents_of` each source, read once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[SourceConfig, str, Files]] = {}  # by id; holds the source
+        self._known: list[tuple[SourceConfig, str, Files]] = []
 
     def of(self, data: SourceConfig) -> tuple[str, Files]:
-        if id(data) not in self._known:
-            self._known[id(data)] = data, *contents_of(data)
-        _, digest, files = self._known[id(data)]
+        for source, digest, files in self._known:
+            if source is data:
+                return digest, files
+        digest, files = contents_of(data)
+        self._known.append((data, digest, files))
         return digest, files
 
     def take_recorded(self, data: SourceConfig, digest: str) -> None:
         """The data of a finished run may be gone: its record says what they held."""
-        self._known.setdefault(id(data), (data, digest, ()))
+        if not any(source is data for source, _, _ in self._known):
+            self._known.append((data, digest, ()))
 
 
 def changed_files(recorded: Sequence[Sequence[str]], submitted: Sequence[Sequence[str]]) -> str:

@@ -46,7 +46,7 @@ class Pinning:
             torch.cuda.set_device(device)
             try:
                 pin()
-            except (MemoryError, RuntimeError) as error:
+            except (MemoryError, RuntimeError, ValueError) as error:
                 log.warning("no pinned memory for %s yet: %s", self._purpose, error)
 
         self._thread = threading.Thread(target=work, name="pinning", daemon=True)

@@ -104,6 +104,8 @@ class Shard:
         """Everything but the tensors. Raises ValueError, which names the value, for values that JSON cannot hold."""
         names = {id(param): name for name, param in self.params.items()}
         kind = f"optimizer={type(self.optimizer).__name__}"
+        if strangers := [key for key in self.optimizer.state if id(key) not in names]:
+            raise ValueError(f"{kind} keeps state by {strangers[0]!r:.200}: it may keep state by parameter only")
         groups: list[dict[str, JsonValue]] = []
         for index, group in enumerate(self.optimizer.param_groups):
             settings = {key: value for key, value in group.items() if key != "params"}

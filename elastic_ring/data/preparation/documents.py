@@ -196,7 +196,7 @@ class _SpanReader:
     def _json(self) -> Iterator[bytes]:
         """The records of one list, one record over all lines, or a record a line: files of all three end in .json."""
         with closing(self._lines()) as lines:
-            _, first = next(lines)
+            _, first = next(lines, (0, b""))
             has_more = next(lines, None) is not None
         try:
             if has_more and isinstance(_parse_json(first), dict):

@@ -60,7 +60,7 @@ class Rings:
             # NCCL connects at a group's first operation, for which all its ranks must come: not every hop has them all.
             dist.all_reduce(torch.zeros(1, device=device), group=self.ring)
         self._kernel_cache = kernel_cache() if device.type == "cuda" else None
-        if self._kernel_cache is not None:  # one attention kernel for all ranks; CPUs have the same one anyway
+        if device.type == "cuda":  # one attention kernel for all ranks; CPUs have the same one anyway
             kernels = KernelAgreement(task, device.type, self._kernel_cache)
             kernels.look(attention_shapes(task))
             task = kernels.settle(task, dist.new_group(backend="gloo"), holds=False)

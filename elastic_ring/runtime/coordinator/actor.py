@@ -55,7 +55,7 @@ from elastic_ring.control.messages import (
 from elastic_ring.control.phases import awaits_newest
 from elastic_ring.control.replay import journal_line, replay, term_note
 from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, waiting_for
-from elastic_ring.errors import IllegalTransition, JournalDamaged, RunFailed, StaleMessage, TermLost
+from elastic_ring.errors import IllegalTransition, JournalDamaged, OtherFormat, RunFailed, StaleMessage, TermLost
 from elastic_ring.monitor.goodput import Stages
 from elastic_ring.monitor.metrics import ResumePoint
 from elastic_ring.runtime.agent.messages import Death, Said
@@ -111,7 +111,7 @@ from elastic_ring.runtime.worker.saver import CheckpointTerms
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-FINAL = (JournalDamaged, IllegalTransition, RunFailed, TermLost)  # starting once more would not help
+FINAL = (JournalDamaged, OtherFormat, IllegalTransition, RunFailed, TermLost)  # starting once more would not help
 
 
 class Coordinator:

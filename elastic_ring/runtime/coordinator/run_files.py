@@ -17,6 +17,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.control.facts import ForecastSeen
 from elastic_ring.control.placement.coverage import covered
 from elastic_ring.control.state import State, end_step, members, mesh_of, phase_name, spares
+from elastic_ring.errors import OtherFormat
 from elastic_ring.monitor.goodput import seen_of
 from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import (
@@ -170,7 +171,7 @@ def write_end(run: RunConfig, end: End) -> None:
     """Write the end of a run whose coordinator could not open it, for example with a damaged journal. Other fields that
     an earlier coordinator left in status.json stay, and so does an end of the same attempt."""
     status: dict[str, Any] = {}
-    with suppress(OSError):  # then only the end is known
+    with suppress(OSError, OtherFormat):  # then only the end is known
         status = read_status(run.folder) or {}
     if (status.get("end") or {}).get("attempt") != end["attempt"]:
         _replace_status(run.folder, {**status, "run": run.name, **_end_fields(end)})

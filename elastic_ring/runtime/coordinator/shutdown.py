@@ -58,7 +58,7 @@ class Shutdown:
         fields = {"error": error, "message": message, "facts": facts or {}, "attempt": self._run_spec.attempt, **more}
         end, decider = cast("End", fields), self._decider
         if not decider.is_ready:  # it may be a restart, so there may be workers
-            self._release(end)
+            self._release(end, self.cleared())
             return
         weights_sha256 = decider.dispatch.weights_sha256
         beside = decider.queue, decider.node_monitor.echo, decider.recorder.checkpoint, self.report.look
@@ -77,9 +77,10 @@ class Shutdown:
         decider.read_live()
         decider.services.metrics.export(decider.state, failed=bool(concluded["error"]))
         begun = time.monotonic()
-        self._release(concluded)
+        left_behind = self.cleared()
         log.info("the end of the run: processes and placement groups removed, %.1f s", time.monotonic() - begun)
-        log.info("ended: %s", concluded)
+        log.info("ended: %s", {**concluded, "left_behind": left_behind})
+        self._release(concluded, left_behind)
 
     def lose(self, lost: TermLost) -> None:
         """The run is another submission's: end the members, tell the driver, and write nothing more."""
@@ -89,7 +90,7 @@ class Shutdown:
             self._decider.storage.abandon()
             self._decider.services.metrics.export(self._decider.state, failed=True)
         fields = {"error": "TermLost", "message": lost.message, "facts": lost.facts}
-        self._release(cast("End", {**fields, "attempt": self._run_spec.attempt}))
+        self._release(cast("End", {**fields, "attempt": self._run_spec.attempt}), self.cleared())
 
     def fail(self, error: BaseException) -> None:
         """The coordinator failed with an error of its own."""
@@ -111,9 +112,9 @@ class Shutdown:
             time.sleep(RESTART_PAUSE_S)
             os._exit(1)
 
-    def _release(self, end: End) -> None:
-        """Clear the run and give its end to the driver, which may ask within the lease; then free name and process."""
-        self._feed.ended = {**end, "left_behind": self.cleared()}
+    def _release(self, end: End, left_behind: list[str]) -> None:
+        """Give the run's end to the driver, which may ask within the lease; then free name and process."""
+        self._feed.ended = {**end, "left_behind": left_behind}
         me = partial(ray.get_actor, self._decider.own_name, namespace=NAMESPACE)
         threading.Timer(self._run.timeouts.lease_s, lambda: ray.kill(me(), no_restart=True)).start()
 

@@ -347,7 +347,12 @@ class Copies:
         if self._stream is None:
             return
         self.pinning.wait()
-        num_bytes, store = snapshot.size_of(shard), self.store
+        store = self.store
+        try:
+            num_bytes = snapshot.size_of(shard)
+        except ValueError as error:  # state that no copy holds, as `first` says
+            log.warning("no pinned memory for copies: %s", error)
+            return
 
         def pin() -> None:
             with store.lock:
@@ -402,7 +407,7 @@ class Copies:
         self.pinning.wait()
         try:
             own = snapshot.take(shard, self._placement.membership_id, self.store.pinned, self._stream)
-        except (MemoryError, RuntimeError) as error:  # an error of the device shows again in the next step
+        except (MemoryError, RuntimeError, ValueError) as error:  # an error of the device shows again in the next step
             at = SnapshotId(shard.counters.applied, self._placement.membership_id)
             log.error("no snapshot of %s, and no copies of it: %s: %s", named(at), type(error).__name__, error)
             own = Snapshot.empty(at, shard.cp_rank)

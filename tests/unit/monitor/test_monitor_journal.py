@@ -103,8 +103,8 @@ def two_writers(path: Path) -> list[bytes]:
     for n in range(3):
         first.append({"n": n})
     second.open()
-    second.append({"term": 2})
-    first.append({"stale": 3})
+    second.append({"same": 3})
+    first.append({"same": 3})
     second.append({"n": 4})
     second.append({"n": 5})
     return path.read_bytes().splitlines(keepends=True)
@@ -278,7 +278,7 @@ def test_whoever_opens_it_cuts_nothing_off_that_another_is_just_writing(tmp_path
 
 def test_lines_between_the_last_look_and_the_cut_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal.jsonl"
-    write(path, RECORDS[:1])
+    path.write_bytes(journal_bytes(RECORDS[:1]))
     end_of, data = journal_module._end_of, journal_bytes([RECORDS[0], {"n": 1}, {"n": 2}])
     cut = len(data) - 9
 
@@ -297,7 +297,7 @@ def test_lines_between_the_last_look_and_the_cut_stay(tmp_path: Path, monkeypatc
 
 def test_a_half_line_whose_other_half_comes_is_not_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal.jsonl"
-    write(path, RECORDS[:1])
+    path.write_bytes(journal_bytes(RECORDS[:1]))
     line = journal_bytes([RECORDS[0], {"n": 42}])[path.stat().st_size :]
     with path.open("ab") as other:
         other.write(line[:5])

@@ -64,7 +64,7 @@ def report(me: Any) -> Report:
 def holders(pair: Membership) -> dict[str, int]:
     """Who holds which shard by the reports of all, after an abort of a generation that was built at step 0."""
     reports = {told.worker: told for told in pair.all(report)}
-    decided = decide(reports, known=None, committed=0, built_step=0, built_id=(1, 1))
+    decided = decide(reports, newest_vote=None, committed=0, built_step=0, built_id=(1, 1))
     assert decided.step == 0
     return dict(decided.holders)
 
