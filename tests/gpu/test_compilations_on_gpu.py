@@ -116,7 +116,7 @@ def test_documents_of_any_length_meet_only_kernels_that_the_warm_up_compiled(cp:
 
 def test_flex_attention_takes_more_lengths_than_torch_compiles_by_default() -> None:
     watch = CompileWatch()
-    for num_tokens in range(256, 256 + 64 * 6, 64):
+    for num_tokens in range(256, 256 + 64 * 12, 64):
         q, k, v = (
             torch.randn(1, num_tokens, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             for heads in (4, 2, 2)
