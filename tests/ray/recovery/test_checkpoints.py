@@ -80,8 +80,8 @@ def test_a_finished_run_goes_on_twice_under_its_name_with_the_bits_of_one_that_w
     assert same(longer, whole)
     with pytest.raises(ValueError, match=r"optim.replanned: \[\(0, 4\), \(6, 8\)\] there, \[\(0, 4\)\] here"):
         tiny_trainer(tmp_path, "longer", steps=8, **kept, **ALONE).fit()
+    other = tiny_trainer(tmp_path, "other", steps=9, **ALONE, run={"resume": str(tmp_path / "longer")})
     with pytest.raises(ValueError, match=r"for more steps .* give --optim\.total-steps 4 --optim\.warmup-steps 2"):
-        other = tiny_trainer(tmp_path, "other", steps=9, **ALONE, run={"resume": str(tmp_path / "longer")})
         other.submission().find_resume()
 
 
