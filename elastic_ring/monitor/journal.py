@@ -17,7 +17,6 @@ import threading
 import time
 import zlib
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -261,8 +260,10 @@ def _is_torn(fd: int, whole_bytes: int) -> bool:
 
 def _end_of(file: BinaryIO, path: Path) -> tuple[int, Link]:
     """The end of the last complete line, and the link of the line after it. Raises: JournalDamaged."""
-    lines = _Lines(file, path)
-    deque(lines, maxlen=0)
+    size, lines = os.fstat(file.fileno()).st_size, _Lines(file, path)
+    for _, end_bytes in lines:
+        if end_bytes >= size:  # a live writer may be quicker than this reader
+            break
     return lines.end_bytes, lines.link
 
 
