@@ -65,7 +65,7 @@ class Records:
     def begin(self, attempt: Attempt) -> int:
         """A worker group is about to compute its first step; returns its generation."""
         now, generation, step = time.monotonic(), 1 + len(self._of("attempt")), attempt["step"]
-        undone = self._metrics.go_back(step, (TERM, generation))
+        undone = self._metrics.go_back(step, (TERM, generation)) if generation > 1 else 0
         self._metrics.begin_at(step)
         self._goodput.undone(step)
         if self._begun:  # else the run is submitted again, which is no recovery
