@@ -15,6 +15,7 @@ from elastic_ring.control.messages import Build, Checkpoint, Tick, Vote
 from elastic_ring.control.pool import Worker
 from elastic_ring.control.state import Membership, Running, State
 from elastic_ring.mesh import Mesh
+from elastic_ring.monitor import json_files
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.monitor.report import render_status
@@ -184,7 +185,7 @@ def test_after_the_end_nobody_is_a_member_whatever_phase_it_came_in(recorder: Ru
 
 
 def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of_it_stays(
-    recorder: RunRecorder,
+    recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, status = (
         RunConfig("records", run_dir=str(recorder.metrics.path.parent)),
@@ -214,6 +215,9 @@ def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of
     assert read_json(status) == told
     write_end(run, {**end, "attempt": "b"})
     assert end_on_record(run, "b") == {**end, "attempt": "b"}
+    monkeypatch.setattr(json_files, "FORMAT", json_files.FORMAT + 1)
+    write_end(run, {**end, "attempt": "c"})
+    assert end_on_record(run, "c") == {**end, "attempt": "c"}, "a status of another format does not stop the end"
 
 
 @pytest.mark.parametrize("left", ["", "\x00" * 8, '{"run": '])

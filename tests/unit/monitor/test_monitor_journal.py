@@ -141,6 +141,11 @@ def test_a_line_deleted_doubled_or_moved_is_named(tmp_path: Path, num_writers: i
         assert flaws, edit
 
 
+def test_a_hole_in_the_middle_is_one_flaw() -> None:
+    lines = journal_bytes([{"n": n} for n in range(4)]).splitlines(keepends=True)
+    assert salvage(lines[0] + b"\0" * 9 + b"\n" + lines[2] + lines[3])[1] == [Flaw(2, "is damaged")]
+
+
 def test_one_damaged_line_is_one_flaw(tmp_path: Path) -> None:
     lines = journal_bytes([{"n": n} for n in range(4)]).splitlines(keepends=True)
     assert salvage(lines[0] + b"?\n" + lines[2] + lines[3]) == (
@@ -223,8 +228,8 @@ def test_a_write_error_is_of_the_one_tree(tmp_path: Path) -> None:
 WRITER = (
     "import os, sys\nfrom elastic_ring.monitor.journal import Journal\n"
     "with Journal(sys.argv[1], durable=False) as journal:\n"
-    "    print('open', flush=True)\n    sys.stdin.readline()\n    n = 0\n"
-    "    while n < 500 or not os.path.exists(sys.argv[1] + '.enough'):\n"
+    "    parent = os.getppid()\n    print('open', flush=True)\n    sys.stdin.readline()\n    n = 0\n"
+    "    while (n < 500 or not os.path.exists(sys.argv[1] + '.enough')) and os.getppid() == parent:\n"
     "        journal.append({'who': sys.argv[2], 'n': n, 'pad': 'x' * 300})\n        n += 1\n"
 )
 

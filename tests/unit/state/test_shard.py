@@ -148,6 +148,13 @@ def test_the_digest_sees_each_kind_of_change() -> None:
     assert len(digests) == 1 + 2 * 4 + 1 + 1
 
 
+def test_optimizer_state_that_belongs_to_no_parameter_is_refused_and_not_lost() -> None:
+    shard = make_shard("SGD without state", steps=1)
+    shard.optimizer.state["global"] = {"k": 3}  # type: ignore[index]
+    with pytest.raises(ValueError, match="optimizer=SGD keeps state by 'global': it may keep state by parameter only"):
+        shard.pack()
+
+
 def test_equal_bits_give_equal_digests_whatever_the_strides() -> None:
     matrix = torch.arange(12.0).reshape(3, 4)
     assert digest_of(Counters(), [matrix.t().contiguous().t()]) == digest_of(Counters(), [matrix])
