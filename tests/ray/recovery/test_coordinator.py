@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import time
+import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -289,6 +290,7 @@ def test_a_run_whose_folder_is_moved_away_says_so_and_ends_without_a_digest_of_w
     [
         ("no-journal", r"no journal of run no-journal is in .*have built generation 1.*goes on from its newest"),
         ("odd-journal", "KeyError"),
+        ("other-format", r"journal\.jsonl has format 1, and this version of elastic_ring reads format 2"),
     ],
 )
 def test_a_coordinator_that_cannot_begin_for_its_journal_ends_the_run(
@@ -304,6 +306,9 @@ def test_a_coordinator_that_cannot_begin_for_its_journal_ends_the_run(
         process.suspend()
         if name == "no-journal":
             folder.rename(tmp_path / "elsewhere")
+        elif name == "other-format":
+            with (folder / "journal.jsonl").open("ab") as file:
+                file.write(b'{"n":1,"crc":"%08x"}\n' % zlib.crc32(b'{"n":1}'))
         else:
             with Journal(folder / "journal.jsonl") as journal:
                 journal.append({"note": "checkpoint", "checkpoint": {}, "unix_s": 0.0})
@@ -313,5 +318,5 @@ def test_a_coordinator_that_cannot_begin_for_its_journal_ends_the_run(
     assert left_behind(name) == []
     if name == "odd-journal":
         assert len(notes(folder, "term")) == 1 + MOST_FAILED_STARTS
-    else:
+    elif name == "no-journal":
         assert not folder.exists(), "nothing makes the folder anew"
