@@ -278,7 +278,7 @@ def _manifests(before: State, event: Event | Fact, after: State, builds: list[Bu
     require(new[0].first_step >= before.committed, 8, "a manifest begins at a step that was committed before")
 
 
-def _reports(before: State, event: Event) -> Mapping[str, Report]:
+def _reports(before: State, event: Event | Fact) -> Mapping[str, Report]:
     phase = before.phase
     known = dict(phase.reports) if isinstance(phase, Closing) else {}
     if isinstance(phase, Running | Building):
