@@ -25,7 +25,8 @@ from benchmarks.harness.results import RESULTS, show, table
 from elastic_ring.cli.forecasts.seen import on_cores, scenario_of_run
 from elastic_ring.cli.settings import parse
 from elastic_ring.config import CpuOffload
-from elastic_ring.forecast.goodput import HOUR, PRIORS, Failures, RunShape, goodput_with, mean_goodput
+from elastic_ring.forecast.goodput import DAY, HOUR, PRIORS, Failures, RunShape, goodput_with
+from elastic_ring.forecast.renewal import CommonRandomNumbers, mean_goodput, simulate_goodput
 from elastic_ring.forecast.sizing.machines import CLASSES, Z, around, named_fleet, quantiles
 from elastic_ring.forecast.sizing.memory import RESERVED, RESERVED_EXPANDABLE
 from elastic_ring.forecast.sizing.step_time import step_time
@@ -136,16 +137,19 @@ def goodput_rows() -> list[Row]:
     llama = RunShape(1, 16_000, 384, 8, 2, 128, 18.0, 0.0, 480.0, 60.0, 600.0, 4.0, 60.0)
     failures = Failures("llama3", PRIORS["llama3"].gpu_hours, (6.0, 1.0))
     losses = 54 * 24 * llama.num_gpus / failures.gpu_hours[1]
-    hours = around(3.0, math.log(8 / 3) / Z).draw(10_000, np.random.default_rng(0))
+    rng = np.random.default_rng(0)
+    hours = around(3.0, math.log(8 / 3) / Z).draw(10_000, rng)
     opt = RunShape(1, 992, 96, 8, 32, 128, 20.0, 0.0, hours * HOUR, 300.0, 3600.0, 60.0, 600.0)
     restarts = 33 * 24 * opt.num_gpus / PRIORS["opt"].gpu_hours[1]
     known = dataclasses.replace(PRIORS["opt"], gpu_hours=(992 * OPT_DAYS * 24 / 90,) * 3)
-    at_work = mean_goodput(opt, known) * (1 - 1 / OPT_DAYS)
+    hours_between, numbers = np.full(len(hours), known.gpu_hours[1]), CommonRandomNumbers(rng, len(hours))
+    at_work = simulate_goodput(opt, known, hours_between, OPT_DAYS * DAY, numbers) * (1 - 1 / OPT_DAYS)
     low, middle, high = quantiles(np.asarray(at_work))
     seen = 33 / OPT_DAYS * 1024 / 992
+    [of_llama] = mean_goodput([llama], failures, [failures.gpu_hours[1]], [1.0])
     return [
         Row("G5 losses in 54 days", "G5, G6 losses", losses, 419, True),
-        Row("G5 effective time (seen: above 0.90)", "G5 goodput", float(mean_goodput(llama, failures)), 0.90, True),
+        Row("G5 effective time (seen: above 0.90)", "G5 goodput", of_llama, 0.90, True),
         Row("G6 losses in 33 days", "G5, G6 losses", restarts, 66, True),
         Row(f"G6 time at work, 80 %: {low:.2f} to {high:.2f}", "G6 goodput", middle, seen, low <= seen <= high),
     ]

@@ -1,14 +1,13 @@
-"""Goodput in closed form: the share of time of steps that stay committed. `renewal` simulates it loss by loss.
+"""What a run's goodput, the share of its time in steps that stay committed, depends on; `renewal` simulates it.
 
 Losses come as a Poisson process by scope (process, GPU, host, switch, power), and spot capacity goes with a notice.
-`cost_s` is the cost of one; tier 1 (`tests/sim/simulator/tier1.py`) measures it under the control core. Broken hosts
-are away until they are repaired (log-normal); meanwhile spares serve, and without spares the mesh has fewer rings, as
-`placement.policy` cuts it: the rest of a broken ring serves too.
+`losses_cost_s` is the cost of one; tier 1 (`tests/sim/simulator/tier1.py`) measures it under the control core. Broken
+hosts are away until they are repaired (log-normal); meanwhile spares serve, and without spares the mesh has fewer
+rings, as `placement.policy` cuts it: the rest of a broken ring serves too.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,9 +22,6 @@ from elastic_ring.validation import Must, from_plain, settings
 
 Array = NDArray[np.float64]
 HOUR, DAY = 3600.0, 86400.0
-GRID = 1000
-"""Points between which the mean share of rings is interpolated, evenly spaced in the log of hosts away."""
-LEAST_CHANCE = 1e-7
 SHARES: Mapping[str, float] = {"process": 0.13, "gpu": 0.61, "host": 0.179, "switch": 0.08, "power": 0.001}
 """Each scope's share of all losses: Llama-3 405B's causes (software; GPU, HBM, SRAM, system processor; the rest;
 network). Power is assumed: that of 128 hosts fails once in six years."""
@@ -171,13 +167,6 @@ class RunShape:
         return 1 if scope in ("gpu", "process", "frozen") else self.hosts_of(scope) * self.gpus_per_host
 
 
-def cost_s(shape: RunShape, scope: str, rings: Number | None = None) -> Number:
-    """Seconds that a loss costs with so many rings left (None: all of them)."""
-    rings = np.asarray(shape.dp if rings is None else rings)
-    rest = np.where((rings > 1) | np.greater(shape.spares, 0), 1, 0)
-    return losses_cost_s(shape, shape.gpus_of(scope), shape.detect_of(scope), scope == "reclaim", rings, rest)
-
-
 def losses_cost_s(
     shape: RunShape, gpus: Number, detect_s: Number, is_reclaim: Number, rings: Number, rest: Number
 ) -> Number:
@@ -206,11 +195,6 @@ def share_hit(shape: RunShape, hosts: Number, rings: Number, hosts_away: Number 
     return np.where(np.asarray(hosts) > 1, 1.0, np.minimum(1.0, np.asarray(rings) * shape.cp / left))
 
 
-def rate_per_s(shape: RunShape, gpu_hours: Number) -> Number:
-    """Unplanned losses of the run's GPUs a second."""
-    return shape.num_gpus / (np.asarray(gpu_hours) * HOUR)
-
-
 def rings_left(shape: RunShape, hosts_away: Number) -> Number:
     """Rings that the remaining GPUs make."""
     return np.clip((shape.num_gpus - np.asarray(hosts_away) * shape.gpus_per_host) // shape.cp, 0, shape.dp)
@@ -224,90 +208,11 @@ def rings_again(shape: RunShape, hosts_away: Number, rings: Number) -> Number:
     return np.where(np.asarray(rings) > 0, np.maximum(rings, grown), rings_left(shape, hosts_away))
 
 
-def mean_goodput(shape: RunShape, failures: Failures, gpu_hours: Number | None = None, repair: Number = 1.0) -> Number:
-    """Goodput in closed form, for a search and for a tornado: losses are rare beside what they cost, and the number of
-    hosts that are away is Poisson. `repair`: a factor of how long repairs take. It leaves out that a ring comes back
-    only once the spares are full (`rings_again`): with spot capacity, rings over several hosts and few spares it is up
-    to 6 points too high, so that points of spot capacity are simulated (`scenario.totals_at`, the front of a
-    search)."""
-    gpu_hours = failures.gpu_hours[1] if gpu_hours is None else gpu_hours
-    rate, spot = rate_per_s(shape, gpu_hours), shape.spot
-    median_h, deviation = failures.repair_hours
-    away = rate * median_h * repair * HOUR * np.exp(deviation**2 / 2)
-    # Hosts that are away already are not lost again, by themselves or with their switch.
-    hosts_away = away * sum(share * shape.hosts_of(scope) for scope, share in failures.shares.items())
-    there = 1.0 / (1.0 + hosts_away / shape.num_hosts)
-    rate, away = rate * there, away * there
-    reclaimed = 0.0 if spot is None else shape.full_hosts * spot.share_off
-    share_of_rings, one_ring, fewer = expected_rings(shape, failures, away, reclaimed)
-    one_ring = one_ring if shape.dp > 1 else 0.0
-    hit = {scope: share_hit(shape, shape.hosts_of(scope), shape.dp) for scope in (*failures.shares, "reclaim")}
-    lost = sum(
-        share * rate * hit[scope] * (cost_s(shape, scope) * (1.0 - one_ring) + cost_s(shape, scope, 1) * one_ring)
-        for scope, share in failures.shares.items()
-    )
-    lost = lost + failures.planned_per_day / DAY * (shape.rebuild_s + 0.5 * shape.step_s)
-    if spot is not None:
-        # Where a ring is missing, its hosts' return is a change of its own.
-        again = fewer * (shape.rebuild_s + shape.heal_s)
-        of_reclaim = hit["reclaim"] * cost_s(shape, "reclaim") + again
-        lost = lost + shape.full_hosts * (1.0 - spot.share_off) / spot.on_s * of_reclaim
-        lost = lost + (cost_s(shape, "dry") + again) / spot.dry_s
-        share_of_rings = share_of_rings * spot.dry_s / (spot.dry_s + spot.mean_off_s)
-    stop = shape.wait_s / shape.interval_s
-    return (1.0 - np.minimum(0.95, lost)) / (1.0 + stop) * share_of_rings
-
-
 def goodput_with(shape: RunShape, kept_s: float, losses: Mapping[str, int]) -> float:
     """The goodput of a run whose steps took `kept_s`, with these losses by scope and a spare for each."""
-    lost = sum(number * cost_s(shape, scope) for scope, number in losses.items())
+    rest = int(shape.dp > 1 or shape.spares > 0)
+    lost = sum(
+        number * losses_cost_s(shape, shape.gpus_of(scope), shape.detect_of(scope), scope == "reclaim", shape.dp, rest)
+        for scope, number in losses.items()
+    )
     return float(kept_s / (kept_s + lost + kept_s / shape.interval_s * shape.wait_s))
-
-
-def expected_rings(
-    shape: RunShape, failures: Failures, away: Number, reclaimed: Number = 0.0
-) -> tuple[Number, Number, Number]:
-    """The mean share of rings left, the chance of exactly one, and of fewer than all. Losses that are not repaired yet,
-    `away` in the mean, are Poisson: of one host, with the `reclaimed` ones, and of a switch or a power domain with all
-    of their hosts. Many draws are interpolated, within 1e-4."""
-    away = np.asarray(away, dtype=float)
-    hosts = {scope: shape.hosts_of(scope) for scope in failures.shares}
-    alone = sum(failures.shares[scope] for scope, number in hosts.items() if number == 1) * away + reclaimed
-    several = {scope: failures.shares[scope] * away for scope, number in hosts.items() if number > 1}
-    single, *means = (np.ravel(mean) for mean in np.broadcast_arrays(alone, *several.values()))
-    dense = single if single.size <= 2 * GRID else np.geomspace(max(single.min(), 1e-12), single.max() + 2e-12, GRID)
-    place = np.arange(single.size) if dense is single else np.interp(single, dense, np.arange(dense.size))
-    lower = np.minimum(place.astype(int), max(0, dense.size - 2))
-    between = (place - lower)[:, None]
-    chance = _poisson(dense, shape.num_hosts)
-    chances = [_poisson(mean, shape.num_hosts // hosts[scope]).T for scope, mean in zip(several, means, strict=True)]
-    weights: list[Array] = []
-    columns: list[Array] = []
-    for counts in itertools.product(*(range(len(each)) for each in chances)):
-        of_several = sum(number * hosts[scope] for scope, number in zip(several, counts, strict=True))
-        weight = np.ones(single.size)
-        for each, number in zip(chances, counts, strict=True):
-            weight = weight * each[number]
-        if of_several < shape.num_hosts and (float(weight.max()) > LEAST_CHANCE or not columns):
-            rings = rings_left(shape, np.arange(chance.shape[-1]) + of_several)
-            weights.append(weight)
-            columns.append(np.stack([rings / shape.dp, rings == 1, rings < shape.dp, np.ones(len(rings))], axis=-1))
-    of_all = (chance @ np.concatenate(columns, axis=1)).reshape(dense.size, len(columns), 4)
-    total = np.zeros((single.size, 4))
-    for index, weight in enumerate(weights):
-        some = np.flatnonzero(weight > LEAST_CHANCE)
-        here, part, values = lower[some], between[some], of_all[:, index]
-        values = values[here] * (1.0 - part) + values[np.minimum(here + 1, dense.size - 1)] * part
-        total[some] += weight[some, None] * values
-    share, one_ring, fewer, whole = (column.reshape(np.shape(alone)) for column in total.T)
-    # What is not counted has no ring left.
-    return share, one_ring, fewer + np.maximum(0.0, 1.0 - whole)
-
-
-def _poisson(mean: Array, most: int) -> Array:
-    """The chances of 0, 1, ... for each mean, as many as matter and `most` at most."""
-    largest = float(np.max(mean))
-    k = np.arange(min(int(largest + 8 * math.sqrt(largest + 1) + 9), most + 1))
-    log_factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, len(k))))))
-    chance: Array = np.exp(k * np.log(np.maximum(mean[..., None], 1e-300)) - mean[..., None] - log_factorial)
-    return chance

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.options import AUTO, parse_copies
 from elastic_ring.forecast.answers.money import Price, energy_kw
-from elastic_ring.forecast.goodput import HOUR, Failures, RunShape, Spot, mean_goodput
-from elastic_ring.forecast.renewal import CommonRandomNumbers, mean_walked, simulate_goodput
+from elastic_ring.forecast.goodput import HOUR, Failures, RunShape, Spot
+from elastic_ring.forecast.renewal import WALKS_OF_A_POINT, CommonRandomNumbers, mean_goodput, simulate_goodput
 from elastic_ring.forecast.sizing.machines import Efficiency, Fleet, Number, Range, around, efficiency_of, quantiles
 from elastic_ring.forecast.sizing.memory import SNAPSHOT_BYTES, ModelPlan, plan_of
 from elastic_ring.forecast.sizing.rates import Rates
@@ -23,10 +23,7 @@ from elastic_ring.forecast.sizing.step_time import DENSE, Attention, Job, Latent
 from elastic_ring.model.config import ModelConfig
 
 Draws = Mapping[str, Number]
-NUM_DRAWS = 10_000
-WALKED_DRAWS, WALKED_SPOT_DRAWS, WALKS_OF_A_POINT = 400, 150, 64
-"""Draws that the renewal simulation walks; their difference from the closed form is dealt out to the others. Walks of
-spot capacity take longer, and one point of it averages `WALKS_OF_A_POINT`."""
+NUM_DRAWS = 2_000
 DETECT_S = {"process": 0.01, "host": 5.0}
 """Time to detect a death: of a process 0.002 to 0.011 s (benchmarks/results/recovery), of a host up to 5.4."""
 CHECKPOINT_WAIT_S = 0.05
@@ -206,14 +203,9 @@ class Scenario:
         on_s, off_s, dry_s = (draws[name] * HOUR for name in ("on_hours", "off_hours", "dry_hours"))
         return Spot(on_s, off_s, dry_s, self.price.notice_s)
 
-    def evaluate(self, draws: Draws) -> dict[str, Number]:
-        """Step, goodput in closed form, seconds, GPU-hours and dollars."""
-        step_s = self.step_s(draws)
-        goodput = mean_goodput(self.shape(draws, step_s), self.failures, draws["gpu_hours"], draws["repair"])
-        return self.totals(step_s, goodput, draws)
-
     def totals(self, step_s: Number, goodput: Number, draws: Draws) -> dict[str, Number]:
-        """The figures of `evaluate` for a given goodput. Spot capacity commits no more than is there and paid for."""
+        """Step, goodput, seconds, GPU-hours, energy and dollars of a run with that goodput. Spot capacity commits no
+        more than is there and paid for."""
         spot, goodput = self._spot(draws), np.maximum(goodput, 0.02)
         if spot is not None:
             goodput = np.minimum(goodput, spot.share_paid * self.num_gpus / self.scaling.mesh.size)
@@ -254,23 +246,21 @@ class Forecast:
 
 
 def forecast(scenario: Scenario, seed: int = 0, num_draws: int = NUM_DRAWS) -> Forecast:
-    """The forecast of a scenario: `num_draws` draws of its inputs, and of chance within a run: the ratios of walked to
-    closed-form losses are dealt out to all draws."""
+    """The forecast of a scenario: draws of its inputs, each with a walk through losses of its own."""
     rng = np.random.default_rng(seed)
     inputs = scenario.inputs()
     drawn = {name: values.draw(num_draws, rng) for name, values in inputs.items()}
-    closed = scenario.evaluate(drawn)
-    walks = WALKED_DRAWS if "on_hours" not in inputs else WALKED_SPOT_DRAWS
-    some = {name: values[:walks] for name, values in drawn.items()}
-    step_s, closed_goodput = (
-        np.broadcast_to(np.asarray(closed[name], dtype=float), (num_draws,)) for name in ("step_s", "goodput")
+    step_s = scenario.step_s(drawn)
+    goodput = simulate_goodput(
+        scenario.shape(drawn, step_s),
+        scenario.failures,
+        drawn["gpu_hours"],
+        scenario.tokens / scenario.tokens_per_step * step_s,
+        CommonRandomNumbers(rng, num_draws),
+        drawn["repair"],
+        steady=True,
     )
-    shape, planned_s = scenario.shape(some, step_s[:walks]), quantiles(np.asarray(closed["run_s"]))[1]
-    numbers = CommonRandomNumbers(rng, min(walks, num_draws))
-    walked = simulate_goodput(shape, scenario.failures, some["gpu_hours"], planned_s, numbers, some["repair"], True)
-    ratios = (1.0 - walked) / np.maximum(1.0 - closed_goodput[:walks], 1e-6)
-    goodput = np.clip(1.0 - (1.0 - closed_goodput) * rng.choice(ratios, size=num_draws), 0.02, 1.0)
-    totals = scenario.totals(closed["step_s"], goodput, drawn)
+    totals = scenario.totals(step_s, goodput, drawn)
     draws = {name: np.broadcast_to(np.asarray(value, dtype=float), (num_draws,)) for name, value in totals.items()}
 
     middle = scenario.medians()
@@ -281,34 +271,20 @@ def forecast(scenario: Scenario, seed: int = 0, num_draws: int = NUM_DRAWS) -> F
     return Forecast(scenario, first, draws, sorted(swings, key=lambda row: -abs(row[2] - row[1]))[:8])
 
 
-def totals_at(points: Sequence[tuple[Scenario, Draws]]) -> list[dict[str, float]]:
-    """The figures of scenarios on one fleet, each at one point, in closed form. With spot capacity each number of
-    spares and each way in which hosts come and go is walked too: all points of it lose as many times the closed form's
-    loss as its walks."""
-    totals = [scenario.evaluate(draws) for scenario, draws in points]
-    shapes = [
-        scenario.shape(draws, figures["step_s"]) for (scenario, draws), figures in zip(points, totals, strict=True)
+def totals_at(points: Sequence[tuple[Scenario, Draws]], walks: int = WALKS_OF_A_POINT) -> list[dict[str, float]]:
+    """The mean figures of scenarios with one mesh on one fleet, each at one point."""
+    steps_s = [scenario.step_s(draws) for scenario, draws in points]
+    goodputs = mean_goodput(
+        [scenario.shape(draws, step_s) for (scenario, draws), step_s in zip(points, steps_s, strict=True)],
+        points[0][0].failures,
+        [draws["gpu_hours"] for _, draws in points],
+        [draws["repair"] for _, draws in points],
+        walks,
+    )
+    return [
+        {name: float(value) for name, value in scenario.totals(step_s, goodput, draws).items()}
+        for (scenario, draws), step_s, goodput in zip(points, steps_s, goodputs, strict=True)
     ]
-    if shapes[0].spot is not None:
-        kinds = [(shape.spares, shape.spot) for shape in shapes]
-        firsts = {kind: kinds.index(kind) for kind in kinds}
-        walked = mean_walked(
-            [shapes[index] for index in firsts.values()],
-            points[0][0].failures,
-            [float(points[index][1]["gpu_hours"]) for index in firsts.values()],
-            [float(points[index][1]["repair"]) for index in firsts.values()],
-            float(totals[0]["run_s"]),
-            WALKS_OF_A_POINT,
-        )
-        ratios = {
-            kind: (1.0 - goodput) / (1.0 - float(totals[index]["goodput"]))
-            for (kind, index), goodput in zip(firsts.items(), walked, strict=True)
-        }
-        totals = [
-            scenario.totals(figures["step_s"], 1.0 - (1.0 - figures["goodput"]) * ratios[kind], draws)
-            for (scenario, draws), figures, kind in zip(points, totals, kinds, strict=True)
-        ]
-    return [{name: float(value) for name, value in figures.items()} for figures in totals]
 
 
 Curves = dict[str, list[tuple[float, float, float]]]

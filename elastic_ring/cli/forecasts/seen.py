@@ -16,7 +16,7 @@ from elastic_ring.cli.settings import TrainSettings, parse
 from elastic_ring.forecast.answers.request import Learned
 from elastic_ring.forecast.goodput import PRIORS, goodput_with
 from elastic_ring.forecast.pass_choice import PassChoice
-from elastic_ring.forecast.scenario import Scenario, default_efficiency
+from elastic_ring.forecast.scenario import Scenario, default_efficiency, totals_at
 from elastic_ring.forecast.sizing.machines import Fleet, Links, named_fleet
 from elastic_ring.forecast.sizing.rates import Rates
 from elastic_ring.monitor.goodput import WARM_STEPS, seen_of
@@ -85,9 +85,9 @@ def planned(settings: TrainSettings, gpu: str | None, num_cores: int, load: floa
         scenario = scenario_of_run(settings, named_fleet(gpu))
     else:
         scenario = on_cores(settings, num_cores, load)
-    figures = scenario.evaluate(scenario.medians())
+    [figures] = totals_at([(scenario, scenario.medians())])
     alone = {} if scenario.alone_step_s is None else {"alone_step_s": scenario.alone_step_s}
-    return {"step_s": float(figures["step_s"]), "goodput": float(figures["goodput"]), **alone}
+    return {"step_s": figures["step_s"], "goodput": figures["goodput"], **alone}
 
 
 def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
@@ -141,7 +141,7 @@ def score(folders: list[Path], fleet: Fleet) -> list[str]:
         forecast = dict(seen.forecast)
         if settings.scaling.device == "cuda":
             scenario = scenario_of_run(settings, fleet)
-            today = scenario.evaluate(scenario.medians())
+            [today] = totals_at([(scenario, scenario.medians())])
             forecast = {**today, "gpu_bytes": scenario.plan.gpu_bytes, **forecast}
         elif "step_s" not in forecast:
             lines.append(f"{folder.name}: no forecast of its ranks on CPUs is on record")

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from elastic_ring.forecast.answers.money import PriceList
-from elastic_ring.forecast.scenario import Scenario, default_efficiency, forecast
+from elastic_ring.forecast.scenario import Scenario, default_efficiency, forecast, totals_at
 from elastic_ring.forecast.sizing.machines import named_fleet
 
 OFFLOADS = ("none", "optimizer", "all")
-FRONT_DRAWS = 1_000
+FRONT_DRAWS, WALKS = 1_000, 16
+"""Draws of the front's figures; walks by which the front is found."""
 
 
 class Change(TypedDict, total=False):
@@ -120,12 +121,12 @@ def search(
     limit: int = 10_000,
 ) -> tuple[list[Candidate], int]:
     """The front of cost and time with the probability of each, and the number of configurations priced. If one fits,
-    spares, copies and intervals are tried too. The front is sought in closed form; its figures are the medians of a
-    forecast. Raises ValueError for a kind that no row has."""
+    spares, copies and intervals are tried too. A configuration is walked only if nothing would beat it without losses;
+    the figures of the front are the medians of a forecast. Raises ValueError for a kind that no row has."""
     if not any(row.kind == kind for row in prices.rows):
         kinds = ", ".join(sorted({row.kind for row in prices.rows}))
         raise ValueError(f"--search --price {kind}: {prices.path} has no row of it; add one, or take one of {kinds}")
-    priced: list[Candidate] = []
+    lossless: list[Candidate] = []
     tried = 0
     streams = [candidates(base, prices, kind, gpu) for gpu in gpus]
     for scenario in itertools.chain.from_iterable(itertools.zip_longest(*streams)):
@@ -134,16 +135,21 @@ def search(
         tried += 1
         if not scenario.fits:
             continue
-        step_s = float(scenario.step_s(scenario.medians()))
+        medians = scenario.medians()
+        step_s = float(changed(scenario, copies="0").step_s(medians))
         for spares, copies, every_s in itertools.product((0, 8, 32), ("0", "1"), (300.0, 1800.0)):
             if tried >= limit or (copies == "1" and scenario.scaling.mesh.size < 2):
                 continue
             tried += 1
             config = dataclasses.replace(scenario.run.checkpoint_config, every_s=every_s, every_steps=None)
-            option = changed(scenario, spares=spares, copies=copies, checkpoint_config=config, measured_step_s=step_s)
-            totals = option.evaluate(option.medians())
-            option = dataclasses.replace(option, measured_step_s=scenario.measured_step_s)
-            priced.append(Candidate(option, *(float(totals[name]) for name in ("usd", "run_s", "goodput"))))
+            option = changed(scenario, spares=spares, copies=copies, checkpoint_config=config)
+            totals = option.totals(step_s, 1.0, medians)
+            lossless.append(Candidate(option, *(float(totals[name]) for name in ("usd", "run_s", "goodput"))))
+    priced: list[Candidate] = []
+    for ideal in sorted(lossless, key=lambda option: (option.usd, option.run_s)):
+        if not any(option.usd <= ideal.usd and option.run_s <= ideal.run_s for option in priced):
+            [figures] = totals_at([(ideal.scenario, ideal.scenario.medians())], WALKS)
+            priced.append(Candidate(ideal.scenario, figures["usd"], figures["run_s"], figures["goodput"]))
     front = []
     for candidate in pareto(priced):
         result = forecast(candidate.scenario, num_draws=FRONT_DRAWS)
