@@ -226,6 +226,9 @@ class ScalingConfig:
 class StepConfig:
     """What one optimizer step is, whatever the mesh: `global_batch` sequences of `context_tokens`."""
 
+    IDENTITY: ClassVar[tuple[str, ...]] = ("seed", "global_batch", "context_tokens", "param_dtype")
+    """Settings that a run keeps for good."""
+
     steps: Annotated[PositiveInt, Flag("steps")] = 40
     """Optimizer steps to train."""
     global_batch: Annotated[PositiveInt, Flag("global_batch")] = 4
@@ -296,6 +299,19 @@ class StepConfig:
         return -(-self.context_tokens // cp)
 
     @property
+    def longest_ring(self) -> int:
+        """Each rank of a ring needs a token."""
+        return self.context_tokens
+
+    def check_ring(self, cp: int) -> None:
+        """Raises ValueError for rings with more ranks than a sequence has tokens."""
+        if cp > self.longest_ring:
+            raise ValueError(
+                f"context_tokens={self.context_tokens} is less than cp={cp}: every rank of a ring needs at least "
+                "one token; raise context_tokens or lower cp"
+            )
+
+    @property
     def validates(self) -> bool:
         return bool(self.val_every_steps or self.val_every_tokens)
 
@@ -305,7 +321,7 @@ class StepConfig:
             return False
         if num_steps == self.steps or not self.val_every_tokens:
             return num_steps == self.steps or num_steps % self.val_every_steps == 0
-        tokens, every = self.global_batch * self.context_tokens, self.val_every_tokens
+        tokens, every = self.tokens_per_step, self.val_every_tokens
         return num_steps * tokens // every > (num_steps - 1) * tokens // every
 
 
@@ -602,11 +618,7 @@ def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault
             f"global_batch={step.global_batch} is less than dp={scaling.most_rings}: every ring needs at least one "
             "sequence in each step; raise global_batch or lower dp (max_dp)"
         )
-    if step.context_tokens < scaling.cp:
-        raise ValueError(
-            f"context_tokens={step.context_tokens} is less than cp={scaling.cp}: every rank of a ring needs at least "
-            "one token; raise context_tokens or lower cp"
-        )
+    step.check_ring(scaling.cp)
     if step.linears == "fp8" and scaling.device != "cuda":
         raise ValueError(
             f"linears='fp8' and device={scaling.device!r}: only GPUs multiply in 8 bits, an H100 or newer; leave "

@@ -30,7 +30,7 @@ from elastic_ring.runtime.driver.submission import Submission, run_from
 from elastic_ring.runtime.driver.task_checks import build_task, check_settings
 from elastic_ring.runtime.identity import ContentDigests
 from elastic_ring.train.optim import OptimizerFactory, Schedule
-from elastic_ring.train.task import Initial, LossFunction, parts_of
+from elastic_ring.train.task import Initial, LossFunction, density_of, parts_of
 
 log = logging.getLogger(__name__)
 
@@ -180,8 +180,7 @@ class ElasticRingTrainer:
         parts = parts_of(self.task.model, step)
         sizes = parts.sizes if self.task.loss is parts.loss else None
         if pattern is not None and sizes is not None:
-            shape = sizes.config
-            density = pattern.density(step.context_tokens, shape.num_layers, shape.num_heads, shape.num_kv_heads)
+            density = density_of(pattern, sizes.config, step)
         choice = choose_pass(sizes, scaling, step, self.run_config, gpu, density)
         log.info("%s", choice.reason if number is None else choice.reason.replace(AS_SET, "as on record of this run"))
         step, self.scaling_config = choice.settings(step, scaling)

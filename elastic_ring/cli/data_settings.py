@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from elastic_ring.config import StepConfig
 from elastic_ring.files import absolute, shown_url
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.validation import Flag, NonNegativeInt, PositiveInt, settings
@@ -146,16 +147,16 @@ def prepared_data(
     return dataclasses.replace(data, digest=manifest.digest, **says), model
 
 
-def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:
+def data_source(data: DataConfig, model: ModelConfig, step: StepConfig) -> SourceConfig:
     """The corpus that the settings name. Raises ValueError for one that does not suit the model's vocabulary."""
     from elastic_ring.data.source import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, StdlibText, TextFiles, TokenShards
 
     if data.source == "stdlib":
-        return StdlibText(context_tokens, data.align_tokens)
+        return StdlibText(step.context_tokens, data.align_tokens)
     if data.source == "text":
-        return TextFiles(context_tokens, data.paths, data.align_tokens, data.allow_left_out)
+        return TextFiles(step.context_tokens, data.paths, data.align_tokens, data.allow_left_out)
     if data.source == "prepared":
-        return _prepared(data, model, context_tokens)
+        return _prepared(data, model, step.context_tokens)
     vocab_size = data.vocab_size or model.vocab_size
     if vocab_size > model.vocab_size:
         raise ValueError(
@@ -169,7 +170,7 @@ def data_source(data: DataConfig, model: ModelConfig, context_tokens: int) -> So
             "(--data.end-of-document ID)"
         )
     return TokenShards(
-        context_tokens,
+        step.context_tokens,
         data.uri,
         data.column,
         vocab_size,

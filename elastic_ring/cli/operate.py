@@ -50,7 +50,7 @@ def doctor(argv: Sequence[str] | None = None) -> int:
         examination = examine.Examination(
             settings.scaling,
             storage.root if storage.is_local else folder,
-            data_source(settings.data, shape, settings.step.context_tokens),
+            data_source(settings.data, shape, settings.step),
             (settings.model_folder,) if settings.model_folder else (),
             (settings.step.param_dtype, shape.head_dim, shape.num_heads // shape.num_kv_heads),
             run.timeouts,

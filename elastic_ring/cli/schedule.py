@@ -44,7 +44,7 @@ def steps_of(flags: Any, sections: Mapping[str, Any], sets: str | None, *, has_s
     step = sections["step"]
     own = [entry.data for entry in validation_sets(sets)] if sets else [""]
     held = step.num_val_sequences if step.validates and "" in own else 0
-    source = open_source(data_source(sections["data"], sections["model"], step.context_tokens))
+    source = open_source(data_source(sections["data"], sections["model"], step))
     training, _ = hold_out(source, num_sequences=held)
     return math.ceil(flags.epochs * training.num_sequences / step.global_batch)
 

@@ -69,7 +69,7 @@ def build(settings: TrainSettings, built: BuiltModel | None = None) -> ElasticRi
     settings = with_rates(settings, weights)
     trainer = ElasticRingTrainer(
         factory,
-        data_source(settings.data, model, step.context_tokens),
+        data_source(settings.data, model, step),
         scaling_config=scaling,
         run_config=settings.run,
         step_config=step,
@@ -95,7 +95,7 @@ def _validation(settings: TrainSettings, model: ModelConfig) -> dict[str, Valida
             corpus = from_plain(DataConfig, data_flag(entry.data, {"source": ""}), f"validate.{entry.name}.")
             if corpus.source == "prepared":
                 corpus, _ = prepared_data(corpus, model, vocabulary_is_chosen=True)
-            source = data_source(corpus, model, settings.step.context_tokens)
+            source = data_source(corpus, model, settings.step)
         sets[entry.name] = ValidationSet(source, entry.weight, entry.sequences)
     return sets
 
@@ -127,7 +127,9 @@ def plan(settings: TrainSettings, trainer: ElasticRingTrainer | None = None) -> 
     if pattern is not None:
         if any(rule.awaits_content for group in pattern.groups for rule in group.rules):
             latent = 0  # keys cross, by which content chooses
-        density = pattern.density(settings.step.context_tokens, sizes.num_layers, sizes.num_heads, sizes.num_kv_heads)
+        from elastic_ring.train.task import density_of
+
+        density = density_of(pattern, sizes, settings.step)
     return plan_of(
         sizes,
         settings.scaling,
@@ -225,7 +227,7 @@ def _check(settings: TrainSettings) -> None:
     if settings.step.experts != "auto" and not settings.model.num_experts:
         raise ValueError(f"step.experts={settings.step.experts!r}: the model has no experts; leave it out")
     if settings.data.source != "stdlib":
-        data_source(settings.data, settings.model, settings.step.context_tokens)
+        data_source(settings.data, settings.model, settings.step)
 
 
 def _tell_size(settings: TrainSettings, model: ModelConfig) -> None:
@@ -308,17 +310,15 @@ def _pattern(text: str | None, model: ModelConfig, step: StepConfig) -> LayerPat
     if text is None:
         return None
     from elastic_ring.attention.patterns.parse import read_pattern
+    from elastic_ring.train.task import density_of
 
     try:
         pattern = read_pattern(text)
         pattern.check(model.num_layers, model.num_heads, model.num_kv_heads)
     except ValueError as error:
         raise ValueError(f"--pattern: {error}") from error
-    density = pattern.density(step.context_tokens, model.num_layers, model.num_heads, model.num_kv_heads)
-    most = "at most " if pattern.density_is_bound else ""
-    logging.info(
-        "attention: %s; density %s%.3f of a document of %d tokens", pattern, most, density, step.context_tokens
-    )
+    density, most = density_of(pattern, model, step), "at most " if pattern.density_is_bound else ""
+    logging.info("attention: %s; density %s%.3f of a document as long as the context", pattern, most, density)
     return pattern
 
 

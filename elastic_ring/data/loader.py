@@ -73,15 +73,15 @@ def _copy_to(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def slice_sample(sample: Sample, layout: Layout, cp_rank: int, *, sample_id: int, index_in_batch: int) -> Slice:
-    """The slice of `cp_rank` of a sequence with context_tokens = layout.seq_len tokens.
+    """The slice of `cp_rank` of a sequence of layout.seq_len tokens.
 
     Raises: ValueError where layout and sequence differ in length.
     """
-    context_tokens = len(sample.tokens) - 1
+    seq_len = len(sample.tokens) - 1
     segments = layout.segments[cp_rank]
-    if layout.seq_len != context_tokens:
+    if layout.seq_len != seq_len:
         raise ValueError(
-            f"layout seq_len={layout.seq_len} for a sequence of context_tokens={context_tokens}: "
+            f"layout seq_len={layout.seq_len} for a sequence of {seq_len} tokens: "
             "make the layout for the source's context"
         )
     ranges = [np.arange(start, stop, dtype=np.int64) for start, stop in segments]
@@ -94,7 +94,7 @@ def slice_sample(sample: Sample, layout: Layout, cp_rank: int, *, sample_id: int
     if sample.counted is not None:
         targets[~sample.counted[positions + 1]] = IGNORE
     if sample.ends_document:
-        targets[positions == context_tokens - 1] = IGNORE
+        targets[positions == seq_len - 1] = IGNORE
     document_ids = (np.searchsorted(starts, positions, side="right") - 1).astype(np.int32)
     return Slice(
         tokens=torch.from_numpy(sample.tokens[positions]).unsqueeze(0),
@@ -108,8 +108,8 @@ def slice_sample(sample: Sample, layout: Layout, cp_rank: int, *, sample_id: int
     )
 
 
-def joined(slices: Sequence[Slice], context_tokens: int) -> Slice:
-    """One rank's slices of several sequences of `context_tokens` tokens as the slice of one long sequence that has the
+def joined(slices: Sequence[Slice], seq_len: int) -> Slice:
+    """One rank's slices of several sequences of `seq_len` tokens as the slice of one long sequence that has the
     documents of all; for a layout of so many sequences (`Layout.repeated`).
 
     Positions and targets stay those of each sequence. One slice alone is returned as it is.
@@ -120,7 +120,7 @@ def joined(slices: Sequence[Slice], context_tokens: int) -> Slice:
     document_ids, starts = [], list[int]()
     for row, part in enumerate(slices):
         document_ids.append(part.document_ids + len(starts))
-        starts += [row * context_tokens + start for start in part.document_starts]
+        starts += [row * seq_len + start for start in part.document_starts]
     tokens, targets, positions = (
         torch.cat([getattr(part, name) for part in slices], dim=1) for name in ("tokens", "targets", "positions")
     )

@@ -118,7 +118,7 @@ def compute(transaction: Transaction, step: int) -> Local:
             upcoming = [id_ for _, id_ in (*later, *following)][:ahead]
             pieces.append(loader.load(sample_id, index, transaction.layout, now.coordinate.cp_rank, upcoming=upcoming))
         slices += pieces
-        piece = joined(pieces, task.step.context_tokens)
+        piece = joined(pieces, transaction.layout.seq_len)
         _seed(transaction, piece, step)
         batch, attention = _batch(transaction, piece, step)
         hops.watch(attention.ledger)
@@ -165,7 +165,7 @@ def _compute_again(transaction: Transaction, step: int) -> float:
     first = first[: transaction.relief.together(task.step.micro_batch)]
     cp_rank = now.coordinate.cp_rank
     pieces = [transaction.loader.load(id_, index, transaction.layout, cp_rank) for index, id_ in first]
-    piece = joined(pieces, task.step.context_tokens)
+    piece = joined(pieces, transaction.layout.seq_len)
     _seed(transaction, piece, step)
     with transaction.relief.offloading(transaction.device):
         loss, _ = task.loss(now.model, _batch(transaction, piece, step)[0])

@@ -29,7 +29,7 @@ from elastic_ring.data.loader import Slice
 from elastic_ring.data.sampling.validation import LOSS, PERPLEXITY, ValidationSet, check_sets, holds_out, measured
 from elastic_ring.data.source import SourceConfig
 from elastic_ring.files import shown_plain
-from elastic_ring.model.config import ModelSizes, built_in, flops_of
+from elastic_ring.model.config import ModelConfig, ModelSizes, built_in, flops_of
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule
 
@@ -98,6 +98,11 @@ def parts_of(model: Any, step: StepConfig) -> ModelParts:
     shape = built_in(model)
     sizes = None if shape is None else ModelSizes(shape, is_built_in=True)
     return ModelParts(flops=flops_of(model, step.context_tokens), sizes=sizes)
+
+
+def density_of(pattern: LayerPatterns, model: ModelConfig, step: StepConfig) -> float:
+    """The share of the causal pairs of a whole sequence that the model's layers keep."""
+    return pattern.density(step.context_tokens, model.num_layers, model.num_heads, model.num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,7 @@ def check_parts(task: TrainingTask) -> None:
         raise ValueError(
             f"metrics has {', '.join(task.metrics)}, and val_every_steps=0 never validates: set it above 0"
         )
-    check_sets(task.validation, task.step.validates, task.step.context_tokens)
+    check_sets(task.validation, task.step)
     measured(task.validation, task.metrics)
     if task.initial is not None and not hasattr(task.initial, "tensor"):
         raise ValueError(f"initial={task.initial!r}: give an object whose tensor(name, shape, rows) has first values")

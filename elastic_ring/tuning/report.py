@@ -198,6 +198,11 @@ def recommend(results: Sequence[PatternResult], spread_nats: float) -> PatternRe
     return min(sparse or best, key=lambda result: result.step_s)
 
 
+def title_of(step: StepConfig, cp: int) -> str:
+    sizes = f"{step.steps} steps of {step.global_batch} x {step.context_tokens} tokens"
+    return f"{sizes}; bytes: K and V that a ring of {cp} receives in a forward pass."
+
+
 def report(trials: Sequence[TrialResult], out: Path, title: str, trained: Mapping[str, str | int] | None = None) -> str:
     """Write front.md, front.json and front.png into `out`; returns the table. `trials`: the last report of each trial,
     as `[result.metrics for result in results]` of a `ResultGrid`; `trained`: `training_terms` of the trials."""

@@ -43,6 +43,7 @@ from elastic_ring.tuning.report import (
     recommend,
     report,
     spread,
+    title_of,
     training_terms,
 )
 from elastic_ring.tuning.sampler import LOSSES, PATTERN, SEED, ProxySampler, search_axes
@@ -167,13 +168,9 @@ class Search:
             repeated += doubt
             self._phase(f"seeds-{len(repeated)}", len(doubt), repeated=doubt)
             results = pattern_results(self.trials)
-        title = (
-            f"{step.steps} steps of {step.global_batch} x {step.context_tokens} tokens; bytes: K and V that a ring of"
-            f" {scaling.cp} receives in a forward pass."
-        )
         mesh = scaling.mesh if self.on_mesh else MESH
         trained = training_terms(step, mesh, scaling.device, self.trainer.measured_on)
-        table = report(self.trials, self.out, title, trained)
+        table = report(self.trials, self.out, title_of(step, scaling.cp), trained)
         return table, recommend(results, spread(self.trials)[0]).pattern
 
     def _phase(self, name: str, num_trials: int, searcher: Any = None, repeated: Sequence[str] = ()) -> None:
@@ -305,7 +302,7 @@ def run(options: Namespace, train_arguments: Sequence[str], trainer: ElasticRing
     step, device = trainer.task.step, trainer.scaling_config.device
     space = {} if options.space is None else read_space(options.space)
     num_layers = PatternCosts(trainer.task, 1, device).num_layers
-    points = patterns(space, step.context_tokens, num_layers, whole_blocks=device == "cuda")
+    points = patterns(space, step, num_layers, whole_blocks=device == "cuda")
     digest = hashlib.sha256("\n".join(points).encode()).hexdigest()[:16]
     settings = {"--trials": options.trials, "patterns": digest, "arguments": shlex.join(train_arguments)}
     if options.concurrent != 1:  # the Tuner that is restored keeps its own

@@ -24,7 +24,7 @@ from elastic_ring.attention.patterns.layers import LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule
 from elastic_ring.attention.patterns.sparse import SparsePattern
-from elastic_ring.config import ScalingConfig
+from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small
 from elastic_ring.train.startup.layouts import Layouts, attention_calls
 from elastic_ring.train.task import TrainingTask
@@ -76,7 +76,7 @@ def read_space(path: Path) -> Axes:
         raise ValueError(f"--space {path}: cannot be read as TOML ({error})") from error
 
 
-def patterns(space: Axes, context_tokens: int, num_layers: int, *, whole_blocks: bool) -> list[str]:
+def patterns(space: Axes, step: StepConfig, num_layers: int, *, whole_blocks: bool) -> list[str]:
     """Every pattern of the space once, in a fixed order. `whole_blocks`: default blocks are multiples of 128 tokens.
 
     Raises ValueError for an axis that nothing uses, for a text that is no pattern of a model of so many layers, and for
@@ -85,7 +85,7 @@ def patterns(space: Axes, context_tokens: int, num_layers: int, *, whole_blocks:
     axes = {name: tuple(value) if isinstance(value, list | tuple) else (value,) for name, value in space.items()}
     rules = list(_own_patterns(axes))
     if "pattern" not in axes or {"family", "density", "block"} & axes.keys():
-        rules += _family_patterns(axes, context_tokens, whole_blocks)
+        rules += _family_patterns(axes, step.context_tokens, whole_blocks)
     texts = dict[str, None]()
     for rule in rules:
         is_whole = ";" in rule or "@" in rule
@@ -95,14 +95,9 @@ def patterns(space: Axes, context_tokens: int, num_layers: int, *, whole_blocks:
             texts[text] = None
     if not texts:
         raise ValueError(
-            f"the space {dict(space)} has no pattern at {context_tokens} tokens: give other densities or blocks"
+            f"the space {dict(space)} has no pattern at {step.context_tokens} tokens: give other densities or blocks"
         )
     return list(texts)
-
-
-def pattern_of(config: Axes, context_tokens: int, num_layers: int) -> str:
-    """The text of one trial's config. Raises ValueError."""
-    return patterns({"layers": "{rule}", **config}, context_tokens, num_layers, whole_blocks=False)[0]
 
 
 def _own_patterns(axes: Mapping[str, Sequence[Value]]) -> Iterator[str]:
@@ -218,7 +213,8 @@ class SearchTask:
 
     def trial(self, config: Mapping[str, Value], num_layers: int) -> tuple[str, TrainingTask]:
         """A trial's pattern and its task. A seed in `config` also changes the first values and the order of samples."""
-        task, text = self.task, pattern_of(config, self.task.step.context_tokens, num_layers)
+        task = self.task
+        [text, *_] = patterns({"layers": "{rule}", **config}, task.step, num_layers, whole_blocks=False)
         seed, initial = int(config.get("seed", task.step.seed)), task.initial
         if is_dataclass(initial) and hasattr(initial, "seed"):
             initial = replace(initial, seed=seed)

@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_ring.config import StepConfig
 from elastic_ring.data.manifest import MANIFEST
 from elastic_ring.data.packing import check_context
 from elastic_ring.data.preparation.prepare import PrepareConfig, Session, prepare
@@ -71,10 +72,10 @@ class DatasetTokens:
         raise ValueError("DatasetTokens: is opened by ElasticRingTrainer.fit, which writes the dataset out first")
 
 
-def as_source(data: Any, context_tokens: int) -> Any:
+def as_source(data: Any, step: StepConfig) -> Any:
     """`data`, or a dataset as `DatasetTokens`. Raises ValueError for a dataset that can be read only once."""
     if kind_of(data) is not None:
-        return DatasetTokens(data, context_tokens)
+        return DatasetTokens(data, step.context_tokens)
     names = _names(data)
     if "datasets.dataset_dict.DatasetDict" in names:
         raise ValueError(

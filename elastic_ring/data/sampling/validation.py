@@ -17,8 +17,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from elastic_ring.config import StepConfig
 from elastic_ring.data.packing import Sample
-from elastic_ring.data.source import Source, fingerprinted
+from elastic_ring.data.source import Source, SourceConfig, fingerprinted
 from elastic_ring.validation import Must, PositiveInt, settings
 
 HELD_OUT = "the sequences held out of the training data"
@@ -55,19 +56,25 @@ def measured(sets: Collection[str], metrics: Collection[str]) -> list[str]:
     return names
 
 
-def check_sets(sets: Mapping[str, ValidationSet], validates: bool, context_tokens: int) -> None:
+def check_length(data: SourceConfig, step: StepConfig, named: str) -> None:
+    """Raises ValueError for data whose sequences are not as long as the steps'."""
+    if data.context_tokens != step.context_tokens:
+        raise ValueError(
+            f"{named}.context_tokens={data.context_tokens} differs from step.context_tokens={step.context_tokens}: "
+            "set both to the same"
+        )
+
+
+def check_sets(sets: Mapping[str, ValidationSet], step: StepConfig) -> None:
     """Raises ValueError for sets without a result."""
     for name, part in sets.items():
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or not isinstance(part, ValidationSet):
             raise ValueError(
                 f"validation={{{name!r}: ...}}: give ValidationSet(...) by names of small letters, digits and _"
             )
-        if part.data is not None and part.data.context_tokens != context_tokens:
-            raise ValueError(
-                f"validation {name}: its data has context_tokens={part.data.context_tokens}, and "
-                f"step.context_tokens={context_tokens}: set both to the same"
-            )
-    if sets and not validates:
+        if part.data is not None:
+            check_length(part.data, step, f"validation {name}: data")
+    if sets and not step.validates:
         raise ValueError(
             f"validation has {', '.join(sets)}, and val_every_steps=0 never validates: set it, or val_every_tokens"
         )

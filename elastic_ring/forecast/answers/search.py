@@ -85,7 +85,7 @@ def fitting_changes(base: Scenario) -> list[tuple[str, float]]:
     base_cost = gpu_seconds(base)
     for name, change in moves:
         scenario = changed(base, **change)
-        if scenario.fits and scenario.step.context_tokens >= scenario.scaling.cp:
+        if scenario.fits and scenario.scaling.cp <= scenario.step.longest_ring:
             costs[name] = gpu_seconds(scenario) / base_cost
     return sorted(costs.items(), key=lambda cost: (cost[1], len(cost[0])))
 
@@ -102,7 +102,7 @@ def candidates(base: Scenario, prices: PriceList, kind: str, gpu: str) -> Iterat
     most = base.num_gpus
     powers = [2**k for k in range(15) if 2**k <= most]
     for cp, dp in sorted(itertools.product(powers, powers), key=lambda mesh: -mesh[0] * mesh[1]):
-        if cp * dp > most or cp > base.step.context_tokens or dp > base.step.global_batch:
+        if cp * dp > most or cp > base.step.longest_ring or dp > base.step.global_batch:
             continue
         patterns = dict.fromkeys((base.pattern, None))
         for offload, together, offloads, pattern in itertools.product(OFFLOADS, (1, 2, 4), (False, True), patterns):

@@ -23,7 +23,7 @@ from torch import Tensor
 from elastic_ring.attention.comm.exchange import HopBuffers
 from elastic_ring.attention.lowering.call_plan import PlanCache
 from elastic_ring.attention.options import RingOptions
-from elastic_ring.config import Timeouts
+from elastic_ring.config import StepConfig, Timeouts
 from elastic_ring.data.loader import Loader, Slice, slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.sampling.order import SampleOrder, share
@@ -156,6 +156,10 @@ class DatasetRows:
 
     context_tokens: int
     vocab_size: int
+
+    @classmethod
+    def of(cls, step: StepConfig, vocab_size: int) -> DatasetRows:
+        return cls(step.context_tokens, vocab_size)
 
     def open(self) -> NoReturn:
         raise ValueError("a Ray dataset has no sequences by number: its workers read rows of their shards")

@@ -148,11 +148,7 @@ def check_mesh(num_workers: tuple[int, int], cp: int, step: StepConfig, own: Zer
         raise ValueError(
             f"workers={fewest} is less than cp={cp}: a ring needs cp workers; raise --workers or lower --cp"
         )
-    if step.context_tokens < cp:
-        raise ValueError(
-            f"context_tokens={step.context_tokens} is less than cp={cp}: every rank of a ring needs at "
-            "least one token; raise context_tokens or lower cp"
-        )
+    step.check_ring(cp)
     if fewest == most and most % cp:
         raise ValueError(
             f"workers={most} is no multiple of cp={cp}: the mesh is dp rings of cp workers; give "

@@ -35,7 +35,7 @@ from elastic_ring.monitor.metrics import CONFIG_NAME, write_json
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime.coordinator.run_spec import summary_of
 from elastic_ring.runtime.driver.ray_session import cluster
-from elastic_ring.runtime.driver.submission import IDENTITY_SETTINGS, has_weights, read_record, refuse
+from elastic_ring.runtime.driver.submission import has_weights, read_record, refuse
 from elastic_ring.runtime.driver.submission_rules import ExistingRun, RunRequest, decide_submission
 from elastic_ring.runtime.driver.task_checks import check_task, training_order
 from elastic_ring.runtime.groups import nccl
@@ -123,7 +123,7 @@ class Zero3Trainer:
         self.device: Literal["cpu", "cuda"] = "cuda" if self.scaling_config.use_gpu else "cpu"
         base = ElasticRingTrainer(
             model,
-            data or DatasetRows(step.context_tokens, vocab_size or 0),
+            data or DatasetRows.of(step, vocab_size or 0),
             step_config=step,
             optim_config=optim_config,
             scaling_config=ScalingConfig(dp=1, cp=cp, spares=0, device=self.device),
@@ -186,7 +186,7 @@ class Zero3Trainer:
         """What a submission shares with the run that it goes on with. Raises ValueError for data that cannot be read.
         A Ray dataset is read once, by the workers: what it holds is not known."""
         task = self.task
-        step = {name: getattr(task.step, name) for name in IDENTITY_SETTINGS}
+        step = {name: getattr(task.step, name) for name in StepConfig.IDENTITY}
         parts = {name: describe(getattr(task, name)) for name in ("model", "loss", "initial")}
         return identity_of(task, step, parts, self._contents[0])
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from elastic_ring.config import RunConfig, ScalingConfig, check_copies, check_lasting, digest
+from elastic_ring.config import RunConfig, ScalingConfig, StepConfig, check_copies, check_lasting, digest
 from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.preparation.materialise import DatasetTokens, materialised
 from elastic_ring.data.prepared import may_grow, versions_beside, with_versions
@@ -53,8 +53,6 @@ from elastic_ring.train.task import TrainingTask, description_of
 from elastic_ring.train.wrap import num_parameters
 
 log = logging.getLogger(__name__)
-
-IDENTITY_SETTINGS = ("seed", "global_batch", "context_tokens", "param_dtype")
 
 
 def read_record(folder: Path) -> rules.RunRecord | None:
@@ -111,7 +109,7 @@ class Submission:
     def identity(self) -> Identity:
         """The identity of this run. Raises ValueError for data that cannot be read."""
         task = self.task
-        settings = {name: getattr(task.step, name) for name in IDENTITY_SETTINGS}
+        settings = {name: getattr(task.step, name) for name in StepConfig.IDENTITY}
         settings["num_val_sequences"] = task.num_held_out
         code = {name: describe(part) for name, part in code_parts(task, decides=True).items()}
         return identity_of(task, settings, code, self.contents.of(task.data)[0])

@@ -28,7 +28,14 @@ from elastic_ring.costs import CostModel
 from elastic_ring.data.filesystem import at_submission
 from elastic_ring.data.preparation.materialise import as_source
 from elastic_ring.data.sampling.order import SampleOrder
-from elastic_ring.data.sampling.validation import ValidationSet, ValidationSource, measured, open_sets, with_sets
+from elastic_ring.data.sampling.validation import (
+    ValidationSet,
+    ValidationSource,
+    check_length,
+    measured,
+    open_sets,
+    with_sets,
+)
 from elastic_ring.data.source import fingerprinted, hold_out, open_source, order_of
 from elastic_ring.monitor.callbacks import Callback, check_callbacks
 from elastic_ring.train.optim import check_cpu_offload, check_schedule
@@ -53,16 +60,14 @@ def build_task(
     """The task of these arguments of `ElasticRingTrainer`; the model's factory brings what they leave out. `options`:
     fields of the task, None for a default."""
     sets = {
-        name: replace(entry, data=as_source(entry.data, step.context_tokens))
-        if getattr(entry, "data", None) is not None
-        else entry
+        name: replace(entry, data=as_source(entry.data, step)) if getattr(entry, "data", None) is not None else entry
         for name, entry in validation.items()
     }
     check_callbacks(callbacks, step.validates, measured(sets, options["metrics"] or {}))
     parts = parts_of(model, step)
     task = TrainingTask(
         model,
-        as_source(data, step.context_tokens),
+        as_source(data, step),
         step,
         optim or OptimConfig(total_steps=step.steps),
         parts.loss,
@@ -100,11 +105,7 @@ def check_settings(task: TrainingTask, scaling: ScalingConfig, run: RunConfig) -
             f"kernel={step.kernel!r} is no attention kernel for device={scaling.device!r}: choose one of "
             f"{', '.join(kernels)}, or leave it out to have one chosen"
         )
-    if task.data.context_tokens != step.context_tokens:
-        raise ValueError(
-            f"data.context_tokens={task.data.context_tokens} differs from step.context_tokens={step.context_tokens}: "
-            "set both to the same"
-        )
+    check_length(task.data, step, "data")
 
 
 def check_task(task: TrainingTask, cp: int, device: str) -> None:

@@ -36,7 +36,7 @@ def test_a_hugging_face_dataset_is_written_out_once_in_its_order(
 ) -> None:
     whole = dataset([*texts(40), None, ""]).select([*range(41, -1, -1)])
     uri = str(tmp_path / "run-data")
-    source = as_source(whole, 8)
+    source = as_source(whole, StepConfig(context_tokens=8))
     with caplog.at_level(logging.INFO):
         first = materialised(source, uri)
     assert f"the Hugging Face dataset is written to {uri} and prepared there" in caplog.text
@@ -53,26 +53,26 @@ def test_a_kill_while_it_is_written_leaves_nothing_that_counts(tmp_path: Path) -
     left = tmp_path / "run-data" / "input" / "part-000009.parquet"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half of a file")
-    source = as_source(dataset(texts(40)), 8)
+    source = as_source(dataset(texts(40)), StepConfig(context_tokens=8))
     calm = materialised(source, str(tmp_path / "calm-data"))
     assert materialised(source, uri).digest == calm.digest
 
 
 def test_other_documents_settings_or_order_under_the_same_run_are_refused(tmp_path: Path) -> None:
     uri = str(tmp_path / "run-data")
-    materialised(as_source(dataset(texts(40)), 8), uri)
+    materialised(as_source(dataset(texts(40)), StepConfig(context_tokens=8)), uri)
     for other in (texts(39), [*texts(39), "x"], [*texts(40)[::-1]], [texts(2)[0] + texts(2)[1], "", *texts(38, 2)]):
         with pytest.raises(ValueError, match="has other documents, or another order"):
-            materialised(as_source(dataset(other), 8), uri)
+            materialised(as_source(dataset(other), StepConfig(context_tokens=8)), uri)
     with pytest.raises(ValueError, match=r"'align_tokens': 1.*not .*'align_tokens': 8"):
         materialised(DatasetTokens(dataset(texts(40)), 8, align_tokens=8), uri)
 
 
 def test_a_dataset_without_text_is_refused_by_its_columns(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no column 'text': it has id, body; give DatasetTokens"):
-        materialised(as_source(dataset(texts(3), "body"), 8), str(tmp_path / "a"))
+        materialised(as_source(dataset(texts(3), "body"), StepConfig(context_tokens=8)), str(tmp_path / "a"))
     with pytest.raises(ValueError, match="has no rows"):
-        materialised(as_source(dataset([]), 8), str(tmp_path / "b"))
+        materialised(as_source(dataset([]), StepConfig(context_tokens=8)), str(tmp_path / "b"))
     assert materialised(DatasetTokens(dataset(texts(3), "body"), 8, text_column="body"), str(tmp_path / "c")).digest
 
 
@@ -115,8 +115,8 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(data: Any, told: str
 
 def test_sources_stay_what_they_are() -> None:
     source = StdlibText(8)
-    assert as_source(source, 4) is source
+    assert as_source(source, StepConfig(context_tokens=4)) is source
     with pytest.raises(ValueError, match="DatasetTokens dataset is a list"):
         DatasetTokens([], 8)
     with pytest.raises(ValueError, match=r"is opened by ElasticRingTrainer\.fit"):
-        as_source(dataset(["a"]), 8).open()
+        as_source(dataset(["a"]), StepConfig(context_tokens=8)).open()

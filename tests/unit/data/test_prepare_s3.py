@@ -81,7 +81,7 @@ def test_text_files_on_an_object_store_are_those_of_a_folder(
     (tmp_path / "in" / "notes.md").write_text("no text of this corpus")
     upload(object_store, bucket, tmp_path / "in")
     here, there = (
-        open_source(data_source(asked.data, asked.model, asked.step.context_tokens))
+        open_source(data_source(asked.data, asked.model, asked.step))
         for asked in (
             parse(["--data", f"{place}/*/*.txt", "--context=48"]) for place in (tmp_path / "in", f"s3://{bucket}/in")
         )
@@ -90,8 +90,9 @@ def test_text_files_on_an_object_store_are_those_of_a_folder(
     assert there.num_sequences == here.num_sequences > 20
     ids = range(0, here.num_sequences, 5)
     assert [there.read(i).tokens.tolist() for i in ids] == [here.read(i).tokens.tolist() for i in ids]
+    asked = parse(["--data", f"s3://{bucket}/none/*.txt", "--context", "48"])
     with pytest.raises(ValueError, match=rf"s3://{bucket}/none/\*\.txt: there is no such file"):
-        open_source(data_source(parse(["--data", f"s3://{bucket}/none/*.txt"]).data, parse([]).model, 48))
+        open_source(data_source(asked.data, asked.model, asked.step))
 
 
 def test_a_shard_that_the_store_has_lost_is_named(object_store: ObjectStore, bucket: str, tmp_path: Path) -> None:

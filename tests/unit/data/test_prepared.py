@@ -322,7 +322,7 @@ def test_a_manifest_is_all_that_training_needs(tmp_path: Path, caplog: pytest.Lo
     assert (asked.data.source, asked.data.uri, asked.data.digest) == ("prepared", str(path), manifest.digest)
     assert (asked.data.end_of_document, asked.data.align_tokens) == (256, 32)
     with caplog.at_level("INFO"):
-        source = train.data_source(asked.data, asked.model, 64)
+        source = train.data_source(asked.data, asked.model, StepConfig(context_tokens=64))
     told = f"documents of up to {manifest.longest_document_tokens} tokens are packed over several sequences"
     assert caplog.text.count(told) == 1
     with caplog.at_level("INFO"):
@@ -363,7 +363,7 @@ def test_the_models_vocabulary_follows_the_manifest_unless_it_was_chosen(tmp_pat
     assert parse(["--data", str(path), "--model.vocab-size", "512"]).model.vocab_size == 512
     asked = parse(["--data", str(path), "--model.vocab-size", "299"])
     with pytest.raises(ValueError, match=r"has tokens of a vocabulary of 300, and the model .* model\.vocab_size=299"):
-        train.data_source(asked.data, asked.model, 64)
+        train.data_source(asked.data, asked.model, StepConfig(context_tokens=64))
 
 
 def test_settings_that_contradict_the_manifest_are_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 import ray
 from safetensors.torch import save_file
 
-from elastic_ring import ElasticRingTrainer, OptimConfig, cli
+from elastic_ring import ElasticRingTrainer, OptimConfig, StepConfig, cli
 from elastic_ring.cli import settings, train
 from elastic_ring.cli.schedule import with_rates
 from elastic_ring.cli.settings import NESTED, SECTIONS, parse
@@ -423,7 +423,7 @@ def test_no_preset_kills_its_own_worker() -> None:
 def test_shards_take_vocabulary_column_and_end_of_document_from_the_flags() -> None:
     def source(*flags: str) -> Any:
         asked = parse(["--preset", "1b", "--data", "shards:/tokens", *flags])
-        return train.data_source(asked.data, asked.model, 8)
+        return train.data_source(asked.data, asked.model, StepConfig(context_tokens=8))
 
     made = source("--data.column", "ids", "--data.end-of-document", "128001", "--data.rows-end-documents")
     assert made == TokenShards(8, "/tokens", "ids", 128_256, 128_001, True)
@@ -500,10 +500,10 @@ def test_places_are_those_of_the_command_for_every_source(tmp_path: Path, monkey
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for given, place in (("a.txt", tmp_path / "a.txt"), ("~/a.txt", tmp_path / "home" / "a.txt")):
         asked = parse(["--data", given])
-        assert train.data_source(asked.data, asked.model, 8).paths == (str(place),)
+        assert train.data_source(asked.data, asked.model, StepConfig(context_tokens=8)).paths == (str(place),)
         assert str(place) in asked.toml()
         shards = parse(["--data", f"shards:{given}"])
-        assert train.data_source(shards.data, shards.model, 8).uri == str(place)
+        assert train.data_source(shards.data, shards.model, StepConfig(context_tokens=8)).uri == str(place)
         assert TokenShards(8, given).uri == str(place)
         assert TextFiles(8, (given, "s3://bucket/a.txt")).paths == (str(place), "s3://bucket/a.txt")
         config = PrepareConfig((given,), given, tokenizer=given)

@@ -37,7 +37,7 @@ from elastic_ring.tuning.report import (
 )
 from elastic_ring.tuning.sampler import LOSSES, ProxySampler, read_study
 from elastic_ring.tuning.search import NonDominatedRank, run_name_of, store_settings
-from elastic_ring.tuning.space import DENSE, DENSITIES, FAMILIES, OFF, PatternCost, pattern_of, patterns, read_space
+from elastic_ring.tuning.space import DENSE, DENSITIES, FAMILIES, OFF, PatternCost, patterns, read_space
 
 # ------------------------------------------------------------ the space
 
@@ -47,14 +47,14 @@ def test_every_point_is_a_pattern_of_the_density_that_it_names(context: int, who
     for family, density in itertools.product(FAMILIES, DENSITIES):
         space = {"family": family, "density": density, "layers": "{rule}"}
         try:
-            every = patterns(space, context, 4, whole_blocks=whole_blocks)
+            every = patterns(space, StepConfig(context_tokens=context), 4, whole_blocks=whole_blocks)
         except ValueError:
             continue
         for text in every:
             kept = LayerPatterns(parse_pattern(text).groups, context // 64).density(context, 4, 4, 4)
             assert kept == pytest.approx(density, rel=OFF + 0.01), text
             assert not whole_blocks or "unit=" not in text or int(text.rpartition("=")[2]) % 128 == 0
-    assert len(patterns({}, context, 4, whole_blocks=whole_blocks)) > 60
+    assert len(patterns({}, StepConfig(context_tokens=context), 4, whole_blocks=whole_blocks)) > 60
 
 
 def test_the_users_axes_fill_the_users_patterns_and_layers_follow_them(tmp_path: Path) -> None:
@@ -62,15 +62,16 @@ def test_the_users_axes_fill_the_users_patterns_and_layers_follow_them(tmp_path:
         'pattern = ["sinks:64+window:{w}", "topk:8;dense@0"]\nw = [512, 1024]\n'
         'layers = ["{rule}", "{rule};dense@{last}"]\n'
     )
-    assert patterns(read_space(tmp_path / "space.toml"), 8192, 6, whole_blocks=True) == [
+    step = StepConfig(context_tokens=8192)
+    assert patterns(read_space(tmp_path / "space.toml"), step, 6, whole_blocks=True) == [
         "sinks:64+window:512",
         "sinks:64+window:512;dense@5",
         "sinks:64+window:1024",
         "sinks:64+window:1024;dense@5",
         "topk:8;dense@0",
     ]
-    assert pattern_of({"pattern": "window:{w}", "w": 256, "seed": 3}, 8192, 6) == "window:256"
-    assert pattern_of({"family": "near", "density": 0.2, "block": 128}, 8192, 6).startswith("bigbird:")
+    [text] = patterns({"family": "near", "density": 0.2, "block": 128, "layers": "{rule}"}, step, 6, whole_blocks=False)
+    assert text.startswith("bigbird:")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_the_users_axes_fill_the_users_patterns_and_layers_follow_them(tmp_path:
 )
 def test_a_space_that_cannot_be_meant_is_refused(space: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        patterns(space, 512, 4, whole_blocks=False)
+        patterns(space, StepConfig(context_tokens=512), 4, whole_blocks=False)
 
 
 # ------------------------------------------------------------ the sampler
