@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,28 +122,21 @@ def run_sparse_on(
     device: str, case: SparseCase, links: ProcessGroups | None = None, **options: Any
 ) -> tuple[list[torch.Tensor], list[HopLedger]]:
     """out, dq, dk, dv of a sparse case over the whole sequence, on the CPU, and each rank's ledger."""
-    cp, layout, scale = case.layout.cp, case.layout, case.head_dim**-0.5
-    links = ProcessGroups(cp) if links is None else links
-    groups = links.groups()
-    tensors = [tensor.to(device) for tensor in case.tensors()]
 
-    @torch.no_grad()
-    def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
-        with links.baton:
-            q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
-            ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], RingOptions(coalesced=True, **options))
-            out, lse, call, keys = ring.run_forward(q, k, v, scale)
-            return [out, *ring.run_backward(dout, (q, k, v, out, lse), scale, call, keys)], ring.ledger
+    def ring_of(cp_rank: int, group: ThreadGroup, *_: torch.Tensor) -> RingAttention:
+        return RingAttention(case.schedule, cp_rank, group, RingOptions(coalesced=True, **options))
 
-    results = in_threads(cp, work)
-    gathered = [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)]
-    return gathered, [ledger for _, ledger in results]
+    found, rings = run_rings(device, case, links, ring_of)
+    return found, [ring.ledger for ring in rings]
 
 
-def run_content_on(
-    device: str, case: ContentCase, links: ProcessGroups | None = None, **options: Any
+def run_rings(
+    device: str,
+    case: Any,
+    links: ProcessGroups | None,
+    ring_of: Callable[[int, Any, torch.Tensor, torch.Tensor], RingAttention],
 ) -> tuple[list[torch.Tensor], list[RingAttention]]:
-    """The same where content chooses, over whole blocks, and each rank's ring."""
+    """Of `ring_of(rank, group, q, k)`, a thread for each rank: out, dq, dk, dv on the CPU, and the rings."""
     cp, layout, scale = case.layout.cp, case.layout, case.head_dim**-0.5
     links = ProcessGroups(cp) if links is None else links
     groups = links.groups()
@@ -152,13 +146,22 @@ def run_content_on(
     def work(cp_rank: int) -> tuple[list[torch.Tensor], RingAttention]:
         with links.baton:
             q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
-            ring = _ring_of(case, cp_rank, groups[cp_rank], q, k, options)
+            ring = ring_of(cp_rank, groups[cp_rank], q, k)
             out, lse, call, keys = ring.run_forward(q, k, v, scale)
             return [out, *ring.run_backward(dout, (q, k, v, out, lse), scale, call, keys)], ring
 
     results = in_threads(cp, work)
+    if device == "cuda":
+        torch.cuda.synchronize()
     gathered = [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)]
     return gathered, [ring for _, ring in results]
+
+
+def run_content_on(
+    device: str, case: ContentCase, links: ProcessGroups | None = None, **options: Any
+) -> tuple[list[torch.Tensor], list[RingAttention]]:
+    """The same where content chooses, over whole blocks, and each rank's ring."""
+    return run_rings(device, case, links, lambda *of_rank: _ring_of(case, *of_rank, options=options))
 
 
 def _ring_of(
@@ -166,15 +169,9 @@ def _ring_of(
 ) -> RingAttention:
     """A rank's ring for one call, of what content chose."""
     if all(top_k.fetch_all for rule in case.heads for top_k in top_ks_of(rule)):
-        attention = PatternedAttention(
-            case.pattern,
-            case.layout,
-            cp_rank,
-            group,
-            RingOptions(kernel=options["kernel"], deterministic=options["deterministic"]),
-            document_starts=case.document_starts,
-        )
-        return attention.ring(0, q, k)
+        whole = RingOptions(kernel=options["kernel"], deterministic=options["deterministic"])
+        own = (case.pattern, case.layout, cp_rank, group, whole)
+        return PatternedAttention(*own, document_starts=case.document_starts).ring(0, q, k)
     made = RingOptions(coalesced=True, **options)
     route = Router(case.layout, cp_rank, group, case.documents, made)
     pattern = SparsePattern(route(case.heads, q, k, 0), case.block)
@@ -217,23 +214,4 @@ def run_on_gpu(case: Case, links: ProcessGroups | None = None, **options: Any) -
 
 def run_dense_on(device: str, case: Case, links: ProcessGroups | None = None, **options: Any) -> Outcome:
     """The same on `device`, through the messages of a GPU."""
-    links = ProcessGroups(case.cp) if links is None else links
-    groups = links.groups()
-    tensors = [tensor.to(device) for tensor in case.tensors()]
-    layout, scale = case.layout, case.head_dim**-0.5
-
-    @torch.no_grad()
-    def work(cp_rank: int) -> tuple[list[torch.Tensor], HopLedger]:
-        with links.baton:
-            q, k, v, dout = (layout.scatter(tensor, cp_rank, 1).contiguous() for tensor in tensors)
-            ring = RingAttention(case.schedule, cp_rank, groups[cp_rank], RingOptions(coalesced=True, **options))
-            out, lse, call, _ = ring.run_forward(q, k, v, scale)
-            return [out, *ring.run_backward(dout, (q, k, v, out, lse), scale, call)], ring.ledger
-
-    results = in_threads(case.cp, work)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return Outcome(
-        [layout.gather([locals_[i] for locals_, _ in results], 1).cpu() for i in range(4)],
-        [ledger for _, ledger in results],
-    )
+    return Outcome(*run_sparse_on(device, case, links, **options))

@@ -30,8 +30,6 @@ from elastic_ring.train.startup.compilations import CompileWatch
 from elastic_ring.train.startup.warm import warm_up_attention, warm_up_device
 from elastic_ring.train.task import TrainingTask, attention_of
 
-pytestmark = pytest.mark.gpu
-
 MODEL = ModelConfig(512, 2, 256, 4, 2, 64, 768)
 CONTEXT, CP = 4096, 2
 
@@ -96,18 +94,9 @@ def test_documents_of_any_length_meet_only_kernels_that_the_warm_up_compiled(cp:
             starts.append(starts[-1] + int(2 ** draw.uniform(0.0, 11.0)))
         schedule = plan(Pattern(document_starts=tuple(start for start in starts if start < CONTEXT)), layout)
         for cp_rank in range(cp):
-            q, k, v = (
-                torch.randn(
-                    1,
-                    layout.num_tokens(cp_rank),
-                    heads,
-                    head_dim,
-                    device=device,
-                    dtype=torch.bfloat16,
-                    requires_grad=True,
-                )
-                for heads in (shape[0], shape[1], shape[1])
-            )
+            own = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+            length = layout.num_tokens(cp_rank)
+            q, k, v = (torch.randn(1, length, heads, head_dim, **own) for heads in (shape[0], shape[1], shape[1]))
             nobody = NullProcessGroup(cp_rank, cp) if cp > 1 else None
             RingAttention(schedule, cp_rank, nobody)(q, k, v).sum().backward()
     torch.cuda.synchronize(device)

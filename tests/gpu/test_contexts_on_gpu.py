@@ -28,8 +28,6 @@ from elastic_ring.state import pinned
 from elastic_ring.state.device_sums import eager_squared_norm, squared_norm
 from elastic_ring.train.startup.warm import _one_step
 
-pytestmark = pytest.mark.gpu
-
 PATIENCE_S = 120.0
 CONTEXT_BYTES = 100 << 20  # at least: on an H200 it is some 0.5 GiB
 

@@ -25,22 +25,20 @@ from elastic_ring.data.source import StdlibText
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
-
-pytestmark = pytest.mark.gpu
+from elastic_ring.runtime.driver.cluster import left_behind
+from tests.ray.conftest import bits, join
 
 SMALL = ModelConfig(257, 2, 64, 4, 2, 16, 128)
 STEPS, CONTEXT = 8, 256
 # Kernels that are compiled hold a process's GIL for seconds at a first start.
 PATIENT = Timeouts(heart_floor_s=15.0, heart_cap_s=25.0, build_s=300.0, start_s=300.0)
-SAME = ("losses", "weights_sha256", "samples_sha256")
 
 
 @pytest.fixture(autouse=True)
 def own_ray() -> Iterator[None]:
     """A Ray with all GPUs of this host, and a CPU for each worker."""
     ray.shutdown()
-    ray.init(address="local", num_cpus=8, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
+    join(num_cpus=8)
     yield
     ray.shutdown()
 
@@ -57,14 +55,8 @@ def run(
     **settings: Any,
 ) -> Result:
     """A run of a small decoder in bfloat16, which kernels of both kinds of device take."""
-    step = StepConfig(
-        steps=STEPS,
-        global_batch=2,
-        context_tokens=CONTEXT,
-        param_dtype="bfloat16",
-        check_model=False,
-        experts=experts,
-    )
+    computes: Any = {"param_dtype": "bfloat16", "check_model": False, "experts": experts}
+    step = StepConfig(steps=STEPS, global_batch=2, context_tokens=CONTEXT, **computes)
     trainer = ElasticRingTrainer(
         partial(Transformer, model),
         StdlibText(CONTEXT),
@@ -82,21 +74,12 @@ def run(
 def one_ring_comes_back_from_a_copy(folder: Path, device: str) -> None:
     none = CheckpointConfig(every_steps=0)
     calm = run(folder, "calm", device, cp=2, checkpoint_config=none).summary
-    killed = run(
-        folder,
-        "killed",
-        device,
-        cp=2,
-        spares=1,
-        copies="1",
-        copy_every_steps=1,
-        checkpoint_config=none,
-        faults="kill@step=4,phase=backward,rank=1",
-    ).summary
+    copies = {"spares": 1, "copies": "1", "copy_every_steps": 1, "faults": "kill@step=4,phase=backward,rank=1"}
+    killed = run(folder, "killed", device, cp=2, checkpoint_config=none, **copies).summary
     (recovery,) = killed["recoveries"]
     assert (recovery["source"], recovery["exact"]) == ("copy", True)
     assert recovery["steps_undone"] <= 2, "twice the steps between copies"
-    assert {key: killed[key] for key in SAME} == {key: calm[key] for key in SAME}
+    assert bits(killed) == bits(calm)
 
 
 def a_checkpoint_of_a_cpu_goes_on(folder: Path, device: str) -> None:

@@ -9,8 +9,6 @@ import torch
 
 from elastic_ring.model import fp8
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 SHAPES = [(33, 64), (8192, 2048), (200, 14_336), (130, 28_688)]
 
 

@@ -16,7 +16,6 @@ from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.loss import chunked_cross_entropy
 from elastic_ring.model.transformer import Transformer
 
-pytestmark = pytest.mark.gpu
 pytest.importorskip("liger_kernel")
 
 GPU = torch.device("cuda", 0)

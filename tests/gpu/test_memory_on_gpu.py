@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from benchmarks.harness import runs
@@ -69,7 +68,6 @@ def trained(folder: Path, room_bytes: int) -> dict[str, Any] | None:
         return None
 
 
-@pytest.mark.gpu
 def test_a_ballast_on_the_gpu_costs_no_bit_while_a_relief_is_left(tmp_path: Path) -> None:
     seen = set[str]()
     with runs.local_ray(num_cpus=4):

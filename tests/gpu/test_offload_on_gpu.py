@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from elastic_ring.attention.recomputation import OffloadedTensor
 from tests.unit.attention.test_recomputation import is_itself_until_it_leaves_and_equal_every_time_it_comes_back
-
-pytestmark = pytest.mark.gpu
 
 
 def test_it_is_itself_until_it_leaves_and_equal_every_time_it_comes_back() -> None:

@@ -16,10 +16,7 @@ from elastic_ring.runtime.driver.cluster import left_behind
 from tests.ray.conftest import held_loss
 from tests.ray.recovery.test_reshaped import assert_same_samples
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 STEPS = 80
 """Slow ones for as long as a worker takes to start, with time to spare."""

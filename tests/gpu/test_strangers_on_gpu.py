@@ -15,10 +15,7 @@ from elastic_ring.runtime.groups.groups import Connector, Rendezvous
 from elastic_ring.runtime.groups.transport import listening
 from tests.unit.groups.processes import HOST, membership, reaches
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 PAIR = Mesh(1, 2)
 

@@ -51,6 +51,11 @@ class ObjectStore:
             "AWS_REGION": "us-east-1",
         }
 
+    def enter(self, patch: pytest.MonkeyPatch, **more: str) -> None:
+        """This process, and those that it starts, are clients with these variables more."""
+        for name, value in {**self.environment, **more}.items():
+            patch.setenv(name, value)
+
     def client(self) -> Any:
         """One of our own, to prepare and to look behind the code under test."""
         from botocore.config import Config

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
 from elastic_ring import Callback, ElasticRingTrainer, OptimConfig, Result, RunConfig, ScalingConfig, StepConfig
@@ -30,7 +33,15 @@ from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.journal import read
-from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, RECOVERY_KEYS, STATUS_NAME, StepMetrics
+from elastic_ring.monitor.metrics import (
+    CONFIG_NAME,
+    JOURNAL_NAME,
+    METRICS_NAME,
+    RECOVERY_KEYS,
+    STATUS_NAME,
+    StepMetrics,
+    read_metrics,
+)
 from elastic_ring.runtime.coordinator.folds.recovery_log import RecoveryLog
 from elastic_ring.runtime.coordinator.folds.run_totals import RunTotals
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, control_options
@@ -43,6 +54,7 @@ from tests.unit.data.corpora import prepared, texts, write_jsonl
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve workers beside the other tests
 ALONE = {"dp": 1, "cp": 1, "spares": 0}
 """The mesh of tests that are not about a mesh: one worker starts sooner than five."""
+ROOT = Path(__file__).parents[2]
 TINY = ModelConfig(257, 2, 32, 4, 2, 8, 64)
 EXPERTS = replace(TINY, num_experts=5, experts_per_token=2, expert_width=16, shared_width=16)
 
@@ -69,19 +81,41 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
         ray.shutdown()
 
 
+def join(address: str = "local", **options: Any) -> None:
+    """`ray.init` without a dashboard, and without Ray's words on the console."""
+    if address == "local":
+        options["include_dashboard"] = False
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
+
+
+@contextmanager
+def cluster_of(*nodes: dict[str, Any], head_cpus: int = 0) -> Iterator[Cluster]:
+    """Raylets on this machine, in place of the other modules' Ray: a head without CPUs outlives the nodes."""
+    ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False})
+    try:
+        for node in nodes:
+            cluster.add_node(**node)
+        join(cluster.address)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def ran(*words: str, code: int = 0, timeout_s: float = 240.0, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A command that has ended with this code; the options are those of `subprocess.run`."""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, **options)
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-4000:]
+    return done
+
+
 @pytest.fixture(scope="module")
 def local_ray(fork_server: ForkServer) -> None:
     """One Ray for all modules that start none of their own, with as many CPUs as the largest mesh asks for."""
     if not ray.is_initialized():
         with fork_server.forking():
-            ray.init(
-                address="local",
-                num_cpus=32,
-                namespace=NAMESPACE,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
+            join(num_cpus=32)
 
 
 def slow_loss(seconds: float, model: Any, batch: Any) -> tuple[Any, int]:
@@ -127,6 +161,34 @@ def wait_for(*conditions: Callable[[], bool], limit_s: float = 120.0) -> None:
         while not condition():
             assert time.monotonic() < deadline, f"not within {limit_s} s: {condition}"
             time.sleep(0.05)
+
+
+def num_steps(folder: Path) -> int:
+    """How many steps of the run in this folder are on record."""
+    return len(read_metrics(folder)) if (folder / METRICS_NAME).exists() else 0
+
+
+def status(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / STATUS_NAME).read_text())
+    return found
+
+
+def pids(folder: Path) -> list[int]:
+    """The processes of the mesh by global rank, as the coordinator tells it."""
+    return [member["pid"] for member in status(folder)["members"]]
+
+
+def notes(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [line for line in read(folder / JOURNAL_NAME) if line.get("note") == kind]
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [line["event"] for line in read(folder / JOURNAL_NAME) if "event" in line]
+
+
+def bits(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What is equal in two runs that used the same samples and computed the same, bit for bit."""
+    return {key: summary[key] for key in ("losses", "weights_sha256", "samples_sha256")}
 
 
 def tiny_trainer(
@@ -210,10 +272,7 @@ def fault_free(known: Path, folder: Path, dp: int = 2, cp: int = 2, steps: int =
     name = f"calm-{dp}x{cp}x{steps}"
     kept = known / f"{name}.json"
     if not kept.exists():
-        trainer = tiny_trainer(folder, name, dp=dp, cp=cp, steps=steps, spares=0)
-        result = trainer.fit()
-        assert left_behind(name) == []
-        check_records(trainer, result)
+        result = finished(tiny_trainer(folder, name, dp=dp, cp=cp, steps=steps, spares=0))
         assert result.summary["recoveries"] == []
         replace_file(kept, json.dumps(result.summary).encode())
     summary: dict[str, Any] = json.loads(kept.read_text())
@@ -222,17 +281,16 @@ def fault_free(known: Path, folder: Path, dp: int = 2, cp: int = 2, steps: int =
 
 @pytest.fixture
 def train(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Runs to the end and returns the summary; nothing of the run may be left in the cluster."""
+    """Runs to the end and returns the summary."""
+    return lambda name, **options: finished(tiny_trainer(tmp_path_factory.mktemp("runs"), name, **options)).summary
 
-    def go(name: str, **options: Any) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("runs")
-        trainer = tiny_trainer(folder, name, **options)
-        result = trainer.fit()
-        assert left_behind(name) == []
-        check_records(trainer, result)
-        return result.summary
 
-    return go
+def finished(trainer: ElasticRingTrainer) -> Result:
+    """The result of a run of which nothing is left in the cluster and whose records agree."""
+    result = trainer.fit()
+    assert left_behind(trainer.run_config.name) == []
+    check_records(trainer, result)
+    return result
 
 
 def check_folds(trainer: ElasticRingTrainer, facts: list[Fact], summary: dict[str, Any]) -> None:
@@ -262,8 +320,8 @@ def check_records(trainer: ElasticRingTrainer, result: Result) -> None:
         decision = advance(state, event, line["now"])
         invariants.check(state, event, decision)
         state = decision.state
-    status = json.loads((result.path / STATUS_NAME).read_text())
-    assert (status["phase"], status["members"], status["spares"]) == ("ended", [], [])
+    told = status(result.path)
+    assert (told["phase"], told["members"], told["spares"]) == ("ended", [], [])
     assert json.loads((result.path / CONFIG_NAME).read_text())["versions"] == versions(trainer.scaling_config.device)
     weights = load_file(result.weights)
     total = hashlib.sha256()

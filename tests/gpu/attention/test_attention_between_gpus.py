@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,10 @@ from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import Case
+from tests.unit.attention.test_attention_bytes import check_ledger
 from tests.unit.sparse.block_cases import block_case, check_bytes, masked_reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 def spawn(work: Any, folder: Path, *arguments: Any) -> None:
@@ -47,40 +43,14 @@ def _run(case: Case, cp_rank: int, ledger: HopLedger, **options: Any) -> list[to
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def _check_bytes(case: Case, cp_rank: int, ledger: HopLedger, num_calls: int) -> None:
-    for side, counted in (("received", ledger.received_bytes), ("sent", ledger.sent_bytes)):
-        planned: dict[Any, int] = defaultdict(int)
-        for direction, hop in itertools.product(("forward", "backward"), range(case.cp)):
-            planned[direction, hop] = num_calls * case.schedule.hop_bytes(
-                cp_rank,
-                hop,
-                case.head_dim,
-                2,
-                direction,
-                kv_heads=case.num_kv_heads,
-                batch=case.batch,
-                side=side,
-                partial_itemsize=2,
-            )
-        assert dict(counted) == {key: num for key, num in planned.items() if num}, side
-
-
 def repeat_exchanges(cp_rank: int, cp: int, heads: tuple[int, int], starts: tuple[int, ...]) -> None:
-    case = Case(
-        cp=cp,
-        seq_len=4096,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=128,
-        document_starts=starts,
-        dtype=torch.bfloat16,
-    )
+    case = Case(cp, 4096, True, "zigzag", starts, *heads, head_dim=128, dtype=torch.bfloat16)
     for hops_per_stage in (None, 1, 2):
         calls, ledgers = [], []
         for _ in range(2):
             ledgers.append(HopLedger())
             calls.append(_run(case, cp_rank, ledgers[-1], hops_per_stage=hops_per_stage, deterministic=True))
-            _check_bytes(case, cp_rank, ledgers[-1], 1)
+            check_ledger(case, cp_rank, ledgers[-1], partial_itemsize=2)
         assert all(torch.equal(a, b) for a, b in zip(*calls, strict=True)), hops_per_stage
 
 
@@ -100,12 +70,8 @@ def run_sparse_ring(cp_rank: int, cp: int, kernel: str, deterministic: bool) -> 
         for options in ({"stage_bytes": 1}, {}, {}):
             q, k, v, dout = (case.layout.scatter(x, cp_rank, 1).cuda() for x in case.tensors())
             leaves = [x.requires_grad_() for x in (q, k, v)]
-            ring = RingAttention(
-                case.schedule,
-                cp_rank,
-                dist.group.WORLD,
-                RingOptions(kernel=kernel, deterministic=deterministic, **options),
-            )
+            made = RingOptions(kernel=kernel, deterministic=deterministic, **options)
+            ring = RingAttention(case.schedule, cp_rank, dist.group.WORLD, made)
             out = ring(*leaves)
             calls.append([x.cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout))])
         for by_hops, got, again, exact in zip(*calls, want, strict=True):

@@ -14,7 +14,6 @@ from elastic_ring.attention.ring import RingAttention
 SEQ_LEN = 96
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("causal", [True, False])
 def test_one_rank_of_attention_is_the_same_on_gpu_and_cpu(num_kv_heads: int, causal: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from elastic_ring.attention.kernels.verify import self_test
 from elastic_ring.attention.merge import eager_add_, eager_merge_
 from tests.gpu.gpu_rings import run_on_gpu
 from tests.unit.attention.attention_rings import Case, relative_error, whole_attention
-
-pytestmark = pytest.mark.gpu
+from tests.unit.attention.test_attention_bytes import check_bytes
 
 CASES = [
     Case(cp=cp, seq_len=4096, num_heads=heads, num_kv_heads=kv, head_dim=dim, batch=batch, dtype=torch.bfloat16)
@@ -53,22 +51,7 @@ def test_half_precision_error_is_at_most_a_quarter_above_that_of_the_single_kern
 @pytest.mark.parametrize("hops_per_stage", [None, 1])
 def test_moved_bytes_equal_the_schedules_hop_by_hop(case: Case, hops_per_stage: int | None) -> None:
     outcome = run_on_gpu(case, hops_per_stage=hops_per_stage)
-    for cp_rank, ledger in enumerate(outcome.ledgers):
-        for side, counted in (("received", ledger.received_bytes), ("sent", ledger.sent_bytes)):
-            planned: dict[Any, int] = defaultdict(int)
-            for direction, hop in itertools.product(("forward", "backward"), range(case.cp)):
-                planned[direction, hop] = case.schedule.hop_bytes(
-                    cp_rank,
-                    hop,
-                    case.head_dim,
-                    case.dtype.itemsize,
-                    direction,
-                    kv_heads=case.num_kv_heads,
-                    batch=case.batch,
-                    side=side,
-                    partial_itemsize=case.dtype.itemsize,
-                )
-            assert dict(counted) == {key: num for key, num in planned.items() if num}, (cp_rank, side)
+    check_bytes(case, outcome.ledgers, partial_itemsize=case.dtype.itemsize)
 
 
 @pytest.mark.parametrize("case", [CASES[5], CASES[7], CASES[-3]], ids=["mha", "gqa", "documents"])

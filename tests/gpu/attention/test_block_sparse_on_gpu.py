@@ -23,11 +23,7 @@ from elastic_ring.attention.patterns.rules import Dense, Rule, Strided, Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from experiments.block_sparse import BlockSparseAttention, choose_on_device
 from experiments.head_rules import longnet, mixed
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from tests.gpu.attention.test_sparse_ring_on_gpu import usable
 
 KERNELS = covering("tables")
 LENGTH = 1536
@@ -41,12 +37,6 @@ PATTERNS: dict[str, tuple[Rule, ...]] = {
     "mix of heads": mixed((3, BigBird(2, 0, 0)), (1, Dense())),
     "dilated, rows that see nothing": longnet(4, (512, 1536), (1, 4), unit_tokens=128),
 }
-
-
-def usable(kernel: Kernel, head_dim: int = 128) -> None:
-    reason = kernel.refusal("cuda", torch.bfloat16, head_dim, False)
-    if reason is not None and "not installed" in reason:
-        pytest.skip(f"{kernel.name} {reason}")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -19,10 +19,7 @@ from tests.unit.attention.attention_rings import relative_error
 from tests.unit.content.content_cases import check_choice, make_case
 from tests.unit.sparse.block_cases import masked_reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+BLOCKS = {"block": 128, "head_dim": 128, "dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize("heads", [4, 2], ids=["grouped", "each"])
@@ -33,17 +30,7 @@ def test_a_ring_makes_the_choice_of_the_definition_and_agrees_with_the_masked_so
     kernel: Kernel, cp: int, text: str, heads: int
 ) -> None:
     usable(kernel)
-    case = make_case(
-        "zigzag",
-        cp,
-        128 * 16,
-        text=text,
-        block=128,
-        head_dim=128,
-        dtype=torch.bfloat16,
-        num_heads=heads,
-        num_kv_heads=2,
-    )
+    case = make_case("zigzag", cp, 128 * 16, text=text, num_heads=heads, num_kv_heads=2, **BLOCKS)
     found, used = run_content_on("cuda", case, kernel=kernel.name, deterministic=False)
     for name, got, want in zip(("out", "dq", "dk", "dv"), found, masked_reference(case, "cuda"), strict=True):
         assert torch.isfinite(got).all(), name
@@ -55,7 +42,7 @@ def test_a_ring_makes_the_choice_of_the_definition_and_agrees_with_the_masked_so
 
 @pytest.mark.parametrize("text", ["topk:4", "topk:4,causal=0"])
 def test_choosing_waits_for_the_device_once(text: str) -> None:
-    case = make_case("contiguous", 1, 128 * 32, text=text, block=128, head_dim=128, dtype=torch.bfloat16)
+    case = make_case("contiguous", 1, 128 * 32, text=text, **BLOCKS)
     q, k = (tensor.cuda() for tensor in case.tensors()[:2])
     route = Router(contiguous(128 * 32, 1), 0, None, case.documents, RingOptions())
     first = route(case.heads, q, k, 0)
@@ -73,14 +60,11 @@ def test_choosing_waits_for_the_device_once(text: str) -> None:
 @pytest.mark.parametrize("kernel", covering("tables"), ids=lambda kernel: kernel.name)
 def test_with_all_keys_fetched_neither_pass_waits_for_the_device(kernel: Kernel) -> None:
     usable(kernel)
-    case = make_case(
-        "contiguous", 1, 128 * 32, text="topk:4,fetch_all=1", block=128, head_dim=128, dtype=torch.bfloat16
-    )
+    case = make_case("contiguous", 1, 128 * 32, text="topk:4,fetch_all=1", **BLOCKS)
     q, k, v, dout = (tensor.cuda() for tensor in case.tensors())
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    attention = PatternedAttention(
-        case.pattern, case.layout, 0, None, RingOptions(kernel=kernel.name, deterministic=False)
-    )
+    options = RingOptions(kernel=kernel.name, deterministic=False)
+    attention = PatternedAttention(case.pattern, case.layout, 0, None, options)
     first = torch.autograd.grad(attention(*leaves), leaves, dout)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

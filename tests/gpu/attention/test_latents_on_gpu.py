@@ -15,7 +15,6 @@ from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from tests.gpu.gpu_rings import run_latents_on
 from tests.unit.attention.attention_rings import relative_error
 
-pytestmark = pytest.mark.gpu
 HEADS, ROTATED, VALUE, RANK = 8, 64, 128, 512
 
 

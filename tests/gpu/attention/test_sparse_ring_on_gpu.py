@@ -22,17 +22,13 @@ from tests.unit.sparse.block_cases import (
     CUT_AHEAD,
     FAMILIES,
     GROUPED,
+    BlockCase,
     block_case,
     check_bytes,
     cut_case,
     grouped_case,
     masked_reference,
 )
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 KERNELS = covering("tables")
 ALLOWED = 6e-3
@@ -43,6 +39,12 @@ def usable(kernel: Kernel, head_dim: int = 128) -> None:
     reason = kernel.refusal("cuda", torch.bfloat16, head_dim, False)
     if reason is not None and "not installed" in reason:
         pytest.skip(f"{kernel.name} {reason}")
+
+
+def agrees(case: BlockCase, found: list[torch.Tensor]) -> None:
+    for name, got, want in zip(("out", "dq", "dk", "dv"), found, masked_reference(case, "cuda"), strict=True):
+        assert torch.isfinite(got).all(), name
+        assert relative_error(got, want.cpu()) < ALLOWED, name
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 1), (128, 4), (64, 1)])
@@ -69,9 +71,7 @@ def test_a_ring_agrees_with_the_masked_fp64_softmax_and_moves_the_planned_bytes(
     num_kv_heads = 4 if number % 3 == 2 else 2
     case = block_case(family, cp, layout, head_dim=128, dtype=torch.bfloat16, num_kv_heads=num_kv_heads)
     found, ledgers = run_sparse_on("cuda", case, kernel=kernel.name, deterministic=False)
-    for name, got, want in zip(("out", "dq", "dk", "dv"), found, masked_reference(case, "cuda"), strict=True):
-        assert torch.isfinite(got).all(), name
-        assert relative_error(got, want.cpu()) < ALLOWED, name
+    agrees(case, found)
     check_bytes(case, ledgers, 2)
 
 
@@ -80,8 +80,7 @@ def test_batches_and_partials_in_the_kernels_type_agree() -> None:
     usable(kernel)
     case = block_case("bigbird", 4, "zigzag", head_dim=128, dtype=torch.bfloat16, batch=2)
     found, ledgers = run_sparse_on("cuda", case, kernel=kernel.name, deterministic=False, partials=torch.bfloat16)
-    for got, want in zip(found, masked_reference(case, "cuda"), strict=True):
-        assert relative_error(got, want.cpu()) < ALLOWED
+    agrees(case, found)
     check_bytes(case, ledgers, 2)
 
 
@@ -106,11 +105,10 @@ def test_stages_and_kept_keys_agree_with_the_masked_fp64_softmax(kernel: str, fa
     chosen = next(each for each in KERNELS if each.name == kernel)
     usable(chosen)
     case = block_case(family, 4, "zigzag", head_dim=128, dtype=torch.bfloat16, batch=2)
-    want, runs = [x.cpu() for x in masked_reference(case, "cuda")], []
+    runs = []
     for options in ({"stage_bytes": 1}, {"keep_keys": True}, {"keep_keys": False}):
         found, ledgers = run_sparse_on("cuda", case, kernel=kernel, deterministic=chosen.deterministic, **options)
-        for name, got, exact in zip(("out", "dq", "dk", "dv"), found, want, strict=True):
-            assert relative_error(got, exact) < ALLOWED, (options, name)
+        agrees(case, found)
         check_bytes(case, ledgers, 2, keys_kept=bool(options.get("keep_keys")))
         runs.append(found)
     if chosen.deterministic:
@@ -132,9 +130,7 @@ def test_whatever_cuts_blocks_the_result_is_that_of_the_masked_fp64_softmax(kern
     layout = ("contiguous", "zigzag", "striped")[len(name) % 3]
     case = cut_case(name, cp, layout, head_dim=128, dtype=torch.bfloat16, batch=2 - cp % 2)
     found, _ = run_sparse_on("cuda", case, kernel=kernel.name, deterministic=kernel.deterministic)
-    for what, got, want in zip(("out", "dq", "dk", "dv"), found, masked_reference(case, "cuda"), strict=True):
-        assert torch.isfinite(got).all(), what
-        assert relative_error(got, want.cpu()) < ALLOWED, what
+    agrees(case, found)
     if kernel.deterministic:
         again, _ = run_sparse_on("cuda", case, kernel=kernel.name, deterministic=True)
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
@@ -148,8 +144,7 @@ def test_several_head_groups_agree_with_the_masked_fp64_softmax(name: str, stage
     case = grouped_case(name, 4, layout, head_dim=128, dtype=torch.bfloat16)
     options = {"kernel": KERNELS[0].name, "deterministic": False, "stage_bytes": stage_bytes}
     found, ledgers = run_sparse_on("cuda", case, **options)
-    for what, got, want in zip(("out", "dq", "dk", "dv"), found, masked_reference(case, "cuda"), strict=True):
-        assert relative_error(got, want.cpu()) < ALLOWED, what
+    agrees(case, found)
     check_bytes(case, ledgers, 2, keys_kept=None if stage_bytes > 1 else False)
 
 
@@ -158,8 +153,7 @@ def test_several_head_groups_repeat_every_bit_where_the_kernel_does() -> None:
     first, _ = run_sparse_on("cuda", case, deterministic=True)
     again, _ = run_sparse_on("cuda", case, deterministic=True)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    for got, want in zip(first, masked_reference(case, "cuda"), strict=True):
-        assert relative_error(got, want.cpu()) < ALLOWED
+    agrees(case, first)
 
 
 def test_queries_that_see_nothing_give_zeros_and_no_gradient() -> None:

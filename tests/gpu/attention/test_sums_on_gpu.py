@@ -9,8 +9,6 @@ from elastic_ring.attention.merge import eager_merge_all_, eager_own_gradients, 
 from elastic_ring.state import device_sums
 from elastic_ring.state.device_sums import eager_squared_norm, squared_norm
 
-pytestmark = pytest.mark.gpu
-
 NUM_REPEATS = 300
 
 

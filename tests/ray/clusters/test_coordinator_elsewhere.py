@@ -18,12 +18,11 @@ from elastic_ring import CheckpointConfig
 from elastic_ring.data.source import PreparedTokens
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
 from tests.object_store.store import ObjectStore
-from tests.ray.conftest import ALONE, tiny_trainer, wait_for
+from tests.ray.conftest import ALONE, bits, join, num_steps, tiny_trainer, wait_for
 from tests.ray.fork_server import ForkServer
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
 STEPS = 10
-SAME = ("losses", "weights_sha256", "samples_sha256")
 
 
 @pytest.fixture
@@ -31,11 +30,10 @@ def ray_with_credentials(
     fork_server: ForkServer, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     """Processes of a Ray that started before would not have them."""
-    for name, value in object_store.environment.items():
-        monkeypatch.setenv(name, value)
+    object_store.enter(monkeypatch)
     ray.shutdown()
     with fork_server.forking():
-        ray.init(address="local", num_cpus=8, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False)
+        join(num_cpus=8)
     yield
     ray.shutdown()
 
@@ -62,8 +60,7 @@ def test_a_coordinator_that_starts_without_its_local_records_goes_on_from_the_st
     folder = moved.run_config.folder
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(moved.fit)
-        path = folder / "metrics.jsonl"
-        wait_for(lambda: path.exists() and path.read_bytes().count(b"loss_hex") > 2)
+        wait_for(lambda: num_steps(folder) > 2)
         coordinator = ray.get_actor(actor_name("moved", "coordinator"), namespace=NAMESPACE)
         process = psutil.Process(ray.get(coordinator.identity.remote())["pid"])
         process.suspend()
@@ -72,7 +69,7 @@ def test_a_coordinator_that_starts_without_its_local_records_goes_on_from_the_st
         gate.touch()
         summary = done.result().summary
     assert left_behind("moved") == []
-    assert {key: summary[key] for key in SAME} == {key: calm[key] for key in SAME}
+    assert bits(summary) == bits(calm)
     causes = [recovery["cause"] for recovery in summary["recoveries"]]
     assert any("the coordinator died" in cause for cause in causes), causes
     assert {recovery["steps_undone"] for recovery in summary["recoveries"]} == {0}
@@ -103,7 +100,7 @@ def test_a_run_that_moves_to_another_folder_and_to_an_object_store_ends_with_the
         object_store.client().put_object(Bucket=bucket, Key=str(path.relative_to(b)), Body=path.read_bytes())
     shutil.rmtree(b)
     moved = summary(f"s3://{bucket}", 12)
-    assert {key: moved[key] for key in SAME} == {key: stayed[key] for key in SAME}
+    assert bits(moved) == bits(stayed)
     assert [one["step"] for one in moved["resumed_from"]] == [4, 8]
     told = [line for line in caplog.messages if "goes on with the same contents elsewhere: data was at" in line]
     assert len(told) == 2

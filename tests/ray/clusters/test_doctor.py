@@ -7,28 +7,23 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
-from ray.cluster_utils import Cluster
 
 from elastic_ring.cli import main
 from elastic_ring.config import ScalingConfig
 from elastic_ring.data.source import StdlibText
 from elastic_ring.runtime.doctor.examine import Examination, examine
-from elastic_ring.runtime.driver.cluster import NAMESPACE
+from tests.ray.conftest import cluster_of
 
 
 @pytest.mark.slow
 def test_the_doctor_names_the_host_that_would_fail_and_a_good_cluster_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ray.shutdown()  # the other modules' Ray
     homes = [tmp_path / "home", tmp_path / "elsewhere"]
     for home in homes:
         home.mkdir()
     monkeypatch.setenv("HOME", str(homes[0]))
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    with cluster_of(head_cpus=1) as cluster:
         words = ["doctor", "--json", "--storage-path", str(tmp_path / "runs"), "--cpus-per-worker", "1"]
         assert main(words) == 0
         good = json.loads(capsys.readouterr().out)
@@ -50,6 +45,3 @@ def test_the_doctor_names_the_host_that_would_fail_and_a_good_cluster_passes(
         links = [finding.says for finding in findings if finding.check == "links"]
         assert any("gloo between two hosts: 1 measured" in text for text in links)
         assert not any(path.name.startswith(".doctor") for home in homes for path in (home / "runs").iterdir())
-    finally:
-        ray.shutdown()
-        cluster.shutdown()

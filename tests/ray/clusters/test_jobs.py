@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
@@ -19,12 +19,11 @@ import pytest
 import ray
 from ray._private.services import resolve_ip_for_localhost
 
-from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver import access
-from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
+from elastic_ring.runtime.driver.cluster import left_behind
+from tests.ray.conftest import ROOT, join, num_steps, pids, status, wait_for
 from tests.signals import heed_interrupts
 
-ROOT = Path(__file__).parents[3]
 GCS_PORT, DASHBOARD_PORT, AGENT_PORT = 7391, 9291, 9391
 
 
@@ -35,14 +34,8 @@ def cli(*words: str, timeout_s: float = 240.0, check: bool = True) -> subprocess
         "PYTHONPATH": str(ROOT),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "ray.scripts.scripts", *words],
-        env=environment,
-        cwd=ROOT,
-        timeout=timeout_s,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "ray.scripts.scripts", *words]
+    done = subprocess.run(command, env=environment, cwd=ROOT, timeout=timeout_s, capture_output=True, text=True)
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
@@ -52,29 +45,19 @@ def head() -> Iterator[None]:
     ray.shutdown()  # the other modules' Ray
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `python` is ours
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PATH": path}
-    start = [
-        sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--head",
-        f"--port={GCS_PORT}",
-        "--num-cpus=4",
-        f"--dashboard-port={DASHBOARD_PORT}",
-        f"--dashboard-agent-listen-port={AGENT_PORT}",
-        "--block",
-    ]
+    ports = f"--port={GCS_PORT} --dashboard-port={DASHBOARD_PORT} --dashboard-agent-listen-port={AGENT_PORT}"
+    words = f"-m ray.scripts.scripts start --head --num-cpus=4 --block {ports}".split()
+    start = [sys.executable, *words]
     process = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(lambda: "No cluster status" not in cli("job", "list", check=False).stdout, lambda: job_server_is_up())
-    ray.init(address=f"127.0.0.1:{GCS_PORT}", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    wait_for(
+        lambda: "No cluster status" not in cli("job", "list", check=False).stdout,
+        lambda: cli("job", "list", check=False).returncode == 0,
+    )
+    join(f"127.0.0.1:{GCS_PORT}")
     yield
     ray.shutdown()
     process.send_signal(signal.SIGTERM)
     process.wait(60)
-
-
-def job_server_is_up() -> bool:
-    return cli("job", "list", check=False).returncode == 0
 
 
 def strangers() -> dict[str, str]:
@@ -109,40 +92,18 @@ def test_a_stranger_runs_no_code_and_submits_no_job(head: None, tmp_path: Path) 
         direct.open(f"http://127.0.0.1:{DASHBOARD_PORT}/api/jobs/", timeout=30)
 
 
-def wait_for(*conditions: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    for condition in conditions:
-        while not condition():
-            assert time.monotonic() < deadline, "waited too long"
-            time.sleep(0.1)
-
-
 def submit(name: str, folder: Path, *options: str, steps: int = 6, wait: bool = True) -> str:
     """Submit the job script; returns what it printed, or the submission id when nobody waits."""
     job_id = f"{name}-{time.monotonic_ns()}"
     words = ["job", "submit", "--submission-id", job_id, "--working-dir", str(ROOT)]
     words += [] if wait else ["--no-wait"]
-    command = [
-        "python",
-        "jobs/train_1t.py",
-        "--context",
-        "256",
-        "--steps",
-        str(steps),
-        "--run-name",
-        name,
-        "--run-dir",
-        str(folder / name),
-        "--faults",
-        "none",
-        *options,
-    ]
-    done = cli(*words, "--", *command, check=False)
+    done = cli(*words, "--", "python", *job(name, folder / name, steps), *options, check=False)
     return f"exit {done.returncode}\n{done.stdout}{done.stderr}" if wait else job_id
 
 
-def num_steps(folder: Path) -> int:
-    return len(read_metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
+def job(name: str, folder: Path, steps: int) -> list[str]:
+    flags = f"--context 256 --steps {steps} --run-name {name} --faults none".split()
+    return ["jobs/train_1t.py", *flags, "--run-dir", str(folder)]
 
 
 def driver_of(name: str) -> psutil.Process:
@@ -192,12 +153,12 @@ def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> Non
     job_id = submit("stopped", tmp_path, steps=500, wait=False)
     folder = tmp_path / "stopped"
     wait_for(lambda: num_steps(folder) >= 2)
-    pids = [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
+    members = pids(folder)
     cli("job", "stop", job_id)
-    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), lambda: left_behind("stopped") == [])
+    wait_for(lambda: not any(map(psutil.pid_exists, members)), lambda: left_behind("stopped") == [])
     assert num_steps(folder) < 500
-    status = json.loads((folder / "status.json").read_text())
-    assert (status["phase"], status["members"], status["error"]) == ("ended", [], "stopped by the user")
+    told = status(folder)
+    assert (told["phase"], told["members"], told["error"]) == ("ended", [], "stopped by the user")
 
 
 @pytest.mark.parametrize(
@@ -209,26 +170,7 @@ def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> Non
 )
 def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path, whole_group: bool) -> None:
     folder = tmp_path / "interrupted"
-    command = [
-        sys.executable,
-        "jobs/train_1t.py",
-        "--context",
-        "256",
-        "--steps",
-        "500",
-        "--faults",
-        "none",
-        "--dp",
-        "1",
-        "--cp",
-        "2",
-        "--spares",
-        "0",
-        "--run-name",
-        "interrupted",
-        "--run-dir",
-        str(folder),
-    ]
+    command = [sys.executable, *job("interrupted", folder, 500), *["--dp", "1", "--cp", "2", "--spares", "0"]]
     home = tmp_path / "home"  # of a new user: no variable, no ~/.ray
     home.mkdir()
     environment = {**strangers(), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "HOME": str(home)}
@@ -242,8 +184,8 @@ def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path
         start_new_session=True,
     )
     wait_for(lambda: num_steps(folder) >= 2)
-    pids = [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
-    assert all(psutil.pid_exists(pid) for pid in pids)
+    members = pids(folder)
+    assert all(map(psutil.pid_exists, members))
     token, (store,) = home / ".ray" / "auth_token", listening(psutil.Process(process.pid), "gcs_server")
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert [access.answers(store, shown) for shown in ("", token.read_text())] == [False, True]
@@ -254,4 +196,4 @@ def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said[-2000:]
     assert "nothing is left running" in said
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(map(psutil.pid_exists, members))

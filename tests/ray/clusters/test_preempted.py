@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,10 +22,8 @@ import ray
 from deploy.drills.autoscaling import expected_samples
 from deploy.drills.local_cluster import LocalCluster
 from elastic_ring.config import CheckpointConfig
-from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.agent import notices
-from elastic_ring.runtime.driver.cluster import NAMESPACE
-from tests.ray.conftest import check_records, tiny_trainer, wait_for
+from tests.ray.conftest import check_records, join, num_steps, ran, status, tiny_trainer, wait_for
 
 NOTICE_S = 15
 ROADS = ("ray drain-node", "metadata", "SIGTERM")
@@ -90,7 +87,7 @@ def machines(metadata: Metadata) -> Iterator[LocalCluster]:
         for name, value in (("period_ms", 500), ("timeout_ms", 1000), ("failure_threshold", 3)):
             p.setenv(f"RAY_health_check_{name}", str(value))  # else a killed node is dead after 13 s
         with LocalCluster(Path(folder, "ray"), (0, 1, 1), secrets.token_hex(8)) as cluster:
-            ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+            join(cluster.address)
             yield cluster
             ray.shutdown()
 
@@ -108,23 +105,10 @@ class Cloud:
         elif self._road == "SIGTERM":
             self._machines.nodes[self._index(node)].terminate()
         else:
-            command = [
-                sys.executable,
-                "-m",
-                "ray.scripts.scripts",
-                "drain-node",
-                "--address",
-                self._machines.address,
-                "--node-id",
-                node,
-                "--reason",
-                "DRAIN_NODE_REASON_PREEMPTION",
-                "--reason-message",
-                "spot",
-                "--deadline-remaining-seconds",
-                str(NOTICE_S),
-            ]
-            subprocess.run(command, check=True, timeout=60, capture_output=True)
+            drain = f"-m ray.scripts.scripts drain-node --address {self._machines.address} --node-id {node}"
+            why = "--reason DRAIN_NODE_REASON_PREEMPTION --reason-message spot"
+            deadline = f"--deadline-remaining-seconds {NOTICE_S}"
+            ran(sys.executable, *f"{drain} {why} {deadline}".split(), timeout_s=60.0)
         return time.time() + NOTICE_S
 
     def take(self, node: str) -> None:
@@ -138,9 +122,8 @@ class Cloud:
 
 def nodes_of(folder: Path) -> list[str]:
     """The members' nodes by rank; none while the run does not train."""
-    path = folder / "status.json"
-    status = json.loads(path.read_text()) if path.exists() else {"phase": "none"}
-    return [member["node"] for member in status["members"]] if status["phase"] == "running" else []
+    told = status(folder) if (folder / "status.json").exists() else {"phase": "none"}
+    return [member["node"] for member in told["members"]] if told["phase"] == "running" else []
 
 
 @pytest.mark.slow
@@ -166,13 +149,13 @@ def test_members_hand_over_before_the_deadline_and_the_last_one_leaves_a_checkpo
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(trainer.fit)
         try:
-            wait_for(lambda: run.done() or (len(nodes_of(folder)) == 2 and len(read_metrics(folder)) > 2))
+            wait_for(lambda: run.done() or (len(nodes_of(folder)) == 2 and num_steps(folder) > 2))
             first, last = nodes_of(folder)
             deadline = cloud.give_notice(last)
             wait_for(lambda: nodes_of(folder) == [first])
             assert time.time() < deadline, "handed over in time"
             cloud.take(last)
-            known = len(read_metrics(folder))
+            known = num_steps(folder)
             assert not list(folder.glob("checkpoints/*/*/COMMIT.json"))
             deadline = cloud.give_notice(first)
             wait_for(lambda: bool(list(folder.glob("checkpoints/*/*/COMMIT.json"))))

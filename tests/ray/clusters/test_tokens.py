@@ -17,8 +17,8 @@ import pytest
 from ray._private.services import resolve_ip_for_localhost
 
 from elastic_ring.monitor.metrics import read_metrics
+from tests.ray.conftest import ROOT, ran
 
-ROOT = Path(__file__).parents[3]
 PORT, DASHBOARD = 7491, 9491
 NUM_STEPS = 150
 OWN = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-euc")
@@ -53,7 +53,6 @@ def test_an_open_cluster_of_two_hosts_is_switched_to_one_token_and_its_run_goes_
         pytest.skip("this user may not make namespaces")
     page = (ROOT / "docs" / "quickstart.md").read_text()
     (block,) = re.findall(r"```\n(\(umask 077; ray get-auth-token.*?)```", page, re.DOTALL)
-    first_block, second_block, third_block = block.split("\n\n")
     first, homes, run = resolve_ip_for_localhost("127.0.0.1"), tmp_path / "homes", tmp_path / "demo"
     start_first = f"ray start --head --num-cpus=1 --port={PORT} --dashboard-port={DASHBOARD}"
     start_second = f"ray start --address={first}:{PORT} --num-cpus=1"
@@ -70,9 +69,8 @@ def test_an_open_cluster_of_two_hosts_is_switched_to_one_token_and_its_run_goes_
     }
     for written, tried in here.items():
         assert block.count(written) == 1, f"the quickstart has another command than {written!r}"
-        first_block, second_block, third_block = (
-            part.replace(written, tried) for part in (first_block, second_block, third_block)
-        )
+        block = block.replace(written, tried)
+    first_block, second_block, third_block = block.split("\n\n")
     script = SCRIPT.format(
         start_first=start_first,
         start_second=start_second,
@@ -93,9 +91,8 @@ def test_an_open_cluster_of_two_hosts_is_switched_to_one_token_and_its_run_goes_
         "RUN": str(run),
     }
     Path("/tmp/ray").mkdir(exist_ok=True)
-    done = subprocess.run([*OWN, script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    done = ran(*OWN, script, cwd=ROOT, env=environment, timeout_s=400.0)
     said = done.stdout
-    assert done.returncode == 0, said[-3000:] + done.stderr[-3000:]
     assert "open: let in" in said
     assert "joined without the token" not in said
     assert "switched: refused" in said

@@ -28,10 +28,10 @@ from elastic_ring.runtime.driver.task_checks import training_order
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import attention_of, batch_of
+from tests.ray.conftest import ROOT, ran
 from tests.ray.fork_server import ForkServer
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
-ROOT = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
@@ -39,15 +39,8 @@ pytestmark = [
         importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: the extra `deepspeed`"
     ),
 ]
-SMALL = [
-    "--model.num-layers=2",
-    "--model.width=64",
-    "--model.ffn-width=128",
-    "--context=128",
-    "--global-batch=4",
-    "--optim.total-steps=12",
-    "--optim.warmup-steps=2",
-]
+LARGER = ["--context=128", "--global-batch=4", "--optim.total-steps=12", "--optim.warmup-steps=2"]
+SMALL = ["--model.num-layers=2", "--model.width=64", "--model.ffn-width=128", *LARGER]
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(ROOT),
@@ -67,9 +60,7 @@ def command(folder: Path, *more: str, small: Sequence[str] = SMALL) -> list[str]
 
 
 def trained(server: ForkServer, folder: Path, *more: str, small: Sequence[str] = SMALL) -> dict[str, Any]:
-    words = server.python(*command(folder, *more, small=small))
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    ran(*server.python(*command(folder, *more, small=small)), env=ENVIRONMENT)
     return summary_of(folder)
 
 
@@ -115,47 +106,25 @@ def in_one_process(num_steps: int, small: Sequence[str] = SMALL) -> list[float]:
     return found
 
 
-def test_a_ring_of_two_trains_what_one_process_and_the_elastic_ring_train(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_ring_of_two_trains_what_one_process_and_the_elastic_ring_train(fork_server, tmp_path) -> None:
     summary = trained(fork_server, tmp_path, "--steps=6", "--workers=2", "--cp=2")
     assert losses(summary) == pytest.approx(in_one_process(6), abs=1e-4)
-    done = subprocess.run(
-        fork_server.python(
-            str(ROOT / "jobs" / "train_1t.py"),
-            *SMALL,
-            "--steps=6",
-            "--dp=1",
-            "--cp=2",
-            "--spares=0",
-            f"--storage-path={tmp_path}",
-            "--run-name=elastic",
-        ),
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    own = f"--steps=6 --dp=1 --cp=2 --spares=0 --storage-path={tmp_path} --run-name=elastic".split()
+    ran(*fork_server.python(str(ROOT / "jobs" / "train_1t.py"), *SMALL, *own), env=ENVIRONMENT)
     elastic = json.loads((tmp_path / "elastic" / "summary.json").read_text())
     assert losses(summary) == pytest.approx(losses(elastic), abs=1e-3)
     assert summary["samples_sha256"] == elastic["samples_sha256"]
     assert set(summary) == set(elastic)
 
     poisoned = command(tmp_path / "poisoned", "--steps=9", "--cp=2", "--optim.peak-lr=1e30", "--optim.max-skipped=2")
-    done = subprocess.run(
-        fork_server.python(*poisoned), env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert done.returncode == 1
+    done = ran(*fork_server.python(*poisoned), code=1, env=ENVIRONMENT)
     assert "TooManySkipped: step 3: 3 steps in a row were skipped" in done.stderr
     folder = tmp_path / "poisoned" / "zero3"
     assert [json.loads(line)["skipped"] for line in lines_of(folder / "metrics.jsonl")] == [False, True, True, True]
     assert [line["note"] for line in notes(folder)] == ["attempt", *["skipped"] * 3, "gave up"], "nobody tried again"
 
 
-def test_a_killed_worker_comes_back_and_another_number_of_workers_goes_on(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_killed_worker_comes_back_and_another_number_of_workers_goes_on(fork_server, tmp_path) -> None:
     own = ["--cp=2", "--checkpoint-every-steps=2", "--steps=8"]
     with (tmp_path / "out.txt").open("w") as out:
         run = subprocess.Popen(
@@ -184,9 +153,7 @@ def test_a_killed_worker_comes_back_and_another_number_of_workers_goes_on(
 
 
 @pytest.mark.soak
-def test_a_saved_llama_with_a_pattern_trains_on_a_manifest_and_is_exported(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_saved_llama_with_a_pattern_trains_on_a_manifest_and_is_exported(fork_server, tmp_path) -> None:
     """Beside one process with the same pattern, and back to what transformers loads, in the type of the run."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -208,11 +175,8 @@ def test_a_saved_llama_with_a_pattern_trains_on_a_manifest_and_is_exported(
         f"--model-folder={tmp_path / 'llama'}",
         f"--data={tmp_path / 'prepared' / 'manifest.json'}",
         "--pattern=window:32",
-        "--context=128",
-        "--global-batch=4",
-        "--optim.total-steps=12",
-        "--optim.warmup-steps=2",
         "--optim.peak-lr=1e-2",
+        *LARGER,
     ]
     summary = trained(fork_server, tmp_path, "--steps=4", "--workers=2", "--cp=2", small=tuned)
     assert losses(summary) == pytest.approx(in_one_process(4, tuned), abs=1e-4)
@@ -259,20 +223,11 @@ def test_what_is_offloaded_to_the_cpu_trains_the_same(fork_server: ForkServer, t
     """The optimizer's state in pinned memory, by DeepSpeed's own configuration, and parameters in pageable memory."""
     own = {"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}
     (tmp_path / "deepspeed.json").write_text(json.dumps(own))
-    summary = trained(
-        fork_server,
-        tmp_path,
-        "--steps=4",
-        "--workers=2",
-        "--cp=2",
-        "--offload-optimizer=cpu",
-        "--offload-param=cpu",
-        f"--deepspeed-config={tmp_path / 'deepspeed.json'}",
-    )
+    flags = ["--steps=4", "--workers=2", "--cp=2", "--offload-optimizer=cpu", "--offload-param=cpu"]
+    summary = trained(fork_server, tmp_path, *flags, f"--deepspeed-config={tmp_path / 'deepspeed.json'}")
     assert losses(summary) == pytest.approx(in_one_process(4), abs=1e-4)
 
 
-LARGER = ["--context=128", "--global-batch=4", "--optim.total-steps=12", "--optim.warmup-steps=2"]
 SWAPS = """
 import sys
 from pathlib import Path
@@ -296,21 +251,12 @@ trainer.fit()
     not all(any((ops.extensions_folder() / name).glob("*.so")) for name in ops.ASYNC_IO),
     reason="DeepSpeed's operators for NVMe take minutes to build: `make nvme`, then run this again",
 )
-def test_what_is_offloaded_to_nvme_trains_the_same_and_goes_on_with_another_number(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_what_is_offloaded_to_nvme_trains_the_same_and_goes_on_with_another_number(fork_server, tmp_path) -> None:
     """A partition is swapped from 1 MiB on, so this model is larger."""
     swap = tmp_path / "swap"
     own = ["--offload-optimizer=nvme", "--offload-param=nvme", f"--nvme-path={swap}"]
     arguments = command(tmp_path, "--steps=4", "--workers=2", "--cp=2", *own, small=LARGER)[1:]
-    done = subprocess.run(
-        [sys.executable, "-c", SWAPS, str(tmp_path), *arguments],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    ran(sys.executable, "-c", SWAPS, str(tmp_path), *arguments, env=ENVIRONMENT)
     reference = in_one_process(6, LARGER)
     assert losses(summary_of(tmp_path)) == pytest.approx(reference[:4], abs=1e-4)
     for rank in (0, 1):
@@ -353,14 +299,9 @@ trainer.fit()
 
 
 @pytest.mark.soak
-def test_a_ray_dataset_feeds_a_number_of_workers_that_ray_train_chooses(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_ray_dataset_feeds_a_number_of_workers_that_ray_train_chooses(tmp_path) -> None:
     """Two to three workers where there is room for five: three start, which is no multiple of cp."""
-    done = subprocess.run(
-        [sys.executable, "-c", DATASET, str(tmp_path)], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    ran(sys.executable, "-c", DATASET, str(tmp_path), env=ENVIRONMENT)
     summary = summary_of(tmp_path)
     (group,) = summary["generations"]
     assert group["mesh"] == {"dp": 1, "cp": 3}

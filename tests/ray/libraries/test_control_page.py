@@ -69,8 +69,7 @@ def test_the_commands_of_the_page_on_storage_need_a_bucket_and_make_the_keys(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ray.shutdown()  # hosts take the keys from the environment in which Ray starts
-    for name, value in {**object_store.environment, "RAY_ADDRESS": "local"}.items():
-        monkeypatch.setenv(name, value)
+    object_store.enter(monkeypatch, RAY_ADDRESS="local")
     page = (DOCS / "operating" / "storage.md").read_text(encoding="utf-8").split("## S3")[1].split("\n## ")[0]
     shutil.copytree(Path(shlex.__file__).parent / "json", tmp_path / "corpus")
     bucket = object_store.new_bucket()

@@ -32,10 +32,9 @@ from elastic_ring.errors import RunFailed
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.runtime.driver.cluster import left_behind
-from tests.ray.conftest import tiny_trainer, wait_for
+from tests.ray.conftest import ROOT, bits, ran, tiny_trainer, wait_for
 from tests.unit.data.corpora import prepared, texts, texts_of, write_jsonl, write_table
 
-ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # of its own options by itself
 
 
@@ -129,14 +128,8 @@ def test_a_preparation_in_python_on_a_new_machine_asks_for_a_token_of_its_user_a
     source, home = write_jsonl(tmp_path / "a.jsonl", texts(9)), tmp_path / "home"
     home.mkdir()
     given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    done = subprocess.run(
-        [sys.executable, "-c", PREPARES, str(source), str(tmp_path / "out")],
-        env={**given, "HOME": str(home), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    environment = {**given, "HOME": str(home), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
+    done = ran(sys.executable, "-c", PREPARES, str(source), str(tmp_path / "out"), env=environment, timeout_s=120.0)
     assert done.stdout.splitlines() == [
         "answers a stranger: False",
         read_manifest(str(tmp_path / "out" / "manifest.json")).digest,
@@ -152,17 +145,13 @@ def test_a_killed_driver_goes_on_from_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "elastic_ring", "data", "prepare", *words]
     environment = {**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
     driver = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (out / "pieces").exists() or len(list((out / "pieces").glob("0*.json"))) < 1:
-        assert driver.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: driver.poll() is not None or any(out.glob("pieces/0*.json")))
+    assert driver.poll() is None
     driver.kill()
     driver.wait(60)
     assert not (out / "manifest.json").exists()
     there = {path: path.stat().st_mtime_ns for path in (out / "pieces").glob("0*.json")}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = ran(*command, env=environment, cwd=ROOT, timeout_s=300.0)
     assert re.search(r"going on: \d+ of \d+ pieces are there", done.stderr)
     assert not re.search(r" E \d+ \d+\] ", done.stderr)  # Ray's lines that look like a failure
     assert {path: path.stat().st_mtime_ns for path in there} == there
@@ -249,10 +238,7 @@ def test_training_begins_while_preparation_goes_on_and_a_run_that_replays_it_has
     again = {"run_dir": str(tmp_path / "again"), "resume": checkpoint, "corpus_look_s": 0.2}
     resumed = train("resumed", data=data, spares=0, **mesh, run=again)
     assert versions_of(tmp_path / "again" / "journal.jsonl") == found
-    for other in (calm, resumed):
-        assert other["losses"] == killed["losses"]
-        assert other["samples_sha256"] == killed["samples_sha256"]
-        assert other["weights_sha256"] == killed["weights_sha256"]
+    assert bits(calm) == bits(resumed) == bits(killed)
     assert resumed["resumed_from"][-1]["step"] == 2
 
 

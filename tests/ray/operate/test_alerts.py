@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -22,8 +23,7 @@ import ray
 import yaml
 
 from elastic_ring.errors import UserCodeFailed
-from elastic_ring.monitor.journal import read
-from tests.ray.conftest import ALONE, tiny_trainer, wait_for
+from tests.ray.conftest import ALONE, notes, ran, tiny_trainer, wait_for
 from tests.unit.deploy.tools import DEPLOY, program
 
 MONITORING = DEPLOY / "monitoring"
@@ -143,30 +143,18 @@ def test_a_run_that_fails_reaches_the_pager_and_only_it(
 def test_a_drill_makes_its_alert_fire_says_what_to_look_at_and_leaves_nothing(tmp_path: Path) -> None:
     """That of the connections which break though nobody dies: three times, for real, in a Ray of the drill's own."""
     program("prometheus", "Debian: prometheus")
-    command = [
-        sys.executable,
-        "-m",
-        "elastic_ring",
-        "drill",
-        "alert",
-        "ElasticRingCommunicationErrors",
-        "--rules",
-        str(MONITORING / "rules.yml"),
-        "--storage-path",
-        str(tmp_path),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MARK_OF_THIS_TEST", tmp_path.name)  # every process of the drill inherits it
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    alert = ["-m", "elastic_ring", "drill", "alert", "ElasticRingCommunicationErrors"]
+    command = [sys.executable, *alert, f"--rules={MONITORING / 'rules.yml'}", f"--storage-path={tmp_path}"]
+    marked = {**os.environ, "MARK_OF_THIS_TEST": tmp_path.name}  # every process of the drill inherits it
+    done = ran(*command, env=marked, timeout_s=400.0)
     first, severity, *rest = done.stdout.splitlines()
     assert re.fullmatch(r"ElasticRingCommunicationErrors fires: Exchanges of run \S+ broke 3 times within .*", first)
     assert severity == "severity: ticket"
     assert rest[0].startswith("- **Look at**: the peer that the recovery lines name.")
     (folder,) = tmp_path.glob("ElasticRing*")
-    notes = [line["recovery"] for line in read(folder / "journal.jsonl") if line.get("note") == "recovery"]
-    assert [note["kind"] for note in notes] == ["peer"] * 3
-    assert all(note["survivor_pids_kept"] for note in notes)
+    recoveries = [line["recovery"] for line in notes(folder, "recovery")]
+    assert [recovery["kind"] for recovery in recoveries] == ["peer"] * 3
+    assert all(recovery["survivor_pids_kept"] for recovery in recoveries)
     assert [process for process in psutil.process_iter() if _is_marked(process, tmp_path.name)] == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ from elastic_ring.control.decisions.loss_spikes import Action
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, Sample
 from elastic_ring.data.sampling.order import sample_ids
 from elastic_ring.errors import LossSpike
-from elastic_ring.monitor.journal import read
-from elastic_ring.monitor.metrics import JOURNAL_NAME, read_metrics
+from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver.cluster import left_behind
-from tests.ray.conftest import check_records, tiny_trainer
-
-Train = Callable[..., dict[str, Any]]
+from tests.ray.conftest import bits, finished, notes, tiny_trainer
 
 STEPS, POISONED, BATCH, NUM_SEQUENCES = 90, 80, 4, 2000
 OF_POISONED = frozenset(sample_ids(0, POISONED, BATCH, NUM_SEQUENCES))
@@ -50,18 +46,9 @@ def train_on_noise(
 ) -> tuple[Any, Path]:
     """The summary of a run that acts on loss spikes, and its folder."""
     options = {"cp": 1, "spares": 0, **options}
-    trainer = tiny_trainer(
-        folder,
-        name,
-        steps=STEPS,
-        global_batch=BATCH,
-        data=CountingText(),
-        run={"loss_spike": "act", "loss_spike_actions": actions, **(run or {})},
-        **options,
-    )
-    result = trainer.fit()
-    assert left_behind(name) == []
-    check_records(trainer, result)
+    settings = {"loss_spike": "act", "loss_spike_actions": actions, **(run or {})}
+    data = CountingText()
+    result = finished(tiny_trainer(folder, name, steps=STEPS, global_batch=BATCH, data=data, run=settings, **options))
     return result.summary, result.path
 
 
@@ -72,13 +59,13 @@ def test_a_poisoned_batch_is_skipped_alike_on_all_ranks_and_told(local_ray: None
     assert summary["skipped_steps"] == 1
     losses = [float.fromhex(loss) for loss in summary["losses"]]
     assert losses[POISONED] > 3.0 > 10 * losses[POISONED + 1]
-    [note] = [line for line in read(folder / JOURNAL_NAME) if line.get("note") == "spike"]
+    [note] = notes(folder, "spike")
     assert (note["step"], note["verdict"]) == (POISONED, "skip")
     assert f"its sequences are {', '.join(map(str, sample_ids(0, POISONED, BATCH, NUM_SEQUENCES)))}" in note["told"]
     # The replacement of a rank that dies shortly before has seen few losses, and yet does what the others do.
     disturbed, _ = train_on_noise(tmp_path, "poisoned-2", ("skip",), spares=1, faults="kill@step=70,rank=1")
     assert disturbed["recoveries"][0]["exact"]
-    assert (disturbed["losses"], disturbed["weights_sha256"]) == (summary["losses"], summary["weights_sha256"])
+    assert bits(disturbed) == bits(summary)
 
 
 @pytest.mark.soak
@@ -95,10 +82,9 @@ def test_a_run_goes_back_to_before_a_poisoned_batch_and_a_run_that_leaves_the_sa
 ) -> None:
     stored = {"checkpoint_config": CheckpointConfig(every_steps=20)}
     summary, folder = train_on_noise(tmp_path, "back", ("back",), stored)
-    notes = list(read(folder / JOURNAL_NAME))
-    [spike] = [line for line in notes if line.get("note") == "spike"]
+    [spike] = notes(folder, "spike")
     assert (spike["step"], spike["verdict"]) == (POISONED, "back")
-    [left_out] = [line for line in notes if line.get("note") == "left out"]
+    [left_out] = notes(folder, "left out")
     assert (left_out["step"], left_out["num_batches"]) == (60, 21)
     named = [sample for step in range(60, 81) for sample in sample_ids(0, step, BATCH, NUM_SEQUENCES)]
     assert left_out["sequences"] == named, "the sequences that no step uses"
@@ -109,8 +95,7 @@ def test_a_run_goes_back_to_before_a_poisoned_batch_and_a_run_that_leaves_the_sa
     assert max(losses[60:]) < 1.0, "none of them has noise"
     # The same batches from the beginning, in a run that never saw the noise.
     again, _ = train_on_noise(tmp_path, "back-again", ("stop",), {"skip_batches": ("60+21",)})
-    for key in ("losses", "samples_sha256", "weights_sha256"):
-        assert again[key] == summary[key], key
+    assert bits(again) == bits(summary)
 
 
 @pytest.mark.slow
@@ -120,19 +105,15 @@ def test_a_slow_worker_is_found_told_and_replaced_by_a_spare_at_a_boundary(local
     steps = 80
     calm = tiny_trainer(tmp_path, "steady", cp=1, steps=steps, spares=0).fit()
     acting = {"straggler": "act", "straggler_window_s": 2.0, "straggler_factor": 2.0}
-    trainer = tiny_trainer(tmp_path, "slow", cp=1, steps=steps, faults="slow@step=5,rank=1", run=acting)
-    result = trainer.fit()
-    assert left_behind("slow") == []
-    check_records(trainer, result)
-    notes = [line for line in read(result.path / JOURNAL_NAME) if line.get("note") == "straggler"]
-    assert [note["rank"] for note in notes] == [1]
-    assert notes[0]["ratio"] > 2.0
+    result = finished(tiny_trainer(tmp_path, "slow", cp=1, steps=steps, faults="slow@step=5,rank=1", run=acting))
+    [straggler] = notes(result.path, "straggler")
+    assert straggler["rank"] == 1
+    assert straggler["ratio"] > 2.0
     [change] = result.summary["recoveries"]
     assert (change["action"], change["exact"], change["steps_rerun"]) == ("drained", True, 0)
-    assert result.summary["losses"] == calm.summary["losses"]
-    assert result.summary["weights_sha256"] == calm.summary["weights_sha256"]
+    assert bits(result.summary) == bits(calm.summary)
     step_s = [line["step_s"] for line in read_metrics(result.path)]
-    assert min(step_s[6 : notes[0]["step"]]) > max(sorted(step_s[-10:])[:5]), "no step waits for it any more"
+    assert min(step_s[6 : straggler["step"]]) > max(sorted(step_s[-10:])[:5]), "no step waits for it any more"
 
 
 @pytest.mark.slow
@@ -142,17 +123,12 @@ def test_a_flipped_bit_in_a_gradient_is_found_its_rank_named_replaced_and_the_bi
     steps, checking = 12, {"corruption": "act", "corruption_every_steps": 4}
     calm = tiny_trainer(tmp_path, "right", steps=steps, spares=0, run=checking).fit()
     assert calm.summary["recoveries"] == [], "healthy ranks agree"
-    trainer = tiny_trainer(
-        tmp_path, "wrong", steps=steps, spares=1, faults="flip@step=7,phase=backward,rank=3", run=checking
-    )
-    result = trainer.fit()
-    assert left_behind("wrong") == []
-    check_records(trainer, result)
-    notes = [line for line in read(result.path / JOURNAL_NAME) if line.get("note") == "wrong"]
-    assert [len(note["workers"]) for note in notes] == [0, 1], "a second attempt tells who"
-    assert "step 7: the local gradient" in notes[0]["told"]
-    assert "wrong is rank 3" in notes[1]["told"]
+    flip = "flip@step=7,phase=backward,rank=3"
+    result = finished(tiny_trainer(tmp_path, "wrong", steps=steps, spares=1, faults=flip, run=checking))
+    first, second = notes(result.path, "wrong")
+    assert (len(first["workers"]), len(second["workers"])) == (0, 1), "a second attempt tells who"
+    assert "step 7: the local gradient" in first["told"]
+    assert "wrong is rank 3" in second["told"]
     assert result.summary["lost_workers"] == {"computed wrongly": 1}
     assert all(recovery["exact"] for recovery in result.summary["recoveries"])
-    assert result.summary["losses"] == calm.summary["losses"]
-    assert result.summary["weights_sha256"] == calm.summary["weights_sha256"]
+    assert bits(result.summary) == bits(calm.summary)

@@ -26,8 +26,7 @@ from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.runtime.driver.cluster import NAMESPACE
-from tests.ray.conftest import TINY, check_records
+from tests.ray.conftest import TINY, bits, finished, join
 
 # Each of two ranks keeps about 12 MiB a layer where it recomputes nothing.
 WIDE = ModelConfig(257, 12, 64, 4, 2, 16, 2048, checkpoint_activations=False)
@@ -54,9 +53,7 @@ class LimitedLoss:
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
         if self.claim and self.num_calls == 3:
             self._limit()
-        if (
-            self.is_limited and self.num_calls == self.until
-        ):  # two attempts more have freed caches and recomputed layers
+        if self.is_limited and self.num_calls == self.until:  # two more attempts freed caches and recomputed layers
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         return language_model_loss(model, batch)
 
@@ -86,9 +83,7 @@ def trained(folder: Path, name: str, loss: LimitedLoss, steps: int = STEPS, **se
         scaling_config=ScalingConfig(dp=1, cp=2, spares=0),
         run_config=RunConfig(name=name, run_dir=str(folder / name), progress=False, copies="0", **settings),
     )
-    result = trainer.fit()
-    check_records(trainer, result)
-    return result.summary
+    return finished(trainer).summary
 
 
 @pytest.mark.slow
@@ -99,7 +94,7 @@ def test_a_step_that_runs_out_of_memory_runs_again_with_less_and_changes_no_bit(
     claim = tmp_path / "claim"
     summary = trained(tmp_path, "tight", LimitedLoss(str(claim)))
     assert claim.exists()
-    assert (summary["losses"], summary["weights_sha256"]) == (calm["losses"], calm["weights_sha256"])
+    assert bits(summary) == bits(calm)
     assert (calm["memory"], calm["recoveries"]) == ([], [])
     assert [change["reliefs"] for change in summary["memory"]] == [["caches"], ["caches", "recompute"]]
     assert {change["step"] for change in summary["memory"]} == {2}
@@ -137,7 +132,7 @@ def test_before_memory_runs_out_all_members_climb_the_ladder_at_a_boundary_and_n
     claim = tmp_path / "claim"
     summary = trained(tmp_path, "nearly-full", NearlyFullLoss(str(claim), until=0), EARLY_STEPS, **settings)
     assert claim.exists()
-    assert (summary["losses"], summary["weights_sha256"]) == (calm["losses"], calm["weights_sha256"])
+    assert bits(summary) == bits(calm)
     reliefs = [change["reliefs"] for change in summary["memory"]]
     assert reliefs
     assert reliefs == [["caches"], ["caches", "recompute"]][: len(reliefs)]
@@ -180,19 +175,18 @@ class GrowingLoss:
 
 
 @pytest.fixture
-def small_node(tmp_path: Path) -> Iterator[Cluster]:
+def small_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A cluster of one node whose processes share a memory cgroup of LIMIT_BYTES. Ray's own monitor is off: it looks at
     the whole machine."""
     folder = memory_cgroup()
     if folder is None:
         pytest.skip("no memory cgroup can be made here: that needs root and a writable /sys/fs/cgroup")
     ray.shutdown()  # the other modules' Ray
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
     for process in raylet_and_children(cluster):
         (folder / "cgroup.procs").write_text(str(process.pid))
-    ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    join(cluster.address)
     yield cluster
     ray.shutdown()
     cluster.shutdown()
@@ -261,9 +255,7 @@ def on_two_rings(folder: Path, name: str, loss: GrowingLoss, memory_limit: float
         scaling_config=ScalingConfig(dp=2, cp=1, spares=spares),
         run_config=RunConfig(name=name, run_dir=str(folder / name), progress=False, memory_limit=memory_limit),
     )
-    result = trainer.fit()
-    check_records(trainer, result)
-    return result.summary
+    return finished(trainer).summary
 
 
 @pytest.mark.soak
@@ -280,7 +272,7 @@ def test_a_member_that_fills_its_node_dies_alone_and_its_death_is_told_by_its_ca
         with Pids(small_node) as pids:
             summary = on_two_rings(tmp_path, name, GrowingLoss(str(claim)), memory_limit)
         assert claim.exists()
-        assert (summary["losses"], summary["weights_sha256"]) == (calm["losses"], calm["weights_sha256"])
+        assert bits(summary) == bits(calm)
         assert summary["lost_workers"] == {"out of memory": 1}
         (recovery,) = summary["recoveries"]
         assert " of step 3 (" in recovery["cause"]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.metrics import write_json
 from elastic_ring.runtime.driver.cluster import left_behind
 from tests.ray.conftest import ALONE, TINY, tiny_trainer
-
-Train = Callable[..., dict[str, Any]]
 
 
 class FailingLoss:
@@ -81,13 +78,9 @@ def trainer(folder: Path, name: str, **changes: Any) -> ElasticRingTrainer:
 
 
 def test_a_mesh_larger_than_the_cluster_says_what_is_there_and_what_is_missing(local_ray: None, tmp_path: Path) -> None:
+    step = StepConfig(steps=6, global_batch=9, context_tokens=96)
     with pytest.raises(ValueError, match=r"mesh dp=9 x cp=5 needs 45 workers .* has CPU: 32 .* 13 missing"):
-        trainer(
-            tmp_path,
-            "large",
-            scaling_config=ScalingConfig(dp=9, cp=5),
-            step_config=StepConfig(steps=6, global_batch=9, context_tokens=96),
-        ).fit()
+        trainer(tmp_path, "large", scaling_config=ScalingConfig(dp=9, cp=5), step_config=step).fit()
     assert left_behind("large") == []
 
 
@@ -220,15 +213,9 @@ def test_too_many_skipped_steps_stop_the_run(local_ray: None, tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_model_that_attends_to_its_own_slice_is_refused_at_the_start(local_ray: None, tmp_path: Path) -> None:
     step = StepConfig(steps=6, global_batch=4, context_tokens=96)
+    own = {"model": PlainAttention, "initial": None, "step_config": step}
     with pytest.raises(RunFailed, match=r"it must attend through batch\.attention"):
-        trainer(
-            tmp_path,
-            "plain",
-            model=PlainAttention,
-            initial=None,
-            step_config=step,
-            scaling_config=ScalingConfig(1, 2, 0),
-        ).fit()
+        trainer(tmp_path, "plain", scaling_config=ScalingConfig(1, 2, 0), **own).fit()
 
 
 @pytest.mark.slow

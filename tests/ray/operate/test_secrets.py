@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.ray.conftest import ROOT, ran
+
 SECRET = "hunter2 $(id) 'quoted'\nline"
 RUN = """
 import json, os, sys
@@ -58,10 +58,7 @@ print(json.dumps({**json.loads((FOLDER / "found.json").read_text()), "left": lef
 @pytest.mark.slow
 def test_a_secret_variable_is_there_when_a_worker_starts_and_nobody_else_can_read_it(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TESTS_SECRET": SECRET}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(tmp_path)], capture_output=True, text=True, timeout=250, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = ran(sys.executable, "-c", RUN, str(tmp_path), env=environment)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {"env": SECRET, "argued": False, "shared": 0, "at_once": 1, "left": []}
     assert "hunter2" not in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -19,7 +18,7 @@ import torch
 from ray.util import list_named_actors
 from torch import nn
 
-from elastic_ring import CheckpointConfig, Result
+from elastic_ring import CheckpointConfig
 from elastic_ring.config import Timeouts
 from elastic_ring.data.source import PreparedTokens
 from elastic_ring.errors import CoordinatorLost, RunFailed, StorageFailed
@@ -28,8 +27,19 @@ from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
 from elastic_ring.state.checkpoints.stored_weights import RunWeights
 from tests.object_store.store import ObjectStore
-from tests.ray.conftest import ALONE, TINY, Heard, check_records, fault_free, tiny_trainer, wait_for
-from tests.unit.coordinator.test_damage import FILES
+from tests.ray.conftest import (
+    ALONE,
+    TINY,
+    Heard,
+    bits,
+    fault_free,
+    finished,
+    num_steps,
+    ran,
+    tiny_trainer,
+    wait_for,
+)
+from tests.unit.coordinator.test_damage import FILES, flip
 
 EVERY_3 = {"checkpoint_config": CheckpointConfig(every_steps=3)}
 
@@ -47,20 +57,12 @@ def test_both_holders_of_a_shard_lost_at_once_come_back_from_the_checkpoint_or_a
 ) -> None:
     reference = fault_free(undisturbed, tmp_path)
     settings = {**EVERY_3, "copies": copies, "copy_every_steps": 1}
-    result = run(
-        tmp_path,
-        "both-holders",
-        dp=2,
-        cp=2,
-        spares=2,
-        run=settings,
-        faults="kill@step=7,phase=forward,rank=1; kill@step=7,phase=forward,rank=3",
-    )
-    summary = result.summary
+    faults = "kill@step=7,phase=forward,rank=1; kill@step=7,phase=forward,rank=3"
+    summary = run(tmp_path, "both-holders", spares=2, run=settings, faults=faults)
     (recovery,) = summary["recoveries"]
     assert recovery["source"] == source
     assert (source == "checkpoint") <= recovery["steps_undone"] <= most_undone
-    assert same(summary, reference)
+    assert bits(summary) == bits(reference)
     assert [one["step"] for one in summary["checkpoints"]][-1] in (9, 12)
 
 
@@ -71,13 +73,13 @@ def test_a_finished_run_goes_on_twice_under_its_name_with_the_bits_of_one_that_w
     """First at its last rate, then with a warm-up and a decay of the further steps. The last step of the first is
     saved, since the checkpoint before was quick; the others have none to go by."""
     kept, anew = {"total_steps": 4}, {"total_steps": 8, "replanned": (4, 6)}
-    whole = run(tmp_path, "whole", steps=8, **anew, **ALONE).summary
-    saved = run(tmp_path, "longer", steps=4, **kept, **ALONE).summary["checkpoints"][-1]["step"]
+    whole = run(tmp_path, "whole", steps=8, **anew, **ALONE)
+    saved = run(tmp_path, "longer", steps=4, **kept, **ALONE)["checkpoints"][-1]["step"]
     for steps, plan in ((6, kept), (8, anew)):
-        longer = run(tmp_path, "longer", steps=steps, **plan, **ALONE).summary
+        longer = run(tmp_path, "longer", steps=steps, **plan, **ALONE)
         assert longer["steps"] == longer["planned_steps"] == steps
     assert longer["resumed_from"][0]["step"] == saved
-    assert same(longer, whole)
+    assert bits(longer) == bits(whole)
     with pytest.raises(ValueError, match=r"optim.replanned: \[\(0, 4\), \(6, 8\)\] there, \[\(0, 4\)\] here"):
         tiny_trainer(tmp_path, "longer", steps=8, **kept, **ALONE).fit()
     other = tiny_trainer(tmp_path, "other", steps=9, **ALONE, run={"resume": str(tmp_path / "longer")})
@@ -122,18 +124,9 @@ def test_a_checkpoint_with_a_parameter_that_the_model_lacks_and_damaged_first_va
     assert left_behind("scaled") == left_behind("begun") == []
 
 
-def run(folder: Path, name: str, **options: Any) -> Result:
-    trainer = tiny_trainer(folder, name, **options)
-    result = trainer.fit()
-    assert left_behind(name) == []
-    check_records(trainer, result)
-    return result
-
-
-def same(summary: dict[str, Any], reference: dict[str, Any]) -> bool:
-    """Losses, weights and samples of a run, bit for bit."""
-    keys = ("losses", "weights_sha256", "samples_sha256")
-    return {key: summary[key] for key in keys} == {key: reference[key] for key in keys}
+def run(folder: Path, name: str, **options: Any) -> dict[str, Any]:
+    """The summary."""
+    return finished(tiny_trainer(folder, name, **options)).summary
 
 
 def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its_records_span_both(
@@ -159,8 +152,8 @@ def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its
     flip_a_byte(folder / "journal.jsonl")
     (folder / "lineages" / "000.json").write_bytes(b"")
     capsys.readouterr()
-    result = run(tmp_path, "cut", run=every_2, slow_s=0.2, faults=fault, callbacks=(again,))
-    assert same(result.summary, reference)
+    result = finished(tiny_trainer(tmp_path, "cut", run=every_2, slow_s=0.2, faults=fault, callbacks=(again,)))
+    assert bits(result.summary) == bits(reference)
     assert [one["step"] for one in result.summary["resumed_from"]] == [before]
     assert result.checkpoint is not None
     assert result.checkpoint.step == 12
@@ -188,20 +181,20 @@ def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its
     ],
 )
 def test_a_checkpoint_goes_on_on_another_mesh_with_the_same_samples(
-    local_ray: None, source: Result, mixture: PreparedTokens, tmp_path: Path, dp: int, cp: int
+    local_ray: None, source: dict[str, Any], mixture: PreparedTokens, tmp_path: Path, dp: int, cp: int
 ) -> None:
-    path = next(one["path"] for one in source.summary["checkpoints"] if one["step"] == 6)
+    path = next(one["path"] for one in source["checkpoints"] if one["step"] == 6)
     name = f"on-{dp}x{cp}"
-    summary = run(tmp_path, name, dp=dp, cp=cp, spares=0, run={"resume": path}, data=mixture).summary
-    assert summary["samples_sha256"] == source.summary["samples_sha256"]
-    assert summary["losses"][:6] == source.summary["losses"][:6]
+    summary = run(tmp_path, name, dp=dp, cp=cp, spares=0, run={"resume": path}, data=mixture)
+    assert summary["samples_sha256"] == source["samples_sha256"]
+    assert summary["losses"][:6] == source["losses"][:6]
     assert summary["resumed_from"] == [{"step": 6, "path": path}]
-    for found, known in zip(summary["losses"], source.summary["losses"], strict=True):
+    for found, known in zip(summary["losses"], source["losses"], strict=True):
         assert float.fromhex(found) == pytest.approx(float.fromhex(known), abs=1e-4)
 
 
 @pytest.fixture(scope="module")
-def source(local_ray: None, mixture: PreparedTokens, tmp_path_factory: pytest.TempPathFactory) -> Result:
+def source(local_ray: None, mixture: PreparedTokens, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A finished run on a mixture, whose checkpoints are all there."""
     kept = {"checkpoint_config": CheckpointConfig(every_steps=6, keep_last=9)}
     return run(tmp_path_factory.mktemp("source"), "source", dp=2, cp=2, spares=0, run=kept, data=mixture)
@@ -214,15 +207,13 @@ def test_never_and_a_step_begin_a_lineage_of_their_own_and_other_settings_are_re
     every_2 = CheckpointConfig(every_steps=2, keep_last=9)
     first = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2})
     from_2 = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2, "resume": "2"})
-    assert "lineage-001" in from_2.summary["checkpoints"][-1]["path"]
-    assert same(from_2.summary, first.summary)
+    assert "lineage-001" in from_2["checkpoints"][-1]["path"]
     anew = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2, "resume": "never"})
-    assert "lineage-002" in anew.summary["checkpoints"][-1]["path"]
-    assert (anew.summary["resumed_from"], same(anew.summary, first.summary)) == ([], True)
+    assert "lineage-002" in anew["checkpoints"][-1]["path"]
+    assert anew["resumed_from"] == []
+    assert bits(first) == bits(from_2) == bits(anew)
     with pytest.raises(ValueError, match=r"step\.global_batch: 6 there, 12 here"):
-        tiny_trainer(
-            tmp_path, "other", **ALONE, steps=4, global_batch=12, run={"resume": str(tmp_path / "again")}
-        ).fit()
+        run(tmp_path, "other", **ALONE, steps=4, global_batch=12, run={"resume": str(tmp_path / "again")})
     with pytest.raises(ValueError, match="no checkpoint of that step"):
         tiny_trainer(tmp_path, "again", **ALONE, steps=4, run={"resume": "3"}).fit()
 
@@ -235,24 +226,16 @@ def test_state_in_host_memory_changes_no_bit_through_kills_and_in_resuming_with_
     has its state on the devices."""
     reference = fault_free(undisturbed, tmp_path)
     settings = {"checkpoint_config": CheckpointConfig(every_steps=6, keep_last=9), "copies": "1", "copy_every_steps": 1}
-    moments = run(
-        tmp_path,
-        "moments",
-        spares=3,
-        cpu_offload="optimizer",
-        run=settings,
-        faults="kill@step=3,phase=apply,rank=3;kill@step=8,phase=forward,rank=0; kill@step=8,phase=forward,rank=2",
-    ).summary
+    faults = "kill@step=3,phase=apply,rank=3;kill@step=8,phase=forward,rank=0; kill@step=8,phase=forward,rank=2"
+    moments = run(tmp_path, "moments", spares=3, cpu_offload="optimizer", run=settings, faults=faults)
     assert [len(recovery["faults"]) for recovery in moments["recoveries"]] == [1, 2]
     assert moments["recoveries"][1]["source"] == "copy"
-    assert same(moments, reference)
     path = next(one["path"] for one in moments["checkpoints"] if one["step"] == 6)
-    whole = run(
-        tmp_path, "all", spares=1, cpu_offload="all", run={"resume": path}, faults="kill@step=9,phase=backward,rank=1"
-    ).summary
+    fault = "kill@step=9,phase=backward,rank=1"
+    whole = run(tmp_path, "all", spares=1, cpu_offload="all", run={"resume": path}, faults=fault)
     assert whole["resumed_from"] == [{"step": 6, "path": path}]
     assert [recovery["steps_undone"] for recovery in whole["recoveries"]] == [0]
-    assert same(whole, reference)
+    assert bits(moments) == bits(whole) == bits(reference)
 
 
 @pytest.mark.slow
@@ -260,33 +243,18 @@ def test_at_dp_1_the_loss_of_a_rank_costs_the_steps_since_the_checkpoint_and_no_
     local_ray: None, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = fault_free(undisturbed, tmp_path, dp=1)
-    summary = run(
-        tmp_path,
-        "one-ring",
-        dp=1,
-        cp=2,
-        spares=1,
-        run={**EVERY_3, "copies": "0"},
-        faults="kill@step=5,phase=vote,rank=1",
-    ).summary
+    fault = "kill@step=5,phase=vote,rank=1"
+    summary = run(tmp_path, "one-ring", dp=1, run={**EVERY_3, "copies": "0"}, faults=fault)
     assert [recovery["source"] for recovery in summary["recoveries"]] == ["checkpoint"]
-    assert (
-        "a loss of any process: back to the newest checkpoint (one each 3 step(s)). copies=1 (--copies 1)"
-        in caplog.text
-    )
-    assert same(summary, reference)
+    way_out = "a loss of any process: back to the newest checkpoint (one each 3 step(s)). copies=1 (--copies 1)"
+    assert way_out in caplog.text
+    assert bits(summary) == bits(reference)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "where",
-    [
-        pytest.param("a folder", marks=pytest.mark.soak),
-        pytest.param("an object store", marks=pytest.mark.soak),
-        pytest.param("an object store, in a save", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("where", ["a folder", "an object store", "an object store, in a save"])
 def test_power_cuts_on_the_laptop_preset_cost_no_bit(
     where: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -297,23 +265,9 @@ def test_power_cuts_on_the_laptop_preset_cost_no_bit(
         store: ObjectStore = request.getfixturevalue("object_store")
         storage_path = f"s3://{store.new_bucket()}/runs"
         given |= store.environment
-    command = [
-        sys.executable,
-        "-m",
-        "elastic_ring",
-        "drill",
-        "power-cut",
-        "--steps",
-        "8",
-        "--every",
-        "2",
-        "--storage-path",
-        storage_path,
-    ]
-    if where.endswith("in a save"):
-        command += ["--cuts", "2", "--in-save"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=given)
-    assert done.returncode == 0, done.stdout + done.stderr
+    flags = "--cuts 2 --in-save" if where.endswith("in a save") else ""
+    drill = f"-m elastic_ring drill power-cut --steps 8 --every 2 --storage-path {storage_path} {flags}"
+    done = ran(sys.executable, *drill.split(), env=given, timeout_s=600.0)
     assert "losses True, samples_sha256 True, weights_sha256 True" in done.stdout
     assert "checkpoints left: 6, 8" in done.stdout
     if where.endswith("in a save"):
@@ -324,8 +278,7 @@ def test_power_cuts_on_the_laptop_preset_cost_no_bit(
 def store_uploads(uri: str, environment: dict[str, str]) -> list[str]:
     """What is under way in an object store, as another process sees it."""
     code = f"from elastic_ring.state.storage.folder import Storage; print([u.path for u in Storage({uri!r}).uploads()])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, "-c", code, env=environment, timeout_s=60.0)
     return list(json.loads(done.stdout.replace("'", '"')))
 
 
@@ -353,8 +306,7 @@ def test_a_run_ends_where_no_checkpoint_could_be_written_for_as_long_as_was_set(
 
 def kill_the_run(name: str, folder: Path, at_step: int) -> None:
     """End the processes of the run's coordinator, workers and agents, for good, once `at_step` is on record."""
-    path = folder / "metrics.jsonl"
-    wait_for(lambda: path.exists() and path.read_bytes().count(b"loss_hex") > at_step)
+    wait_for(lambda: num_steps(folder) > at_step)
     wait_for(lambda: len(list(folder.glob("checkpoints/*/*/COMMIT.json"))) > 1)
     for actor in list_named_actors(all_namespaces=True):
         if actor["name"].startswith(f"er:{name}:"):
@@ -381,6 +333,4 @@ def kept(folder: Path) -> set[str]:
 
 
 def flip_a_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path, path)

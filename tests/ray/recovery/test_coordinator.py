@@ -24,7 +24,7 @@ from elastic_ring import Callback, CheckpointConfig, EarlyStopping
 from elastic_ring.data.sampling.validation import ValidationSet, measured
 from elastic_ring.data.source import TextFiles, open_source
 from elastic_ring.errors import RunFailed, StorageFailed
-from elastic_ring.monitor.journal import Journal, read
+from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import read_metrics, write_json
 from elastic_ring.monitor.report import render_status
@@ -35,16 +35,18 @@ from elastic_ring.runtime.coordinator.startup import MOST_FAILED_STARTS
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
 from elastic_ring.runtime.driver.follow import Follower
 from elastic_ring.runtime.driver.submission import Submission
-from tests.ray.conftest import ALONE, Heard, check_records, fault_free, tiny_trainer, wait_for
-
-
-def notes(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for line in read(folder / "journal.jsonl") if line.get("note") == kind]
-
-
-def pids(folder: Path) -> list[int]:
-    """The processes of the mesh by global rank, as the coordinator tells it."""
-    return [member["pid"] for member in json.loads((folder / "status.json").read_text())["members"]]
+from tests.ray.conftest import (
+    ALONE,
+    Heard,
+    bits,
+    fault_free,
+    finished,
+    notes,
+    num_steps,
+    pids,
+    tiny_trainer,
+    wait_for,
+)
 
 
 @pytest.mark.slow
@@ -206,19 +208,12 @@ def test_a_coordinator_that_dies_while_the_ring_is_being_built_changes_no_bit(
     local_ray: None, tmp_path: Path, undisturbed: Path
 ) -> None:
     calm = fault_free(undisturbed, tmp_path)
-    trainer = tiny_trainer(
-        tmp_path,
-        "mid-build",
-        spares=1,
-        faults="kill@step=3,phase=backward,rank=1; kill-coordinator@step=3,phase=heal,role=donor",
-    )
-    result = trainer.fit()
-    check_records(trainer, result)
-    assert result.summary["weights_sha256"] == calm["weights_sha256"]
-    assert result.summary["losses"] == calm["losses"]
-    assert result.summary["exact"]
-    assert max(generation["term"] for generation in result.summary["generations"]) == 2
-    assert [len(recovery["faults"]) for recovery in result.summary["recoveries"]] == [2]
+    faults = "kill@step=3,phase=backward,rank=1; kill-coordinator@step=3,phase=heal,role=donor"
+    summary = finished(tiny_trainer(tmp_path, "mid-build", spares=1, faults=faults)).summary
+    assert bits(summary) == bits(calm)
+    assert summary["exact"]
+    assert max(generation["term"] for generation in summary["generations"]) == 2
+    assert [len(recovery["faults"]) for recovery in summary["recoveries"]] == [2]
 
 
 @pytest.mark.slow
@@ -244,7 +239,7 @@ def test_a_frozen_agent_is_replaced_and_the_next_death_is_seen_by_the_new_one(lo
     trainer = tiny_trainer(tmp_path, "agent", spares=1, steps=20, gate=gate)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(trainer.fit)
-        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 1)
+        wait_for(lambda: num_steps(folder) > 1)
         (frozen,) = actor_pids("NodeAgent")
         os.kill(frozen, signal.SIGSTOP)
         wait_for(lambda: any(pid != frozen for pid in actor_pids("NodeAgent")))
@@ -272,7 +267,7 @@ def test_a_run_whose_folder_is_moved_away_says_so_and_ends_without_a_digest_of_w
     trainer = tiny_trainer(tmp_path, "moved", steps=8, gate=gate, **ALONE)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(trainer.fit)
-        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
+        wait_for(lambda: num_steps(folder) > 2)
         folder.rename(tmp_path / "moved.old")
         heard = list[str]()
         wait_for(lambda: heard.append(capsys.readouterr().err) or "was moved, removed or unmounted" in "".join(heard))
@@ -300,7 +295,7 @@ def test_a_coordinator_that_cannot_begin_for_its_journal_ends_the_run(
     trainer = tiny_trainer(tmp_path, name, steps=40, gate=gate, **ALONE)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(trainer.fit)
-        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
+        wait_for(lambda: num_steps(folder) > 2)
         coordinator = ray.get_actor(actor_name(name, "coordinator"), namespace=NAMESPACE)
         process = psutil.Process(ray.get(coordinator.identity.remote())["pid"])
         process.suspend()

@@ -14,7 +14,7 @@ from elastic_ring.faults import EXCHANGES
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.metrics import read_metrics
-from tests.ray.conftest import EXPERTS, IN_PARTS, Heard, check_records, fault_free, tiny_trainer
+from tests.ray.conftest import EXPERTS, IN_PARTS, Heard, bits, fault_free, finished, tiny_trainer
 
 Train = Callable[..., dict[str, Any]]
 Summary = dict[str, Any]
@@ -42,9 +42,7 @@ OTHER_WAYS_TO_GO = "freeze@step=2,phase=backward,rank=2; gil@step=4,rank=1; exit
 
 
 def assert_same_bits(summary: Summary, reference: Summary) -> None:
-    assert summary["losses"] == reference["losses"]
-    assert summary["weights_sha256"] == reference["weights_sha256"]
-    assert summary["samples_sha256"] == reference["samples_sha256"]
+    assert bits(summary) == bits(reference)
     assert summary["exact"]
     assert all(recovery["exact"] and recovery["survivor_pids_kept"] for recovery in summary["recoveries"])
     assert all(recovery["steps_undone"] == 0 for recovery in summary["recoveries"])
@@ -102,8 +100,7 @@ def test_a_kill_between_the_parts_in_which_rows_come_to_crowded_experts_changes_
         settings: dict[str, Any] = {"dp": 2, "cp": 3, "spares": 2 if faults else 0, "steps": 4, "global_batch": 2}
         trainer = tiny_trainer(tmp_path, name, faults=faults, model=EXPERTS, experts="send", **settings)
         trainer.task = replace(trainer.task, initial=Crowded(0, EXPERTS.num_layers))
-        result = trainer.fit()
-        check_records(trainer, result)
+        result = finished(trainer)
         assert all(line["expert_parts"] for line in read_metrics(result.path))
         found.append(result.summary)
     assert "than 2 times its fair share of tokens for its experts, so they come in parts" in capsys.readouterr().err
@@ -126,32 +123,21 @@ def test_kills_change_no_bit_of_a_model_whose_large_layers_are_gathered_in_parts
     assert faults_of(summary) == [1] * 4
 
 
-@pytest.mark.slow
-def test_two_kills_at_once_and_a_newcomer_that_dies_while_it_heals_change_no_bit(
-    train: Train, undisturbed: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("size", "spares", "faults", "struck"),
+    [
+        pytest.param(2, 4, AT_ONCE_AND_IN_HEAL, [2, 2], marks=pytest.mark.slow, id="two at once, a newcomer"),
+        pytest.param(3, 6, THREE_RINGS, [1, 2, 1, 2], marks=pytest.mark.soak, id="a donor"),
+        pytest.param(3, 4, THREE_RINGS_MORE, [1, 2, 1], marks=pytest.mark.soak, id="each other rank"),
+    ],
+)
+def test_kills_at_once_and_of_those_that_heal_change_no_bit(
+    train: Train, undisturbed: Path, tmp_path: Path, size: int, spares: int, faults: str, struck: list[int]
 ) -> None:
-    reference = fault_free(undisturbed, tmp_path, 2, 2)
-    summary = train("at-once", spares=4, faults=AT_ONCE_AND_IN_HEAL)
+    reference = fault_free(undisturbed, tmp_path, size, size)
+    summary = train("at-once", dp=size, cp=size, spares=spares, faults=faults)
     assert_same_bits(summary, reference)
-    assert faults_of(summary) == [2, 2]
-
-
-@pytest.mark.soak
-def test_three_rings_of_three_survive_a_donor_that_dies_in_a_heal(
-    train: Train, undisturbed: Path, tmp_path: Path
-) -> None:
-    reference = fault_free(undisturbed, tmp_path, 3, 3)
-    summary = train("three-rings", dp=3, cp=3, spares=6, faults=THREE_RINGS)
-    assert_same_bits(summary, reference)
-    assert faults_of(summary) == [1, 2, 1, 2]
-
-
-@pytest.mark.soak
-def test_each_other_rank_of_three_rings_may_die_too(train: Train, undisturbed: Path, tmp_path: Path) -> None:
-    reference = fault_free(undisturbed, tmp_path, 3, 3)
-    summary = train("three-rings-more", dp=3, cp=3, spares=4, faults=THREE_RINGS_MORE)
-    assert_same_bits(summary, reference)
-    assert faults_of(summary) == [1, 2, 1]
+    assert faults_of(summary) == struck
 
 
 def adafactor(named: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:

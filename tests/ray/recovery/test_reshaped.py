@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ from elastic_ring import CheckpointConfig, ElasticRingTrainer, Result
 from elastic_ring.data.source import PreparedTokens
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver.cluster import left_behind
-from tests.ray.conftest import ALONE, EXPERTS, check_records, tiny_trainer, wait_for
+from tests.ray.conftest import ALONE, EXPERTS, check_records, status, tiny_trainer, wait_for
 
 Train = Callable[..., dict[str, Any]]
 Summary = dict[str, Any]
@@ -27,10 +26,6 @@ def assert_same_samples(summary: Summary, reference: Summary, rel: float = 1e-4)
     assert losses == pytest.approx(expected, rel=rel)
     assert not summary["exact"]
     assert all(recovery["steps_undone"] == 0 for recovery in summary["recoveries"])
-
-
-def status(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "status.json").read_text())
 
 
 def shrunk_and_grown(trainer: ElasticRingTrainer, gate: Path, folder: Path) -> Result:

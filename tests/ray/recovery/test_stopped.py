@@ -14,14 +14,9 @@ import pytest
 
 from elastic_ring import CheckpointConfig, ElasticRingTrainer
 from elastic_ring.config import Timeouts
-from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver.cluster import left_behind
-from tests.ray.conftest import ALONE, fault_free, tiny_trainer, wait_for
+from tests.ray.conftest import ALONE, fault_free, num_steps, tiny_trainer, wait_for
 from tests.signals import heeding_hangups
-
-
-def steps_in(folder: Path) -> int:
-    return len(read_metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
 def trainer_of(folder: Path, name: str, stop_save_s: float, **options: Any) -> ElasticRingTrainer:
@@ -36,8 +31,8 @@ def stopped_by(number: signal.Signals, folder: Path, name: str, stop_save_s: flo
     counts: list[int] = []
 
     def send() -> None:
-        wait_for(lambda: steps_in(folder / name) >= 3)
-        counts.append(steps_in(folder / name))
+        wait_for(lambda: num_steps(folder / name) >= 3)
+        counts.append(num_steps(folder / name))
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=send)
@@ -89,7 +84,7 @@ def test_a_second_signal_waits_for_no_checkpoint(
     trainer = trainer_of(tmp_path, "twice", 30.0, steps=4000, gate_s=4.0)
 
     def send() -> None:
-        wait_for(lambda: steps_in(tmp_path / "twice") >= 3)
+        wait_for(lambda: num_steps(tmp_path / "twice") >= 3)
         gate.unlink()  # the step under way does not end soon
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(lambda: "stopping: after a checkpoint" in caplog.text)

@@ -24,34 +24,9 @@ class Submission:
     """One driver with a Ray of its own, by the command line."""
 
     def __init__(self, folder: Path, log: Path) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "elastic_ring",
-            "train",
-            "--preset",
-            "laptop",
-            "--dp",
-            "1",
-            "--cp",
-            "1",
-            "--spares",
-            "0",
-            "--model.num-layers",
-            "1",
-            "--context",
-            "64",
-            "--steps",
-            "100000",
-            "--global-batch",
-            "1",
-            "--checkpoint-every-steps",
-            "50",
-            "--run-name",
-            "shared",
-            "--run-dir",
-            str(folder),
-        ]
+        small = "--preset laptop --dp 1 --cp 1 --spares 0 --model.num-layers 1 --context 64 --global-batch 1"
+        run = f"--steps 100000 --checkpoint-every-steps 50 --run-name shared --run-dir {folder}"
+        command = [sys.executable, *f"-m elastic_ring train {small} {run}".split()]
         self.log, self._file = log, log.open("wb")
         environment = {**os.environ, "RAY_ADDRESS": "local"}
         self.driver = psutil.Popen(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -54,24 +53,22 @@ class WireTap:
         return size
 
 
-def check_bytes(case: Case, ledgers: list[HopLedger], num_calls: int = 1) -> None:
-    """Every ledger equals the schedule's formula for every direction, hop and side."""
+def check_bytes(case: Case, ledgers: list[HopLedger], num_calls: int = 1, **options: Any) -> None:
+    """Every ledger equals the schedule's formula; `options`: more of that."""
     for cp_rank, ledger in enumerate(ledgers):
-        for side, counted in (("received", ledger.received_bytes), ("sent", ledger.sent_bytes)):
-            planned: dict[Any, int] = defaultdict(int)
-            for direction, hop in itertools.product(("forward", "backward"), range(case.cp)):
-                planned[direction, hop] = num_calls * case.schedule.hop_bytes(
-                    cp_rank,
-                    hop,
-                    case.head_dim,
-                    case.dtype.itemsize,
-                    direction,
-                    kv_heads=case.num_kv_heads,
-                    batch=case.batch,
-                    side=side,
-                )
-            nonzero = {key: num for key, num in planned.items() if num}
-            assert dict(counted) == nonzero, (cp_rank, side)
+        check_ledger(case, cp_rank, ledger, num_calls, **options)
+
+
+def check_ledger(case: Case, cp_rank: int, ledger: HopLedger, num_calls: int = 1, **options: Any) -> None:
+    """For every direction, hop and side."""
+    options |= {"kv_heads": case.num_kv_heads, "batch": case.batch}
+    sizes = case.head_dim, case.dtype.itemsize
+    for side, counted in (("received", ledger.received_bytes), ("sent", ledger.sent_bytes)):
+        planned = {
+            (direction, hop): num_calls * case.schedule.hop_bytes(cp_rank, hop, *sizes, direction, side=side, **options)
+            for direction, hop in itertools.product(("forward", "backward"), range(case.cp))
+        }
+        assert dict(counted) == {key: num for key, num in planned.items() if num}, (cp_rank, side)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"cp{case.cp}-{case.layout_name}")
