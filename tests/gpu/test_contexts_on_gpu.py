@@ -1,12 +1,18 @@
-"""A process that had contexts on all GPUs lets go of all but one, and goes on there as if nothing had been."""
+"""What CUDA answers of a host's GPUs: to a member that lets go of all but one, to a lease, of a killed process."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +21,18 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from elastic_ring.monitor.exits import ExitWatch
+from elastic_ring.runtime.gpu import leases
 from elastic_ring.runtime.gpu.cuda_contexts import (
     REPINNED_BYTES,
     CudaContexts,
     end_contexts,
     unused_others,
 )
-from elastic_ring.runtime.gpu.device import empty_cache, visible_gpus
+from elastic_ring.runtime.gpu.device import DeviceLease, empty_cache, visible_gpus
+from elastic_ring.runtime.gpu.leases import GpuLease, last_owner, verdicts_of
 from elastic_ring.runtime.groups import nccl
+from elastic_ring.runtime.worker.env_fingerprint import gpu_environment
 from elastic_ring.runtime.worker.stall_watchdog import DeviceMarks
 from elastic_ring.state import pinned
 from elastic_ring.state.device_sums import eager_squared_norm, squared_norm
@@ -158,3 +168,89 @@ def test_a_process_lets_go_of_every_gpu_but_its_own_and_goes_on_there(own: int, 
         assert process.exitcode == 0, "its end goes through what the others had"
     finally:
         process.kill()
+
+
+# ------------------------------------------------------------------------------------------------------------- a lease
+
+
+def nobody_aborts() -> None:
+    pass
+
+
+def test_every_gpu_has_a_name_of_its_own_that_the_driver_knows() -> None:
+    seen = visible_gpus()
+    assert len({gpu.name for gpu in seen}) == len(seen) == torch.cuda.device_count()
+    assert all(gpu.name.startswith(("GPU-", "MIG-", "PCI-")) for gpu in seen)
+
+
+def test_a_gpu_is_taken_probed_and_given_back_empty(tmp_path: Path) -> None:
+    lease = DeviceLease("cuda", "run", tmp_path)
+    device = lease.take(3, 1 << 20, 10.0, nobody_aborts)
+    assert not GpuLease("run", tmp_path).lock(visible_gpus()[device.index])
+    assert last_owner(tmp_path, lease.gpu).place == 3
+    kept = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    assert torch.cuda.memory_reserved(device) >= kept.nbytes
+    assert lease.healthy()
+    del kept
+    name = lease.gpu
+    lease.give_back()
+    assert torch.cuda.memory_reserved(device) < 1 << 30
+    assert verdicts_of(tmp_path, [name]) == {name: "good"}
+    assert last_owner(tmp_path, name).pid == 0
+
+
+def test_a_shard_that_cannot_fit_is_waited_for_briefly_and_not_for_ever(tmp_path: Path) -> None:
+    lease = DeviceLease("cuda", "run", tmp_path)
+    assert lease.take(0, 1 << 40, 10.0, nobody_aborts).type == "cuda"
+    lease.give_back()
+    assert leases.QUIET_S < 1.0
+
+
+def test_what_bits_depend_on_is_found_on_this_machine() -> None:
+    found = gpu_environment({"attention": "flash 1.0"})
+    assert found["gpu"] == torch.cuda.get_device_name(0)
+    assert found["driver"].count(".") >= 1
+    assert found["nccl"].split(".")[0] == "2"
+    assert found["attention"] == "flash 1.0"
+
+
+# -------------------------------------------------------------------------- a killed process that holds a GPU's memory
+
+
+HOLDER = """
+import torch
+free_bytes, _ = torch.cuda.mem_get_info()
+held = torch.ones(free_bytes // 2, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print("held", flush=True)
+input()
+"""
+NUM_KILLS, LIMIT_S = 3, 60.0
+
+
+def killed() -> tuple[float, float]:
+    """Seconds from SIGKILL until the death is seen, and until the process has ended."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process, ExitWatch() as watch:
+        assert process.stdout.readline() == b"held\n"
+        watch.watch(process.pid, "holder")
+        assert watch.ending() == []
+        os.kill(process.pid, signal.SIGKILL)
+        begun = time.monotonic()
+        while not (seen := watch.ending()):
+            assert time.monotonic() < begun + LIMIT_S
+        seen_s = time.monotonic() - begun
+        assert seen == ["holder"]
+        (notice,) = watch.wait(LIMIT_S)
+        assert notice.signal == signal.SIGKILL
+        return seen_s, notice.monotonic_s - begun
+
+
+def test_a_death_is_seen_before_the_gpus_memory_is_free() -> None:
+    free_bytes, _ = torch.cuda.mem_get_info()
+    found = [killed() for _ in range(NUM_KILLS)]
+    print("seen after, ended after (s):", found)
+    assert all(seen_s < ended_s for seen_s, ended_s in found)
+    assert min(seen_s for seen_s, _ in found) < 0.1
+    assert torch.cuda.mem_get_info()[0] > 0.9 * free_bytes

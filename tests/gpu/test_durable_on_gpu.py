@@ -1,8 +1,9 @@
-"""State that outlives its members, on real GPUs through Ray: from a copy in a peer's memory, from a CPU checkpoint."""
+"""Runs on GPUs through Ray: state that outlives its members, and experts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from elastic_ring import (
 )
 from elastic_ring.config import Timeouts
 from elastic_ring.data.source import StdlibText
+from elastic_ring.experts import compute
+from elastic_ring.experts.compute import Order, grouped_linear, product_kind
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser
 from elastic_ring.model.transformer import Transformer
@@ -101,3 +104,68 @@ def test_one_ring_of_two_gpus_that_loses_a_rank_goes_on_from_the_copy_with_equal
 
 def test_a_checkpoint_that_cpus_wrote_goes_on_on_a_gpu(tmp_path: Path) -> None:
     a_checkpoint_of_a_cpu_goes_on(tmp_path, "cuda")
+
+
+# ------------------------------------------------------------------------------------------------------------- experts
+
+
+EXPERTS = replace(SMALL, num_experts=5, experts_per_token=2, expert_width=32, shared_width=32)
+
+
+def test_a_grouped_product_and_its_gradients_repeat_a_hundred_times() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randn(4096, 1024, dtype=torch.bfloat16, device="cuda")
+    order = Order.of(torch.rand(4096, 64, device="cuda").topk(8).indices % 61, 64)  # the last three have no rows
+    weight = torch.randn(64, 768, 1024, dtype=torch.bfloat16, device="cuda")
+    assert product_kind(order.spread(tokens), weight) == "grouped"
+    first = None
+    for _ in range(100):
+        leaves = [tokens.clone().requires_grad_(), weight.clone().requires_grad_()]
+        out = order.gather(
+            grouped_linear(order.spread(leaves[0]), leaves[1], order.ends), torch.rand(4096, 8, device="cuda") * 0 + 0.5
+        )
+        found = [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+        first = first or found
+        assert all(torch.equal(one, other) for one, other in zip(first, found, strict=True))
+    assert first is not None
+    rows = order.spread(tokens)
+    torch.testing.assert_close(
+        grouped_linear(rows, weight, order.ends), compute._loop(rows, weight, order.ends), rtol=2e-2, atol=0.5
+    )
+    assert not first[2][61:].any()
+
+
+@pytest.mark.parametrize("cut", [1, 20, 47])
+def test_products_of_some_experts_have_the_bits_that_they_have_among_all(cut: int) -> None:
+    """As rows come in parts (`experts.exchange`)."""
+    torch.manual_seed(0)
+    order = Order.of(torch.rand(4096, 64, device="cuda").topk(8).indices % 61, 64)
+    rows = torch.randn(order.rows.numel(), 1024, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(64, 768, 1024, dtype=torch.bfloat16, device="cuda")
+    slope, end = torch.randn(rows.size(0), 768, dtype=torch.bfloat16, device="cuda"), int(order.ends[cut - 1])
+
+    def computed(some: slice, experts: slice, ends: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [rows[some].clone().requires_grad_(), weight[experts].clone().requires_grad_()]
+        out = grouped_linear(*leaves, ends)
+        return [out.detach(), *torch.autograd.grad(out, leaves, slope[some])]
+
+    first = computed(slice(0, end), slice(0, cut), order.ends[:cut])
+    last = computed(slice(end, None), slice(cut, None), order.ends[cut:] - end)
+    whole = computed(slice(None), slice(None), order.ends)
+    for parts, expected in zip(zip(first, last, strict=True), whole, strict=True):
+        assert torch.equal(torch.cat(parts), expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_ring_of_two_gpus_that_loses_a_rank_before_an_exchange_of_experts_changes_no_bit(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "model": EXPERTS,
+        "experts": "send",
+        "checkpoint_config": CheckpointConfig(every_steps=0),
+    }
+    calm = run(tmp_path, "calm", "cuda", cp=2, **settings).summary
+    faults = "kill@step=3,phase=dispatch,hop=3,rank=1; kill@step=6,phase=combine,hop=1,rank=0"
+    settings |= {"spares": 2, "copies": "1", "copy_every_steps": 1, "faults": faults}
+    killed = run(tmp_path, "killed", "cuda", cp=2, **settings).summary
+    assert len(killed["recoveries"]) == 2
+    assert bits(killed) == bits(calm)

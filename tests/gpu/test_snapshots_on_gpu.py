@@ -1,4 +1,4 @@
-"""Snapshots of a shard on a GPU: copied beside what follows, and loaded back onto the device."""
+"""Copies of a shard or of a tensor to the host's memory, made beside what follows, and back."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
+from elastic_ring.attention.recomputation import OffloadedTensor
 from elastic_ring.control.messages import SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state import pinned
@@ -20,6 +21,7 @@ from elastic_ring.state.checkpoints.manifest import attempt_folder
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.snapshot import Buffers, load, size_of, take
 from elastic_ring.state.storage.folder import Storage
+from tests.unit.attention.test_recomputation import is_itself_until_it_leaves_and_equal_every_time_it_comes_back
 
 AT = (1, 4)
 ROWS, NUM_LAYERS = 2048, 8
@@ -142,3 +144,17 @@ def test_a_checkpoint_is_the_state_before_the_step_that_is_queued_right_after_it
         other = make_shard(1)
         checkpoint.Reader(storage, manifest).fill(other, 1)
         assert other.digest() == before != shard.digest()
+
+
+def test_it_is_itself_until_it_leaves_and_equal_every_time_it_comes_back() -> None:
+    is_itself_until_it_leaves_and_equal_every_time_it_comes_back("cuda")
+
+
+def test_memory_that_was_left_is_not_used_again_before_the_copy_is_done() -> None:
+    for number in range(50):
+        tensor = torch.full((4 << 20,), float(number), device="cuda")
+        offloaded = OffloadedTensor(tensor)
+        offloaded.leave()
+        del tensor
+        torch.full((4 << 20,), -1.0, device="cuda")  # would take the same memory
+        assert float(offloaded.tensor().min()) == number

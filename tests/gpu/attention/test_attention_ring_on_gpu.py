@@ -11,8 +11,15 @@ import torch
 
 from elastic_ring.attention.kernels.registry import covering, select
 from elastic_ring.attention.kernels.verify import self_test
+from elastic_ring.attention.layouts.layout import contiguous, make_layout, zigzag
 from elastic_ring.attention.merge import eager_add_, eager_merge_
-from tests.gpu.gpu_rings import run_on_gpu
+from elastic_ring.attention.options import RingOptions
+from elastic_ring.attention.patterns.families import BigBird
+from elastic_ring.attention.patterns.sparse import Pattern, SparsePattern
+from elastic_ring.attention.plan.schedule import plan
+from elastic_ring.attention.plan.sparse_schedule import plan_sparse
+from elastic_ring.attention.ring import RingAttention
+from tests.gpu.gpu_rings import run_latents_on, run_on_gpu
 from tests.unit.attention.attention_rings import Case, relative_error, whole_attention
 from tests.unit.attention.test_attention_bytes import check_bytes
 
@@ -105,3 +112,54 @@ def test_fused_add_is_its_eager_twin_bit_for_bit(dtype: torch.dtype, num_parts: 
     fused_merge.add_(total[:, 10:], [part[:, 10:] for part in parts])
     eager_add_(twin[:, 10:], [part[:, 10:] for part in parts])
     assert torch.equal(total, twin)
+
+
+SEQ_LEN = 96
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("causal", [True, False])
+def test_one_rank_of_attention_is_the_same_on_gpu_and_cpu(num_kv_heads: int, causal: bool) -> None:
+    torch.manual_seed(0)
+    heads = (4, num_kv_heads, num_kv_heads)
+    tensors = [torch.randn(1, SEQ_LEN, h, 16, dtype=torch.float64) for h in heads]
+    schedule = plan(Pattern(causal=causal, document_starts=(0, 40)), make_layout("zigzag", SEQ_LEN, 1))
+    results = []
+    for device in ("cpu", "cuda"):
+        q, k, v = (t.detach().to(device).requires_grad_() for t in tensors)
+        out = RingAttention(schedule, 0, None, RingOptions(backend="reference"))(q, k, v)
+        out.square().sum().backward()
+        results.append([out, q.grad, k.grad, v.grad])
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=1e-12, atol=1e-12)
+
+
+# --------------------------------------------------------------------------------------------- hops that carry latents
+
+
+HEADS, ROTATED, VALUE, RANK = 8, 64, 128, 512
+
+
+@pytest.mark.parametrize(("sparse", "key"), [(False, 128), (True, 64)], ids=["dense", "blocks"])
+def test_a_ring_on_latents_is_as_exact_as_a_ring_of_one_and_repeats(sparse: bool, key: int) -> None:
+    torch.manual_seed(0)
+    shapes = [(1, 2048, HEADS, key + ROTATED), (1, 2048, 1, RANK + ROTATED), (HEADS * (key + VALUE), RANK)]
+    values = [torch.randn(shape) * scale for shape, scale in zip([*shapes, shapes[0]], (1, 1, 0.05, 1), strict=True)]
+    values[3][..., VALUE:] = 0  # of values' padding
+    tensors = [x.bfloat16() for x in values]
+    kernel = select(torch.device("cuda"), torch.bfloat16, key + ROTATED, True, cover="tables") if sparse else None
+
+    def run(cp: int) -> tuple[list[torch.Tensor], int]:
+        layout = zigzag(2048, cp) if cp > 1 else contiguous(2048, 1)
+        pattern = SparsePattern((BigBird(3, 1, 0),), 128)
+        schedule = plan_sparse(pattern, layout, HEADS, 1) if sparse else plan(Pattern(), layout)
+        found, ledgers = run_latents_on("cuda", schedule, tensors, kernel=kernel)
+        received = sum(size for (way, _), size in ledgers[0].received_bytes.items() if way == "forward")
+        assert received == schedule.received_bytes(0, (RANK + ROTATED) // 2, 2, kv_heads=1)
+        return found, received
+
+    alone, _ = run(1)
+    (found, received), (again, _) = run(4), run(4)
+    assert received > 0
+    assert all(torch.equal(*pair) for pair in zip(found, again, strict=True))
+    assert all(relative_error(got, want) < 0.02 for got, want in zip(found, alone, strict=True))

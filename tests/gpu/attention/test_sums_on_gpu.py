@@ -1,11 +1,14 @@
-"""One GPU's fused sums: the same bits as their eager twins, however often they run. No rank, no ring."""
+"""One GPU's fused sums and scales: the same bits as their eager twins, however often they run. No rank, no ring."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
 from elastic_ring.attention.merge import eager_merge_all_, eager_own_gradients, merge_all_, own_gradients
+from elastic_ring.model import fp8
 from elastic_ring.state import device_sums
 from elastic_ring.state.device_sums import eager_squared_norm, squared_norm
 
@@ -131,3 +134,42 @@ def test_rows_that_are_sent_are_gathered_as_by_their_eager_twin(head_dim: int, d
         fused_merge.gather_rows_(buffers[0][3 : 3 + num_rows], k, v, rows)
         eager_gather_rows_(buffers[1][3 : 3 + num_rows], k, v, rows)
         assert torch.equal(*buffers)
+
+
+# -------------------------------------------------------------------------------------------------- products in 8 bits
+
+
+SHAPES = [(33, 64), (8192, 2048), (200, 14_336), (130, 28_688)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fused_scales_and_numbers_have_the_bits_of_the_reference(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+    x *= torch.logspace(-8, 8, shape[0], device="cuda").bfloat16()[:, None]
+    x[1], x[2, 3], x[4, 5] = 0.0, math.nan, math.inf
+    for found, wanted in (
+        (fp8.rows(x), fp8.eager_rows(x)),
+        (fp8.columns(x[5:]), fp8.eager_rows(x[5:].t().contiguous())),
+    ):
+        numbers, scale = (each.contiguous() for each in found)
+        finite = ~wanted[0].float().isnan()
+        assert torch.equal(scale, wanted[1])
+        assert torch.equal(numbers.float().isnan(), ~finite)
+        assert torch.equal(numbers.float()[finite], wanted[0].float()[finite])
+
+
+def test_products_and_gradients_repeat_their_bits_and_are_near_those_of_fp64() -> None:
+    torch.manual_seed(0)
+    layer = fp8.Fp8Linear(1024, 2048, bias=False, device="cuda", dtype=torch.bfloat16)
+    x, slope = (torch.randn(1, 8192, width, device="cuda").bfloat16() for width in (1024, 2048))
+    x.requires_grad_()
+    found = []
+    for _ in range(20):
+        out = layer(x)
+        found.append((out.detach(), *torch.autograd.grad(out, (x, layer.weight), slope)))
+    assert all(torch.equal(a, b) for each in found[1:] for a, b in zip(each, found[0], strict=True))
+    weight = layer.weight.detach().double()
+    of_weight = slope[0].double().t() @ x.detach()[0].double()
+    exact = (x.detach().double() @ weight.t(), slope.double() @ weight, of_weight)
+    for got, wanted, bound in zip(found[0], exact, (0.05, 0.05, 4e-3), strict=True):
+        assert float((got.double() - wanted).norm() / wanted.norm()) < bound

@@ -1,8 +1,9 @@
-"""What moves is what the schedule says, hop by hop, and a ring that sends more is caught."""
+"""What moves is what the schedule says, hop by hop, over gloo and as NCCL gets it; a ring that sends more is caught."""
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -10,10 +11,27 @@ import torch
 
 from elastic_ring.attention.comm.ledger import HopLedger
 from elastic_ring.attention.comm.messages import HopMessages
+from elastic_ring.attention.layouts.layout import zigzag
 from elastic_ring.attention.options import RingOptions
-from elastic_ring.attention.plan.schedule import Schedule
+from elastic_ring.attention.patterns.families import BigBird
+from elastic_ring.attention.patterns.rules import Dense, Sinks, Window
+from elastic_ring.attention.patterns.sparse import Pattern
+from elastic_ring.attention.plan.schedule import Schedule, plan
+from elastic_ring.attention.plan.traffic import Hosts, is_forwarded
 from elastic_ring.attention.ring import RingAttention
-from tests.unit.attention.attention_rings import Case, ThreadRings, in_threads, run_ring
+from elastic_ring.errors import GroupAborted
+from tests.gpu.gpu_rings import ProcessGroups, run_dense_on
+from tests.unit.attention.attention_rings import (
+    Case,
+    ThreadRings,
+    in_threads,
+    relative_error,
+    run_ring,
+    whole_attention,
+)
+from tests.unit.attention.test_attention_api import FakeRing
+from tests.unit.sparse.block_cases import BlockCase
+from tests.unit.sparse.pattern_cases import SparseCase
 
 CASES = [
     Case(cp=2, seq_len=32),
@@ -156,3 +174,202 @@ def test_a_plan_of_one_element_more_than_was_moved_is_caught(
     monkeypatch.setattr(Schedule, "hop_bytes", lambda *args, **kwargs: formula(*args, **kwargs) + 8)
     with pytest.raises(AssertionError):
         check_bytes(case, outcome.ledgers)
+
+
+# -------------------------------------------------------------------------------------- the messages as NCCL gets them
+
+
+DOCUMENTS = (0, 1, 18, 35)
+COALESCED = [
+    Case(cp, 20 * cp + 3, causal, layout, documents)
+    for cp, causal, layout, documents in itertools.product(
+        (2, 3, 4, 5), (True, False), ("contiguous", "zigzag"), ((0,), DOCUMENTS)
+    )
+]
+
+
+@pytest.mark.parametrize("hops_per_stage", [1, 2, 4])
+def test_fp64_agrees_with_one_process_and_moves_the_planned_bytes(rings: ThreadRings, hops_per_stage: int) -> None:
+    for case in COALESCED:
+        found = run_dense_on("cpu", case, hops_per_stage=hops_per_stage)
+        for name, got, want in zip(("out", "dq", "dk", "dv"), found.tensors, whole_attention(case), strict=True):
+            assert relative_error(got, want) <= 1e-12, (case, name)
+        check_bytes(case, found.ledgers)
+
+
+def test_the_bits_are_those_of_a_ring_over_gloo(rings: ThreadRings) -> None:
+    for case in COALESCED:
+        through_gloo = run_ring(case, rings.groups(case.cp), hops_per_stage=1)
+        coalesced = run_dense_on("cpu", case, hops_per_stage=1)
+        assert all(map(torch.equal, coalesced.tensors, through_gloo.tensors)), case
+        for ours, theirs in zip(coalesced.ledgers, through_gloo.ledgers, strict=True):
+            assert (ours.sent_bytes, ours.received_bytes) == (theirs.sent_bytes, theirs.received_bytes), case
+
+
+def test_a_stage_is_one_operation_a_direction() -> None:
+    case, links = Case(4, 64), ProcessGroups(4)
+    groups = links.groups()
+    links.groups = lambda: groups  # type: ignore[method-assign]
+    run_dense_on("cpu", case, links, hops_per_stage=3)
+    # Keys in forward, keys again and partials in backward.
+    assert [group.num_operations for group in groups] == [3] * 4
+
+
+class LostWork:
+    """Like one of NCCL's its `wait` has no frame that a traceback would keep it by."""
+
+    def __init__(self, group: LostGroup) -> None:
+        self.wait = group.wait
+
+
+class LostGroup(FakeRing):
+    """Rank 0's side of a ring that is aborted: operations are posted, and after `good_waits` the next wait raises."""
+
+    def __init__(self, cp: int, good_waits: int) -> None:
+        super().__init__(0, cp)
+        self.good_waits = good_waits
+        self.works: list[weakref.ref[LostWork]] = []
+        self.received: list[int] = []
+
+    def wait(self) -> None:
+        if not self.good_waits:
+            raise GroupAborted("the ring is closed")
+        self.good_waits -= 1
+
+    def _start_coalescing(self) -> None:
+        self.received = []
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> None:
+        pass
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> None:
+        self.received.append(tensors[0].data_ptr())
+
+    def _end_coalescing(self) -> LostWork:
+        work = LostWork(self)
+        self.works.append(weakref.ref(work))
+        return work
+
+
+@pytest.mark.parametrize("good_waits", range(3))
+def test_a_lost_operation_keeps_what_it_fills_and_lets_go_of_its_works(good_waits: int) -> None:
+    """All messages of an operation share one end: it is let go for all of them, while the error's traceback lives."""
+    case, group = Case(3, 36), LostGroup(3, good_waits)
+    lost: Any = group
+    ring = RingAttention(case.schedule, 0, lost, RingOptions(hops_per_stage=2, coalesced=True))
+    q, k, v, dout = (case.layout.scatter(x, 0, 1).contiguous() for x in case.tensors())
+
+    @torch.no_grad()
+    def both_passes() -> None:
+        out, lse, call, _ = ring.run_forward(q, k, v, 1.0)
+        assert good_waits > 0, "forward waits for keys"
+        ring.run_backward(dout, (q, k, v, out, lse), 1.0, call)
+
+    with pytest.raises(GroupAborted) as caught:
+        both_passes()
+    assert caught.value.__traceback__ is not None
+    # One operation in forward, keys and partials in backward.
+    assert len(group.works) == good_waits + 1
+    assert [work() for work in group.works] == [None] * len(group.works)
+    held = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in ring.options.abandoned]
+    assert group.received
+    assert all(any(start <= at < stop for start, stop in held) for at in group.received)
+
+
+# ------------------------------------------------------------------------------ keys that several ranks of a host read
+
+
+TWO, PAIRS, MIXED = ("a",) * 4 + ("b",) * 4, ("a", "a", "b", "b", "c", "c"), ("a", "b", "a", "a", "b")
+
+
+def far_bytes(ledgers: list[HopLedger], direction: str) -> int:
+    return sum(size for ledger in ledgers for (way, _), size in ledger.far_sent_bytes.items() if way == direction)
+
+
+def read_from_afar(case: Case, hosts: Hosts) -> int:
+    """Bytes of K and V that ranks read from other hosts in a pass."""
+    ranks = range(case.cp)
+    far = [(r, (r - s) % case.cp) for r in ranks for s in ranks if hosts[r] != hosts[s]]
+    return sum(
+        case.schedule.hop_bytes(rank, hop, case.head_dim, 8, "forward", batch=case.batch, kv_heads=case.num_kv_heads)
+        for rank, hop in far
+    )
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(
+    ("hosts", "documents", "causal"),
+    [
+        (TWO, (0,), False),
+        (TWO, (0,), True),
+        (PAIRS, (0, 37, 50), True),
+        (PAIRS, (0, 37, 50), False),
+        (MIXED, (0,), True),
+    ],
+)
+def test_a_dense_ring_over_hosts_has_the_same_bits_and_sends_less_between_them(
+    rings: ThreadRings, layout: str, hosts: Hosts, documents: tuple[int, ...], causal: bool
+) -> None:
+    case = Case(len(hosts), 16 * len(hosts), causal, layout, documents)
+    groups = rings.groups(case.cp)
+    direct = run_ring(case, groups)
+    found = run_ring(case, groups, hosts=hosts)
+    for one, other in zip(direct.tensors, found.tensors, strict=True):
+        assert torch.equal(one, other)
+    assert [ledger.received_bytes for ledger in direct.ledgers] == [ledger.received_bytes for ledger in found.ledgers]
+    assert far_bytes(direct.ledgers, "forward") == 0, "without hosts nothing is known to be far"
+    sent, all_read = far_bytes(found.ledgers, "forward"), read_from_afar(case, hosts)
+    forwarded = sum(
+        case.schedule.hop_bytes(rank, hop, case.head_dim, 8, "forward", batch=case.batch, kv_heads=case.num_kv_heads)
+        for rank in range(case.cp)
+        for hop in range(1, case.cp)
+        if is_forwarded(case.schedule, rank, hop, hosts)
+    )
+    assert sent == all_read - forwarded
+    if documents == (0,) and hosts != MIXED and not causal:
+        ranks_per_host = hosts.count("a")
+        assert sent * ranks_per_host == all_read, "each host fetches each key once"
+    if not causal or layout != "contiguous":
+        assert forwarded
+    # dK and dV go back directly, in fp64 as wide as keys here.
+    assert far_bytes(found.ledgers, "backward") == sent + all_read
+
+
+SPARSE = SparseCase((Sinks(5) | Window(70),), (), zigzag(20 * 6, 6), (0,))
+DENSE_RULES = SparseCase((Dense(),), (), zigzag(20 * 6, 6), (0, 50))
+BLOCKS = BlockCase((BigBird(1, 1, 1),), (), zigzag(128 * 12, 6), block=128)
+
+
+@pytest.mark.parametrize("wire", ["native", "fp8"])
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        ("dense", DENSE_RULES),
+        ("sparse", SPARSE),
+        ("sparse", DENSE_RULES),
+        ("blocks", BLOCKS),
+    ],
+)
+def test_so_do_patterns_and_keys_in_8_bits(rings: ThreadRings, kind: str, case: SparseCase, wire: str) -> None:
+    """`blocks` without coalesced messages, as `stage_bytes` has one hop in a stage."""
+    options: dict[str, Any] = {"kv_wire": wire}
+    if kind == "blocks":
+        options |= {"kernel": "reference-sparse", "stage_bytes": 1}
+    schedule = plan(Pattern(True, case.document_starts), case.layout) if kind == "dense" else None
+    direct, found = (
+        run_ring(case, rings.groups(6), schedule=schedule, hosts=hosts, **options) for hosts in (None, PAIRS)
+    )
+    assert all(map(torch.equal, direct.tensors, found.tensors))
+    assert [each.received_bytes for each in direct.ledgers] == [each.received_bytes for each in found.ledgers]
+    far = {"direct": 0, "now": 0}
+    for rank, (before, now) in enumerate(zip(direct.ledgers, found.ledgers, strict=True)):
+        for hop in range(1, 6):
+            if PAIRS[rank] != PAIRS[(rank + hop) % 6]:
+                far["direct"] += before.sent_bytes.get(("forward", hop), 0)
+        far["now"] += sum(size for (way, _), size in now.far_sent_bytes.items() if way == "forward")
+    assert 0 < far["now"] < far["direct"]
+
+
+def test_hosts_are_one_for_each_rank() -> None:
+    with pytest.raises(ValueError, match="one for each of the 1 ranks"):
+        RingAttention(Case(1, 16).schedule, 0, None, RingOptions(hosts=("a", "b")))

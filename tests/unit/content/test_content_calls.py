@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -34,13 +33,6 @@ from tests.gpu.gpu_rings import ProcessGroups, run_content_on
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 from tests.unit.attention.test_recomputation import CONFIG
 from tests.unit.content.content_cases import make_case, routed, run_content, schedule_of
-
-
-@pytest.fixture(scope="module")
-def rings() -> Iterator[ThreadRings]:
-    with one_thread():
-        yield ThreadRings()
-
 
 # ------------------------------------------------------------ kept for backward
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.routing.router import Router
 from experiments.block_means import choose_blocks
 from experiments.pattern_choice import choose
-from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
+from tests.unit.attention.attention_rings import ThreadRings, in_threads, relative_error
 from tests.unit.content.content_cases import (
     LAYOUTS,
     ContentCase,
@@ -47,12 +46,6 @@ FETCHING_HEADS = (
 )
 TEXTS = ("topk:3,unit=4", "topk:2,causal=0,unit=4", "topk:2,unit=5+window:7", MIXED)
 DOCUMENTS = ((0,), (0, 11, 40), (0, 2, 3, 60))
-
-
-@pytest.fixture(scope="module")
-def rings() -> Iterator[ThreadRings]:
-    with one_thread():
-        yield ThreadRings()
 
 
 @pytest.mark.thinned(num=2)

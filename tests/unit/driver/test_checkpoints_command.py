@@ -170,8 +170,7 @@ def test_torch_distributed_checkpoint_loads_an_export_into_a_model_and_its_optim
 def test_all_verbs_work_on_an_object_store(
     object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
 ) -> None:
-    for name, value in object_store.environment.items():
-        monkeypatch.setenv(name, value)
+    object_store.enter(monkeypatch)
     uri = f"s3://{object_store.new_bucket()}/runs/one"
     storage = Storage(uri).open()
     for step in (3, 5, 9):

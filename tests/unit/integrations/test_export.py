@@ -224,8 +224,7 @@ def test_a_corpus_that_was_prepared_with_another_tokenizer_is_refused(
 def test_a_run_in_an_object_store_is_exported_from_there(
     tmp_path: Path, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in object_store.environment.items():
-        monkeypatch.setenv(name, value)
+    object_store.enter(monkeypatch)
     values = finished(tmp_path / "run", ring_model(saved(tmp_path / "model")), in_files=True)
     storage = Storage(f"s3://{object_store.new_bucket()}/runs/run").open()
     for path in [path for path in (tmp_path / "run").rglob("*") if path.is_file()]:

@@ -414,8 +414,7 @@ def test_what_is_no_callback_and_two_of_one_name_are_refused() -> None:
 def test_in_an_object_store_a_driver_on_another_host_goes_on_where_the_first_one_ended(
     object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in object_store.environment.items():
-        monkeypatch.setenv(name, value)
+    object_store.enter(monkeypatch)
     run, heard = RunConfig("told", run_dir=f"s3://{object_store.new_bucket()}/told"), []
     for host, steps in (("a", (0, 1, 2)), ("b", (0, 1, 2, 3)), ("a", (0, 1, 2, 3, 4))):
         folder = tmp_path / f"{host}-{len(steps)}" if host == "b" else tmp_path / "a"

@@ -530,8 +530,7 @@ def test_where_the_time_of_a_step_goes_is_told_with_the_rank_that_took_longest(r
 def test_the_status_of_a_run_in_a_store_is_that_of_its_folder_and_needs_neither_ray_nor_the_folder(
     run: Path, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in object_store.environment.items():
-        monkeypatch.setenv(name, value)
+    object_store.enter(monkeypatch)
     stored = RunConfig("laptop", storage_path=f"s3://{object_store.new_bucket()}/runs")
     stored.folder.mkdir(parents=True)
     for path in run.iterdir():

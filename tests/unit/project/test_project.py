@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import pickle
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from types import ModuleType
 import pytest
 
 from elastic_ring import errors
+from elastic_ring.files import cut, few
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "elastic_ring"
@@ -232,3 +235,22 @@ def test_no_unfinished_work_is_left_in_the_text() -> None:
         if stray.search(line)
     ]
     assert found == []
+
+
+def test_the_first_are_named_and_the_others_counted() -> None:
+    assert few([], 2) == ""
+    assert few(["a", 2], 2) == "a, 2"
+    assert few("abcd", 2, "; ") == "a; b and 2 more"
+    assert (cut("abc", 3), cut("abcd", 3)) == ("abc", "abc...")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_the_package_compiles_without_a_warning(version: str, tmp_path: Path) -> None:
+    own = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "", "PYENV_VERSION": version}
+    python, environment = shutil.which(f"python{version}"), {**os.environ, **own}
+    if python is None or subprocess.run([python, "-V"], env=environment, capture_output=True).returncode:
+        pytest.skip(f"no python{version}")
+    command = [python, "-W", "error", "-m", "compileall", "-q", "elastic_ring"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

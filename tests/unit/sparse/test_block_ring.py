@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from elastic_ring.attention.ring import RingAttention
 from experiments.block_function import BlockFunction
 from experiments.block_sparse import tables_for
 from tests.gpu.gpu_rings import ProcessGroups, run_sparse_on
-from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
+from tests.unit.attention.attention_rings import ThreadRings, in_threads, relative_error
 from tests.unit.sparse.block_cases import (
     AHEAD,
     CUT,
@@ -52,12 +51,6 @@ from tests.unit.sparse.pattern_cases import run_sparse
 REFERENCE = named("reference-sparse")
 KERNEL = REFERENCE.name
 LAYOUTS = ("contiguous", "zigzag", "striped", "by residue")
-
-
-@pytest.fixture(scope="module")
-def rings() -> Iterator[ThreadRings]:
-    with one_thread():
-        yield ThreadRings()
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "halves"])

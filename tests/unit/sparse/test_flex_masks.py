@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 
 from elastic_ring.attention.kernels.adapters import flex, reference
-from elastic_ring.attention.kernels.adapters.flex import LEAST, flex_mask, padded_blocks
+from elastic_ring.attention.kernels.adapters.flex import LEAST, _power_of_four, _width, flex_mask, padded_blocks
 from elastic_ring.attention.kernels.block_tables import BlockTables, tables_apart
 from elastic_ring.attention.layouts.layout import zigzag
 from elastic_ring.attention.lowering.device_blocks import on_device
@@ -23,7 +23,6 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.padded_blocks import padded
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from experiments.block_sparse import tables_for
-from tests.unit.sparse.compiled_shapes import compiled_shape
 
 CPU = torch.device("cpu")
 
@@ -200,3 +199,11 @@ def test_masks_of_causal_tiles_of_many_lengths_are_bounded_by_bytes(monkeypatch:
         assert masks(num_rows, CPU) is masks(num_rows, CPU)
         assert masks.num_bytes <= 2 * one
     assert masks.num_kept < 8
+
+
+def compiled_shape(tables: BlockTables, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
+    """The sizes of such a call for which FlexAttention's kernels are compiled."""
+    num_q, num_k = padded_blocks(tables)
+    num_masks = 0 if tables.masks is None else _power_of_four(len(tables.masks.masks), LEAST)
+    widths = _width((tables.own, tables.full), num_k), _width((tables.own_by_key, tables.full_by_key), num_q)
+    return (num_heads, num_kv_heads, tables.own.counts.size(1), num_q, num_k, *widths, num_masks)

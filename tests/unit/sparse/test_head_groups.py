@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -27,7 +26,7 @@ from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import Hierarchical
 from elastic_ring.attention.patterns.rules import Dense
 from elastic_ring.attention.ring import RingAttention
-from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
+from tests.unit.attention.attention_rings import ThreadRings, in_threads, relative_error
 from tests.unit.sparse.block_cases import (
     FAMILIES,
     GROUPED,
@@ -38,19 +37,13 @@ from tests.unit.sparse.block_cases import (
     grouped_case,
     masked_reference,
 )
-from tests.unit.sparse.compiled_shapes import compiled_shape
+from tests.unit.sparse.test_flex_masks import compiled_shape
 
 CPU = torch.device("cpu")
 LAYOUTS = ("contiguous", "zigzag", "striped", "by residue")
 ONE_STAGE, EVERY_HOP = 2**40, 1
 
 REFERENCE = named("reference-sparse")
-
-
-@pytest.fixture(scope="module")
-def rings() -> Iterator[ThreadRings]:
-    with one_thread():
-        yield ThreadRings()
 
 
 @dataclass

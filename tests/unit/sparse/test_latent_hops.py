@@ -3,7 +3,6 @@ bytes of the latents alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from elastic_ring.attention.plan.schedule import Schedule, plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
 from tests.gpu.gpu_rings import run_latents_on
-from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread, relative_error
+from tests.unit.attention.attention_rings import ThreadRings, in_threads, relative_error
 
 HEADS, KEY, ROTATED, VALUE, RANK = 4, 6, 4, 7, 8
 BLOCKS = {"kernel": named("reference-sparse")}
@@ -44,12 +43,6 @@ CASES: dict[str, tuple[LayerGroup | None, int, int, tuple[int, ...], dict[str, A
         {**BLOCKS, "stage_bytes": 1 << 18},
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def rings() -> Iterator[ThreadRings]:
-    with one_thread():
-        yield ThreadRings()
 
 
 def schedule_of(name: str, cp: int, kv_heads: int) -> Schedule:

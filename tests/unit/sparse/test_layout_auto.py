@@ -38,7 +38,7 @@ from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.startup.layouts import Layouts, attention_calls, check_layers
 from elastic_ring.train.task import Batch, TrainingTask
-from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
+from tests.unit.attention.attention_rings import ThreadRings, in_threads
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train import tiny_task
 from tests.unit.train.test_pattern_training import MIXED, RandomSource, losses_on, patterned
@@ -336,12 +336,6 @@ def test_fit_says_in_one_line_which_layout_and_why(
 def six() -> Iterator[Membership]:
     with membership(6) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def rings() -> Iterator[ThreadRings]:
-    with one_thread():
-        yield ThreadRings()
 
 
 def passes(rings: ThreadRings, text: str, layout: Layout) -> tuple[torch.Tensor, list[torch.Tensor], int]:

@@ -1,14 +1,17 @@
-"""Placement balances every static pattern; the choice of layout and exchange is by bytes and balance, with a reason."""
+"""Placement balances every static pattern; layout and exchange are chosen by bytes, balance and measured figures."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from argparse import Namespace
 
 import numpy as np
 import pytest
 
+from benchmarks.attention.check_prices import Row, compare, rank_correlation, systems_of
 from benchmarks.attention.pattern_bytes import families, main
-from elastic_ring.attention.autolayout import Sizes, in_whole_blocks, layouts_for
+from elastic_ring.attention.autolayout import LayoutPrice, Sizes, in_whole_blocks, layouts_for
 from elastic_ring.attention.layouts.layout import (
     balanced,
     contiguous,
@@ -17,6 +20,7 @@ from elastic_ring.attention.layouts.layout import (
     striped,
     tokens_max_over_mean,
     work_max_over_mean,
+    zigzag,
 )
 from elastic_ring.attention.patterns.families import BigBird, Dilated
 from elastic_ring.attention.patterns.rules import Dense, Window
@@ -24,6 +28,7 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.costs import CostModel
 from experiments.pattern_choice import choose, price_exchanges
+from tests.unit.attention.attention_rings import one_thread
 from tests.unit.sparse.pattern_cases import RULES
 
 SIZES = Sizes(16, 4)
@@ -139,3 +144,41 @@ def test_blocks_of_gpus_are_laid_out_in_whole_blocks_only() -> None:
     assert all(in_whole_blocks(candidate.layout) for candidate in found.candidates)
     with pytest.raises(ValueError, match="take a multiple of 256 tokens"):
         choose(pattern, 1000, 2, Sizes(8, 2), whole_blocks=True)
+
+
+FIGURES = CostModel(1e10, 1e8, 1e-3, 1e-4, 1e10, 0.5)
+
+
+def row(predicted: float, measured: float) -> Row:
+    return Row("window:128", 0.1, "zigzag/hops", predicted, 0, 1.0, [measured], [3 * measured])
+
+
+def candidate(forward_s: float) -> LayoutPrice:
+    return LayoutPrice(zigzag(8, 2), 0, 1.0, forward_s)
+
+
+def test_agreement_is_by_rank_and_regret_by_time() -> None:
+    lines, agreement = compare([row(1.0, 2.0), row(2.0, 3.0), row(3.0, 9.0)], [candidate(s) for s in (1.0, 2.0, 3.0)])
+    assert (agreement["forward"], agreement["both"], agreement["regret_of_chosen"]) == (1.0, 1.0, 0.0)
+    assert [line.endswith("chosen") for line in lines] == [True, False, False, False]
+    _, other = compare([row(1.0, 3.0), row(2.0, 2.0), row(3.0, 1.0)], [candidate(s) for s in (1.0, 2.0, 3.0)])
+    assert other["forward"] == -1.0
+    assert other["regret_of_quickest"] == pytest.approx(2.0)
+
+
+def test_each_layout_runs_with_the_exact_ranges() -> None:
+    options = Namespace(tokens=1024, ranks=1, heads=(2, 2), head_dim=8)
+    with one_thread():
+        systems, prices = systems_of("bigbird:2,0,1", options, FIGURES, 0, None)
+        for system in systems:
+            system.forward()
+            system.both()
+    assert [system.row.candidate for system in systems] == [f"{p.layout.name}/hops" for p in prices]
+
+
+def test_rank_correlation_sees_order_only() -> None:
+    assert rank_correlation([1, 2, 3, 4], [1, 10, 100, 1000]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 1, 2, 2], [1, 2, 1, 2]) == pytest.approx(0)
+    assert math.isnan(rank_correlation([1, 2], [1, 2]))
+    assert math.isnan(rank_correlation([1, 1, 1], [1, 2, 3]))

@@ -87,8 +87,7 @@ def either(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     if request.param == "folder":
         return Storage(str(tmp_path / "run")).open()
     store: ObjectStore = request.getfixturevalue("object_store")
-    for name, value in store.environment.items():
-        monkeypatch.setenv(name, value)
+    store.enter(monkeypatch)
     return Storage(f"s3://{store.new_bucket()}/run").open()
 
 

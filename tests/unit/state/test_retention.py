@@ -34,8 +34,7 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     if request.param == "folder":
         return str(tmp_path / "run")
     store: ObjectStore = request.getfixturevalue("object_store")
-    for name, value in store.environment.items():
-        monkeypatch.setenv(name, value)
+    store.enter(monkeypatch)
     return f"s3://{store.new_bucket()}/run"
 
 

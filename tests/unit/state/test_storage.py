@@ -37,8 +37,7 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def bucket(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in object_store.environment.items():
-        monkeypatch.setenv(name, value)
+    object_store.enter(monkeypatch)
     return object_store.new_bucket()
 
 

@@ -46,8 +46,7 @@ def corpus(object_store: ObjectStore, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture
 def proxy(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     with faulty_proxy(object_store.port) as proxy:
-        for name, value in {**object_store.environment, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
-            monkeypatch.setenv(name, value)
+        object_store.enter(monkeypatch, AWS_ENDPOINT_URL=proxy.endpoint)
         yield proxy
 
 

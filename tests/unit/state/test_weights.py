@@ -96,8 +96,7 @@ def test_several_files_and_one_file_hold_the_same_bits_under_the_same_digest(two
 def test_weights_in_an_object_store_are_read_by_their_address(
     object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in object_store.environment.items():
-        monkeypatch.setenv(name, value)
+    object_store.enter(monkeypatch)
     uri = f"s3://{object_store.new_bucket()}/runs/one"
     with membership(2) as made:
         made.all(set_environment, object_store.environment)

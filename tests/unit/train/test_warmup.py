@@ -44,7 +44,7 @@ from elastic_ring.train.startup.warm import kinds_of_layers
 from elastic_ring.train.task import TrainingTask, attention_of
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
 from tests.unit.sparse.block_cases import FAMILIES
-from tests.unit.sparse.compiled_shapes import compiled_shape
+from tests.unit.sparse.test_flex_masks import compiled_shape
 
 HEADS = (4, 2, 8)
 FLEX_HEADS = (6, 2, 16)
