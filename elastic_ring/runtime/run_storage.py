@@ -85,42 +85,32 @@ def fetch(run: RunConfig, folder: Path, *, keep_longer: bool = False, tell: Call
     folder.mkdir(parents=True, exist_ok=True)
     present = {name for name, _ in storage.names(recursive=False)}
     for name in (*REPLACED, *SETTINGS):
-        if name in present:
-            replace_file(folder / name, storage.read_record(name))
-        else:
-            (folder / name).unlink(missing_ok=True)
+        _bring(folder / name, storage.read_record(name) if name in present else None)
     for name in APPENDED:
         data, path = growing(storage, name), folder / name
-        if keep_longer and path.exists() and path.read_bytes().startswith(data):
-            continue
-        if data:
-            replace_file(path, data)
-        else:
-            path.unlink(missing_ok=True)
+        if not (keep_longer and path.exists() and path.read_bytes().startswith(data)):
+            _bring(path, data or None)
 
 
-def mirrored(storage: Storage, name: str) -> bytes:
-    """A growing file as its pieces in the store have it; empty where there are none. Raises as `growing`."""
-    term = _current_term(storage)
-    prefix = _prefix(name, term)
-    pieces = [piece for piece in storage.names(FOLDER) if piece[0].startswith(prefix)] if term else []
-    _refuse_long(storage, name, sum(num_bytes for _, num_bytes in pieces))
-    return b"".join(storage.read(piece) for piece, _ in sorted(pieces))
+def _bring(path: Path, data: bytes | None) -> None:
+    """Write a file as the store has it; None removes it."""
+    if data is None:
+        path.unlink(missing_ok=True)
+    else:
+        replace_file(path, data)
 
 
 def growing(storage: Storage, name: str) -> bytes:
-    """A growing file in a store or in a run's folder, also where a run has ended; empty where there is none. Raises
-    StorageFailed; RecordDamaged for one that is longer than a run writes."""
-    data = mirrored(storage, name)
-    if data or not storage.exists(name):
-        return data
-    _refuse_long(storage, name, storage.size(name))
-    return storage.read(name)
-
-
-def _refuse_long(storage: Storage, name: str, num_bytes: int) -> None:
-    if num_bytes > MAX_BYTES:
+    """A growing file in a store or in a run's folder, by its pieces or, where a run has ended, whole; empty where there
+    is none. Raises StorageFailed; RecordDamaged for one that is longer than a run writes."""
+    term = _current_term(storage)
+    prefix = _prefix(name, term)
+    pieces = [piece for piece in storage.names(FOLDER) if piece[0].startswith(prefix)] if term else []
+    if not any(num_bytes for _, num_bytes in pieces):
+        pieces = [(name, storage.size(name))] if storage.exists(name) else []
+    if sum(num_bytes for _, num_bytes in pieces) > MAX_BYTES:
         raise RecordDamaged(f"{storage.at(name)} has more than {MAX_BYTES} bytes", path=name)
+    return b"".join(storage.read(piece) for piece, _ in sorted(pieces))
 
 
 def _current_term(storage: Storage) -> int:
@@ -131,8 +121,7 @@ def _current_term(storage: Storage) -> int:
         return int(parse_json(storage.read_record(CURRENT), storage.at(CURRENT))["term"])
     except (RecordDamaged, LookupError, TypeError, ValueError) as error:
         log.warning("%s is damaged (%s): takes the newest records", storage.at(CURRENT), error)
-        numbers = (re.fullmatch(rf"{FOLDER}/.+-(\d+)-\d+", piece) for piece, _ in storage.names(FOLDER))
-        return max((int(number[1]) for number in numbers if number), default=0)
+        return max((0, *(_term_of(piece) for piece, _ in storage.names(FOLDER))))
 
 
 def publish(run: RunConfig, folder: Path) -> None:
@@ -144,22 +133,32 @@ def publish(run: RunConfig, folder: Path) -> None:
                 storage.replace(name, (folder / name).read_bytes())
 
 
-def forget_end(run: RunConfig) -> None:
-    """At a new attempt, remove the records of an earlier one's end from the store."""
-    if run.is_remote:
-        storage = storage_of(run)
-        for name in REPLACED:
-            storage.remove(name)
+def forget_end(run: RunConfig, *, goes_on: bool, was_finished: bool) -> None:
+    """At a new attempt, remove the records of an earlier one's end from the store, and reduce the record of callbacks'
+    events to `kept_places`, or remove it."""
+    if not run.is_remote:
+        return
+    storage = storage_of(run)
+    for name in REPLACED:
+        storage.remove(name)
+    if not goes_on:
+        storage.remove(CALLBACKS_NAME)
+    elif storage.exists(CALLBACKS_NAME):
+        try:
+            record = parse_json(storage.read_record(CALLBACKS_NAME), storage.at(CALLBACKS_NAME))
+            kept = kept_places(record, was_finished=was_finished)
+        except (RecordDamaged, LookupError, TypeError, AttributeError) as error:
+            log.warning("%s; the driver that runs callbacks sets it aside", error)
+            return
+        storage.replace(CALLBACKS_NAME, json_bytes(kept))
 
 
 def fetch_places(run: RunConfig, folder: Path) -> None:
     """Bring the record of the events that callbacks have received, from any driver, from the store into `folder`."""
     if run.is_remote:
         storage = storage_of(run)
-        if storage.exists(CALLBACKS_NAME):
-            replace_file(folder / CALLBACKS_NAME, storage.read_record(CALLBACKS_NAME))
-        else:
-            (folder / CALLBACKS_NAME).unlink(missing_ok=True)
+        is_there = storage.exists(CALLBACKS_NAME)
+        _bring(folder / CALLBACKS_NAME, storage.read_record(CALLBACKS_NAME) if is_there else None)
 
 
 def keep_places(run: RunConfig, folder: Path) -> None:
@@ -169,22 +168,6 @@ def keep_places(run: RunConfig, folder: Path) -> None:
             storage_of(run).replace(CALLBACKS_NAME, (folder / CALLBACKS_NAME).read_bytes())
         except StorageFailed as error:
             log.warning("the record of the callbacks' events is not in the run's storage: %s", error)
-
-
-def reset_places(run: RunConfig, *, goes_on: bool, was_finished: bool) -> None:
-    """At a new attempt, reduce the store's record of callbacks' events to `kept_places`, or remove it."""
-    if run.is_remote:
-        storage = storage_of(run)
-        if goes_on and storage.exists(CALLBACKS_NAME):
-            try:
-                record = parse_json(storage.read_record(CALLBACKS_NAME), storage.at(CALLBACKS_NAME))
-                kept = kept_places(record, was_finished=was_finished)
-            except (RecordDamaged, LookupError, TypeError, AttributeError) as error:
-                log.warning("%s; the driver that runs callbacks sets it aside", error)
-                return
-            storage.replace(CALLBACKS_NAME, json_bytes(kept))
-        elif not goes_on:
-            storage.remove(CALLBACKS_NAME)
 
 
 class RunRecords:
@@ -242,19 +225,23 @@ class Mirror:
 
     def flush(self) -> None:
         """Everything written so far is in the store when this returns. Raises StorageFailed, and as `ask`."""
-        if self._storage is None:
+        if (storage := self._storage) is None:
             return
         self._ask()
         with self._lock:
             for name in APPENDED:
-                self._append(self._storage, name)
-            if not self._is_current and _current_term(self._storage) <= self._term:
-                self._storage.replace(CURRENT, json_bytes({"term": self._term, "unix_s": time.time()}))
-                self._remove_older(self._storage)
+                self._append(storage, name)
+            if not self._is_current and _current_term(storage) <= self._term:
+                storage.replace(CURRENT, json_bytes({"term": self._term, "unix_s": time.time()}))
+                for piece, _ in storage.names(FOLDER):
+                    if 0 <= _term_of(piece) < self._term:
+                        storage.remove(piece)
                 self._is_current = True
-            aside = [path.name for path in self._run.folder.glob(f"*{DAMAGED}*")]
-            for name in (*REPLACED, *aside):
-                self._copy(self._storage, name)
+            for path in (*map(self._run.folder.joinpath, REPLACED), *self._run.folder.glob(f"*{DAMAGED}*")):
+                changed_ns = path.stat().st_mtime_ns if path.exists() else 0
+                if changed_ns and changed_ns != self._seen.get(path.name):
+                    storage.replace(path.name, path.read_bytes())
+                    self._seen[path.name] = changed_ns
 
     def abandon(self) -> None:
         """The run is another submission's: nothing is copied any more."""
@@ -301,19 +288,12 @@ class Mirror:
             if stop == begun + PIECE_BYTES:
                 self._begun[name] = stop
 
-    def _copy(self, storage: Storage, name: str) -> None:
-        path = self._run.folder / name
-        changed_ns = path.stat().st_mtime_ns if path.exists() else 0
-        if changed_ns and changed_ns != self._seen.get(name):
-            storage.replace(name, path.read_bytes())
-            self._seen[name] = changed_ns
 
-    def _remove_older(self, storage: Storage) -> None:
-        for piece, _ in storage.names(FOLDER):
-            number = re.fullmatch(rf"{FOLDER}/.+-(\d+)-\d+", piece)
-            if number and int(number[1]) < self._term:
-                storage.remove(piece)
+def _prefix(name: str, term: int) -> str:
+    return f"{FOLDER}/{name}-{term:06d}-"
 
 
-def _prefix(name: str, term: int | None) -> str:
-    return f"{FOLDER}/{name}-{term or 0:06d}-"
+def _term_of(piece: str) -> int:
+    """-1 for other files."""
+    number = re.fullmatch(rf"{FOLDER}/.+-(\d+)-\d+", piece)
+    return int(number[1]) if number else -1

@@ -194,8 +194,15 @@ class DemandKeeper:
 
     def _step(self) -> None:
         wish, now = self._wish, time.monotonic()
-        if wish.num_room is None or (self._sent is None and not self._is_short(wish.num_room, wish, now)):
+        if wish.num_room is None:
             return
+        if self._sent is None:  # until the cluster has too little room, or room that other runs use
+            if not wish.sizes or wish.num_placed >= wish.sizes[-1]:
+                self._short_since = None
+                return
+            self._short_since = self._short_since or now
+            if wish.num_room >= wish.sizes[-1] and now < self._short_since + PLACED_S:
+                return
         self._autoscaler.most_rings = wish.most_rings
         before, num_asked = self._ask, self._ask.num_workers
         is_refused = num_asked > 0 and self._sent == num_asked and self._autoscaler.is_refused(num_asked)
@@ -209,14 +216,6 @@ class DemandKeeper:
         if not num_workers and wish.sizes:
             reason += f", {wish.num_placed} are placed"
         self._send(num_workers, "" if self._ask.is_trial or (before.is_trial and is_refused) else reason)
-
-    def _is_short(self, num_room: int, wish: Wish, now: float) -> bool:
-        """Whether the cluster has too little room, or room that other runs use."""
-        if not wish.sizes or wish.num_placed >= wish.sizes[-1]:
-            self._short_since = None
-            return False
-        self._short_since = self._short_since or now
-        return num_room < wish.sizes[-1] or now >= self._short_since + PLACED_S
 
     def _send(self, num_workers: int, reason: str) -> None:
         """Log and journal it only with a reason: a trial, twice a minute, says nothing new."""
@@ -245,22 +244,20 @@ class MetricsExporter:
             return
         self._exported_at, self._closed = time.monotonic(), failed is not None
         try:
-            self._export(self._reading(state, self._num_observed, failed))
+            reading = self._reading(state, self._num_observed, failed)
+            for metric in () if self._exported else TABLE:
+                is_gauge, names = metric.kind == "gauge", (metric.name, metric.meaning)
+                exported = Gauge(*names, metric.labels) if is_gauge else Histogram(*names, BUCKETS_S, metric.labels)
+                self._exported.append((metric, exported))
+            for metric, exported in self._exported:
+                export = exported.observe if isinstance(exported, Histogram) else exported.set
+                for value, number in metric.samples(reading):
+                    if number is not None and math.isfinite(number):  # Ray drops these without a word
+                        export(float(number), dict(zip(metric.labels, (self._run.name, value), strict=False)))
+            self._num_observed = len(self._recorder.recoveries.records)
         except Exception:
             log.exception("metrics are not exported any more")
             self._closed = True
-
-    def _export(self, reading: Reading) -> None:
-        for metric in () if self._exported else TABLE:
-            is_gauge, names = metric.kind == "gauge", (metric.name, metric.meaning)
-            exported = Gauge(*names, metric.labels) if is_gauge else Histogram(*names, BUCKETS_S, metric.labels)
-            self._exported.append((metric, exported))
-        for metric, exported in self._exported:
-            export = exported.observe if isinstance(exported, Histogram) else exported.set
-            for value, number in metric.samples(reading):
-                if number is not None and math.isfinite(number):  # Ray drops these without a word
-                    export(float(number), dict(zip(metric.labels, (self._run.name, value), strict=False)))
-        self._num_observed = len(self._recorder.recoveries.records)
 
 
 def step_flops(task: TrainingTask) -> float | None:

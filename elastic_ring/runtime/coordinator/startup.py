@@ -140,8 +140,7 @@ def open_run(
     if has_records(folder):
         goes_on, was_finished = bool(run_spec.resume.checkpoints), (folder / SUMMARY_NAME).exists()
         set_aside(folder, keep_metrics=goes_on)
-        run_storage.forget_end(run_spec.run)
-        run_storage.reset_places(run_spec.run, goes_on=goes_on, was_finished=was_finished)
+        run_storage.forget_end(run_spec.run, goes_on=goes_on, was_finished=was_finished)
     return Startup(claim, remarks=(*remarks, *_restore_metrics(run_spec)))
 
 

@@ -52,7 +52,15 @@ def connect(address: str = "auto", **how: Any) -> None:
         address = environment().get("RAY_ADDRESS") or "auto"
     is_found = address in ("auto", "local")
     if is_found:
-        address = local_head() or _only_head()
+        address = local_head() or ""
+        if not address:
+            match sorted(_heads_of_raylets()):
+                case [head]:
+                    address = head
+                case []:
+                    raise ConnectionError("no Ray cluster of this user or root runs on this machine: set RAY_ADDRESS")
+                case heads:
+                    raise ConnectionError(f"Ray clusters of {', '.join(heads)} run on this machine: set RAY_ADDRESS")
     try:
         # As Ray does for one that it finds by itself.
         if is_found and MODE not in environment() and _token_loader().has_token(ignore_auth_mode=True):
@@ -101,17 +109,6 @@ def local_head() -> str | None:
         log.warning("Ray remembers a cluster at %s that does not answer", printable(address))
         return None
     return address
-
-
-def _only_head() -> str:
-    """Raises ConnectionError where no cluster, or more than one, has a node on this machine."""
-    match sorted(_heads_of_raylets()):
-        case [head]:
-            return head
-        case []:
-            raise ConnectionError("no Ray cluster of this user or root runs on this machine: set RAY_ADDRESS to one")
-        case heads:
-            raise ConnectionError(f"Ray clusters of {', '.join(heads)} run on this machine: set RAY_ADDRESS to one")
 
 
 def _heads_of_raylets() -> set[str]:

@@ -28,10 +28,10 @@ ASK_AGAIN_S = 0.2
 SCALE_S = 30.0
 
 
-def find(run: RunConfig) -> Any | None:
+def find(run: str) -> Any | None:
     """The actor handle of this run's coordinator in any state; None when there is none."""
     try:
-        return ray.get_actor(actor_name(run.name, "coordinator"), namespace=NAMESPACE)
+        return ray.get_actor(actor_name(run, "coordinator"), namespace=NAMESPACE)
     except ValueError:
         return None
 
@@ -105,7 +105,7 @@ def end_on_record(run: RunConfig, attempt: str) -> End | None:
 
 def abandon(run: RunConfig, reason: str) -> None:
     """Have the coordinator of this run, where there is one, end it now; its driver gets `reason`. Waits for nothing."""
-    if (coordinator := find(run)) is not None:
+    if (coordinator := find(run.name)) is not None:
         coordinator.abandon.remote(reason)
 
 
@@ -113,7 +113,7 @@ def remove(coordinator: Any, run: RunConfig) -> bool:
     """Kill the coordinator and wait until its name is free (`ray.kill` returns earlier); whether it is by `clear_s`."""
     ray.kill(coordinator, no_restart=True)
     deadline = time.monotonic() + run.timeouts.clear_s
-    while find(run) == coordinator:
+    while find(run.name) == coordinator:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
@@ -128,10 +128,9 @@ def scale(run: str, max_dp: int | None, spares: int | None) -> None:
     """
     if not ray.is_initialized():
         access.connect(namespace=NAMESPACE, logging_level="ERROR")
-    try:
-        coordinator = ray.get_actor(actor_name(run, "coordinator"), namespace=NAMESPACE)
-    except ValueError as error:
-        raise RunFailed(f"no run {run!r} trains on this cluster", run=run) from error
+    coordinator = find(run)
+    if coordinator is None:
+        raise RunFailed(f"no run {run!r} trains on this cluster", run=run)
     try:
         ray.get(coordinator.scale.remote(max_dp, spares), timeout=SCALE_S)
     except ray.exceptions.RayTaskError as error:

@@ -166,7 +166,8 @@ class Cluster:
         return {name: float(amount) for name, amount in self._scaling.resources_per_worker.items()}
 
     def start_worker(self, worker: str, node: NodeInfo, coordinator: Any, stamp_dir: str, done: Callable) -> Any:
-        """Start a worker on a node; another thread calls `done(worker, answer or None, error or None)`."""
+        """Start a worker on a node; another thread calls `done(worker, answer or None, error or None)`.
+        Raises PeerFailed where the node's agent does not answer, and as Ray does."""
         name = actor_name(self._run.name, worker)
         group = placement_group(
             [self.need],
@@ -178,6 +179,16 @@ class Cluster:
         worker_spec = WorkerSpec(
             worker, node.node, node.address, f"{stamp_dir}/{worker}.stamp", self._task, self._scaling, self._run
         )
+        # Ray logs its runtime environment and passes it as arguments, so it has only variables that are no secret; the
+        # node's agent, which this waits for, keeps the others.
+        plain = {name: value for name, value in self._run.env.items() if name in PLAIN}
+        secret = {name: value for name, value in self._run.env.items() if name not in plain}
+        runtime_env: dict[str, dict[str, str] | str] = {"env_vars": plain} if plain else {}
+        if secret:
+            python = ray.get_runtime_context().runtime_env.get("py_executable") or ""
+            runtime_env["py_executable"] = self._answers.get(
+                node.node, lambda: self.start_agent(node).keep_variables.remote(stamp_dir, secret, python).future()
+            )
         need, on_gpu = self.need, self._scaling.device == "cuda"
         # The placement group reserves the GPU; the worker locks the one it uses (`runtime.gpu.device`).
         num_gpus = need.pop("GPU", 0) * (not on_gpu)
@@ -193,26 +204,13 @@ class Cluster:
                 num_gpus=num_gpus,
                 memory=need.pop("memory", None),
                 resources=need,
-                runtime_env=self._runtime_env(node, stamp_dir),
+                runtime_env=runtime_env or None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             )
             .remote(worker_spec)
         )
         watch_ref(actor.start.remote(coordinator), lambda answer, error: done(worker, answer, error))
         return actor
-
-    def _runtime_env(self, node: NodeInfo, stamp_dir: str) -> dict[str, dict[str, str] | str] | None:
-        """Ray's runtime environment of a worker. Ray logs it and passes it as arguments, so it has only variables that
-        are no secret; the node's agent, which this waits for, keeps the others. Raises PeerFailed, and as Ray does."""
-        plain = {name: value for name, value in self._run.env.items() if name in PLAIN}
-        secret = {name: value for name, value in self._run.env.items() if name not in plain}
-        runtime_env: dict[str, dict[str, str] | str] = {"env_vars": plain} if plain else {}
-        if secret:
-            python = ray.get_runtime_context().runtime_env.get("py_executable") or ""
-            runtime_env["py_executable"] = self._answers.get(
-                node.node, lambda: self.start_agent(node).keep_variables.remote(stamp_dir, secret, python).future()
-            )
-        return runtime_env or None
 
     def remove_worker(self, worker: str) -> None:
         """Kill a worker's actor, if Ray still lists it, and remove its placement group."""

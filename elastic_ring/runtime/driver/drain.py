@@ -6,6 +6,7 @@ For what runs before a machine goes, such as a pod's preStop hook. The runs deci
 from __future__ import annotations
 
 import logging
+import re
 import time
 
 import ray
@@ -34,7 +35,16 @@ def drain(node: str | None, deadline_s: float) -> list[str]:
     access.connect(namespace=NAMESPACE, logging_level="ERROR")
     try:
         node = node or ray.get_runtime_context().get_node_id()
-        _check_node(node)
+        # Ray accepts any id. It ends a drained node once nothing runs there that counts, and coordinators do not count.
+        nodes = {listed["NodeID"]: listed for listed in ray.nodes()}
+        if node not in nodes:
+            raise ValueError(f"node-id={node!r}: Ray lists no such node; `ray list nodes` has the ids")
+        if nodes[node]["Alive"] and ON_HEAD.keys() <= nodes[node]["Resources"].keys():
+            raise ValueError(
+                f"node {node} is the cluster's head: Ray would end it once its workers have left, and the coordinator "
+                "of each run with it. End the runs with SIGTERM, which saves them, and submit them again on another "
+                "head; one started with --num-cpus=0 --num-gpus=0 has no workers to move"
+            )
         deadline = time.monotonic() + deadline_s
         give_notice(node, deadline_s)
         while (left := workers_on(node)) and time.monotonic() < deadline:
@@ -42,20 +52,6 @@ def drain(node: str | None, deadline_s: float) -> list[str]:
         return left
     finally:
         ray.shutdown()
-
-
-def _check_node(node: str) -> None:
-    """Ray accepts any id. It ends a drained node once nothing runs there that counts, and coordinators do not count."""
-    nodes = ray.nodes()
-    if node not in {listed["NodeID"] for listed in nodes}:
-        raise ValueError(f"node-id={node!r}: Ray lists no such node; `ray list nodes` has the ids")
-    heads = [listed["NodeID"] for listed in nodes if listed["Alive"] and ON_HEAD.keys() <= listed["Resources"].keys()]
-    if node in heads:
-        raise ValueError(
-            f"node {node} is the cluster's head: Ray would end it once its workers have left, and the coordinator of "
-            "each run with it. End the runs with SIGTERM, which saves them, and submit them again on another head; one "
-            "started with --num-cpus=0 --num-gpus=0 has no workers to move"
-        )
 
 
 def give_notice(node: str, deadline_s: float, why: str = "elastic-ring drain") -> None:
@@ -75,7 +71,8 @@ def leave_node(node: str) -> None:
 
     A node that no autoscaler has brought stays as it is: nobody would bring it back.
     """
-    if node not in brought_nodes():
+    nodes = cluster_status().cluster_resource_state.node_states
+    if node not in {listed.node_id.hex() for listed in nodes if listed.instance_id}:
         log.info("node %s: the run has left it; it stays in the cluster, since no autoscaler started it", node)
         return
     accepted, why_not = gcs_client().drain_node(
@@ -84,21 +81,11 @@ def leave_node(node: str) -> None:
     log.info("node %s: left%s", node, "" if accepted else f", and Ray does not drain it: {why_not}")
 
 
-def brought_nodes() -> set[str]:
-    """Ids of the nodes that an autoscaler has brought."""
-    return {node.node_id.hex() for node in cluster_status().cluster_resource_state.node_states if node.instance_id}
-
-
 def workers_on(node: str) -> list[str]:
-    """Names of the runs' workers on a node."""
+    """Names of the runs' workers on a node: `er:RUN:ROLE`, and RUN has no colon."""
+    is_worker = re.compile(actor_name("[^:]*", rf"(?!{'|'.join(KEPT)})"), re.DOTALL).match
     return sorted(
         actor["Name"]
         for actor in gcs_state.actor_table(None).values()
-        if actor["Address"]["NodeID"] == node and actor["State"] != "DEAD" and _is_worker(actor["Name"])
+        if actor["Address"]["NodeID"] == node and actor["State"] != "DEAD" and is_worker(actor["Name"])
     )
-
-
-def _is_worker(name: str) -> bool:
-    """A name is `er:RUN:ROLE`, and RUN has no colon."""
-    prefix, *rest = name.split(":", 2)
-    return prefix == actor_name("", "").split(":")[0] and len(rest) == 2 and not rest[1].startswith(KEPT)

@@ -77,21 +77,18 @@ class _ResourceRequests:
 
     def step(self, num_here: int) -> None:
         """One look; an autoscaler that does not answer is asked again at the next."""
+        now, before = time.monotonic(), self._ask.num_workers
         try:
-            self._step(num_here)
+            is_refused = before > 0 and self._autoscaler.is_refused(before)
+            self._ask = next_ask(self._ask, self._sizes, num_here, is_refused, now)
+            if self._ask.num_workers != before or now >= self._sent_at + RENEW_S:
+                if self._ask.num_workers != before:
+                    log.info("room for %d worker(s): asks the autoscaler for %d", num_here, self._ask.num_workers)
+                self._autoscaler.ask(self._ask.num_workers)
+                self._sent_at = now
         except Exception as error:
             log.warning("could not ask the autoscaler; tries again: %s", error)
             self._ask, self._sent_at = Ask(), 0.0
-
-    def _step(self, num_here: int) -> None:
-        now, before = time.monotonic(), self._ask.num_workers
-        is_refused = before > 0 and self._autoscaler.is_refused(before)
-        self._ask = next_ask(self._ask, self._sizes, num_here, is_refused, now)
-        if self._ask.num_workers != before or now >= self._sent_at + RENEW_S:
-            if self._ask.num_workers != before:
-                log.info("room for %d worker(s): asks the autoscaler for %d", num_here, self._ask.num_workers)
-            self._autoscaler.ask(self._ask.num_workers)
-            self._sent_at = now
 
     def withdraw(self) -> None:
         """A request that cannot be withdrawn expires."""
@@ -153,17 +150,24 @@ def shortage(scaling: ScalingConfig, nodes: Sequence[NodeInfo], resources: Mappi
 
 
 def with_settled_copies(run: RunConfig, mesh: Mesh, num_parameters: int, nodes: Sequence[NodeInfo]) -> RunConfig:
-    """`run` without copies by default where the nodes lack the memory for them. Says what a loss costs on a mesh whose
-    shards have one holder each."""
+    """`run` without copies by default where a node lacks the memory for those of all ranks that it may hold, or does
+    not say what it has. Says what a loss costs on a mesh whose shards have one holder each."""
     where = "they go to other processes of this node, so they cover the loss of processes, not of the node"
     on_one = f" on one node: {where}" * (len(nodes) == 1)
     if run.copies not in (AUTO, "0"):
         if on_one:
             log.warning("copies=%s%s", run.copies, on_one)
         return run
-    why = ""
-    if run.copies == AUTO and (why := lacking(mesh, num_parameters, nodes)):
-        run = replace(run, copies="0")
+    why, rank_bytes = "", COPY_BYTES * -(-num_parameters // mesh.cp)
+    for node in nodes if run.copies == AUTO else ():
+        node_bytes = min(mesh.size, node.num_members) * rank_bytes
+        if node_bytes > HOST_SHARE * node.memory_bytes:
+            why = (
+                f"on by default, they would take {_size(node_bytes)} of the {_size(node.memory_bytes)} that Ray counts "
+                f"on {node.address}, more than {HOST_SHARE:.0%}"
+            )
+            run = replace(run, copies="0")
+            break
     if mesh.dp > 1:
         return run
     outcome = without_holder(mesh, parse_copies(run.copies, mesh.dp), run.checkpoint_config.is_on)
@@ -181,30 +185,11 @@ def with_settled_copies(run: RunConfig, mesh: Mesh, num_parameters: int, nodes: 
         log.info(
             "dp=1: another worker's memory keeps a copy of each worker's state (--copies 0 for none), %s of host "
             "memory a rank; %s%s",
-            _size(need_bytes(mesh, num_parameters)),
+            _size(rank_bytes),
             cost,
             f"; copies{on_one}" * bool(on_one),
         )
     return run
-
-
-def need_bytes(mesh: Mesh, num_parameters: int) -> int:
-    """What copies take of the host memory of a rank."""
-    return COPY_BYTES * -(-num_parameters // mesh.cp)
-
-
-def lacking(mesh: Mesh, num_parameters: int, nodes: Sequence[NodeInfo]) -> str:
-    """Why some node has too little memory for the copies of all ranks that it may hold, or does not say what it has;
-    empty if none."""
-    need = need_bytes(mesh, num_parameters)
-    for node in nodes:
-        num_ranks = min(mesh.size, node.num_members)
-        if num_ranks * need > HOST_SHARE * node.memory_bytes:
-            return (
-                f"on by default, they would take {_size(num_ranks * need)} of the {_size(node.memory_bytes)} that Ray "
-                f"counts on {node.address}, more than {HOST_SHARE:.0%}"
-            )
-    return ""
 
 
 def _how_often(run: RunConfig, outcome: int) -> str:

@@ -115,7 +115,7 @@ def _stopped(run: RunConfig, attempt: str, followed: list[Any], *, saves: bool) 
 def _cleared(run: RunConfig, attempt: str, followed: list[Any], head_gone: threading.Event, *, saves: bool) -> str:
     """Have the run cleared, if it is this process's to clear. Returns the outcome, in words. `head_gone` ends the wait.
     `saves`: the run takes a checkpoint first, if there is time."""
-    coordinator = attach.find(run)
+    coordinator = attach.find(run.name)
     if coordinator is None:
         return "stopped; the run has no coordinator, so nothing is left to clear"
     if not (followed or attach.attempt_of(coordinator, run) == attempt):
@@ -133,7 +133,7 @@ def _cleared(run: RunConfig, attempt: str, followed: list[Any], head_gone: threa
 def end_run(run: RunConfig, reason: str) -> str:
     """End a run that has lost its driver, and wait as after Ctrl-C: for `clear_s`. What came of it, in words; empty
     where it has no coordinator."""
-    coordinator = attach.find(run)
+    coordinator = attach.find(run.name)
     if coordinator is None:
         return ""
     coordinator.abandon.remote(reason)

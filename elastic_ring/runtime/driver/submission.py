@@ -274,7 +274,7 @@ class Submission:
         """(coordinator as in `find_or_start`, whether this submission created it)."""
         run, request = self.run, self.request(with_digest=True)
         while True:
-            handle = attach.find(run)
+            handle = attach.find(run.name)
             answer = None if handle is None else attach.ask(handle, run)
             if answer is not None and answer.folder != run.storage_uri:
                 answer = replace(answer, writes_here=attach.has_records_of(run, answer.attempt))

@@ -114,6 +114,15 @@ class ExistingRun:
     """The run that another cluster writes into the requested folder."""
     has_checkpoint: bool = False
 
+    @property
+    def live(self) -> Coordinator | None:
+        """The coordinator that can be followed: of a run that trains, or has ended well."""
+        return None if self.coordinator is None or self.coordinator.error else self.coordinator
+
+    @property
+    def running(self) -> Coordinator | None:
+        return None if self.coordinator is None or self.coordinator.has_ended else self.coordinator
+
 
 @dataclass(frozen=True)
 class RunRequest:
@@ -180,7 +189,7 @@ def _refuse_other_name(existing: ExistingRun, request: RunRequest) -> Decision |
 
 def _refuse_other_settings(existing: ExistingRun, request: RunRequest) -> Decision | None:
     """has other settings or data, on record or running | is refused"""
-    run, coordinator, record = request.run, _live(existing), existing.record
+    run, coordinator, record = request.run, existing.live, existing.record
     where, more = f"its folder {run.driver_folder}", ""
     differences = [] if record is None else recorded_differences(record, request)
     if differences:
@@ -232,7 +241,7 @@ def _return_result(existing: ExistingRun, request: RunRequest) -> Decision | Non
 
 def _refuse_running_code(existing: ExistingRun, request: RunRequest) -> Decision | None:
     """trains with other code | is refused"""
-    coordinator = _running(existing)
+    coordinator = existing.running
     if coordinator is None or not (changed := changed_parts(coordinator.sources, request.sources)):
         return None
     return Refuse(
@@ -243,7 +252,7 @@ def _refuse_running_code(existing: ExistingRun, request: RunRequest) -> Decision
 
 def _refuse_other_folder(existing: ExistingRun, request: RunRequest) -> Decision | None:
     """trains in another folder | is refused"""
-    coordinator, run = _live(existing), request.run
+    coordinator, run = existing.live, request.run
     if coordinator is None or coordinator.folder == run.storage_uri or coordinator.writes_here:
         return None
     return Refuse(
@@ -254,7 +263,7 @@ def _refuse_other_folder(existing: ExistingRun, request: RunRequest) -> Decision
 
 def _refuse_other_callbacks(existing: ExistingRun, request: RunRequest) -> Decision | None:
     """trains with callbacks that control it, the submission without, or the reverse | is refused"""
-    coordinator = _running(existing)
+    coordinator = existing.running
     if coordinator is None or coordinator.asks_callbacks == request.asks_callbacks:
         return None
     waits = "waits after each validation for" if coordinator.asks_callbacks else "does not wait for"
@@ -268,7 +277,7 @@ def _refuse_other_callbacks(existing: ExistingRun, request: RunRequest) -> Decis
 
 def _attach(existing: ExistingRun, request: RunRequest) -> Decision | None:
     """trains on this Ray cluster | attaches and follows"""
-    return None if _live(existing) is None else Attach()
+    return None if existing.live is None else Attach()
 
 
 def _refuse_other_writer(existing: ExistingRun, request: RunRequest) -> Decision | None:
@@ -308,17 +317,6 @@ RULES: tuple[Rule, ...] = (
 """In their order; the docstring of each is its row in docs/quickstart.md."""
 
 
-def _live(existing: ExistingRun) -> Coordinator | None:
-    """The coordinator that can be followed: of a run that trains, or has ended well."""
-    coordinator = existing.coordinator
-    return None if coordinator is None or coordinator.error else coordinator
-
-
-def _running(existing: ExistingRun) -> Coordinator | None:
-    coordinator = existing.coordinator
-    return None if coordinator is None or coordinator.has_ended else coordinator
-
-
 def changed_code(existing: ExistingRun, request: RunRequest) -> list[str]:
     """The parts whose code differs from the record's; a submission that asks for a beginning may have any code."""
     if existing.record is None or not existing.record.sources or request.run.resume == "never":
@@ -328,24 +326,18 @@ def changed_code(existing: ExistingRun, request: RunRequest) -> list[str]:
 
 def recorded_differences(record: RunRecord, request: RunRequest) -> list[str]:
     """The settings in which a record differs from the request, as text."""
-    here = request.identity
-    differences = [*here.differences(record.identity.entries), *_other_plans(record, request.plans)]
+    here, plans, recorded = request.identity, request.plans, list(record.plans)
+    differences = here.differences(record.identity.entries)
+    if plans and not len(recorded) <= len(plans) == 1:
+        later = plans[len(recorded)][0] if len(plans) > len(recorded) else None
+        if list(plans[: len(recorded)]) != recorded or (later is not None and later < record.steps):
+            # Steps that the run may have done would have other rates.
+            differences.append(f"optim.replanned: {recorded} there, {list(plans)} here")
     if record.identity.entries.get("data") != here.entries.get("data") and (
         files := changed_files(record.files, request.files)
     ):
         differences.insert(0, files)
     return differences
-
-
-def _other_plans(record: RunRecord, plans: Plans) -> list[str]:
-    """Schedules with which steps that the run may have done would have other rates."""
-    recorded = list(record.plans)
-    if not plans or len(recorded) <= len(plans) == 1:
-        return []
-    later = plans[len(recorded)][0] if len(plans) > len(recorded) else None
-    if list(plans[: len(recorded)]) == recorded and (later is None or later >= record.steps):
-        return []
-    return [f"optim.replanned: {recorded} there, {list(plans)} here"]
 
 
 def other_versions(recorded: Mapping[str, str], here: Mapping[str, str]) -> str:

@@ -431,10 +431,10 @@ def test_in_an_object_store_a_driver_on_another_host_goes_on_where_the_first_one
             telling.deliver()
         heard.append([event for event in hears.heard if isinstance(event, int)])
     assert heard == [[0, 1, 2], [3], [4]]
-    run_storage.reset_places(run, goes_on=True, was_finished=False)
+    run_storage.forget_end(run, goes_on=True, was_finished=False)
     run_storage.fetch_places(run, tmp_path)
     assert json.loads((tmp_path / CALLBACKS_NAME).read_text())["delivered"]["hears"] == {"step": 4}
-    run_storage.reset_places(run, goes_on=False, was_finished=False)
+    run_storage.forget_end(run, goes_on=False, was_finished=False)
     run_storage.fetch_places(run, tmp_path)
     assert not (tmp_path / CALLBACKS_NAME).exists()
 
