@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.drills.autoscaling_cluster import AutoscalingCluster
-from deploy.drills.local_cluster import free_ports
+from deploy.drills.local_cluster import free_ports, using
 from deploy.drills.watcher import Watcher, train_while
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.config import ScalingConfig
@@ -30,7 +30,6 @@ from elastic_ring.data.source import open_source
 from elastic_ring.files import plain_json
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.monitor.metrics import SUMMARY_NAME
-from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.attach import scale
 from elastic_ring.runtime.driver.cluster import left_behind
 from elastic_ring.runtime.driver.drain import give_notice
@@ -172,7 +171,7 @@ def changing_run(
     `folder`. The run's steps must be slow until there is a file `gate`."""
     name, (port,) = trainer.run_config.name, free_ports(1)
     nodes = AutoscalingCluster(folder, port, cpus_per_node=CPUS_PER_NODE, max_nodes=MAX_DP, idle_s=IDLE_S)
-    with nodes, access.using(nodes.variables), cluster(0):
+    with nodes, using(nodes.variables), cluster(0):
         return _changing(trainer, nodes, Story(name, nodes, timeline, gate), timeline)
 
 

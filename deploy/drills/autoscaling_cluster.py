@@ -18,9 +18,9 @@ from typing import Any
 
 import psutil
 
+from deploy.drills.local_cluster import new_access
 from elastic_ring.config import environment
 from elastic_ring.files import replace_file
-from elastic_ring.runtime.driver.access import new_access
 
 ROOT = Path(__file__).resolve().parents[2]
 """Where the workers find this package, installed or not."""

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from deploy.drills.processes import LOOK_S, MARK, kill_everything
 from elastic_ring.config import environment
-from elastic_ring.runtime.driver.access import new_access
+from elastic_ring.runtime.driver import access
 
 HOST = "127.0.0.1"
 START_S = 120.0
+
+
+def new_access() -> dict[str, str]:
+    """Variables of a Ray for one purpose, and of its clients: a token that the user has set counts."""
+    return {access.MODE: "token", access.TOKEN: environment().get(access.TOKEN) or secrets.token_hex(32)}
+
+
+@contextmanager
+def using(variables: Mapping[str, str]) -> Iterator[None]:
+    """Connect to Ray with these variables within."""
+    before = {name: environment().get(name) for name in variables}
+    access.use(variables)
+    try:
+        yield
+    finally:
+        access.use(before)
 
 
 class LocalCluster:

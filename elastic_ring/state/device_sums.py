@@ -15,6 +15,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from elastic_ring.state.safetensors import byte_view
+
 PIECE_WORDS = 1 << 22
 _WORD_BYTES = 8
 
@@ -31,7 +33,7 @@ def device_digests(tensors: Sequence[Tensor], device: torch.device | None = None
     device = device or tensors[0].device
     sums = torch.zeros(len(tensors), len(_SECRETS), dtype=torch.int64, device=device)
     for tensor, lanes in zip(tensors, sums, strict=True):
-        raw = tensor.to(device).detach().contiguous().reshape(-1).view(torch.uint8)
+        raw = byte_view(tensor.to(device))
         padding = -raw.numel() % _WORD_BYTES
         if padding or raw.data_ptr() % _WORD_BYTES:
             raw = torch.cat([raw, raw.new_zeros(padding)])

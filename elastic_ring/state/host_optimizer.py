@@ -7,6 +7,7 @@ meaning.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def step_from_host(
             state = optimizer.state.pop(visitor) if with_params else optimizer.state[param]
             optimizer.state[param] = way_back.take_state(state, waiting[param])
             if with_params:
-                way_back.take(visitor, param)
+                way_back.queue.append((param, visitor))
         way_back.begin()
     for group, params in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = params
@@ -72,14 +73,9 @@ class _WayBack:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._next: list[tuple[Tensor, Tensor]] = []  # (host memory, tensor on the device)
+        self.queue: list[tuple[Tensor, Tensor]] = []  # (host memory, tensor on the device)
         self._under_way: list[tuple[Tensor, Tensor]] = []
         self._arrived: Any = None  # the event behind those under way
-
-    def take(self, value: Tensor, place: Tensor) -> Tensor:
-        """Queue a copy of `value` to `place`; returns `place`."""
-        self._next.append((place, value))
-        return place
 
     def take_state(self, state: Mapping[str, object], before: Mapping[str, object]) -> dict[str, object]:
         """Queue copies of one parameter's state; returns it in host memory, that of `before` where it fits."""
@@ -92,26 +88,23 @@ class _WayBack:
                 is_fast = isinstance(place, Tensor) and (self._stream is None or place.is_pinned())
                 if not isinstance(place, Tensor) or place.is_cuda or not (fits and is_fast):
                     place = pinned.empty_like(value)
-                places[key] = self.take(value, place)
+                self.queue.append((place, value))
+                places[key] = place
         return places
 
     def begin(self) -> None:
         """Start the queued copies, once the previous ones have arrived."""
-        if self._stream is None:
-            self._copy()
-            return
-        here = torch.cuda.current_stream(self._stream.device)
-        if self._arrived is not None:
-            here.wait_event(self._arrived)  # its memory on the device is used again by this stream
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            self._copy()
+        if self._stream is not None:
+            here = torch.cuda.current_stream(self._stream.device)
+            if self._arrived is not None:
+                here.wait_event(self._arrived)  # its memory on the device is used again by this stream
+            self._stream.wait_stream(here)
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for place, value in self.queue:
+                place.copy_(value, non_blocking=True)
+        if self._stream is not None:
             self._arrived = self._stream.record_event()
-
-    def _copy(self) -> None:
-        for place, value in self._next:
-            place.copy_(value, non_blocking=True)
-        self._under_way, self._next = self._next, []
+        self._under_way, self.queue = self.queue, []
 
     def finish(self) -> None:
         """Wait until all copies have arrived."""

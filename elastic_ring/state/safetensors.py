@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -98,11 +98,14 @@ def safetensors_chunks(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    yield from raw_bytes(tensor for tensor in tensors.values() if tensor.numel())
+    yield from (raw_bytes(tensor) for tensor in tensors.values() if tensor.numel())
 
 
-def raw_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The bytes of each tensor, without a copy where it is contiguous and in host memory."""
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().cpu().reshape(-1)
-        yield flat.view(torch.uint8).numpy().data
+def byte_view(tensor: Tensor) -> Tensor:
+    """The tensor's bytes (uint8), without a copy where it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes, without a copy where it is contiguous and in host memory."""
+    return byte_view(tensor.cpu()).numpy().data

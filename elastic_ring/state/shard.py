@@ -235,8 +235,7 @@ def digest_of(counters: Counters, tensors: Sequence[Tensor], device: torch.devic
         if uses_device(tensor, device):
             total.update(next(sums))
         else:
-            for chunk in raw_bytes([tensor]):
-                total.update(chunk)
+            total.update(raw_bytes(tensor))
     return total.hexdigest()
 
 

@@ -21,6 +21,7 @@ from elastic_ring.control.messages import SnapshotId
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state import pinned
 from elastic_ring.state.header import Header
+from elastic_ring.state.safetensors import byte_view
 from elastic_ring.state.sealed import SEAL_BYTES, seal, verify
 from elastic_ring.state.shard import Shard
 
@@ -46,7 +47,7 @@ class HostSnapshot:
             if tensor.is_cuda:
                 self._left.append((place, tensor))
             elif tensor.numel():
-                raw(place).copy_(raw(tensor))
+                byte_view(place).copy_(byte_view(tensor))
         if self._left:
             self._stream, self._begin = stream, torch.cuda.current_stream(stream.device).record_event()
 
@@ -78,7 +79,7 @@ class HostSnapshot:
             self._stream.wait_event(self._begin)
             try:
                 for place, tensor in self._left:
-                    targets, sources = (raw(whole).split(PIECE_BYTES) for whole in (place, tensor))
+                    targets, sources = (byte_view(whole).split(PIECE_BYTES) for whole in (place, tensor))
                     for target, piece in zip(targets, sources, strict=True):
                         target.copy_(piece, non_blocking=True)
                         num_bytes += piece.numel()
@@ -87,11 +88,6 @@ class HostSnapshot:
                             num_bytes = 0
             finally:  # queued copies still read the tensors, also where the next piece failed
                 self._stream.synchronize()
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """The tensor's bytes (uint8), without a copy where it is contiguous."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 ALIGN_BYTES = 64

@@ -20,6 +20,7 @@ from torch import Tensor
 from elastic_ring.errors import DigestMismatch
 from elastic_ring.state.header import MAX_HEADER_BYTES, Header
 from elastic_ring.state.host_optimizer import batched
+from elastic_ring.state.safetensors import byte_view
 from elastic_ring.state.shard import Shard, digest_of, uses_device
 
 CHUNK_BYTES = 64 << 20
@@ -142,10 +143,4 @@ def _parts(tensors: list[Tensor], device: torch.device, link: Link) -> tuple[lis
 
 def _chunks(tensors: list[Tensor]) -> list[Tensor]:
     """Byte views of contiguous tensors, none larger than CHUNK_BYTES; empty tensors have none."""
-    views: list[Tensor] = []
-    for tensor in tensors:
-        flat = tensor.detach()
-        flat = flat if flat.is_contiguous() else flat.contiguous()
-        raw = flat.reshape(-1).view(torch.uint8)
-        views += [piece for piece in raw.split(CHUNK_BYTES) if piece.numel()]
-    return views
+    return [piece for tensor in tensors for piece in byte_view(tensor).split(CHUNK_BYTES) if piece.numel()]

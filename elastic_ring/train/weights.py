@@ -160,7 +160,7 @@ class _Gather:
         tensor = self._gather(local.detach().contiguous())[: shape[0]]
         if self._groups.global_rank == 0:
             self._digested.result()  # one tensor at a time waits for it
-            self._digested = self._pool.submit(self._total.update, next(raw_bytes([tensor])))
+            self._digested = self._pool.submit(self._total.update, raw_bytes(tensor))
         return tensor
 
     def _gather(self, own: Tensor) -> Tensor:

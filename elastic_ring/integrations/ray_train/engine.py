@@ -336,8 +336,7 @@ def write_weights(engine: Zero3Engine, storage: Storage | None, max_file_bytes: 
             name, tensor = next(tensors)
             if storage is not None:
                 kept[name] = tensor
-                for chunk in raw_bytes([tensor]):
-                    total.update(chunk)
+                total.update(raw_bytes(tensor))
         if storage is not None:
             digest = {"sha256": total.hexdigest()} if file == WEIGHTS else {}
             storage.replace(file, safetensors_chunks(kept, {"format": "pt", **digest}))

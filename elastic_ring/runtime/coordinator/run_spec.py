@@ -127,10 +127,6 @@ def checkpoint_facts(run_spec: RunSpec) -> dict[str, object]:
     }
 
 
-def has_records(folder: Path) -> bool:
-    return any((folder / name).exists() for name in RECORDS)
-
-
 def set_aside(folder: Path, *, keep_metrics: bool) -> None:
     """Move the records of an earlier attempt out of the way; they are kept. A resumed run goes on with its metrics."""
     matches = [re.fullmatch(r"attempt-(\d+)", path.name) for path in folder.iterdir()]

@@ -41,8 +41,8 @@ from elastic_ring.monitor.metrics import (
 )
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import (
+    RECORDS,
     RunSpec,
-    has_records,
     is_finished,
     set_aside,
     summary_of,
@@ -137,7 +137,7 @@ def open_run(
         raise RunFailed(f"an earlier attempt's actors do not go: {', '.join(left)}", run=run_spec.run.name)
     path = folder / JOURNAL_NAME
     remarks = _set_damaged_aside(run_spec, [f"line {flaw.line} of {path} {flaw.problem}" for flaw in reading.damaged])
-    if has_records(folder):
+    if any((folder / name).exists() for name in RECORDS):
         goes_on, was_finished = bool(run_spec.resume.checkpoints), (folder / SUMMARY_NAME).exists()
         set_aside(folder, keep_metrics=goes_on)
         run_storage.forget_end(run_spec.run, goes_on=goes_on, was_finished=was_finished)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,10 @@ MANY_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 def report(device: str, ray_folder: str = "", ray_gpus: int = 0) -> HostReport:
     """Versions, limits, memory, disk, clock and GPUs; touches nothing. `ray_folder`: where Ray keeps its files."""
     packages, nvml = versions(device), Nvml()
-    packages["elastic_ring"] = f"{packages.get('elastic_ring', '')} {_sources()}".strip()
+    sources, root = hashlib.sha256(), Path(__file__).parents[2]  # a checkout may differ under the same version
+    for path in sorted(root.rglob("*.py")):
+        sources.update(f"{path.relative_to(root)} ".encode() + path.read_bytes())
+    packages["elastic_ring"] = f"{packages.get('elastic_ring', '')} {sources.hexdigest()[:12]}".strip()
     gpus: Any = [] if device != "cuda" else nvml.describe() if nvml.open() else None
     return {**limits(ray_folder), "versions": packages, "ray_gpus": ray_gpus, "gpus": gpus}
 
@@ -99,16 +101,6 @@ def _file_of(host: str) -> str:
     return f"host-{host.replace('/', '-')}"
 
 
-@lru_cache(maxsize=1)
-def _sources() -> str:
-    """A digest of this package's sources: a checkout may differ under the same version."""
-    total = hashlib.sha256()
-    root = Path(__file__).parents[2]
-    for path in sorted(root.rglob("*.py")):
-        total.update(f"{path.relative_to(root)} ".encode() + path.read_bytes())
-    return total.hexdigest()[:12]
-
-
 class Probe:
     """`address`: this node's; `timeout_s`: the limit of each wait in here."""
 
@@ -144,8 +136,13 @@ class Probe:
         own = self._store.server if rank == 0 and self._store is not None else None
         wait = timedelta(seconds=self._timeout_s)
         store = own or TCPStore(at.host, at.port, is_master=False, wait_for_workers=False, timeout=wait)
-        prefixed, device = PrefixStore(f"{at.secret}/{tag}", store), self._free_device()
-        if device.type == "cuda":
+        prefixed, device = PrefixStore(f"{at.secret}/{tag}", store), torch.device("cpu")
+        if self._device == "cuda":  # the first unused GPU; this process's own context is in its memory
+            memory = map(torch.cuda.mem_get_info, range(torch.cuda.device_count()))
+            unused = (index for index, (free, total) in enumerate(memory) if total - free < 2 * IDLE_GPU_BYTES)
+            if (index := next(unused, None)) is None:
+                raise RuntimeError("no GPU is free")
+            device = torch.device("cuda", index)
             group: Any = nccl.create_backend(prefixed, rank, size, device, self._timeout_s)
             nccl.connect_now(group, device, lambda: False)
         else:
@@ -159,16 +156,6 @@ class Probe:
             if device.type == "cuda":
                 nccl.end(group)
         return small, MANY_BYTES[device.type] / large
-
-    def _free_device(self) -> torch.device:
-        """The CPU, or the first unused GPU."""
-        if self._device == "cpu":
-            return torch.device("cpu")
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            if total - free < 2 * IDLE_GPU_BYTES:  # this process's own context is in it
-                return torch.device("cuda", index)
-        raise RuntimeError("no GPU is free")
 
     def _seconds_of(self, group: Any, rank: int, size: int, device: torch.device, num_bytes: int) -> float:
         """The least of several exchanges; the first ones connect."""

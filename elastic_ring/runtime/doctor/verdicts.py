@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from math import inf
 from statistics import median
-from typing import Any, Generic, Literal, TypedDict, TypeVar
+from typing import Literal, TypedDict
 
 from elastic_ring.files import few
 from elastic_ring.runtime.agent.health import GpuReport
 
 Verdict = Literal["ok", "note", "warning", "failure"]
-Subject = TypeVar("Subject")
+Limit = Literal["open_files", "shm_free_bytes", "disk_free_bytes"]
+Band = tuple[Verdict, float, float]
+"""From the second number up to the third."""
 Link = tuple[str, str, float, float]
 """Two hosts, seconds for a message of one byte, bytes a second each way."""
 
@@ -58,69 +60,25 @@ class Finding:
         return f"{self.verdict:<9}{self.check:<11}{where}{self.says}{f'. {self.way_out}' if self.way_out else ''}"
 
 
-@dataclass(frozen=True)
-class Rule(Generic[Subject]):
-    """One row. `when`: the condition on a host's subject. `says`: a format, whose {0} is the `worst` subject of the
-    hosts that meet the condition."""
-
-    verdict: Verdict
-    when: Callable[[Subject], object]
-    says: str
-    way_out: str = ""
-    worst: Callable[[Iterable[Any]], Any] = max
-
-
-Rules = tuple[Rule[Subject], ...]
+NTP = "Run chrony or ntpd: object stores refuse requests of a clock that is wrong, and records are put in order by it"
 VERSIONS = "Install the same on all hosts: workers exchange Python objects, and bits follow from versions"
 OPEN_FILES = "Raise it before `ray start`: ulimit -n 65536, or LimitNOFILE of the service"
 SHM = "Ray's object store and NCCL live there: docker run --shm-size, or an emptyDir of medium Memory"
 DISK = "Free some, or give ray start --temp-dir on a larger disk"
-NTP = "Run chrony or ntpd: object stores refuse requests of a clock that is wrong, and records are put in order by it"
-CLOCKS: Rules[float] = (
-    Rule("failure", lambda off_s: off_s >= CLOCK_FAILURE_S, "off by {0:.1f} s", NTP),
-    Rule("warning", lambda off_s: CLOCK_WARNING_S <= off_s < CLOCK_FAILURE_S, "off by {0:.1f} s", NTP),
+LIMITS: tuple[tuple[str, Limit, int, int, str, str], ...] = (
+    ("ulimits", "open_files", 4096, 65_536, "open files", OPEN_FILES),
+    ("/dev/shm", "shm_free_bytes", GIB // 8, GIB, "bytes free", SHM),
+    ("disk", "disk_free_bytes", GIB, 20 * GIB, "bytes free for Ray's files", DISK),
 )
-NVML = "pip install nvidia-ml-py, and look at nvidia-smi"
-COUNT = "Look at dmesg and nvidia-smi, or start Ray with --num-gpus"
-NUM_GPUS: Rules[tuple[int | None, int]] = (
-    Rule("warning", lambda num: num[0] is None, "nothing is known of them: no NVML there", NVML),
-    Rule(
-        "failure", lambda num: num[0] is not None and num[0] < num[1], "Ray counts {0[1]}, and {0[0]} are there", COUNT
-    ),
+"""Check, entry of the report, the number below which a run fails, the one below which it is scarce, unit, way out."""
+ECC = "has {ecc_errors:.0f} memory errors that were not corrected", "Reset it, and replace it if they return"
+SLOWED = "is slowed down by heat or its hardware", "Look at its cooling and power"
+GPU_RULES: tuple[tuple[Verdict, Callable[[GpuReport], object], str, str], ...] = (
+    ("failure", lambda gpu: gpu.get("needs_reset"), "has memory rows to remap", "Reset it"),
+    ("warning", lambda gpu: gpu.get("ecc_errors"), *ECC),
+    ("warning", lambda gpu: gpu.get("slowed"), *SLOWED),
+    ("note", lambda gpu: gpu["used_bytes"] > IDLE_GPU_BYTES, "is in use ({used_gib:.1f} GiB)", ""),
 )
-PACE = "The slowest sets the pace, and bits differ between models"
-ECC = "{gpu} has {0[ecc_errors]:.0f} memory errors that were not corrected"
-SLOWED = "{gpu} is slowed down by heat or its hardware"
-GPUS: Rules[GpuReport] = (
-    Rule("failure", lambda gpu: gpu.get("needs_reset"), "{gpu} has memory rows to remap", "Reset it"),
-    Rule("warning", lambda gpu: gpu.get("ecc_errors"), ECC, "Reset it, and replace it if they return"),
-    Rule("warning", lambda gpu: gpu.get("slowed"), SLOWED, "Look at its cooling and power"),
-    Rule("note", lambda gpu: gpu["used_bytes"] > IDLE_GPU_BYTES, "{gpu} is in use ({used_gib:.1f} GiB)"),
-)
-SAME_PLACE = "Give a storage_path that is the same place on all hosts: a shared file system, or s3://bucket/prefix"
-STORES: Rules[str] = (Rule("failure", bool, "does not see what {0} wrote to {uri}", SAME_PLACE),)
-OPEN = "Open all TCP ports between the hosts of a run, or give both an interface that reaches the other"
-PORTS: Rules[str] = (Rule("failure", bool, "cannot connect to {0}", OPEN),)
-
-
-def at_least(least: int, good: int, unit: str, way_out: str) -> Rules[int]:
-    return (
-        Rule("failure", lambda number: number < least, f"only {{0:,}} {unit}", way_out, min),
-        Rule("warning", lambda number: least <= number < good, f"only {{0:,}} {unit}", way_out, min),
-    )
-
-
-def judge(
-    check: str, rules: Rules[Subject], *groups: Mapping[str, Subject], ok: str = "", **facts: object
-) -> list[Finding]:
-    """A finding for each rule that holds in a group {host: subject}, else `ok`. `facts`: of the format, besides {0}."""
-    findings = []
-    for group, rule in product(groups, rules):
-        subjects = {host: subject for host, subject in group.items() if rule.when(subject)}
-        if subjects:
-            sentence = rule.says.format(rule.worst(subjects.values()), **facts)
-            findings.append(Finding(check, rule.verdict, sentence, rule.way_out, tuple(subjects)))
-    return findings or ([Finding(check, "ok", ok)] if ok else [])
 
 
 def cheap_findings(reports: Reports, device: str) -> list[Finding]:
@@ -130,21 +88,38 @@ def cheap_findings(reports: Reports, device: str) -> list[Finding]:
 
 
 def _limits(reports: Reports, device: str) -> list[Finding]:
-    findings, least_shm = [], GIB // 8 if device == "cuda" else 0
-    disk = "bytes free for Ray's files"
-    for check, values, least, good, unit, way_out in (
-        ("ulimits", {host: r["open_files"] for host, r in reports.items()}, 4096, 65_536, "open files", OPEN_FILES),
-        ("/dev/shm", {host: r["shm_free_bytes"] for host, r in reports.items()}, least_shm, GIB, "bytes free", SHM),
-        ("disk", {host: r["disk_free_bytes"] for host, r in reports.items()}, GIB, 20 * GIB, disk, DISK),
-    ):
-        rules = at_least(least, good, unit, way_out)
-        findings += judge(check, rules, values, ok=f"{min(values.values(), default=0):,} {unit} or more")
+    findings = []
+    for check, entry, least, good, unit, way_out in LIMITS:
+        needed = 0 if entry == "shm_free_bytes" and device != "cuda" else least
+        numbers = {host: report[entry] for host, report in reports.items()}
+        bands: tuple[Band, ...] = (("failure", 0, needed), ("warning", needed, good))
+        ok = f"{min(numbers.values(), default=0):,} {unit} or more"
+        findings += _graded(check, numbers, bands, f"only {{:,}} {unit}", way_out, ok, worst=min)
     offsets = {host: report["clock_offset_s"] for host, report in reports.items() if "clock_offset_s" in report}
     if not offsets:
         return findings
     middle = median([0.0, *offsets.values()])  # with the asking host: of two clocks alone either may be wrong
     off = {host: abs(offset - middle) - reports[host]["clock_error_s"] for host, offset in offsets.items()}
-    return findings + judge("clocks", CLOCKS, off, ok=f"within {max(0.0, *off.values()):.1f} s")
+    bands = ("failure", CLOCK_FAILURE_S, inf), ("warning", CLOCK_WARNING_S, CLOCK_FAILURE_S)
+    ok = f"within {max(0.0, *off.values()):.1f} s"
+    return findings + _graded("clocks", off, bands, "off by {:.1f} s", NTP, ok, worst=max)
+
+
+def _graded(
+    check: str,
+    numbers: Mapping[str, float],
+    bands: Iterable[Band],
+    says: str,
+    way_out: str,
+    ok: str,
+    worst: Callable[[Iterable[float]], float],
+) -> list[Finding]:
+    """A finding for each band with a host's number in it, which says the worst; without any, `ok`."""
+    findings = []
+    for verdict, low, high in bands:
+        if inside := {host: number for host, number in numbers.items() if low <= number < high}:
+            findings.append(Finding(check, verdict, says.format(worst(inside.values())), way_out, tuple(inside)))
+    return findings or [Finding(check, "ok", ok)]
 
 
 class AtStart:
@@ -185,17 +160,29 @@ def versions(reports: Reports) -> list[Finding]:
 def gpus(reports: Reports) -> list[Finding]:
     findings, present = [], {host: report["gpus"] or [] for host, report in reports.items()}
     for host, report in reports.items():
-        num = None if report["gpus"] is None else len(report["gpus"])
-        findings += judge("GPUs", NUM_GPUS, {host: (num, report["ray_gpus"])})
+        if report["gpus"] is None:
+            sentence, way_out = (
+                "nothing is known of them: no NVML there",
+                "pip install nvidia-ml-py, and look at nvidia-smi",
+            )
+            findings.append(Finding("GPUs", "warning", sentence, way_out, (host,)))
+        elif len(report["gpus"]) < report["ray_gpus"]:
+            sentence = f"Ray counts {report['ray_gpus']}, and {len(report['gpus'])} are there"
+            way_out = "Look at dmesg and nvidia-smi, or start Ray with --num-gpus"
+            findings.append(Finding("GPUs", "failure", sentence, way_out, (host,)))
         for gpu in present[host]:
-            name, used_gib = f"GPU {gpu['index']} ({gpu['name']})", gpu["used_bytes"] / GIB
-            findings += judge("GPUs", GPUS, {host: gpu}, gpu=name, used_gib=used_gib)
+            for verdict, holds, says, way_out in GPU_RULES:
+                if holds(gpu):
+                    sentence = says.format(**gpu, used_gib=gpu["used_bytes"] / GIB)
+                    label = f"GPU {gpu['index']} ({gpu['name']})"
+                    findings.append(Finding("GPUs", verdict, f"{label} {sentence}", way_out, (host,)))
+    pace = "The slowest sets the pace, and bits differ between models"
     for label, values in (
         ("model", {host: {str(gpu.get("name")) for gpu in gpus} for host, gpus in present.items()}),
         ("highest clock", {host: {str(gpu.get("max_clock_mhz")) for gpu in gpus} for host, gpus in present.items()}),
     ):
         hosts = _hosts_by({host: ", ".join(sorted(texts)) for host, texts in values.items()})
-        findings += _difference("GPUs", "warning", f"their {label} differs", PACE, hosts)
+        findings += _difference("GPUs", "warning", f"their {label} differs", pace, hosts)
     return findings or [Finding("GPUs", "ok", f"{sum(map(len, present.values()))}, all idle and healthy")]
 
 
@@ -216,8 +203,12 @@ def errors(
 def storage(answers: Mapping[str, Mapping[str, bool]], missing: Mapping[str, Sequence[str]], uri: str) -> list[Finding]:
     """`answers`: of each host that wrote, with `won`, whether it made the file that only one may make, and `excludes`;
     `missing`: by host, the hosts whose file it does not see."""
-    unseen = ({host: few(absent, NUM_NAMED)} for host, absent in missing.items())
-    findings = judge("storage", STORES, *unseen, uri=uri)
+    way_out = "Give a storage_path that is the same place on all hosts: a shared file system, or s3://bucket/prefix"
+    findings = [
+        Finding("storage", "failure", f"does not see what {few(absent, NUM_NAMED)} wrote to {uri}", way_out, (host,))
+        for host, absent in missing.items()
+        if absent
+    ]
     num_won = sum(answer["won"] for answer in answers.values())
     if not all(answer["excludes"] for answer in answers.values()):
         way_out = "Time alone then keeps two coordinators apart; use a store that has If-None-Match"
@@ -245,8 +236,12 @@ def links(measured: Sequence[Link], medium: str) -> list[Finding]:
 def ports(reached: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     """`reached`: by host and peer the reason why the peer cannot be connected to, empty if it can."""
     pairs = [(host, peer, reason) for host, reasons in reached.items() for peer, reason in reasons.items()]
-    refused = ({host: f"{peer}: {reason}"} for host, peer, reason in pairs if reason)
-    return judge("ports", PORTS, *refused, ok=f"{len(pairs)} connections between {len(reached)} host(s)")
+    way_out = "Open all TCP ports between the hosts of a run, or give both an interface that reaches the other"
+    return [
+        Finding("ports", "failure", f"cannot connect to {peer}: {reason}", way_out, (host,))
+        for host, peer, reason in pairs
+        if reason
+    ] or [Finding("ports", "ok", f"{len(pairs)} connections between {len(reached)} host(s)")]
 
 
 def _difference(

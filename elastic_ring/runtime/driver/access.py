@@ -11,8 +11,7 @@ import os
 import secrets
 import socket
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,6 @@ ANSWER_S = 2.0
 MAX_ADDRESS_CHARS = 512
 
 
-def new_access() -> dict[str, str]:
-    """Variables of a Ray for one purpose, and of its clients: a token that the user has set counts."""
-    return {MODE: "token", TOKEN: environment().get(TOKEN) or secrets.token_hex(32)}
-
-
 def connect(address: str = "auto", **how: Any) -> None:
     """Join the cluster at `address`; `auto`: the one that RAY_ADDRESS names or, without it, one that this user or root
     runs on this machine. `how`: as `ray.init` takes it.
@@ -64,7 +58,7 @@ def connect(address: str = "auto", **how: Any) -> None:
     try:
         # As Ray does for one that it finds by itself.
         if is_found and MODE not in environment() and _token_loader().has_token(ignore_auth_mode=True):
-            _use({MODE: "token"})
+            use({MODE: "token"})
         _init(address, how)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConnectionError(
@@ -125,18 +119,7 @@ def _token_loader() -> Any:
     return AuthenticationTokenLoader.instance()
 
 
-@contextmanager
-def using(variables: Mapping[str, str]) -> Iterator[None]:
-    """Connect with these variables within."""
-    before = {name: environment().get(name) for name in variables}
-    _use(variables)
-    try:
-        yield
-    finally:
-        _use(before)
-
-
-def _use(variables: Mapping[str, str | None]) -> None:
+def use(variables: Mapping[str, str | None]) -> None:
     """Set variables, None removes one, and have Ray read them again: it reads them only when it is imported."""
     for name, value in variables.items():
         if value is None:
@@ -157,7 +140,7 @@ def ask_for_token() -> None:
     if variables.get(MODE, "token").lower() != "token":
         return
     has_token = variables.get(TOKEN) or variables.get(TOKEN_FILE)
-    _use({MODE: "token", **({} if has_token else _stored("~/.ray/auth_token"))})
+    use({MODE: "token", **({} if has_token else _stored("~/.ray/auth_token"))})
 
 
 def _stored(name: str | Path) -> dict[str, str]:

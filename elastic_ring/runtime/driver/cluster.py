@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,27 +77,24 @@ def actor_name(run: str, role: str) -> str:
 def live_nodes(scaling: ScalingConfig) -> list[NodeInfo]:
     """Ray's live nodes, sorted by node id."""
     draining = gcs_state.get_draining_nodes()
-    return [
-        NodeInfo(
-            node["NodeID"],
-            node["NodeManagerAddress"],
-            num_slots(node["Resources"], scaling.resources_per_worker),
-            node["NodeID"] in draining,
-            num_gpus(node["Resources"], scaling.device),
-            draining.get(node["NodeID"], 0) / 1000,
-            domains(node.get("Labels") or {}, scaling.domain_labels),
-            (node.get("Labels") or {}).get(MARKET_LABEL, SPOT) != SPOT,
-            node["Resources"].get("memory", 0.0),
-            node["NodeManagerPort"],
+    nodes = []
+    for node in sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"]):
+        resources, labels = node["Resources"], node.get("Labels") or {}
+        nodes.append(
+            NodeInfo(
+                node["NodeID"],
+                node["NodeManagerAddress"],
+                num_slots(resources, scaling.resources_per_worker),
+                node["NodeID"] in draining,
+                num_gpus(resources, scaling.device),
+                draining.get(node["NodeID"], 0) / 1000,
+                tuple(f"{name}={labels[name]}" for name in scaling.domain_labels if name in labels),
+                labels.get(MARKET_LABEL, SPOT) != SPOT,
+                resources.get("memory", 0.0),
+                node["NodeManagerPort"],
+            )
         )
-        for node in sorted(ray.nodes(), key=lambda node: node["NodeID"])
-        if node["Alive"]
-    ]
-
-
-def domains(labels: Mapping[str, str], names: Sequence[str]) -> tuple[str, ...]:
-    """The failure domains of a node with these labels, by those `names` that it has; the widest first."""
-    return tuple(f"{name}={labels[name]}" for name in names if name in labels)
+    return nodes
 
 
 def num_slots(resources: Mapping[str, float], need: Mapping[str, float]) -> int:

@@ -59,9 +59,10 @@ class CudaContexts:
         if any(self.reserved(index) for index in indices):  # otherwise the own GPU keeps its cache for the next step
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
-        if _pinned_bytes() <= REPINNED_BYTES:
+        stats = torch.cuda.host_memory_stats
+        if stats()["allocated_bytes.current"] <= REPINNED_BYTES:  # in use and in torch's cache
             torch._C._host_emptyCache()
-        return _pinned_bytes()
+        return int(stats()["allocated_bytes.current"])
 
     def reserved(self, index: int) -> int:
         """Bytes that torch has reserved on a GPU."""
@@ -77,11 +78,6 @@ class CudaContexts:
         if code:
             runtime.cudaGetLastError()  # or torch reports it as the error of the next kernel
         return code
-
-
-def _pinned_bytes() -> int:
-    """Pinned memory in use and in torch's cache."""
-    return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
 
 def unused_others(device: torch.device, contexts: CudaContexts) -> list[int]:

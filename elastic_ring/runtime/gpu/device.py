@@ -119,7 +119,9 @@ class DeviceLease:
             self.failed("it failed its probe when it was taken")
             raise PeerFailed(f"GPU {gpu.index} ({gpu.name}) failed its probe when it was taken")
         need_bytes, previous_is_alive = self._state_bytes * num_parameters, self._lease.previous_owner_is_alive
-        free = wait_for_memory(lambda: _free_bytes(gpu.index), need_bytes, previous_is_alive, check, timeout_s)
+        free = wait_for_memory(
+            lambda: int(torch.cuda.mem_get_info(gpu.index)[0]), need_bytes, previous_is_alive, check, timeout_s
+        )
         if free < need_bytes:
             gib = (free / 2**30, need_bytes / 2**30)
             log.warning("GPU %d has %.1f GiB free, and a shard may need %.1f: other processes use it", gpu.index, *gib)
@@ -178,10 +180,6 @@ def name_of(properties: Any, index: int) -> str:
         return "PCI-" + "-".join(f"{number:02x}" for number in place)
     log.warning("GPU %d has neither a UUID nor a PCI address: processes that see other GPUs may take it too", index)
     return f"index-{index}"
-
-
-def _free_bytes(index: int) -> int:
-    return int(torch.cuda.mem_get_info(index)[0])
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,17 @@ class Reader:
         broadcast over the rows; StorageFailed."""
         file = file_name(self.manifest.folder, cp_rank, described.part)
         if self._whole_files:
-            content = self._load(file)
+            if file not in self._open:
+                self.check()
+                try:
+                    content, written = self.storage.load(file)
+                except StorageFailed as error:
+                    if not self.storage.exists(file):
+                        raise CheckpointDamaged(f"{file} is missing", path=self.storage.at(file)) from error
+                    raise
+                self._compare(written)
+                self._open[file] = content
+            content = self._open[file]
             place = self._place(name, file, len(content), lambda start, size: content[start : start + size])
             data = memoryview(content)[place.start : place.start + place.num_bytes]
         else:
@@ -323,20 +333,6 @@ class Reader:
         if name not in self._places[file]:
             raise self._damaged(file, f"has no {name}, which its manifest names")
         return self._places[file][name]
-
-    def _load(self, name: str) -> bytearray:
-        """A whole file, verified, kept in memory. Raises CheckpointDamaged."""
-        if name not in self._open:
-            self.check()
-            try:
-                data, stored = self.storage.load(name)
-            except StorageFailed as error:
-                if not self.storage.exists(name):
-                    raise CheckpointDamaged(f"{name} is missing", path=self.storage.at(name)) from error
-                raise
-            self._compare(stored)
-            self._open[name] = data
-        return self._open[name]
 
     def _verify(self, name: str) -> None:
         """Read a file for its digest alone. Raises CheckpointDamaged."""

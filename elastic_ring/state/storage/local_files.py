@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 
 from elastic_ring.files import sync_directory
 from elastic_ring.state.storage.backend import Entry, Retries, Upload
@@ -50,7 +51,7 @@ class LocalFiles:
             with os.fdopen(descriptor, "wb", buffering=0) as file:
                 start = begun = 0
                 for piece in pieces:
-                    self._put(file.fileno(), piece, start)
+                    self._retries(partial(_write_at, file.fileno(), piece, start), _is_final)
                     start += len(piece)
                     if start - begun >= FLUSH_BYTES:  # or all of it waits for the fsync
                         with suppress(OSError):  # a file system need not take advice
@@ -65,14 +66,6 @@ class LocalFiles:
             with suppress(FileNotFoundError):
                 os.unlink(path)
             raise
-
-    def _put(self, descriptor: int, piece: bytes | memoryview, start: int) -> None:
-        def attempt() -> None:
-            view, done = memoryview(piece), 0
-            while done < len(view):
-                done += os.pwrite(descriptor, view[done:], start + done)
-
-        self._retries(attempt, _is_final)
 
     def create(self, path: str, data: bytes) -> bool:
         partial = self._write_partial(path, [data])
@@ -157,6 +150,12 @@ class LocalFiles:
             lambda: next(os.walk(folder, onerror=_raise_unless_missing), ("", [], []))[1],
             _is_final,
         )
+
+
+def _write_at(descriptor: int, piece: bytes | memoryview, start: int) -> None:
+    view, done = memoryview(piece), 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], start + done)
 
 
 def _raise_unless_missing(error: OSError) -> None:

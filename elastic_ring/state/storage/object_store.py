@@ -11,15 +11,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import chain
-from typing import Any, TypedDict, TypeVar
+from operator import itemgetter
+from typing import Any
 
 from elastic_ring.config import environment
 from elastic_ring.state.storage.backend import PIECE_BYTES, Entry, Retries, Upload
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 NUM_STREAMS = 4
@@ -48,11 +49,6 @@ BUSY = (408, 409, 429)
 """HTTP statuses that may pass: timeout, conflict with a concurrent request, too many. So may all from 500 on."""
 
 
-class Part(TypedDict):
-    PartNumber: int
-    ETag: str
-
-
 class ObjectStore:
     """`silence_s`: a request that receives no byte for so long has failed."""
 
@@ -60,20 +56,19 @@ class ObjectStore:
     """Bytes of a part of an upload, and of a read: what a retry repeats."""
 
     def __init__(self, root: str, retries: Retries, silence_s: float) -> None:
-        self._root, self._retries, self._silence_s = root, retries, silence_s
+        self._bucket, self._root_key = root.partition("/")[::2]
+        self._retries, self._silence_s = retries, silence_s
         self._session_client: Any = None
         self._connecting = threading.Lock()
 
     def connect(self, *, write: bool) -> None:
-        bucket, key = _split(self._root)
-        self._call("list_objects_v2", Bucket=bucket, Prefix=key, MaxKeys=1)
+        self._call("list_objects_v2", Prefix=self._root_key, MaxKeys=1)
 
     def advice(self, error: BaseException) -> str | None:
         """How the user can mend an error at start-up; None if the user cannot."""
         from botocore import exceptions
 
-        code = _code(error)
-        bucket, _ = _split(self._root)
+        code, bucket = _code(error), self._bucket
         if code == "NoSuchBucket":
             return f"there is no bucket {bucket}; create it or name another"
         if code == "AccessDenied":
@@ -118,16 +113,19 @@ class ObjectStore:
                 self._session_client = Session().create_client("s3", region_name=region, config=config)
             return self._session_client
 
-    def _call(self, operation: str, **parameters: Any) -> Any:
-        """One request, retried while it fails for a reason that may pass."""
-        return self._retry(lambda: getattr(self._client(), operation)(**parameters))
-
-    def _retry(self, request: Callable[[], T]) -> T:
+    def _call(
+        self, operation: str, path: str = "", finish: Callable[[Any], Any] = lambda reply: reply, **parameters: Any
+    ) -> Any:
+        """One request, of an object or of the bucket, retried while it fails for a reason that may pass. Returns
+        `finish(reply)`."""
         from botocore.exceptions import ClientError
 
-        def attempt() -> T:
+        if path:
+            parameters["Key"] = _key(path)
+
+        def attempt() -> Any:
             try:
-                return request()
+                return finish(getattr(self._client(), operation)(Bucket=self._bucket, **parameters))
             except ClientError as error:
                 if _code(error) in GONE:
                     raise FileNotFoundError(str(error)) from error
@@ -145,61 +143,51 @@ class ObjectStore:
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
         """An object of one piece is one PUT, others are multipart uploads of equal parts."""
-        bucket, key = _split(path)
         rest = iter(pieces)
         first, second = bytes(next(rest, b"")), next(rest, None)
         if second is None:
-            self._call("put_object", Bucket=bucket, Key=key, Body=first)
+            self._call("put_object", path, Body=first)
             return
-        upload = Upload(path, self._call("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"], 0.0)
+        upload_id = str(self._call("create_multipart_upload", path)["UploadId"])
         try:
-            parts, num_bytes = self._send_parts(upload, chain((first, second), rest))
-            self._complete(upload, parts, num_bytes)
+            parts, num_bytes = self._send_parts(path, upload_id, chain((first, second), rest))
+            try:
+                self._call("complete_multipart_upload", path, UploadId=upload_id, MultipartUpload={"Parts": parts})
+            except FileNotFoundError:
+                # A request whose reply was lost has completed the upload; its retry finds none.
+                entry = self.entry(path)
+                if entry is None or entry.num_bytes != num_bytes:
+                    raise
         except BaseException:
             try:  # once: the retries are over, and `prune` aborts what is left
-                self._client().abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload.upload_id)
+                self._client().abort_multipart_upload(Bucket=self._bucket, Key=_key(path), UploadId=upload_id)
             except Exception as error:
                 logger.warning("the upload of %s is left in the store: %s", path, error)
             raise
 
-    def _send_parts(self, upload: Upload, pieces: Iterable[bytes | memoryview]) -> tuple[list[Part], int]:
-        bucket, key = _split(upload.path)
-
-        def send(number: int, data: bytes) -> Part:
-            place = {"Bucket": bucket, "Key": key, "UploadId": upload.upload_id}
-            reply = self._call("upload_part", **place, PartNumber=number, Body=data)
-            return {"PartNumber": number, "ETag": str(reply["ETag"])}
-
-        parts: list[Part] = []
-        under_way: deque[Future[Part]] = deque()
+    def _send_parts(
+        self, path: str, upload_id: str, pieces: Iterable[bytes | memoryview]
+    ) -> tuple[list[dict[str, object]], int]:
+        """(parts as their upload's completion names them, bytes in all)."""
+        tags: list[str] = []
+        under_way: deque[Future[str]] = deque()
         num_bytes = 0
         with ThreadPoolExecutor(NUM_STREAMS) as senders:
             for number, piece in enumerate(pieces, 1):
                 if number > MOST_PARTS:
                     most = MOST_PARTS * self.piece_bytes
-                    raise ValueError(f"{upload.path} has more than {most:,} bytes: spread it over more ranks")
+                    raise ValueError(f"{path} has more than {most:,} bytes: spread it over more ranks")
                 if len(under_way) == NUM_STREAMS:
-                    parts.append(under_way.popleft().result())
+                    tags.append(under_way.popleft().result())
                 num_bytes += len(piece)
-                under_way.append(senders.submit(send, number, bytes(piece)))
-            parts += [part.result() for part in under_way]
-        return parts, num_bytes
-
-    def _complete(self, upload: Upload, parts: list[Part], num_bytes: int) -> None:
-        bucket, key = _split(upload.path)
-        place = {"Bucket": bucket, "Key": key, "UploadId": upload.upload_id}
-        try:
-            self._call("complete_multipart_upload", **place, MultipartUpload={"Parts": parts})
-        except FileNotFoundError:
-            # A request whose reply was lost has completed the upload; its retry finds none.
-            entry = self.entry(upload.path)
-            if entry is None or entry.num_bytes != num_bytes:
-                raise
+                send = partial(self._call, "upload_part", path, itemgetter("ETag"), UploadId=upload_id)
+                under_way.append(senders.submit(send, PartNumber=number, Body=bytes(piece)))
+            tags += [tag.result() for tag in under_way]
+        return [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)], num_bytes
 
     def create(self, path: str, data: bytes) -> bool:
-        bucket, key = _split(path)
         try:
-            self._call("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+            self._call("put_object", path, Body=data, IfNoneMatch="*")
         except FileExistsError:
             # A request whose reply was lost has made the object; its retry finds the name taken.
             return b"".join(self.read(path, 0, len(data) + 1)) == data
@@ -211,15 +199,13 @@ class ObjectStore:
     # ------------------------------------------------------------ removing
 
     def remove(self, path: str) -> None:
-        bucket, key = _split(path)
-        self._call("delete_object", Bucket=bucket, Key=key)
+        self._call("delete_object", path)
 
     def remove_folder(self, path: str) -> None:
-        bucket, _ = _split(path)
-        keys = [{"Key": entry["Key"]} for page in self._pages(path, "") for entry in page.get("Contents", [])]
+        keys = [{"Key": entry["Key"]} for page in self._objects(path, "") for entry in page.get("Contents", [])]
         for start in range(0, len(keys), PAGE):
             batch = {"Objects": keys[start : start + PAGE], "Quiet": True}
-            errors = self._call("delete_objects", Bucket=bucket, Delete=batch).get("Errors", [])
+            errors = self._call("delete_objects", Delete=batch).get("Errors", [])
             if errors:
                 raise OSError(f"{len(errors)} objects cannot be removed, the first for {errors[0]}")
 
@@ -227,23 +213,15 @@ class ObjectStore:
         """Nothing: here folders are prefixes of names."""
 
     def uploads(self, folder: str) -> list[Upload]:
-        bucket, key = _split(folder)
-        uploads: list[Upload] = []
-        position: dict[str, str] = {}
-        while True:
-            page = self._call("list_multipart_uploads", Bucket=bucket, Prefix=_prefix(key), MaxUploads=PAGE, **position)
-            uploads += [
-                Upload(f"{bucket}/{upload['Key']}", upload["UploadId"], upload["Initiated"].timestamp())
-                for upload in page.get("Uploads", [])
-            ]
-            if not page.get("IsTruncated"):
-                return uploads
-            position = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        return [
+            Upload(f"{self._bucket}/{upload['Key']}", upload["UploadId"], upload["Initiated"].timestamp())
+            for page in self._pages("list_multipart_uploads", folder, ("KeyMarker", "UploadIdMarker"), MaxUploads=PAGE)
+            for upload in page.get("Uploads", [])
+        ]
 
     def abort(self, upload: Upload) -> None:
-        bucket, key = _split(upload.path)
         try:
-            self._call("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload.upload_id)
+            self._call("abort_multipart_upload", upload.path, UploadId=upload.upload_id)
         except FileNotFoundError:
             logger.info("the upload of %s has ended meanwhile", upload.path)
 
@@ -251,16 +229,11 @@ class ObjectStore:
 
     def read(self, path: str, start: int, stop: int) -> Iterator[bytes]:
         """The bytes in order; NUM_STREAMS requests read ahead."""
-        bucket, key = _split(path)
 
         def read_part(at: int) -> bytes:
             bounds = f"bytes={at}-{min(at + self.piece_bytes, stop) - 1}"
-
-            def request() -> bytes:
-                data: bytes = self._client().get_object(Bucket=bucket, Key=key, Range=bounds)["Body"].read()
-                return data
-
-            return self._retry(request)
+            data: bytes = self._call("get_object", path, lambda reply: reply["Body"].read(), Range=bounds)
+            return data
 
         under_way: deque[Future[bytes]] = deque()
         with ThreadPoolExecutor(NUM_STREAMS) as readers:
@@ -272,47 +245,42 @@ class ObjectStore:
                 yield under_way.popleft().result()
 
     def entry(self, path: str) -> Entry | None:
-        bucket, key = _split(path)
         try:
-            head = self._call("head_object", Bucket=bucket, Key=key)
+            head = self._call("head_object", path)
         except FileNotFoundError:
             return None
         return Entry(path, head["ContentLength"], head["LastModified"].timestamp())
 
     def entries(self, folder: str, *, recursive: bool) -> Iterator[Entry]:
-        bucket, _ = _split(folder)
-        for page in self._pages(folder, "" if recursive else "/"):
+        for page in self._objects(folder, "" if recursive else "/"):
             for entry in page.get("Contents", []):
                 if not entry["Key"].endswith("/"):
-                    yield Entry(f"{bucket}/{entry['Key']}", entry["Size"], entry["LastModified"].timestamp())
+                    yield Entry(f"{self._bucket}/{entry['Key']}", entry["Size"], entry["LastModified"].timestamp())
 
     def folders(self, folder: str) -> list[str]:
         return [
             prefix["Prefix"].rstrip("/").rsplit("/", 1)[-1]
-            for page in self._pages(folder, "/")
+            for page in self._objects(folder, "/")
             for prefix in page.get("CommonPrefixes", [])
         ]
 
-    def _pages(self, folder: str, delimiter: str) -> Iterator[Any]:
-        bucket, key = _split(folder)
-        position: dict[str, str] = {}
+    def _objects(self, folder: str, delimiter: str) -> Iterator[Any]:
+        return self._pages("list_objects_v2", folder, ("ContinuationToken",), Delimiter=delimiter, MaxKeys=PAGE)
+
+    def _pages(self, operation: str, folder: str, markers: Sequence[str], **parameters: Any) -> Iterator[Any]:
+        """The pages of a list of what is in `folder`. `markers`: parameters that say where the next page begins."""
+        key = _key(folder)
+        parameters["Prefix"] = f"{key}/" if key else ""
         while True:
-            page = self._call(
-                "list_objects_v2", Bucket=bucket, Prefix=_prefix(key), Delimiter=delimiter, MaxKeys=PAGE, **position
-            )
+            page = self._call(operation, **parameters)
             yield page
             if not page.get("IsTruncated"):
                 return
-            position = {"ContinuationToken": page["NextContinuationToken"]}
+            parameters |= {marker: page[f"Next{marker}"] for marker in markers}
 
 
-def _split(path: str) -> tuple[str, str]:
-    bucket, _, key = path.partition("/")
-    return bucket, key
-
-
-def _prefix(key: str) -> str:
-    return f"{key}/" if key else ""
+def _key(path: str) -> str:
+    return path.partition("/")[2]
 
 
 def _code(error: BaseException) -> str:

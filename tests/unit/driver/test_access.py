@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from ray._private.services import GCS_SERVER_EXECUTABLE, resolve_ip_for_localhost
 
+from deploy.drills.local_cluster import new_access, using
 from elastic_ring.config import environment
 from elastic_ring.runtime.driver import access, ray_session
 
@@ -161,7 +162,7 @@ def test_where_a_cluster_refuses_the_way_out_is_a_ray_of_ones_own(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     wrong = {access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: str(tmp_path / "none")}
-    with access.using(wrong), pytest.raises(ValueError, match="RAY_ADDRESS=local starts a Ray of your own"):
+    with using(wrong), pytest.raises(ValueError, match="RAY_ADDRESS=local starts a Ray of your own"):
         ray_session.cluster(1).__enter__()
 
 
@@ -205,7 +206,7 @@ def test_a_user_without_a_name_and_home_has_a_token_of_the_run(
     def nobody(_: int) -> None:
         raise KeyError("uid not found")
 
-    with access.using({access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: ""}):
+    with using({access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: ""}):
         monkeypatch.setattr(pwd, "getpwuid", nobody)
         monkeypatch.delenv("HOME", raising=False)
         access.ask_for_token()
@@ -215,9 +216,9 @@ def test_a_user_without_a_name_and_home_has_a_token_of_the_run(
 
 def test_a_drills_ray_asks_for_the_users_token_or_for_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(environment(), access.TOKEN, OWN)
-    assert access.new_access() == {access.MODE: "token", access.TOKEN: OWN}
+    assert new_access() == {access.MODE: "token", access.TOKEN: OWN}
     monkeypatch.delitem(environment(), access.TOKEN)
-    one, another = (access.new_access() for _ in range(2))
+    one, another = (new_access() for _ in range(2))
     assert one[access.TOKEN] != another[access.TOKEN]
 
 

@@ -13,6 +13,7 @@ import pytest
 import ray
 from ray.dashboard.modules.job.job_supervisor import JobSupervisor
 
+from deploy.drills.local_cluster import using
 from elastic_ring.config import RunConfig, Timeouts
 from elastic_ring.runtime.driver import access, ray_session, session
 from elastic_ring.runtime.driver.ray_session import OUTLAST_S, is_listening, outlast_head
@@ -90,7 +91,7 @@ def test_a_wrong_token_is_a_wrong_setting_not_a_busy_host(tmp_path: Path, monkey
     for name in ("empty", "none"):
         wrong = {access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: str(tmp_path / name)}
         told = rf"no token.*{name}.*set RAY_AUTH_TOKEN_PATH to a file that has one"
-        with access.using(wrong), pytest.raises(ValueError, match=told):
+        with using(wrong), pytest.raises(ValueError, match=told):
             ray_session._start_local(1)
     assert not ray.is_initialized()
 

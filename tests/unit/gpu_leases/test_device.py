@@ -43,7 +43,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     told = SimpleNamespace(broken=set[int](), free=[100] * 3, emptied=list[torch.device](), folder=tmp_path)
     monkeypatch.setattr(device, "visible_gpus", lambda: THREE)
     monkeypatch.setattr(device, "probe", lambda device: device.index not in told.broken)
-    monkeypatch.setattr(device, "_free_bytes", lambda index: told.free[index])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (told.free[index], 0))
     monkeypatch.setattr(device, "empty_cache", told.emptied.append)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(device, "SHARED_MEMORY", tmp_path)
