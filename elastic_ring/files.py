@@ -143,16 +143,16 @@ def read_small(path: str | os.PathLike[str], most_bytes: int = MAX_JSON_BYTES, *
     return data
 
 
-def plain_json(data: bytes | str, most_bytes: int = MAX_JSON_BYTES, most_depth: int = MAX_JSON_DEPTH) -> Any:
+def plain_json(data: bytes | str, most_bytes: int = MAX_JSON_BYTES) -> Any:
     """Parse JSON. Raises ValueError, also for JSON that is longer or nested deeper than it may be."""
     if len(data) > most_bytes:
         raise ValueError(f"JSON of {len(data)} bytes: there may be {most_bytes}")
     try:
         content = json.loads(data)
     except RecursionError:
-        raise ValueError(f"JSON is nested deeper than {most_depth} levels") from None
+        raise ValueError(f"JSON is nested deeper than {MAX_JSON_DEPTH} levels") from None
     level = [content] if isinstance(content, (dict, list)) else []
-    for _ in range(most_depth):
+    for _ in range(MAX_JSON_DEPTH):
         level = [
             child
             for parent in level
@@ -161,7 +161,7 @@ def plain_json(data: bytes | str, most_bytes: int = MAX_JSON_BYTES, most_depth: 
         ]
         if not level:
             return content
-    raise ValueError(f"JSON is nested deeper than {most_depth} levels")
+    raise ValueError(f"JSON is nested deeper than {MAX_JSON_DEPTH} levels")
 
 
 def plain_toml(data: bytes) -> dict[str, Any]:

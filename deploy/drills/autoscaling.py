@@ -31,8 +31,7 @@ from elastic_ring.files import plain_json
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.monitor.metrics import SUMMARY_NAME
 from elastic_ring.runtime.driver.attach import scale
-from elastic_ring.runtime.driver.cluster import left_behind
-from elastic_ring.runtime.driver.drain import give_notice
+from elastic_ring.runtime.driver.cluster import give_notice, left_behind
 from elastic_ring.runtime.driver.ray_session import cluster
 from elastic_ring.runtime.driver.task_checks import training_order
 from elastic_ring.trainer import ElasticRingTrainer

@@ -98,10 +98,10 @@ def drain(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--node-id", metavar="ID", help="Ray's id of the node (the one that this runs on)")
     parser.add_argument("--deadline-s", type=positive, default=100.0, metavar="S", help="when the node goes (100)")
     options = parser.parse_args(arguments)
-    from elastic_ring.runtime.driver import drain as driver
+    from elastic_ring.runtime.driver import cluster
 
     try:
-        remaining = driver.drain(options.node_id, options.deadline_s)
+        remaining = cluster.drain(options.node_id, options.deadline_s)
     except (ElasticRingError, ConnectionError, ValueError) as error:
         return _failed("drain", error)
     if remaining:

@@ -69,9 +69,9 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
-def storage_of(run: RunConfig, *, excludes: bool = True, tell: Callable[[str], None] = ignore) -> Storage:
-    """The run's storage, connected; `excludes` as the driver has tried it. Raises StorageFailed."""
-    return Storage(run.storage_uri, excludes, run.timeouts.storage_s, tell).open(write=False)
+def storage_of(run: RunConfig, tell: Callable[[str], None] = ignore) -> Storage:
+    """The run's storage, connected. Raises StorageFailed."""
+    return Storage(run.storage_uri, timeout_s=run.timeouts.storage_s, tell=tell).open(write=False)
 
 
 def fetch(run: RunConfig, folder: Path, *, keep_longer: bool = False, tell: Callable[[str], None] = ignore) -> None:
@@ -81,7 +81,7 @@ def fetch(run: RunConfig, folder: Path, *, keep_longer: bool = False, tell: Call
     """
     if not run.is_remote:
         return
-    storage = storage_of(run, tell=tell)
+    storage = storage_of(run, tell)
     folder.mkdir(parents=True, exist_ok=True)
     present = {name for name, _ in storage.names(recursive=False)}
     for name in (*REPLACED, *SETTINGS):

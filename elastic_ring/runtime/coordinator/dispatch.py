@@ -38,8 +38,7 @@ from elastic_ring.control.state import State
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.runtime.agent.stamp_dir import stamp_folder
 from elastic_ring.runtime.coordinator.inbox import Happened, Put, WorkerFound
-from elastic_ring.runtime.driver.cluster import Cluster, watch_ref
-from elastic_ring.runtime.driver.drain import leave_node
+from elastic_ring.runtime.driver.cluster import Cluster, leave_node, watch_ref
 from elastic_ring.runtime.groups.transport import RendezvousStore, StoreAddress, common_host
 from elastic_ring.runtime.worker.coordinator_client import CommandDetails
 from elastic_ring.runtime.worker.saver import CheckpointTerms

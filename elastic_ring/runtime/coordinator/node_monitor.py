@@ -47,8 +47,7 @@ from elastic_ring.runtime.agent.rpc import AgentServer
 from elastic_ring.runtime.coordinator.folds.run_totals import Live
 from elastic_ring.runtime.coordinator.inbox import AgentAttached, Happened, NodeBeat, Put
 from elastic_ring.runtime.doctor.verdicts import AtStart, HostReport
-from elastic_ring.runtime.driver.cluster import Cluster, NodeInfo, live_nodes, watch_ref
-from elastic_ring.runtime.driver.drain import give_notice
+from elastic_ring.runtime.driver.cluster import Cluster, NodeInfo, give_notice, live_nodes, watch_ref
 
 log = logging.getLogger(__name__)
 

@@ -156,13 +156,13 @@ def shared_folder(path: Path) -> Path:
     return path
 
 
-def open_shared(path: Path, flags: int = 0) -> int:
+def open_shared(path: Path) -> int:
     """The descriptor of a file that every user may lock and write, made if need be.
 
     An existing file is opened without O_CREAT: in a folder such as /tmp the kernel refuses that for another user's file
     (fs.protected_regular). Raises PermissionError if its owner has closed it to other users.
     """
-    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
         with suppress(FileNotFoundError):
             return os.open(path, flags)

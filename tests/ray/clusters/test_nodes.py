@@ -21,7 +21,7 @@ from elastic_ring.cli import main
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.coordinator.node_monitor import POLL_S
-from elastic_ring.runtime.driver.drain import workers_on
+from elastic_ring.runtime.driver.cluster import workers_on
 from tests.ray.conftest import (
     bits,
     check_records,
