@@ -3,7 +3,7 @@
 Endpoint, region and credentials are found as by every AWS client. Each request is retried by itself, so that a long
 upload survives an outage of `Retries.limit_s`. A writer that fails aborts its upload: half an object never appears.
 (`pyarrow.fs` completes the upload of a writer that fails. obstore, 0.12, lists no uploads, so `prune` could not abort
-those of killed writers, reads no profiles of `~/.aws`, and has one error for a timeout, a refused connection and a 503.)
+those of killed writers, reads no profiles of `~/.aws`, and has one error for timeouts, refused connections and 503s.)
 """
 
 from __future__ import annotations
