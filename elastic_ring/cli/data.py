@@ -10,15 +10,17 @@ manifest's digest. Exits 0 when it is complete, 1 when it failed, 2 for a wrong 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from elastic_ring.cli import refused
+from elastic_ring.data.preparation import PrepareConfig
+from elastic_ring.validation import docstrings, from_plain
 
 if TYPE_CHECKING:
     from elastic_ring.data.manifest import Manifest
-    from elastic_ring.data.preparation.prepare import PrepareConfig
 
 CONTEXTS = (2_048, 8_192, 32_768)
 
@@ -36,32 +38,20 @@ def parser() -> argparse.ArgumentParser:
         metavar="URI[,URI...]",
         help="files, folders, patterns or saved datasets, separated by commas or each with a --source of its own",
     )
-    add("--out", required=True, metavar="URI", help="a new folder for shards and manifest, local or s3://bucket/prefix")
-    add("--tokenizer", default="bytes", metavar="bytes|FOLDER", help="a byte a token, or a saved tokenizer (bytes)")
-    add("--text-column", default="text", metavar="C", help="column or key that holds the text (text)")
-    add(
-        "--weights",
-        default="",
-        metavar="W[,W...]",
-        help="train on the sources in this proportion; all are one if left out",
-    )
-    add("--end-of-document", metavar="TOKEN", help="token that ends a document (the tokenizer's eos_token)")
-    add("--chat", action="store_true", help="records are conversations, of which assistant turns count in the loss")
-    add("--drop-duplicates", action="store_true", help="keep the first of documents with equal bytes")
-    add(
-        "--align-tokens", type=int, default=1, metavar="N", help="fill documents up to multiples of N; 128 for patterns"
-    )
-    add("--piece-bytes", type=int, metavar="N", help="about how much input becomes a shard (16 MiB)")
-    add("--row-group-tokens", type=int, metavar="N", help="tokens that training reads at once (65,536)")
-    add("--on-bad-input", default="fail", metavar="fail|skip", help="files and lines that cannot be read (fail)")
-    add("--max-bad-share", type=float, metavar="X", help="how much of the input may be skipped (0.01)")
-    add("--allow-left-out", action="store_true", help="go on where a folder has more that is no text than text")
-    add(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="processes; 0 for this one alone, as up to 32 MiB (else every CPU)",
-    )
+    says = "train on the sources in this proportion; all are one if left out"
+    add("--weights", default="", metavar="W[,W...]", help=says)
+    types, fields = get_type_hints(PrepareConfig), {field.name: field for field in dataclasses.fields(PrepareConfig)}
+    for name, text in docstrings(PrepareConfig).items():
+        kinds, default = get_args(types[name]) or (types[name],), fields[name].default
+        if name in ("sources", "weights"):
+            continue
+        if bool in kinds:
+            add(f"--{name.replace('_', '-')}", action="store_true", help=text)
+        else:
+            kind = next((kind for kind in (int, float) if kind in kinds), str)
+            shown = "" if default in (None, dataclasses.MISSING) else f" ({default})"
+            required = default is dataclasses.MISSING
+            add(f"--{name.replace('_', '-')}", type=kind, required=required, help=f"{text}{shown}")
     return parser
 
 
@@ -93,9 +83,6 @@ def _prepare(options: argparse.Namespace) -> Manifest:
 
 def config_of(options: argparse.Namespace) -> PrepareConfig:
     """The settings of `data prepare`. Raises ValueError for wrong ones."""
-    from elastic_ring.data.preparation.prepare import PrepareConfig
-    from elastic_ring.validation import from_plain
-
     values = {
         name: value
         for name, value in vars(options).items()
@@ -117,7 +104,7 @@ def sources_of(texts: Sequence[str]) -> list[str]:
 
 def report(manifest: Manifest, out: str) -> list[str]:
     """Lines on the result, on what was left out, and where the manifest is; its digest last."""
-    from elastic_ring.data.listing import Group, summary
+    from elastic_ring.data.listing import summary
     from elastic_ring.data.manifest import MANIFEST
     from elastic_ring.data.prepared import cut_shares
 
@@ -134,7 +121,7 @@ def report(manifest: Manifest, out: str) -> list[str]:
         cut = zip(CONTEXTS, cut_shares(uri, manifest, CONTEXTS), strict=True)
         lines.append(f"conversations cut by --context: {', '.join(f'{share:.1%} at {size:,}' for size, share in cut)}")
     for title, groups in manifest.about.get("files", {}).items():
-        lines += summary(title.replace("_", " "), [Group.of(group) for group in groups])
+        lines += summary(title.replace("_", " "), groups)
     if len(manifest.sources) > 1:
         total = sum(source.weight or 0.0 for source in manifest.sources)
         lines += [

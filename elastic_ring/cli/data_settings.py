@@ -149,14 +149,35 @@ def prepared_data(
 
 def data_source(data: DataConfig, model: ModelConfig, step: StepConfig) -> SourceConfig:
     """The corpus that the settings name. Raises ValueError for one that does not suit the model's vocabulary."""
-    from elastic_ring.data.source import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, StdlibText, TextFiles, TokenShards
+    from elastic_ring.data.filesystem import at_submission
+    from elastic_ring.data.manifest import read_manifest
+    from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT
+    from elastic_ring.data.prepared import log_documents
+    from elastic_ring.data.source import PreparedTokens, StdlibText, TextFiles, TokenShards
 
     if data.source == "stdlib":
         return StdlibText(step.context_tokens, data.align_tokens)
     if data.source == "text":
         return TextFiles(step.context_tokens, data.paths, data.align_tokens, data.allow_left_out)
     if data.source == "prepared":
-        return _prepared(data, model, step.context_tokens)
+        manifest = at_submission(lambda: read_manifest(data.uri))
+        if manifest.vocab_size > model.vocab_size:
+            raise ValueError(
+                f"{shown_url(data.uri)}: has tokens of a vocabulary of {manifest.vocab_size:,}, and the model has rows "
+                f"for model.vocab_size={model.vocab_size:,}: prepare the corpus with the model's tokenizer, or leave "
+                "--model.vocab-size out"
+            )
+        logging.info(
+            "%s: %s documents, %s tokens, vocabulary %s%s",
+            shown_url(data.uri),
+            f"{manifest.num_documents:,}",
+            f"{manifest.num_tokens:,}",
+            f"{manifest.vocab_size:,}",
+            "" if manifest.is_complete else "; the complete beginning of a preparation",
+        )
+        at_submission(lambda: log_documents(data.uri, manifest, step.context_tokens))
+        assert data.vocab_size is not None
+        return PreparedTokens(step.context_tokens, data.uri, data.digest, data.vocab_size, data.align_tokens)
     vocab_size = data.vocab_size or model.vocab_size
     if vocab_size > model.vocab_size:
         raise ValueError(
@@ -178,29 +199,3 @@ def data_source(data: DataConfig, model: ModelConfig, step: StepConfig) -> Sourc
         data.rows_end_documents,
         data.align_tokens,
     )
-
-
-def _prepared(data: DataConfig, model: ModelConfig, context_tokens: int) -> SourceConfig:
-    from elastic_ring.data.filesystem import at_submission
-    from elastic_ring.data.manifest import read_manifest
-    from elastic_ring.data.prepared import log_documents
-    from elastic_ring.data.source import PreparedTokens
-
-    manifest = at_submission(lambda: read_manifest(data.uri))
-    if manifest.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"{shown_url(data.uri)}: has tokens of a vocabulary of {manifest.vocab_size:,}, and the model has rows for "
-            f"model.vocab_size={model.vocab_size:,}: prepare the corpus with the model's tokenizer, or leave "
-            "--model.vocab-size out"
-        )
-    logging.info(
-        "%s: %s documents, %s tokens, vocabulary %s%s",
-        shown_url(data.uri),
-        f"{manifest.num_documents:,}",
-        f"{manifest.num_tokens:,}",
-        f"{manifest.vocab_size:,}",
-        "" if manifest.is_complete else "; the complete beginning of a preparation",
-    )
-    at_submission(lambda: log_documents(data.uri, manifest, context_tokens))
-    assert data.vocab_size is not None
-    return PreparedTokens(context_tokens, data.uri, data.digest, data.vocab_size, data.align_tokens)

@@ -9,10 +9,10 @@ import heapq
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import pyarrow as pa
 from fsspec.utils import glob_translate
@@ -112,11 +112,6 @@ class Listing:
     files: tuple[File, ...]
     left_out: tuple[LeftOut, ...] = ()
 
-    @property
-    def facts(self) -> list[list[object]]:
-        """What identifies the input: names and sizes."""
-        return [[file.name, file.kind, file.num_bytes] for file in self.files]
-
 
 def list_source(
     uri: str, *, allow_left_out: bool = False, flag: str = "--source", allow: str = "--allow-left-out"
@@ -194,8 +189,8 @@ def _check(listing: Listing, source: str, allow: str) -> None:
         beside = f". Left out: {'; '.join(lines(groups))}" if groups else ""
         raise ValueError(f"{source}: there is no such file, or none below it that can be read as text{beside}")
     used_bytes = sum(file.num_bytes for file in listing.files)
-    groups = [group for group in groups if group.label not in IGNORED]
-    lost_bytes = sum(group.num_bytes for group in groups)
+    groups = [group for group in groups if group["what"] not in IGNORED]
+    lost_bytes = sum(group["num_bytes"] for group in groups)
     if lost_bytes > used_bytes:
         raise ValueError(
             f"{source}: more is left out ({size(lost_bytes)}) than is used ({size(used_bytes)} in "
@@ -243,22 +238,10 @@ def check_apart(uri: str, out: str) -> None:
 # ------------------------------------------------------------ the summary
 
 
-@dataclass
-class Group:
-    """Files of one kind, or left out for one reason."""
-
-    label: str
-    num_files: int = 0
-    num_bytes: int = 0
-    names: list[str] = field(default_factory=list)
-
-    def to_plain(self) -> dict[str, object]:
-        """As a manifest has it; `Group.of` reads it."""
-        return {"what": self.label, "num_files": self.num_files, "num_bytes": self.num_bytes, "names": self.names}
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Group:
-        return cls(plain["what"], plain["num_files"], plain["num_bytes"], plain["names"])
+Group = TypedDict(  # noqa: UP013 (the key `what` is on disk)
+    "Group", {"what": str, "num_files": int, "num_bytes": int, "names": list[str]}
+)
+"""Files of one kind, or left out for one reason, as a manifest has them: how many, and the first names."""
 
 
 def used_groups(listings: Iterable[Listing]) -> list[Group]:
@@ -272,19 +255,19 @@ def left_out_groups(listings: Iterable[Listing]) -> list[Group]:
 def _grouped(entries: Iterable[tuple[str, str, int]]) -> list[Group]:
     groups: dict[str, Group] = {}
     for label, name, num_bytes in entries:
-        group = groups.setdefault(label, Group(label))
-        group.num_files += 1
-        group.num_bytes += num_bytes
-        if len(group.names) < NAMES:
-            group.names.append(name)
-    return sorted(groups.values(), key=lambda group: -group.num_bytes)
+        group = groups.setdefault(label, {"what": label, "num_files": 0, "num_bytes": 0, "names": []})
+        group["num_files"] += 1
+        group["num_bytes"] += num_bytes
+        if len(group["names"]) < NAMES:
+            group["names"].append(name)
+    return sorted(groups.values(), key=lambda group: -group["num_bytes"])
 
 
 def lines(groups: Iterable[Group]) -> list[str]:
     """A line a group: how many files, how much, the first names."""
     return [
-        f"{group.label}: {count(group.num_files)}, {size(group.num_bytes)} "
-        f"({', '.join(group.names)}{', ...' if group.num_files > len(group.names) else ''})"
+        f"{group['what']}: {count(group['num_files'])}, {size(group['num_bytes'])} "
+        f"({', '.join(group['names'])}{', ...' if group['num_files'] > len(group['names']) else ''})"
         for group in groups
     ]
 
@@ -293,7 +276,7 @@ def summary(title: str, groups: Sequence[Group]) -> list[str]:
     """How many files were used, or left out, and a line for each group; nothing where there are none."""
     if not groups:
         return []
-    num_files, num_bytes = sum(group.num_files for group in groups), sum(group.num_bytes for group in groups)
+    num_files, num_bytes = (sum(group[key] for group in groups) for key in ("num_files", "num_bytes"))
     return [f"{title}: {count(num_files)}, {size(num_bytes)}", *(f"  {line}" for line in lines(groups))]
 
 

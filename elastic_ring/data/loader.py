@@ -61,15 +61,10 @@ class Slice:
 
     def to(self, device: torch.device | str) -> Slice:
         """The same slice on another device."""
-        moved = {name: _copy_to(getattr(self, name), device) for name in TENSORS}
-        return replace(self, **moved)  # type: ignore[arg-type]
-
-
-def _copy_to(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy through pinned memory: a non-blocking copy may read pageable memory after it was freed and reused."""
-    if torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        tensors = {name: getattr(self, name) for name in TENSORS}
+        if torch.device(device).type == "cuda":  # a non-blocking copy may read pageable memory after its reuse
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 def slice_sample(sample: Sample, layout: Layout, cp_rank: int, *, sample_id: int, index_in_batch: int) -> Slice:

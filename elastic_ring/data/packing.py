@@ -157,38 +157,31 @@ class Sample:
     counted: Counted | None = None
 
 
+@dataclass(kw_only=True, eq=False)
 class PackedSource:
     """Sequences of `context_tokens + 1` tokens over a list of chunks.
 
     Caches at most `cache_bytes` of chunks, but always the last one. `read` and `read_ahead` are thread-safe. `ends`:
     the stream's tokens up to the end of each chunk, where they are known without asking every chunk. `how`: what
-    decides about sequences beside the files, for the fingerprint. `notes`: which files are used, for the console.
+    decides about sequences beside the files, for the fingerprint; `digests` gives the files. `notes`: which files are
+    used, for the console.
     """
 
-    def __init__(
-        self,
-        chunks: Chunks,
-        *,
-        context_tokens: int,
-        vocab_size: int,
-        describe: str,
-        how: Sequence[object],
-        digests: Callable[[], Files],
-        ends: Starts | None = None,
-        padding: int | None = None,
-        cache_bytes: int = 128 * 2**20,
-        notes: Sequence[str] = (),
-    ) -> None:
-        self.notes = notes
-        self.context_tokens = context_tokens
-        self.vocab_size = vocab_size
-        self.describe = describe
-        if ends is None:
-            ends = np.cumsum([chunks[index].num_tokens for index in range(len(chunks))], dtype=np.int64)
-        self._ends = ends
-        self._how, self._digests = how, digests
-        self._padding = padding
-        self._cache = ChunkCache(chunks, cache_bytes)
+    chunks: Chunks
+    context_tokens: int
+    vocab_size: int
+    describe: str
+    how: Sequence[object]
+    digests: Callable[[], Files]
+    ends: Starts | None = None
+    padding: int | None = None
+    cache_bytes: int = 128 * 2**20
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        sizes = (self.chunks[index].num_tokens for index in range(len(self.chunks)))
+        self._ends = np.cumsum(list(sizes), dtype=np.int64) if self.ends is None else self.ends
+        self._cache = ChunkCache(self.chunks, self.cache_bytes)
 
     @property
     def num_tokens(self) -> int:
@@ -202,12 +195,12 @@ class PackedSource:
     @cached_property
     def fingerprint(self) -> str:
         """Equal fingerprints mean equal samples; the config that opened the source documents what it covers."""
-        return hashlib.sha256(json.dumps([*self._how, [digest for _, digest in self.files]]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([*self.how, [digest for _, digest in self.files]]).encode()).hexdigest()
 
     @cached_property
     def files(self) -> Files:
         """The files in the order of the stream, as the fingerprint covers them."""
-        return self._digests()
+        return self.digests()
 
     def read(self, sample_id: int) -> Sample:
         """One sequence. Raises ValueError for an id out of range, or if the corpus changed since it was opened."""
@@ -229,7 +222,7 @@ class PackedSource:
             filled += len(piece)
         ends_document = starts[-1] == self.context_tokens
         inside = tuple(sorted({position for position in starts if position < self.context_tokens}))
-        return Sample(tokens, inside, ends_document, self._padding, counted)
+        return Sample(tokens, inside, ends_document, self.padding, counted)
 
     def read_ahead(self, sample_ids: Sequence[int]) -> None:
         """Begin to load the chunks of these sequences in the background, as far as half of the cache holds them."""

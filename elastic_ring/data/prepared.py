@@ -12,7 +12,8 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
@@ -22,7 +23,7 @@ from pydantic import Field
 
 from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.data.filesystem import located, reading
-from elastic_ring.data.manifest import MANIFEST, Manifest, read_manifest
+from elastic_ring.data.manifest import Manifest, is_manifest, read_manifest
 from elastic_ring.data.packing import MAX_VOCAB_SIZE, Files, PackedSource, Sample, Starts, check_context
 from elastic_ring.data.row_groups import RowGroups
 from elastic_ring.data.sampling.mixed_order import MixedOrder, Numbering, Version
@@ -102,14 +103,15 @@ class PreparedTokens:
             sizes,
             is_complete=manifests[-1].is_complete,
             block=max(1, BLOCK_ROW_GROUPS * manifests[0].row_group_tokens // self.context_tokens),
-            fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+            digest=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+            held=(0,) * len(streams),
         )
 
     def _stream(self, index: int, manifest: Manifest) -> PackedSource:
         source = manifest.sources[index]
         chunks = RowGroups(self.uri, manifest, source)
         return PackedSource(
-            chunks,
+            chunks=chunks,
             ends=chunks.ends,
             context_tokens=self.context_tokens,
             vocab_size=manifest.vocab_size,
@@ -121,52 +123,53 @@ class PreparedTokens:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class PreparedCorpus:
     """Sequences over the sources of a manifest, and their order. Ids are those of `Numbering`.
 
-    `held`: how many sequences at the beginning of each source are not in this part.
+    `sizes`: for each version of the corpus, how many sequences each source has. `held`: how many at the beginning of
+    each source are not in this part.
     """
 
-    def __init__(
-        self,
-        streams: Sequence[PackedSource],
-        weights: Sequence[float],
-        first_steps: Sequence[int],
-        sizes: Sequence[Sequence[int]],
-        *,
-        is_complete: bool,
-        block: int,
-        fingerprint: str,
-        held: Sequence[int] = (),
-    ) -> None:
-        self._streams, self._weights, self._first_steps, self._sizes = streams, weights, first_steps, sizes
-        self._is_complete, self._block, self._own = is_complete, block, fingerprint
-        self._held = tuple(held) or (0,) * len(streams)
+    streams: Sequence[PackedSource]
+    weights: Sequence[float]
+    first_steps: Sequence[int]
+    sizes: Sequence[Sequence[int]]
+    is_complete: bool
+    block: int
+    digest: str
+    held: tuple[int, ...]
+
+    @cached_property
+    def versions(self) -> tuple[Version, ...]:
         versions: list[Version] = []
-        for number, (step, of_version) in enumerate(zip(first_steps, sizes, strict=True)):
-            nums = [max(size - held, 0) for size, held in zip(of_version, self._held, strict=True)]
-            if number < len(sizes) - 1 or not is_complete:  # a block that is not complete waits for the next version
-                nums = [num // block * block for num in nums]
+        for number, (step, sizes) in enumerate(zip(self.first_steps, self.sizes, strict=True)):
+            nums = [max(size - held, 0) for size, held in zip(sizes, self.held, strict=True)]
+            if number < len(self.sizes) - 1 or not self.is_complete:  # an incomplete block waits for the next version
+                nums = [num // self.block * self.block for num in nums]
             versions.append(Version(step, tuple(nums)))
-        self._versions = tuple(versions)
-        self._numbering = Numbering(self._versions)
+        return tuple(versions)
+
+    @cached_property
+    def numbering(self) -> Numbering:
+        return Numbering(self.versions)
 
     @property
     def num_sequences(self) -> int:
-        return self._numbering.num_sequences
+        return self.numbering.num_sequences
 
     @property
     def context_tokens(self) -> int:
-        return self._streams[0].context_tokens
+        return self.streams[0].context_tokens
 
     @property
     def files(self) -> Files:
         """The shards, source after source."""
-        return tuple(file for stream in self._streams for file in stream.files)
+        return tuple(file for stream in self.streams for file in stream.files)
 
     @property
     def fingerprint(self) -> str:
-        return f"{self._own}{list(self._held)}" if any(self._held) else self._own
+        return f"{self.digest}{list(self.held)}" if any(self.held) else self.digest
 
     def read(self, sample_id: int) -> Sample:
         stream, sequence = self._place(sample_id)
@@ -175,42 +178,31 @@ class PreparedCorpus:
     def read_ahead(self, sample_ids: Sequence[int]) -> None:
         """Begin to read what these sequences need, in the background."""
         places = [self._place(sample_id) for sample_id in sample_ids]
-        for stream in self._streams:
+        for stream in self.streams:
             stream.read_ahead([sequence for owner, sequence in places if owner is stream])
 
     def order(self, seed: int, global_batch: int) -> MixedOrder:
         """Which sequences each step uses. Raises ValueError for a batch larger than the corpus."""
-        return MixedOrder(seed, global_batch, self._weights, self._versions, block=self._block, window=WINDOW_BLOCKS)
+        return MixedOrder(seed, global_batch, self.weights, self.versions, block=self.block, window=WINDOW_BLOCKS)
 
     def hold_out(self, num: int) -> tuple[PreparedCorpus, PreparedCorpus]:
         """(training, validation): the first sequences of each source are held out, in proportion to the weights.
 
         The beginning stays where it is when a corpus grows. Raises ValueError where nothing is left to train on.
         """
-        held = apportioned(num, self._weights)
-        if any(h >= size for h, size in zip(held, self._versions[0].num_sequences, strict=True)):
+        held, sizes = apportioned(num, self.weights), self.versions[0].num_sequences
+        if any(part >= size for part, size in zip(held, sizes, strict=True)):
             raise ValueError(
                 f"validation num_sequences={num}: at least one sequence of each source must be left to train on, and "
-                f"they have {', '.join(map(str, self._versions[0].num_sequences))}; hold out fewer or give more text"
+                f"they have {', '.join(map(str, sizes))}; hold out fewer or give more text"
             )
-        streams, weights, block, own = self._streams, self._weights, self._block, self._own
-        training = PreparedCorpus(
-            streams,
-            weights,
-            self._first_steps,
-            self._sizes,
-            is_complete=self._is_complete,
-            block=block,
-            fingerprint=own,
-            held=held,
-        )
-        return training, PreparedCorpus(streams, weights, [0], [held], is_complete=True, block=block, fingerprint=own)
+        return replace(self, held=held), replace(self, first_steps=[0], sizes=[held], is_complete=True)
 
     def _place(self, sample_id: int) -> tuple[PackedSource, int]:
         if not 0 <= sample_id < self.num_sequences:
             raise ValueError(f"sample_id={sample_id}: this part has sequences 0 to {self.num_sequences - 1}")
-        source, sequence = self._numbering.place(sample_id)
-        return self._streams[source], self._held[source] + sequence
+        source, sequence = self.numbering.place(sample_id)
+        return self.streams[source], self.held[source] + sequence
 
 
 def apportioned(num: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -291,7 +283,7 @@ def longer_manifest(uri: str, now: Manifest) -> tuple[str, Manifest] | None:
         files: list[Any] = reading(folder, lambda: filesystem.get_file_info(selector), problem="cannot be listed")
     except ValueError as error:
         raise ValueError(f"{error}; expected the manifests of the run's corpus") from error
-    names = [file.base_name for file in files if file.base_name == MANIFEST or _NUMBERED.match(file.base_name)]
+    names = [file.base_name for file in files if is_manifest(file.base_name)]
     newest = max(names, key=_num_pieces, default=name)
     if _num_pieces(newest) <= _num_pieces(name):
         return None

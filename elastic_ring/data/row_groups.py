@@ -6,8 +6,8 @@ shard's footer names the digest of its tokens, so a damaged or swapped file is n
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any
 
@@ -91,10 +91,11 @@ class OpenShards:
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
-        self._folder = ""
-        self._filesystem: Any = None
-        self._open: OrderedDict[str, tuple[Any, Any, Lock]] = OrderedDict()
-        self._lock = Lock()
+        self._opened = lru_cache(OPEN_SHARDS)(self._open)
+
+    @cached_property
+    def _manifest(self) -> tuple[Any, str]:
+        return located(self._uri)
 
     def path(self, shard: Shard) -> str:
         return f"{self._uri.rpartition('/')[0]}/shards/{shard.name}"
@@ -107,7 +108,12 @@ class OpenShards:
             file, metadata, lock = self._opened(shard)
             with lock:
                 parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=True)
-                num_values = _num_values(metadata, number)
+                num_values = -1
+                if number < metadata.num_row_groups:
+                    group = metadata.row_group(number)
+                    leaves = (group.column(index) for index in range(group.num_columns))
+                    sizes = (leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] == COLUMN)
+                    num_values = next(sizes, -1)
                 if num_values != num_tokens:  # checked before anything is unpacked
                     counts = f"has {num_values} tokens in row group {number}, {num_tokens} by its manifest"
                     raise ValueError(f"{path}: {counts}: restore it")
@@ -117,35 +123,16 @@ class OpenShards:
             try:
                 return reading(path, read, problem=UNREADABLE)
             except ValueError:
-                with self._lock:
-                    self._open.pop(shard.name, None)  # its footer may have been damaged on its way
+                self._opened.cache_clear()  # its footer may have been damaged on its way
                 if not left:
                     raise
         raise AssertionError("the last read returns or raises")
 
-    def _opened(self, shard: Shard) -> tuple[Any, Any, Lock]:
-        with self._lock:
-            if self._filesystem is None:
-                self._filesystem, manifest = located(self._uri)
-                self._folder = manifest.rpartition("/")[0]
-            if shard.name in self._open:
-                self._open.move_to_end(shard.name)
-                return self._open[shard.name]
-        file = self._filesystem.open_input_file(f"{self._folder}/shards/{shard.name}")
+    def _open(self, shard: Shard) -> tuple[Any, Any, Lock]:
+        """(file, footer, its lock)."""
+        filesystem, manifest = self._manifest
+        file = filesystem.open_input_file(f"{manifest.rpartition('/')[0]}/shards/{shard.name}")
         metadata = pq.read_metadata(file)
         if (metadata.metadata or {}).get(TOKENS_KEY, b"").decode() != shard.tokens_sha256:
             raise ValueError(f"{self.path(shard)}: is not the shard that the manifest names: restore it")
-        with self._lock:
-            self._open[shard.name] = (file, metadata, Lock())
-            while len(self._open) > OPEN_SHARDS:
-                self._open.popitem(last=False)
-            return self._open[shard.name]
-
-
-def _num_values(metadata: Any, number: int) -> int:
-    """The tokens of a row group by its footer; -1 where it has none."""
-    if number >= metadata.num_row_groups:
-        return -1
-    group = metadata.row_group(number)
-    columns = (group.column(index) for index in range(group.num_columns))
-    return next((int(column.num_values) for column in columns if column.path_in_schema.split(".")[0] == COLUMN), -1)
+        return file, metadata, Lock()

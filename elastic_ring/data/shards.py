@@ -101,7 +101,7 @@ class TokenShards:
             return tuple(files)
 
         return PackedSource(
-            [chunk for chunk in chunks if chunk.num_tokens],
+            chunks=[chunk for chunk in chunks if chunk.num_tokens],
             context_tokens=self.context_tokens,
             vocab_size=self.vocab_size,
             describe=f"TokenShards({shown_url(self.uri)!r})",

@@ -207,7 +207,7 @@ def _open(listings: Sequence[Listing], context_tokens: int, align_tokens: int, d
             groups = [*summary("used", used_groups([listing])), *summary("left out", left_out_groups([listing]))]
             notes.append(f"{shown(listing.uri)}: " + "\n".join(groups))
     return PackedSource(
-        chunks,
+        chunks=chunks,
         context_tokens=context_tokens,
         vocab_size=BYTE_VOCAB_SIZE,
         notes=notes,

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,54 +26,33 @@ _VOCABULARY = (".json", ".model", ".txt", ".tiktoken")
 
 
 Encode = Callable[[list[str]], list[list[int]]]
-"""(texts) -> token ids of each."""
-
-
-class Tokenizer(Protocol):
-    """`encode` gives the tokens of each document, without an end. `sha256` identifies what it does."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def end_of_document(self) -> int: ...
-    @property
-    def sha256(self) -> str: ...
-    @property
-    def needs_text(self) -> bool: ...
-    def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
-        """Raises UnicodeDecodeError for a document that is no UTF-8, if the tokenizer `needs_text`."""
+"""(texts) -> token ids of each, without special tokens."""
 
 
 @dataclass(frozen=True)
-class ByteTokenizer:
-    """A byte a token, and one more token for the end of a document."""
-
-    vocab_size: int = BYTE_VOCAB_SIZE
-    end_of_document: int = END_OF_DOCUMENT
-    sha256: str = hashlib.sha256(b"bytes 257 256").hexdigest()
-    needs_text: bool = False
-
-    def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
-        return [np.frombuffer(document, dtype=np.uint8).astype(np.int32) for document in documents]
-
-
-@dataclass(frozen=True)
-class FolderTokenizer:
-    """A tokenizer of `tokenizers` or `transformers`. Adds no special tokens and reads none out of documents."""
+class Tokenizer:
+    """A tokenizer of `tokenizers` or `transformers` by its `encode_texts`; without that, a byte is a token. `sha256`
+    identifies what it does."""
 
     vocab_size: int
     end_of_document: int
     sha256: str
-    encode_texts: Encode
-    needs_text: bool = True
+    encode_texts: Encode | None = None
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
+        """The tokens of each document, without an end. Raises UnicodeDecodeError for one that is no UTF-8, unless a
+        byte is a token."""
+        if self.encode_texts is None:
+            return [np.frombuffer(document, dtype=np.uint8).astype(np.int32) for document in documents]
         parts = [list(parts_of(document)) for document in documents]
         encoded = iter(self.encode_texts([part.decode("utf-8") for of_document in parts for part in of_document]))
         return [
             np.concatenate([np.empty(0, np.int32), *(np.asarray(next(encoded), dtype=np.int32) for _ in of_document)])
             for of_document in parts
         ]
+
+
+BYTE_TOKENIZER = Tokenizer(BYTE_VOCAB_SIZE, END_OF_DOCUMENT, hashlib.sha256(b"bytes 257 256").hexdigest())
 
 
 def parts_of(document: bytes, limit: int = PART_BYTES) -> Iterator[bytes]:
@@ -104,7 +83,7 @@ def open_tokenizer(where: str, end_of_document: str | None = None) -> Tokenizer:
             raise ValueError(
                 f"end_of_document={end_of_document!r}: the byte tokenizer has one of its own; leave it out"
             )
-        return ByteTokenizer()
+        return BYTE_TOKENIZER
     folder = Path(where).expanduser()
     if not folder.is_dir():
         raise ValueError(f"tokenizer={where!r}: no such folder; give bytes, or a folder with a saved tokenizer")
@@ -122,7 +101,7 @@ def open_tokenizer(where: str, end_of_document: str | None = None) -> Tokenizer:
         raise ValueError(
             f"tokenizer={where!r}: has no token {token!r}; say which one ends a document (--end-of-document)"
         )
-    return FolderTokenizer(max(ids.values()) + 1, ids[token], folder_digest(folder, ids[token]), encode)
+    return Tokenizer(max(ids.values()) + 1, ids[token], folder_digest(folder, ids[token]), encode)
 
 
 def _open_fast(path: Path) -> tuple[dict[str, int], Encode]:

@@ -11,15 +11,18 @@ import itertools
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_ring.data.filesystem import READ_ERRORS, located, raise_if_away, reading
 from elastic_ring.data.listing import EXPORT
+from elastic_ring.data.manifest import Dropped
+from elastic_ring.data.preparation import OnBadInput
+from elastic_ring.data.preparation.chat import Conversations
 from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow
 from elastic_ring.files import cut, plain_json
 
@@ -37,9 +40,6 @@ MAX_NO_TEXT = 0.1
 BOM = b"\xef\xbb\xbf"
 GIT_LFS = b"version https://git-lfs"
 _CONTROL = bytes(sorted({*range(32)} - {*b"\t\n\v\f\r\b\x1b"}))
-OnBadInput = Literal["fail", "skip"]
-CONVERSATIONS = frozenset({"messages", "conversations"})
-"""Columns that `--chat` takes."""
 
 
 @dataclass
@@ -54,6 +54,12 @@ class Tally:
     num_bad: int = 0
     bad_bytes: int = 0
     bad: list[str] = field(default_factory=list)
+
+    def dropped(self, num_duplicates: int) -> Dropped:
+        """The counts as a manifest has them."""
+        counts = asdict(self) | {"num_duplicates": num_duplicates, "bad": tuple(self.bad)}
+        del counts["on_bad_input"]
+        return Dropped(**counts)
 
     def leave_out_record(self, problem: str) -> None:
         """Note a bad record. Raises ValueError where that is to end the preparation."""
@@ -77,26 +83,12 @@ class Tally:
             log.warning("left out: more, which are counted and not named")
 
 
-class Content(Protocol):
-    """How a record becomes a document.
-
-    `columns`: keys of records and columns of tables; each record needs one. `is_text`: the document is the text in a
-    column, and a text file is a document; else whole records are needed. `description`: of a record, for messages.
-    """
-
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-    @property
-    def is_text(self) -> bool: ...
-    @property
-    def description(self) -> str: ...
-
-    def document(self, record: Any) -> bytes:
-        """Raises KeyError for a record without such a key; whatever else for another bad one."""
-
-
 class TextIn:
-    """The text in one column."""
+    """A document is the text in one column or key of a record, or a text file.
+
+    As `Conversations`: `columns` are keys of records and columns of tables, of which each record needs one;
+    `description` is of a record, for messages.
+    """
 
     is_text = True
 
@@ -105,7 +97,11 @@ class TextIn:
         self.description = f"text in {column!r}"
 
     def document(self, record: Any) -> bytes:
+        """Raises KeyError for a record without such a key; whatever else for another bad one."""
         return b"" if (text := record[self.columns[0]]) is None else text.encode()
+
+
+Content = TextIn | Conversations
 
 
 def read_documents(piece: Piece, content: Content, tally: Tally) -> Iterator[bytes]:
@@ -284,7 +280,7 @@ class _SpanReader:
     def _missing_columns(self, names: Any) -> str:
         """The columns that a table or record with these `names` lacks, and the way out."""
         way_out = "--text-column names the one to take" if self.content.is_text else "name one of them so"
-        if self.content.is_text and not CONVERSATIONS.isdisjoint(names):
+        if self.content.is_text and not {"messages", "conversations"}.isdisjoint(names):
             way_out = "elastic-ring data prepare --chat takes conversations"
         return f"{' or '.join(map(repr, self.content.columns))}: it has {', '.join(map(str, names))}; {way_out}"
 

@@ -6,12 +6,13 @@ iterable that is read once has not, and is refused. Neither Ray nor `datasets` i
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +25,7 @@ from elastic_ring.data.prepared import PreparedTokens
 from elastic_ring.data.tokenizer import BYTES, open_tokenizer
 from elastic_ring.files import plain_json
 from elastic_ring.state.storage.folder import Storage
+from elastic_ring.validation import from_plain, settings
 
 log = logging.getLogger(__name__)
 
@@ -102,18 +104,13 @@ def _names(data: Any) -> set[str]:
     return {f"{cls.__module__}.{cls.__qualname__}" for cls in type(data).__mro__}
 
 
-class _Settings(TypedDict):
-    tokenizer: str
-    text_column: str
-    align_tokens: int
-
-
-class _InputRecord(TypedDict):
-    """What the folder was written from, as INPUT_RECORD has it."""
+@settings
+class InputRecord:
+    """What the folder was written from: the digest of the documents in order, and what decides about their tokens."""
 
     sha256: str
     num_documents: int
-    settings: _Settings
+    settings: Mapping[str, str | int]
 
 
 def materialised(source: DatasetTokens, uri: str, session: Session | None = None) -> PreparedTokens:
@@ -123,13 +120,33 @@ def materialised(source: DatasetTokens, uri: str, session: Session | None = None
     other settings.
     """
     storage, kind = Storage(uri).open(), kind_of(source.dataset)
+    tokenizer = open_tokenizer(source.tokenizer, source.end_of_document)
+    named = {"tokenizer": tokenizer.sha256, "text_column": source.text_column}
+    settings: Mapping[str, str | int] = {**named, "align_tokens": source.align_tokens}
     if storage.exists(INPUT_RECORD):
-        _check_same(source, storage, uri)
+        try:
+            record = from_plain(InputRecord, plain_json(storage.read_record(INPUT_RECORD)))
+        except ValueError as error:
+            raise ValueError(
+                f"{storage.at(INPUT_RECORD)}: does not say what was written there; give a run of another name"
+            ) from error
+        if record.settings != settings:
+            raise ValueError(f"{uri}: was prepared with {record.settings}, not {settings}; give a run of another name")
+        total = hashlib.sha256()
+        for column in _columns(source):
+            _add(total, column)
+        if total.hexdigest() != record.sha256:
+            raise ValueError(
+                f"{uri}: the dataset has other documents, or another order, than when it was written there: a corpus "
+                "must not change under a run; give the same (a shuffle needs a seed), or a run of another name"
+            )
         log.info("the %s dataset is in %s, written by an earlier submission", kind, uri)
     else:
         log.info("the %s dataset is written to %s and prepared there, since a run reads by index", kind, uri)
         storage.remove_folder(INPUT)  # what a kill left
-        storage.replace(INPUT_RECORD, json.dumps(_write(source, storage)).encode())
+        sha256, num_documents = _write(source, storage)
+        record = InputRecord(sha256, num_documents, settings)
+        storage.replace(INPUT_RECORD, json.dumps(dataclasses.asdict(record)).encode())
     if not storage.exists(f"{TOKENS}/{MANIFEST}"):
         config = PrepareConfig(
             (f"{uri}/{INPUT}",),
@@ -144,34 +161,8 @@ def materialised(source: DatasetTokens, uri: str, session: Session | None = None
     return PreparedTokens.of(f"{uri}/{TOKENS}/{MANIFEST}", source.context_tokens)
 
 
-def _settings(source: DatasetTokens) -> _Settings:
-    tokenizer = open_tokenizer(source.tokenizer, source.end_of_document)
-    return {"tokenizer": tokenizer.sha256, "text_column": source.text_column, "align_tokens": source.align_tokens}
-
-
-def _check_same(source: DatasetTokens, storage: Storage, uri: str) -> None:
-    """Raises ValueError where the folder was written from other documents, with other settings, or does not say."""
-    try:
-        record = plain_json(storage.read_record(INPUT_RECORD))
-        settings, sha256 = dict(record["settings"]), str(record["sha256"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{storage.at(INPUT_RECORD)}: does not say what was written there; give a run of another name"
-        ) from error
-    if settings != _settings(source):
-        raise ValueError(f"{uri}: was prepared with {settings}, not {_settings(source)}; give a run of another name")
-    total = hashlib.sha256()
-    for column in _columns(source):
-        _add(total, column)
-    if total.hexdigest() != sha256:
-        raise ValueError(
-            f"{uri}: the dataset has other documents, or another order, than when it was written there: a corpus must "
-            "not change under a run; give the same (a shuffle needs a seed), or a run of another name"
-        )
-
-
-def _write(source: DatasetTokens, storage: Storage) -> _InputRecord:
-    """Write the documents as Parquet files."""
+def _write(source: DatasetTokens, storage: Storage) -> tuple[str, int]:
+    """Write the documents as Parquet files. Gives their digest and number."""
     total, num_documents, num_files = hashlib.sha256(), 0, 0
     columns: list[Any] = []
 
@@ -191,7 +182,7 @@ def _write(source: DatasetTokens, storage: Storage) -> _InputRecord:
         write_file()
     if not num_documents:
         raise ValueError("the dataset has no rows: give documents")
-    return {"sha256": total.hexdigest(), "num_documents": num_documents, "settings": _settings(source)}
+    return total.hexdigest(), num_documents
 
 
 def _add(total: Any, column: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.manifest import COLUMN, COUNTED, MAX_MANIFEST_BYTES, OFFSET, TOKENS_KEY, Dropped, Shard
 from elastic_ring.data.packing import Counted, Starts, Tokens
+from elastic_ring.data.preparation import PrepareConfig
 from elastic_ring.data.preparation.chat import ChatTokenizer, Conversations
-from elastic_ring.data.preparation.documents import OnBadInput, Tally, TextIn, read_documents
+from elastic_ring.data.preparation.documents import Tally, TextIn, read_documents
 from elastic_ring.data.preparation.inputs import Piece
 from elastic_ring.data.tokenizer import Tokenizer, open_tokenizer
 from elastic_ring.files import plain_json
@@ -41,20 +42,11 @@ SHARD_ROW_GROUPS = 256
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker of a preparation needs; picklable. Opens tokenizer and storage at first use.
+    """What every worker of a preparation needs; picklable. `chat_sha256`: of the chat template, where documents are
+    conversations."""
 
-    `chat_sha256`: of the chat template, where documents are conversations.
-    """
-
-    out: str
-    tokenizer: str
-    end_of_document: str | None
+    config: PrepareConfig
     tokenizer_sha256: str
-    text_column: str
-    on_bad_input: OnBadInput
-    row_group_tokens: int
-    align_tokens: int
-    drop_duplicates: bool
     chat_sha256: str | None = None
 
 
@@ -76,15 +68,15 @@ class PieceWorker:
     """Runs pieces of a job. Constructing it opens nothing."""
 
     def __init__(self, job: Job) -> None:
-        self.job = job
+        self.job, self.config = job, job.config
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises ValueError where this machine's tokenizer is not the one of the job."""
-        tokenizer = open_tokenizer(self.job.tokenizer, self.job.end_of_document)
+        tokenizer = open_tokenizer(self.config.tokenizer, self.config.end_of_document)
         if tokenizer.sha256 != self.job.tokenizer_sha256:
             raise ValueError(
-                f"tokenizer={self.job.tokenizer!r}: is another one on this machine; give all nodes the same"
+                f"tokenizer={self.config.tokenizer!r}: is another one on this machine; give all nodes the same"
             )
         return tokenizer
 
@@ -93,23 +85,24 @@ class PieceWorker:
         """Raises ValueError where this machine's chat template is not the one of the job."""
         if self.job.chat_sha256 is None:
             return None
-        chat = ChatTokenizer(self.job.tokenizer, self.job.end_of_document)
+        chat = ChatTokenizer(self.config.tokenizer, self.config.end_of_document)
         if chat.sha256 != self.job.chat_sha256:
             raise ValueError(
-                f"tokenizer={self.job.tokenizer!r}: has another chat template on this machine; give all nodes the same"
+                f"tokenizer={self.config.tokenizer!r}: has another chat template on this machine; give all nodes the "
+                "same"
             )
         return chat
 
     @cached_property
     def storage(self) -> Storage:
-        return Storage(self.job.out).open(write=False)
+        return Storage(self.config.out).open(write=False)
 
     def digest(self, piece: Piece) -> None:
         """Write the digests of the piece's documents, in order; read again while the input's storage is away."""
         digests = patiently(
             lambda: b"".join(
                 hashlib.blake2b(document, digest_size=DIGEST_BYTES).digest()
-                for document in self._documents(piece, Tally(self.job.on_bad_input))
+                for document in self._documents(piece, Tally(self.config.on_bad_input))
             )
         )
         self.storage.replace(digests_name(piece.name), digests)
@@ -120,34 +113,17 @@ class PieceWorker:
         return patiently(lambda: self._prepare(piece))
 
     def _prepare(self, piece: Piece) -> PieceRecord:
-        job, tokenizer, tally = self.job, self.tokenizer, Tally(self.job.on_bad_input)
-        writer = ShardWriter(
-            self.storage,
-            f"{SHARDS}/{piece.name}",
-            tokenizer.vocab_size,
-            tokenizer.end_of_document,
-            job.row_group_tokens,
-            job.align_tokens,
-            masked=self.chat is not None,
-        )
-        repeats = self.storage.read(repeated_name(piece.name)) if job.drop_duplicates else b""
+        config, tally = self.config, Tally(self.config.on_bad_input)
+        name, masked = f"{SHARDS}/{piece.name}", self.chat is not None
+        writer = ShardWriter(self.storage, name, self.tokenizer, config.row_group_tokens, config.align_tokens, masked)
+        repeats = self.storage.read(repeated_name(piece.name)) if config.drop_duplicates else b""
         repeated = set(np.frombuffer(repeats, dtype="<i8").tolist())  # numbers of documents that came before
         for batch in batches(self._kept_documents(piece, tally, repeated)):
             for tokens, counted in self._encoded(batch, piece, tally):
                 writer.add(tokens, counted)
-        dropped = Dropped(
-            len(repeated),
-            tally.num_empty_documents,
-            tally.num_empty_files,
-            tuple(tally.bad),
-            tally.num_records,
-            tally.num_bad_records,
-            tally.num_bad,
-            tally.bad_bytes,
-        )
         shards, lengths = writer.close(), writer.tokens_by_length
         by_length = tuple(lengths[power] for power in range(max(lengths, default=-1) + 1))
-        record = PieceRecord(piece.name, shards, writer.longest_tokens, dropped, by_length)
+        record = PieceRecord(piece.name, shards, writer.longest_tokens, tally.dropped(len(repeated)), by_length)
         self.storage.replace(record_name(piece.name), record.to_json())
         return record
 
@@ -168,7 +144,7 @@ class PieceWorker:
             return []
 
     def _documents(self, piece: Piece, tally: Tally) -> Iterator[bytes]:
-        content = TextIn(self.job.text_column) if self.job.chat_sha256 is None else Conversations()
+        content = Conversations() if self.config.chat else TextIn(self.config.text_column)
         return read_documents(piece, content, tally)
 
     def _kept_documents(self, piece: Piece, tally: Tally, repeated: set[int]) -> Iterator[bytes]:
@@ -176,7 +152,7 @@ class PieceWorker:
             if number in repeated:
                 continue
             try:
-                if self.tokenizer.needs_text:
+                if self.tokenizer.encode_texts is not None:
                     document.decode()
             except UnicodeDecodeError:
                 tally.leave_out_record(f"{piece.spans[0].name}: document {number} from its beginning on is no UTF-8")
@@ -225,30 +201,33 @@ class ShardWriter:
 
     storage: Storage
     name: str
-    vocab_size: int
-    end_of_document: int
+    tokenizer: Tokenizer
     row_group_tokens: int
     align_tokens: int = 1
     masked: bool = False
     longest_tokens: int = 0
     tokens_by_length: Counter[int] = field(default_factory=Counter)
     _shards: list[Shard] = field(default_factory=list)
-    _documents: deque[tuple[Tokens, Counted]] = field(default_factory=deque)
+    _tokens: list[Tokens] = field(default_factory=list)
+    _counted: list[Counted] = field(default_factory=list)
+    _starts: list[int] = field(default_factory=list)  # of documents; negative for one that began in an earlier shard
     _num_tokens: int = 0
-    _offset: int = 0  # tokens of the first document that are in an earlier shard
 
     def add(self, document: Tokens, counted: Counted | None = None) -> None:
         """The tokens of one document, without its end; if `masked`, which of them and of its end count. Raises
         ValueError for one outside the vocabulary."""
-        if len(document) and not 0 <= int(document.min()) <= int(document.max()) < self.vocab_size:
-            raise ValueError(f"{self.name}: the tokenizer gave a token outside its vocabulary [0, {self.vocab_size})")
+        vocab_size = self.tokenizer.vocab_size
+        if len(document) and not 0 <= int(document.min()) <= int(document.max()) < vocab_size:
+            raise ValueError(f"{self.name}: the tokenizer gave a token outside its vocabulary [0, {vocab_size})")
         num_tokens = -(-(len(document) + 1) // self.align_tokens) * self.align_tokens
-        ended = np.full(num_tokens, self.end_of_document, dtype=np.int32)
+        ended = np.full(num_tokens, self.tokenizer.end_of_document, dtype=np.int32)
         ended[: len(document)] = document
         counts = np.zeros(num_tokens if self.masked else 0, dtype=np.bool_)
         if counted is not None:
             counts[: len(document) + 1] = counted
-        self._documents.append((ended, counts))
+        self._tokens.append(ended)
+        self._counted.append(counts)
+        self._starts.append(self._num_tokens)
         self._num_tokens += num_tokens
         self.longest_tokens = max(self.longest_tokens, num_tokens)
         self.tokens_by_length[num_tokens.bit_length() - 1] += num_tokens
@@ -262,29 +241,24 @@ class ShardWriter:
 
     def _write(self, num_tokens: int) -> None:
         """A shard of the first `num_tokens`; the rest is kept."""
-        parts: list[Tokens] = []
-        counts: list[Counted] = []
-        starts: list[int] = []
-        filled = 0
-        while filled < num_tokens:
-            document, counted = self._documents.popleft()
-            part = document[: num_tokens - filled]
-            parts.append(part)
-            counts.append(counted[: len(part)])
-            starts.append(filled - self._offset)
-            filled += len(part)
-            self._offset = 0 if len(part) == len(document) else self._offset + len(part)
-            if self._offset:
-                self._documents.appendleft((document[len(part) :], counted[len(part) :]))
-        self._num_tokens -= num_tokens
+        # What is left of a very long document is not copied for each shard.
+        tokens = np.concatenate(self._tokens) if len(self._tokens) > 1 else self._tokens[0]
+        counted = np.concatenate(self._counted) if len(self._counted) > 1 else self._counted[0]
+        starts = np.array(self._starts, np.int64)
         name = f"{self.name}-{len(self._shards):03d}.parquet"
-        tokens = np.concatenate(parts)
-        if self.vocab_size <= 1 << 16:
-            tokens = tokens.astype(np.uint16)
-        masks = np.concatenate(counts) if self.masked else None
-        shard, data = shard_file(name, tokens, np.array(starts, np.int64), self.row_group_tokens, masks)
+        shard, data = shard_file(
+            name,
+            tokens[:num_tokens].astype(np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.int32, copy=False),
+            starts[starts < num_tokens],
+            self.row_group_tokens,
+            counted[:num_tokens] if self.masked else None,
+        )
         self.storage.replace(name, data)
         self._shards.append(shard)
+        self._num_tokens -= num_tokens
+        self._tokens, self._counted = [tokens[num_tokens:]], [counted[num_tokens:]]
+        first = np.searchsorted(starts, num_tokens, side="right") - 1  # the document that goes on or begins here
+        self._starts = (starts[first:] - num_tokens).tolist() if self._num_tokens else []
 
 
 def shard_file(

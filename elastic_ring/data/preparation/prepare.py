@@ -18,11 +18,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field
 from tqdm import tqdm
 
 from elastic_ring.data.listing import (
@@ -44,8 +43,8 @@ from elastic_ring.data.manifest import (
     Shard,
     read_manifest,
 )
+from elastic_ring.data.preparation import PrepareConfig
 from elastic_ring.data.preparation.chat import RULES, ChatTokenizer
-from elastic_ring.data.preparation.documents import OnBadInput
 from elastic_ring.data.preparation.inputs import Piece, cut
 from elastic_ring.data.preparation.piece import (
     DUPLICATES,
@@ -58,21 +57,19 @@ from elastic_ring.data.preparation.piece import (
     record_name,
     repeated_name,
 )
-from elastic_ring.data.tokenizer import BYTES, Tokenizer, open_tokenizer
-from elastic_ring.files import absolute, plain_json
+from elastic_ring.data.tokenizer import Tokenizer, open_tokenizer
+from elastic_ring.files import plain_json
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
-from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, settings
+
+__all__ = ["PrepareConfig", "prepare"]
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 16 << 20
-ROW_GROUP_TOKENS = 1 << 16
 READ_AT_ONCE = 16
 SMALL_BYTES = 32 << 20
 GROWTH = 2
 """How much longer the complete beginning is before it gets a manifest of its own."""
 
-Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Task = Literal["digest", "prepare"]
 Spread = Callable[[Job, Task, Sequence[Piece]], Iterator[tuple[Piece, PieceRecord | None]]]
 """Runs pieces and yields each as it is complete, in any order."""
@@ -85,63 +82,6 @@ DECIDE_NOTHING = (
 """Settings that do not change the result, or whose effect `Plan.settings` has as digests."""
 MAX_NAMED = 100
 """How many bad inputs a manifest names."""
-
-
-@settings
-class PrepareConfig:
-    """What to prepare, and how. `workers` and allowances do not change the result."""
-
-    _prefix: ClassVar[str] = ""
-
-    sources: Annotated[tuple[str, ...], Field(min_length=1), Must("a tuple of at least one path or URI")]
-    """Files, folders, patterns or saved Hugging Face datasets: local, s3:// or as fsspec opens them."""
-    out: str
-    """The folder for shards and manifest, local or s3://bucket/prefix."""
-    weights: Annotated[tuple[Weight, ...], Must("one number above 0 for each source")] = ()
-    """How often each source is trained on, by its tokens; if left out, all are one corpus."""
-    tokenizer: str = BYTES
-    """bytes, or a local folder with a saved tokenizer."""
-    end_of_document: str | None = None
-    """The token that ends a document; the tokenizer's eos_token if left out."""
-    text_column: str = "text"
-    """Column of Parquet and Arrow, key of JSON lines."""
-    chat: bool = False
-    """Records are conversations: they go through the tokenizer's chat template, and assistant turns count."""
-    drop_duplicates: bool = False
-    """Keep the first of documents with equal bytes."""
-    align_tokens: PositiveInt = 1
-    """Fill documents up to multiples of this; 128 for patterns on GPUs."""
-    on_bad_input: OnBadInput = "fail"
-    """Files and lines that cannot be read: fail, or skip and count them."""
-    max_bad_share: Annotated[float, Field(ge=0, le=1), Must("a share between 0 and 1")] = 0.01
-    """How much may be skipped, of records and of bytes."""
-    allow_left_out: bool = False
-    """Go on where a source has more bytes that are no text than it has text."""
-    workers: NonNegativeInt | None = None
-    """Processes of a Ray cluster; 0 for this process alone, as for up to 32 MiB if left out, else all its CPUs."""
-    piece_bytes: PositiveInt = PIECE_BYTES
-    """About how much input becomes a shard."""
-    row_group_tokens: PositiveInt = ROW_GROUP_TOKENS
-    """Tokens that are read at once in training."""
-
-    def __post_init__(self) -> None:
-        # The workers have working directories of their own.
-        for name in ("out", "tokenizer") if self.tokenizer != BYTES else ("out",):
-            object.__setattr__(self, name, absolute(getattr(self, name)))
-        object.__setattr__(self, "sources", tuple(map(absolute, self.sources)))
-        if not all(self.sources):
-            raise ValueError(f"sources={self.sources!r}: none may be empty (--source URI[,URI...])")
-        if self.chat and self.tokenizer == BYTES:
-            raise ValueError(
-                f"tokenizer={BYTES!r}: bytes have no chat template: give a folder with a tokenizer that has one "
-                "(--tokenizer FOLDER), or leave chat out"
-            )
-        if self.weights and len(self.weights) != len(self.sources):
-            raise ValueError(f"weights={self.weights!r}: give one for each of the {len(self.sources)} sources, or none")
-        if self.row_group_tokens % self.align_tokens:
-            raise ValueError(
-                f"align_tokens={self.align_tokens}: row_group_tokens={self.row_group_tokens} must be a multiple of it"
-            )
 
 
 @dataclass(frozen=True)
@@ -179,22 +119,11 @@ def prepare(config: PrepareConfig, session: Session | None = None) -> Manifest:
 
         spread = partial(over_cluster, workers)
         within = nullcontext() if session is None else session(workers or os.cpu_count() or 1)
-    job = Job(
-        config.out,
-        config.tokenizer,
-        config.end_of_document,
-        tokenizer.sha256,
-        config.text_column,
-        config.on_bad_input,
-        config.row_group_tokens,
-        config.align_tokens,
-        config.drop_duplicates,
-        None if chat is None else chat.sha256,
-    )
+    job = Job(config, tokenizer.sha256, None if chat is None else chat.sha256)
     with within:
         if config.drop_duplicates:
             _find_duplicates(storage, job, plan, spread)
-        manifest = _run(storage, job, plan, spread, partial(assemble, config, tokenizer, plan))
+        manifest = _run(storage, job, plan, spread, tokenizer)
     storage.replace(MANIFEST, manifest.to_json())
     storage.remove_folder(DUPLICATES)
     return manifest
@@ -211,7 +140,8 @@ def plan_of(config: PrepareConfig, tokenizer: Tokenizer, chat: ChatTokenizer | N
     decides |= {"tokenizer_sha256": tokenizer.sha256, "weights": list(config.weights)}
     if chat is not None:
         decides |= {"chat_rules": RULES, "chat_sha256": chat.sha256}
-    digest = hashlib.sha256(json.dumps([listing.facts for listing in listings]).encode()).hexdigest()
+    facts = [[[file.name, file.kind, file.num_bytes] for file in listing.files] for listing in listings]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     pieces = [piece for index, listing in enumerate(listings) for piece in cut(listing, index, config.piece_bytes)]
     if config.weights:  # the sources of a mixture grow together; else one follows the other
         worked_bytes = [0.0] * len(listings)
@@ -282,11 +212,7 @@ def _find_duplicates(storage: Storage, job: Job, plan: Plan, spread: Spread) -> 
     storage.replace(f"{DUPLICATES}/found", b"")
 
 
-class Assemble(Protocol):
-    def __call__(self, records: Sequence[PieceRecord], *, is_complete: bool = True) -> Manifest: ...
-
-
-def _run(storage: Storage, job: Job, plan: Plan, spread: Spread, assemble: Assemble) -> Manifest:
+def _run(storage: Storage, job: Job, plan: Plan, spread: Spread, tokenizer: Tokenizer) -> Manifest:
     """Prepare the pieces that have no record; the manifest of all. On the way, complete beginnings get manifests, from
     which training may begin."""
     names = {name for name, _ in storage.names(PIECES)}
@@ -305,11 +231,12 @@ def _run(storage: Storage, job: Job, plan: Plan, spread: Spread, assemble: Assem
             while complete < len(plan.pieces) and plan.pieces[complete].name in records:
                 complete += 1
             if complete < len(plan.pieces) and complete >= GROWTH * max(published, 1):
-                beginning = assemble([records[piece.name] for piece in plan.pieces[:complete]], is_complete=False)
+                begun = [records[piece.name] for piece in plan.pieces[:complete]]
+                beginning = assemble(job.config, tokenizer, plan, begun, is_complete=False)
                 if all(source.shards for source in beginning.sources):
                     storage.replace(f"manifest-{complete:06d}.json", beginning.to_json())
                 published = complete
-    return assemble([records[piece.name] for piece in plan.pieces])
+    return assemble(job.config, tokenizer, plan, list(records.values()))
 
 
 def _bar(title: str, pieces: Sequence[Piece], missing: Sequence[Piece]) -> tqdm:
@@ -367,7 +294,7 @@ def assemble(
             "sources": list(map(shown, config.sources)),
             "tokenizer": config.tokenizer,
             "pyarrow": pa.__version__,
-            "files": {title: [group.to_plain() for group in groups] for title, groups in plan.groups.items()},
+            "files": plan.groups,
         },
     ).sealed()
 

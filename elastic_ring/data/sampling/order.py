@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -41,7 +42,7 @@ class Order:
         self.seed = seed
         self.global_batch = global_batch
         self.num_sequences = num_sequences
-        self._epochs: dict[int, NDArray[np.int64]] = {}
+        self._cached_permutation = lru_cache(2)(self._permutation)
 
     def sample_ids(self, step: int) -> tuple[int, ...]:
         """The ids of the `global_batch` sequences of this step, in batch order."""
@@ -51,17 +52,12 @@ class Order:
         ids: list[int] = []
         while len(ids) < self.global_batch:
             epoch, offset = divmod(first + len(ids), self.num_sequences)
-            ids += self._permutation(epoch)[offset : offset + self.global_batch - len(ids)].tolist()
+            ids += self._cached_permutation(epoch)[offset : offset + self.global_batch - len(ids)].tolist()
         return tuple(ids)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        if epoch not in self._epochs:
-            # Sort raw words: numpy guarantees a stable raw stream, but not a stable Generator.permutation.
-            words = philox(self.seed, epoch).random_raw(self.num_sequences)
-            self._epochs[epoch] = np.argsort(words, kind="stable")
-            while len(self._epochs) > 2:
-                self._epochs.pop(next(iter(self._epochs)))
-        return self._epochs[epoch]
+        # Sort raw words: numpy guarantees a stable raw stream, but not a stable Generator.permutation.
+        return np.argsort(philox(self.seed, epoch).random_raw(self.num_sequences), kind="stable")
 
 
 def philox(seed: int, epoch: int, *purpose: int) -> np.random.Philox:

@@ -17,7 +17,7 @@ from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.attention.patterns.rules import Dense, Rule, Window
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT
-from elastic_ring.data.tokenizer import BYTES, ByteTokenizer, folder_digest
+from elastic_ring.data.tokenizer import BYTE_TOKENIZER, BYTES, folder_digest
 from elastic_ring.errors import StorageFailed
 from elastic_ring.integrations.transformers.checks import config_of, config_windows, trace
 from elastic_ring.integrations.transformers.model import BLOCK_TOKENS
@@ -145,7 +145,7 @@ def tokens_of_run(data: Any) -> tuple[str, int | None]:
         log.warning("the corpus does not say which tokenizer it has: %s", error)
         return "", None
     end = manifest.end_of_document
-    if manifest.tokenizer_sha256 == ByteTokenizer().sha256:
+    if manifest.tokenizer_sha256 == BYTE_TOKENIZER.sha256:
         return BYTES, end
     folder = Path(str(manifest.about.get("tokenizer", "")))
     is_same = folder.is_dir() and folder_digest(folder, end) == manifest.tokenizer_sha256

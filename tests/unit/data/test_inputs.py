@@ -244,15 +244,15 @@ def test_a_name_with_a_comma_is_one_source_where_there_is_such_a_file(tmp_path: 
 def test_a_record_of_any_fault_is_counted_and_the_tokenizer_may_refuse_a_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elastic_ring.data.tokenizer import ByteTokenizer
+    from elastic_ring.data.tokenizer import Tokenizer
 
-    def encode(self: ByteTokenizer, documents: list[bytes]) -> object:
+    def encode(self: Tokenizer, documents: list[bytes]) -> object:
         if b"two" in documents:
             raise RuntimeError("no such character")
         return whole(self, documents)
 
-    whole = ByteTokenizer.encode
-    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    whole = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", encode)
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
     with pytest.raises(ValueError, match=r"a\.jsonl: the document 'two'.* cannot be tokenised: RuntimeError: no such"):
         prepared(tmp_path / "fail", path)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ring.data.sampling.block_order import BlockOrder, Stage
-from elastic_ring.data.sampling.mixed_order import MixedOrder, Mixture, Numbering, Version, floor_sum
+from elastic_ring.data.sampling.mixed_order import BlockOrder, MixedOrder, Mixture, Numbering, Stage, Version, floor_sum
 
 SEEDS = st.integers(0, 2**64 - 1)
 
