@@ -45,8 +45,8 @@ class MachineFile(TypedDict, total=False):
     """What `calibrate` writes: the figures of a `CostModel`, their origin, the measurements, and a forecast's rates."""
 
     machine: Mapping[str, float | bool]
-    about: Mapping[str, Any]
-    checks: Sequence[Mapping[str, Any]]
+    about: Mapping[str, object]
+    checks: Sequence[Mapping[str, object]]
     rates: Any
 
 
@@ -94,9 +94,9 @@ class CostModel:
     def write(
         self,
         path: str | Path,
-        about: Mapping[str, Any] | None = None,
-        checks: Sequence[Mapping[str, Any]] = (),
-        rates: Mapping[str, Any] | None = None,
+        about: Mapping[str, object] | None = None,
+        checks: Sequence[Mapping[str, object]] = (),
+        rates: Mapping[str, object] | None = None,
     ) -> None:
         """Write the figures as JSON with their origin `about` (device, versions, date), the measurements `checks`, and
         `rates` that only a forecast needs. Raises `ValueError` if the file cannot be written."""

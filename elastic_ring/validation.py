@@ -91,7 +91,7 @@ def docstrings(cls: type) -> dict[str, str]:
     }
 
 
-def from_plain(cls: type[T], plain: Mapping[str, object], prefix: str = "") -> T:
+def from_plain(cls: type[T], plain: object, prefix: str = "") -> T:
     """An instance from what TOML or JSON can say (a list for a tuple). Raises ValueError as the constructor does, with
     settings named from `prefix` on: `optim.peak_lr`."""
     if not isinstance(plain, Mapping):

@@ -40,7 +40,7 @@ from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.schedule import Schedule
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.cli.calibrate import heads
+from elastic_ring.cli.operate import heads
 from elastic_ring.costs import CostModel
 from elastic_ring.tuning.calibrate import Stopwatch, calibrate
 from elastic_ring.tuning.calibrate_host import join, report

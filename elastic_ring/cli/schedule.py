@@ -1,18 +1,21 @@
-"""How long a run is: by epochs of its data, or longer than it was; and the learning rate of trained weights, where
-nobody gave one. torch is imported only to ask another run for its rate, Ray is not."""
+"""The length of a run, by epochs of its data or further than it went, and the default learning rate of trained weights.
+
+torch is imported only to compute another run's rate, Ray is not.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-from elastic_ring.cli.data_settings import validation_sets
-from elastic_ring.config import OptimConfig, RunConfig
+from elastic_ring.cli.data_settings import DataConfig, data_source, validation_sets
+from elastic_ring.config import OptimConfig, RunConfig, StepConfig
 from elastic_ring.errors import RecordDamaged
 from elastic_ring.files import plain_json, shown_url
+from elastic_ring.model.config import ModelConfig
 from elastic_ring.monitor.json_files import as_written, parse_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME
 from elastic_ring.state.checkpoints import FOLDER
@@ -31,22 +34,23 @@ WARMUP_SHARE = 0.03
 OTHERWISE = "--optim.peak-lr sets another"
 
 
-def steps_of(flags: Any, sections: Mapping[str, Any], sets: str | None, *, has_steps: bool) -> int:
-    """The steps in which each sequence is used so often; `sets` as `--validate` has them. Raises ValueError for
-    `--steps` beside it."""
-    from elastic_ring.cli.data_settings import data_source
+class Rates(TypedDict, total=False):
+    peak_lr: float
+    min_lr: float
+    warmup_steps: int
+
+
+def steps_of(epochs: float, data: DataConfig, model: ModelConfig, step: StepConfig, sets: str | None) -> int:
+    """The steps in which each sequence is used `epochs` times; `sets` as `--validate` has them."""
     from elastic_ring.data.source import hold_out, open_source
 
-    if has_steps:
-        raise ValueError(f"epochs={flags.epochs:g} beside steps: give one of them")
-    if not 0 < flags.epochs < math.inf:
-        raise ValueError(f"epochs={flags.epochs:g}: give a number above 0")
-    step = sections["step"]
+    if not 0 < epochs < math.inf:
+        raise ValueError(f"epochs={epochs:g}: give a number above 0")
     own = [entry.data for entry in validation_sets(sets)] if sets else [""]
     held = step.num_val_sequences if step.validates and "" in own else 0
-    source = open_source(data_source(sections["data"], sections["model"], step))
+    source = open_source(data_source(data, model, step))
     training, _ = hold_out(source, num_sequences=held)
-    return math.ceil(flags.epochs * training.num_sequences / step.global_batch)
+    return math.ceil(epochs * training.num_sequences / step.global_batch)
 
 
 def schedule_before(run: RunConfig, steps: int, *, replans: bool) -> dict[str, int | list[int]]:
@@ -81,27 +85,31 @@ def schedule_before(run: RunConfig, steps: int, *, replans: bool) -> dict[str, i
 
 @dataclass(frozen=True)
 class DefaultRates:
-    """`values` of the settings in `RATES` that nobody gave, and their `source`, in words."""
+    """`values` of the settings in `RATES` that were not set, and their `source`, in words."""
 
-    values: Mapping[str, Any]
+    values: Rates
     source: str
 
 
-def usual_rates(peak_lr: float, total_steps: int) -> dict[str, Any]:
+def usual_rates(peak_lr: float, total_steps: int) -> Rates:
     least = float(f"{peak_lr / 10:.9g}")  # as people write it
     return {"peak_lr": peak_lr, "min_lr": least, "warmup_steps": math.ceil(WARMUP_SHARE * total_steps)}
 
 
-def default_rates(optim: Mapping[str, Any], unset: set[str], *, lora: bool, has_run: bool) -> DefaultRates:
+def default_rates(optim: Mapping[str, float], unset: set[str], *, lora: bool, has_run: bool) -> DefaultRates:
     """Of the settings `unset`; `optim` has the others. `has_run`: the rate of a run may replace them, so a `min_lr`
     above them is no mistake yet."""
     peak_lr, source = ADAPTERS_LR if lora else FOLDER_LR, f"the default for {'adapters' if lora else 'trained weights'}"
     if "peak_lr" not in unset:
         peak_lr, source = optim["peak_lr"], "peak_lr as set"
-    values = {name: value for name, value in usual_rates(peak_lr, optim["total_steps"]).items() if name in unset}
+    values = _only(usual_rates(peak_lr, int(optim["total_steps"])), unset)
     if has_run and "peak_lr" in unset and "min_lr" not in unset:
         values["peak_lr"] = max(peak_lr, optim["min_lr"])
     return DefaultRates(values, source if "peak_lr" not in unset else f"{source}; {OTHERWISE}")
+
+
+def _only(rates: Rates, names: Collection[str]) -> Rates:
+    return cast("Rates", {name: value for name, value in rates.items() if name in names})
 
 
 def with_rates(settings: TrainSettings, weights: RunWeights | None) -> TrainSettings:
@@ -112,19 +120,18 @@ def with_rates(settings: TrainSettings, weights: RunWeights | None) -> TrainSett
         return settings
     recorded_optim = None if settings.run.resume == "never" else _optim_on_record(settings.run)
     if recorded_optim is not None:
-        values = {name: recorded_optim.get(name, value) for name, value in rates.values.items()}
-        rates = DefaultRates(values, "as on record of this run")
+        values = {**rates.values, **{name: recorded_optim[name] for name in rates.values if name in recorded_optim}}
+        rates = DefaultRates(cast("Rates", values), "as on record of this run")
     elif weights is not None and "peak_lr" in rates.values:
         peak_lr, step = _rate_at_end(weights)
         source = f"the rate of step {step} of {shown_url(weights.uri)}; {OTHERWISE}" if peak_lr else rates.source
-        defaults = usual_rates(peak_lr or FOLDER_LR, optim.total_steps)
-        rates = DefaultRates({name: defaults[name] for name in rates.values}, source)
+        rates = DefaultRates(_only(usual_rates(peak_lr or FOLDER_LR, optim.total_steps), rates.values), source)
     optim = replace(optim, **rates.values)
     log.info("learning rate: %s (%s)", ", ".join(f"{name}={getattr(optim, name):g}" for name in RATES), rates.source)
     return replace(settings, optim=optim, rates=rates)
 
 
-def _optim_on_record(run: RunConfig) -> Mapping[str, Any] | None:
+def _optim_on_record(run: RunConfig) -> Mapping[str, object] | None:
     """Of the run itself or, before it has a record, of the run whose checkpoint it begins at."""
     places = [run.storage_uri]
     if run.resume not in ("auto", "never") and not run.resume.isdigit():

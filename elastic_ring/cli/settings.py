@@ -10,12 +10,12 @@ import argparse
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -27,6 +27,7 @@ from elastic_ring.model.config import ModelConfig, preset
 from elastic_ring.monitor.terminal import coloured
 from elastic_ring.validation import Flag, docstrings, from_plain, unknown_setting
 
+T = TypeVar("T")
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "scaling": ScalingConfig,
@@ -214,9 +215,9 @@ class TrainSettings:
         return tomli_w.dumps(shown_plain({"preset": self.preset, **own, **plain}))
 
 
-def plain_of(config: Any) -> dict[str, Any]:
+def plain_of(config: Any) -> dict[str, object]:
     """A settings object as TOML can say it: faults as text, None as "none", or left out where any text may stand."""
-    plain: dict[str, Any] = {}
+    plain: dict[str, object] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name == "faults":
@@ -235,81 +236,106 @@ def _type_of(cls: Any, name: str) -> Any:
     return cls.__pydantic_fields__[name].annotation
 
 
+@dataclasses.dataclass(frozen=True)
+class SettingsFile:
+    """A TOML file of settings whose names are known: tables by section, and the texts that stand beside them."""
+
+    tables: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def has(self, setting: str) -> bool:
+        """Whether the file sets `SECTION.NAME`."""
+        section, _, name = setting.partition(".")
+        return name in self.tables.get(section, {})
+
+
 def parse(argv: Sequence[str]) -> TrainSettings:
     """The settings that the arguments ask for. Raises ValueError for contradictory settings; exits for --help."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset")
     first.add_argument("--config", type=Path)
     known_args = first.parse_known_args(argv)[0]
-    file = read_toml(known_args.config) if known_args.config is not None else {}
-    name = known_args.preset or file.get("preset", "laptop")
+    file = read_toml(known_args.config) if known_args.config is not None else SettingsFile()
+    name = known_args.preset or file.texts.get("preset", "laptop")
     if name not in PRESETS:
         raise ValueError(f"preset={name!r}: must be one of {', '.join(PRESETS)}")
-    base = {"data": DataConfig(), "run": RunConfig(name=f"train-1t-{name}"), **PRESETS[name]()}
-    plain = {section: _merged(plain_of(base[section]), file.get(section, {})) for section in SECTIONS}
-    for section in SECTIONS.keys() & file.keys():  # before flags take what the file says for their defaults
+    of_preset = PRESETS[name]()
+    base = {"data": DataConfig(), "run": RunConfig(name=f"train-1t-{name}"), **of_preset}
+    plain = {section: _merged(plain_of(base[section]), file.tables.get(section, {})) for section in SECTIONS}
+    for section in SECTIONS.keys() & file.tables.keys():  # before flags take what the file says for their defaults
         from_plain(SECTIONS[section], _with_none(SECTIONS[section], plain[section]), f"{section}.")
     flags, values = _parse_flags(argv, plain)
     if flags.cpus_per_worker is not None:
         values["scaling"]["resources_per_worker"] = {"CPU": flags.cpus_per_worker}
     if flags.data is not None:
         values["data"] |= data_flag(flags.data, values["data"])
-    sections: dict[str, Any] = {}
 
-    def make(section: str) -> None:
-        cls = SECTIONS[section]
-        sections[section] = from_plain(cls, _with_none(cls, values[section]), f"{section}.")
+    def is_set(setting: str) -> bool:
+        return file.has(setting) or has_flag(argv, setting)
 
-    for section in [name for name in SECTIONS if name != "optim"]:
-        make(section)
-    if sections["data"].source == "prepared":
-        is_chosen = "vocab_size" in file.get("model", {}) or has_flag(argv, "model.vocab_size")
-        sections["data"], sections["model"] = prepared_data(
-            sections["data"], sections["model"], vocabulary_is_chosen=is_chosen
-        )
+    def checked(section: str, cls: type[T]) -> T:
+        return from_plain(cls, _with_none(cls, values[section]), f"{section}.")
+
+    model, scaling, step = checked("model", ModelConfig), checked("scaling", ScalingConfig), checked("step", StepConfig)
+    data, run = checked("data", DataConfig), checked("run", RunConfig)
+    if data.source == "prepared":
+        data, model = prepared_data(data, model, vocabulary_is_chosen=is_set("model.vocab_size"))
+    top: dict[str, str | None] = {
+        key: file.texts.get(key) if (value := getattr(flags, key)) is None else value for key in TOP
+    }
     if flags.epochs is not None:
-        sets = flags.validate or file.get("validate")
-        steps = steps_of(flags, sections, sets, has_steps=has_flag(argv, "step.steps"))
-        sections["step"] = dataclasses.replace(sections["step"], steps=steps)
-    if sections["scaling"].keep_activations == "auto" and _recomputes(argv, file, sections["model"]):
-        sections["scaling"] = dataclasses.replace(sections["scaling"], keep_activations=False)
-    optim, steps = values["optim"], sections["step"].steps
-    chosen = {*file.get("optim", {}), *(setting for setting in optim if has_flag(argv, f"optim.{setting}"))}
+        if has_flag(argv, "step.steps"):
+            raise ValueError(f"epochs={flags.epochs:g} beside steps: give one of them")
+        step = dataclasses.replace(step, steps=steps_of(flags.epochs, data, model, step, top["validate"]))
+    # config.toml of a run says both; a file that says only that layers recompute means that nothing is kept
+    file_recomputes = file.has("model.checkpoint_activations") and not file.has("scaling.keep_activations")
+    recomputes = model.checkpoint_activations and (file_recomputes or has_flag(argv, "model.checkpoint_activations"))
+    if scaling.keep_activations == "auto" and recomputes:
+        scaling = dataclasses.replace(scaling, keep_activations=False)
+    _check_folder(top, is_set)
+    chosen = {setting for setting in values["optim"] if is_set(f"optim.{setting}")}
     if flags.replan and not flags.extend:
         raise ValueError("replan=True: plans the further steps of a finished run; give --extend too, or leave it out")
     if flags.extend:
-        before = schedule_before(sections["run"], steps, replans=flags.replan)
+        before = schedule_before(run, step.steps, replans=flags.replan)
         # A file, such as an earlier run's config.toml, does not know the later plans.
-        kept = {"replanned", "total_steps"} if flags.replan else {"replanned"}
-        chosen -= {name for name in kept if not has_flag(argv, f"optim.{name}")}
-        optim |= {name: length for name, length in before.items() if name not in chosen}
+        later = {"replanned", "total_steps"} if flags.replan else {"replanned"}
+        chosen -= {setting for setting in later if not has_flag(argv, f"optim.{setting}")}
+        values["optim"] |= {setting: length for setting, length in before.items() if setting not in chosen}
         chosen |= before.keys()
-    # The schedule is as long as the run, unless the settings give its length.
-    if "total_steps" not in chosen:
-        optim["total_steps"] = steps
-    top: dict[str, Any] = {key: file.get(key) if (value := getattr(flags, key)) is None else value for key in TOP}
-    rates, unset = None, {*RATES} - chosen
-    if unset and not flags.plan and (top["model_folder"] is not None or top["from_run"] is not None):
-        rates = default_rates(optim, unset, lora=top["lora"] is not None, has_run=top["from_run"] is not None)
-        optim |= rates.values
-    elif "warmup_steps" not in chosen:
-        optim["warmup_steps"] = min(optim["warmup_steps"], steps)
-    make("optim")
-    _check_folder(top, argv, flags, file)
+    rates = _fill_schedule(values["optim"], chosen, of_preset["optim"], step.steps, top, is_planned=flags.plan)
     if top["search"] is not None:  # the same command may be given again elsewhere, with the run's config.toml
         top["search"] = os.path.abspath(top["search"])
     if top["validate"] is not None:
         top["validate"] = "; ".join(map(str, validation_sets(top["validate"])))
-    return TrainSettings(name, **sections, **top, plan=flags.plan, rates=rates)
+    optim = checked("optim", OptimConfig)
+    return TrainSettings(name, model, scaling, step, optim, data, run, plan=flags.plan, rates=rates, **top)
 
 
-def _recomputes(argv: Sequence[str], file: Mapping[str, Any], model: ModelConfig) -> bool:
-    """Whether layers are to recompute by a flag, or by a file that does not say what is kept, as config.toml does."""
-    by_file = "checkpoint_activations" in file.get("model", {}) and "keep_activations" not in file.get("scaling", {})
-    return model.checkpoint_activations and (by_file or has_flag(argv, "model.checkpoint_activations"))
+def _fill_schedule(
+    optim: dict[str, object],
+    chosen: Set[str],
+    of_preset: OptimConfig,
+    steps: int,
+    top: Mapping[str, str | None],
+    *,
+    is_planned: bool,
+) -> DefaultRates | None:
+    """Set the lengths and, for trained weights, the rates that were not `chosen`; returns those rates."""
+    if "total_steps" not in chosen:  # the schedule is as long as the run
+        optim["total_steps"] = steps
+    unset, has_run = {*RATES} - chosen, top["from_run"] is not None
+    if unset and not is_planned and (top["model_folder"] is not None or has_run):
+        values = cast("Mapping[str, float]", optim)
+        rates = default_rates(values, unset, lora=top["lora"] is not None, has_run=has_run)
+        optim |= rates.values
+        return rates
+    if "warmup_steps" not in chosen:
+        optim["warmup_steps"] = min(of_preset.warmup_steps, steps)
+    return None
 
 
-def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file: Mapping[str, Any]) -> None:
+def _check_folder(top: Mapping[str, str | None], is_set: Callable[[str], bool]) -> None:
     """Raises ValueError for settings of a model that a folder decides, and for settings of a folder without one."""
     if top["from_run"] is not None and top["lora"] is not None:
         raise ValueError(
@@ -328,10 +354,9 @@ def _check_folder(top: Mapping[str, Any], argv: Sequence[str], flags: Any, file:
                 "names none. For other models give --pattern"
             )
         return
-    decided = [setting for setting in ModelConfig.__pydantic_fields__ if setting not in FREE_OF_FOLDER]  # type: ignore[attr-defined]
-    chosen = [setting for setting in decided if setting in file.get("model", {}) or has_flag(argv, f"model.{setting}")]
-    if chosen:
-        raise ValueError(f"model.{chosen[0]}: the folder of --model-folder decides it; leave it out")
+    for setting in ModelConfig.__pydantic_fields__:  # type: ignore[attr-defined]
+        if setting not in FREE_OF_FOLDER and is_set(f"model.{setting}"):
+            raise ValueError(f"model.{setting}: the folder of --model-folder decides it; leave it out")
 
 
 def has_flag(argv: Sequence[str], setting: str) -> bool:
@@ -340,21 +365,22 @@ def has_flag(argv: Sequence[str], setting: str) -> bool:
     return any(word.partition("=")[0].replace("-", "_") in names for word in argv)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a file of settings. Raises ValueError for a file that cannot be read and for unknown keys."""
+def read_toml(path: Path) -> SettingsFile:
+    """A file of settings. Raises ValueError for a file that cannot be read and for unknown keys."""
     try:
-        tables = plain_toml(read_small(path, MAX_TOML_BYTES, is_asked=True))
+        plain = plain_toml(read_small(path, MAX_TOML_BYTES, is_asked=True))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config {path}: cannot be read as TOML ({error})") from error
     top = ["preset", *TOP, *SECTIONS]
-    for key, value in tables.items():
+    for key, value in plain.items():
         if key not in top:
             raise ValueError(f"--config {path}: {unknown_setting('the file', key, top)}")
         if key in SECTIONS:
             _check_keys(SECTIONS[key], value, f"{key}.", path)
         elif not isinstance(value, str):
             raise ValueError(f"--config {path}: {key}={value!r}: must be text")
-    return tables
+    tables = {key: plain.pop(key) for key in SECTIONS if key in plain}
+    return SettingsFile(tables, plain)
 
 
 def _check_keys(cls: Any, table: object, prefix: str, path: Path) -> None:
@@ -368,29 +394,33 @@ def _check_keys(cls: Any, table: object, prefix: str, path: Path) -> None:
             _check_keys(_type_of(cls, key), value, f"{prefix}{key}.", path)
 
 
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    both = {**base, **over}
-    for name in NESTED & base.keys():
-        both[name] = {**base[name], **over.get(name, {})}
-    return both
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, object]:
+    return {**base, **over, **{name: {**base[name], **over.get(name, {})} for name in NESTED & base.keys()}}
 
 
-def _with_none(cls: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
+def _with_none(cls: Any, plain: Mapping[str, Any]) -> dict[str, object]:
     """With None where "none" stands for it."""
     optional = {name for name in plain if type(None) in get_args(_type_of(cls, name))}
     values = {name: None if value == NONE and name in optional else value for name, value in plain.items()}
     return values | {name: _with_none(_type_of(cls, name), plain[name]) for name in NESTED & plain.keys()}
 
 
-def _parse_flags(argv: Sequence[str], plain: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _parse_flags(
+    argv: Sequence[str], plain: Mapping[str, Mapping[str, object]]
+) -> tuple[Any, dict[str, dict[str, object]]]:
     """The flags of no single setting, and every setting by section with the others over `plain`. As tyro takes its time
-    for each flag it gets only those that `argv` may name, without help; what it exits for it is asked with all."""
+    for each flag it gets only those that `argv` may name, without help; if it exits, it is called again with all."""
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             chosen = {section: _flags_of(cls, plain[section], f"{section}.", argv) for section, cls in SECTIONS.items()}
+            hints = get_type_hints(ShortFlags, include_extras=True)
+            bare = [
+                (field.name, _argument(hints[field.name], ""), dataclasses.field(default=field.default))
+                for field in dataclasses.fields(ShortFlags)
+            ]
             parsed = _tyro(
                 argv,
-                _bare_short(),
+                dataclasses.make_dataclass("ShortFlags", bare),
                 {section: flag_class for section, flag_class in chosen.items() if dataclasses.fields(flag_class)},
             )
     except SystemExit:
@@ -404,7 +434,8 @@ def _parse_flags(argv: Sequence[str], plain: dict[str, Any]) -> tuple[Any, dict[
     return parsed.short, {section: _merged(plain[section], values[section]) for section in SECTIONS}
 
 
-def _tyro(argv: Sequence[str], short: Any, sections: Mapping[str, Any]) -> Any:
+def _tyro(argv: Sequence[str], short: Any, sections: Mapping[str, type[Any]]) -> Any:
+    fields: list[tuple[str, Any, Any]]
     fields = [("short", Annotated[short, tyro.conf.arg(name="")], dataclasses.field(default_factory=short))]
     fields += [(name, kind, dataclasses.field(default_factory=kind)) for name, kind in sections.items()]
     return tyro.cli(
@@ -412,18 +443,6 @@ def _tyro(argv: Sequence[str], short: Any, sections: Mapping[str, Any]) -> Any:
         args=list(argv),
         prog="elastic-ring train",
         description="Train a decoder over elastic rings. Precedence: preset, --config, flags.",
-    )
-
-
-def _bare_short() -> Any:
-    """`ShortFlags` without help."""
-    hints = get_type_hints(ShortFlags, include_extras=True)
-    return dataclasses.make_dataclass(
-        "ShortFlags",
-        [
-            (field.name, _argument(hints[field.name], ""), dataclasses.field(default=field.default))
-            for field in dataclasses.fields(ShortFlags)
-        ],
     )
 
 
@@ -463,27 +482,25 @@ def _flags_of(cls: Any, plain: Mapping[str, Any], prefix: str = "", argv: Sequen
     return dataclasses.make_dataclass(cls.__name__, fields)
 
 
-def _plain_flags(flags: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = {}
+def _plain_flags(flags: Any) -> dict[str, object]:
+    plain: dict[str, object] = {}
     for field in dataclasses.fields(flags):
         value = getattr(flags, field.name)
         if dataclasses.is_dataclass(value):
             value = _plain_flags(value)
         elif field.name in ("resources_per_worker", "env"):
-            value = _mapping(field.name, value)
+            pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+            if not all(equals for _, equals, _ in pairs):
+                raise ValueError(f"{field.name}={value!r}: write NAME=VALUE, separated by commas")
+            value = {key.strip(): amount for key, _, amount in pairs}
+            if field.name == "resources_per_worker":
+                value = {key: _number(amount) for key, amount in value.items()}
         plain[field.name] = list(value) if isinstance(value, tuple) else value
     return plain
-
-
-def _mapping(name: str, text: str) -> dict[str, Any]:
-    pairs = [item.partition("=") for item in text.split(",") if item.strip()]
-    if not all(equals for _, equals, _ in pairs):
-        raise ValueError(f"{name}={text!r}: write NAME=VALUE, separated by commas")
-    return {key.strip(): _number(value) if name == "resources_per_worker" else value for key, _, value in pairs}
 
 
 def _number(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
-        return text  # refused with the others' message
+        return text  # the check of resources_per_worker refuses it

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -61,8 +61,12 @@ def build(settings: TrainSettings, built: BuiltModel | None = None) -> ElasticRi
 
     step, scaling = settings.step, settings.scaling
     factory, model, initial = built or _model(settings)
-    if not settings.plan:  # which prints them itself
-        _tell_size(settings, model)
+    if not settings.plan:  # a plan prints the sizes itself
+        line = f"{num_parameters(model):,} parameters"
+        if model.num_experts:
+            line += f", {active_parameters(model):,} of them for a token"
+        line = line if settings.model_folder is None else str(settings.model_folder)  # whose model logs its own
+        logging.info("%s, mesh %s, %d spare(s)", line, scaling.mesh, scaling.spares)
     weights = None
     if settings.from_run is not None:
         weights = initial = _weights_of(settings.from_run, settings.run, factory)
@@ -101,7 +105,7 @@ def _validation(settings: TrainSettings, model: ModelConfig) -> dict[str, Valida
 
 
 def _callbacks(settings: TrainSettings) -> list[Callback]:
-    """Those that control the run. Raises ValueError for a best checkpoint where none are taken."""
+    """`--stop-early` and `--keep-best` as callbacks. Raises ValueError for a best checkpoint where none are taken."""
     if settings.keep_best is not None and not settings.run.checkpoint_config.is_on:
         raise ValueError(f"keep_best={settings.keep_best!r}: no checkpoints are taken; set checkpoint.every_steps")
     from elastic_ring.integrations.trackers import EarlyStopping, KeepBest
@@ -116,7 +120,7 @@ def _callbacks(settings: TrainSettings) -> list[Callback]:
 
 
 def plan(settings: TrainSettings, trainer: ElasticRingTrainer | None = None) -> ModelPlan:
-    """What the settings need; without `trainer` for those that `planned_alone` takes."""
+    """The plan of a rank; without `trainer` for settings that are `planned_alone`."""
     from elastic_ring.forecast.sizing.memory import plan_of
 
     sizes = settings.model if trainer is None else sizes_of(trainer, settings)
@@ -170,8 +174,8 @@ def _gpu_of_host() -> str | None:
 
 
 def planned_alone(settings: TrainSettings) -> bool:
-    """Whether the sizes say all of a plan. Kernels, patterns, layouts by price and model folders need torch to be
-    checked, which takes seconds to import."""
+    """Whether a plan follows from the sizes alone. Checks of kernels, patterns, layouts by price and model folders
+    import torch, which takes seconds."""
     return settings.model_folder is None and not _is_checked_by_torch(settings)
 
 
@@ -183,8 +187,7 @@ def _is_checked_by_torch(settings: TrainSettings) -> bool:
 
 
 def _planned(settings: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, float]:
-    """What is forecast of the run on its GPUs or this host's cores: step and goodput where the config says the
-    sizes."""
+    """The forecast of the run on its GPUs or this host's cores; of models without known sizes at most the memory."""
     from elastic_ring.cli.forecasts.seen import planned
 
     if settings.lora is not None:
@@ -194,31 +197,12 @@ def _planned(settings: TrainSettings, trainer: ElasticRingTrainer) -> dict[str, 
     memory = {"gpu_bytes": float(plan(settings, trainer).gpu_bytes)} if on_gpus else {}
     try:
         return memory | planned(settings, trainer.gpu, os.cpu_count() or 1, os.getloadavg()[0])
-    except (ValueError, StorageFailed):  # what cannot be forecast trains all the same
+    except (ValueError, StorageFailed):  # no forecast, and the run trains all the same
         return memory
 
 
-def _on_record(folder: Path) -> dict[str, float]:
-    """The forecast with which the run began."""
-    recorded = readable_json(folder / CONFIG_NAME) or {}
-    names = ("gpu_bytes", "step_s", "goodput")
-    return {name: float(recorded[f"planned_{name}"]) for name in names if f"planned_{name}" in recorded}
-
-
-def _print_beside(forecast: Mapping[str, float], seen: Mapping[str, float]) -> None:
-    """The forecast beside what was seen."""
-    if line := forecast_line(int(forecast.get("gpu_bytes", 0)), int(seen.get("gpu_bytes", 0))):
-        print(f"GPU memory: {line}")
-    from elastic_ring.cli.forecasts.seen import beside
-
-    for name in ("step_s", "goodput"):
-        if name in forecast and name in seen:
-            print(beside(name, forecast[name], seen[name]))
-
-
 def _check(settings: TrainSettings) -> None:
-    """What the trainer would refuse in settings that are planned alone, and of a folder's what needs no look at its
-    model. Raises ValueError."""
+    """Raises ValueError for settings that the trainer would refuse, but for those whose check needs torch."""
     check_together(settings.scaling, settings.step, settings.run.faults)
     check_copies(settings.scaling.mesh, settings.run.copies)
     check_loss_spikes(settings.run, settings.optim)
@@ -230,14 +214,6 @@ def _check(settings: TrainSettings) -> None:
         data_source(settings.data, settings.model, settings.step)
 
 
-def _tell_size(settings: TrainSettings, model: ModelConfig) -> None:
-    line = f"{num_parameters(model):,} parameters"
-    if model.num_experts:
-        line += f", {active_parameters(model):,} of them for a token"
-    line = line if settings.model_folder is None else str(settings.model_folder)  # which has logged its own
-    logging.info("%s, mesh %s, %d spare(s)", line, settings.scaling.mesh, settings.scaling.spares)
-
-
 def sizes_of(trainer: ElasticRingTrainer, settings: TrainSettings) -> ModelConfig:
     """The sizes of the model that the settings describe."""
     if settings.model_folder is None:
@@ -247,8 +223,7 @@ def sizes_of(trainer: ElasticRingTrainer, settings: TrainSettings) -> ModelConfi
 
 
 def _model(settings: TrainSettings) -> BuiltModel:
-    """That of the preset's decoder, or of the one in the model folder, which brings its own
-    first values."""
+    """The preset's decoder, or the model folder's, which has first values of its own."""
     if settings.model_folder is not None:
         from elastic_ring.integrations.transformers import ring_model
 
@@ -272,7 +247,8 @@ def _model(settings: TrainSettings) -> BuiltModel:
 
 
 def _weights_of(source: str, run: RunConfig, factory: Callable[[], nn.Module]) -> RunWeights:
-    """Those that `run` began with, where its record names the same source: that may have saved again, or be gone."""
+    """The weights of `source`, or those that `run` began with if its record names the same source, which may have saved
+    again since, or be gone."""
     import torch
 
     from elastic_ring.state.checkpoints.stored_weights import RunWeights
@@ -289,7 +265,8 @@ def _weights_of(source: str, run: RunConfig, factory: Callable[[], nn.Module]) -
 
 
 def _weights_on_record(where: str, run: RunConfig) -> RunWeights | None:
-    """Raises ValueError where the run still needs them and they are no longer there."""
+    """The weights that `run` began with by its record; None without a record. Raises ValueError if the run still needs
+    them and they are gone."""
     from elastic_ring.runtime import run_storage
     from elastic_ring.state.checkpoints.checkpoint import committed
     from elastic_ring.state.checkpoints.stored_weights import RunWeights
@@ -369,14 +346,14 @@ def main_plan(argv: Sequence[str] | None = None) -> int:
 
 
 def _begins_at_once(settings: TrainSettings) -> bool:
-    """Whether Ray may start while torch and transformers are imported: the settings are known to be right, but for what
-    only a model of that folder says. Raises ValueError."""
+    """Whether Ray may start while torch and transformers are imported: all that is left to check is a folder's model.
+    Raises ValueError for wrong settings."""
     if _is_checked_by_torch(settings) or (settings.run.driver_folder / SUMMARY_NAME).exists():
         return False
     if settings.model_folder is not None:
         try:
             config = readable_json(Path(settings.model_folder) / "config.json")
-        except OSError:  # what reads the model says so
+        except OSError:  # reading the model raises it again
             return False
         if "model_type" not in config:  # refused at once
             return False
@@ -385,7 +362,7 @@ def _begins_at_once(settings: TrainSettings) -> bool:
     _check(settings)
     check_lasting(settings.run.driver_folder)
     check_writable(settings.run.driver_folder)
-    if not settings.run.is_remote:  # of a finished run data may be gone
+    if not settings.run.is_remote:  # a finished run's data may be gone
         _list_text(settings)
     return True
 
@@ -402,28 +379,28 @@ def _list_text(settings: TrainSettings) -> None:
 
 
 def _train_beside_ray(settings: TrainSettings) -> int:
-    """Ray's start waits for processes, imports and the model for nothing."""
-    making: Future[BuiltModel] = Future()
-    threading.Thread(target=_make, args=(settings, making), name="model", daemon=True).start()
+    """Train, with Ray starting while a thread imports torch and builds the model."""
+    building: Future[BuiltModel] = Future()
+
+    def build_model() -> None:  # imports no Ray
+        try:
+            built = _model(settings)
+            importlib.import_module("torch._dynamo")  # by a first model on the meta device
+            building.set_result(built)
+        except BaseException as error:
+            building.set_exception(error)
+
+    threading.Thread(target=build_model, name="model", daemon=True).start()
     from elastic_ring.runtime.driver.ray_session import is_local, ray_session
 
     if not is_local():  # nothing to start: a wrong model is refused before a cluster is asked
-        making.result()
+        building.result()
     with ray_session(settings.scaling, settings.run.timeouts.lease_s):
-        return _train(settings, build(settings, making.result()))
-
-
-def _make(settings: TrainSettings, making: Future[BuiltModel]) -> None:
-    """Nothing here imports Ray."""
-    try:
-        built = _model(settings)
-        importlib.import_module("torch._dynamo")  # by a first model on the meta device
-        making.set_result(built)
-    except BaseException as error:
-        making.set_exception(error)
+        return _train(settings, build(settings, building.result()))
 
 
 def _train(settings: TrainSettings, trainer: ElasticRingTrainer) -> int:
+    from elastic_ring.cli.forecasts.seen import beside, forecast_on_record
     from elastic_ring.tuning.report import Prediction, training_terms
 
     trainer.forecast = partial(_planned, settings, trainer)
@@ -444,7 +421,12 @@ def _train(settings: TrainSettings, trainer: ElasticRingTrainer) -> int:
     )
     lines = read_metrics(result.path)
     seen = seen_of([line["step_s"] for line in lines], summary)
-    _print_beside(_on_record(result.path), seen)
+    planned = forecast_on_record(result.path)
+    if line := forecast_line(int(planned.get("gpu_bytes", 0)), int(seen.get("gpu_bytes", 0))):
+        print(f"GPU memory: {line}")
+    for name in ("step_s", "goodput"):
+        if name in planned and name in seen:
+            print(beside(name, planned[name], seen[name]))
     if predicted is not None and "step_s" in seen:
         trained = dataclasses.replace(
             trainer.task.step, steps=summary["steps"]

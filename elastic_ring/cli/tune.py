@@ -71,11 +71,13 @@ def parse_search(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
 
 def _refuse_left_out(settings: TrainSettings, arguments: Sequence[str]) -> None:
     """Raises ValueError for settings of `train` that a search would leave out without a word."""
-    usual: dict[str, Any] = {"run": RunConfig(settings.run.name), **PRESETS[settings.preset]()}
-    for section in ("run", "step"):
-        for field in dataclasses.fields(usual[section]):
-            value = getattr(getattr(settings, section), field.name)
-            if value == getattr(usual[section], field.name):
+    step = PRESETS[settings.preset]()["step"]
+    sections: tuple[tuple[str, Any, Any], ...]
+    sections = (("run", settings.run, RunConfig(settings.run.name)), ("step", settings.step, step))
+    for section, config, usual in sections:
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if value == getattr(usual, field.name):
                 continue
             if why := reason(TUNER, field.name):
                 flag = f"--{section}.{field.name.replace('_', '-')}"

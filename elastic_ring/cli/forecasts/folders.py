@@ -1,11 +1,15 @@
-"""The sizes of a model folder by its config.json alone, as `integrations.transformers` reads them off the module. No
-torch and no transformers in here."""
+"""The sizes of a model folder by its config.json alone, as `integrations.transformers` reads them off the module.
+
+No torch and no transformers in here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from pydantic import AliasChoices, BaseModel, Field, ValidationError, model_validator
 
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
@@ -16,124 +20,151 @@ from elastic_ring.files import plain_json, read_small
 from elastic_ring.forecast.sizing.step_time import Latent
 from elastic_ring.model.config import KNOWN_TYPES, ModelConfig, num_parameters
 
-NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-TOP_K = ("num_experts_per_tok", "moe_k")
 ALL_WINDOWS, NO_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"}), frozenset({"qwen2_moe"})
 """Types whose layers all have the window, or none whatever the config says; others go by `layer_types`."""
 BLOCK_TOKENS = 128
 
 
+class FolderConfig(BaseModel):
+    """What sizes follow from in a decoder's config.json; null and 0 count as left out."""
+
+    model_type: str
+    num_attention_heads: int
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    tie_word_embeddings: bool | None = None
+    # latent attention
+    kv_lora_rank: int = 0
+    q_lora_rank: int = 0
+    qk_head_dim: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    # experts
+    num_experts: int = Field(
+        0, validation_alias=AliasChoices("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    )
+    experts_per_token: int = Field(0, validation_alias=AliasChoices("num_experts_per_tok", "moe_k"))
+    expert_width: int = Field(0, validation_alias="moe_intermediate_size")
+    shared_width: int = Field(0, validation_alias="shared_expert_intermediate_size")
+    num_shared: int = Field(0, validation_alias=AliasChoices("n_shared_experts", "moe_num_shared_experts"))
+    first_layer: int = Field(0, validation_alias=AliasChoices("first_k_dense_replace", "moe_layer_start_index"))
+    last_layer: int = Field(-1, validation_alias="moe_layer_end_index")
+    every_layers: int = Field(1, validation_alias=AliasChoices("decoder_sparse_step", "moe_layer_interval"))
+    mlp_only_layers: list[int] = []
+    # windows
+    sliding_window: int = 0
+    sliding_window_pattern: int = 6
+    layer_types: list[str] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, plain: Mapping[str, object]) -> dict[str, object]:
+        return {key: value for key, value in plain.items() if value or value is False}
+
+    def model(self, settings: ModelConfig) -> ModelConfig:
+        tied = self.tie_word_embeddings
+        model = ModelConfig(
+            vocab_size=self.vocab_size,
+            num_layers=self.num_hidden_layers,
+            width=self.hidden_size,
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_key_value_heads or self.num_attention_heads,
+            head_dim=self.qk_head_dim
+            or self.qk_nope_head_dim + self.qk_rope_head_dim
+            or self.head_dim
+            or self.hidden_size // self.num_attention_heads,
+            ffn_width=self.intermediate_size,
+            tie_embeddings=self.model_type.startswith("gemma") if tied is None else tied,
+            checkpoint_activations=settings.checkpoint_activations,
+            loss_chunk_tokens=settings.loss_chunk_tokens,
+        )
+        if not self.num_experts:
+            return model
+        if not self.experts_per_token:
+            raise ValueError("config.json does not say how many experts a token goes to")
+        layers = range(self.num_hidden_layers)
+        last = layers[-1] if self.last_layer == -1 else self.last_layer
+        with_experts = [
+            layer
+            for layer in range(self.first_layer, last + 1)
+            if layer in layers and layer not in self.mlp_only_layers and (layer + 1) % self.every_layers == 0
+        ]
+        width = self.expert_width or self.intermediate_size
+        return replace(
+            model,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            expert_width=width,
+            shared_width=self.shared_width or width * self.num_shared,
+            num_dense_layers=len(layers) - len(with_experts),
+        )
+
+    def latent(self, model: ModelConfig) -> tuple[int, Latent | None]:
+        """(by how many parameters latent attention differs from projections as wide as its queries, what hops carry)
+        of DeepSeek-V3 (arXiv:2412.19437), with hops as `integrations.transformers` chooses."""
+        rank, rope, value, of_q = self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim, self.q_lora_rank
+        if not rank:
+            return 0, None
+        heads, width = model.num_heads, model.width
+        queries = of_q * (width + 1 + heads * model.head_dim) if of_q else width * heads * model.head_dim
+        up = rank * heads * (model.head_dim - rope + value)
+        keys = width * (rank + rope) + rank + up
+        wide = 2 * width * model.head_dim * (heads + model.num_kv_heads)
+        number = model.num_layers * (queries + keys + heads * value * width - wide)
+        return number, Latent(rank + rope, up) if carries_latents(heads, model.head_dim, rank + rope) else None
+
+    def windows(self, settings: TrainSettings) -> LayerPatterns | None:
+        """As `RingModel.pattern`: windows that are as long as the sequence are none."""
+        window, layers = self.sliding_window, range(self.num_hidden_layers)
+        if not window or window >= settings.step.context_tokens or settings.windows == "dense":
+            return None
+        # Published configs of Gemma's types do not have the layers that these begin with.
+        every = {"gemma2": 2, "gemma3_text": self.sliding_window_pattern}.get(self.model_type)
+        if self.model_type in ALL_WINDOWS:
+            with_window = tuple(layers)
+        elif self.layer_types or every is None:
+            with_window = tuple(layer for layer, kind in enumerate(self.layer_types) if kind == "sliding_attention")
+        else:
+            with_window = tuple(layer for layer in layers if (layer + 1) % every)
+        if not with_window or self.model_type in NO_WINDOWS:
+            return None
+        rule: Rule = Window(window)
+        if settings.windows == "blocks":
+            rule = BigBird(window=Window(window).num_blocks(BLOCK_TOKENS), globals=0, randoms=0)
+        rest = tuple(layer for layer in layers if layer not in with_window)
+        return LayerPatterns(
+            (LayerGroup((rule,), with_window), *([LayerGroup((Dense(),), rest)] if rest else [])),
+        )
+
+
 def sizes_of(settings: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None, int, Latent | None]:
-    """(sizes, windows that a sequence notices, parameters, latents that hops carry). Raises ValueError
-    for a folder that does not say them."""
+    """(sizes, windows shorter than a sequence, parameters, latents that hops carry). Raises ValueError for a folder
+    that does not say them."""
     folder = Path(str(settings.model_folder)).expanduser()
     try:
         plain = plain_json(read_small(folder / "config.json"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--model-folder {folder}: its config.json cannot be read ({error})") from error
-    if not isinstance(plain, dict) or plain.get("model_type") not in KNOWN_TYPES:
-        kind = plain.get("model_type") if isinstance(plain, dict) else None
+    kind = plain.get("model_type") if isinstance(plain, dict) else None
+    if kind not in KNOWN_TYPES:
         raise ValueError(
             f"--model-folder {folder}: model_type={kind!r}: forecast are {', '.join(sorted(KNOWN_TYPES))}; give a "
             "preset's sizes instead: --model.num-layers ..."
         )
     try:
-        model = _model(plain, settings.model)
-        number = num_parameters(model) + _beside(plain, model)
-        return model, _windows(plain, settings, model.num_layers), number, _latent(plain, model)
-    except KeyError as error:
-        raise ValueError(f"--model-folder {folder}: config.json has no {error.args[0]}") from error
-    except (TypeError, ValueError) as error:
+        config = FolderConfig.model_validate(plain)
+        model = config.model(settings.model)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        reason = f"config.json has no {name}" if first["type"] == "missing" else f"{name}: {first['msg']}"
+        raise ValueError(f"--model-folder {folder}: {reason}") from error
+    except ValueError as error:
         raise ValueError(f"--model-folder {folder}: {error}") from error
-
-
-def _model(plain: Mapping[str, Any], settings: ModelConfig) -> ModelConfig:
-    heads, width = int(plain["num_attention_heads"]), int(plain["hidden_size"])
-    latent = plain.get("qk_head_dim") or plain.get("qk_nope_head_dim", 0) + plain.get("qk_rope_head_dim", 0)
-    tied = plain.get("tie_word_embeddings", str(plain["model_type"]).startswith("gemma"))
-    return ModelConfig(
-        vocab_size=int(plain["vocab_size"]),
-        num_layers=int(plain["num_hidden_layers"]),
-        width=width,
-        num_heads=heads,
-        num_kv_heads=int(plain.get("num_key_value_heads") or heads),
-        head_dim=int(latent or plain.get("head_dim") or width // heads),
-        ffn_width=int(plain["intermediate_size"]),
-        tie_embeddings=bool(tied),
-        checkpoint_activations=settings.checkpoint_activations,
-        loss_chunk_tokens=settings.loss_chunk_tokens,
-        **_experts(plain),
-    )
-
-
-def _experts(plain: Mapping[str, Any]) -> dict[str, Any]:
-    number = next((int(plain[key]) for key in NUM_EXPERTS if plain.get(key)), 0)
-    if not number:
-        return {}
-    width = int(plain.get("moe_intermediate_size") or plain["intermediate_size"])
-    shared = plain.get("shared_expert_intermediate_size")
-    if shared is None:
-        shared = width * (plain.get("n_shared_experts") or plain.get("moe_num_shared_experts") or 0)
-    return {
-        "num_experts": number,
-        "experts_per_token": next(int(plain[key]) for key in TOP_K if plain.get(key)),
-        "expert_width": width,
-        "shared_width": int(shared),
-        "num_dense_layers": sum(not _has_experts(plain, layer) for layer in range(int(plain["num_hidden_layers"]))),
-    }
-
-
-def _has_experts(plain: Mapping[str, Any], layer: int) -> bool:
-    first = plain.get("first_k_dense_replace") or plain.get("moe_layer_start_index") or 0
-    every = plain.get("decoder_sparse_step") or plain.get("moe_layer_interval") or 1
-    last = plain.get("moe_layer_end_index", layer)
-    is_dense = layer in (plain.get("mlp_only_layers") or ())
-    return first <= layer <= (layer if last == -1 else last) and not is_dense and (layer + 1) % every == 0
-
-
-def _beside(plain: Mapping[str, Any], model: ModelConfig) -> int:
-    """By how many parameters latent attention (DeepSeek-V3, arXiv:2412.19437) differs from projections as wide as its
-    queries."""
-    rank = plain.get("kv_lora_rank")
-    if not rank:
-        return 0
-    heads, rope = model.num_heads, int(plain["qk_rope_head_dim"])
-    value, of_q = int(plain["v_head_dim"]), plain.get("q_lora_rank")
-    queries = of_q * (model.width + 1 + heads * model.head_dim) if of_q else model.width * heads * model.head_dim
-    keys = model.width * (rank + rope) + rank + rank * heads * (model.head_dim - rope + value)
-    wide = 2 * model.width * model.head_dim * (heads + model.num_kv_heads)
-    return model.num_layers * (queries + keys + heads * value * model.width - wide)
-
-
-def _latent(plain: Mapping[str, Any], model: ModelConfig) -> Latent | None:
-    """As `integrations.transformers` chooses what hops carry."""
-    rank, rope = int(plain.get("kv_lora_rank") or 0), int(plain.get("qk_rope_head_dim") or 0)
-    if not rank or not carries_latents(model.num_heads, model.head_dim, rank + rope):
-        return None
-    return Latent(rank + rope, rank * model.num_heads * (model.head_dim - rope + int(plain["v_head_dim"])))
-
-
-def _layer_types(plain: Mapping[str, Any], num_layers: int) -> list[str]:
-    """The config's, else those that Gemma's types begin with: published configs do not have them."""
-    every = {"gemma2": 2, "gemma3_text": plain.get("sliding_window_pattern") or 6}.get(plain["model_type"])
-    if plain.get("layer_types") or every is None:
-        return plain.get("layer_types") or []
-    return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
-
-
-def _windows(plain: Mapping[str, Any], settings: TrainSettings, num_layers: int) -> LayerPatterns | None:
-    """As `RingModel.pattern`: windows that are as long as the sequence are none."""
-    window = plain.get("sliding_window")
-    if not window or window >= settings.step.context_tokens or settings.windows == "dense":
-        return None
-    kind = plain["model_type"]
-    kinds = ["sliding_attention"] * num_layers if kind in ALL_WINDOWS else _layer_types(plain, num_layers)
-    rule: Rule = Window(int(window))
-    if settings.windows == "blocks":
-        rule = BigBird(window=Window(int(window)).num_blocks(BLOCK_TOKENS), globals=0, randoms=0)
-    with_window = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
-    if not with_window or kind in NO_WINDOWS:
-        return None
-    groups = [LayerGroup((rule,), with_window)]
-    rest = tuple(layer for layer in range(num_layers) if layer not in with_window)
-    return LayerPatterns((*groups, *([LayerGroup((Dense(),), rest)] if rest else [])))
+    of_latents, latent = config.latent(model)
+    return model, config.windows(settings), num_parameters(model) + of_latents, latent

@@ -1,4 +1,4 @@
-"""What a run was forecast to take beside what was seen: for `train`, `forecast --score` and `--from-run`."""
+"""Compares a run's forecast with its measurements: for `train`, `forecast --score` and `--from-run`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import dataclasses
 import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from elastic_ring.cli.forecasts.attention import work_of
 from elastic_ring.cli.settings import TrainSettings, parse
@@ -20,21 +19,21 @@ from elastic_ring.forecast.scenario import Scenario, default_efficiency, totals_
 from elastic_ring.forecast.sizing.machines import Fleet, Links, named_fleet
 from elastic_ring.forecast.sizing.rates import Rates
 from elastic_ring.monitor.goodput import WARM_STEPS, seen_of
-from elastic_ring.monitor.json_files import as_written, read_json
+from elastic_ring.monitor.json_files import as_written, read_json, readable_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, read_metrics
 
 CORE_FLOPS, CPU_STEP_S = 36e9, 0.1
-"""The rate of a step on a CPU core, in fp32, and what it takes beside: the laptop preset's 1.37 s on two
-(benchmarks/results/checkpoint), and 0.57 of half its tokens."""
+"""FLOP/s of a CPU core in fp32, and the fixed seconds of a step: two cores take 1.37 s for the laptop preset
+(benchmarks/results/checkpoint), and 0.57 s for half of its tokens."""
 COORDINATOR_DIED, NODE_GONE = "the coordinator died", "node lost|unreachable"
 UNITS = {"step_s": ("step", 1.0, "s"), "gpu_bytes": ("memory", 2.0**30, "GiB"), "goodput": ("goodput", 0.01, "%")}
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A run that has ended. `forecast`, `figures`: as `ElasticRingTrainer.planned` and `seen_of`; `losses`: members
-    that were lost, by scope; `gpu_hours`: of all its ranks; `mean_step_s`: of those that
-    were kept; `alone_step_s`: as a `Scenario` has it."""
+    """The measurements of a run that has ended. `forecast`: as recorded at its start; `figures`: of `seen_of`;
+    `losses`: lost members by scope; `kept_s`: seconds of committed steps, `mean_step_s` each; `gpu_hours`: of all
+    ranks; `alone_step_s`: as in `Scenario`."""
 
     forecast: Mapping[str, float]
     figures: Mapping[str, float]
@@ -45,25 +44,23 @@ class Seen:
     alone_step_s: float | None = None
 
 
-def scenario_of_run(settings: TrainSettings, fleet: Fleet) -> Scenario:
-    eff = default_efficiency(fleet)
-    tokens = float(settings.step.steps) * settings.step.tokens_per_step
+def scenario_of_run(settings: TrainSettings, fleet: Fleet, rates: Rates | None = None) -> Scenario:
     return Scenario(
         scaling=settings.scaling,
         step=settings.step,
         run=settings.run,
         fleet=fleet,
-        eff=eff,
+        eff=default_efficiency(fleet, rates),
         failures=PRIORS["published"],
         price=None,
-        tokens=tokens,
+        tokens=float(settings.step.steps) * settings.step.tokens_per_step,
         **work_of(settings),
     )
 
 
 def on_cores(settings: TrainSettings, num_cores: int, load: float = 0.0) -> Scenario:
-    """The scenario of ranks on one host's cores, which `load` other threads want, too: the step is their FLOP, links
-    are its memory. The GPU does not matter."""
+    """The scenario of ranks on one host's cores, shared with `load` other threads. A step takes its FLOP at the cores'
+    rate, links have the rate of memory; no figure of the fleet's GPU type enters."""
     ranks = settings.scaling.mesh.size
     links = Links(nvlink_gb_s=2.0, nic_gb_s=2.0)
     fleet = Fleet(gpu="A100-40", links=links, name="CPU", gpus_per_host=ranks + settings.scaling.spares)
@@ -77,8 +74,8 @@ def on_cores(settings: TrainSettings, num_cores: int, load: float = 0.0) -> Scen
 
 
 def planned(settings: TrainSettings, gpu: str | None, num_cores: int, load: float = 0.0) -> dict[str, float]:
-    """A step and the goodput that are forecast for ranks on GPUs of that type, or on so many cores that are shared with
-    `load` other threads; empty for GPUs of no type of a forecast."""
+    """The forecast step and goodput of ranks on GPUs of a type, or on `num_cores` shared with `load` other threads;
+    empty for GPUs of an unknown type."""
     if settings.scaling.device == "cuda":
         if gpu is None:
             return {}
@@ -90,8 +87,15 @@ def planned(settings: TrainSettings, gpu: str | None, num_cores: int, load: floa
     return {"step_s": figures["step_s"], "goodput": figures["goodput"], **alone}
 
 
+def forecast_on_record(folder: Path) -> dict[str, float]:
+    """The forecast with which the run of this folder began; empty without a record."""
+    recorded = readable_json(folder / CONFIG_NAME) or {}
+    with as_written(str(folder)):
+        return {name: float(recorded[f"planned_{name}"]) for name in UNITS if f"planned_{name}" in recorded}
+
+
 def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
-    """The settings of a run that has ended, and what was seen. Raises ValueError for a folder without them."""
+    """The settings of a run that has ended, and its measurements. Raises ValueError for a folder without them."""
     summary = read_json(folder / SUMMARY_NAME) if (folder / SUMMARY_NAME).exists() else None
     if not summary or not (folder / "config.toml").exists() or not (folder / METRICS_NAME).exists():
         raise ValueError(f"{folder}: is no run that has ended: summary.json, config.toml or metrics.jsonl is not there")
@@ -108,18 +112,18 @@ def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
     if "step_s" not in figures:
         raise ValueError(f"{folder}: its metrics.jsonl has no steps")
     with as_written(str(folder)):
-        forecast = {name: float(recorded[f"planned_{name}"]) for name in UNITS if f"planned_{name}" in recorded}
         parts = summary.get("time_s") or {}
         hours = sum(parts.values()) / 3600 * settings.scaling.mesh.size
         losses, kept_s = losses_of(summary["recoveries"]), float(parts.get("steps", 0.0))
         alone = recorded.get("planned_alone_step_s")
         mean_s = statistics.fmean(steps_s[WARM_STEPS:] or steps_s)
-        return settings, Seen(forecast, figures, losses, kept_s, hours, mean_s, None if alone is None else float(alone))
+        alone_s = None if alone is None else float(alone)
+        return settings, Seen(forecast_on_record(folder), figures, losses, kept_s, hours, mean_s, alone_s)
 
 
-def losses_of(recoveries: list[Mapping[str, Any]]) -> Counter[str]:
-    """How many recoveries there were by what was lost. Training goes on without its coordinator."""
-    causes = [cause["cause"] for cause in recoveries if cause["cause"] != COORDINATOR_DIED]
+def losses_of(recoveries: Sequence[Mapping[str, object]]) -> Counter[str]:
+    """The number of recoveries by the scope of the loss. A lost coordinator is none: training goes on meanwhile."""
+    causes = [str(recovery["cause"]) for recovery in recoveries if recovery["cause"] != COORDINATOR_DIED]
     return Counter(
         "frozen" if " hung " in cause else "host" if re.search(NODE_GONE, cause) else "process" for cause in causes
     )
@@ -133,8 +137,8 @@ def beside(name: str, forecast: float, seen: float) -> str:
 
 
 def score(folders: list[Path], fleet: Fleet) -> list[str]:
-    """A line for each run and figure, and how wrong the forecasts were: those on record, else those of today. Goodput
-    is also forecast with the losses that came."""
+    """A line for each run and figure with the error of its forecast, the recorded one or else a new one. Goodput is
+    also forecast with the run's own losses."""
     lines, off, points = [], [], []
     for folder in folders:
         settings, seen = read_run(folder)
@@ -153,7 +157,7 @@ def score(folders: list[Path], fleet: Fleet) -> list[str]:
         off.append(abs(forecast["step_s"] / seen.figures["step_s"] - 1))
         if "goodput" in seen.figures:
             shape = scenario.shape(scenario.medians(), seen.figures["step_s"])
-            # What a loss breaks off is half of any step, slow ones too.
+            # A loss breaks off half of the mean step, which slow steps lengthen.
             shape = dataclasses.replace(shape, step_s=seen.mean_step_s)
             goodput = goodput_with(shape, seen.kept_s, seen.losses)
             points.append(abs(goodput - seen.figures["goodput"]))
@@ -169,14 +173,12 @@ def score(folders: list[Path], fleet: Fleet) -> list[str]:
 
 
 def learned(folder: Path, fleet: Fleet, rates: Rates | None = None) -> Learned:
-    """What a run shows of the next, beside its own forecast, with the `rates` of the machine if there are. Raises
-    ValueError for a run on CPUs: these have no forecast."""
+    """A run's evidence for a forecast: its step over its forecast, with the `rates` of its machine if given, and its
+    losses. Raises ValueError for a run on CPUs."""
     settings, seen = read_run(folder)
     if settings.scaling.device != "cuda":
-        raise ValueError(f"--from-run {folder}: ran on CPUs, which tell nothing of GPUs; name a run on GPUs")
-    scenario = scenario_of_run(settings, fleet)
-    if rates is not None:
-        scenario = dataclasses.replace(scenario, eff=default_efficiency(fleet, rates))
+        raise ValueError(f"--from-run {folder}: ran on CPUs, whose steps say nothing about GPUs; name a run on GPUs")
+    scenario = scenario_of_run(settings, fleet, rates)
     ratio = seen.figures["step_s"] / float(scenario.step_s(scenario.medians()))
     size = (settings.scaling.mesh.size, float(scenario.plan.num_parameters))
     return Learned(ratio, sum(seen.losses.values()), seen.gpu_hours, size)

@@ -105,12 +105,12 @@ class PriceList:
         hours, source = [0.8 * usd, usd, 1.3 * usd], "owned: wear, upkeep, energy, staff"
         return Price(gpu=fleet.gpu, kind="owned", usd_hour=hours, date="2026-05-01", source=source)
 
-    def warnings(self, row: Price, days_of: Mapping[str, int]) -> list[str]:
-        """Warnings about a price's age. `days_of`: days since each date."""
-        age = days_of.get(row.date, 0)
-        if age < 0:
-            return [f"the price of {row.gpu} is of a day to come ({row.date}, {row.source}): look again"]
-        return [f"the price of {row.gpu} is {age} days old ({row.date}, {row.source}): look again"] * (age > STALE_DAYS)
+    def warnings(self, row: Price, age_days: int) -> list[str]:
+        """Warnings about a price's age."""
+        if 0 <= age_days <= STALE_DAYS:
+            return []
+        age = f"{age_days} days old" if age_days > 0 else "dated in the future"
+        return [f"the price of {row.gpu} is {age} ({row.date}, {row.source}): look for a newer one with --prices"]
 
 
 def read_prices(path: str | None) -> PriceList:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from elastic_ring.forecast.answers.search import fitting_changes
 from elastic_ring.forecast.goodput import DAY
@@ -147,7 +146,7 @@ def _attention_lines(scenario: Scenario) -> list[str]:
 
 def as_json(
     forecast: Forecast, deadline_s: float | None, budget_usd: float | None, warnings: Sequence[str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     scenario, tags = forecast.scenario, origins(forecast)
     plan = scenario.plan
     figures = {

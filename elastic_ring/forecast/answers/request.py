@@ -1,5 +1,4 @@
-"""What a user asks of a forecast, as text: amounts, deadlines, and plans in stages with gates. Errors are one line
-each."""
+"""A user's words to a forecast: amounts, deadlines, runs to learn from, and plans in stages with gates."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -34,17 +33,17 @@ def amount(text: str, flag: str) -> float:
     return value
 
 
-def deadline_s(text: str, today_days: Mapping[str, int]) -> float:
-    """90d, 36h, 6w, or a date. `today_days`: days until each date, from the caller's clock. Raises ValueError for a
-    date in the past."""
+def deadline_s(text: str, days: int | None) -> float:
+    """Seconds of 90d, 36h, 6w, or until a date in `days`, by the caller's clock. Raises ValueError for a date in the
+    past."""
     match = re.match(r"^([0-9]*\.?[0-9]+)\s*([hdw])$", text.strip())
     if match and float(match[1]) > 0:
         return float(match[1]) * SECONDS[match[2]]
-    if text not in today_days:
+    if days is None:
         raise ValueError(f"--deadline {text}: must be a duration such as 90d, 36h, 6w, or a date such as 2027-03-01")
-    if today_days[text] <= 0:
+    if days <= 0:
         raise ValueError(f"--deadline {text}: lies in the past")
-    return today_days[text] * SECONDS["d"]
+    return days * SECONDS["d"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Stage:
 
 def read_stages(path: str) -> list[Stage]:
     """[[stage]] tables of a TOML file. Raises ValueError that names the stage and what is wrong."""
-    rows: Any = read_toml(path, "--stages").get("stage")
+    rows = read_toml(path, "--stages").get("stage")
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"--stages {path}: has no [[stage]] tables")
     stages: list[Stage] = []

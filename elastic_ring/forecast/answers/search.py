@@ -56,7 +56,7 @@ class Candidate:
 
 def changed(base: Scenario, **fields: Any) -> Scenario:
     """`base` with settings of any of its parts changed, each by its name; fields of the scenario itself too."""
-    parts: dict[str, Any] = {part: getattr(base, part) for part in ("model", "scaling", "step", "run")}
+    parts = {part: getattr(base, part) for part in ("model", "scaling", "step", "run")}
     for part, current in parts.items():
         own = [name for name in fields if name not in Scenario.__dataclass_fields__ and hasattr(current, name)]
         parts[part] = dataclasses.replace(current, **{name: fields.pop(name) for name in own}) if own else current

@@ -165,7 +165,7 @@ def read_fleet(text: str) -> Fleet:
         raise ValueError(f"--fleet {text}: {error}") from error
 
 
-def read_toml(path: str, flag: str) -> dict[str, Any]:
+def read_toml(path: str, flag: str) -> dict[str, object]:
     try:
         return plain_toml(read_small(path, MAX_TOML_BYTES, is_asked=True))
     except (OSError, ValueError) as error:

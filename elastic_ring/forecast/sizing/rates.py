@@ -171,7 +171,7 @@ def read_rates(path: Path) -> Rates:
             [from_plain(Collective, row) for row in rates["collectives"]],
             [from_plain(GroupBuild, row) for row in rates["groups"]],
             from_plain(HostFigures, host),
-            plain.get("about", {}).get("device"),
+            str(device) if (device := plain.get("about", {}).get("device")) else None,
         )
     except KeyError as error:
         raise ValueError(f"--machine {path}: rates: {error} is missing; {again}") from error

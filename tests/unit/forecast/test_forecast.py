@@ -321,9 +321,9 @@ def test_prices_are_dated_and_stale_ones_warn() -> None:
     for gpu in GPUS:
         row = prices.find(gpu, "on demand")
         assert row.source
-        assert prices.warnings(row, {row.date: 91})
-        assert not prices.warnings(row, {row.date: 90})
-        assert "a day to come" in prices.warnings(row, {row.date: -1})[0]
+        assert prices.warnings(row, 91)
+        assert not prices.warnings(row, 90)
+        assert "dated in the future" in prices.warnings(row, -1)[0]
     with pytest.raises(ValueError, match="has no price of H900"):
         prices.find("H900", "spot")
 

@@ -58,7 +58,7 @@ COMMANDS = {
     "train": "elastic_ring.cli.train",
     "status": "elastic_ring.cli.status",
     "plan": "elastic_ring.cli.train:main_plan",
-    "calibrate": "elastic_ring.cli.calibrate",
+    "calibrate": "elastic_ring.cli.operate:calibrate",
     "data": "elastic_ring.cli.data",
     "tune": "elastic_ring.cli.tune",
     "export": "elastic_ring.cli.checkpoints:export_weights",

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_bytes
 
 from elastic_ring.attention.patterns.parse import parse_pattern
-from elastic_ring.cli.settings import read_toml
+from elastic_ring.cli.settings import SettingsFile, read_toml
 from elastic_ring.control.replay import standing
 from elastic_ring.costs import CostModel
 from elastic_ring.data.manifest import digest_of, read_manifest
@@ -582,7 +582,7 @@ def test_a_file_that_the_user_names_may_be_a_pipe_of_some_length(tmp_path: Path)
         with ThreadPoolExecutor() as pool, suppress(BrokenPipeError):
             writes = pool.submit(lambda end=ends[1], said=text: (os.write(end, said), os.close(end)))
             with pytest.raises(ValueError, match=told) if told else nullcontext():
-                assert read_toml(Path(f"/dev/fd/{ends[0]}")) == {"preset": "100m"}
+                assert read_toml(Path(f"/dev/fd/{ends[0]}")) == SettingsFile(texts={"preset": "100m"})
             os.close(ends[0])
             writes.result()
 
