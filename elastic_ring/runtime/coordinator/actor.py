@@ -101,6 +101,7 @@ from elastic_ring.runtime.coordinator.startup import (
     open_when_stored,
 )
 from elastic_ring.runtime.coordinator.term_storage import StorageWait, TermStorage
+from elastic_ring.runtime.driver import submission_rules
 from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, built_generation, left_behind
 from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart, Notice
 from elastic_ring.runtime.ray_head import is_kept, warn_if_shorter
@@ -146,21 +147,21 @@ class Coordinator:
 
     # ------------------------------------------------------------ called by drivers
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> submission_rules.Coordinator:
         """This run and process, for a driver that finds the name taken."""
-        run_spec = self.run_spec
-        return {
-            "digest": run_spec.digest,
-            "what": dict(run_spec.identity.entries),
-            "places": dict(run_spec.identity.places),
-            "sources": dict(run_spec.sources),
-            "attempt": run_spec.attempt,
-            "pid": os.getpid(),
-            "folder": run_spec.run.storage_uri,
-            "ended": self._decider.driver_feed.ended,
-            "head_is_kept": is_kept(environment()),
-            "asks_callbacks": run_spec.task.asks_callbacks,
-        }
+        run_spec, end = self.run_spec, self._decider.driver_feed.ended
+        return submission_rules.Coordinator(
+            run_spec.attempt,
+            run_spec.digest,
+            run_spec.identity,
+            run_spec.sources,
+            run_spec.run.storage_uri,
+            end is not None,
+            "" if end is None else end["error"],
+            run_spec.task.asks_callbacks,
+            is_kept(environment()),
+            os.getpid(),
+        )
 
     def renew(self) -> None:
         """Renew the driver's lease."""

@@ -57,9 +57,13 @@ def connect(address: str = "auto", **how: Any) -> None:
                     raise ConnectionError(f"Ray clusters of {', '.join(heads)} run on this machine: set RAY_ADDRESS")
     try:
         # As Ray does for one that it finds by itself.
-        if is_found and MODE not in environment() and _token_loader().has_token(ignore_auth_mode=True):
+        if (
+            is_found
+            and MODE not in environment()
+            and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+        ):
             use({MODE: "token"})
-        _init(address, how)
+        _init(address, **how)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConnectionError(
             f"{address}: no Ray cluster answers there ({error}); one that asks for a token wants RAY_AUTH_MODE=token "
@@ -70,10 +74,10 @@ def connect(address: str = "auto", **how: Any) -> None:
 def start(**how: Any) -> None:
     """Start a Ray on this host that asks for a token and ends with this process. `how`: as `ray.init` takes it."""
     ask_for_token()
-    _init("local", how)
+    _init("local", **how)
 
 
-def _init(address: str, how: Mapping[str, Any]) -> None:
+def _init(address: str, **how: Any) -> None:
     """The only call of `ray.init` in this package; its callers have set the token."""
     ray.init(address=address, log_to_driver=False, **how)
 
@@ -115,10 +119,6 @@ def _heads_of_raylets() -> set[str]:
     return heads - {""}
 
 
-def _token_loader() -> Any:
-    return AuthenticationTokenLoader.instance()
-
-
 def use(variables: Mapping[str, str | None]) -> None:
     """Set variables, None removes one, and have Ray read them again: it reads them only when it is imported."""
     for name, value in variables.items():
@@ -127,7 +127,7 @@ def use(variables: Mapping[str, str | None]) -> None:
         else:
             environment()[name] = value
     Config.initialize("")
-    _token_loader().reset_cache()
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def ask_for_token() -> None:

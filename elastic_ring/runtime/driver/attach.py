@@ -46,7 +46,8 @@ def ask(coordinator: Any, run: RunConfig, patience_s: float | None = None) -> Co
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            return Coordinator.of(ray.get(coordinator.identity.remote(), timeout=run.timeouts.hello_s))
+            answer: Coordinator = ray.get(coordinator.identity.remote(), timeout=run.timeouts.hello_s)
+            return answer
         except ActorDiedError:
             return None
         except (GetTimeoutError, ActorUnavailableError) as error:

@@ -81,24 +81,9 @@ class Coordinator:
     asks_callbacks: bool
     head_is_kept: bool = False
     """Whether the cluster's head keeps its state when it dies."""
+    pid: int = 0
     writes_here: bool = True
     """Whether the requested folder holds its records, maybe by another path."""
-
-    @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> Coordinator:
-        """From the answer of `coordinator.actor.Coordinator.identity`."""
-        end = answer["ended"]
-        return cls(
-            answer["attempt"],
-            answer["digest"],
-            Identity(answer["what"], answer["places"]),
-            answer["sources"],
-            answer["folder"],
-            end is not None,
-            "" if end is None else end["error"],
-            answer["asks_callbacks"],
-            answer["head_is_kept"],
-        )
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,9 @@ def warm_devices(
         begun, device = time.monotonic(), torch.device("cuda", gpu.index)
         try:
             # First something small: the verdict on a kernel is this process's, whichever GPU it was tried on.
-            alone = leases.is_free(folder, gpu)
+            lease = GpuLease("", folder)
+            alone = lease.lock(gpu)
+            lease.release()
             failure = warm(task, device, shapes, cp if alone else 0, cache, kernels) if computes(device) else NO_PROBE
         except RuntimeError as error:
             if is_out_of_memory(error):

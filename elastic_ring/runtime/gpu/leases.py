@@ -374,14 +374,6 @@ def record_failure(folder: Path, gpu: Gpu, why: str, is_proven: bool = False) ->
     return state
 
 
-def is_free(folder: Path, gpu: Gpu) -> bool:
-    """Whether no process owns it now."""
-    lease = GpuLease("", folder)
-    was_free = lease.lock(gpu)
-    lease.release()
-    return was_free
-
-
 def record_failure_if_free(folder: Path, gpu: Gpu, why: str) -> bool:
     """Record a failure on a GPU that this process does not own; False if another process does. Then a failure proves
     nothing: the GPU may be in compute mode EXCLUSIVE_PROCESS."""

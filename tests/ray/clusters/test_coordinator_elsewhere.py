@@ -62,7 +62,7 @@ def test_a_coordinator_that_starts_without_its_local_records_goes_on_from_the_st
         done = pool.submit(moved.fit)
         wait_for(lambda: num_steps(folder) > 2)
         coordinator = ray.get_actor(actor_name("moved", "coordinator"), namespace=NAMESPACE)
-        process = psutil.Process(ray.get(coordinator.identity.remote())["pid"])
+        process = psutil.Process(ray.get(coordinator.identity.remote()).pid)
         process.suspend()
         shutil.rmtree(folder)
         process.kill()

@@ -297,7 +297,7 @@ def test_a_coordinator_that_cannot_begin_for_its_journal_ends_the_run(
         run = pool.submit(trainer.fit)
         wait_for(lambda: num_steps(folder) > 2)
         coordinator = ray.get_actor(actor_name(name, "coordinator"), namespace=NAMESPACE)
-        process = psutil.Process(ray.get(coordinator.identity.remote())["pid"])
+        process = psutil.Process(ray.get(coordinator.identity.remote()).pid)
         process.suspend()
         if name == "no-journal":
             folder.rename(tmp_path / "elsewhere")
