@@ -107,7 +107,6 @@ class _WayBack:
         self._under_way, self.queue = self.queue, []
 
     def finish(self) -> None:
-        """Wait until all copies have arrived."""
         if self._stream is not None:
             self._stream.synchronize()
         self._under_way = []

@@ -44,7 +44,6 @@ def verify(data: Tensor, label: str) -> None:
 
 
 def xor(into: Tensor, data: Tensor) -> None:
-    """`into[:len(data)] ^= data`."""
     part = into[: data.numel()]
     torch.bitwise_xor(part, data, out=part)
 

@@ -85,7 +85,6 @@ class Shard:
             param.grad = None
 
     def advance(self, *, skipped: bool) -> None:
-        """Count one finished step."""
         old = self.counters
         in_a_row = old.skipped_in_a_row + 1 if skipped else 0
         self.counters = replace(old, applied=old.applied + 1, skipped=old.skipped + skipped, skipped_in_a_row=in_a_row)

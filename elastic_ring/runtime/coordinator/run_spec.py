@@ -81,7 +81,6 @@ class Clock:
 
 
 def control_options(run_spec: RunSpec) -> ControlOptions:
-    """The core's options from the user's settings."""
     scaling, step = run_spec.scaling, run_spec.task.step
     if run_spec.start_dp is not None:
         scaling = replace(scaling, dp=run_spec.start_dp, max_dp=scaling.most_rings)

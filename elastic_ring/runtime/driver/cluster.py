@@ -81,7 +81,6 @@ def actor_name(run: str, role: str) -> str:
 
 
 def live_nodes(scaling: ScalingConfig) -> list[NodeInfo]:
-    """Ray's live nodes, sorted by node id."""
     draining = gcs_state.get_draining_nodes()
     nodes = []
     for node in sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"]):

@@ -72,7 +72,6 @@ class _ResourceRequests:
         self._ask, self._sent_at = Ask(), 0.0
 
     def refused(self, num_workers: int) -> bool:
-        """Whether the autoscaler is known to refuse so many."""
         return self._ask.refused is not None and self._ask.refused <= num_workers
 
     def step(self, num_here: int) -> None:

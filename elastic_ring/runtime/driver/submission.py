@@ -354,7 +354,6 @@ class Submission:
     # ------------------------------------------------------------ the record
 
     def write_record(self) -> None:
-        """Write config.json, and the files beside it."""
         folder = self.run.driver_folder
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.config_files.items():
@@ -367,7 +366,6 @@ class Submission:
         run_storage.publish(self.run, folder)
 
     def settings_record(self) -> dict[str, Any]:
-        """The settings as config.json records them."""
         settings = {"scaling": self.scaling, "step": self.task.step, "optim": self.task.optim, "run": self.run}
         texts = {name: json.dumps(vars(value), default=str) for name, value in settings.items()}
         shown = {name: shown_plain(plain_json(text)) for name, text in texts.items()}

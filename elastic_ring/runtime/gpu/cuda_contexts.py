@@ -65,7 +65,6 @@ class CudaContexts:
         return int(stats()["allocated_bytes.current"])
 
     def reserved(self, index: int) -> int:
-        """Bytes that torch has reserved on a GPU."""
         return torch.cuda.memory_reserved(index)
 
     def reset(self, index: int) -> int:

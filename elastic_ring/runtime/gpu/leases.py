@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from elastic_ring.errors import PeerFailed
 from elastic_ring.files import plain_json
 
@@ -67,8 +69,7 @@ class GpuFailure:
     is_proven: bool = False
 
 
-_UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, AttributeError)
-"""Errors of reading JSON that another user wrote."""
+_FAILURE = TypeAdapter(GpuFailure)
 
 
 # ------------------------------------------------------------ decisions
@@ -202,7 +203,7 @@ def _is_of(about: os.stat_result, uid: int) -> bool:
 
 def last_owner(folder: Path, name: str) -> Owner:
     """The owner recorded in the lock file; an empty record if it cannot be read."""
-    with suppress(OSError, *_UNREADABLE):  # not there, torn, or not ours
+    with suppress(OSError, ValueError, TypeError, LookupError, OverflowError):  # not there, torn, or not ours
         record = plain_json(_read(lock_path(folder, name)))
         return Owner(int(record["pid"]), int(record["started"]), str(record["run"]), int(record["place"]))
     return Owner()
@@ -214,11 +215,8 @@ def failures_of(folder: Path, name: str) -> list[GpuFailure]:
     for uid in sorted({0, os.geteuid()}):
         with suppress(OSError):
             for line in _read(failure_record_path(folder, name, uid), uid).splitlines():
-                with suppress(*_UNREADABLE):
-                    record = plain_json(line)
-                    pid, started, unix_s = int(record["pid"]), int(record["started"]), float(record["unix_s"])
-                    is_proven = bool(record.get("is_proven", False))
-                    failures.append(GpuFailure(pid, started, unix_s, str(record["why"]), is_proven))
+                with suppress(ValueError):
+                    failures.append(_FAILURE.validate_json(line))
     return sorted(failures, key=lambda failure: failure.unix_s)
 
 
@@ -228,7 +226,6 @@ def verdicts_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def bad_ones(folder: Path, names: Iterable[str]) -> list[str]:
-    """Names of the bad GPUs."""
     return sorted(name for name, state in verdicts_of(folder, names).items() if state == "bad")
 
 
@@ -346,7 +343,6 @@ class GpuLease:
         self._fd, self.gpu = None, None
 
     def previous_owner_is_alive(self) -> bool:
-        """Whether the previous owner of this GPU has not quite ended."""
         return self.previous_owner.pid > 0 and process_started(self.previous_owner.pid) == self.previous_owner.started
 
     def _record(self, owner: Owner) -> None:

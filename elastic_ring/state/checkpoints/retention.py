@@ -185,14 +185,13 @@ def kept_step(storage: Storage) -> int | None:
     if not storage.exists(KEPT_NAME):
         return None
     try:
-        record = plain_json(storage.read_record(KEPT_NAME, MAX_KEPT_BYTES), MAX_KEPT_BYTES)
-        step = record["step"] if isinstance(record, dict) else None
-    except (ValueError, KeyError) as error:
+        step = plain_json(storage.read_record(KEPT_NAME, MAX_KEPT_BYTES), MAX_KEPT_BYTES)["step"]
+        if type(step) is not int:
+            raise ValueError("it names no step")
+    except (ValueError, LookupError, TypeError) as error:
         raise CheckpointDamaged(
             f"{KEPT_NAME} cannot be read ({error}): remove it, or have a checkpoint kept"
         ) from error
-    if type(step) is not int:
-        raise CheckpointDamaged(f"{KEPT_NAME} names no step: remove it, or have a checkpoint kept")
     return step
 
 

@@ -88,8 +88,8 @@ def test_a_lock_file_that_was_removed_gives_no_second_owner_of_the_old_one(
 ) -> None:
     path, opened = lock_path(tmp_path, A.name), leases.open_shared
 
-    def open_and_lose(path: Path, flags: int = 0) -> int:
-        fd = opened(path, flags)
+    def open_and_lose(path: Path) -> int:
+        fd = opened(path)
         path.unlink()
         return fd
 
