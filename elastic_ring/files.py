@@ -221,6 +221,10 @@ def few(parts: Iterable[object], most: int, between: str = ", ") -> str:
     return between.join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
+def size_text(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def cut(text: str, most: int) -> str:
     """At most so many characters of a text, and a mark where some are left out."""
     return text if len(text) <= most else f"{text[:most]}..."

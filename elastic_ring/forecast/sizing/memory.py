@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from elastic_ring.config import ScalingConfig, StepConfig
 from elastic_ring.control.options import AUTO, parse_copies
+from elastic_ring.files import size_text as size
 from elastic_ring.gpus import CONTEXT_BYTES, GPUS, RESERVE
 from elastic_ring.model.config import ModelConfig, active_parameters, expert_parameters, model_flops, num_parameters
 from elastic_ring.model.memory import (
@@ -205,10 +206,6 @@ class ModelPlan:
 def _table(terms: Mapping[str, int]) -> list[str]:
     ranked = sorted(terms.items(), key=lambda term: (-term[1], term[0]))
     return [f"  {size(num_bytes):>10}  {name}" for name, num_bytes in ranked if num_bytes]
-
-
-def size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def plan_of(

@@ -12,6 +12,7 @@ import secrets
 import socket
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,13 +101,19 @@ def local_head() -> str | None:
             )
             return None
         address = file.read(MAX_ADDRESS_CHARS).strip()
+    if is_listening(address):
+        return address
+    log.warning("Ray remembers a cluster at %s that does not answer", printable(address))
+    return None
+
+
+def is_listening(address: str) -> bool:
+    """Whether a process listens at the address of a cluster's head."""
     host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
-    except (OSError, ValueError):
-        log.warning("Ray remembers a cluster at %s that does not answer", printable(address))
-        return None
-    return address
+    with suppress(OSError, ValueError):
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+        return True
+    return False
 
 
 def _heads_of_raylets() -> set[str]:

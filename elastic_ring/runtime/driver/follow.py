@@ -30,7 +30,8 @@ from elastic_ring.monitor.result import Result
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.inbox import End, News
 from elastic_ring.runtime.driver import attach
-from elastic_ring.runtime.driver.ray_session import is_listening, leaving
+from elastic_ring.runtime.driver.access import is_listening
+from elastic_ring.runtime.driver.ray_session import leaving
 from elastic_ring.runtime.driver.session import interruptible, lease
 from elastic_ring.runtime.driver.submission import Submission
 from elastic_ring.runtime.driver.task_checks import training_order

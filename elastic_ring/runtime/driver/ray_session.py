@@ -9,11 +9,10 @@ import logging
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import ray
 
@@ -28,7 +27,6 @@ from elastic_ring.runtime.ray_head import RECONNECT, RECONNECT_S
 log = logging.getLogger(__name__)
 
 LONGEST_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
-CONNECT_S = 2.0
 ACCELERATOR = "accelerator_type:"
 """How Ray's resources name a node's type of GPU."""
 OUTLAST_S = 10.0  # Ray ends a process without a word, so the driver must give up first
@@ -77,15 +75,6 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
 def is_local() -> bool:
     """Whether `cluster` starts a Ray of its own."""
     return (environment().get("RAY_ADDRESS") or access.local_head() or "local") == "local"
-
-
-def is_listening(gcs_address: str) -> bool:
-    """Whether a process listens at the address of the cluster's head."""
-    host, _, port = gcs_address.rpartition(":")
-    with suppress(OSError):
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-        return True
-    return False
 
 
 def gpu_of_run(scaling: ScalingConfig) -> str | None:

@@ -18,6 +18,7 @@ from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.capacity.scaling import Ask, next_ask, sizes
 from elastic_ring.control.options import AUTO, parse_copies
 from elastic_ring.control.placement.coverage import COPIES, OUTCOMES, PROCESS, describe, without_holder
+from elastic_ring.files import size_text
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.driver.cluster import NodeInfo, live_nodes
 from elastic_ring.runtime.ray_head import RENEW_S, Autoscaler
@@ -162,8 +163,8 @@ def with_settled_copies(run: RunConfig, mesh: Mesh, num_parameters: int, nodes: 
         node_bytes = min(mesh.size, node.num_members) * rank_bytes
         if node_bytes > HOST_SHARE * node.memory_bytes:
             why = (
-                f"on by default, they would take {_size(node_bytes)} of the {_size(node.memory_bytes)} that Ray counts "
-                f"on {node.address}, more than {HOST_SHARE:.0%}"
+                f"on by default, they would take {size_text(node_bytes)} of the {size_text(node.memory_bytes)} that "
+                f"Ray counts on {node.address}, more than {HOST_SHARE:.0%}"
             )
             run = replace(run, copies="0")
             break
@@ -184,7 +185,7 @@ def with_settled_copies(run: RunConfig, mesh: Mesh, num_parameters: int, nodes: 
         log.info(
             "dp=1: another worker's memory keeps a copy of each worker's state (--copies 0 for none), %s of host "
             "memory a rank; %s%s",
-            _size(rank_bytes),
+            size_text(rank_bytes),
             cost,
             f"; copies{on_one}" * bool(on_one),
         )
@@ -203,7 +204,3 @@ def _how_often(run: RunConfig, outcome: int) -> str:
     if config.every_s is not None:
         return f" (one each {config.every_s:g} s)"
     return " (the first after step 1, the others as the run finds worth their cost, 30 s to an hour apart)"
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -19,7 +19,8 @@ import ray
 from elastic_ring.config import RunConfig
 from elastic_ring.monitor.callbacks import STOPPED_BY_USER
 from elastic_ring.runtime.driver import attach
-from elastic_ring.runtime.driver.ray_session import is_listening, stop_signals
+from elastic_ring.runtime.driver.access import is_listening
+from elastic_ring.runtime.driver.ray_session import stop_signals
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from ray.dashboard.modules.job.job_supervisor import JobSupervisor
 from deploy.drills.local_cluster import using
 from elastic_ring.config import RunConfig, Timeouts
 from elastic_ring.runtime.driver import access, ray_session, session
-from elastic_ring.runtime.driver.ray_session import OUTLAST_S, is_listening, outlast_head
+from elastic_ring.runtime.driver.access import is_listening
+from elastic_ring.runtime.driver.ray_session import OUTLAST_S, outlast_head
 from elastic_ring.runtime.driver.session import interruptible
 from elastic_ring.runtime.ray_head import RECONNECT, is_kept, reconnect_s, warn_if_shorter
 from tests.signals import heeding_hangups
