@@ -105,7 +105,7 @@ def set_aside_checkpoints(storage: Storage) -> list[SetAside]:
     for entry in entries:
         if entry.path.endswith(REJECTED):
             folder = entry.path.rsplit("/", 1)[0]
-            reasons, attempt = _record(storage, entry.path)
+            reasons, attempt, _ = _record(storage, entry.path)
             num_bytes = sum(other.num_bytes for other in entries if attempt and _attempt(other.path) == attempt)
             rejected.append(SetAside(folder, reasons, num_bytes))
     return sorted(rejected, key=lambda checkpoint: age_key(checkpoint.folder), reverse=True)
@@ -147,19 +147,21 @@ def _kept_folders(storage: Storage, entries: Sequence[Entry]) -> set[str]:
     return kept
 
 
-def _record(storage: Storage, name: str) -> tuple[tuple[str, ...], str]:
-    """(why a checkpoint was set aside, the folder that its manifest names; empty where that cannot be read)."""
+def _record(storage: Storage, name: str) -> tuple[tuple[str, ...], str, bool]:
+    """(why a checkpoint was set aside, the folder that its manifest names, whether its steps were undone); an empty
+    folder where that cannot be read."""
     try:
         record = plain_json(storage.read_record(name, 2 * MAX_BYTES), 2 * MAX_BYTES)
         reasons, manifest = tuple(map(str, record["reasons"])), record["manifest"]
-    except (ValueError, LookupError, TypeError) as error:
-        return (f"its record cannot be read ({type(error).__name__}: {error})",), ""
+        is_undone = bool(record.get("undone"))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        return (f"its record cannot be read ({type(error).__name__}: {error})",), "", False
     try:
         attempt = plain_json(manifest)["folder"]
     except (ValueError, LookupError, TypeError):
-        return reasons, ""
+        return reasons, "", is_undone
     # A foreign manifest may name files of another checkpoint, or outside of all.
-    return reasons, attempt_in(name.rsplit("/", 1)[0], attempt) or ""
+    return reasons, attempt_in(name.rsplit("/", 1)[0], attempt) or "", is_undone
 
 
 def _attempt(path: str) -> str:
@@ -243,16 +245,10 @@ def prune(
 
 def _remove_checkpoint(storage: Storage, folder: str) -> None:
     """Remove a checkpoint. Checkpoints that were set aside in its folder stay, unless all of them were undone."""
-
-    def is_undone(name: str) -> bool:
-        try:
-            return bool(plain_json(storage.read_record(name, 2 * MAX_BYTES), 2 * MAX_BYTES)["undone"])
-        except (ValueError, LookupError, TypeError):  # of an earlier version, or damaged
-            return False
-
     rejected = [name for name, _ in storage.names(folder, recursive=False) if name.endswith(REJECTED)]
     try:
-        own = folder if all(map(is_undone, rejected)) else read_manifest(storage, folder).folder
+        are_undone = all(_record(storage, name)[2] for name in rejected)
+        own = folder if are_undone else read_manifest(storage, folder).folder
     except CheckpointDamaged:  # which files are its own is unknown
         own = ""
     storage.remove(f"{folder}/{COMMIT}")  # first: without a manifest it does not count
