@@ -21,7 +21,6 @@ from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, fingerprinted
 from elastic_ring.files import cut, few, shown_url
 from elastic_ring.model.config import built_in
-from elastic_ring.runtime.code_digest import code_digest
 from elastic_ring.train.task import TrainingTask
 
 log = logging.getLogger(__name__)
@@ -150,13 +149,6 @@ def code_parts(task: TrainingTask, *, decides: bool = False) -> dict[str, object
     if task.lr_schedule is not None:
         parts["lr_schedule"] = task.lr_schedule
     return parts
-
-
-def code_digests(task: TrainingTask) -> dict[str, str]:
-    """Digests of the user's code that decides what is trained, by part, as its files are now. An edit between a
-    module's import and this call is taken for what runs."""
-    digests = {name: code_digest(part) for name, part in code_parts(task, decides=True).items()}
-    return {name: digest for name, digest in digests.items() if digest}
 
 
 def describe(part: Any) -> str:

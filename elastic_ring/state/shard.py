@@ -195,10 +195,18 @@ class Shard:
                 if name not in saved:
                     raise ValueError(f"it has no group of the optimizer with {name}")
                 for key, value in saved[name].items():
-                    if key not in OWN_TO_A_DEVICE:
-                        if not _fits(group.get(key), value):
-                            raise ValueError(f"it has {key}={str(value)[:200]!r} for {name}")
-                        settings[key] = _restored(group.get(key), value)
+                    if key in OWN_TO_A_DEVICE:
+                        continue
+                    present = group.get(key)
+                    if not _fits(present, value):
+                        raise ValueError(f"it has {key}={str(value)[:200]!r} for {name}")
+                    # JSON has lists for tuples, and numbers for tensors of one element.
+                    if isinstance(present, tuple) and isinstance(value, list):
+                        settings[key] = tuple(value)
+                    elif isinstance(present, Tensor) and isinstance(value, (int, float)):
+                        settings[key] = torch.full_like(present, value)
+                    else:
+                        settings[key] = value
             restored.append(settings)
         return restored
 
@@ -215,13 +223,6 @@ def _fits(present: object, value: object) -> bool:
         return isinstance(value, (list, tuple)) and len(value) == len(present) and all(map(_fits, present, value))
     numbers = isinstance(present, (bool, int, float, Tensor)), isinstance(value, (bool, int, float))
     return numbers[0] == numbers[1] if any(numbers) else type(present) is type(value)
-
-
-def _restored(present: object, value: object) -> object:
-    """JSON has lists for tuples, and numbers for tensors of one element."""
-    if isinstance(present, tuple) and isinstance(value, list):
-        return tuple(value)
-    return torch.full_like(present, value) if isinstance(present, Tensor) and isinstance(value, (int, float)) else value
 
 
 def digest_of(counters: Counters, tensors: Sequence[Tensor], device: torch.device | None = None) -> str:

@@ -32,6 +32,7 @@ from elastic_ring.monitor.json_files import read_json, set_aside
 from elastic_ring.monitor.metrics import CONFIG_NAME, storage_error, write_json
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.agent import notices
+from elastic_ring.runtime.code_digest import code_digest
 from elastic_ring.runtime.coordinator.actor import Coordinator
 from elastic_ring.runtime.coordinator.resume import Resume, find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, is_finished, summary_of
@@ -41,7 +42,7 @@ from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, live_node
 from elastic_ring.runtime.driver.ray_session import cluster
 from elastic_ring.runtime.driver.room import room, with_settled_copies
 from elastic_ring.runtime.driver.task_checks import check_task, fingerprint_of, training_order
-from elastic_ring.runtime.identity import ContentDigests, Identity, code_digests, code_parts, describe, identity_of
+from elastic_ring.runtime.identity import ContentDigests, Identity, code_parts, describe, identity_of
 from elastic_ring.runtime.ray_head import ON_HEAD
 from elastic_ring.runtime.run_storage import check_writable
 from elastic_ring.runtime.worker.env_fingerprint import versions
@@ -100,8 +101,10 @@ class Submission:
     stages: Stages = field(default_factory=lambda: Stages("process, imports, settings"))
 
     def with_code(self) -> Submission:
-        """With the digests of the code as its files are now."""
-        return replace(self, sources=code_digests(self.task))
+        """With the digests of the user's code that decides what is trained, as its files are now. An edit between a
+        module's import and this call is taken for what runs."""
+        digests = {name: code_digest(part) for name, part in code_parts(self.task, decides=True).items()}
+        return replace(self, sources={name: digest for name, digest in digests.items() if digest})
 
     # ------------------------------------------------------------ what is requested
 
