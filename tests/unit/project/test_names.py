@@ -13,111 +13,40 @@ from tests.unit.project.counters import no_names
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("elastic_ring", "benchmarks", "experiments", "jobs", "tune", "tests", "examples")
 
-FILES = {
-    "lookout": "node_monitor",
-    "charter": "run_spec",
-    "card": "worker_spec",
-    "chronicle": "run_recorder",
-    "records": "step_records",
-    "audience": "driver_feed",
-    "mail": "coordinator_client",
-    "lifeline": "rpc",
-    "joined": "batched_p2p",
-    "standstill": "stall_watchdog",
-    "troubles": "error_classifier",
-    "chips": "gpu_leases",
-    "bits": "env_fingerprint",
-    "contexts": "cuda_contexts",
-    "opening": "startup",
-    "ending": "shutdown",
-    "remembered": "cached",
-    "own_sums": "kv_grad_accumulation",
-    "readers": "query_index",
-    "rehearsal": "warmup",
-    "summaries": "block_means",
-    "picture": "plot",
-    "spec": "parse",
-    "machine": "cost_model",
-    "pieces": "transformer",
-    "rungs": "fidelity",
-    "attending": "attention_context",
-    "injection": "faults",
-}
-CLASSES = {
-    "Audience": "DriverFeed",
-    "Card": "WorkerSpec",
-    "Charter": "RunSpec",
-    "Chip": "Gpu",
-    "Chronicle": "RunRecorder",
-    "Claim": "GpuLease",
-    "Crew": "Membership",
-    "KeptWithin": "SizedLRU",
-    "KeySums": "KvGradAccumulation",
-    "Lifeline": "AgentServer",
-    "Line": "JsonConnection",
-    "Lookout": "NodeMonitor",
-    "Mail": "CoordinatorClient",
-    "Oddities": "NondeterminismLog",
-    "Settling": "ContextReleaser",
-    "Short": "NotEnoughWorkers",
-    "Silence": "NullProcessGroup",
-    "Stand": "Standby",
-    "Standstill": "StallWatchdog",
-    "StoodStill": "StallDetected",
-    "Switchboard": "AgentServer",
-    "Turn": "Transition",
-    "Unheld": "ShardLost",
-    "Wires": "ProcessGroups",
-}
-WORDS = {
-    "audience": "driver_feed",
-    "cast": "membership_id",
-    "charter": "run_spec",
-    "chip": "gpu",
-    "chips": "gpus",
-    "chronicle": "recorder",
-    "crew": "membership",
-    "lifeline": "rpc",
-    "lookout": "node_monitor",
-    "mail": "coordinator_client",
-    "oddities": "nondeterminism_log",
-    "rehearsal": "warmup",
-    "rehearse": "warm_up",
-    "rehearsed": "warmed_up",
-    "rung": "fidelity",
-    "rungs": "fidelities",
-    "seat": "coordinates",
-    "standstill": "stall_watchdog",
-    "strike": "inject, or gpu_failure",
-    "strikes": "gpu_failures",
-    "switchboard": "agent_server",
-    "trouble": "error",
-    "troubles": "errors",
-    "remembered": "cached",
-    "unheld": "shard_lost",
-    "wires": "process_groups",
-}
+
+def table(text: str) -> dict[str, str]:
+    return dict(pair.strip().split(": ") for pair in text.split(";"))
+
+
+FILES = table("""
+    lookout: node_monitor; charter: run_spec; card: worker_spec; chronicle: run_recorder; records: step_records;
+    audience: driver_feed; mail: coordinator_client; lifeline: rpc; joined: batched_p2p; standstill: stall_watchdog;
+    troubles: error_classifier; chips: gpu_leases; bits: env_fingerprint; contexts: cuda_contexts; opening: startup;
+    ending: shutdown; remembered: cached; own_sums: kv_grad_accumulation; readers: query_index; rehearsal: warmup;
+    summaries: block_means; picture: plot; spec: parse; machine: cost_model; pieces: transformer; rungs: fidelity;
+    attending: attention_context; injection: faults
+""")
+CLASSES = table("""
+    Audience: DriverFeed; Card: WorkerSpec; Charter: RunSpec; Chip: Gpu; Chronicle: RunRecorder; Claim: GpuLease;
+    Crew: Membership; KeptWithin: SizedLRU; KeySums: KvGradAccumulation; Lifeline: AgentServer;
+    Line: JsonConnection; Lookout: NodeMonitor; Mail: CoordinatorClient; Oddities: NondeterminismLog;
+    Settling: ContextReleaser; Short: NotEnoughWorkers; Silence: NullProcessGroup; Stand: Standby;
+    Standstill: StallWatchdog; StoodStill: StallDetected; Switchboard: AgentServer; Turn: Transition;
+    Unheld: ShardLost; Wires: ProcessGroups
+""")
+WORDS = table("""
+    audience: driver_feed; cast: membership_id; charter: run_spec; chip: gpu; chips: gpus; chronicle: recorder;
+    crew: membership; lifeline: rpc; lookout: node_monitor; mail: coordinator_client; oddities: nondeterminism_log;
+    rehearsal: warmup; rehearse: warm_up; rehearsed: warmed_up; rung: fidelity; rungs: fidelities;
+    seat: coordinates; standstill: stall_watchdog; strike: inject, or gpu_failure; strikes: gpu_failures;
+    switchboard: agent_server; trouble: error; troubles: errors; remembered: cached; unheld: shard_lost;
+    wires: process_groups
+""")
 """A word of an identifier or key -> what to say. Only words that mean nothing else in this code."""
 
-PROSE = {
-    word + ending
-    for word in (
-        "audience",
-        "charter",
-        "chronicle",
-        "crew",
-        "lifeline",
-        "lookout",
-        "rehearsal",
-        "rung",
-        "seat",
-        "standstill",
-        "strike",
-        "switchboard",
-        "trouble",
-    )
-    for ending in ("", "s")
-} | {"oddities", "parked", "rehearse", "rehearsed", "rehearses", "rehearsing", "seated", "unheld"}
+SINGULARS = "audience charter chronicle crew lifeline lookout rehearsal rung seat standstill strike switchboard trouble"
+OTHER_FORMS = {"oddities", "parked", "rehearse", "rehearsed", "rehearses", "rehearsing", "seated", "unheld"}
+PROSE = {word + ending for word in SINGULARS.split() for ending in ("", "s")} | OTHER_FORMS
 """Words that no text may have: comments, docstrings, log lines, pages, dated results."""
 ANY = re.compile("|".join(sorted(PROSE)))
 SUFFIXES = {".html", ".md", ".py", ".sh", ".yaml", ".yml"}
