@@ -68,7 +68,7 @@ def no_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("pattern", "kernel"), [("", "flex"), ("bigbird:4,1,2", "flex")], ids=["dense", "sparse"])
-def test_warmed_up_lengths_of_flex_attention_are_not_compiled_again(pattern: str, kernel: str) -> None:
+def test_warmed_up_lengths_of_flex_attention_are_not_compiled_again(pattern, kernel):
     task = task_of(pattern, kernel)
     warm_up_attention(task, torch.device("cuda", 0), (MODEL.num_heads, MODEL.num_kv_heads, MODEL.head_dim), CP)
     pass_of(task, 0, no_attention)  # a first pass compiles Liger's kernels of the layers
@@ -80,7 +80,7 @@ def test_warmed_up_lengths_of_flex_attention_are_not_compiled_again(pattern: str
 
 @pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_documents_of_any_length_meet_only_kernels_that_the_warm_up_compiled(cp: int, head_dim: int) -> None:
+def test_documents_of_any_length_meet_only_kernels_that_the_warm_up_compiled(cp, head_dim):
     """flash-attn-4's and Triton's, forward and backward; sequences of one document and packed ones."""
     pytest.importorskip("flash_attn.cute")
     task, device, shape = task_of(), torch.device("cuda", 0), (4, 2, head_dim)
@@ -103,7 +103,7 @@ def test_documents_of_any_length_meet_only_kernels_that_the_warm_up_compiled(cp:
     assert watch.news() == []
 
 
-def test_flex_attention_takes_more_lengths_than_torch_compiles_by_default() -> None:
+def test_flex_attention_takes_more_lengths_than_torch_compiles_by_default():
     watch = CompileWatch()
     for num_tokens in range(256, 256 + 64 * 12, 64):
         q, k, v = (

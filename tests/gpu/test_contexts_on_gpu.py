@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_ring.monitor.exits import ExitWatch
 from elastic_ring.runtime.gpu import leases
-from elastic_ring.runtime.gpu.cuda_contexts import (
-    REPINNED_BYTES,
-    CudaContexts,
-    end_contexts,
-    unused_others,
-)
+from elastic_ring.runtime.gpu.cuda_contexts import REPINNED_BYTES, CudaContexts, end_contexts, unused_others
 from elastic_ring.runtime.gpu.device import DeviceLease, empty_cache, visible_gpus
 from elastic_ring.runtime.gpu.leases import GpuLease, last_owner, verdicts_of
 from elastic_ring.runtime.groups import nccl
@@ -144,7 +138,7 @@ def answer(end: Connection) -> Any:
 
 @pytest.mark.parametrize("own", [0, 1])
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_process_lets_go_of_every_gpu_but_its_own_and_goes_on_there(own: int, beside: bool) -> None:
+def test_a_process_lets_go_of_every_gpu_but_its_own_and_goes_on_there(own, beside):
     """Also where the other is the first, which threads without a choice mean."""
     num_gpus, other = torch.cuda.device_count(), 1 - own
     if num_gpus < 2:
@@ -177,13 +171,13 @@ def nobody_aborts() -> None:
     pass
 
 
-def test_every_gpu_has_a_name_of_its_own_that_the_driver_knows() -> None:
+def test_every_gpu_has_a_name_of_its_own_that_the_driver_knows():
     seen = visible_gpus()
     assert len({gpu.name for gpu in seen}) == len(seen) == torch.cuda.device_count()
     assert all(gpu.name.startswith(("GPU-", "MIG-", "PCI-")) for gpu in seen)
 
 
-def test_a_gpu_is_taken_probed_and_given_back_empty(tmp_path: Path) -> None:
+def test_a_gpu_is_taken_probed_and_given_back_empty(tmp_path):
     lease = DeviceLease("cuda", "run", tmp_path)
     device = lease.take(3, 1 << 20, 10.0, nobody_aborts)
     assert not GpuLease("run", tmp_path).lock(visible_gpus()[device.index])
@@ -199,14 +193,14 @@ def test_a_gpu_is_taken_probed_and_given_back_empty(tmp_path: Path) -> None:
     assert last_owner(tmp_path, name).pid == 0
 
 
-def test_a_shard_that_cannot_fit_is_waited_for_briefly_and_not_for_ever(tmp_path: Path) -> None:
+def test_a_shard_that_cannot_fit_is_waited_for_briefly_and_not_for_ever(tmp_path):
     lease = DeviceLease("cuda", "run", tmp_path)
     assert lease.take(0, 1 << 40, 10.0, nobody_aborts).type == "cuda"
     lease.give_back()
     assert leases.QUIET_S < 1.0
 
 
-def test_what_bits_depend_on_is_found_on_this_machine() -> None:
+def test_what_bits_depend_on_is_found_on_this_machine():
     found = gpu_environment({"attention": "flash 1.0"})
     assert found["gpu"] == torch.cuda.get_device_name(0)
     assert found["driver"].count(".") >= 1
@@ -247,7 +241,7 @@ def killed() -> tuple[float, float]:
         return seen_s, notice.monotonic_s - begun
 
 
-def test_a_death_is_seen_before_the_gpus_memory_is_free() -> None:
+def test_a_death_is_seen_before_the_gpus_memory_is_free():
     free_bytes, _ = torch.cuda.mem_get_info()
     found = [killed() for _ in range(NUM_KILLS)]
     print("seen after, ended after (s):", found)

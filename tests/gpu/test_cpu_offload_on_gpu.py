@@ -68,8 +68,8 @@ def bits(shard: Shard) -> dict[str, str]:
 
 @pytest.mark.parametrize(("cpu_offload", "visiting_bytes"), [("optimizer", 8), ("all", 12)])
 def test_steps_in_buckets_have_the_bits_of_steps_on_the_gpu_and_at_most_two_buckets_of_state_there(
-    cpu_offload: CpuOffload, visiting_bytes: int
-) -> None:
+    cpu_offload, visiting_bytes
+):
     plain, offloaded = make_shard("none"), make_shard(cpu_offload)
     for number in range(10):
         step(plain, number)
@@ -87,9 +87,7 @@ def test_steps_in_buckets_have_the_bits_of_steps_on_the_gpu_and_at_most_two_buck
 
 
 @pytest.mark.parametrize("cpu_offload", ["optimizer", "all"])
-def test_a_snapshot_of_offloaded_state_is_loaded_without_a_visit_to_the_gpu_and_trains_on_alike(
-    cpu_offload: CpuOffload,
-) -> None:
+def test_a_snapshot_of_offloaded_state_is_loaded_without_a_visit_to_the_gpu_and_trains_on_alike(cpu_offload):
     shard, stream = make_shard(cpu_offload), torch.cuda.Stream()
     for number in range(2):
         step(shard, number)
@@ -109,9 +107,7 @@ def test_a_snapshot_of_offloaded_state_is_loaded_without_a_visit_to_the_gpu_and_
     assert other.digest() == shard.digest() != before
 
 
-def test_training_steps_have_equal_bits_and_8_bytes_a_parameter_less_at_their_peak(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_steps_have_equal_bits_and_8_bytes_a_parameter_less_at_their_peak(tmp_path, monkeypatch):
     """With all of the state in host memory 8 for the moments, 4 for the masters, and most of the gradients' 4."""
     for name, value in nccl.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)

@@ -12,15 +12,7 @@ import pytest
 import ray
 import torch
 
-from elastic_ring import (
-    CheckpointConfig,
-    ElasticRingTrainer,
-    OptimConfig,
-    Result,
-    RunConfig,
-    ScalingConfig,
-    StepConfig,
-)
+from elastic_ring import CheckpointConfig, ElasticRingTrainer, OptimConfig, Result, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.config import Timeouts
 from elastic_ring.data.source import StdlibText
 from elastic_ring.experts import compute
@@ -98,11 +90,11 @@ def a_checkpoint_of_a_cpu_goes_on(folder: Path, device: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_one_ring_of_two_gpus_that_loses_a_rank_goes_on_from_the_copy_with_equal_bits(tmp_path: Path) -> None:
+def test_one_ring_of_two_gpus_that_loses_a_rank_goes_on_from_the_copy_with_equal_bits(tmp_path):
     one_ring_comes_back_from_a_copy(tmp_path, "cuda")
 
 
-def test_a_checkpoint_that_cpus_wrote_goes_on_on_a_gpu(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cpus_wrote_goes_on_on_a_gpu(tmp_path):
     a_checkpoint_of_a_cpu_goes_on(tmp_path, "cuda")
 
 
@@ -112,7 +104,7 @@ def test_a_checkpoint_that_cpus_wrote_goes_on_on_a_gpu(tmp_path: Path) -> None:
 EXPERTS = replace(SMALL, num_experts=5, experts_per_token=2, expert_width=32, shared_width=32)
 
 
-def test_a_grouped_product_and_its_gradients_repeat_a_hundred_times() -> None:
+def test_a_grouped_product_and_its_gradients_repeat_a_hundred_times():
     torch.manual_seed(0)
     tokens = torch.randn(4096, 1024, dtype=torch.bfloat16, device="cuda")
     order = Order.of(torch.rand(4096, 64, device="cuda").topk(8).indices % 61, 64)  # the last three have no rows
@@ -136,7 +128,7 @@ def test_a_grouped_product_and_its_gradients_repeat_a_hundred_times() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 20, 47])
-def test_products_of_some_experts_have_the_bits_that_they_have_among_all(cut: int) -> None:
+def test_products_of_some_experts_have_the_bits_that_they_have_among_all(cut):
     """As rows come in parts (`experts.exchange`)."""
     torch.manual_seed(0)
     order = Order.of(torch.rand(4096, 64, device="cuda").topk(8).indices % 61, 64)
@@ -157,7 +149,7 @@ def test_products_of_some_experts_have_the_bits_that_they_have_among_all(cut: in
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_ring_of_two_gpus_that_loses_a_rank_before_an_exchange_of_experts_changes_no_bit(tmp_path: Path) -> None:
+def test_a_ring_of_two_gpus_that_loses_a_rank_before_an_exchange_of_experts_changes_no_bit(tmp_path):
     settings: dict[str, Any] = {
         "model": EXPERTS,
         "experts": "send",

@@ -57,9 +57,7 @@ def loss_of(dtype: torch.dtype, softcap: float | None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_the_loss_and_its_gradients_are_those_of_our_own_function(
-    dtype: torch.dtype, softcap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_and_its_gradients_are_those_of_our_own_function(dtype, softcap, monkeypatch):
     wanted = without(monkeypatch, lambda: loss_of(dtype, softcap))
     found = loss_of(dtype, softcap)
     assert_close(found, wanted, dtype)
@@ -67,7 +65,7 @@ def test_the_loss_and_its_gradients_are_those_of_our_own_function(
         assert all(torch.equal(a, b) for a, b in zip(loss_of(dtype, softcap), found, strict=True))
 
 
-def test_a_frozen_body_still_gives_the_head_its_gradient() -> None:
+def test_a_frozen_body_still_gives_the_head_its_gradient():
     weight = torch.randn(64, 32, device=GPU, requires_grad=True)
     loss_sum, _ = chunked_cross_entropy(torch.randn(9, 32, device=GPU), weight, torch.arange(9, device=GPU), 4)
     loss_sum.backward()
@@ -94,7 +92,7 @@ def decoder(dtype: torch.dtype, checkpoint: bool) -> list[Tensor]:
     return pass_of(model.to(GPU, dtype))
 
 
-def test_the_decoder_computes_what_it_does_without(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decoder_computes_what_it_does_without(dtype, monkeypatch):
     wanted = without(monkeypatch, lambda: decoder(dtype, True))
     found = decoder(dtype, True)
     assert_close(found, wanted, dtype)
@@ -102,7 +100,7 @@ def test_the_decoder_computes_what_it_does_without(dtype: torch.dtype, monkeypat
         assert all(torch.equal(a, b) for a, b in zip(decoder(dtype, checkpoint), found, strict=True))
 
 
-def test_a_pass_does_not_wait_for_the_device() -> None:
+def test_a_pass_does_not_wait_for_the_device():
     model = Transformer(ModelConfig(500, 2, 256, 4, 2, 64, 768, checkpoint_activations=False))
     initialise_module(model, Initialiser(0, 2))
     model.to(GPU, torch.bfloat16)
@@ -116,9 +114,7 @@ def test_a_pass_does_not_wait_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Phi3", "Olmo2", "Gemma"])
-def test_transformers_models_compute_what_they_do_without(
-    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_models_compute_what_they_do_without(family, dtype, monkeypatch):
     transformers = pytest.importorskip("transformers")
     from elastic_ring.integrations.transformers.module import build, checkpoint_layers
 

@@ -19,7 +19,7 @@ def nvml() -> Nvml:
     return made
 
 
-def test_every_gpu_tells_its_health(nvml: Nvml) -> None:
+def test_every_gpu_tells_its_health(nvml):
     found = nvml.read()
     assert len(found) >= torch.cuda.device_count()
     for index, reading in found.items():
@@ -33,7 +33,7 @@ def test_every_gpu_tells_its_health(nvml: Nvml) -> None:
         assert reading.get("xid_errors", 0.0) == 0.0
 
 
-def test_work_shows_in_utilisation_and_power(nvml: Nvml) -> None:
+def test_work_shows_in_utilisation_and_power(nvml):
     before = nvml.read()["0"]
     a = torch.randn(8192, 8192, device="cuda:0", dtype=torch.bfloat16)
     end = time.monotonic() + 3.0
@@ -46,7 +46,7 @@ def test_work_shows_in_utilisation_and_power(nvml: Nvml) -> None:
     assert busy["utilisation"] > 0.5, (before, during)
 
 
-def test_a_look_takes_milliseconds_and_a_wait_for_xid_errors_ends(nvml: Nvml) -> None:
+def test_a_look_takes_milliseconds_and_a_wait_for_xid_errors_ends(nvml):
     begun = time.monotonic()
     for _ in range(10):
         nvml.read()
@@ -59,7 +59,7 @@ def test_a_look_takes_milliseconds_and_a_wait_for_xid_errors_ends(nvml: Nvml) ->
     assert time.monotonic() - begun < 3.0
 
 
-def test_the_agents_thread_reads_it() -> None:
+def test_the_agents_thread_reads_it():
     told: list[str] = []
     health = HealthThread(told.append)
     health.open()

@@ -68,7 +68,7 @@ def trained(folder: Path, room_bytes: int) -> dict[str, Any] | None:
         return None
 
 
-def test_a_ballast_on_the_gpu_costs_no_bit_while_a_relief_is_left(tmp_path: Path) -> None:
+def test_a_ballast_on_the_gpu_costs_no_bit_while_a_relief_is_left(tmp_path):
     seen = set[str]()
     with runs.local_ray(num_cpus=4):
         calm = trained(tmp_path, 0)

@@ -49,7 +49,7 @@ def fit(folder: Path, name: str, faults: str = "") -> dict[str, Any]:
     return runs.summary_of(trainer)
 
 
-def test_a_loss_without_a_spare_shrinks_the_mesh_and_it_grows_back(tmp_path: Path) -> None:
+def test_a_loss_without_a_spare_shrinks_the_mesh_and_it_grows_back(tmp_path):
     with runs.local_ray(num_cpus=8):
         reference = fit(tmp_path, "calm")
         summary = fit(tmp_path, "shrink", "kill@step=3,phase=backward,rank=1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 from secrets import token_hex
 
 import psutil
@@ -38,7 +37,7 @@ def step(shard: Shard) -> None:
     shard.advance(skipped=False)
 
 
-def test_a_snapshot_is_the_state_before_the_step_that_is_queued_right_after_it() -> None:
+def test_a_snapshot_is_the_state_before_the_step_that_is_queued_right_after_it():
     shard, buffers, stream = make_shard(0), Buffers(is_pinned=True), torch.cuda.Stream()
     step(shard)
     before = shard.digest()
@@ -59,7 +58,7 @@ def test_a_snapshot_is_the_state_before_the_step_that_is_queued_right_after_it()
         buffers.give_back(taken.data)
 
 
-def test_memory_that_was_reserved_is_pinned_and_taken() -> None:
+def test_memory_that_was_reserved_is_pinned_and_taken():
     shard, buffers, stream = make_shard(0), Buffers(is_pinned=True), torch.cuda.Stream()
     step(shard)
     buffers.reserve(size_of(shard), 2)
@@ -69,7 +68,7 @@ def test_memory_that_was_reserved_is_pinned_and_taken() -> None:
     assert all(one.data.is_pinned() for one in taken)
 
 
-def test_kernels_are_launched_while_memory_is_pinned_and_it_goes_with_its_last_tensor() -> None:
+def test_kernels_are_launched_while_memory_is_pinned_and_it_goes_with_its_last_tensor():
     """cudaHostAlloc would hold every launch of the process until all of it is there."""
     mark, taken = torch.zeros(1, device="cuda"), list[torch.Tensor]()
     num_bytes = 2 << 30
@@ -94,7 +93,7 @@ def test_kernels_are_launched_while_memory_is_pinned_and_it_goes_with_its_last_t
     assert resident - psutil.Process().memory_info().rss > 0.9 * num_bytes
 
 
-def test_while_it_is_copied_others_that_copy_to_the_host_come_in_between() -> None:
+def test_while_it_is_copied_others_that_copy_to_the_host_come_in_between():
     shard, buffers, stream = make_shard(0), Buffers(is_pinned=True), torch.cuda.Stream()
     step(shard)
     number = torch.zeros(1, device="cuda")
@@ -113,7 +112,7 @@ def test_while_it_is_copied_others_that_copy_to_the_host_come_in_between() -> No
     assert max(reads_s) < 0.5 * took_s
 
 
-def test_a_flipped_byte_is_found_before_anything_is_on_the_device() -> None:
+def test_a_flipped_byte_is_found_before_anything_is_on_the_device():
     shard, stream = make_shard(0), torch.cuda.Stream()
     taken, before = take(shard, AT, Buffers(is_pinned=True), stream), shard.digest()
     taken.finish()
@@ -123,7 +122,7 @@ def test_a_flipped_byte_is_found_before_anything_is_on_the_device() -> None:
     assert shard.digest() == before
 
 
-def test_a_checkpoint_is_the_state_before_the_step_that_is_queued_right_after_it(tmp_path: Path) -> None:
+def test_a_checkpoint_is_the_state_before_the_step_that_is_queued_right_after_it(tmp_path):
     shard, stream = make_shard(0), torch.cuda.Stream()
     shapes = {name: tuple(param.shape) for name, param in shard.params.items()}
     last: checkpoint.ShardPart | None = None
@@ -146,11 +145,11 @@ def test_a_checkpoint_is_the_state_before_the_step_that_is_queued_right_after_it
         assert other.digest() == before != shard.digest()
 
 
-def test_it_is_itself_until_it_leaves_and_equal_every_time_it_comes_back() -> None:
+def test_it_is_itself_until_it_leaves_and_equal_every_time_it_comes_back():
     is_itself_until_it_leaves_and_equal_every_time_it_comes_back("cuda")
 
 
-def test_memory_that_was_left_is_not_used_again_before_the_copy_is_done() -> None:
+def test_memory_that_was_left_is_not_used_again_before_the_copy_is_done():
     for number in range(50):
         tensor = torch.full((4 << 20,), float(number), device="cuda")
         offloaded = OffloadedTensor(tensor)

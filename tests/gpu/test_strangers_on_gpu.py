@@ -50,7 +50,7 @@ def end(me: Any) -> bool:
     return me.connector.wait_closed(10.0)
 
 
-def test_strangers_do_not_reach_nccls_listeners_and_peers_do() -> None:
+def test_strangers_do_not_reach_nccls_listeners_and_peers_do():
     with membership(2) as pair:
         ports = pair.all(join, replace(pair.meeting(), hosts=("127.0.0.2",)))
         assert all(ports), "NCCL listens on the address of its interface"

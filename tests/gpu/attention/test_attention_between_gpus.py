@@ -55,9 +55,7 @@ def repeat_exchanges(cp_rank: int, cp: int, heads: tuple[int, int], starts: tupl
 
 
 @pytest.mark.parametrize(("heads", "starts"), [((8, 8), (0,)), ((10, 2), (0,)), ((8, 2), (0, 100, 1500))])
-def test_a_dense_ring_between_gpus_moves_the_planned_bytes_and_repeats_its_bits(
-    tmp_path: Path, heads: tuple[int, int], starts: tuple[int, ...]
-) -> None:
+def test_a_dense_ring_between_gpus_moves_the_planned_bytes_and_repeats_its_bits(tmp_path, heads, starts):
     spawn(repeat_exchanges, tmp_path, heads, starts)
 
 
@@ -95,9 +93,7 @@ SPARSE_CASES = (
 
 @pytest.mark.parametrize(("kernel", "deterministic"), [("flash-attn-4-sparse", False), ("flex-sparse", True)])
 @pytest.mark.filterwarnings("default")
-def test_a_sparse_ring_between_gpus_agrees_with_the_masked_softmax(
-    tmp_path: Path, kernel: str, deterministic: bool
-) -> None:
+def test_a_sparse_ring_between_gpus_agrees_with_the_masked_softmax(tmp_path, kernel, deterministic):
     if torch.cuda.device_count() == 3:
         pytest.skip("needs 2 or 4 devices")
     spawn(run_sparse_ring, tmp_path, kernel, deterministic)

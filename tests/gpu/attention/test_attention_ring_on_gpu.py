@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -40,9 +39,7 @@ def _name(case: Case) -> str:
 
 @pytest.mark.parametrize("hops_per_stage", [None, 1, 2])
 @pytest.mark.parametrize("case", CASES, ids=_name)
-def test_half_precision_error_is_at_most_a_quarter_above_that_of_the_single_kernel(
-    case: Case, hops_per_stage: int | None
-) -> None:
+def test_half_precision_error_is_at_most_a_quarter_above_that_of_the_single_kernel(case, hops_per_stage):
     ring = run_on_gpu(case, hops_per_stage=hops_per_stage, deterministic=False)
     single = run_on_gpu(dataclasses.replace(case, cp=1), deterministic=False)
     want = whole_attention(case, [tensor.cuda() for tensor in case.tensors()])
@@ -56,13 +53,13 @@ def test_half_precision_error_is_at_most_a_quarter_above_that_of_the_single_kern
 
 @pytest.mark.parametrize("case", [CASES[6], CASES[-3]], ids=["gqa", "documents"])
 @pytest.mark.parametrize("hops_per_stage", [None, 1])
-def test_moved_bytes_equal_the_schedules_hop_by_hop(case: Case, hops_per_stage: int | None) -> None:
+def test_moved_bytes_equal_the_schedules_hop_by_hop(case, hops_per_stage):
     outcome = run_on_gpu(case, hops_per_stage=hops_per_stage)
     check_bytes(case, outcome.ledgers, partial_itemsize=case.dtype.itemsize)
 
 
 @pytest.mark.parametrize("case", [CASES[5], CASES[7], CASES[-3]], ids=["mha", "gqa", "documents"])
-def test_deterministic_calls_repeat_every_bit(case: Case) -> None:
+def test_deterministic_calls_repeat_every_bit(case):
     first = run_on_gpu(case, deterministic=True)
     for _ in range(3):
         again = run_on_gpu(case, deterministic=True)
@@ -72,7 +69,7 @@ def test_deterministic_calls_repeat_every_bit(case: Case) -> None:
 @pytest.mark.parametrize("backend", [b for b in covering("causal") if "cuda" in b.devices], ids=lambda b: b.name)
 @pytest.mark.parametrize("head_ratio", [1, 4])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_every_installed_backend_passes_its_self_test(backend: Any, head_ratio: int, head_dim: int) -> None:
+def test_every_installed_backend_passes_its_self_test(backend, head_ratio, head_dim):
     refusal = backend.refusal("cuda", torch.bfloat16, head_dim, False)
     if refusal is not None:
         pytest.skip(refusal)
@@ -80,12 +77,12 @@ def test_every_installed_backend_passes_its_self_test(backend: Any, head_ratio: 
 
 
 @pytest.mark.parametrize("head_ratio", [1, 4])
-def test_a_deterministic_backend_is_found(head_ratio: int) -> None:
+def test_a_deterministic_backend_is_found(head_ratio):
     assert select("cuda", torch.bfloat16, 128, True, head_ratio=head_ratio).deterministic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_merge_is_its_eager_twin(dtype: torch.dtype) -> None:
+def test_fused_merge_is_its_eager_twin(dtype):
     from elastic_ring.attention import fused_merge
 
     torch.manual_seed(0)
@@ -102,7 +99,7 @@ def test_fused_merge_is_its_eager_twin(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
-def test_fused_add_is_its_eager_twin_bit_for_bit(dtype: torch.dtype, num_parts: int) -> None:
+def test_fused_add_is_its_eager_twin_bit_for_bit(dtype, num_parts):
     from elastic_ring.attention import fused_merge
 
     torch.manual_seed(0)
@@ -119,7 +116,7 @@ SEQ_LEN = 96
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("causal", [True, False])
-def test_one_rank_of_attention_is_the_same_on_gpu_and_cpu(num_kv_heads: int, causal: bool) -> None:
+def test_one_rank_of_attention_is_the_same_on_gpu_and_cpu(num_kv_heads, causal):
     torch.manual_seed(0)
     heads = (4, num_kv_heads, num_kv_heads)
     tensors = [torch.randn(1, SEQ_LEN, h, 16, dtype=torch.float64) for h in heads]
@@ -141,7 +138,7 @@ HEADS, ROTATED, VALUE, RANK = 8, 64, 128, 512
 
 
 @pytest.mark.parametrize(("sparse", "key"), [(False, 128), (True, 64)], ids=["dense", "blocks"])
-def test_a_ring_on_latents_is_as_exact_as_a_ring_of_one_and_repeats(sparse: bool, key: int) -> None:
+def test_a_ring_on_latents_is_as_exact_as_a_ring_of_one_and_repeats(sparse, key):
     torch.manual_seed(0)
     shapes = [(1, 2048, HEADS, key + ROTATED), (1, 2048, 1, RANK + ROTATED), (HEADS * (key + VALUE), RANK)]
     values = [torch.randn(shape) * scale for shape, scale in zip([*shapes, shapes[0]], (1, 1, 0.05, 1), strict=True)]

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from elastic_ring.attention.kernels.adapters import reference
-from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import covering, select
 from elastic_ring.attention.kernels.verify import as_tokens, self_test
 from elastic_ring.attention.layers import PatternedAttention
@@ -41,14 +40,14 @@ PATTERNS: dict[str, tuple[Rule, ...]] = {
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_a_kernel_passes_its_self_test(kernel: Kernel, head_dim: int) -> None:
+def test_a_kernel_passes_its_self_test(kernel, head_dim):
     usable(kernel, head_dim)
     assert self_test(kernel, device="cuda", dtype=torch.bfloat16, head_dim=head_dim) is None
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_outputs_and_gradients_are_those_of_a_masked_softmax(kernel: Kernel, name: str) -> None:
+def test_outputs_and_gradients_are_those_of_a_masked_softmax(kernel, name):
     usable(kernel)
     pattern = SparsePattern(PATTERNS[name])
     q, k, v, dout = sample()
@@ -62,7 +61,7 @@ def test_outputs_and_gradients_are_those_of_a_masked_softmax(kernel: Kernel, nam
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_packed_documents_of_a_trained_length_agree_in_one_sequence_after_another(kernel: Kernel) -> None:
+def test_packed_documents_of_a_trained_length_agree_in_one_sequence_after_another(kernel):
     """Far more blocks than a self-test has; the second sequence's tables have the shapes of the first one's."""
     usable(kernel, 64)
     for starts in ((0, 9216, 20608), (0, 4992, 31872)):
@@ -100,7 +99,7 @@ def differences(
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_content_keeps_the_own_block_and_at_most_top_k_and_trains(kernel: Kernel) -> None:
+def test_content_keeps_the_own_block_and_at_most_top_k_and_trains(kernel):
     usable(kernel)
     q, k, v, dout = sample()
     kept = choose_on_device(q, k, 4) | torch.eye(LENGTH // 128, dtype=torch.bool, device="cuda")
@@ -114,13 +113,13 @@ def test_content_keeps_the_own_block_and_at_most_top_k_and_trains(kernel: Kernel
         assert ((got.double() - want).norm() / want.norm()).item() < 6e-3
 
 
-def test_a_kernel_without_a_deterministic_backward_is_refused_by_name() -> None:
+def test_a_kernel_without_a_deterministic_backward_is_refused_by_name():
     with pytest.raises(ValueError, match="'flash-attn-4-sparse' has no deterministic sparse backward"):
         select("cuda", torch.bfloat16, 128, True, "flash-attn-4-sparse", cover="tables")
     assert select("cuda", torch.bfloat16, 128, True, cover="tables").name == "flex-sparse"
 
 
-def test_blocks_in_part_are_refused_with_a_way_out() -> None:
+def test_blocks_in_part_are_refused_with_a_way_out():
     q, k, v, _ = sample()
     with pytest.raises(ValueError, match=r"window:200: keeps blocks of 128 tokens in part"):
         BlockSparseAttention(SparsePattern((Window(200),)))(q, k, v)

@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 
-from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import covering
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import contiguous
@@ -26,9 +25,7 @@ BLOCKS = {"block": 128, "head_dim": 128, "dtype": torch.bfloat16}
 @pytest.mark.parametrize("text", ["topk:3", "topk:3,causal=0+bigbird:2,0,0", "topk:3,fetch_all=1"])
 @pytest.mark.parametrize("cp", [1, 4])
 @pytest.mark.parametrize("kernel", covering("tables"), ids=lambda kernel: kernel.name)
-def test_a_ring_makes_the_choice_of_the_definition_and_agrees_with_the_masked_softmax(
-    kernel: Kernel, cp: int, text: str, heads: int
-) -> None:
+def test_a_ring_makes_the_choice_of_the_definition_and_agrees_with_the_masked_softmax(kernel, cp, text, heads):
     usable(kernel)
     case = make_case("zigzag", cp, 128 * 16, text=text, num_heads=heads, num_kv_heads=2, **BLOCKS)
     found, used = run_content_on("cuda", case, kernel=kernel.name, deterministic=False)
@@ -41,7 +38,7 @@ def test_a_ring_makes_the_choice_of_the_definition_and_agrees_with_the_masked_so
 
 
 @pytest.mark.parametrize("text", ["topk:4", "topk:4,causal=0"])
-def test_choosing_waits_for_the_device_once(text: str) -> None:
+def test_choosing_waits_for_the_device_once(text):
     case = make_case("contiguous", 1, 128 * 32, text=text, **BLOCKS)
     q, k = (tensor.cuda() for tensor in case.tensors()[:2])
     route = Router(contiguous(128 * 32, 1), 0, None, case.documents, RingOptions())
@@ -58,7 +55,7 @@ def test_choosing_waits_for_the_device_once(text: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", covering("tables"), ids=lambda kernel: kernel.name)
-def test_with_all_keys_fetched_neither_pass_waits_for_the_device(kernel: Kernel) -> None:
+def test_with_all_keys_fetched_neither_pass_waits_for_the_device(kernel):
     usable(kernel)
     case = make_case("contiguous", 1, 128 * 32, text="topk:4,fetch_all=1", **BLOCKS)
     q, k, v, dout = (tensor.cuda() for tensor in case.tensors())

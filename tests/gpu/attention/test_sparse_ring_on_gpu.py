@@ -48,7 +48,7 @@ def agrees(case: BlockCase, found: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 1), (128, 4), (64, 1)])
-def test_the_first_kernel_passes_its_proof_for_other_groups_of_heads(head_dim: int, group: int) -> None:
+def test_the_first_kernel_passes_its_proof_for_other_groups_of_heads(head_dim, group):
     usable(KERNELS[0], head_dim)
     assert warm_up_kernels(KERNELS[0], "cuda", torch.bfloat16, head_dim, group) is None
 
@@ -60,9 +60,7 @@ def test_the_first_kernel_passes_its_proof_for_other_groups_of_heads(head_dim: i
     + [(KERNELS[1], family, 4) for family in ("bigbird", "heads in turn", "one dilation, most rows see nothing")],
     ids=lambda value: value.name if isinstance(value, Kernel) else str(value),
 )
-def test_a_ring_agrees_with_the_masked_fp64_softmax_and_moves_the_planned_bytes(
-    kernel: Kernel, family: str, cp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ring_agrees_with_the_masked_fp64_softmax_and_moves_the_planned_bytes(kernel, family, cp, monkeypatch):
     usable(kernel)
     number = cp + list(FAMILIES).index(family)
     if number % 2:
@@ -75,7 +73,7 @@ def test_a_ring_agrees_with_the_masked_fp64_softmax_and_moves_the_planned_bytes(
     check_bytes(case, ledgers, 2)
 
 
-def test_batches_and_partials_in_the_kernels_type_agree() -> None:
+def test_batches_and_partials_in_the_kernels_type_agree():
     kernel = KERNELS[0]
     usable(kernel)
     case = block_case("bigbird", 4, "zigzag", head_dim=128, dtype=torch.bfloat16, batch=2)
@@ -85,7 +83,7 @@ def test_batches_and_partials_in_the_kernels_type_agree() -> None:
 
 
 @pytest.mark.parametrize("family", ["bigbird", "heads in turn"])
-def test_the_deterministic_ring_repeats_every_bit_in_one_operation_a_pass_and_direction(family: str) -> None:
+def test_the_deterministic_ring_repeats_every_bit_in_one_operation_a_pass_and_direction(family):
     case = block_case(family, 4, "zigzag", head_dim=128, dtype=torch.bfloat16)
     links = ProcessGroups(4)
     groups = links.groups()
@@ -99,7 +97,7 @@ def test_the_deterministic_ring_repeats_every_bit_in_one_operation_a_pass_and_di
 
 @pytest.mark.parametrize("family", ["bigbird", "heads in turn", "longnet with rows that see nothing"])
 @pytest.mark.parametrize("kernel", [kernel.name for kernel in KERNELS])
-def test_stages_and_kept_keys_agree_with_the_masked_fp64_softmax(kernel: str, family: str) -> None:
+def test_stages_and_kept_keys_agree_with_the_masked_fp64_softmax(kernel, family):
     """Every hop for itself; all at once and kept; all at once and fetched again, which where the kernel is
     deterministic gives the same bits."""
     chosen = next(each for each in KERNELS if each.name == kernel)
@@ -117,14 +115,14 @@ def test_stages_and_kept_keys_agree_with_the_masked_fp64_softmax(kernel: str, fa
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("group", [1, 4])
-def test_kernels_pass_their_proof_with_masks_of_blocks(kernel: Kernel, group: int) -> None:
+def test_kernels_pass_their_proof_with_masks_of_blocks(kernel, group):
     usable(kernel)
     assert warm_up_kernels(kernel, "cuda", torch.bfloat16, 128, group) is None
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("name", CUT | CUT_AHEAD)
-def test_whatever_cuts_blocks_the_result_is_that_of_the_masked_fp64_softmax(kernel: Kernel, name: str) -> None:
+def test_whatever_cuts_blocks_the_result_is_that_of_the_masked_fp64_softmax(kernel, name):
     usable(kernel)
     cp = 1 + len(name) % 3 if kernel is KERNELS[0] else 2
     layout = ("contiguous", "zigzag", "striped")[len(name) % 3]
@@ -138,7 +136,7 @@ def test_whatever_cuts_blocks_the_result_is_that_of_the_masked_fp64_softmax(kern
 
 @pytest.mark.parametrize("stage_bytes", [1, 2**40], ids=["a stage a hop", "one stage"])
 @pytest.mark.parametrize("name", GROUPED)
-def test_several_head_groups_agree_with_the_masked_fp64_softmax(name: str, stage_bytes: int) -> None:
+def test_several_head_groups_agree_with_the_masked_fp64_softmax(name, stage_bytes):
     usable(KERNELS[0])
     layout = LAYOUTS[list(GROUPED).index(name) % 4]
     case = grouped_case(name, 4, layout, head_dim=128, dtype=torch.bfloat16)
@@ -148,7 +146,7 @@ def test_several_head_groups_agree_with_the_masked_fp64_softmax(name: str, stage
     check_bytes(case, ledgers, 2, keys_kept=None if stage_bytes > 1 else False)
 
 
-def test_several_head_groups_repeat_every_bit_where_the_kernel_does() -> None:
+def test_several_head_groups_repeat_every_bit_where_the_kernel_does():
     case = grouped_case("groups of 1, 2, 1 and 2", 4, "zigzag", head_dim=128, dtype=torch.bfloat16)
     first, _ = run_sparse_on("cuda", case, deterministic=True)
     again, _ = run_sparse_on("cuda", case, deterministic=True)
@@ -156,7 +154,7 @@ def test_several_head_groups_repeat_every_bit_where_the_kernel_does() -> None:
     agrees(case, first)
 
 
-def test_queries_that_see_nothing_give_zeros_and_no_gradient() -> None:
+def test_queries_that_see_nothing_give_zeros_and_no_gradient():
     case = block_case("one dilation, most rows see nothing", 4, "zigzag", head_dim=128, dtype=torch.bfloat16)
     empty = ~case.mask()[0].any(-1)
     for kernel in KERNELS:
@@ -167,7 +165,7 @@ def test_queries_that_see_nothing_give_zeros_and_no_gradient() -> None:
             assert all(torch.isfinite(tensor).all() for tensor in found), kernel.name
 
 
-def test_shares_added_by_rows_are_their_eager_twins() -> None:
+def test_shares_added_by_rows_are_their_eager_twins():
     from elastic_ring.attention import fused_merge
 
     generator = torch.Generator().manual_seed(0)
@@ -185,7 +183,7 @@ def test_shares_added_by_rows_are_their_eager_twins() -> None:
         assert torch.equal(total, twin)
 
 
-def test_an_own_kernel_is_chosen_and_refused_by_name() -> None:
+def test_an_own_kernel_is_chosen_and_refused_by_name():
     schedule = plan_sparse(SparsePattern(FAMILIES["window"], 128), contiguous(512, 1), 2, 2)
     x = torch.randn(1, 512, 2, 128, device="cuda", dtype=torch.bfloat16)
     assert RingAttention(schedule, 0, None)(x, x, x).shape == x.shape

@@ -17,7 +17,7 @@ NUM_REPEATS = 300
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_a_merge_has_the_same_bits_every_time(head_dim: int, num_parts: int) -> None:
+def test_a_merge_has_the_same_bits_every_time(head_dim, num_parts):
     """Several warps read the lse that one of them overwrites: without a barrier a late one reads the new value."""
     generator = torch.Generator(device="cuda").manual_seed(0)
 
@@ -42,7 +42,7 @@ def test_a_merge_has_the_same_bits_every_time(head_dim: int, num_parts: int) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_that_lie_each_in_their_own_way_are_merged_as_by_their_eager_twin(dtype: torch.dtype) -> None:
+def test_parts_that_lie_each_in_their_own_way_are_merged_as_by_their_eager_twin(dtype):
     """Cut from runs of different lengths, of two sequences, heads or rows first, onto rows that saw nothing before."""
     generator = torch.Generator(device="cuda").manual_seed(0)
 
@@ -70,7 +70,7 @@ def test_parts_that_lie_each_in_their_own_way_are_merged_as_by_their_eager_twin(
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_gradients_are_weighed_as_by_their_eager_twin_with_the_same_bits_every_time(head_dim: int) -> None:
+def test_gradients_are_weighed_as_by_their_eager_twin_with_the_same_bits_every_time(head_dim):
     """Of tensors cut from others, heads or rows first, with queries that see none of the part or nothing at all."""
     check_own_gradients("cuda", head_dim)
 
@@ -99,7 +99,7 @@ def check_own_gradients(device: str, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("num_words", [1, 7, 4096, 5_000_003, 2 * device_sums.PIECE_WORDS + 3])
-def test_a_digest_in_one_pass_is_the_eager_one(num_words: int) -> None:
+def test_a_digest_in_one_pass_is_the_eager_one(num_words):
     words = torch.randint(-(2**62), 2**62, (num_words,), device="cuda", dtype=torch.int64)
     sums = torch.zeros(2, dtype=torch.int64, device="cuda")
     device_sums.eager_sums(words, sums)
@@ -109,7 +109,7 @@ def test_a_digest_in_one_pass_is_the_eager_one(num_words: int) -> None:
 
 
 @pytest.mark.parametrize("num_elements", [1, 1000, 16_384, 5_000_003])
-def test_a_squared_norm_in_one_pass_is_the_eager_one_and_has_the_same_bits_every_time(num_elements: int) -> None:
+def test_a_squared_norm_in_one_pass_is_the_eager_one_and_has_the_same_bits_every_time(num_elements):
     flat = torch.randn(num_elements, device="cuda", generator=torch.Generator(device="cuda").manual_seed(0)) * 1e15
     found = [float(squared_norm(flat)) for _ in range(20)]
     assert found == found[:1] * 20
@@ -122,7 +122,7 @@ def test_a_squared_norm_in_one_pass_is_the_eager_one_and_has_the_same_bits_every
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_are_sent_are_gathered_as_by_their_eager_twin(head_dim: int, dtype: torch.dtype) -> None:
+def test_rows_that_are_sent_are_gathered_as_by_their_eager_twin(head_dim, dtype):
     from elastic_ring.attention import fused_merge
     from elastic_ring.attention.comm.packing import eager_gather_rows_
 
@@ -143,7 +143,7 @@ SHAPES = [(33, 64), (8192, 2048), (200, 14_336), (130, 28_688)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fused_scales_and_numbers_have_the_bits_of_the_reference(shape: tuple[int, int]) -> None:
+def test_fused_scales_and_numbers_have_the_bits_of_the_reference(shape):
     x = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
     x *= torch.logspace(-8, 8, shape[0], device="cuda").bfloat16()[:, None]
     x[1], x[2, 3], x[4, 5] = 0.0, math.nan, math.inf
@@ -158,7 +158,7 @@ def test_fused_scales_and_numbers_have_the_bits_of_the_reference(shape: tuple[in
         assert torch.equal(numbers.float()[finite], wanted[0].float()[finite])
 
 
-def test_products_and_gradients_repeat_their_bits_and_are_near_those_of_fp64() -> None:
+def test_products_and_gradients_repeat_their_bits_and_are_near_those_of_fp64():
     torch.manual_seed(0)
     layer = fp8.Fp8Linear(1024, 2048, bias=False, device="cuda", dtype=torch.bfloat16)
     x, slope = (torch.randn(1, 8192, width, device="cuda").bfloat16() for width in (1024, 2048))

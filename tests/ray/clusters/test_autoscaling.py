@@ -25,7 +25,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # nodes come and go at the pace of the autoscaler
-def test_a_run_grows_and_shrinks_with_its_cluster_by_itself_and_uses_the_same_samples(folder: Path) -> None:
+def test_a_run_grows_and_shrinks_with_its_cluster_by_itself_and_uses_the_same_samples(folder):
     timeline = Timeline()
     summary, missed = changing_run(folder, timeline)
     assert missed == []

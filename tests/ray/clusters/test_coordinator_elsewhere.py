@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -40,8 +39,8 @@ def ray_with_credentials(
 
 @pytest.mark.slow
 def test_a_coordinator_that_starts_without_its_local_records_goes_on_from_the_store_and_loses_no_bit(
-    ray_with_credentials: None, object_store: ObjectStore, tmp_path: Path
-) -> None:
+    ray_with_credentials, object_store, tmp_path
+):
     mesh = {"dp": 2, "cp": 1, "spares": 1, "steps": STEPS}
     calm = tiny_trainer(tmp_path, "calm", **{**mesh, "spares": 0}).fit().summary
     gate = tmp_path / "gate"
@@ -78,8 +77,8 @@ def test_a_coordinator_that_starts_without_its_local_records_goes_on_from_the_st
 
 @pytest.mark.slow
 def test_a_run_that_moves_to_another_folder_and_to_an_object_store_ends_with_the_bits_of_one_that_stayed(
-    ray_with_credentials: None, object_store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    ray_with_credentials, object_store, tmp_path, caplog
+):
     """Its data and its own folder move together, between two submissions."""
     caplog.set_level(logging.INFO)
     a, b, bucket = tmp_path / "a", tmp_path / "b", object_store.new_bucket()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,9 +15,7 @@ from tests.ray.conftest import cluster_of
 
 
 @pytest.mark.slow
-def test_the_doctor_names_the_host_that_would_fail_and_a_good_cluster_passes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_doctor_names_the_host_that_would_fail_and_a_good_cluster_passes(tmp_path, monkeypatch, capsys):
     homes = [tmp_path / "home", tmp_path / "elsewhere"]
     for home in homes:
         home.mkdir()

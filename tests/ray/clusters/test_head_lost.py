@@ -141,11 +141,7 @@ class Outage:
     kept: str = "rocksdb"
 
 
-SHORT, LONG, IN_REDIS = (
-    Outage(0.0, 40, 60.0, 1.0),
-    Outage(75.0, 600, 300.0, 5.0),
-    Outage(0.0, 40, 60.0, 1.0, "redis"),
-)
+SHORT, LONG, IN_REDIS = (Outage(0.0, 40, 60.0, 1.0), Outage(75.0, 600, 300.0, 5.0), Outage(0.0, 40, 60.0, 1.0, "redis"))
 
 
 @pytest.fixture
@@ -178,9 +174,7 @@ def calm(local_ray: None, undisturbed: Path, tmp_path: Path) -> dict[str, Any]:
     [SHORT, *(pytest.param(one, marks=pytest.mark.soak) for one in (LONG, IN_REDIS))],
     ids=["short", "75 s", "in Redis"],
 )
-def test_a_head_that_is_lost_and_comes_back_costs_no_step_and_drivers_attach_again(
-    calm: dict[str, Any], nodes: TwoNodes, outage: Outage
-) -> None:
+def test_a_head_that_is_lost_and_comes_back_costs_no_step_and_drivers_attach_again(calm, nodes, outage):
     folder, gate = nodes.folder / "run", nodes.folder / "gate"
     first = nodes.driver("first", gate, outage.lease_s, outage.step_s)
     wait_for(lambda: num_steps(folder) > 1)

@@ -74,7 +74,7 @@ def listening(root: psutil.Process, name: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_stranger_runs_no_code_and_submits_no_job(head: None, tmp_path: Path) -> None:
+def test_a_stranger_runs_no_code_and_submits_no_job(head, tmp_path):
     address = f"{resolve_ip_for_localhost('127.0.0.1')}:{GCS_PORT}"
     code = f"import ray; ray.init({address!r}, log_to_driver=False); print(ray.get(ray.remote(lambda: 4).remote()))"
     without = {**strangers(), "HOME": str(tmp_path)}
@@ -116,7 +116,7 @@ def driver_of(name: str) -> psutil.Process:
 
 
 @pytest.mark.soak
-def test_a_job_ends_well_and_leaves_nothing_behind(head: None, tmp_path: Path) -> None:
+def test_a_job_ends_well_and_leaves_nothing_behind(head, tmp_path):
     first = submit("plain", tmp_path, "--dp", "1", "--cp", "1", "--spares", "0")
     assert first.startswith("exit 0"), first[-2000:]
     summary = json.loads((tmp_path / "plain" / "summary.json").read_text())
@@ -125,7 +125,7 @@ def test_a_job_ends_well_and_leaves_nothing_behind(head: None, tmp_path: Path) -
 
 
 @pytest.mark.soak
-def test_a_relative_run_dir_in_a_job_is_refused_before_anything_starts(head: None) -> None:
+def test_a_relative_run_dir_in_a_job_is_refused_before_anything_starts(head):
     said = submit("astray", Path("runs"))
     assert said.startswith("exit 1"), said[-2000:]
     assert "runs/astray' lies in Ray's temporary copy" in said
@@ -133,7 +133,7 @@ def test_a_relative_run_dir_in_a_job_is_refused_before_anything_starts(head: Non
 
 
 @pytest.mark.slow
-def test_a_job_whose_driver_was_killed_goes_on_when_submitted_again(head: None, tmp_path: Path) -> None:
+def test_a_job_whose_driver_was_killed_goes_on_when_submitted_again(head, tmp_path):
     submit("orphan", tmp_path, "--spares", "0", "--dp", "1", steps=60, wait=False)
     folder = tmp_path / "orphan"
     wait_for(lambda: num_steps(folder) >= 2)
@@ -149,7 +149,7 @@ def test_a_job_whose_driver_was_killed_goes_on_when_submitted_again(head: None, 
 
 
 @pytest.mark.soak
-def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> None:
+def test_stopping_a_job_leaves_nothing_behind(head, tmp_path):
     job_id = submit("stopped", tmp_path, steps=500, wait=False)
     folder = tmp_path / "stopped"
     wait_for(lambda: num_steps(folder) >= 2)
@@ -168,7 +168,7 @@ def test_stopping_a_job_leaves_nothing_behind(head: None, tmp_path: Path) -> Non
         pytest.param(True, id="to its group, as a terminal does", marks=pytest.mark.soak),
     ],
 )
-def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path: Path, whole_group: bool) -> None:
+def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path, whole_group):
     folder = tmp_path / "interrupted"
     command = [sys.executable, *job("interrupted", folder, 500), *["--dp", "1", "--cp", "2", "--spares", "0"]]
     home = tmp_path / "home"  # of a new user: no variable, no ~/.ray

@@ -64,7 +64,7 @@ def occupied(cluster: Cluster, folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(cluster: Cluster, tmp_path: Path, undisturbed: Path) -> None:
+def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(cluster, tmp_path, undisturbed):
     calm = fault_free(undisturbed, tmp_path)
     faults = "kill-node@step=4,phase=backward,rank=1"
     planned = finished(tiny_trainer(tmp_path, "node", spares=2, faults=faults)).summary
@@ -76,9 +76,7 @@ def test_a_node_that_dies_with_a_whole_ring_changes_no_bit(cluster: Cluster, tmp
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_a_ring_over_two_nodes_sends_keys_between_them_once_and_loses_one_of_them(
-    cluster: Cluster, tmp_path: Path, undisturbed: Path
-) -> None:
+def test_a_ring_over_two_nodes_sends_keys_between_them_once_and_loses_one_of_them(cluster, tmp_path, undisturbed):
     """Two ranks of each node: the second gets from its neighbour what the first has fetched. The bits are those of a
     ring on one node, where that ran before."""
     calm = fault_free(undisturbed, tmp_path, 1, 4)
@@ -101,7 +99,7 @@ def test_a_ring_over_two_nodes_sends_keys_between_them_once_and_loses_one_of_the
 
 
 @pytest.mark.slow
-def test_a_node_that_falls_silent_is_lost_once_and_nothing_is_started_there(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_node_that_falls_silent_is_lost_once_and_nothing_is_started_there(cluster, tmp_path):
     folder, gate = tmp_path / "silent", tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, "silent", spares=2, steps=40, gate=gate)
     with ThreadPoolExecutor(1) as pool:
@@ -132,9 +130,7 @@ def test_a_node_that_falls_silent_is_lost_once_and_nothing_is_started_there(clus
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_node_that_dies_at_a_random_moment_is_replaced_by_one_that_joins(
-    cluster: Cluster, tmp_path: Path, seed: int, undisturbed: Path
-) -> None:
+def test_a_node_that_dies_at_a_random_moment_is_replaced_by_one_that_joins(cluster, tmp_path, seed, undisturbed):
     calm = fault_free(undisturbed, tmp_path, steps=30)
     folder, gate = tmp_path / "random-node", tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, "random-node", spares=2, steps=30, gate=gate)
@@ -163,9 +159,7 @@ def test_a_node_that_dies_at_a_random_moment_is_replaced_by_one_that_joins(
 
 
 @pytest.mark.slow
-def test_a_drained_node_is_left_before_the_command_returns_and_no_step_is_lost(
-    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_drained_node_is_left_before_the_command_returns_and_no_step_is_lost(cluster, tmp_path, capsys):
     folder, gate = tmp_path / "leaving", tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, "leaving", spares=2, steps=20, gate=gate)
     with ThreadPoolExecutor(1) as pool:
@@ -202,7 +196,7 @@ def roomy(fork_server: ForkServer) -> Iterator[Cluster]:
     yield from forked(fork_server, {"num_cpus": 8}, {"num_cpus": 8})
 
 
-def test_with_two_free_nodes_no_two_holders_of_a_shard_begin_on_one(roomy: Cluster, tmp_path: Path) -> None:
+def test_with_two_free_nodes_no_two_holders_of_a_shard_begin_on_one(roomy, tmp_path):
     result = finished(tiny_trainer(tmp_path, "apart", spares=1, steps=2))
     lines = [line for line in read(result.path / "journal.jsonl") if "event" in line]
     (build,) = [
@@ -224,9 +218,7 @@ def labelled(fork_server: ForkServer) -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-def test_rays_labels_say_what_fails_together_and_where_one_holder_of_each_shard_sits(
-    labelled: Cluster, tmp_path: Path
-) -> None:
+def test_rays_labels_say_what_fails_together_and_where_one_holder_of_each_shard_sits(labelled, tmp_path):
     result = finished(tiny_trainer(tmp_path, "labelled", dp=2, cp=1, spares=1, steps=3))
     joined = [event for event in events(result.path) if event["type"] == "NodeJoined"]
     told = {event["node"]: (event["domains"], event["is_reserved"]) for event in joined if event["num_slots"]}

@@ -130,9 +130,7 @@ def nodes_of(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "road", [*(pytest.param(one, marks=pytest.mark.soak) for one in (ROADS[0], *ROADS[2:])), ROADS[1]]
 )
-def test_members_hand_over_before_the_deadline_and_the_last_one_leaves_a_checkpoint(
-    road: str, machines: LocalCluster, metadata: Metadata, tmp_path: Path
-) -> None:
+def test_members_hand_over_before_the_deadline_and_the_last_one_leaves_a_checkpoint(road, machines, metadata, tmp_path):
     """First one of two machines goes, then the other; a new one takes the run up where the last has left it."""
     folder, gate, cloud = tmp_path / "spot", tmp_path / "gate", Cloud(road, machines, metadata)
     trainer = tiny_trainer(

@@ -65,8 +65,8 @@ def wait_for(what: Callable[[], Any], driver: subprocess.Popen[bytes]) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_search(
-    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fork_server, tmp_path, monkeypatch
+):
     (tmp_path / "space.toml").write_text(SPACE)
     command(fork_server, f"{TRAIN} {SMALL}", tmp_path)
     words = [sys.executable, "-m", "elastic_ring", *TUNE.split()]
@@ -131,10 +131,7 @@ def test_a_dense_run_becomes_a_sparse_one_through_a_killed_trial_and_a_killed_se
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ctrl_c_in_a_trial_on_a_mesh_tells_no_front_and_the_same_command_goes_on_with_that_trial(
-    fork_server: ForkServer,
-    tmp_path: Path,
-) -> None:
+def test_ctrl_c_in_a_trial_on_a_mesh_tells_no_front_and_the_same_command_goes_on_with_that_trial(fork_server, tmp_path):
     (tmp_path / "space.toml").write_text('pattern = ["window:64"]\nlayers = ["{rule}"]\n')
     on_mesh = f"{SEARCH.partition(' --from ')[0]} --on-mesh --space space.toml {SMALL}".replace(
         "--steps 48", "--steps 24"

@@ -48,7 +48,7 @@ ray stop
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.soak
-def test_an_open_cluster_of_two_hosts_is_switched_to_one_token_and_its_run_goes_on(tmp_path: Path) -> None:
+def test_an_open_cluster_of_two_hosts_is_switched_to_one_token_and_its_run_goes_on(tmp_path):
     if subprocess.run([*OWN[:-2], "true"], check=False).returncode:
         pytest.skip("this user may not make namespaces")
     page = (ROOT / "docs" / "quickstart.md").read_text()

@@ -106,7 +106,7 @@ def in_one_process(num_steps: int, small: Sequence[str] = SMALL) -> list[float]:
     return found
 
 
-def test_a_ring_of_two_trains_what_one_process_and_the_elastic_ring_train(fork_server, tmp_path) -> None:
+def test_a_ring_of_two_trains_what_one_process_and_the_elastic_ring_train(fork_server, tmp_path):
     summary = trained(fork_server, tmp_path, "--steps=6", "--workers=2", "--cp=2")
     assert losses(summary) == pytest.approx(in_one_process(6), abs=1e-4)
     own = f"--steps=6 --dp=1 --cp=2 --spares=0 --storage-path={tmp_path} --run-name=elastic".split()
@@ -124,7 +124,7 @@ def test_a_ring_of_two_trains_what_one_process_and_the_elastic_ring_train(fork_s
     assert [line["note"] for line in notes(folder)] == ["attempt", *["skipped"] * 3, "gave up"], "nobody tried again"
 
 
-def test_a_killed_worker_comes_back_and_another_number_of_workers_goes_on(fork_server, tmp_path) -> None:
+def test_a_killed_worker_comes_back_and_another_number_of_workers_goes_on(fork_server, tmp_path):
     own = ["--cp=2", "--checkpoint-every-steps=2", "--steps=8"]
     with (tmp_path / "out.txt").open("w") as out:
         run = subprocess.Popen(
@@ -153,7 +153,7 @@ def test_a_killed_worker_comes_back_and_another_number_of_workers_goes_on(fork_s
 
 
 @pytest.mark.soak
-def test_a_saved_llama_with_a_pattern_trains_on_a_manifest_and_is_exported(fork_server, tmp_path) -> None:
+def test_a_saved_llama_with_a_pattern_trains_on_a_manifest_and_is_exported(fork_server, tmp_path):
     """Beside one process with the same pattern, and back to what transformers loads, in the type of the run."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -219,7 +219,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 @pytest.mark.soak
-def test_what_is_offloaded_to_the_cpu_trains_the_same(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_what_is_offloaded_to_the_cpu_trains_the_same(fork_server, tmp_path):
     """The optimizer's state in pinned memory, by DeepSpeed's own configuration, and parameters in pageable memory."""
     own = {"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}
     (tmp_path / "deepspeed.json").write_text(json.dumps(own))
@@ -251,7 +251,7 @@ trainer.fit()
     not all(any((ops.extensions_folder() / name).glob("*.so")) for name in ops.ASYNC_IO),
     reason="DeepSpeed's operators for NVMe take minutes to build: `make nvme`, then run this again",
 )
-def test_what_is_offloaded_to_nvme_trains_the_same_and_goes_on_with_another_number(fork_server, tmp_path) -> None:
+def test_what_is_offloaded_to_nvme_trains_the_same_and_goes_on_with_another_number(fork_server, tmp_path):
     """A partition is swapped from 1 MiB on, so this model is larger."""
     swap = tmp_path / "swap"
     own = ["--offload-optimizer=nvme", "--offload-param=nvme", f"--nvme-path={swap}"]
@@ -299,7 +299,7 @@ trainer.fit()
 
 
 @pytest.mark.soak
-def test_a_ray_dataset_feeds_a_number_of_workers_that_ray_train_chooses(tmp_path) -> None:
+def test_a_ray_dataset_feeds_a_number_of_workers_that_ray_train_chooses(tmp_path):
     """Two to three workers where there is room for five: three start, which is no multiple of cp."""
     ran(sys.executable, "-c", DATASET, str(tmp_path), env=ENVIRONMENT)
     summary = summary_of(tmp_path)

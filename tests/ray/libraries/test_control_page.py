@@ -17,9 +17,7 @@ from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import SUMMARY_NAME, read_metrics
 from elastic_ring.runtime.driver.cluster import left_behind
 from elastic_ring.state.storage.folder import Storage
-from tests.object_store.store import ObjectStore
 from tests.ray.conftest import tiny_trainer
-from tests.ray.fork_server import ForkServer
 
 DOCS = Path(__file__).parents[3] / "docs"
 SMALL = "--dp 1 --cp 1 --spares 0 --context 128 --global-batch 64 --step.sequences-per-pass 16 --model.num-layers 1"
@@ -33,9 +31,7 @@ def commands(page: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_validate_keep_and_go_on(
-    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_of_the_page_validate_keep_and_go_on(local_ray, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "module.py").write_text("def one() -> int:\n    return 1\n\n\n" * 60)
@@ -61,12 +57,8 @@ def test_the_commands_of_the_page_validate_keep_and_go_on(
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_on_storage_need_a_bucket_and_make_the_keys(
-    fork_server: ForkServer,
-    object_store: ObjectStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    fork_server, object_store, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     ray.shutdown()  # hosts take the keys from the environment in which Ray starts
     object_store.enter(monkeypatch, RAY_ADDRESS="local")

@@ -30,9 +30,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's own
-def test_the_page_leads_from_conversations_to_a_chat(
-    local_ray: None, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_leads_from_conversations_to_a_chat(local_ray, saved, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

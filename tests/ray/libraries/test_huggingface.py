@@ -121,8 +121,8 @@ def fit(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "latent"])
 def test_a_saved_model_with_experts_trains_through_a_kill_and_comes_back_with_the_bits_of_the_undisturbed_run(
-    local_ray: None, kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+    local_ray, kind, request, tmp_path
+):
     folder: Path = request.getfixturevalue(kind)
     calm = fit(folder, tmp_path, "hf-calm", spares=0)
     struck = fit(folder, tmp_path, "hf-struck", "kill@step=1,phase=backward,rank=3", spares=1)
@@ -145,9 +145,7 @@ def test_a_saved_model_with_experts_trains_through_a_kill_and_comes_back_with_th
 
 
 @pytest.mark.slow
-def test_a_presets_run_comes_back_as_a_llama_with_the_same_logits_and_greedy_tokens(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_a_presets_run_comes_back_as_a_llama_with_the_same_logits_and_greedy_tokens(local_ray, tmp_path):
     trainer = tiny_trainer(tmp_path, "preset", dp=1, spares=0, steps=4)
     result = trainer.fit()
     assert command(["export", str(result.path), "--out", str(tmp_path / "out")]) == 0
@@ -161,7 +159,7 @@ def test_a_presets_run_comes_back_as_a_llama_with_the_same_logits_and_greedy_tok
 
 
 @pytest.mark.soak
-def test_the_example_tunes_a_saved_model_and_exports_it(folder: Path, tmp_path: Path) -> None:
+def test_the_example_tunes_a_saved_model_and_exports_it(folder, tmp_path):
     (tmp_path / "text.txt").write_text("def main() -> int:\n    return 0\n" * 400)
     prepare(PrepareConfig(sources=(str(tmp_path / "text.txt"),), out=str(tmp_path / "prepared"), workers=0))
     manifest = str(tmp_path / "prepared" / "manifest.json")
@@ -173,9 +171,7 @@ def test_the_example_tunes_a_saved_model_and_exports_it(folder: Path, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's own
-def test_adapters_train_through_two_kills_and_come_back_as_peft_loads_them(
-    local_ray: None, dense: Path, tmp_path: Path
-) -> None:
+def test_adapters_train_through_two_kills_and_come_back_as_peft_loads_them(local_ray, dense, tmp_path):
     """Newcomers, and a run that goes on from a checkpoint, read the base from its folder."""
     peft = pytest.importorskip("peft")
     lora = "r=4,alpha=8,target=q_proj+v_proj+down_proj"

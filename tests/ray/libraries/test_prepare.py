@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,7 @@ def corpus(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "workers", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(4, marks=pytest.mark.soak)]
 )
-def test_any_number_of_workers_gives_the_same_digest(
-    workers: int, corpus: Path, tmp_path: Path, local_ray: None
-) -> None:
+def test_any_number_of_workers_gives_the_same_digest(workers, corpus, tmp_path, local_ray):
     alone = prepared(tmp_path / "alone", corpus, workers=0, drop_duplicates=True)
     together = prepared(tmp_path / "together", corpus, workers=workers, drop_duplicates=True)
     assert together.digest == alone.digest
@@ -59,7 +56,7 @@ def test_any_number_of_workers_gives_the_same_digest(
     assert texts_of(tmp_path / "together", together.sources[0]) == texts(200)
 
 
-def test_a_users_mistake_in_a_worker_has_its_own_words(corpus: Path, tmp_path: Path, local_ray: None) -> None:
+def test_a_users_mistake_in_a_worker_has_its_own_words(corpus, tmp_path, local_ray):
     (corpus / "c.jsonl").write_text("no JSON\n")
     with pytest.raises(ValueError, match=r"c\.jsonl: line 1 at byte 0 is no JSON object"):
         prepared(tmp_path / "out", corpus, workers=2)
@@ -85,9 +82,7 @@ def deadly(piece_number: int, mark: Path | None) -> type:
     return Deadly
 
 
-def test_a_killed_worker_loses_and_repeats_nothing(
-    corpus: Path, tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_loses_and_repeats_nothing(corpus, tmp_path, local_ray, monkeypatch):
     monkeypatch.setattr(pipeline, "_PoolWorker", deadly(3, tmp_path / "died"))
     manifest = prepared(tmp_path / "out", corpus, workers=2)
     assert (tmp_path / "died").exists()
@@ -96,9 +91,7 @@ def test_a_killed_worker_loses_and_repeats_nothing(
 
 
 @pytest.mark.slow
-def test_a_piece_that_always_kills_its_worker_ends_the_preparation_by_name(
-    corpus: Path, tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_that_always_kills_its_worker_ends_the_preparation_by_name(corpus, tmp_path, local_ray, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, "_PoolWorker", deadly(3, None))
         with pytest.raises(RunFailed, match=r"prepare-000-0000003 killed its process 3 times"):
@@ -124,7 +117,7 @@ print(prepare(PrepareConfig((sys.argv[1],), sys.argv[2], workers=1), cluster).di
 
 
 @pytest.mark.slow
-def test_a_preparation_in_python_on_a_new_machine_asks_for_a_token_of_its_user_alone(tmp_path: Path) -> None:
+def test_a_preparation_in_python_on_a_new_machine_asks_for_a_token_of_its_user_alone(tmp_path):
     source, home = write_jsonl(tmp_path / "a.jsonl", texts(9)), tmp_path / "home"
     home.mkdir()
     given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
@@ -138,7 +131,7 @@ def test_a_preparation_in_python_on_a_new_machine_asks_for_a_token_of_its_user_a
 
 
 @pytest.mark.soak
-def test_a_killed_driver_goes_on_from_the_command_line(tmp_path: Path) -> None:
+def test_a_killed_driver_goes_on_from_the_command_line(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", [text * 2_500 for text in texts(120)])  # pieces of about a second
     out = tmp_path / "out"
     words = ["--source", str(source), "--out", str(out), "--workers", "2"]
@@ -162,9 +155,7 @@ def test_a_killed_driver_goes_on_from_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_run_on_a_manifest_uses_the_same_samples_through_a_kill_and_on_another_mesh(
-    tmp_path: Path, local_ray: None
-) -> None:
+def test_a_run_on_a_manifest_uses_the_same_samples_through_a_kill_and_on_another_mesh(tmp_path, local_ray):
     sources = [write_jsonl(tmp_path / f"{name}.jsonl", texts(300, start)) for name, start in (("a", 0), ("b", 300))]
     uris = []
     for workers in (0, 2):
@@ -200,8 +191,8 @@ def versions_of(journal: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_training_begins_while_preparation_goes_on_and_a_run_that_replays_it_has_equal_bits(
-    tmp_path: Path, train: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, train, monkeypatch
+):
     more, whole = threading.Event(), PieceWorker.prepare
 
     def held(worker: PieceWorker, piece: Piece) -> PieceRecord:
@@ -243,7 +234,7 @@ def test_training_begins_while_preparation_goes_on_and_a_run_that_replays_it_has
 
 
 @pytest.mark.slow
-def test_a_run_whose_manifest_changed_is_refused_when_it_goes_on(tmp_path: Path, local_ray: None) -> None:
+def test_a_run_whose_manifest_changed_is_refused_when_it_goes_on(tmp_path, local_ray):
     source = write_jsonl(tmp_path / "a.jsonl", texts(300))
     prepared(tmp_path / "out", source)
     uri = str(tmp_path / "out" / "manifest.json")
@@ -257,7 +248,7 @@ def test_a_run_whose_manifest_changed_is_refused_when_it_goes_on(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_a_ray_dataset_is_trained_on_as_the_same_documents_in_a_file(tmp_path: Path, local_ray: None) -> None:
+def test_a_ray_dataset_is_trained_on_as_the_same_documents_in_a_file(tmp_path, local_ray):
     source = write_jsonl(tmp_path / "a.jsonl", texts(300))
     manifest = prepared(tmp_path / "out", source, piece_bytes=16 << 20, row_group_tokens=1 << 16)
     blocks = ray.data.from_items([{"text": text} for text in texts(300)], override_num_blocks=7)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,9 +43,7 @@ class KillOnce(tune.Callback):
 
 
 @pytest.mark.slow
-def test_a_trial_on_a_mesh_is_a_run_with_which_a_killed_one_goes_on_and_tune_may_stop_it(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_a_trial_on_a_mesh_is_a_run_with_which_a_killed_one_goes_on_and_tune_may_stop_it(local_ray, tmp_path):
     on_ring = {"dp": 1, "cp": 2, "spares": 0, "steps": 8, "val_every_steps": 2}
     trainable = pattern_trainable(tiny_trainer(tmp_path, "asked", **on_ring), runs=str(tmp_path / "runs"))
     kills, run = KillOnce(), tune.RunConfig(name="search", storage_path=str(tmp_path / "tune"), verbose=0)
@@ -85,9 +82,7 @@ def test_a_trial_on_a_mesh_is_a_run_with_which_a_killed_one_goes_on_and_tune_may
 
 
 @pytest.mark.slow
-def test_a_trial_on_a_mesh_resumes_when_its_coordinator_is_gone_and_loses_when_it_diverges(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_a_trial_on_a_mesh_resumes_when_its_coordinator_is_gone_and_loses_when_it_diverges(local_ray, tmp_path):
     def trial(name: str, *callbacks: tune.Callback, **options: Any) -> dict[str, Any]:
         run = {"checkpoint_config": CheckpointConfig(every_steps=2), "timeouts": Timeouts(lease_s=10.0)}
         asked = tiny_trainer(tmp_path, name, steps=8, val_every_steps=2, run=run, **ALONE)

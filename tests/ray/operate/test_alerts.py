@@ -119,9 +119,7 @@ def ask(prometheus: str, query: str) -> list[tuple[dict[str, str], float]]:
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_reaches_the_pager_and_only_it(
-    prometheus: str, fired: tuple[str, list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_a_run_that_fails_reaches_the_pager_and_only_it(prometheus, fired, tmp_path):
     trainer = tiny_trainer(tmp_path, NAME, faults="raise@step=3,phase=forward; raise@step=3,phase=backward", **ALONE)
     with pytest.raises(UserCodeFailed):
         trainer.fit()
@@ -140,7 +138,7 @@ def test_a_run_that_fails_reaches_the_pager_and_only_it(
 
 
 @pytest.mark.soak
-def test_a_drill_makes_its_alert_fire_says_what_to_look_at_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_drill_makes_its_alert_fire_says_what_to_look_at_and_leaves_nothing(tmp_path):
     """That of the connections which break though nobody dies: three times, for real, in a Ray of the drill's own."""
     program("prometheus", "Debian: prometheus")
     alert = ["-m", "elastic_ring", "drill", "alert", "ElasticRingCommunicationErrors"]

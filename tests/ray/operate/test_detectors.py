@@ -53,7 +53,7 @@ def train_on_noise(
 
 
 @pytest.mark.soak
-def test_a_poisoned_batch_is_skipped_alike_on_all_ranks_and_told(local_ray: None, tmp_path: Path) -> None:
+def test_a_poisoned_batch_is_skipped_alike_on_all_ranks_and_told(local_ray, tmp_path):
     summary, folder = train_on_noise(tmp_path, "poisoned", ("skip",))
     assert [line["step"] for line in read_metrics(folder) if line["skipped"]] == [POISONED]
     assert summary["skipped_steps"] == 1
@@ -69,7 +69,7 @@ def test_a_poisoned_batch_is_skipped_alike_on_all_ranks_and_told(local_ray: None
 
 
 @pytest.mark.soak
-def test_a_poisoned_batch_may_end_the_run_and_is_named(local_ray: None, tmp_path: Path) -> None:
+def test_a_poisoned_batch_may_end_the_run_and_is_named(local_ray, tmp_path):
     shown = ", ".join(map(str, sample_ids(0, POISONED, BATCH, NUM_SEQUENCES)))
     with pytest.raises(LossSpike, match=rf"step {POISONED}: the loss is .* Look at its sequences \({shown}\)"):
         train_on_noise(tmp_path, "stopped", ("stop",))
@@ -78,8 +78,8 @@ def test_a_poisoned_batch_may_end_the_run_and_is_named(local_ray: None, tmp_path
 
 @pytest.mark.slow
 def test_a_run_goes_back_to_before_a_poisoned_batch_and_a_run_that_leaves_the_same_out_has_its_bits(
-    local_ray: None, tmp_path: Path
-) -> None:
+    local_ray, tmp_path
+):
     stored = {"checkpoint_config": CheckpointConfig(every_steps=20)}
     summary, folder = train_on_noise(tmp_path, "back", ("back",), stored)
     [spike] = notes(folder, "spike")
@@ -99,7 +99,7 @@ def test_a_run_goes_back_to_before_a_poisoned_batch_and_a_run_that_leaves_the_sa
 
 
 @pytest.mark.slow
-def test_a_slow_worker_is_found_told_and_replaced_by_a_spare_at_a_boundary(local_ray: None, tmp_path: Path) -> None:
+def test_a_slow_worker_is_found_told_and_replaced_by_a_spare_at_a_boundary(local_ray, tmp_path):
     # A machine that is busy with other tests slows every rank now and then, but none twice as much as the others for
     # long; and it hides the slow one for some windows.
     steps = 80
@@ -118,8 +118,8 @@ def test_a_slow_worker_is_found_told_and_replaced_by_a_spare_at_a_boundary(local
 
 @pytest.mark.slow
 def test_a_flipped_bit_in_a_gradient_is_found_its_rank_named_replaced_and_the_bits_are_those_of_no_fault(
-    local_ray: None, tmp_path: Path
-) -> None:
+    local_ray, tmp_path
+):
     steps, checking = 12, {"corruption": "act", "corruption_every_steps": 4}
     calm = tiny_trainer(tmp_path, "right", steps=steps, spares=0, run=checking).fit()
     assert calm.summary["recoveries"] == [], "healthy ranks agree"

@@ -87,9 +87,7 @@ def trained(folder: Path, name: str, loss: LimitedLoss, steps: int = STEPS, **se
 
 
 @pytest.mark.slow
-def test_a_step_that_runs_out_of_memory_runs_again_with_less_and_changes_no_bit(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_a_step_that_runs_out_of_memory_runs_again_with_less_and_changes_no_bit(local_ray, tmp_path):
     calm = trained(tmp_path, "roomy", LimitedLoss())
     claim = tmp_path / "claim"
     summary = trained(tmp_path, "tight", LimitedLoss(str(claim)))
@@ -124,9 +122,7 @@ class NearlyFullLoss(LimitedLoss):
 
 
 @pytest.mark.soak
-def test_before_memory_runs_out_all_members_climb_the_ladder_at_a_boundary_and_no_bit_changes(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_before_memory_runs_out_all_members_climb_the_ladder_at_a_boundary_and_no_bit_changes(local_ray, tmp_path):
     settings = {"memory_pressure": "act", "memory_pressure_share": 0.8}
     calm = trained(tmp_path, "roomy", LimitedLoss(), EARLY_STEPS)
     claim = tmp_path / "claim"
@@ -259,9 +255,7 @@ def on_two_rings(folder: Path, name: str, loss: GrowingLoss, memory_limit: float
 
 
 @pytest.mark.soak
-def test_a_member_that_fills_its_node_dies_alone_and_its_death_is_told_by_its_cause(
-    small_node: Cluster, tmp_path: Path
-) -> None:
+def test_a_member_that_fills_its_node_dies_alone_and_its_death_is_told_by_its_cause(small_node, tmp_path):
     calm = on_two_rings(tmp_path, "calm", GrowingLoss(), 0.9, spares=0)
     assert calm["recoveries"] == []
     for name, memory_limit, by in (

@@ -6,7 +6,6 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import ray
@@ -52,7 +51,7 @@ def value(family: Family, **labels: str) -> float:
 
 
 @pytest.mark.slow
-def test_a_running_run_exports_every_metric_of_the_table_and_no_other(local_ray: None, tmp_path: Path) -> None:
+def test_a_running_run_exports_every_metric_of_the_table_and_no_other(local_ray, tmp_path):
     gate = tmp_path / "gate"
     trainer = tiny_trainer(
         tmp_path,

@@ -77,14 +77,14 @@ def trainer(folder: Path, name: str, **changes: Any) -> ElasticRingTrainer:
     return ElasticRingTrainer(options.pop("model"), options.pop("data"), **options)
 
 
-def test_a_mesh_larger_than_the_cluster_says_what_is_there_and_what_is_missing(local_ray: None, tmp_path: Path) -> None:
+def test_a_mesh_larger_than_the_cluster_says_what_is_there_and_what_is_missing(local_ray, tmp_path):
     step = StepConfig(steps=6, global_batch=9, context_tokens=96)
     with pytest.raises(ValueError, match=r"mesh dp=9 x cp=5 needs 45 workers .* has CPU: 32 .* 13 missing"):
         trainer(tmp_path, "large", scaling_config=ScalingConfig(dp=9, cp=5), step_config=step).fit()
     assert left_behind("large") == []
 
 
-def test_data_that_cannot_be_read_is_refused_before_anything_starts(local_ray: None, tmp_path: Path) -> None:
+def test_data_that_cannot_be_read_is_refused_before_anything_starts(local_ray, tmp_path):
     with pytest.raises(ValueError, match="nowhere"):
         trainer(tmp_path, "unread", data=TextFiles(96, (str(tmp_path / "nowhere" / "*.txt"),))).fit()
     assert not (tmp_path / "unread").exists()
@@ -106,7 +106,7 @@ def no_such_width() -> nn.Module:
     return nn.Linear(-1, 4)
 
 
-def test_a_model_that_cannot_be_built_or_sent_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_built_or_sent_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(ValueError, match=r"no_such_width.* cannot be built"):
         trainer(tmp_path, "unbuilt", model=no_such_width).fit()
     lock = threading.Lock()
@@ -117,7 +117,7 @@ def test_a_model_that_cannot_be_built_or_sent_is_refused_before_anything_starts(
 
 
 @pytest.mark.soak
-def test_workers_may_reserve_memory_and_what_ray_gives_no_actor_is_refused(local_ray: None, tmp_path: Path) -> None:
+def test_workers_may_reserve_memory_and_what_ray_gives_no_actor_is_refused(local_ray, tmp_path):
     trainer = tiny_trainer(tmp_path, "memory", steps=2, resources_per_worker={"CPU": 1, "memory": 2**20}, **ALONE)
     assert trainer.fit().summary["steps"] == 2
     with pytest.raises(ValueError, match="object_store_memory"):
@@ -125,13 +125,13 @@ def test_workers_may_reserve_memory_and_what_ray_gives_no_actor_is_refused(local
 
 
 @pytest.mark.slow
-def test_workers_that_all_fail_to_start_end_the_run_with_their_own_error(local_ray: None, tmp_path: Path) -> None:
+def test_workers_that_all_fail_to_start_end_the_run_with_their_own_error(local_ray, tmp_path):
     with pytest.raises(RunFailed, match=r"no worker starts(.|\n)*No module named 'mine'"):
         trainer(tmp_path, "nowhere-else", model=OnlyHere(), initial=None).fit()
     assert left_behind("nowhere-else") == []
 
 
-def test_a_folder_that_another_cluster_writes_to_is_refused(local_ray: None, tmp_path: Path) -> None:
+def test_a_folder_that_another_cluster_writes_to_is_refused(local_ray, tmp_path):
     elsewhere = tiny_trainer(tmp_path, "busy", steps=2)
     elsewhere.run_config.folder.mkdir(parents=True)
     over = threading.Event()
@@ -154,7 +154,7 @@ def test_a_folder_that_another_cluster_writes_to_is_refused(local_ray: None, tmp
 
 
 @pytest.mark.slow
-def test_a_run_that_was_abandoned_starts_anew_when_submitted_again(local_ray: None, tmp_path: Path) -> None:
+def test_a_run_that_was_abandoned_starts_anew_when_submitted_again(local_ray, tmp_path):
     run = tiny_trainer(tmp_path, "again", steps=3, **ALONE)
     corpse: Any = run.submission().find_or_start(open_source(run.task.data).fingerprint)
     corpse.abandon.remote("no driver")
@@ -166,9 +166,7 @@ def test_a_run_that_was_abandoned_starts_anew_when_submitted_again(local_ray: No
     assert [path.name for path in run.run_config.folder.glob("attempt-*")] == ["attempt-001"]
 
 
-def test_an_exception_of_the_users_stops_the_run_the_second_time_with_their_traceback_first(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_an_exception_of_the_users_stops_the_run_the_second_time_with_their_traceback_first(local_ray, tmp_path):
     with pytest.raises(UserCodeFailed, match="no such feature: colour") as caught:
         trainer(tmp_path, "mistake", loss=FailingLoss(4), scaling_config=ScalingConfig(dp=2, cp=1, spares=0)).fit()
     assert str(caught.value).startswith("Traceback")
@@ -189,14 +187,14 @@ def failing_optimizer(named: list[tuple[str, torch.Tensor]]) -> torch.optim.Opti
 
 
 @pytest.mark.slow
-def test_an_exception_in_the_users_optimizer_ends_the_run_with_their_traceback(local_ray: None, tmp_path: Path) -> None:
+def test_an_exception_in_the_users_optimizer_ends_the_run_with_their_traceback(local_ray, tmp_path):
     with pytest.raises(UserCodeFailed, match=r"(?s)Traceback.*no such momentum"):
         trainer(tmp_path, "optimizer", optimizer=failing_optimizer, scaling_config=ScalingConfig(2, 1, 0)).fit()
     assert left_behind("optimizer") == []
 
 
 @pytest.mark.slow
-def test_a_node_that_ray_does_not_know_is_not_drained(local_ray: None) -> None:
+def test_a_node_that_ray_does_not_know_is_not_drained(local_ray):
     """What runs before a machine goes would let it go."""
     command = [sys.executable, "-m", "elastic_ring", "drain", "--node-id", 56 * "a"]
     environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
@@ -205,13 +203,13 @@ def test_a_node_that_ray_does_not_know_is_not_drained(local_ray: None) -> None:
     assert f"node-id='{56 * 'a'}': Ray lists no such node" in done.stderr
 
 
-def test_too_many_skipped_steps_stop_the_run(local_ray: None, tmp_path: Path) -> None:
+def test_too_many_skipped_steps_stop_the_run(local_ray, tmp_path):
     with pytest.raises(TooManySkipped, match="3 steps in a row"):
         trainer(tmp_path, "nan", loss=nan_loss, scaling_config=ScalingConfig(**ALONE)).fit()
 
 
 @pytest.mark.slow
-def test_a_model_that_attends_to_its_own_slice_is_refused_at_the_start(local_ray: None, tmp_path: Path) -> None:
+def test_a_model_that_attends_to_its_own_slice_is_refused_at_the_start(local_ray, tmp_path):
     step = StepConfig(steps=6, global_batch=4, context_tokens=96)
     own = {"model": PlainAttention, "initial": None, "step_config": step}
     with pytest.raises(RunFailed, match=r"it must attend through batch\.attention"):
@@ -219,7 +217,7 @@ def test_a_model_that_attends_to_its_own_slice_is_refused_at_the_start(local_ray
 
 
 @pytest.mark.slow
-def test_a_step_that_kills_members_three_times_stops_the_run_and_names_it(local_ray: None, tmp_path: Path) -> None:
+def test_a_step_that_kills_members_three_times_stops_the_run_and_names_it(local_ray, tmp_path):
     faults = ";".join(f"kill@step=2,phase=backward,rank={rank}" for rank in (0, 0, 0))
     # One after the other: each kills the worker that has taken the place of rank 0.
     with pytest.raises(CrashLoop, match=r"step 2(.|\n)*SIGKILL(.|\n)*The batch of that step is sequences \d+"):
@@ -228,12 +226,12 @@ def test_a_step_that_kills_members_three_times_stops_the_run_and_names_it(local_
 
 
 @pytest.mark.slow
-def test_a_fault_that_never_fired_fails_the_run(local_ray: None, tmp_path: Path) -> None:
+def test_a_fault_that_never_fired_fails_the_run(local_ray, tmp_path):
     with pytest.raises(FaultNeverFired, match="role=spare"):
         tiny_trainer(tmp_path, "unfired", faults="kill@step=2,phase=heal,role=spare", steps=4, cp=1).fit()
 
 
-def test_a_finished_name_says_so_and_another_config_is_refused(local_ray: None, tmp_path: Path) -> None:
+def test_a_finished_name_says_so_and_another_config_is_refused(local_ray, tmp_path):
     first = tiny_trainer(tmp_path, "done", steps=3, **ALONE).fit()
     again = tiny_trainer(tmp_path, "done", steps=3, **ALONE).fit()
     assert again.summary == first.summary

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -56,7 +55,7 @@ print(json.dumps({**json.loads((FOLDER / "found.json").read_text()), "left": lef
 
 
 @pytest.mark.slow
-def test_a_secret_variable_is_there_when_a_worker_starts_and_nobody_else_can_read_it(tmp_path: Path) -> None:
+def test_a_secret_variable_is_there_when_a_worker_starts_and_nobody_else_can_read_it(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TESTS_SECRET": SECRET}
     done = ran(sys.executable, "-c", RUN, str(tmp_path), env=environment)
     found = json.loads(done.stdout.splitlines()[-1])

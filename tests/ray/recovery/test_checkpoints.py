@@ -27,18 +27,7 @@ from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.driver.cluster import NAMESPACE, left_behind
 from elastic_ring.state.checkpoints.stored_weights import RunWeights
 from tests.object_store.store import ObjectStore
-from tests.ray.conftest import (
-    ALONE,
-    TINY,
-    Heard,
-    bits,
-    fault_free,
-    finished,
-    num_steps,
-    ran,
-    tiny_trainer,
-    wait_for,
-)
+from tests.ray.conftest import ALONE, TINY, Heard, bits, fault_free, finished, num_steps, ran, tiny_trainer, wait_for
 from tests.unit.coordinator.test_damage import FILES, flip
 
 EVERY_3 = {"checkpoint_config": CheckpointConfig(every_steps=3)}
@@ -53,8 +42,8 @@ EVERY_3 = {"checkpoint_config": CheckpointConfig(every_steps=3)}
     ],
 )
 def test_both_holders_of_a_shard_lost_at_once_come_back_from_the_checkpoint_or_a_copy_with_equal_bits(
-    local_ray: None, undisturbed: Path, tmp_path: Path, copies: str, source: str, most_undone: int
-) -> None:
+    local_ray, undisturbed, tmp_path, copies, source, most_undone
+):
     reference = fault_free(undisturbed, tmp_path)
     settings = {**EVERY_3, "copies": copies, "copy_every_steps": 1}
     faults = "kill@step=7,phase=forward,rank=1; kill@step=7,phase=forward,rank=3"
@@ -67,9 +56,7 @@ def test_both_holders_of_a_shard_lost_at_once_come_back_from_the_checkpoint_or_a
 
 
 @pytest.mark.slow
-def test_a_finished_run_goes_on_twice_under_its_name_with_the_bits_of_one_that_was_as_long_at_once(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_a_finished_run_goes_on_twice_under_its_name_with_the_bits_of_one_that_was_as_long_at_once(local_ray, tmp_path):
     """First at its last rate, then with a warm-up and a decay of the further steps. The last step of the first is
     saved, since the checkpoint before was quick; the others have none to go by."""
     kept, anew = {"total_steps": 4}, {"total_steps": 8, "replanned": (4, 6)}
@@ -103,8 +90,8 @@ class MayScale(Transformer):
 
 @pytest.mark.slow
 def test_a_checkpoint_with_a_parameter_that_the_model_lacks_and_damaged_first_values_end_the_start_with_the_way_out(
-    local_ray: None, tmp_path: Path
-) -> None:
+    local_ray, tmp_path
+):
     def trainer(name: str, steps: int, **options: Any) -> Any:
         saves = {"checkpoint_config": CheckpointConfig(every_steps=1)}
         made = tiny_trainer(tmp_path, name, steps=steps, total_steps=4, run=saves, **ALONE)
@@ -130,8 +117,8 @@ def run(folder: Path, name: str, **options: Any) -> dict[str, Any]:
 
 
 def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its_records_span_both(
-    local_ray: None, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    local_ray, undisturbed, tmp_path, capsys
+):
     """All processes of the run are killed at once; its newest checkpoint and its journal have a wrong byte, the record
     of its lineage is empty. Its planned fault lies before that checkpoint: the same submission again does not wait for
     it."""
@@ -180,9 +167,7 @@ def test_a_run_goes_on_where_its_cluster_ended_past_a_damaged_checkpoint_and_its
         *(pytest.param(*mesh, marks=pytest.mark.soak) for mesh in ((3, 2), (2, 1), (1, 2), (2, 4), (1, 1))),
     ],
 )
-def test_a_checkpoint_goes_on_on_another_mesh_with_the_same_samples(
-    local_ray: None, source: dict[str, Any], mixture: PreparedTokens, tmp_path: Path, dp: int, cp: int
-) -> None:
+def test_a_checkpoint_goes_on_on_another_mesh_with_the_same_samples(local_ray, source, mixture, tmp_path, dp, cp):
     path = next(one["path"] for one in source["checkpoints"] if one["step"] == 6)
     name = f"on-{dp}x{cp}"
     summary = run(tmp_path, name, dp=dp, cp=cp, spares=0, run={"resume": path}, data=mixture)
@@ -201,9 +186,7 @@ def source(local_ray: None, mixture: PreparedTokens, tmp_path_factory: pytest.Te
 
 
 @pytest.mark.soak
-def test_never_and_a_step_begin_a_lineage_of_their_own_and_other_settings_are_refused(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_never_and_a_step_begin_a_lineage_of_their_own_and_other_settings_are_refused(local_ray, tmp_path):
     every_2 = CheckpointConfig(every_steps=2, keep_last=9)
     first = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2})
     from_2 = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2, "resume": "2"})
@@ -220,8 +203,8 @@ def test_never_and_a_step_begin_a_lineage_of_their_own_and_other_settings_are_re
 
 @pytest.mark.soak
 def test_state_in_host_memory_changes_no_bit_through_kills_and_in_resuming_with_another_setting(
-    local_ray: None, undisturbed: Path, tmp_path: Path
-) -> None:
+    local_ray, undisturbed, tmp_path
+):
     """A donor heals one newcomer, and copies in peers' memory bring both holders of a shard back. The undisturbed run
     has its state on the devices."""
     reference = fault_free(undisturbed, tmp_path)
@@ -240,8 +223,8 @@ def test_state_in_host_memory_changes_no_bit_through_kills_and_in_resuming_with_
 
 @pytest.mark.slow
 def test_at_dp_1_the_loss_of_a_rank_costs_the_steps_since_the_checkpoint_and_no_bit(
-    local_ray: None, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    local_ray, undisturbed, tmp_path, caplog
+):
     reference = fault_free(undisturbed, tmp_path, dp=1)
     fault = "kill@step=5,phase=vote,rank=1"
     summary = run(tmp_path, "one-ring", dp=1, run={**EVERY_3, "copies": "0"}, faults=fault)
@@ -255,9 +238,7 @@ def test_at_dp_1_the_loss_of_a_rank_costs_the_steps_since_the_checkpoint_and_no_
 @pytest.mark.timeout(600)
 @pytest.mark.soak
 @pytest.mark.parametrize("where", ["a folder", "an object store", "an object store, in a save"])
-def test_power_cuts_on_the_laptop_preset_cost_no_bit(
-    where: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_power_cuts_on_the_laptop_preset_cost_no_bit(where, tmp_path, request):
     """Every process of the run dies at once, Ray's head too; the same submission goes on from the storage alone. In a
     save this comes once in the middle of a file of a checkpoint, once between its files and its manifest."""
     storage_path, given = str(tmp_path), dict(os.environ)
@@ -283,9 +264,7 @@ def store_uploads(uri: str, environment: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_ends_where_no_checkpoint_could_be_written_for_as_long_as_was_set(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_a_run_ends_where_no_checkpoint_could_be_written_for_as_long_as_was_set(local_ray, tmp_path):
     """From step 3 on a file lies where the checkpoints' folder was."""
     kept = {"checkpoint_config": CheckpointConfig(every_steps=3, fail_after_s=1.0), "timeouts": Timeouts(storage_s=1.0)}
     trainer = tiny_trainer(tmp_path, "in-the-way", **ALONE, steps=4000, run=kept)

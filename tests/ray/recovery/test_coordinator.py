@@ -12,7 +12,6 @@ import time
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -35,24 +34,11 @@ from elastic_ring.runtime.coordinator.startup import MOST_FAILED_STARTS
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
 from elastic_ring.runtime.driver.follow import Follower
 from elastic_ring.runtime.driver.submission import Submission
-from tests.ray.conftest import (
-    ALONE,
-    Heard,
-    bits,
-    fault_free,
-    finished,
-    notes,
-    num_steps,
-    pids,
-    tiny_trainer,
-    wait_for,
-)
+from tests.ray.conftest import ALONE, Heard, bits, fault_free, finished, notes, num_steps, pids, tiny_trainer, wait_for
 
 
 @pytest.mark.slow
-def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
-    local_ray: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(local_ray, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     gate = tmp_path / "gate"
     heard = [Heard(), Heard()]
@@ -84,8 +70,8 @@ def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(
 
 @pytest.mark.slow
 def test_a_submission_that_overlaps_the_end_of_its_run_takes_the_result_and_moves_nothing(
-    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    local_ray, tmp_path, monkeypatch
+):
     first = tiny_trainer(tmp_path, "overlap", steps=2, **ALONE).fit()
     late, known = tiny_trainer(tmp_path, "overlap", steps=2, **ALONE), []
     look = Submission.finished_summary
@@ -100,7 +86,7 @@ def test_a_submission_that_overlaps_the_end_of_its_run_takes_the_result_and_move
 
 
 @pytest.mark.soak
-def test_a_death_while_the_ring_validates_loses_neither_a_bit_nor_a_validation(local_ray: None, tmp_path: Path) -> None:
+def test_a_death_while_the_ring_validates_loses_neither_a_bit_nor_a_validation(local_ray, tmp_path):
     block_means, validations, heard = [], [], []
     for name, faults in (("calm-held-out", ""), ("held-out", "kill@step=4,phase=idle,rank=0")):
         heard.append(Heard())
@@ -136,9 +122,7 @@ class Stops(Callback):
 
 
 @pytest.mark.slow
-def test_a_callback_stops_the_run_at_the_same_step_though_it_kills_the_coordinator(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_a_callback_stops_the_run_at_the_same_step_though_it_kills_the_coordinator(local_ray, tmp_path):
     found = []
     (tmp_path / "own.txt").write_text("A corpus of its own. " * 40)
     sets = {
@@ -176,9 +160,7 @@ def test_a_callback_stops_the_run_at_the_same_step_though_it_kills_the_coordinat
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_it_comes_back(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_it_comes_back(local_ray, tmp_path):
     trainer = tiny_trainer(tmp_path, "last-words", steps=3, **ALONE)
     first = trainer.fit()
     (first.path / "summary.json").unlink()
@@ -204,9 +186,7 @@ def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_i
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_dies_while_the_ring_is_being_built_changes_no_bit(
-    local_ray: None, tmp_path: Path, undisturbed: Path
-) -> None:
+def test_a_coordinator_that_dies_while_the_ring_is_being_built_changes_no_bit(local_ray, tmp_path, undisturbed):
     calm = fault_free(undisturbed, tmp_path)
     faults = "kill@step=3,phase=backward,rank=1; kill-coordinator@step=3,phase=heal,role=donor"
     summary = finished(tiny_trainer(tmp_path, "mid-build", spares=1, faults=faults)).summary
@@ -217,9 +197,7 @@ def test_a_coordinator_that_dies_while_the_ring_is_being_built_changes_no_bit(
 
 
 @pytest.mark.slow
-def test_a_run_removes_the_stamps_of_a_run_that_is_gone_and_leaves_none_of_its_own(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_a_run_removes_the_stamps_of_a_run_that_is_gone_and_leaves_none_of_its_own(local_ray, tmp_path):
     gone, used = (stamp_folder(name, secrets.token_hex(8)) for name in ("stamps-of-the-dead", "stamps-in-use"))
     os.close(hold(gone, 30.0))
     held = hold(used, 30.0)
@@ -234,7 +212,7 @@ def test_a_run_removes_the_stamps_of_a_run_that_is_gone_and_leaves_none_of_its_o
 
 
 @pytest.mark.slow
-def test_a_frozen_agent_is_replaced_and_the_next_death_is_seen_by_the_new_one(local_ray: None, tmp_path: Path) -> None:
+def test_a_frozen_agent_is_replaced_and_the_next_death_is_seen_by_the_new_one(local_ray, tmp_path):
     gate, folder = tmp_path / "gate", tmp_path / "agent"
     trainer = tiny_trainer(tmp_path, "agent", spares=1, steps=20, gate=gate)
     with ThreadPoolExecutor(1) as pool:
@@ -261,8 +239,8 @@ def test_a_frozen_agent_is_replaced_and_the_next_death_is_seen_by_the_new_one(lo
 
 @pytest.mark.slow
 def test_a_run_whose_folder_is_moved_away_says_so_and_ends_without_a_digest_of_what_is_left(
-    local_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    local_ray, tmp_path, capsys
+):
     folder, gate = tmp_path / "moved", tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, "moved", steps=8, gate=gate, **ALONE)
     with ThreadPoolExecutor(1) as pool:
@@ -288,9 +266,7 @@ def test_a_run_whose_folder_is_moved_away_says_so_and_ends_without_a_digest_of_w
         ("other-format", r"journal\.jsonl has format 1, and this version of elastic_ring reads format 2"),
     ],
 )
-def test_a_coordinator_that_cannot_begin_for_its_journal_ends_the_run(
-    local_ray: None, tmp_path: Path, name: str, error: str
-) -> None:
+def test_a_coordinator_that_cannot_begin_for_its_journal_ends_the_run(local_ray, tmp_path, name, error):
     folder, gate = tmp_path / name, tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, name, steps=40, gate=gate, **ALONE)
     with ThreadPoolExecutor(1) as pool:

@@ -36,8 +36,8 @@ def keeping(copies: str, **others: Any) -> dict[str, Any]:
     ],
 )
 def test_one_ring_that_loses_any_rank_in_any_phase_goes_back_to_the_copies_and_loses_no_bit(
-    local_ray: None, undisturbed: Path, tmp_path: Path, copies: str, shift: int
-) -> None:
+    local_ray, undisturbed, tmp_path, copies, shift
+):
     """Each rank dies once, in another phase; over all shifts each rank dies in each phase."""
     reference = fault_free(undisturbed, tmp_path, dp=1, cp=4)
     phases = [PHASES[(rank + shift) % len(PHASES)] for rank in range(4)]
@@ -54,9 +54,7 @@ def test_one_ring_that_loses_any_rank_in_any_phase_goes_back_to_the_copies_and_l
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("pairs", [((0, 1), (1, 3), (2, 3)), ((0, 2), (1, 2), (0, 3))])
-def test_one_ring_with_two_copies_may_lose_any_two_ranks_at_once(
-    local_ray: None, undisturbed: Path, tmp_path: Path, pairs: tuple[tuple[int, int], ...]
-) -> None:
+def test_one_ring_with_two_copies_may_lose_any_two_ranks_at_once(local_ray, undisturbed, tmp_path, pairs):
     reference = fault_free(undisturbed, tmp_path, dp=1, cp=4)
     faults = "; ".join(
         f"kill@step={3 + 3 * index},phase=backward,rank={rank}" for index, pair in enumerate(pairs) for rank in pair
@@ -71,8 +69,8 @@ def test_one_ring_with_two_copies_may_lose_any_two_ranks_at_once(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("copies", "role"), [("1", "spare"), ("parity:2", "spare"), ("2", "donor")])
 def test_who_dies_while_a_copy_heals_a_newcomer_and_one_more_rank_cost_no_bit(
-    local_ray: None, undisturbed: Path, tmp_path: Path, copies: str, role: str
-) -> None:
+    local_ray, undisturbed, tmp_path, copies, role
+):
     reference = fault_free(undisturbed, tmp_path, dp=1, cp=4)
     faults = f"kill@step=7,phase=backward,rank=1; kill@step=4,phase=heal,role={role}; kill@step=10,phase=vote,rank=3"
     settings = keeping(copies, copy_every_steps=4)
@@ -94,9 +92,7 @@ def flipping_schedule(marker: Path, optim: OptimConfig, step: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_flipped_byte_in_a_copy_is_named_and_the_checkpoint_is_taken(
-    local_ray: None, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_flipped_byte_in_a_copy_is_named_and_the_checkpoint_is_taken(local_ray, undisturbed, tmp_path, caplog):
     """Copies of step 4 and a checkpoint of step 3: the copy comes first, and does not verify."""
     reference = fault_free(undisturbed, tmp_path, dp=1)
     optim = OptimConfig(peak_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=12)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def faults_of(summary: Summary) -> list[int]:
     return [len(recovery["faults"]) for recovery in summary["recoveries"]]
 
 
-def test_a_kill_in_each_phase_and_of_each_rank_changes_no_bit(train: Train, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_kill_in_each_phase_and_of_each_rank_changes_no_bit(train, undisturbed, tmp_path):
     reference = fault_free(undisturbed, tmp_path, 2, 2)
     heard = Heard()
     summary = train("every-phase", spares=6, faults=EVERY_PHASE, callbacks=(heard,))
@@ -66,7 +65,7 @@ def test_a_kill_in_each_phase_and_of_each_rank_changes_no_bit(train: Train, undi
     "first",
     [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.soak) for n in range(6, 36, 6))],
 )
-def test_a_kill_in_each_exchange_of_experts_changes_no_bit(train: Train, first: int) -> None:
+def test_a_kill_in_each_exchange_of_experts_changes_no_bit(train, first):
     """Of rows and of results, in forward, recomputation and backward of two layers, on each of four ranks."""
     calm = train(f"experts-{first}-calm", spares=0, steps=8, model=EXPERTS, experts="send")
     kills = range(first, first + 6)
@@ -88,9 +87,7 @@ class Crowded(Initialiser):
 
 
 @pytest.mark.slow
-def test_a_kill_between_the_parts_in_which_rows_come_to_crowded_experts_changes_no_bit(
-    local_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kill_between_the_parts_in_which_rows_come_to_crowded_experts_changes_no_bit(local_ray, tmp_path, capsys):
     """On a ring of two no rank can get more than twice its share."""
     found = []
     for name, faults in (
@@ -109,7 +106,7 @@ def test_a_kill_between_the_parts_in_which_rows_come_to_crowded_experts_changes_
 
 
 @pytest.mark.slow
-def test_kills_change_no_bit_of_a_model_whose_large_layers_are_gathered_in_parts(train: Train) -> None:
+def test_kills_change_no_bit_of_a_model_whose_large_layers_are_gathered_in_parts(train):
     """Two layers in parts, one of experts that tokens are sent to; the head in slices."""
     model = Transformer(IN_PARTS)
     assert [len(whole.own_units()) for whole in (*model.blocks, model)] == [4, 4, 0, 3]
@@ -131,9 +128,7 @@ def test_kills_change_no_bit_of_a_model_whose_large_layers_are_gathered_in_parts
         pytest.param(3, 4, THREE_RINGS_MORE, [1, 2, 1], marks=pytest.mark.soak, id="each other rank"),
     ],
 )
-def test_kills_at_once_and_of_those_that_heal_change_no_bit(
-    train: Train, undisturbed: Path, tmp_path: Path, size: int, spares: int, faults: str, struck: list[int]
-) -> None:
+def test_kills_at_once_and_of_those_that_heal_change_no_bit(train, undisturbed, tmp_path, size, spares, faults, struck):
     reference = fault_free(undisturbed, tmp_path, size, size)
     summary = train("at-once", dp=size, cp=size, spares=spares, faults=faults)
     assert_same_bits(summary, reference)
@@ -149,7 +144,7 @@ def halving(step: int) -> float:
 
 
 @pytest.mark.slow
-def test_an_optimizer_a_schedule_and_passes_of_ones_own_survive_a_kill_with_their_bits(train: Train) -> None:
+def test_an_optimizer_a_schedule_and_passes_of_ones_own_survive_a_kill_with_their_bits(train):
     """Three sequences a ring: a pass of two and one of one. Keys cross in 8 bits."""
     own = {"kv_wire": "fp8", "optimizer": adafactor, "lr_schedule": halving, "steps": 6, "sequences_per_pass": 2}
     calm = train("own-calm", spares=0, **own)
@@ -157,9 +152,7 @@ def test_an_optimizer_a_schedule_and_passes_of_ones_own_survive_a_kill_with_thei
 
 
 @pytest.mark.slow
-def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_bit(
-    train: Train, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_bit(train, undisturbed, tmp_path):
     reference = fault_free(undisturbed, tmp_path, 2, 2)
     summary = train("other-ways", spares=3, faults=OTHER_WAYS_TO_GO)
     assert_same_bits(summary, reference)
@@ -171,8 +164,8 @@ def test_a_frozen_a_stuck_and_a_leaving_process_are_replaced_without_changing_a_
 
 @pytest.mark.slow
 def test_an_exception_is_survived_in_place_and_a_drained_rank_hands_its_place_over_without_a_lost_step(
-    train: Train, undisturbed: Path, tmp_path: Path
-) -> None:
+    train, undisturbed, tmp_path
+):
     reference = fault_free(undisturbed, tmp_path, 2, 2)
     summary = train("raise", spares=1, faults="raise@step=3,phase=backward,rank=2; drain@step=6,rank=1")
     assert_same_bits(summary, reference)
@@ -183,9 +176,7 @@ def test_an_exception_is_survived_in_place_and_a_drained_rank_hands_its_place_ov
 
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
-def test_training_goes_on_while_the_coordinator_is_gone(
-    train: Train, undisturbed: Path, tmp_path: Path, kind: str
-) -> None:
+def test_training_goes_on_while_the_coordinator_is_gone(train, undisturbed, tmp_path, kind):
     reference = fault_free(undisturbed, tmp_path, 2, 2)
     heard = Heard()
     summary = train(

@@ -29,7 +29,7 @@ def calm(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.slow
-def test_kills_under_a_pattern_leave_no_trace(calm: dict[str, Any], tmp_path: Path) -> None:
+def test_kills_under_a_pattern_leave_no_trace(calm, tmp_path):
     killed = run(tmp_path, "killed", faults=FAULTS, spares=2)
     assert len(killed["recoveries"]) == 2
     assert bits(killed) == bits(calm)
@@ -37,7 +37,7 @@ def test_kills_under_a_pattern_leave_no_trace(calm: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.soak
-def test_a_larger_ring_under_a_pattern_gives_the_same_losses(calm: dict[str, Any], tmp_path: Path) -> None:
+def test_a_larger_ring_under_a_pattern_gives_the_same_losses(calm, tmp_path):
     larger = run(tmp_path, "larger", dp=1, cp=3, spares=0)
     assert larger["samples_sha256"] == calm["samples_sha256"]
     pairs = zip(larger["losses"], calm["losses"], strict=True)

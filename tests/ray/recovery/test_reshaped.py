@@ -43,9 +43,7 @@ def reference(local_ray: None, mixture: PreparedTokens, tmp_path_factory: pytest
     return tiny_trainer(tmp_path_factory.mktemp("alone"), "alone", **ALONE, data=mixture).fit().summary
 
 
-def test_a_loss_without_a_spare_shrinks_the_mesh_and_it_grows_back(
-    reference: Summary, mixture: PreparedTokens, tmp_path: Path
-) -> None:
+def test_a_loss_without_a_spare_shrinks_the_mesh_and_it_grows_back(reference, mixture, tmp_path):
     gate, folder = tmp_path / "gate", tmp_path / "shrink"
     faults = "kill@step=1,phase=backward,rank=3"
     trainer = tiny_trainer(tmp_path, "shrink", spares=0, faults=faults, gate=gate, gate_s=1.0, data=mixture)
@@ -58,8 +56,8 @@ def test_a_loss_without_a_spare_shrinks_the_mesh_and_it_grows_back(
 
 @pytest.mark.slow
 def test_with_experts_a_mesh_shrinks_and_grows_and_checkpoints_go_on_in_rings_that_gather_them_and_send_again(
-    train: Train, mixture: PreparedTokens, tmp_path: Path
-) -> None:
+    train, mixture, tmp_path
+):
     """Five experts: tokens are sent to them in rings of two, their weights gathered in one of four."""
     settings: dict[str, Any] = {"model": EXPERTS, "data": mixture, "spares": 0}
     alone = train("experts-alone", **{**settings, **ALONE})
@@ -88,9 +86,7 @@ def test_with_experts_a_mesh_shrinks_and_grows_and_checkpoints_go_on_in_rings_th
 
 
 @pytest.mark.slow
-def test_two_losses_that_leave_no_ring_whole_but_every_shard_held(
-    train: Train, reference: Summary, mixture: PreparedTokens
-) -> None:
+def test_two_losses_that_leave_no_ring_whole_but_every_shard_held(train, reference, mixture):
     faults = "kill@step=3,phase=backward,rank=0; kill@step=3,phase=backward,rank=3"
     summary = train("crosswise", spares=0, faults=faults, data=mixture)
     assert_same_samples(summary, reference)

@@ -46,8 +46,8 @@ def stopped_by(number: signal.Signals, folder: Path, name: str, stop_save_s: flo
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_run_that_gets_a_stop_signal_saves_its_steps_and_the_next_submission_goes_on_from_them(
-    local_ray: None, undisturbed: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+    local_ray, undisturbed, tmp_path, number
+):
     reference = fault_free(undisturbed, tmp_path, dp=1, cp=1)
     message, num_steps = stopped_by(number, tmp_path, "saved", stop_save_s=30.0)
     match = re.fullmatch(r"stopped, with a checkpoint of step (\d+); nothing is left running", message)
@@ -67,17 +67,15 @@ def test_a_run_that_gets_a_stop_signal_saves_its_steps_and_the_next_submission_g
     ("number", "stop_save_s"), [(signal.SIGTERM, 0.01), pytest.param(signal.SIGINT, 30.0, marks=pytest.mark.soak)]
 )
 def test_ctrl_c_and_a_step_that_takes_longer_than_there_is_time_end_a_run_at_once(
-    local_ray: None, tmp_path: Path, number: signal.Signals, stop_save_s: float
-) -> None:
+    local_ray, tmp_path, number, stop_save_s
+):
     message, _ = stopped_by(number, tmp_path, "at-once", stop_save_s)
     assert message == "stopped; nothing is left running"
     assert not list((tmp_path / "at-once").glob("checkpoints/*/*/COMMIT.json"))
 
 
 @pytest.mark.slow
-def test_a_second_signal_waits_for_no_checkpoint(
-    local_ray: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_second_signal_waits_for_no_checkpoint(local_ray, tmp_path, caplog):
     caplog.set_level("INFO")
     gate = tmp_path / "gate"
     gate.touch()

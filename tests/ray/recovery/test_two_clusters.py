@@ -76,9 +76,7 @@ def committed(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_frozen_submission_whose_run_another_one_has_taken_stops_with_3_and_so_does_that_one_in_its_turn(
-    tmp_path: Path,
-) -> None:
+def test_a_frozen_submission_whose_run_another_one_has_taken_stops_with_3_and_so_does_that_one_in_its_turn(tmp_path):
     folder = tmp_path / "run"
     made = [Submission(folder, tmp_path / "first.log")]
     try:

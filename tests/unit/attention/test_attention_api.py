@@ -23,10 +23,9 @@ from elastic_ring.attention.patterns.rules import Dense, Window
 from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
 from elastic_ring.attention.ring import RingAttention
-from elastic_ring.errors import ElasticRingError, GroupAborted, PeerFailed
+from elastic_ring.errors import GroupAborted, PeerFailed
 from tests.unit.attention.attention_rings import (
     Case,
-    ThreadRings,
     check_close,
     in_threads,
     relative_error,
@@ -55,7 +54,7 @@ class FakeRing:
 
 
 @pytest.mark.parametrize("as_layout", [False, True])
-def test_ring_attention_alone_trains_on_stock_groups(rings: ThreadRings, as_layout: bool) -> None:
+def test_ring_attention_alone_trains_on_stock_groups(rings, as_layout):
     case = Case(cp=3, seq_len=41, document_starts=(0, 11))
     options: dict[str, Any] = {"layout": case.layout} if as_layout else {"seq_len": 41}
     found = train_alone(
@@ -65,7 +64,7 @@ def test_ring_attention_alone_trains_on_stock_groups(rings: ThreadRings, as_layo
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_pattern_alone_trains_on_stock_groups_also_where_it_is_not_causal(rings: ThreadRings, causal: bool) -> None:
+def test_a_pattern_alone_trains_on_stock_groups_also_where_it_is_not_causal(rings, causal):
     rule, sees = AHEAD["sinks and window"]
     case = SparseCase((rule,), (sees,), make_layout("zigzag", 41, 3), (0, 11), causal=causal)
     options: dict[str, Any] = {"seq_len": 41, "document_starts": [0, 11], "causal": causal}
@@ -75,7 +74,7 @@ def test_a_pattern_alone_trains_on_stock_groups_also_where_it_is_not_causal(ring
         check_close(found, masked_attention(case))
 
 
-def test_a_pattern_that_does_not_fit_the_call_is_refused_before_a_message() -> None:
+def test_a_pattern_that_does_not_fit_the_call_is_refused_before_a_message():
     q, kv = torch.zeros(1, 8, 4, 8), torch.zeros(1, 8, 2, 8)
     for pattern, causal, said in (
         ("bigbird", False, "bigbird does not say which later keys"),
@@ -90,13 +89,13 @@ def test_a_pattern_that_does_not_fit_the_call_is_refused_before_a_message() -> N
             ring_attention(q, kv, kv, group=FakeRing(0, 2), pattern=pattern, causal=causal)  # type: ignore[arg-type]
 
 
-def test_the_length_is_inferred_when_all_ranks_hold_equally_many(rings: ThreadRings) -> None:
+def test_the_length_is_inferred_when_all_ranks_hold_equally_many(rings):
     case = Case(cp=4, seq_len=20, layout_name="contiguous")
     call = lambda group, *qkv: ring_attention(*qkv, group=group, layout="contiguous")  # noqa: E731
     check_close(train_alone(case, rings.groups(4), call), whole_attention(case))
 
 
-def test_a_broadcast_gradient_and_a_strided_input_are_taken(rings: ThreadRings) -> None:
+def test_a_broadcast_gradient_and_a_strided_input_are_taken(rings):
     case = Case(cp=2, seq_len=16, num_kv_heads=4)
     groups, tensors = rings.groups(2), case.tensors()
 
@@ -113,7 +112,7 @@ def test_a_broadcast_gradient_and_a_strided_input_are_taken(rings: ThreadRings) 
         assert relative_error(grads[..., i, :], want[1 + i]) <= 1e-12
 
 
-def test_one_process_needs_no_hops_and_the_default_group_is_found() -> None:
+def test_one_process_needs_no_hops_and_the_default_group_is_found():
     case = Case(cp=1, seq_len=12)
     q, k, v, _ = case.tensors()
     store = dist.HashStore()
@@ -138,22 +137,14 @@ WRONG: dict[str, tuple[list[torch.Tensor], dict[str, Any], str]] = {
     "dtypes": ([_tensors()[0].double(), *_tensors()[1:]], {}, "cast them to one type"),
     "integers": (_tensors(dtype=torch.int64), {}, "use float64, float32, bfloat16 or float16"),
     "devices": ([torch.zeros(1, 8, 4, 8, device="meta"), *_tensors()[1:]], {}, "move them to one device"),
-    "length": (
-        _tensors(),
-        {"seq_len": 20},
-        "S_local=8: layout zigzag of 20 tokens over cp=2 gives cp_rank 1 10",
-    ),
+    "length": (_tensors(), {"seq_len": 20}, "S_local=8: layout zigzag of 20 tokens over cp=2 gives cp_rank 1 10"),
     "too short": (_tensors(length=0), {"seq_len": 1}, "seq_len=1 is shorter than cp=2"),
     "empty": (_tensors(length=0), {}, "seq_len=0 is shorter than cp=2"),
     "documents": (_tensors(), {"document_starts": (0, 9, 4)}, "ascending order"),
     "first document": (_tensors(), {"document_starts": ()}, "must start at position 0"),
     "document outside": (_tensors(), {"document_starts": (0, 16)}, "inside the sequence of 16 tokens"),
     "layout": (_tensors(), {"layout": "stripes"}, "choose one of contiguous, zigzag"),
-    "layout of another cp": (
-        _tensors(),
-        {"layout": zigzag(16, 4)},
-        "layout is for cp=4, but the group has 2 ranks",
-    ),
+    "layout of another cp": (_tensors(), {"layout": zigzag(16, 4)}, "layout is for cp=4, but the group has 2 ranks"),
     "layout of another length": (_tensors(), {"layout": zigzag(16, 2), "seq_len": 12}, "leave seq_len out"),
     "no tensor": ([None, *_tensors()[1:]], {}, "q is a NoneType: give a tensor"),  # type: ignore[list-item]
     "causal": (_tensors(), {"causal": "no"}, "causal='no': must be True or False"),
@@ -165,13 +156,13 @@ WRONG: dict[str, tuple[list[torch.Tensor], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_users_mistake_is_named_before_anything_is_sent(name: str) -> None:
+def test_a_users_mistake_is_named_before_anything_is_sent(name):
     tensors, options, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         ring_attention(*tensors, group=FakeRing(1, 2), **options)
 
 
-def test_a_slice_of_another_length_or_rank_is_named() -> None:
+def test_a_slice_of_another_length_or_rank_is_named():
     layout, x = make_layout("zigzag", 63, 2), torch.zeros(1, 63, 4, 8)
     for tensor, cp_rank, named in (
         (x[:, 1:], 0, "has 62 of the layout's 63 tokens along dim=1"),
@@ -187,7 +178,7 @@ def test_a_slice_of_another_length_or_rank_is_named() -> None:
         layout.gather(slices[::-1], 1)
 
 
-def test_no_default_group_and_a_foreign_group_are_named() -> None:
+def test_no_default_group_and_a_foreign_group_are_named():
     with pytest.raises(ValueError, match="init_process_group"):
         ring_attention(*_tensors(), group=None)
     with pytest.raises(ValueError, match="not a process group that this rank is a member of"):
@@ -203,12 +194,12 @@ def test_no_default_group_and_a_foreign_group_are_named() -> None:
         (0, FakeRing(1, 4), "this process is rank 1"),
     ],
 )
-def test_a_group_that_does_not_fit_the_schedule_is_refused(cp_rank: int, group: FakeRing | None, message: str) -> None:
+def test_a_group_that_does_not_fit_the_schedule_is_refused(cp_rank, group, message):
     with pytest.raises(ValueError, match=message):
         RingAttention(plan(Pattern(), contiguous(16, 4)), cp_rank, group)
 
 
-def test_the_observer_sees_every_hop_of_every_call_in_order(rings: ThreadRings) -> None:
+def test_the_observer_sees_every_hop_of_every_call_in_order(rings):
     case = Case(cp=3, seq_len=24)
     groups, tensors = rings.groups(3), case.tensors()
     seen: list[list[tuple[str, int, int]]] = [[] for _ in range(3)]
@@ -261,9 +252,7 @@ class BreakingWork:
 @pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("kind", [PeerFailed, GroupAborted])
 @pytest.mark.parametrize("good_waits", range(12))
-def test_an_error_in_any_wait_comes_out_as_it_is_keeps_its_buffer_and_lets_the_group_close(
-    rings: ThreadRings, kind: type[ElasticRingError], good_waits: int
-) -> None:
+def test_an_error_in_any_wait_comes_out_as_it_is_keeps_its_buffer_and_lets_the_group_close(rings, kind, good_waits):
     """Rank 1 fails. Its peers are released by gloo itself, since nothing keeps rank 1's sockets open."""
     case = Case(cp=3, seq_len=24)
     tensors = case.tensors()
@@ -306,7 +295,7 @@ def test_an_error_in_any_wait_comes_out_as_it_is_keeps_its_buffer_and_lets_the_g
     assert in_threads(3, work)[1] == ("forward" if good_waits < 4 else "backward")
 
 
-def test_inference_saves_nothing_and_needs_no_gradients(rings: ThreadRings) -> None:
+def test_inference_saves_nothing_and_needs_no_gradients(rings):
     case = Case(cp=2, seq_len=10)
     groups, (q, k, v, _) = rings.groups(2), case.tensors()
 
@@ -343,9 +332,7 @@ class TagLog:
         raise GroupAborted("planted")
 
 
-def test_calls_on_one_group_have_tags_of_their_own_and_one_plan(
-    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_on_one_group_have_tags_of_their_own_and_one_plan(rings, monkeypatch):
     case = Case(cp=2, seq_len=16)
     groups, (q, k, v, _) = [TagLog(group) for group in rings.groups(2)], case.tensors()
     planned: list[int] = []
@@ -368,7 +355,7 @@ def test_calls_on_one_group_have_tags_of_their_own_and_one_plan(
     assert len(planned) == 2, "once for each rank, not for each call"
 
 
-def test_a_retry_takes_no_message_of_the_call_that_failed(rings: ThreadRings) -> None:
+def test_a_retry_takes_no_message_of_the_call_that_failed(rings):
     """Rank 1 has sent its keys when both ranks fail; the retry has other keys."""
     case = Case(cp=2, seq_len=16)
     groups = [TagLog(group) for group in rings.groups(2, fresh=True)]
@@ -389,7 +376,7 @@ def test_a_retry_takes_no_message_of_the_call_that_failed(rings: ThreadRings) ->
     assert relative_error(case.layout.gather(outs, 1), whole_attention(case)[0]) <= 1e-12
 
 
-def test_what_calls_keep_for_a_group_ends_with_the_group() -> None:
+def test_what_calls_keep_for_a_group_ends_with_the_group():
     gc.collect()
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
     alive, before = weakref.ref(group), len(api._CALLS)
@@ -402,9 +389,7 @@ def test_what_calls_keep_for_a_group_ends_with_the_group() -> None:
     assert len(api._CALLS) == before
 
 
-def test_layers_and_sequences_share_rings_and_plans_and_no_two_calls_share_tags(
-    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_and_sequences_share_rings_and_plans_and_no_two_calls_share_tags(rings, monkeypatch):
     groups, layout = [TagLog(group) for group in rings.groups(2)], zigzag(32, 2)
     q = torch.randn(1, 32, 2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     made: list[int] = []

@@ -90,7 +90,7 @@ def check_ledger(case: Case, cp_rank: int, ledger: HopLedger, num_calls: int = 1
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"cp{case.cp}-{case.layout_name}")
-def test_moved_bytes_equal_the_schedules_hop_by_hop(rings: ThreadRings, case: Case) -> None:
+def test_moved_bytes_equal_the_schedules_hop_by_hop(rings, case):
     taps = [WireTap(group) for group in rings.groups(case.cp)]
     outcome = run_ring(case, taps)
     check_bytes(case, outcome.ledgers)
@@ -98,7 +98,7 @@ def test_moved_bytes_equal_the_schedules_hop_by_hop(rings: ThreadRings, case: Ca
         assert tap.sent_bytes == sum(ledger.sent_bytes.values())
 
 
-def test_k_and_v_travel_in_one_message_and_empty_hops_in_none(rings: ThreadRings) -> None:
+def test_k_and_v_travel_in_one_message_and_empty_hops_in_none(rings):
     for case in CASES:
         taps = [WireTap(group) for group in rings.groups(case.cp)]
         run_ring(case, taps)
@@ -109,7 +109,7 @@ def test_k_and_v_travel_in_one_message_and_empty_hops_in_none(rings: ThreadRings
             assert tap.num_sends == 2 * served + read
 
 
-def test_a_ledger_adds_up_over_calls_and_clears(rings: ThreadRings) -> None:
+def test_a_ledger_adds_up_over_calls_and_clears(rings):
     case = CASES[1]
     shared = [HopLedger() for _ in range(case.cp)]
     for _ in range(2):
@@ -132,9 +132,7 @@ def _run_with_ledgers(rings: ThreadRings, case: Case, ledgers: list[HopLedger]) 
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_hop_sent_twice_is_caught_though_the_result_is_right(
-    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch, direction: str
-) -> None:
+def test_a_hop_sent_twice_is_caught_though_the_result_is_right(rings, monkeypatch, direction):
     """The planted bug: the keys of hop 1 cross the wire twice, and the second copy is used."""
     case = CASES[1]
     clean = run_ring(case, rings.groups(case.cp))
@@ -164,9 +162,7 @@ def test_a_hop_sent_twice_is_caught_though_the_result_is_right(
         check_bytes(case, twice.ledgers)
 
 
-def test_a_plan_of_one_element_more_than_was_moved_is_caught(
-    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_of_one_element_more_than_was_moved_is_caught(rings, monkeypatch):
     """The ledger counts tensors, so a wrong formula cannot agree with itself."""
     case = CASES[0]
     outcome = run_ring(case, rings.groups(case.cp))
@@ -189,7 +185,7 @@ COALESCED = [
 
 
 @pytest.mark.parametrize("hops_per_stage", [1, 2, 4])
-def test_fp64_agrees_with_one_process_and_moves_the_planned_bytes(rings: ThreadRings, hops_per_stage: int) -> None:
+def test_fp64_agrees_with_one_process_and_moves_the_planned_bytes(rings, hops_per_stage):
     for case in COALESCED:
         found = run_dense_on("cpu", case, hops_per_stage=hops_per_stage)
         for name, got, want in zip(("out", "dq", "dk", "dv"), found.tensors, whole_attention(case), strict=True):
@@ -197,7 +193,7 @@ def test_fp64_agrees_with_one_process_and_moves_the_planned_bytes(rings: ThreadR
         check_bytes(case, found.ledgers)
 
 
-def test_the_bits_are_those_of_a_ring_over_gloo(rings: ThreadRings) -> None:
+def test_the_bits_are_those_of_a_ring_over_gloo(rings):
     for case in COALESCED:
         through_gloo = run_ring(case, rings.groups(case.cp), hops_per_stage=1)
         coalesced = run_dense_on("cpu", case, hops_per_stage=1)
@@ -206,7 +202,7 @@ def test_the_bits_are_those_of_a_ring_over_gloo(rings: ThreadRings) -> None:
             assert (ours.sent_bytes, ours.received_bytes) == (theirs.sent_bytes, theirs.received_bytes), case
 
 
-def test_a_stage_is_one_operation_a_direction() -> None:
+def test_a_stage_is_one_operation_a_direction():
     case, links = Case(4, 64), ProcessGroups(4)
     groups = links.groups()
     links.groups = lambda: groups  # type: ignore[method-assign]
@@ -252,7 +248,7 @@ class LostGroup(FakeRing):
 
 
 @pytest.mark.parametrize("good_waits", range(3))
-def test_a_lost_operation_keeps_what_it_fills_and_lets_go_of_its_works(good_waits: int) -> None:
+def test_a_lost_operation_keeps_what_it_fills_and_lets_go_of_its_works(good_waits):
     """All messages of an operation share one end: it is let go for all of them, while the error's traceback lives."""
     case, group = Case(3, 36), LostGroup(3, good_waits)
     lost: Any = group
@@ -307,9 +303,7 @@ def read_from_afar(case: Case, hosts: Hosts) -> int:
         (MIXED, (0,), True),
     ],
 )
-def test_a_dense_ring_over_hosts_has_the_same_bits_and_sends_less_between_them(
-    rings: ThreadRings, layout: str, hosts: Hosts, documents: tuple[int, ...], causal: bool
-) -> None:
+def test_a_dense_ring_over_hosts_has_the_same_bits_and_sends_less_between_them(rings, layout, hosts, documents, causal):
     case = Case(len(hosts), 16 * len(hosts), causal, layout, documents)
     groups = rings.groups(case.cp)
     direct = run_ring(case, groups)
@@ -342,15 +336,9 @@ BLOCKS = BlockCase((BigBird(1, 1, 1),), (), zigzag(128 * 12, 6), block=128)
 
 @pytest.mark.parametrize("wire", ["native", "fp8"])
 @pytest.mark.parametrize(
-    ("kind", "case"),
-    [
-        ("dense", DENSE_RULES),
-        ("sparse", SPARSE),
-        ("sparse", DENSE_RULES),
-        ("blocks", BLOCKS),
-    ],
+    ("kind", "case"), [("dense", DENSE_RULES), ("sparse", SPARSE), ("sparse", DENSE_RULES), ("blocks", BLOCKS)]
 )
-def test_so_do_patterns_and_keys_in_8_bits(rings: ThreadRings, kind: str, case: SparseCase, wire: str) -> None:
+def test_so_do_patterns_and_keys_in_8_bits(rings, kind, case, wire):
     """`blocks` without coalesced messages, as `stage_bytes` has one hop in a stage."""
     options: dict[str, Any] = {"kv_wire": wire}
     if kind == "blocks":
@@ -370,6 +358,6 @@ def test_so_do_patterns_and_keys_in_8_bits(rings: ThreadRings, kind: str, case: 
     assert 0 < far["now"] < far["direct"]
 
 
-def test_hosts_are_one_for_each_rank() -> None:
+def test_hosts_are_one_for_each_rank():
     with pytest.raises(ValueError, match="one for each of the 1 ranks"):
         RingAttention(Case(1, 16).schedule, 0, None, RingOptions(hosts=("a", "b")))

@@ -17,7 +17,6 @@ from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.ring import RingAttention
 from tests.unit.attention.attention_rings import (
     Case,
-    ThreadRings,
     check_close,
     in_threads,
     relative_error,
@@ -52,7 +51,7 @@ def _combinations() -> list[Case]:
 
 @pytest.mark.thinned(num=4)
 @pytest.mark.parametrize("cp", range(1, 9))
-def test_fp64_agrees_with_one_process_in_every_combination(rings: ThreadRings, cp: int) -> None:
+def test_fp64_agrees_with_one_process_in_every_combination(rings, cp):
     cases = [case for case in _combinations() if case.cp == cp]
     assert len(cases) == 2 * 3 * 2 * 2 * 2
     for case in cases:
@@ -82,7 +81,7 @@ class Leaving:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_no_buffer_is_refilled_before_its_message_has_left(rings: ThreadRings, causal: bool) -> None:
+def test_no_buffer_is_refilled_before_its_message_has_left(rings, causal):
     """Short documents: a rank needs keys of few hops, and stages without keys lie between them."""
     for layout, hops in itertools.product(("contiguous", "zigzag"), (1, 2)):
         case = Case(8, 35, causal, layout, (0, 1, 12, 19))
@@ -94,7 +93,7 @@ def test_no_buffer_is_refilled_before_its_message_has_left(rings: ThreadRings, c
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("cp", [2, 3, 8])
 @pytest.mark.parametrize("causal", [True, False])
-def test_longer_sequences_cross_the_kernels_own_blocks(rings: ThreadRings, cp: int, causal: bool) -> None:
+def test_longer_sequences_cross_the_kernels_own_blocks(rings, cp, causal):
     case = Case(cp=cp, seq_len=1501, causal=causal, document_starts=(0, 40, 700), batch=1)
     found = run_ring(case, rings.groups(cp)).tensors
     check_close(found, whole_attention(case))
@@ -102,7 +101,7 @@ def test_longer_sequences_cross_the_kernels_own_blocks(rings: ThreadRings, cp: i
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])
-def test_documents_in_one_call_agree_with_one_process(rings: ThreadRings, cp: int, layout_name: str) -> None:
+def test_documents_in_one_call_agree_with_one_process(rings, cp, layout_name):
     """The kernels of GPUs serve all documents of a slice at once, as the reference does here; the default does not."""
     starts = (0, 1, 9, 16, 40, 41, 77)
     case = Case(cp=cp, seq_len=101, layout_name=layout_name, document_starts=starts, batch=1)
@@ -122,7 +121,7 @@ def test_documents_in_one_call_agree_with_one_process(rings: ThreadRings, cp: in
 
 
 @pytest.mark.parametrize("cp", [1, 4, 5])
-def test_fp32_agrees_to_single_precision(rings: ThreadRings, cp: int) -> None:
+def test_fp32_agrees_to_single_precision(rings, cp):
     case = Case(cp=cp, seq_len=203, document_starts=(0, 31, 150), dtype=torch.float32)
     found = run_ring(case, rings.groups(cp)).tensors
     for got, want in zip(found, whole_attention(case), strict=True):
@@ -131,9 +130,7 @@ def test_fp32_agrees_to_single_precision(rings: ThreadRings, cp: int) -> None:
 
 
 @pytest.mark.parametrize(("cp", "causal"), [(2, True), (4, False), (7, True), (8, True)])
-def test_bf16_error_is_at_most_a_quarter_above_that_of_the_single_kernel(
-    rings: ThreadRings, cp: int, causal: bool
-) -> None:
+def test_bf16_error_is_at_most_a_quarter_above_that_of_the_single_kernel(rings, cp, causal):
     case = Case(cp=cp, seq_len=515, causal=causal, head_dim=32, dtype=torch.bfloat16)
     found = run_ring(case, rings.groups(cp)).tensors
     single = _single_bf16_kernel(case)
@@ -153,7 +150,7 @@ def _single_bf16_kernel(case: Case) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_equal_calls_give_equal_bits(rings: ThreadRings, dtype: torch.dtype) -> None:
+def test_equal_calls_give_equal_bits(rings, dtype):
     case = Case(cp=5, seq_len=211, document_starts=(0, 100), dtype=dtype)
     first = run_ring(case, rings.groups(5)).tensors
     for _ in range(3):
@@ -162,7 +159,7 @@ def test_equal_calls_give_equal_bits(rings: ThreadRings, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_runs_the_hops_again_and_gives_the_same_bits(rings: ThreadRings, reentrant: bool) -> None:
+def test_checkpointing_runs_the_hops_again_and_gives_the_same_bits(rings, reentrant):
     case = Case(cp=3, seq_len=50)
     layers = 2
 
@@ -197,7 +194,7 @@ def test_checkpointing_runs_the_hops_again_and_gives_the_same_bits(rings: Thread
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
-def test_a_ring_of_one_is_the_single_kernel_bit_for_bit() -> None:
+def test_a_ring_of_one_is_the_single_kernel_bit_for_bit():
     case = Case(cp=1, seq_len=77, dtype=torch.float32)
     q, k, v, dout = case.tensors()
     out, lse = aten.cpu_forward(q, k, v, causal=True, scale=case.head_dim**-0.5)
@@ -206,7 +203,7 @@ def test_a_ring_of_one_is_the_single_kernel_bit_for_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, (out, *grads), strict=True))
 
 
-def test_the_scale_is_the_callers(rings: ThreadRings) -> None:
+def test_the_scale_is_the_callers(rings):
     case = Case(cp=2, seq_len=20)
     q, k, v, _ = case.tensors()
     groups = rings.groups(2)
@@ -222,9 +219,7 @@ def test_the_scale_is_the_callers(rings: ThreadRings) -> None:
 
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("changed", ["k", "v"])
-def test_one_remote_element_moves_what_depends_on_it_and_nothing_else(
-    rings: ThreadRings, layout_name: str, changed: str
-) -> None:
+def test_one_remote_element_moves_what_depends_on_it_and_nothing_else(rings, layout_name, changed):
     case = Case(cp=4, seq_len=43, layout_name=layout_name, document_starts=(0, 9, 34))
     position, kv_head, channel, batch = 14, 1, 3, 1
     document, reached = slice(9, 34), slice(position, 34)
@@ -248,7 +243,7 @@ def test_one_remote_element_moves_what_depends_on_it_and_nothing_else(
         assert torch.equal(old != new, expected), name
 
 
-def test_the_case_of_the_perturbation_is_remote() -> None:
+def test_the_case_of_the_perturbation_is_remote():
     for layout_name in ("contiguous", "zigzag"):
         case = Case(cp=4, seq_len=43, layout_name=layout_name)
         owners = {r for r in range(4) if 14 in case.layout.positions(r).tolist()}
@@ -256,7 +251,7 @@ def test_the_case_of_the_perturbation_is_remote() -> None:
         assert readers - owners
 
 
-def test_a_ring_with_empty_slices_still_agrees(rings: ThreadRings) -> None:
+def test_a_ring_with_empty_slices_still_agrees(rings):
     """`ring_attention` refuses it, a schedule allows it: ranks without tokens take part and send nothing."""
     case = replace(Case(cp=5, seq_len=3), layout_name="contiguous")
     found = run_ring(case, rings.groups(5)).tensors

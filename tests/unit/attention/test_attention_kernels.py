@@ -15,7 +15,7 @@ import torch
 
 from elastic_ring.attention import ring as ring_module
 from elastic_ring.attention.kernels.adapters import aten, reference
-from elastic_ring.attention.kernels.kernel import CoverKind, Kernel
+from elastic_ring.attention.kernels.kernel import Kernel
 from elastic_ring.attention.kernels.registry import covering, named, select
 from elastic_ring.attention.kernels.verify import self_test
 from elastic_ring.attention.layouts.layout import contiguous
@@ -43,7 +43,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("parts", ["masked, seen", "seen, masked", "masked, masked"])
-def test_a_fully_masked_part_changes_no_bit_and_two_give_no_nan(parts: str) -> None:
+def test_a_fully_masked_part_changes_no_bit_and_two_give_no_nan(parts):
     masked = torch.zeros(1, 3, 2, 4), torch.full((1, 3, 2), -math.inf)
     kinds = {"seen": (torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2)), "masked": masked}
     first, second = (kinds[kind] for kind in parts.split(", "))
@@ -54,14 +54,14 @@ def test_a_fully_masked_part_changes_no_bit_and_two_give_no_nan(parts: str) -> N
     assert torch.equal(lse, want[1])
 
 
-def test_huge_scores_merge_without_overflow() -> None:
+def test_huge_scores_merge_without_overflow():
     out, lse = torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), 3e4)
     merge_all_(out, lse, [(torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), 3e4))])
     assert torch.equal(out, torch.full((1, 1, 1, 2), 0.5))
     assert lse.item() == pytest.approx(3e4 + math.log(2))
 
 
-def test_merging_split_keys_gives_attention_over_all_keys() -> None:
+def test_merging_split_keys_gives_attention_over_all_keys():
     q, k, v, _ = Case(cp=1, seq_len=30).tensors()
     total = Accumulator(q)
     for start, stop in ((0, 1), (1, 17), (17, 30)):
@@ -71,7 +71,7 @@ def test_merging_split_keys_gives_attention_over_all_keys() -> None:
     assert relative_error(total.lse, lse) < 1e-14
 
 
-def test_rows_that_no_key_reached_have_zero_gradients() -> None:
+def test_rows_that_no_key_reached_have_zero_gradients():
     q, k, v, dout = Case(cp=1, seq_len=6).tensors()
     total = Accumulator(q)
     assert torch.equal(total.lse, torch.full_like(total.lse, -math.inf))
@@ -85,7 +85,7 @@ def test_rows_that_no_key_reached_have_zero_gradients() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("backend", CPU, ids=lambda b: b.name)
-def test_a_backend_alone_agrees_with_autograd(backend: Kernel, num_kv_heads: int, causal: bool) -> None:
+def test_a_backend_alone_agrees_with_autograd(backend, num_kv_heads, causal):
     case = Case(cp=1, seq_len=130, causal=causal, num_kv_heads=num_kv_heads)
     q, k, v, dout = case.tensors()
     scale = case.head_dim**-0.5
@@ -100,7 +100,7 @@ def test_a_backend_alone_agrees_with_autograd(backend: Kernel, num_kv_heads: int
 @pytest.mark.parametrize("backend", CPU, ids=lambda b: b.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [4, 64, 160])
-def test_every_cpu_backend_passes_its_self_test(backend: Kernel, dtype: torch.dtype, head_dim: int) -> None:
+def test_every_cpu_backend_passes_its_self_test(backend, dtype, head_dim):
     assert self_test(backend, dtype=dtype, head_dim=head_dim) is None
 
 
@@ -145,7 +145,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("backend", BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_backend_is_passed_over_loudly(backend: Kernel, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_backend_is_passed_over_loudly(backend, caplog):
     with caplog.at_level(logging.WARNING):
         chosen = select("cpu", torch.float32, 32, True, kernels=(backend, *DENSE))
     assert chosen is ATEN
@@ -153,7 +153,7 @@ def test_a_broken_backend_is_passed_over_loudly(backend: Kernel, caplog: pytest.
     assert "broken fails its self-test" in record.getMessage()
 
 
-def test_a_gpu_that_is_full_passes_over_no_kernel() -> None:
+def test_a_gpu_that_is_full_passes_over_no_kernel():
     """Another kernel would give other bits, and whoever asks later has memory again."""
     full = [True]
 
@@ -171,7 +171,7 @@ def test_a_gpu_that_is_full_passes_over_no_kernel() -> None:
     assert select("cpu", torch.float32, 24, True, kernels=(tight, REFERENCE)).name == "tight"
 
 
-def test_an_error_that_the_reference_meets_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_the_reference_meets_is_the_kernels(monkeypatch):
     """A kernel's own error may show only in what the device is asked next."""
 
     def breaks(*args: Any, **kwargs: Any) -> Any:
@@ -182,19 +182,19 @@ def test_an_error_that_the_reference_meets_is_the_kernels(monkeypatch: pytest.Mo
     assert told == "RuntimeError: CUDA error: an illegal memory access was encountered"
 
 
-def test_a_pass_that_cannot_be_kept_is_a_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pass_that_cannot_be_kept_is_a_pass(tmp_path, caplog):
     (tmp_path / "cache").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
         assert self_test(ATEN, head_dim=48, cache_dir=tmp_path / "cache") is None
     assert "is not kept" in caplog.text
 
 
-def test_nothing_is_chosen_in_silence_when_all_fail() -> None:
+def test_nothing_is_chosen_in_silence_when_all_fail():
     with pytest.raises(RunFailed, match="tried broken"):
         select("cpu", torch.float32, 32, True, kernels=(BROKEN["nan"],))
 
 
-def test_the_best_able_backend_is_chosen_and_a_pin_obeyed() -> None:
+def test_the_best_able_backend_is_chosen_and_a_pin_obeyed():
     limited = dataclasses.replace(ATEN, name="small", max_head_dim=64, deterministic=False)
     table = (limited, *DENSE)
     assert select("cpu", torch.float32, 64, False, kernels=table) is limited
@@ -211,12 +211,12 @@ def test_the_best_able_backend_is_chosen_and_a_pin_obeyed() -> None:
         (None, torch.int32, "no attention backend"),
     ],
 )
-def test_impossible_choices_are_the_users_mistake(pin: str | None, dtype: torch.dtype, message: str) -> None:
+def test_impossible_choices_are_the_users_mistake(pin, dtype, message):
     with pytest.raises(ValueError, match=message):
         select("cpu", dtype, 32, True, pin)
 
 
-def test_a_pass_is_kept_on_disk_and_a_failure_is_not(tmp_path: Path) -> None:
+def test_a_pass_is_kept_on_disk_and_a_failure_is_not(tmp_path):
     calls = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -238,7 +238,7 @@ def test_a_pass_is_kept_on_disk_and_a_failure_is_not(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_an_uninstalled_package_a_head_dim_or_a_missing_device_is_a_refusal_with_its_reason() -> None:
+def test_an_uninstalled_package_a_head_dim_or_a_missing_device_is_a_refusal_with_its_reason():
     cuda = {backend.name: backend for backend in DENSE if "cpu" not in backend.devices}
     assert list(cuda) == ["flash-attn-4", "cudnn", "flash-attn-2", "aten-flash", "flex"]
     missing = dataclasses.replace(ATEN, package="a-package-that-nobody-has")
@@ -250,7 +250,7 @@ def test_an_uninstalled_package_a_head_dim_or_a_missing_device_is_a_refusal_with
     assert cuda["flex"].refusal("cpu", torch.float32, 64, False) == "runs on cuda, not on cpu"
 
 
-def test_deterministic_picks_the_repeatable_form_of_a_fast_backend() -> None:
+def test_deterministic_picks_the_repeatable_form_of_a_fast_backend():
     fast = dataclasses.replace(ATEN, name="fast", deterministic=False, deterministic_backward=_same_backward)
     chosen = select("cpu", torch.float32, 32, True, kernels=(fast,))
     assert chosen.deterministic
@@ -265,9 +265,7 @@ def _same_backward(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize(
     ("cover", "name"), [("full", "aten-cpu"), ("mask", "aten-cpu"), ("tables", "reference-sparse")]
 )
-def test_what_a_kernel_covers_is_tested_with_the_real_head_ratio_and_cached(
-    cover: CoverKind, name: str, tmp_path: Path
-) -> None:
+def test_what_a_kernel_covers_is_tested_with_the_real_head_ratio_and_cached(cover, name, tmp_path):
     """Planted: wrong for three query heads per K/V head, and for nothing else."""
     right, calls = named(name), [0]
 
@@ -301,7 +299,7 @@ def test_what_a_kernel_covers_is_tested_with_the_real_head_ratio_and_cached(
 
 
 @pytest.mark.parametrize("cover", ["causal", "mask", "tables"])
-def test_a_ring_asks_for_its_own_calls(cover: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_asks_for_its_own_calls(cover, monkeypatch):
     asked: list[Any] = []
 
     def ask(*args: Any, **options: Any) -> Kernel:
@@ -318,9 +316,7 @@ def test_a_ring_asks_for_its_own_calls(cover: str, monkeypatch: pytest.MonkeyPat
     assert asked == [(24, 3, cover)]
 
 
-def test_the_flag_that_aten_reads_is_set_for_its_calls_only_and_restored_by_the_last_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_flag_that_aten_reads_is_set_for_its_calls_only_and_restored_by_the_last_thread(monkeypatch):
     """The first call in ends first, while the second has not read the flag yet."""
     from torch._inductor import config as inductor_config
 

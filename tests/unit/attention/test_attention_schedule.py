@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +50,7 @@ def visible(schedule: Schedule) -> np.ndarray:
 
 @settings(max_examples=300, deadline=None)
 @given(schedules())
-def test_every_visible_pair_is_in_exactly_one_tile_and_no_other_pair_is(schedule: Schedule) -> None:
+def test_every_visible_pair_is_in_exactly_one_tile_and_no_other_pair_is(schedule):
     positions = [schedule.layout.positions(r).numpy() for r in range(schedule.cp)]
     count = np.zeros((schedule.layout.seq_len,) * 2, dtype=int)
     for cp_rank, hops in enumerate(schedule.hops):
@@ -73,7 +71,7 @@ def test_every_visible_pair_is_in_exactly_one_tile_and_no_other_pair_is(schedule
 
 @settings(max_examples=300, deadline=None)
 @given(schedules())
-def test_a_hop_fetches_exactly_the_keys_that_some_query_of_the_rank_needs(schedule: Schedule) -> None:
+def test_a_hop_fetches_exactly_the_keys_that_some_query_of_the_rank_needs(schedule):
     seen = visible(schedule)
     positions = [schedule.layout.positions(r).numpy() for r in range(schedule.cp)]
     for cp_rank, hops in enumerate(schedule.hops):
@@ -93,7 +91,7 @@ def test_a_hop_fetches_exactly_the_keys_that_some_query_of_the_rank_needs(schedu
 
 @settings(max_examples=200, deadline=None)
 @given(schedules(), st.sampled_from([2, 4, 8]))
-def test_the_bytes_of_a_hop_are_those_of_its_ranges(schedule: Schedule, itemsize: int) -> None:
+def test_the_bytes_of_a_hop_are_those_of_its_ranges(schedule, itemsize):
     per_token = 2 * 3 * 5 * 16
     partial_size = 8 if itemsize == 8 else 4
     for cp_rank, hops in enumerate(schedule.hops):
@@ -118,7 +116,7 @@ def test_the_bytes_of_a_hop_are_those_of_its_ranges(schedule: Schedule, itemsize
 
 @settings(max_examples=100, deadline=None)
 @given(layouts(), st.integers(0, 2))
-def test_scatter_and_gather_are_inverse_and_agree_with_positions(layout: Layout, dim: int) -> None:
+def test_scatter_and_gather_are_inverse_and_agree_with_positions(layout, dim):
     shape = [2, 2, 2]
     shape[dim] = layout.seq_len
     whole = torch.arange(float(np.prod(shape))).reshape(shape)
@@ -130,7 +128,7 @@ def test_scatter_and_gather_are_inverse_and_agree_with_positions(layout: Layout,
 
 
 @given(st.integers(1, 200), st.integers(1, 8))
-def test_named_layouts_split_unevenly_like_numpy(seq_len: int, cp: int) -> None:
+def test_named_layouts_split_unevenly_like_numpy(seq_len, cp):
     flat = [chunk.tolist() for chunk in np.array_split(np.arange(seq_len), cp)]
     assert [contiguous(seq_len, cp).positions(r).tolist() for r in range(cp)] == flat
     chunks = [chunk.tolist() for chunk in np.array_split(np.arange(seq_len), 2 * cp)]
@@ -139,7 +137,7 @@ def test_named_layouts_split_unevenly_like_numpy(seq_len: int, cp: int) -> None:
     ]
 
 
-def test_zigzag_fetches_half_a_slice_from_later_ranks_and_halves_the_queries_from_earlier_ones() -> None:
+def test_zigzag_fetches_half_a_slice_from_later_ranks_and_halves_the_queries_from_earlier_ones():
     schedule = plan(Pattern(), zigzag(64, 4))
     for cp_rank, hops in enumerate(schedule.hops):
         assert [len(hop.tiles) for hop in hops] == [1, 1, 1, 1]
@@ -150,7 +148,7 @@ def test_zigzag_fetches_half_a_slice_from_later_ranks_and_halves_the_queries_fro
             assert tile.q == ((0, 16) if earlier else (8, 16))
 
 
-def test_zigzag_gives_every_rank_the_same_causal_work() -> None:
+def test_zigzag_gives_every_rank_the_same_causal_work():
     schedule = plan(Pattern(), zigzag(64, 4))
     pairs = [
         sum(
@@ -163,7 +161,7 @@ def test_zigzag_gives_every_rank_the_same_causal_work() -> None:
     assert pairs == [64 * 65 / 2 / 4] * 4
 
 
-def test_only_a_document_that_reaches_over_is_fetched() -> None:
+def test_only_a_document_that_reaches_over_is_fetched():
     schedule = plan(Pattern(True, (0, 16, 32, 48)), contiguous(64, 4))
     assert all(not hop.fetch[0] and not hop.tiles for hops in schedule.hops for hop in hops[1:])
     schedule = plan(Pattern(True, (0, 13, 18)), contiguous(32, 2))
@@ -171,7 +169,7 @@ def test_only_a_document_that_reaches_over_is_fetched() -> None:
     assert schedule.hops[0][1].fetch == ((),)
 
 
-def test_a_schedule_is_hashable_and_equal_by_content() -> None:
+def test_a_schedule_is_hashable_and_equal_by_content():
     first, again = (plan(Pattern(True, (0, 5)), zigzag(40, 3)) for _ in range(2))
     assert again == first
     assert again.hops == first.hops
@@ -179,7 +177,7 @@ def test_a_schedule_is_hashable_and_equal_by_content() -> None:
     assert plan(Pattern(False, (0, 5)), zigzag(40, 3)) != first
 
 
-def test_planning_needs_no_torch() -> None:
+def test_planning_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from elastic_ring.attention.layouts.layout import zigzag\n"
@@ -212,6 +210,6 @@ def own_layout(*segments: tuple[tuple[int, int], ...]) -> Layout:
         (lambda: make_layout("zigzag", 8, 0), "cp=0"),
     ],
 )
-def test_wrong_documents_and_layouts_are_refused(make: Callable[[], Any], message: str) -> None:
+def test_wrong_documents_and_layouts_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

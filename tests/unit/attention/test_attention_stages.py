@@ -18,13 +18,7 @@ from elastic_ring.attention.merge import eager_add_
 from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.rank_plan import choose_hops_per_stage, num_row_visits, rank_plan, stages
 from elastic_ring.attention.plan.schedule import plan
-from tests.unit.attention.attention_rings import (
-    Case,
-    ThreadRings,
-    check_close,
-    run_ring,
-    whole_attention,
-)
+from tests.unit.attention.attention_rings import Case, check_close, run_ring, whole_attention
 from tests.unit.attention.test_attention_bytes import check_bytes
 
 CASES = [
@@ -52,7 +46,7 @@ def pairs_of_hops(case: Case, cp_rank: int, hops: tuple[int, ...]) -> Counter[An
 
 @pytest.mark.parametrize("hops_per_stage", [1, 2, 10])
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_a_stage_computes_exactly_the_pairs_of_its_hops(case: Case, hops_per_stage: int) -> None:
+def test_a_stage_computes_exactly_the_pairs_of_its_hops(case, hops_per_stage):
     for cp_rank in range(case.cp):
         own, *others = stages(case.schedule, cp_rank, hops_per_stage)
         assert own.by_rows == own.by_keys == case.schedule.hops[cp_rank][0].tiles
@@ -67,7 +61,7 @@ def test_a_stage_computes_exactly_the_pairs_of_its_hops(case: Case, hops_per_sta
                 assert found == want
 
 
-def test_schedules_of_packed_documents_are_let_go() -> None:
+def test_schedules_of_packed_documents_are_let_go():
     """Each sequence of a run brings another; what was worked out of one that is long gone must not stay."""
     layout, firsts = make_layout("zigzag", 4096, 2), []
     for number in range(400):
@@ -82,7 +76,7 @@ def test_schedules_of_packed_documents_are_let_go() -> None:
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
-def test_in_a_gathered_zigzag_each_row_and_each_key_lies_in_one_tile(cp: int) -> None:
+def test_in_a_gathered_zigzag_each_row_and_each_key_lies_in_one_tile(cp):
     case = Case(cp=cp, seq_len=32 * cp)
     for cp_rank in range(cp):
         own, gathered = stages(case.schedule, cp_rank, cp)
@@ -93,7 +87,7 @@ def test_in_a_gathered_zigzag_each_row_and_each_key_lies_in_one_tile(cp: int) ->
         assert num_row_visits((own, gathered), backward=True) == (2 if cp_rank in (0, cp - 1) else 3)
 
 
-def test_as_many_hops_are_gathered_as_fit_on_every_rank() -> None:
+def test_as_many_hops_are_gathered_as_fit_on_every_rank():
     schedule = Case(cp=4, seq_len=64).schedule
     # Chunks of 8 tokens; rank 0 fetches a whole slice of 16 in every hop.
     assert [choose_hops_per_stage(schedule, 2, limit) for limit in (96, 95, 64, 63, 0)] == [3, 2, 2, 1, 1]
@@ -120,9 +114,7 @@ class Recorder:
 
 @pytest.mark.parametrize("hops_per_stage", [1, 2, 10])
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_gathering_changes_neither_the_result_nor_what_moves_nor_its_order(
-    rings: ThreadRings, case: Case, hops_per_stage: int
-) -> None:
+def test_gathering_changes_neither_the_result_nor_what_moves_nor_its_order(rings, case, hops_per_stage):
     """NCCL matches messages by their order alone: what a rank sends is what its peer expects, one by one."""
     groups = [Recorder(group) for group in rings.groups(case.cp)]
     outcome = run_ring(case, groups, hops_per_stage=hops_per_stage)
@@ -132,13 +124,13 @@ def test_gathering_changes_neither_the_result_nor_what_moves_nor_its_order(
     check_bytes(case, outcome.ledgers)
 
 
-def test_a_stage_is_the_same_whoever_plans_it() -> None:
+def test_a_stage_is_the_same_whoever_plans_it():
     case = CASES[1]
     again = plan(Pattern(case.causal, case.document_starts), case.layout)
     assert stages(again, 2, 2) == stages(case.schedule, 2, 2)
 
 
-def test_a_short_running_sum_is_rounded_once_for_all_its_parts() -> None:
+def test_a_short_running_sum_is_rounded_once_for_all_its_parts():
     torch.manual_seed(0)
     total, *parts = (torch.randn(1, 50, 2, 8).bfloat16() for _ in range(4))
     want = sum((part.double() for part in parts), total.double()).float().bfloat16()
@@ -146,7 +138,7 @@ def test_a_short_running_sum_is_rounded_once_for_all_its_parts() -> None:
     assert torch.equal(total, want)
 
 
-def test_importing_attention_loads_no_kernel_library() -> None:
+def test_importing_attention_loads_no_kernel_library():
     code = (
         "import sys, elastic_ring.attention.ring, elastic_ring.attention.kernels.registry\n"
         "loaded = {name.split('.')[0] for name in sys.modules}\n"

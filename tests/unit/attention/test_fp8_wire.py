@@ -17,7 +17,7 @@ from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.rules import Dense, Sinks, Window
 from elastic_ring.attention.patterns.sparse import Pattern
 from elastic_ring.attention.plan.schedule import plan
-from tests.unit.attention.attention_rings import ThreadRings, check_close, run_ring
+from tests.unit.attention.attention_rings import check_close, run_ring
 from tests.unit.sparse.block_cases import BlockCase
 from tests.unit.sparse.pattern_cases import SparseCase
 
@@ -32,7 +32,7 @@ def crossed(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("head_dim", [1, 7, 64])
-def test_each_element_is_off_by_at_most_what_the_bounds_say(dtype: torch.dtype, head_dim: int) -> None:
+def test_each_element_is_off_by_at_most_what_the_bounds_say(dtype, head_dim):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 50, head_dim, generator=generator, dtype=torch.float64)
     x *= torch.rand(x.shape, generator=generator, dtype=torch.float64).pow(8)
@@ -50,7 +50,7 @@ def test_each_element_is_off_by_at_most_what_the_bounds_say(dtype: torch.dtype, 
     assert head_dim == 1 or 0 < error.rms <= error.worst * math.sqrt(head_dim) <= math.sqrt(head_dim) / 28 + 1e-6
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_what_is_not_finite_stays_so():
     for wrong in (math.nan, math.inf):
         assert not crossed(torch.tensor([[1.0, wrong, 2.0]])).isfinite().all()
 
@@ -80,9 +80,7 @@ BLOCKS = BlockCase((BigBird(2, 1, 1),), (), zigzag(128 * 6, 3), block=128)
 
 
 @pytest.mark.parametrize(("kind", "case"), [("dense", DENSE), ("sparse", SPARSE), ("blocks", BLOCKS)])
-def test_a_ring_attends_to_crossed_keys_the_same_on_each_pass_and_counts_their_bytes(
-    rings: ThreadRings, kind: str, case: SparseCase, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_ring_attends_to_crossed_keys_the_same_on_each_pass_and_counts_their_bytes(rings, kind, case, caplog):
     layout = case.layout
     schedule = plan(Pattern(True, case.document_starts), layout) if kind == "dense" else case.schedule
     how: dict[str, Any] = {"dense": {"backend": "reference"}, "blocks": {"kernel": "reference-sparse"}}.get(kind, {})
@@ -101,6 +99,6 @@ def test_a_ring_attends_to_crossed_keys_the_same_on_each_pass_and_counts_their_b
             assert ledger.sent_bytes.get((direction, hop), 0) == planned  # type: ignore[call-overload]
 
 
-def test_the_frame_of_the_wire_has_a_scale_for_each_head() -> None:
+def test_the_frame_of_the_wire_has_a_scale_for_each_head():
     k = torch.empty(2, 5, 3, 8)
     assert packing.wire_frame(token_frame(k, 8)).shape(4) == (2, 2, 4, 3, 12)

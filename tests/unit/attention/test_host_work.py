@@ -100,7 +100,7 @@ def both_passes(ring: RingAttention, tensors: list[torch.Tensor]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hops_per_stage", [1, 3])
-def test_a_work_is_waited_for_once_however_many_messages_it_ends(hops_per_stage: int) -> None:
+def test_a_work_is_waited_for_once_however_many_messages_it_ends(hops_per_stage):
     for case in SEVERAL:
         for cp_rank in range(case.cp):
             ring, group, tensors = ring_and_tensors(case, cp_rank, hops_per_stage)
@@ -114,7 +114,7 @@ def test_a_work_is_waited_for_once_however_many_messages_it_ends(hops_per_stage:
             assert len(group.waits) == 2 * keys + partials, "every work that ends a message is waited for"
 
 
-def test_a_second_call_hashes_no_schedule_and_looks_up_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_hashes_no_schedule_and_looks_up_no_plan(monkeypatch):
     hashed: Counter[str] = Counter()
     for kind in (Schedule, Pattern, Layout, Stage, RankPlan):
 
@@ -137,7 +137,7 @@ def test_a_second_call_hashes_no_schedule_and_looks_up_no_plan(monkeypatch: pyte
         planned.clear()
 
 
-def test_what_comes_back_to_a_key_is_added_in_one_go_dk_and_dv_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_back_to_a_key_is_added_in_one_go_dk_and_dv_together(monkeypatch):
     sums: list[int] = []
 
     def counted(total: torch.Tensor, parts: list[torch.Tensor]) -> None:
@@ -153,7 +153,7 @@ def test_what_comes_back_to_a_key_is_added_in_one_go_dk_and_dv_together(monkeypa
         assert sums == [16] * num_sums
 
 
-def test_no_tensor_is_cut_where_a_tile_is_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_is_cut_where_a_tile_is_all_of_it(monkeypatch):
     seen: list[bool] = []
 
     def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **more: Any) -> Any:
@@ -167,9 +167,7 @@ def test_no_tensor_is_cut_where_a_tile_is_all_of_it(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_one_call_that_is_all_there_is_has_the_bits_of_the_loop(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_call_that_is_all_there_is_has_the_bits_of_the_loop(dtype, monkeypatch):
     for case in (Case(1, 24), Case(1, 24, causal=False, batch=2), Case(1, 24, document_starts=(0, 9)), Case(2, 24)):
         ring, _, tensors = ring_and_tensors(case, 0, 1)
         q, k, v, dout = (x.to(dtype) for x in tensors)
@@ -184,9 +182,7 @@ def test_one_call_that_is_all_there_is_has_the_bits_of_the_loop(
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_own_heads_in_two_halves_give_the_gradients_of_one_run(
-    num_stages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_heads_in_two_halves_give_the_gradients_of_one_run(num_stages, monkeypatch):
     """As a GPU runs them where there is much to hide."""
     case = Case(1, 24)
     ring, _, (q, k, v, dout) = ring_and_tensors(case, 0, 1)
@@ -208,7 +204,7 @@ def test_own_heads_in_two_halves_give_the_gradients_of_one_run(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_a_single_part_gives_the_bits_of_the_sum_in_fp32(dtype: torch.dtype) -> None:
+def test_a_single_part_gives_the_bits_of_the_sum_in_fp32(dtype):
     generator = torch.Generator().manual_seed(0)
     for batch in (1, 2, 7):
         total, part = (torch.randn(batch, 33, 2, 8, generator=generator).mul(3).to(dtype) for _ in range(2))
@@ -221,7 +217,7 @@ def test_a_single_part_gives_the_bits_of_the_sum_in_fp32(dtype: torch.dtype) -> 
 # ------------------------------------------------------------ rows without keys
 
 
-def test_that_every_row_sees_a_key_is_said_where_the_mask_says_so() -> None:
+def test_that_every_row_sees_a_key_is_said_where_the_mask_says_so():
     for case in CASES:
         visible = case.visible().any(1)
         for cp_rank, hops_per_stage in itertools.product(range(case.cp), (1, 3)):
@@ -230,7 +226,7 @@ def test_that_every_row_sees_a_key_is_said_where_the_mask_says_so() -> None:
 
 
 @pytest.mark.parametrize("missing", ["the first", "the last", "one between", "all"])
-def test_and_not_where_some_row_is_in_no_tile(missing: str) -> None:
+def test_and_not_where_some_row_is_in_no_tile(missing):
     own_plan = rank_plan(Case(1, 40, document_starts=(0, 10, 20, 30)).schedule, 0, 1)
     (own,) = own_plan.stages
     kept = {
@@ -245,9 +241,7 @@ def test_and_not_where_some_row_is_in_no_tile(missing: str) -> None:
     assert not replace(own_plan, stages=(replace(own, by_rows=nothing),)).every_row_sees
 
 
-def test_where_rows_see_nothing_backward_still_gets_their_lse_as_plus_infinity(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_rows_see_nothing_backward_still_gets_their_lse_as_plus_infinity(monkeypatch):
     case = Case(1, 40, document_starts=(0, 10, 20, 30))
     ring, _, (q, k, v, dout) = ring_and_tensors(case, 0, 1)
     call_plan = ring.call_plan(q, k)
@@ -265,14 +259,14 @@ def test_where_rows_see_nothing_backward_still_gets_their_lse_as_plus_infinity(
     assert all(x.isfinite().all() for x in grads)
 
 
-def test_the_lse_of_a_ring_whose_rows_all_see_a_key_is_handed_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lse_of_a_ring_whose_rows_all_see_a_key_is_handed_on_as_it_is(monkeypatch):
     monkeypatch.setattr("elastic_ring.attention.ring.lse_for_backward", lambda lse: pytest.fail("nothing to replace"))
     for case in CASES:
         ring, _, tensors = ring_and_tensors(case, 0, 1)
         both_passes(ring, tensors)
 
 
-def test_messages_lie_where_both_sides_have_them_and_fill_every_buffer() -> None:
+def test_messages_lie_where_both_sides_have_them_and_fill_every_buffer():
     """Each leg as its sender and as its receiver plan it, and no element of a stage's buffers twice or never."""
     for case, hops_per_stage, packed in itertools.product(SEVERAL, (1, 2, 4), (True, False)):
         row = case.num_kv_heads * case.head_dim
@@ -340,7 +334,7 @@ def walk(attention: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_walk_of_q_is_the_one_that_the_documents_name(way: str) -> None:
+def test_the_walk_of_q_is_the_one_that_the_documents_name(way):
     pattern, options = WAYS[way]
     layout = make_layout("zigzag", NUM_TOKENS, 1)
     if pattern is None:
@@ -383,13 +377,13 @@ def times_of(*events: HopEvents) -> list[float | None]:
     return [figures["hop_latency_mean_s"], figures["hop_latency_p99_s"], figures["exposed_hop_wait_s"]]
 
 
-def test_mean_and_99th_percentile_are_over_the_exchanges_and_what_is_exposed_adds_up() -> None:
+def test_mean_and_99th_percentile_are_over_the_exchanges_and_what_is_exposed_adds_up():
     many = times_of(*(exchange(float(ms), 0.5) for ms in range(1, 201)))
     assert many == [pytest.approx(0.1005), pytest.approx(0.198), pytest.approx(0.1)]
     assert times_of(exchange(1.0), exchange(3.0))[1] == pytest.approx(0.003), "of few the longest"
 
 
-def test_what_is_not_over_is_left_out_and_not_waited_for() -> None:
+def test_what_is_not_over_is_left_out_and_not_waited_for():
     untaken = HopEvents("forward", 1, Mark(1.0))
     assert times_of(exchange(1.0), exchange(9.0, passed=False), untaken)[1] == pytest.approx(0.001)
     assert times_of(untaken) == times_of() == [None] * 3
@@ -407,7 +401,7 @@ def told(on_gpu: bool, step: int, *events: HopEvents) -> tuple[HopTally, dict[st
     return tally, tally.figures()
 
 
-def test_on_a_gpu_one_step_of_ten_is_watched_and_the_hosts_clock_is_no_answer() -> None:
+def test_on_a_gpu_one_step_of_ten_is_watched_and_the_hosts_clock_is_no_answer():
     event = exchange(2.0, 1.0)
     watched = [step for step in range(3 * EVENT_STEPS) if told(True, step, event)[0].is_watched]
     assert watched == [1, EVENT_STEPS + 1, 2 * EVENT_STEPS + 1]
@@ -425,7 +419,7 @@ def test_on_a_gpu_one_step_of_ten_is_watched_and_the_hosts_clock_is_no_answer() 
     assert told(True, 1)[1] == nothing, "a ring of one has no hops"
 
 
-def test_on_a_cpu_the_hosts_wait_is_measured_in_every_step_and_no_latency() -> None:
+def test_on_a_cpu_the_hosts_wait_is_measured_in_every_step_and_no_latency():
     for step in (0, 1, 2):
         assert told(False, step, exchange(2.0))[1] == {
             "hop_bytes": 200,

@@ -115,21 +115,21 @@ def with_graph(q: Tensor, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
     return found[0].detach() + nothing, found[1].detach() + nothing
 
 
-def test_a_kernel_that_runs_with_gradients_adds_nothing_to_what_a_checkpointed_layer_saves() -> None:
+def test_a_kernel_that_runs_with_gradients_adds_nothing_to_what_a_checkpointed_layer_saves():
     with one_thread():
         found, other = (train(1, None, 0, keep=True, graphed=graphed)[0] for graphed in (True, False))
     assert all(map(torch.equal, found, other))
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_attention_is_not_run_again_and_no_bit_changes(cp: int) -> None:
+def test_attention_is_not_run_again_and_no_bit_changes(cp):
     check_that_nothing_runs_again(cp, train)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize("sparse_kernel", [None, "reference-sparse"], ids=["tiles", "blocks"])
-def test_layers_with_patterns_of_their_own_are_not_run_again_either(sparse_kernel: str | None, cp: int) -> None:
+def test_layers_with_patterns_of_their_own_are_not_run_again_either(sparse_kernel, cp):
     for _, num_hops, _ in check_that_nothing_runs_again(cp, partial(train_patterned, kernel=sparse_kernel)):
         assert num_hops == CONFIG.num_layers * cp
 
@@ -150,11 +150,11 @@ def is_itself_until_it_leaves_and_equal_every_time_it_comes_back(device: str) ->
         back.detach().zero_()  # whoever brought it back may do with it as they please
 
 
-def test_it_is_itself_until_it_leaves_and_equal_every_time_it_comes_back() -> None:
+def test_it_is_itself_until_it_leaves_and_equal_every_time_it_comes_back():
     is_itself_until_it_leaves_and_equal_every_time_it_comes_back("cpu")
 
 
-def test_without_a_gradient_it_comes_back_without_one() -> None:
+def test_without_a_gradient_it_comes_back_without_one():
     offloaded = OffloadedTensor(torch.ones(2, dtype=torch.int64))
     offloaded.leave()
     assert not offloaded.tensor().requires_grad

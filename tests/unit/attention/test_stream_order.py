@@ -190,7 +190,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_stream_is_ahead_of_another_and_none_waits_for_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stream_is_ahead_of_another_and_none_waits_for_itself(name, monkeypatch):
     graph, posted = both_passes(CASES[name], monkeypatch)
     assert graph.races() == set()
     assert graph.never_begins() == []
@@ -242,13 +242,13 @@ MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
-def test_the_model_sees_a_wait_that_is_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_sees_a_wait_that_is_missing(name, monkeypatch):
     MISTAKES[name](monkeypatch)
     graph, _ = both_passes(CASES["calls one after another"], monkeypatch)
     assert graph.races() != set()
 
 
-def test_the_model_sees_two_ranks_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_sees_two_ranks_that_wait_for_each_other(monkeypatch):
     """One that posts partials before keys, and one that posts them after."""
     graph = Graph()
     groups = [ModelledGroup(Streams(graph, rank), 2) for rank in range(2)]
@@ -262,7 +262,7 @@ def test_the_model_sees_two_ranks_that_wait_for_each_other(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["one stage", "a stage a hop", "kept keys"])
-def test_no_stream_waits_twice_for_an_operation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stream_waits_twice_for_an_operation(name, monkeypatch):
     """Each wait takes the host as long as a kernel's launch."""
     graph, _ = both_passes(CASES[name], monkeypatch)
     assert most_waits(graph) == 1
@@ -325,7 +325,7 @@ DENSE_CASES = {
 
 
 @pytest.mark.parametrize("name", DENSE_CASES)
-def test_nor_in_a_dense_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_in_a_dense_ring(name, monkeypatch):
     graph = dense_passes(DENSE_CASES[name], monkeypatch)
     assert graph.races() == set()
     assert graph.never_begins() == []
@@ -334,12 +334,12 @@ def test_nor_in_a_dense_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert most_waits(graph) == 1
 
 
-def test_the_model_sees_a_dense_ring_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_sees_a_dense_ring_that_does_not_wait(monkeypatch):
     monkeypatch.setattr(HopMessages, "_wait", lambda self, message: None)
     assert dense_passes(DENSE_CASES["a stage a hop"], monkeypatch).races() != set()
 
 
-def test_a_stages_kernels_do_not_wait_for_the_partials_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stages_kernels_do_not_wait_for_the_partials_of_the_one_before(monkeypatch):
     """They leave behind these kernels, which have a whole stage to hide them."""
     graph = dense_passes([DenseCall(Case(5, 100, causal=False), 1)], monkeypatch)
     mine = [(index, label) for index, label in enumerate(graph.labels) if label.startswith("rank 0, ")]

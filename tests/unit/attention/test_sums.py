@@ -42,7 +42,7 @@ some_rows = st.sampled_from([(0, 6), (0, 6), (0, 3), (3, 6), (2, 4)])
 
 @settings(deadline=None, max_examples=200)
 @given(shares=st.lists(st.tuples(some_rows, some_heads), max_size=6), by_rows=st.booleans())
-def test_shares_of_any_rows_and_heads_add_up(shares: list[tuple[tuple[int, int], slice]], by_rows: bool) -> None:
+def test_shares_of_any_rows_and_heads_add_up(shares, by_rows):
     total, wanted = GradientSum(torch.zeros(SHAPE), by_rows=by_rows), torch.zeros(SHAPE)
     for seed, (rows, heads) in enumerate(shares):
         share = share_of(rows, heads, seed)
@@ -54,7 +54,7 @@ def test_shares_of_any_rows_and_heads_add_up(shares: list[tuple[tuple[int, int],
     assert total.total.is_contiguous() or not by_rows
 
 
-def test_halves_of_the_heads_are_copied_and_clear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_of_the_heads_are_copied_and_clear_nothing(monkeypatch):
     cleared: list[torch.Size] = []
     zero_ = torch.Tensor.zero_
     monkeypatch.setattr(torch.Tensor, "zero_", lambda x: (cleared.append(x.shape), zero_(x))[1])
@@ -75,7 +75,7 @@ ROWS = [(0, 6), (2, 6), (3, 6)]
 
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS[:2], ROWS, [(0, 3), (3, 6)], [(0, 6)] * 3], ids=str)
 @pytest.mark.parametrize("batch", [2, 5])
-def test_what_is_deferred_is_added_in_one_pass_and_rounded_once(rows: list[tuple[int, int]], batch: int) -> None:
+def test_what_is_deferred_is_added_in_one_pass_and_rounded_once(rows, batch):
     """A short total of halves of the heads, the second behind the deferred shares, as a ring's backward makes it."""
     own, *shares = (
         torch.randn(batch, stop - start, *SHAPE[2:], generator=torch.Generator().manual_seed(seed)).bfloat16()
@@ -98,9 +98,7 @@ def test_what_is_deferred_is_added_in_one_pass_and_rounded_once(rows: list[tuple
 
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS[:2], ROWS, [(0, 3), (3, 6)], [(0, 6)] * 3], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_deferred_results_are_merged_as_one_by_one_and_rounded_once(
-    rows: list[tuple[int, int]], dtype: torch.dtype
-) -> None:
+def test_deferred_results_are_merged_as_one_by_one_and_rounded_once(rows, dtype):
     """Those that see nothing weigh nothing, first or later."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(0)
@@ -140,7 +138,7 @@ def attended(
     return out, lse
 
 
-def test_shares_of_kernels_that_know_only_their_own_keys_add_up_to_the_gradients_of_all() -> None:
+def test_shares_of_kernels_that_know_only_their_own_keys_add_up_to_the_gradients_of_all():
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(2, 6, 4, 3, generator=generator, dtype=torch.float64) for _ in range(4))
     seen = torch.rand(6, 6, generator=generator) < 0.6

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,7 +143,7 @@ def rank_main(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_peers_through_autograd_are_dense_attention_and_prepare_nothing_in_a_timed_pass(tmp_path: Path) -> None:
+def test_peers_through_autograd_are_dense_attention_and_prepare_nothing_in_a_timed_pass(tmp_path):
     mp.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed.tensor", __name__])
     mp.start_processes(rank_main, args=(str(tmp_path),), nprocs=CP, start_method="forkserver")
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(CP)]
@@ -164,7 +163,7 @@ def test_peers_through_autograd_are_dense_attention_and_prepare_nothing_in_a_tim
         assert [call for call in PREPARES if timed[call] and call not in IN_RING] == []
 
 
-def test_ratios_of_a_ring_are_of_ours_through_nccl() -> None:
+def test_ratios_of_a_ring_are_of_ours_through_nccl():
     problem = Problem(65536, 8, 8, 128, CP)
     second = problem.flops_per_rank / 1e14  # at 100 TFLOP/s
     speeds = {"ours": 6.0, "torch context_parallel cuDNN alltoall": 4.0, OURS_NCCL: 5.0, "not run": 0.0}

@@ -99,7 +99,7 @@ def loss_and_gradients(model: SmallModel, rows: torch.Tensor, seen: Any) -> list
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_skips_gives_the_loss_and_gradients_of_the_masks(name: str, texts: Corpus) -> None:
+def test_what_skips_gives_the_loss_and_gradients_of_the_masks(name, texts):
     family = block_families(SMALL.seq_len, SMALL.block, SMALL.num_layers)[name]
     model = SmallModel(SmallConfig(texts.vocab_size, SMALL.width, num_heads=SMALL.num_heads), 0)
     rows = torch.from_numpy(texts.training[:3])
@@ -113,7 +113,7 @@ def test_what_skips_gives_the_loss_and_gradients_of_the_masks(name: str, texts: 
 
 
 @pytest.mark.parametrize(("seq_len", "block"), [(16384, 128), (4096, 128), (1024, 32), (512, 16)])
-def test_families_of_blocks_keep_a_quarter_at_most_and_nearly_so(seq_len: int, block: int) -> None:
+def test_families_of_blocks_keep_a_quarter_at_most_and_nearly_so(seq_len, block):
     for family in block_families(seq_len, block, 8).values():
         if family.name != "dense":
             assert 0.6 * MOST_KEPT < family.density(seq_len, 8, 4) <= MOST_KEPT, family
@@ -161,7 +161,7 @@ DENSE = block_families(128, 8, 2)["dense"]
 @pytest.mark.slow
 @pytest.mark.thinned(num=2)
 @pytest.mark.parametrize(("step_s", "steps"), [(0.25, 4), (0.3, 4), (0.34, 3), (2.0, 1), (0.03, 34), (0.0399, 26)])
-def test_no_step_begins_when_the_time_is_over(step_s: float, steps: int, texts: Corpus) -> None:
+def test_no_step_begins_when_the_time_is_over(step_s, steps, texts):
     found = train_ticking(step_s)(DENSE, 0, SMALL, texts, CPU)
     assert found["steps"] == steps == math.ceil(SMALL.seconds / step_s)
     assert found["seconds"] == pytest.approx(steps * step_s)
@@ -170,7 +170,7 @@ def test_no_step_begins_when_the_time_is_over(step_s: float, steps: int, texts: 
     assert math.isfinite(found["tail_loss"])
 
 
-def test_the_clock_is_looked_at_every_few_steps_alike_in_training_and_in_what_is_not_attention(texts: Corpus) -> None:
+def test_the_clock_is_looked_at_every_few_steps_alike_in_training_and_in_what_is_not_attention(texts):
     """Each look has the host wait for the GPU."""
     with Ticks(0.035).running() as ticks:
         found = train_for(DENSE, 0, SMALL, texts, CPU, clock=ticks)
@@ -181,7 +181,7 @@ def test_the_clock_is_looked_at_every_few_steps_alike_in_training_and_in_what_is
     assert [steps - WARM_STEPS for steps in ticks.looks] == wanted
 
 
-def test_one_long_step_moves_the_mean_and_not_the_median(texts: Corpus) -> None:
+def test_one_long_step_moves_the_mean_and_not_the_median(texts):
     with Ticks(lambda number: 0.4 if number == WARM_STEPS + 12 else 0.02).running() as ticks:
         found = train_for(DENSE, 0, SMALL, texts, CPU, clock=ticks)
     assert found["median_ms"] == pytest.approx(20)
@@ -189,7 +189,7 @@ def test_one_long_step_moves_the_mean_and_not_the_median(texts: Corpus) -> None:
     assert found["seconds"] < 1 + 0.4, "the time is up at a look"
 
 
-def test_between_looks_the_share_of_the_time_goes_on_at_the_pace_so_far() -> None:
+def test_between_looks_the_share_of_the_time_goes_on_at_the_pace_so_far():
     looks = [(0, 50.0), (1, 51.0), (8, 54.0)]
     assert expected_share(looks[:1], 1, 10.0) == 0
     assert expected_share(looks, 8, 10.0) == pytest.approx(0.4)
@@ -197,7 +197,7 @@ def test_between_looks_the_share_of_the_time_goes_on_at_the_pace_so_far() -> Non
     assert median_ms(looks) == pytest.approx(1000 * (1 + 3 / 7) / 2)
 
 
-def test_dense_runs_its_own_kernel_by_the_same_objects_as_all(texts: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_runs_its_own_kernel_by_the_same_objects_as_all(texts, monkeypatch):
     made = []
 
     def spied(kind: Any) -> Any:
@@ -236,7 +236,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_the_learning_rate_ends_when_the_time_does() -> None:
+def test_the_learning_rate_ends_when_the_time_does():
     assert learning_rate(0.05, 1.0) == pytest.approx(1.0)
     assert learning_rate(1.0, 1.0) == pytest.approx(0.05)
     rates = [learning_rate(share / 100, 1.0) for share in range(101)]
@@ -251,9 +251,7 @@ def arguments(out: Path, text: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.soak
-def test_a_file_is_gone_on_with_and_nothing_is_run_twice(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_gone_on_with_and_nothing_is_run_twice(tmp_path, text, capsys):
     out = tmp_path / "deep" / "clock.jsonl"
     trained = []
 
@@ -285,9 +283,7 @@ def test_a_file_is_gone_on_with_and_nothing_is_run_twice(
 
 
 @pytest.mark.slow
-def test_other_settings_another_text_and_unknown_names_are_refused_by_name(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_settings_another_text_and_unknown_names_are_refused_by_name(tmp_path, text, capsys):
     out, changed = tmp_path / "clock.jsonl", tmp_path / "changed.txt"
     assert main(arguments(out, text, "--seeds", "0", "--families", "random"), train_ticking(1.0)) == 0
     changed.write_text(text.read_text(encoding="utf-8").replace("name", "mane"), encoding="utf-8")
@@ -306,7 +302,7 @@ def test_other_settings_another_text_and_unknown_names_are_refused_by_name(
         assert message in capsys.readouterr().err
 
 
-def test_patterns_that_gpus_cannot_run_are_refused_before_anything_is_trained() -> None:
+def test_patterns_that_gpus_cannot_run_are_refused_before_anything_is_trained():
     with pytest.raises(ValueError, match="128"):
         Attentions(block_families(1024, 32, 2)["random"], replace(SMALL, seq_len=1024, block=32), torch.device("cuda"))
 
@@ -315,7 +311,7 @@ def test_patterns_that_gpus_cannot_run_are_refused_before_anything_is_trained() 
 
 
 @pytest.mark.slow
-def test_the_script_runs_from_a_checkout(tmp_path: Path, text: Path) -> None:
+def test_the_script_runs_from_a_checkout(tmp_path, text):
     """As the docstring has it, in processes that import the script again."""
     out = tmp_path / "clock.jsonl"
     command = [
@@ -338,7 +334,7 @@ def test_the_script_runs_from_a_checkout(tmp_path: Path, text: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["quality-clock-16K-2026-11-22.jsonl", "quality-clock-32K-2026-11-22.jsonl"])
-def test_files_of_before_medians_are_still_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_before_medians_are_still_printed(name, capsys):
     assert main(["--out", str(ROOT / "benchmarks" / "results" / "quality" / name), "--table"]) == 0
     printed = capsys.readouterr().out
     row = next(line.split() for line in printed.splitlines() if line.startswith("dense"))
@@ -346,7 +342,7 @@ def test_files_of_before_medians_are_still_printed(name: str, capsys: pytest.Cap
     assert "steps without attention took over 15%" in printed, "in these they did"
 
 
-def test_the_table_prints_gaps_to_dense_of_the_same_seed() -> None:
+def test_the_table_prints_gaps_to_dense_of_the_same_seed():
     def line(part: str, name: str, seed: int, tail: float, steps: int) -> dict[str, Any]:
         value = {
             "tail_loss": tail,
@@ -388,7 +384,7 @@ def begin(path: Path, number: int, start: Any, answers: Any) -> None:
         answers.put("named" if "number" in str(error) else str(error))
 
 
-def test_of_processes_that_begin_a_file_together_one_does_and_the_others_hear_of_it(tmp_path: Path) -> None:
+def test_of_processes_that_begin_a_file_together_one_does_and_the_others_hear_of_it(tmp_path):
     """Threads, which have a lock of their own each as processes have."""
     for round_ in range(20):
         start, answers = threading.Barrier(4), queue.Queue[str]()
@@ -404,7 +400,7 @@ def test_of_processes_that_begin_a_file_together_one_does_and_the_others_hear_of
         assert len((tmp_path / f"{round_}.jsonl").read_bytes().splitlines()) == 1
 
 
-def test_a_line_that_was_cut_off_is_none_and_the_next_takes_its_place(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_none_and_the_next_takes_its_place(tmp_path):
     out = tmp_path / "clock.jsonl"
     one, two = ({"part": "clock", "family": name, "seed": 0, "value": {}} for name in ("dense", "random"))
     append(out, one)
@@ -435,7 +431,7 @@ def examples(name: str, num: int = 50) -> list[Example]:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_is_a_function_of_its_seed_and_number(name: str) -> None:
+def test_a_task_is_a_function_of_its_seed_and_number(name):
     first, again, other = example(name, LENGTH, BLOCK, 0, 3), example(name, LENGTH, BLOCK, 0, 3), examples(name)[4]
     assert np.array_equal(first.tokens, again.tokens)
     assert np.array_equal(first.targets, again.targets)
@@ -444,7 +440,7 @@ def test_a_task_is_a_function_of_its_seed_and_number(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_every_answer_stands_where_its_distance_says(name: str) -> None:
+def test_every_answer_stands_where_its_distance_says(name):
     for one in examples(name):
         asked = np.flatnonzero(one.targets != IGNORED)
         assert asked.size
@@ -474,13 +470,13 @@ def solve(name: str, tokens: np.ndarray, at: int) -> int:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_every_task_can_be_solved_from_what_is_shown(name: str) -> None:
+def test_every_task_can_be_solved_from_what_is_shown(name):
     for one in examples(name):
         for at in np.flatnonzero(one.targets != IGNORED):
             assert solve(name, one.tokens, int(at)) == one.targets[at], (name, at)
 
 
-def test_needles_come_from_all_distances_and_copies_from_all_phases() -> None:
+def test_needles_come_from_all_distances_and_copies_from_all_phases():
     distances = [int(one.distance.max()) for one in examples("needle", 200)]
     assert min(distances) < LENGTH // 4
     assert max(distances) > 3 * LENGTH // 4
@@ -488,7 +484,7 @@ def test_needles_come_from_all_distances_and_copies_from_all_phases() -> None:
     assert phases == set(range(BLOCK))
 
 
-def test_the_model_sees_what_the_pattern_keeps_and_nothing_else() -> None:
+def test_the_model_sees_what_the_pattern_keeps_and_nothing_else():
     """An earlier token changes a later output only where the family's layers let it through."""
     with one_thread():
         for name, family in families(LENGTH, BLOCK).items():
@@ -507,7 +503,7 @@ def test_the_model_sees_what_the_pattern_keeps_and_nothing_else() -> None:
             assert torch.equal(moved, seen), name
 
 
-def test_content_keeps_own_blocks_and_no_future() -> None:
+def test_content_keeps_own_blocks_and_no_future():
     with one_thread():
         family = families(LENGTH, BLOCK)["content top-k"]
         assert isinstance(family, ContentFamily)
@@ -520,7 +516,7 @@ def test_content_keeps_own_blocks_and_no_future() -> None:
         assert int(per_row.max()) == family.top_k * BLOCK
 
 
-def test_each_sequence_of_a_batch_chooses_as_it_does_alone() -> None:
+def test_each_sequence_of_a_batch_chooses_as_it_does_alone():
     with one_thread():
         family = families(LENGTH, BLOCK)["content top-k"]
         masks = family.masks(LENGTH, 4)
@@ -530,7 +526,7 @@ def test_each_sequence_of_a_batch_chooses_as_it_does_alone() -> None:
         assert not torch.equal(alone[0], alone[1])
 
 
-def test_the_causal_choice_does_not_change_with_later_queries_of_the_block() -> None:
+def test_the_causal_choice_does_not_change_with_later_queries_of_the_block():
     with one_thread():
         generator = torch.Generator().manual_seed(0)
         q, k, other = (torch.randn(1, LENGTH, 4, 16, generator=generator) for _ in range(3))
@@ -542,7 +538,7 @@ def test_the_causal_choice_does_not_change_with_later_queries_of_the_block() -> 
             assert torch.equal(masks.for_call(0, q, k), masks.for_call(0, moved, k)) == same
 
 
-def test_equal_seeds_train_to_equal_figures() -> None:
+def test_equal_seeds_train_to_equal_figures():
     with one_thread():
         family = families(64, 4)["sinks + window"]
         settings = Settings(steps=3, seq_len=64, block=4, per_task=1, num_evaluated=4)
@@ -558,7 +554,7 @@ def test_equal_seeds_train_to_equal_figures() -> None:
         )
 
 
-def test_the_check_of_long_range_signal_finds_it_where_it_is_and_only_there() -> None:
+def test_the_check_of_long_range_signal_finds_it_where_it_is_and_only_there():
     """Documents whose end repeats their beginning, beside documents of noise."""
     noise = np.random.default_rng(0).integers(97, 123, (6, 1025))
     repeating = noise.copy()
@@ -570,7 +566,7 @@ def test_the_check_of_long_range_signal_finds_it_where_it_is_and_only_there() ->
     assert bits["near"] == pytest.approx(bits["other"], abs=0.5)
 
 
-def test_a_corpus_has_no_end_of_document_inside_a_sequence_and_keeps_held_out_ones_apart(tmp_path: Path) -> None:
+def test_a_corpus_has_no_end_of_document_inside_a_sequence_and_keeps_held_out_ones_apart(tmp_path):
     for number in range(30):
         (tmp_path / f"{number:02}.txt").write_text(f"{number:02} " * 400)
     found = corpus(128, 4, source=TextFiles(128, (str(tmp_path),)))

@@ -35,13 +35,13 @@ def rows(*memory: tuple[float, ...], spares: tuple[int, ...] | None = None) -> l
     ]
 
 
-def test_a_run_that_leaked_is_judged_and_the_mended_one_passes() -> None:
+def test_a_run_that_leaked_is_judged_and_the_mended_one_passes():
     leaked = recovery.outgrown(MEASURED["bench_recovery_gpu_1b_paced"]["kills"])
     assert [line.partition(" grows")[0] for line in leaked][:2] == ["memory of rank 0's process", "memory of GPU 0"]
     assert recovery.outgrown(MEASURED["bench_recovery_gpu_1b_in_a_row"]["kills"]) == []
 
 
-def test_growth_is_the_slope_over_kills_with_the_standbys_contexts_taken_off() -> None:
+def test_growth_is_the_slope_over_kills_with_the_standbys_contexts_taken_off():
     context = recovery.CONTEXT_BYTES / 2**30
     samples = [(2.0, 20.0)] + [
         (2.0 + 5 * kill / 1024, 20.0 + context * there)
@@ -54,7 +54,7 @@ def test_growth_is_the_slope_over_kills_with_the_standbys_contexts_taken_off() -
     assert recovery.slope([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == pytest.approx(2.0)
 
 
-def test_what_a_survivor_holds_on_its_gpu_is_judged_by_itself_where_the_driver_tells() -> None:
+def test_what_a_survivor_holds_on_its_gpu_is_judged_by_itself_where_the_driver_tells():
     held = rows(*[(2.0, 30.0)] * 6)
     for index, row in enumerate(held):
         row["own_gib"] = 20.0 + 0.5 * index
@@ -67,9 +67,7 @@ def test_what_a_survivor_holds_on_its_gpu_is_judged_by_itself_where_the_driver_t
 
 
 @pytest.mark.parametrize(("pid", "mib"), [(17, 30_550), (18, 750), (1, None), (19, None)])
-def test_what_a_process_holds_is_read_from_the_drivers_tool_or_not_known(
-    pid: int, mib: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_process_holds_is_read_from_the_drivers_tool_or_not_known(pid, mib, tmp_path, monkeypatch):
     """In the form that nvidia-smi printed on the hosts; only its parsing is shown here."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\nprintf '17, 29800\\n18, 750\\n17, 750\\n19, [N/A]\\n'\n")
@@ -78,7 +76,7 @@ def test_what_a_process_holds_is_read_from_the_drivers_tool_or_not_known(
     assert gpu_runs.process_memory_mib(pid) == mib
 
 
-def test_a_process_that_the_tool_does_not_know_is_told_as_not_known() -> None:
+def test_a_process_that_the_tool_does_not_know_is_told_as_not_known():
     held = [{**row, "own_gib": None} for row in rows(*[(2.0, 30.0)] * 6)]
     held[-1] |= {"memory_after": [2.0, 30.0], "own_after_gib": None}
     told = recovery.memory_text(held)
@@ -86,7 +84,7 @@ def test_a_process_that_the_tool_does_not_know_is_told_as_not_known() -> None:
     assert told.endswith("aside: rank 0's process +0.0, GPU 0 +0.0")
 
 
-def test_steps_after_a_recovery_are_medians_by_their_place_in_a_generation() -> None:
+def test_steps_after_a_recovery_are_medians_by_their_place_in_a_generation():
     """The first generation is no recovery's, and one that was cut short says nothing."""
     lengths = {0: [9.0] * 8, 1: [0.5, 0.7, 0.5, 0.4, 0.5], 2: [0.5, 0.9, 0.3, 0.4, 0.5, 0.1], 3: [7.0]}
     steps, now = [], 0.0
@@ -99,7 +97,7 @@ def test_steps_after_a_recovery_are_medians_by_their_place_in_a_generation() -> 
 
 
 @pytest.mark.parametrize("name", recovery.FAULTS)
-def test_every_planned_kill_is_a_schedule_that_ends_within_the_short_run(name: str) -> None:
+def test_every_planned_kill_is_a_schedule_that_ends_within_the_short_run(name):
     faults = parse_faults(recovery.FAULTS[name].format(step=6, last=3))
     assert faults[0].rank == 3
     assert {fault.kind for fault in faults} == {"kill"}
@@ -107,7 +105,7 @@ def test_every_planned_kill_is_a_schedule_that_ends_within_the_short_run(name: s
     assert all(fault.step == 6 for fault in faults)
 
 
-def test_a_pair_that_was_not_exact_and_bits_that_differ_are_missed() -> None:
+def test_a_pair_that_was_not_exact_and_bits_that_differ_are_missed():
     figures = {
         "run": {"preset": "1b", "context": 1, "cp": 2, "gpus": 4, "gpu": "one", "nccl": "2"},
         "parameters": 1,
@@ -135,9 +133,7 @@ def test_a_pair_that_was_not_exact_and_bits_that_differ_are_missed() -> None:
 
 
 @pytest.mark.parametrize("options", [["--in-building", "1"], ["--faults", "vote,heal"], ["--faults", "lunch"]])
-def test_what_cannot_work_is_refused_before_anything_starts(
-    options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_work_is_refused_before_anything_starts(options, capsys):
     with pytest.raises(SystemExit):
         recovery.main(options)
     assert "--spares 2" in (told := capsys.readouterr().err) or "choose of backward,reduce,vote,apply,heal" in told
@@ -153,7 +149,7 @@ def steps(pids: tuple[int, ...], step: int, at_s: float, num_members: int = ALL)
     return [Event("step", worker, pid, step, num_members, at_s) for worker, pid in enumerate(pids)]
 
 
-def test_a_record_gives_back_what_its_writers_added(tmp_path: Path) -> None:
+def test_a_record_gives_back_what_its_writers_added(tmp_path):
     record = Record(tmp_path)
     assert record.events() == []
     record.add("enter", 3)
@@ -163,14 +159,14 @@ def test_a_record_gives_back_what_its_writers_added(tmp_path: Path) -> None:
     assert record.events()[0].at_s <= record.events()[1].at_s
 
 
-def test_all_workers_stop_before_the_same_step(tmp_path: Path) -> None:
+def test_all_workers_stop_before_the_same_step(tmp_path):
     record = Record(tmp_path)
     assert not record.must_stop(10**9)
     record.stop_after(5)
     assert [record.must_stop(step) for step in (4, 5, 6)] == [False, True, True]
 
 
-def test_a_step_under_way_that_still_commits_is_no_recovery() -> None:
+def test_a_step_under_way_that_still_commits_is_no_recovery():
     events = [
         *steps(OLD, 8, 99.9),
         *steps(OLD[:3], 9, 100.01),
@@ -194,7 +190,7 @@ def test_a_step_under_way_that_still_commits_is_no_recovery() -> None:
     )
 
 
-def test_steps_that_run_again_after_a_restart_do_not_count_as_the_next_step() -> None:
+def test_steps_that_run_again_after_a_restart_do_not_count_as_the_next_step():
     events = [
         *steps(OLD, 12, 99.9),
         Event("error", 0, OLD[0], 12, ALL, 100.02),
@@ -208,7 +204,7 @@ def test_steps_that_run_again_after_a_restart_do_not_count_as_the_next_step() ->
     assert (found["steps_rerun"], found["num_started"]) == (2, 4)
 
 
-def test_survivors_that_go_on_with_fewer_are_not_yet_complete() -> None:
+def test_survivors_that_go_on_with_fewer_are_not_yet_complete():
     events = [
         *steps(OLD, 8, 99.9),
         *steps(OLD[:3], 9, 100.4, FEWER),
@@ -219,7 +215,7 @@ def test_survivors_that_go_on_with_fewer_are_not_yet_complete() -> None:
     assert (found["next_step_s"], found["complete_s"]) == pytest.approx((0.4, 3.0))
 
 
-def test_a_batch_depends_on_seed_step_and_worker_alone() -> None:
+def test_a_batch_depends_on_seed_step_and_worker_alone():
     keys = [(step, worker, seed) for step in range(3) for worker in range(4) for seed in range(2)]
     first = [common.batch(*key)[0] for key in keys]
     assert all(torch.equal(text, common.batch(*key)[0]) for text, key in zip(first, keys, strict=True))
@@ -242,7 +238,7 @@ FIGURES: dict[str, Any] = {
 }
 
 
-def test_a_bound_above_the_limit_and_other_losses_are_missed() -> None:
+def test_a_bound_above_the_limit_and_other_losses_are_missed():
     text, missed = overhead.report({**FIGURES, "upper_bound": 1.04}, 0.05)
     assert "upper bound +4.00 % (limit 5 %)" in text
     assert missed == []
@@ -250,7 +246,7 @@ def test_a_bound_above_the_limit_and_other_losses_are_missed() -> None:
     assert [line.split(" ")[1] for line in missed] == ["upper", "losses"]
 
 
-def test_one_after_the_other_tells_no_bound_and_holds_the_losses_alone() -> None:
+def test_one_after_the_other_tells_no_bound_and_holds_the_losses_alone():
     text, missed = overhead.report({**FIGURES, "ratio": 1.5, "upper_bound": None}, 0.05)
     assert "one after the other" in text
     assert "limit" not in text
@@ -259,7 +255,7 @@ def test_one_after_the_other_tells_no_bound_and_holds_the_losses_alone() -> None
     assert len(missed) == 1
 
 
-def test_what_copies_cost_is_the_ratio_of_both_overheads_and_its_bound_is_held() -> None:
+def test_what_copies_cost_is_the_ratio_of_both_overheads_and_its_bound_is_held():
     def figures(product_s: float) -> dict[str, Any]:
         return {"product_s": [[1.0, product_s], [product_s, 1.0]], "plain_s": [[0.5, 0.5], [0.5, 0.5]]}
 
@@ -277,7 +273,7 @@ def test_what_copies_cost_is_the_ratio_of_both_overheads_and_its_bound_is_held()
 
 
 @pytest.mark.parametrize("options", [["--dp", "2"], ["--model", "small", "--cp", "2"], ["--apart", "--block-steps=2"]])
-def test_options_that_would_mean_nothing_are_refused(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_would_mean_nothing_are_refused(options, monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench_overhead.py", *options])
     with pytest.raises(SystemExit, match="2"):
         overhead.main()
@@ -295,7 +291,7 @@ def bench() -> Iterator[Bench]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_each_system_writes_every_byte_of_the_state(bench: Bench, tmp_path: Path) -> None:
+def test_each_system_writes_every_byte_of_the_state(bench, tmp_path):
     assert 0.9 * (6 << 20) < bench.num_bytes <= (6 << 20) + 64  # and the steps of the optimizer
     for name, save in bench.systems.items():
         (folder := tmp_path / name).mkdir()
@@ -307,7 +303,7 @@ def test_each_system_writes_every_byte_of_the_state(bench: Bench, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_table_has_ratios_to_the_plain_write_of_the_same_round(bench: Bench, tmp_path: Path) -> None:
+def test_the_table_has_ratios_to_the_plain_write_of_the_same_round(bench, tmp_path):
     assert list(measure(bench, 1, tmp_path)) == list(bench.systems)
     found = {"plain write": [(9.0, 9.0), (1.0, 1.0), (2.0, 2.0)], "ours": [(5.0, 9.0), (0.5, 3.0), (0.7, 4.0)]}
     text, figures = report(found, 2_000_000_000, tmp_path)

@@ -30,7 +30,7 @@ from elastic_ring.errors import GroupAborted
 from elastic_ring.model.init import Initialiser, initialise_module
 from elastic_ring.model.transformer import Transformer
 from tests.gpu.gpu_rings import ProcessGroups, run_content_on
-from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
+from tests.unit.attention.attention_rings import in_threads, one_thread
 from tests.unit.attention.test_recomputation import CONFIG
 from tests.unit.content.content_cases import make_case, routed, run_content, schedule_of
 
@@ -67,9 +67,7 @@ def train(
     [(None, "topk:2"), ("reference-sparse", "topk:2"), ("reference-sparse", "topk:2,fetch_all=1")],
     ids=["tiles", "blocks", "all fetched"],
 )
-def test_backward_under_checkpointing_neither_chooses_nor_sends_again_and_no_bit_changes(
-    rings: ThreadRings, kernel: str | None, text: str, cp: int
-) -> None:
+def test_backward_under_checkpointing_neither_chooses_nor_sends_again_and_no_bit_changes(rings, kernel, text, cp):
     found = {}
     for way in ("kept", "offloaded", "run again"):
         groups = rings.groups(cp) if cp > 1 else [None]
@@ -96,9 +94,7 @@ def test_backward_under_checkpointing_neither_chooses_nor_sends_again_and_no_bit
 @pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(("kernel", "unit", "num_calls"), [(None, 2, 1000), ("reference-sparse", 128, 30)])
-def test_calls_fill_no_cache_and_leave_nothing_behind(
-    kernel: str | None, unit: int, num_calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_fill_no_cache_and_leave_nothing_behind(kernel, unit, num_calls, monkeypatch):
     """A static layer beside them is planned once and stays planned; the plans of a chosen one die with its call."""
     text = f"topk:3,unit={unit};bigbird:2,0,0,unit={unit}@1"
     pattern = replace(parse_pattern(text), block=unit)
@@ -162,9 +158,7 @@ class DiesAfter:
 @pytest.mark.thinned(num=3)
 @pytest.mark.parametrize("num_sends", [0, 1, 2])
 @pytest.mark.parametrize("kernel", [None, "reference-sparse"], ids=["tiles", "blocks"])
-def test_a_peer_that_is_lost_while_choosing_raises_on_the_others(
-    rings: ThreadRings, kernel: str | None, num_sends: int
-) -> None:
+def test_a_peer_that_is_lost_while_choosing_raises_on_the_others(rings, kernel, num_sends):
     """Before it told anybody its sums, before it told its choices, and before it told them to the second peer."""
     case = make_case("contiguous", 3, 128 * 9, text="topk:2", block=128, dtype=torch.float32)
     groups = rings.groups(3, fresh=True)
@@ -190,7 +184,7 @@ def test_a_peer_that_is_lost_while_choosing_raises_on_the_others(
     assert in_threads(3, work) == ["survived", "lost", "survived"]
 
 
-def test_choices_read_after_an_abort_are_never_planned_with() -> None:
+def test_choices_read_after_an_abort_are_never_planned_with():
     """On a GPU an aborted exchange ends without a word and leaves nonsense: whoever asks is told before it is used."""
     asked = []
 
@@ -219,9 +213,7 @@ class NoReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("text", ["topk:3", "topk:2,causal=0+bigbird:1,1,0"])
-def test_messages_go_out_as_two_operations_and_the_host_reads_once(
-    rings: ThreadRings, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_go_out_as_two_operations_and_the_host_reads_once(rings, text, monkeypatch):
     """Over groups that move nothing before an operation's end, as NCCL does; equal to what gloo's groups give."""
     case = make_case("zigzag", 4, 128 * 16, text=text, block=128, dtype=torch.bfloat16)
     reads: list[int] = []
@@ -251,7 +243,7 @@ def test_messages_go_out_as_two_operations_and_the_host_reads_once(
 
 
 @pytest.mark.slow
-def test_a_ring_whose_messages_are_operations_agrees_with_one_of_gloo(rings: ThreadRings) -> None:
+def test_a_ring_whose_messages_are_operations_agrees_with_one_of_gloo(rings):
     case = make_case("zigzag", 2, 128 * 12, text="topk:3+bigbird:1,1,0", block=128)
     want, used = run_content(case, rings.groups(2), kernel="reference-sparse")
     links = ProcessGroups(2)
@@ -263,7 +255,7 @@ def test_a_ring_whose_messages_are_operations_agrees_with_one_of_gloo(rings: Thr
     assert [group.num_operations for group in groups] == [5] * 2  # sums, choices, keys twice, partials once
 
 
-def test_ranking_in_strips_changes_nothing(rings: ThreadRings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranking_in_strips_changes_nothing(rings, monkeypatch):
     case = make_case("zigzag", 2, text="topk:3,unit=4")
     whole = [schedule_of(each) for each in run_content(case, rings.groups(2))[1]]
     monkeypatch.setattr(router, "_STRIP_ELEMENTS", 200)
@@ -271,7 +263,7 @@ def test_ranking_in_strips_changes_nothing(rings: ThreadRings, monkeypatch: pyte
     assert whole == strips
 
 
-def test_the_observer_hears_that_choosing_begins(rings: ThreadRings) -> None:
+def test_the_observer_hears_that_choosing_begins(rings):
     heard: list[Any] = []
     case = make_case("contiguous", 1)
     run_content(case, [None], observer=lambda *what: heard.append(what))

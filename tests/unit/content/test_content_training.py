@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,9 +106,7 @@ def masked_batch(task: TrainingTask) -> Any:
 
 
 @pytest.mark.slow
-def test_training_is_masked_training_and_every_ring_gives_its_losses(
-    six: Membership, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_is_masked_training_and_every_ring_gives_its_losses(six, monkeypatch):
     """cp 1, 2 and 3 and two rings, 26 tokens in two documents, layers that differ."""
     task = patterned(TEXT)
     dense, _ = plain_training(make_task(), NUM_STEPS)
@@ -153,9 +150,7 @@ def undisturbed(six: Membership) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("swap", [0, 1])
-def test_a_step_that_breaks_off_while_blocks_are_chosen_gives_the_same_bits_when_run_again(
-    six: Membership, swap: int
-) -> None:
+def test_a_step_that_breaks_off_while_blocks_are_chosen_gives_the_same_bits_when_run_again(six, swap):
     """Rank 2 of two rings of two stops there with its sockets open; its peer waits until the abort, and no longer."""
     wanted, ranks = undisturbed(six), range(4)
     six.all(begin, six.meeting(), Mesh(2, 2), patterned(TEXT), ranks=ranks)
@@ -193,7 +188,7 @@ def heal(me: Any, donor: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("swap", [0, 1])
-def test_a_worker_killed_while_blocks_are_chosen_is_replaced_and_no_bit_is_lost(six: Membership, swap: int) -> None:
+def test_a_worker_killed_while_blocks_are_chosen_is_replaced_and_no_bit_is_lost(six, swap):
     """Rank 3 of two rings of two is killed there; a newcomer, healed by its twin, ends with the bits of no kill."""
     wanted, square, ranks = undisturbed(six), Mesh(2, 2), range(4)
     with membership(5) as five:
@@ -225,7 +220,7 @@ def test_a_worker_killed_while_blocks_are_chosen_is_replaced_and_no_bit_is_lost(
 # ------------------------------------------------------------ before anything starts
 
 
-def test_the_pattern_is_part_of_what_a_run_is() -> None:
+def test_the_pattern_is_part_of_what_a_run_is():
     def digest(pattern: str | None) -> str:
         task = make_task()
         return ElasticRingTrainer(task.model, task.data, step_config=task.step, pattern=pattern).submission().digest
@@ -243,9 +238,7 @@ def on_gpus(text: str, source: Any = RandomSource, **step: Any) -> TrainingTask:
     ).task
 
 
-def test_gpus_choose_without_the_host_where_blocks_are_whole_and_the_rest_is_refused_before_the_start(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_gpus_choose_without_the_host_where_blocks_are_whole_and_the_rest_is_refused_before_the_start(caplog):
     check_pattern(on_gpus("topk:4,fetch_all=1"), 2)
     check_pattern(on_gpus("topk:4,causal=0+bigbird:2,1,0;dense@1"), 2)
     assert not caplog.records
@@ -261,7 +254,7 @@ def test_gpus_choose_without_the_host_where_blocks_are_whole_and_the_rest_is_ref
         check_pattern(on_gpus("topk:4,fetch_all=1", packed), 2)
 
 
-def test_the_job_logs_what_content_keeps(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_the_job_logs_what_content_keeps(caplog, tmp_path):
     caplog.set_level(logging.INFO)
     for text, said in (("topk:4,unit=64", r"density 0\.2"), ("topk:4,unit=64+window:128", r"density at most 0\.")):
         trainer = build(parse(["--pattern", text, "--run-dir", str(tmp_path / "run")]))

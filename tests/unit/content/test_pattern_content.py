@@ -26,7 +26,7 @@ from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.routing.router import Router
 from experiments.block_means import choose_blocks
 from experiments.pattern_choice import choose
-from tests.unit.attention.attention_rings import ThreadRings, in_threads, relative_error
+from tests.unit.attention.attention_rings import in_threads, relative_error
 from tests.unit.content.content_cases import (
     LAYOUTS,
     ContentCase,
@@ -51,9 +51,7 @@ DOCUMENTS = ((0,), (0, 11, 40), (0, 2, 3, 60))
 @pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_ring_makes_the_choice_of_the_definition_and_its_result_is_exact(
-    rings: ThreadRings, name: str, cp: int
-) -> None:
+def test_every_ring_makes_the_choice_of_the_definition_and_its_result_is_exact(rings, name, cp):
     """67 tokens that no unit divides, grouped heads; documents take turns with patterns."""
     for number, text in enumerate(TEXTS):
         starts = DOCUMENTS[(number + cp) % 3]
@@ -66,7 +64,7 @@ def test_every_ring_makes_the_choice_of_the_definition_and_its_result_is_exact(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_short_types_too_every_ring_and_layout_makes_the_same_choice(rings: ThreadRings, dtype: torch.dtype) -> None:
+def test_in_short_types_too_every_ring_and_layout_makes_the_same_choice(rings, dtype):
     """Sums of such numbers are exact in fp64, so it does not matter where a sequence is cut."""
     generator = torch.Generator().manual_seed(3)
     q, k = (torch.randn(1, 259, heads, 16, generator=generator).to(dtype) for heads in (4, 2))
@@ -85,7 +83,7 @@ def test_in_short_types_too_every_ring_and_layout_makes_the_same_choice(rings: T
     assert len(found) == 1
 
 
-def test_among_equal_scores_the_earlier_block_is_taken(rings: ThreadRings) -> None:
+def test_among_equal_scores_the_earlier_block_is_taken(rings):
     rule = TopK(3, True, 4)
     k = torch.ones(1, 64, 1, 8, dtype=torch.float64)
     k[:, 40:44] += 2.0**-48  # more in fp64, equal in fp32
@@ -102,7 +100,7 @@ def test_among_equal_scores_the_earlier_block_is_taken(rings: ThreadRings) -> No
             assert rules[0].past[3:].tolist() == [[0, 1]] * 13
 
 
-def test_numbers_that_are_none_choose_past_blocks_too() -> None:
+def test_numbers_that_are_none_choose_past_blocks_too():
     """A gradient gone wrong makes such queries; the step is then skipped, and must not end in an index instead."""
     q, k = torch.randn(1, 24, 1, 4), torch.randn(1, 24, 1, 4)
     q[:, ::4], k[:, 4:12] = float("nan"), -float("inf")
@@ -130,9 +128,7 @@ def changed_after(case: ContentCase, groups: list[Any], position: int) -> torch.
 @pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("cp", [1, 2, 3])
-def test_no_later_token_changes_what_an_earlier_one_sees_unless_the_mean_of_a_block_chooses(
-    rings: ThreadRings, cp: int
-) -> None:
+def test_no_later_token_changes_what_an_earlier_one_sees_unless_the_mean_of_a_block_chooses(rings, cp):
     causal = make_case("zigzag", cp, 96, text="topk:3,unit=8")
     for position in (41, 44, 47, 90):
         assert changed_after(causal, rings.groups(cp), position).min() == position
@@ -143,9 +139,7 @@ def test_no_later_token_changes_what_an_earlier_one_sees_unless_the_mean_of_a_bl
 @pytest.mark.thinned(num=3)
 @pytest.mark.parametrize("text", ["topk:3,unit=4", "topk:3,causal=0,unit=4"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_only_the_union_of_what_was_chosen_moves_and_what_choosing_takes(
-    rings: ThreadRings, name: str, text: str
-) -> None:
+def test_only_the_union_of_what_was_chosen_moves_and_what_choosing_takes(rings, name, text):
     case = make_case(name, 4, dtype=torch.float32, text=text, document_starts=(0, 30))
     _, used = run_content(case, rings.groups(4))
     mask = alone(case).mask()
@@ -187,7 +181,7 @@ def routing_bytes(case: ContentCase, rank: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("text", ["topk:1,unit=4", "topk:20,unit=4", "topk:3,unit=32"])
-def test_where_there_is_nothing_to_choose_nothing_is_said(rings: ThreadRings, text: str) -> None:
+def test_where_there_is_nothing_to_choose_nothing_is_said(rings, text):
     case = make_case("zigzag", 3, text=text)
     found, used = run_content(case, rings.groups(3))
     for got, want in zip(found, wanted(alone(case)), strict=True):
@@ -198,7 +192,7 @@ def test_where_there_is_nothing_to_choose_nothing_is_said(rings: ThreadRings, te
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [None, "reference-sparse"], ids=["tiles", "blocks"])
-def test_calls_after_one_another_do_not_mix_and_repeat_bit_for_bit(rings: ThreadRings, kernel: str | None) -> None:
+def test_calls_after_one_another_do_not_mix_and_repeat_bit_for_bit(rings, kernel):
     case = make_case("zigzag", 2, 1024, text="topk:2,unit=128", block=128, dtype=torch.float32)
     groups = rings.groups(2, fresh=True)
 
@@ -235,9 +229,7 @@ BLOCK_TEXTS = (
 @pytest.mark.parametrize("starts", [(0,), (0, 384)])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("text", BLOCK_TEXTS)
-def test_in_whole_blocks_the_choice_and_the_result_are_the_same(
-    rings: ThreadRings, text: str, cp: int, starts: tuple[int, ...]
-) -> None:
+def test_in_whole_blocks_the_choice_and_the_result_are_the_same(rings, text, cp, starts):
     name = ("contiguous", "zigzag")[(cp + BLOCK_TEXTS.index(text)) % 2]
     case = make_case(name, cp, 1024, text=text, block=128, document_starts=starts)
     found, used = run_content(case, rings.groups(cp), kernel="reference-sparse")
@@ -249,7 +241,7 @@ def test_in_whole_blocks_the_choice_and_the_result_are_the_same(
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("cp", [1, 3])
 @pytest.mark.parametrize("text", ["topk:4,unit=64", "topk:2+window:200", "topk:2"])
-def test_blocks_that_are_cut_are_chosen_and_attended_too(rings: ThreadRings, text: str, cp: int) -> None:
+def test_blocks_that_are_cut_are_chosen_and_attended_too(rings, text, cp):
     block = 64 if "unit=64" in text else 128
     case = make_case("zigzag", cp, 1000, text=text, block=block, document_starts=(0, 200))
     found, used = run_content(case, rings.groups(cp), kernel="reference-sparse")
@@ -258,7 +250,7 @@ def test_blocks_that_are_cut_are_chosen_and_attended_too(rings: ThreadRings, tex
     check_choice(case, schedule_of(used[0]))
 
 
-def test_without_the_host_only_whole_blocks_are_chosen() -> None:
+def test_without_the_host_only_whole_blocks_are_chosen():
     layout = zigzag(1024, 2)
     check_layer_blocks(parse_pattern("topk:4+bigbird:2,0,0"), layout)
     check_layer_blocks(parse_pattern("topk:4,unit=256"), layout)
@@ -282,7 +274,7 @@ def test_without_the_host_only_whole_blocks_are_chosen() -> None:
 # ------------------------------------------------------------ as a pattern
 
 
-def test_the_short_form_and_the_file_mean_the_rule() -> None:
+def test_the_short_form_and_the_file_mean_the_rule():
     def first(text: str) -> Any:
         return parse_pattern(text).of_layer(0).rules[0]
 
@@ -313,12 +305,12 @@ def test_the_short_form_and_the_file_mean_the_rule() -> None:
         ("topk:4,mean=1", "topk takes blocks, causal, unit, fetch_all; 'mean=1' is none of these"),
     ],
 )
-def test_a_wrong_short_form_is_refused(text: str, named: str) -> None:
+def test_a_wrong_short_form_is_refused(text, named):
     with pytest.raises(ValueError, match=named):
         parse_pattern(text)
 
 
-def test_before_a_call_it_has_no_pairs_and_says_so() -> None:
+def test_before_a_call_it_has_no_pairs_and_says_so():
     for rule in (TopK(4), TopK(4) | Window(8)):
         pattern = SparsePattern((rule,))
         for ask in (
@@ -332,7 +324,7 @@ def test_before_a_call_it_has_no_pairs_and_says_so() -> None:
                 ask()
 
 
-def test_its_density_is_known_before_a_call_and_with_another_rule_beside_it_is_a_bound(rings: ThreadRings) -> None:
+def test_its_density_is_known_before_a_call_and_with_another_rule_beside_it_is_a_bound(rings):
     for text in ("topk:3,unit=4", "topk:1,unit=4", "topk:4,causal=0,unit=7", "topk:40,unit=4"):
         case = make_case("contiguous", 1, text=text)
         _, used = run_content(case, [None])
@@ -351,13 +343,13 @@ def test_its_density_is_known_before_a_call_and_with_another_rule_beside_it_is_a
     assert parse_pattern("topk:4,unit=16").density(256, 2, 4, 4) == pytest.approx(family.density(256, 2, 4))
 
 
-def test_more_than_one_sequence_is_refused_before_anything_is_sent() -> None:
+def test_more_than_one_sequence_is_refused_before_anything_is_sent():
     x = torch.zeros(2, 8, 2, 4)
     with pytest.raises(ValueError, match="B=2: content chooses for one sequence at a time"):
         PatternedAttention(parse_pattern("topk:2,unit=2"), contiguous(8, 1), 0, None)(x, x, x)
 
 
-def test_what_was_chosen_is_a_rule_of_its_document_and_prints_small() -> None:
+def test_what_was_chosen_is_a_rule_of_its_document_and_prints_small():
     one, other = Chosen(2, b"\xff\xff\xff\xff\0\0\0\0", 4), Chosen(1, b"\xff" * 4, 4)
     assert one.past.tolist() == [[-1], [0]]
     assert one.kinds(2, 4).tolist() == [[FULL, NONE], [FULL, FULL]]
@@ -366,7 +358,7 @@ def test_what_was_chosen_is_a_rule_of_its_document_and_prints_small() -> None:
     assert (both.of_document(1), both.unit, both.for_one_call) == (other, 4, True)
 
 
-def test_the_choice_in_one_process_is_the_rings() -> None:
+def test_the_choice_in_one_process_is_the_rings():
     """`choose_blocks`, by which models are compared, against the definition; also where there are few blocks."""
     case = make_case("contiguous", 1, 64)
     q, k, *_ = (tensor[0] for tensor in case.tensors())
@@ -385,9 +377,7 @@ def test_the_choice_in_one_process_is_the_rings() -> None:
 @pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("text", ["topk:3,fetch_all=1", "topk:3,0,fetch_all=1+bigbird:2,0,0", FETCHING_HEADS])
 @pytest.mark.parametrize(("name", "cp"), [("contiguous", 1), ("zigzag", 2), ("contiguous", 3)])
-def test_with_all_keys_fetched_the_host_plans_once_and_the_choice_is_the_same(
-    rings: ThreadRings, name: str, cp: int, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_all_keys_fetched_the_host_plans_once_and_the_choice_is_the_same(rings, name, cp, text, monkeypatch):
     case = make_case(name, cp, 128 * 12, text=text, block=128, document_starts=(0, 128 * 5))
     groups = rings.groups(cp) if cp > 1 else [None]
     planned: list[Any] = []

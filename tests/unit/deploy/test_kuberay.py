@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +47,7 @@ def misspelled(document: Object, path: tuple[Any, ...], key: str) -> Object:
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_every_object_is_what_its_kind_allows(name: str) -> None:
+def test_every_object_is_what_its_kind_allows(name):
     documents = built(name)
     assert {f"{d['kind']} {d['metadata']['name']}": errors for d in documents if (errors := errors_of(d))} == {}
     assert {d["metadata"].get("namespace") for d in documents if d["kind"] != "Namespace"} == {"elastic-ring"}
@@ -56,7 +55,7 @@ def test_every_object_is_what_its_kind_allows(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [BUILT[0], *(pytest.param(name, marks=pytest.mark.slow) for name in BUILT[1:])])
-def test_a_misspelled_field_is_refused_wherever_it_is(name: str) -> None:
+def test_a_misspelled_field_is_refused_wherever_it_is(name):
     """Each field of each object once: where it comes more than once, at its first place in that object."""
     missed = []
     for document in built(name):
@@ -69,7 +68,7 @@ def test_a_misspelled_field_is_refused_wherever_it_is(name: str) -> None:
     assert missed == []
 
 
-def test_the_components_fit_together_and_into_the_schemas(tmp_path: Path) -> None:
+def test_the_components_fit_together_and_into_the_schemas(tmp_path):
     documents = with_components(tmp_path, COMPONENTS)
     assert {f"{d['kind']} {d['metadata']['name']}": errors for d in documents if (errors := errors_of(d))} == {}
     (spec,) = clusters(documents)
@@ -80,7 +79,7 @@ def test_the_components_fit_together_and_into_the_schemas(tmp_path: Path) -> Non
     assert weakened(documents) == []
 
 
-def test_redis_reads_its_password_where_no_other_process_does(tmp_path: Path) -> None:
+def test_redis_reads_its_password_where_no_other_process_does(tmp_path):
     program = tmp_path / "redis-server"
     program.write_text('#!/bin/sh\necho "$@"\ncat\n')
     program.chmod(0o755)
@@ -101,7 +100,7 @@ def test_redis_reads_its_password_where_no_other_process_does(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_each_component_fits_alone(component: str, tmp_path: Path) -> None:
+def test_each_component_fits_alone(component, tmp_path):
     documents = with_components(tmp_path, (component,))
     assert [errors for document in documents if (errors := errors_of(document))] == []
     assert weakened(documents) == []
@@ -164,7 +163,7 @@ def broken_rules(spec: Object) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in BUILT if "kuberay" in name])
-def test_the_operators_own_rules_are_kept(name: str) -> None:
+def test_the_operators_own_rules_are_kept(name):
     (spec,) = clusters(built(name))
     assert broken_rules(spec) == []
     wrong = copy.deepcopy(spec)

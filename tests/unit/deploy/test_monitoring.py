@@ -8,7 +8,6 @@ import re
 import runpy
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,18 +65,18 @@ def expressions(node: Any) -> Iterator[str]:
             yield from expressions(part)
 
 
-def test_the_rules_are_what_prometheus_accepts() -> None:
+def test_the_rules_are_what_prometheus_accepts():
     checked = promtool("check", "rules", MONITORING / "rules.yml")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert f"{len(alerts())} rules found" in checked.stdout
 
 
-def test_each_alert_fires_when_it_should_and_a_healthy_run_is_silent() -> None:
+def test_each_alert_fires_when_it_should_and_a_healthy_run_is_silent():
     tested = promtool("test", "rules", MONITORING / "rules_test.yml")
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
-def test_a_rule_whose_limit_is_wrong_is_caught_by_the_rules_tests(tmp_path: Path) -> None:
+def test_a_rule_whose_limit_is_wrong_is_caught_by_the_rules_tests(tmp_path):
     assert RULES.count("> 0.91") == 1
     (tmp_path / "rules.yml").write_text(RULES.replace("> 0.91", "> 0.98"))
     tests = yaml.safe_load(RULES_TEST)
@@ -88,7 +87,7 @@ def test_a_rule_whose_limit_is_wrong_is_caught_by_the_rules_tests(tmp_path: Path
     assert "ElasticRingMemoryPressure" in tested.stderr
 
 
-def test_every_alert_has_a_test_in_which_it_fires_a_section_in_the_runbook_and_a_severity() -> None:
+def test_every_alert_has_a_test_in_which_it_fires_a_section_in_the_runbook_and_a_severity():
     cases = [case for test in yaml.safe_load(RULES_TEST)["tests"] for case in test.get("alert_rule_test", ())]
     fired = {case["alertname"] for case in cases if case.get("exp_alerts")}
     names = [alert["alert"] for alert in alerts()]
@@ -103,13 +102,13 @@ def test_every_alert_has_a_test_in_which_it_fires_a_section_in_the_runbook_and_a
         assert alert["labels"]["severity"] in ("page", "ticket")
 
 
-def test_the_runbook_names_the_alerts_that_have_no_drill() -> None:
+def test_the_runbook_names_the_alerts_that_have_no_drill():
     runbook = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
     named = re.findall(r"`(ElasticRing\w+)`", runbook[: runbook.index("\n## ")])
     assert named == [alert["alert"] for alert in alerts() if alert["alert"] not in DRILLS] != []
 
 
-def test_the_rules_of_the_drills_are_accepted_by_prometheus_and_have_shorter_times(tmp_path: Path) -> None:
+def test_the_rules_of_the_drills_are_accepted_by_prometheus_and_have_shorter_times(tmp_path):
     for name, drill in DRILLS.items():
         measured = drill.measured() if drill.measured is not None and not drill.gpus else ()
         rule = faster(rule_of(RULES, name), drill.speed, (*drill.constants, *measured))
@@ -120,7 +119,7 @@ def test_the_rules_of_the_drills_are_accepted_by_prometheus_and_have_shorter_tim
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_a_drill_without_its_gpus_is_refused_and_its_fault_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drill_without_its_gpus_is_refused_and_its_fault_too(monkeypatch):
     monkeypatch.setattr(drill_of, "num_gpus", lambda: 1)
     monkeypatch.setattr(drill_of.shutil, "which", lambda program: program)
     options = argparse.Namespace(rules=str(ROOT / "deploy" / "monitoring" / "rules.yml"))
@@ -130,7 +129,7 @@ def test_a_drill_without_its_gpus_is_refused_and_its_fault_too(monkeypatch: pyte
         check_together(ScalingConfig(), StepConfig(), parse_faults("poison@step=1"))
 
 
-def test_a_drills_rule_is_refused_where_the_rule_has_changed() -> None:
+def test_a_drills_rule_is_refused_where_the_rule_has_changed():
     rule = rule_of(RULES, "ElasticRingNoProgress")
     assert "20 * max" in faster(rule, 60.0, [("600", "10")])
     with pytest.raises(ValueError, match="'601' 0 times"):
@@ -140,7 +139,7 @@ def test_a_drills_rule_is_refused_where_the_rule_has_changed() -> None:
 
 
 @pytest.mark.parametrize("text", [RULES, RULES_TEST, DASHBOARD], ids=["rules", "rules_test", "dashboard"])
-def test_every_metric_and_label_that_is_asked_for_is_exported(text: str) -> None:
+def test_every_metric_and_label_that_is_asked_for_is_exported(text):
     assert METRIC.search(text)
     assert list(unknown(text)) == []
 
@@ -155,20 +154,20 @@ def test_every_metric_and_label_that_is_asked_for_is_exported(text: str) -> None
         ('ray_elastic_ring_phase{part=~"ended|forming"} and ray_node_mem_used', []),
     ],
 )
-def test_the_search_for_unknown_metrics_finds_a_planted_one(text: str, found: list[str]) -> None:
+def test_the_search_for_unknown_metrics_finds_a_planted_one(text, found):
     assert list(unknown(text)) == found
 
 
-def test_rays_own_metrics_are_those_of_the_installed_ray() -> None:
+def test_rays_own_metrics_are_those_of_the_installed_ray():
     assert [name for name in OF_RAY if name.removeprefix("ray_") not in METRICS_GAUGES] == []
 
 
-def test_the_dashboard_is_what_the_script_makes_of_the_table() -> None:
+def test_the_dashboard_is_what_the_script_makes_of_the_table():
     made = runpy.run_path(str(MONITORING / "make_dashboard.py"))["build"]()
     assert made == DASHBOARD, "run deploy/monitoring/make_dashboard.py"
 
 
-def test_every_metric_is_on_the_dashboard_and_every_expression_is_parsed_by_prometheus(tmp_path: Path) -> None:
+def test_every_metric_is_on_the_dashboard_and_every_expression_is_parsed_by_prometheus(tmp_path):
     asked = list(expressions(json.loads(DASHBOARD)))
     text = "\n".join(asked)
     assert [name for name in [*(m.exported_name for m in TABLE), *OF_RAY] if not re.search(rf"\b{name}", text)] == []
@@ -183,7 +182,7 @@ def test_every_metric_is_on_the_dashboard_and_every_expression_is_parsed_by_prom
 
 
 @pytest.mark.parametrize("name", ["prometheus.yml", "prometheus-hosts.yml"])
-def test_prometheus_accepts_its_configuration_and_refuses_a_misspelled_one(name: str, tmp_path: Path) -> None:
+def test_prometheus_accepts_its_configuration_and_refuses_a_misspelled_one(name, tmp_path):
     checked = promtool("check", "config", MONITORING / name)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     typo = (MONITORING / name).read_text(encoding="utf-8").replace("scrape_interval", "scrape_intervall")
@@ -191,7 +190,7 @@ def test_prometheus_accepts_its_configuration_and_refuses_a_misspelled_one(name:
     assert promtool("check", "config", "--syntax-only", tmp_path / name).returncode == 1
 
 
-def test_alertmanager_accepts_its_configuration_and_every_alert_that_it_names_is_there() -> None:
+def test_alertmanager_accepts_its_configuration_and_every_alert_that_it_names_is_there():
     file = MONITORING / "alertmanager.yml"
     amtool = program("amtool", "prometheus-alertmanager")
     checked = subprocess.run([amtool, "check-config", str(file)], capture_output=True, text=True, timeout=60)

@@ -68,13 +68,13 @@ def fields(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_ray_accepts_the_file(name: str) -> None:
+def test_ray_accepts_the_file(name):
     assert list(problems(name, read(name))) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
-def test_a_misspelled_field_is_refused(name: str) -> None:
+def test_a_misspelled_field_is_refused(name):
     """All but names of one's own, and Google's machine settings, whose schema is not at hand offline."""
     config, missed = read(name), []
     for path, key in fields(config):
@@ -92,7 +92,7 @@ def test_a_misspelled_field_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_ray_start_knows_every_option_and_every_node_asks_for_the_token(name: str) -> None:
+def test_ray_start_knows_every_option_and_every_node_asks_for_the_token(name):
     known = {option for parameter in start.params for option in parameter.opts}
     config = read(name)
     commands = [c for kind in ("head", "worker") for c in config[f"{kind}_start_ray_commands"] if "ray start" in c]
@@ -110,7 +110,7 @@ def test_ray_start_knows_every_option_and_every_node_asks_for_the_token(name: st
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])
-def test_a_machine_takes_a_worker_for_each_gpu_and_a_spare(name: str) -> None:
+def test_a_machine_takes_a_worker_for_each_gpu_and_a_spare(name):
     config = read(name)
     for kind, node in config["available_node_types"].items():
         if kind == config["head_node_type"]:

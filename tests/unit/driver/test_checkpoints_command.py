@@ -23,7 +23,6 @@ from elastic_ring.cli.checkpoints import age, main, size
 from elastic_ring.state.checkpoints import checkpoint
 from elastic_ring.state.checkpoints.manifest import attempt_folder
 from elastic_ring.state.storage.folder import Storage
-from tests.object_store.store import ObjectStore
 from tests.unit.state.test_checkpoint import SHAPES, STEP, damage, save, shard_of, whole_values
 
 Capture = pytest.CaptureFixture[str]
@@ -34,7 +33,7 @@ def storage(tmp_path: Path) -> Storage:
     return Storage(str(tmp_path / "run")).open()
 
 
-def test_list_shows_each_checkpoint_newest_first_and_what_does_not_count(storage: Storage, capsys: Capture) -> None:
+def test_list_shows_each_checkpoint_newest_first_and_what_does_not_count(storage, capsys):
     for step in (3, 5, 9):
         save(storage, 2, 2, step=step)
     storage.replace(f"{checkpoint.step_folder(5, 1)}/{checkpoint.COMMIT}", b"{")
@@ -50,7 +49,7 @@ def test_list_shows_each_checkpoint_newest_first_and_what_does_not_count(storage
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
-def test_verify_exits_with_1_and_names_the_file(storage: Storage, capsys: Capture, how: str) -> None:
+def test_verify_exits_with_1_and_names_the_file(storage, capsys, how):
     save(storage, 2, 2, step=3)
     newest = save(storage, 2, 2, step=5)
     assert main(["verify", storage.uri]) == 0
@@ -62,7 +61,7 @@ def test_verify_exits_with_1_and_names_the_file(storage: Storage, capsys: Captur
     assert "1 of 2 checkpoint(s) must not be used" in shown.err
 
 
-def test_each_file_of_a_checkpoint_is_verified(storage: Storage, capsys: Capture) -> None:
+def test_each_file_of_a_checkpoint_is_verified(storage, capsys):
     for file in save(storage, 2, 2).files:
         damage(storage, "flipped", file.name)
         assert main(["verify", storage.uri]) == 1
@@ -71,7 +70,7 @@ def test_each_file_of_a_checkpoint_is_verified(storage: Storage, capsys: Capture
     assert main(["verify", storage.uri]) == 0
 
 
-def test_prune_keeps_the_newest_and_those_asked_for(storage: Storage, capsys: Capture) -> None:
+def test_prune_keeps_the_newest_and_those_asked_for(storage, capsys):
     for step in (10, 20, 25, 30, 35):
         save(storage, 1, 1, step=step)
     assert main(["prune", storage.uri, "--keep-last", "2", "--keep-every", "20"]) == 0
@@ -79,7 +78,7 @@ def test_prune_keeps_the_newest_and_those_asked_for(storage: Storage, capsys: Ca
     assert "removed 2 checkpoint(s) (steps 10, 25)" in capsys.readouterr().out
 
 
-def test_prune_keeps_the_newest_that_verifies(storage: Storage) -> None:
+def test_prune_keeps_the_newest_that_verifies(storage):
     for step in (3, 5, 9):
         newest = save(storage, 1, 1, step=step)
     damage(storage, "flipped", newest.files[0].name)
@@ -97,15 +96,13 @@ def test_prune_keeps_the_newest_that_verifies(storage: Storage) -> None:
         (["export", "{run}", "--to", "{out}", "--step", "7"], "--step 7: no such checkpoint"),
     ],
 )
-def test_mistakes_are_named_with_the_way_out(tmp_path: Path, capsys: Capture, arguments: list[str], told: str) -> None:
+def test_mistakes_are_named_with_the_way_out(tmp_path, capsys, arguments, told):
     given = [word.format(run=tmp_path / "run", out=tmp_path / "out") for word in arguments]
     assert main(given) == 2
     assert re.search(told, capsys.readouterr().err)
 
 
-def test_an_export_is_not_mixed_with_other_files_and_not_made_of_a_damaged_checkpoint(
-    storage: Storage, tmp_path: Path, capsys: Capture
-) -> None:
+def test_an_export_is_not_mixed_with_other_files_and_not_made_of_a_damaged_checkpoint(storage, tmp_path, capsys):
     manifest = save(storage, 2, 1)
     target = tmp_path / "out"
     target.mkdir()
@@ -120,9 +117,7 @@ def test_an_export_is_not_mixed_with_other_files_and_not_made_of_a_damaged_check
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_safetensors_hold_the_whole_parameters_in_files_of_the_size_asked_for(
-    storage: Storage, tmp_path: Path, optimizer: str
-) -> None:
+def test_safetensors_hold_the_whole_parameters_in_files_of_the_size_asked_for(storage, tmp_path, optimizer):
     save(storage, 3, 2, optimizer=optimizer)
     assert main(["export", storage.uri, "--to", str(tmp_path / "out"), "--shard-mib", "1"]) == 0
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -140,9 +135,7 @@ class Model(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
 
-def test_torch_distributed_checkpoint_loads_an_export_into_a_model_and_its_optimizer(
-    storage: Storage, tmp_path: Path
-) -> None:
+def test_torch_distributed_checkpoint_loads_an_export_into_a_model_and_its_optimizer(storage, tmp_path):
     save(storage, 2, 2)
     assert main(["export", storage.uri, "--to", str(tmp_path / "out"), "--format", "dcp"]) == 0
     model = Model()
@@ -167,9 +160,7 @@ def test_torch_distributed_checkpoint_loads_an_export_into_a_model_and_its_optim
 
 
 @pytest.mark.slow
-def test_all_verbs_work_on_an_object_store(
-    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
-) -> None:
+def test_all_verbs_work_on_an_object_store(object_store, monkeypatch, capsys, tmp_path):
     object_store.enter(monkeypatch)
     uri = f"s3://{object_store.new_bucket()}/runs/one"
     storage = Storage(uri).open()
@@ -189,7 +180,7 @@ def test_all_verbs_work_on_an_object_store(
     assert "there is no bucket no-such-bucket" in capsys.readouterr().err
 
 
-def test_help_needs_no_torch_and_amounts_are_told_in_readable_units() -> None:
+def test_help_needs_no_torch_and_amounts_are_told_in_readable_units():
     program = (
         "import sys\nfrom elastic_ring.cli import main\n"
         "for words in (['--help'], ['export', '--help']):\n"

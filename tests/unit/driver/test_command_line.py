@@ -41,7 +41,7 @@ SHORT = """--preset --dp --cp --spares --max-dp --min-dp --steps --seed --global
 --from --search"""
 
 
-def test_help_imports_neither_torch_nor_ray_and_an_unknown_command_is_answered_with_those_that_exist() -> None:
+def test_help_imports_neither_torch_nor_ray_and_an_unknown_command_is_answered_with_those_that_exist():
     program = (
         "import sys\nfrom elastic_ring.cli import COMMANDS, main\n"
         "for arguments in (['--help'], ['trian'], *([command, '--help'] for command in COMMANDS)):\n"
@@ -54,12 +54,12 @@ def test_help_imports_neither_torch_nor_ray_and_an_unknown_command_is_answered_w
     assert all(name in done.stderr for name in cli.COMMANDS)
 
 
-def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_its_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"elastic-ring {version('elastic-ring')}\n"
 
 
-def test_every_setting_is_a_flag_and_the_short_flags_keep_their_spelling(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_setting_is_a_flag_and_the_short_flags_keep_their_spelling(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
     told = capsys.readouterr().out
@@ -76,7 +76,7 @@ def test_every_setting_is_a_flag_and_the_short_flags_keep_their_spelling(capsys:
     assert blank == [], "short flags of which the help says nothing"
 
 
-def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) -> None:
+def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
         'preset = "100m"\n[scaling]\ndp = 4\nmax_dp = 8\n[step]\nglobal_batch = 8\n[run.timeouts]\nstart_s = 7\n'
@@ -88,7 +88,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) ->
     assert parse(["--preset", "laptop", "--config", str(file)]).model.width == 128
 
 
-def test_a_model_folder_decides_the_sizes_and_stays_in_the_file(tmp_path: Path) -> None:
+def test_a_model_folder_decides_the_sizes_and_stays_in_the_file(tmp_path):
     flags = ["--model-folder", "llama", "--windows", "blocks", "--model.loss-chunk-tokens", "7"]
     asked = parse(flags)
     assert (asked.model_folder, asked.windows, asked.model.loss_chunk_tokens) == ("llama", "blocks", 7)
@@ -109,7 +109,7 @@ def test_a_model_folder_decides_the_sizes_and_stays_in_the_file(tmp_path: Path) 
         parse(["--windows", "dense"])
 
 
-def test_the_schedule_is_as_long_as_the_run_unless_its_length_is_given(tmp_path: Path) -> None:
+def test_the_schedule_is_as_long_as_the_run_unless_its_length_is_given(tmp_path):
     assert (parse(["--steps", "5"]).optim.total_steps, parse(["--steps", "5"]).optim.warmup_steps) == (5, 5)
     assert parse(["--step.steps", "90"]).optim.total_steps == 90
     assert parse(["--steps", "90", "--optim.total-steps", "100"]).optim.total_steps == 100
@@ -133,7 +133,7 @@ def test_the_schedule_is_as_long_as_the_run_unless_its_length_is_given(tmp_path:
 LATER = {"total_steps": 90, "replanned": [60, 60]}
 
 
-def test_a_longer_run_keeps_the_schedule_with_which_it_began_or_plans_the_further_steps_anew(tmp_path: Path) -> None:
+def test_a_longer_run_keeps_the_schedule_with_which_it_began_or_plans_the_further_steps_anew(tmp_path):
     folder = ["--run-dir", str(tmp_path), "--extend"]
     with pytest.raises(ValueError, match=r"extend=True: .* has no run 'train-1t-laptop'"):
         parse([*folder, "--steps", "90"])
@@ -166,7 +166,7 @@ def rates(optim: OptimConfig) -> tuple[float, float, int]:
     return optim.peak_lr, optim.min_lr, optim.warmup_steps
 
 
-def test_a_model_folder_takes_a_small_rate_and_a_run_on_record_keeps_the_one_that_it_began_with(tmp_path: Path) -> None:
+def test_a_model_folder_takes_a_small_rate_and_a_run_on_record_keeps_the_one_that_it_began_with(tmp_path):
     folder = [*SMALL, "--model-folder", "llama", "--run-dir", str(tmp_path / "run"), "--steps"]
     asked = parse([*folder, "90"])
     assert rates(asked.optim) == (2e-5, 2e-6, 3)
@@ -208,9 +208,7 @@ def usual_rate(step: int) -> float:
     return 0.5
 
 
-def test_weights_of_another_run_go_on_at_its_rate_unless_that_is_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_of_another_run_go_on_at_its_rate_unless_that_is_none(tmp_path, caplog):
     caplog.set_level("INFO")
     optim = ended(tmp_path / "a")
     second = [*SMALL, "--steps", "100", "--run-dir", str(tmp_path / "second"), "--from"]
@@ -240,15 +238,13 @@ def test_weights_of_another_run_go_on_at_its_rate_unless_that_is_none(
         assert train.build(parse([*third, "--optim.peak-lr", "5e-5"])).task.optim.peak_lr == 5e-5
 
 
-def test_data_that_are_not_there_are_refused_before_ray_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_are_not_there_are_refused_before_ray_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # which would be told first
     assert train.main(["--run-dir", str(tmp_path / "run"), "--data", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl: there is no such file" in capsys.readouterr().err
 
 
-def test_other_steps_over_the_file_of_an_earlier_run_change_the_schedule(tmp_path: Path) -> None:
+def test_other_steps_over_the_file_of_an_earlier_run_change_the_schedule(tmp_path):
     file = tmp_path / "config.toml"
     for flags, schedule in (([], (9, 9)), (["--optim.total-steps", "70", "--optim.warmup-steps", "3"], (70, 3))):
         asked = parse(flags)
@@ -258,7 +254,7 @@ def test_other_steps_over_the_file_of_an_earlier_run_change_the_schedule(tmp_pat
         assert (optim.total_steps, optim.warmup_steps) == schedule
 
 
-def test_the_resolved_settings_are_written_as_a_file_that_gives_them_again(tmp_path: Path) -> None:
+def test_the_resolved_settings_are_written_as_a_file_that_gives_them_again(tmp_path):
     asked = parse(
         [
             "--run-dir",
@@ -313,9 +309,7 @@ NO_PATH = ["--data.end-of-document=256", "--data.vocab-size=257"]  # an empty on
         (["--run.checkpoint-config.keep-last=1", "--run.notices=\udce9"], r"run.notices='\xe9': is not UTF-8"),
     ],
 )
-def test_a_wrong_setting_is_refused_alone_in_a_line(
-    flags: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_setting_is_refused_alone_in_a_line(flags, named, tmp_path, capsys):
     assert train.main(["--val-every=1", "--run-dir", str(tmp_path), *flags]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert named in error
@@ -333,9 +327,7 @@ def test_a_wrong_setting_is_refused_alone_in_a_line(
         ("scaling = 3\n", "must be a table"),
     ],
 )
-def test_a_wrong_file_is_refused_in_one_line(
-    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_file_is_refused_in_one_line(text, named, tmp_path, capsys):
     (tmp_path / "run.toml").write_text(text)
     assert train.main(["--config", str(tmp_path / "run.toml")]) == 2
     assert named in capsys.readouterr().err
@@ -347,7 +339,7 @@ def chosen(argv: list[str], gpu: str | None = "A100-40") -> PassChoice:
     return choose_pass(sizes, asked.scaling, asked.step, asked.run, gpu)
 
 
-def test_activations_are_kept_where_the_plan_fits_the_runs_gpu_and_nothing_else_was_asked_for(tmp_path: Path) -> None:
+def test_activations_are_kept_where_the_plan_fits_the_runs_gpu_and_nothing_else_was_asked_for(tmp_path):
     small, file = ["--preset", "1b", "--cp", "1", "--context", "8192"], tmp_path / "no.toml"
     file.write_text("[model]\ncheckpoint_activations = true\n")
     rings = ["--cp", "1", "--context", "4096", "--dp", "4", "--global-batch", "4", "--step.sequences-per-pass", "4"]
@@ -375,7 +367,7 @@ def test_activations_are_kept_where_the_plan_fits_the_runs_gpu_and_nothing_else_
     assert parse([*again, "--context", "131072"]).scaling.keep_activations is True, "what was asked for is one"
 
 
-def test_a_pass_takes_as_many_sequences_as_the_forecast_finds_fast_and_the_gpu_holds() -> None:
+def test_a_pass_takes_as_many_sequences_as_the_forecast_finds_fast_and_the_gpu_holds():
     short = ["--preset", "1b", "--dp", "1", "--cp", "1", "--context", "2048", "--global-batch", "16"]
     on_h200, on_a100 = chosen(short, "H200"), chosen(short, "A100-40")
     assert (on_h200.num_sequences, on_h200.keeps_activations) == (8, True)
@@ -395,7 +387,7 @@ def test_a_pass_takes_as_many_sequences_as_the_forecast_finds_fast_and_the_gpu_h
     assert [chosen([*laptop, "--context", context], None).num_sequences for context in ("512", "2048")] == [4, 1]
 
 
-def test_a_run_on_record_keeps_the_sequences_of_its_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_on_record_keeps_the_sequences_of_its_pass(tmp_path, caplog):
     caplog.set_level("INFO")
     words = ["--run-dir", str(tmp_path / "run"), "--global-batch", "16", "--context", "256"]
 
@@ -416,11 +408,11 @@ def test_a_run_on_record_keeps_the_sequences_of_its_pass(tmp_path: Path, caplog:
     assert number("--step.sequences-per-pass", "2") == 2
 
 
-def test_no_preset_kills_its_own_worker() -> None:
+def test_no_preset_kills_its_own_worker():
     assert all(parse(["--preset", name]).run.faults == () for name in settings.PRESETS)
 
 
-def test_shards_take_vocabulary_column_and_end_of_document_from_the_flags() -> None:
+def test_shards_take_vocabulary_column_and_end_of_document_from_the_flags():
     def source(*flags: str) -> Any:
         asked = parse(["--preset", "1b", "--data", "shards:/tokens", *flags])
         return train.data_source(asked.data, asked.model, StepConfig(context_tokens=8))
@@ -434,7 +426,7 @@ def test_shards_take_vocabulary_column_and_end_of_document_from_the_flags() -> N
         source("--data.vocab-size", "128257")
 
 
-def test_output_into_a_closed_pipe_ends_without_a_traceback() -> None:
+def test_output_into_a_closed_pipe_ends_without_a_traceback():
     program = "import sys\nfrom elastic_ring.cli import main\nsys.stdin.read()\nsys.exit(main(['train', '--help']))\n"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -448,11 +440,8 @@ def test_output_into_a_closed_pipe_ends_without_a_traceback() -> None:
 
 
 def test_optional_packages_that_are_missing_are_named_with_the_extra_that_has_them(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    tmp_path, monkeypatch, capsys, caplog
+):
     for name in [name for name in sys.modules if name.startswith("elastic_ring.tuning")]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.partition(".")[0] == "optuna"]:
@@ -466,9 +455,7 @@ def test_optional_packages_that_are_missing_are_named_with_the_extra_that_has_th
     assert "pip install 'elastic-ring[plot]'" in caplog.text
 
 
-def test_a_model_folder_is_planned_and_built_with_its_own_sizes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_folder_is_planned_and_built_with_its_own_sizes(tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     transformers.LlamaConfig(
         vocab_size=300,
@@ -494,7 +481,7 @@ def test_a_model_folder_is_planned_and_built_with_its_own_sizes(
     assert not ray.is_initialized()  # which started beside
 
 
-def test_places_are_those_of_the_command_for_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_are_those_of_the_command_for_every_source(tmp_path, monkeypatch):
     """Workers, and later submissions from `config.toml`, have other working directories."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -510,12 +497,12 @@ def test_places_are_those_of_the_command_for_every_source(tmp_path: Path, monkey
         assert (config.sources, config.out, config.tokenizer) == ((str(place),), str(place), str(place))
 
 
-def test_a_file_of_settings_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_a_file_of_settings_may_begin_with_a_byte_order_mark(tmp_path):
     (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[step]\nsteps = 7\n")
     assert parse(["--config", str(tmp_path / "a.toml")]).step.steps == 7
 
 
-def test_a_host_on_which_ray_cannot_start_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_host_on_which_ray_cannot_start_is_told_in_one_line(tmp_path):
     from elastic_ring.runtime.driver.ray_session import check_host
 
     with pytest.raises(ValueError, match=r"^TMPDIR='/x+': is longer than .* set RAY_TMPDIR=/tmp, or another short"):
@@ -525,7 +512,7 @@ def test_a_host_on_which_ray_cannot_start_is_told_in_one_line(tmp_path: Path) ->
     check_host({"TMPDIR": "/" + "x" * 60, "RAY_TMPDIR": "/tmp"}, str(tmp_path))
 
 
-def test_help_on_a_terminal_has_colours_and_no_escape_in_letters() -> None:
+def test_help_on_a_terminal_has_colours_and_no_escape_in_letters():
     ours, theirs = pty.openpty()
     try:
         with subprocess.Popen(
@@ -546,9 +533,7 @@ def test_help_on_a_terminal_has_colours_and_no_escape_in_letters() -> None:
     assert b"\\x1b" not in told
 
 
-def test_control_characters_of_a_file_are_shown_and_not_obeyed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_characters_of_a_file_are_shown_and_not_obeyed(tmp_path, capsys):
     """A run's record may be a stranger's, and a terminal obeys more than colours: titles, clipboards, answers."""
     (tmp_path / "status.json").write_bytes(json_bytes({"run": "a\x1b]0;owned\x07\x1b[2J", "phase": "x\ry\u202e"}))
     assert cli.main(["status", str(tmp_path)]) == 0

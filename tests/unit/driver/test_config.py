@@ -81,7 +81,7 @@ UNKNOWN = [
 @pytest.mark.parametrize(
     ("config", "setting", "value", "way_out"), REFUSED, ids=lambda x: getattr(x, "__name__", str(x))[:20]
 )
-def test_a_wrong_setting_is_refused_by_name_and_value(config: type, setting: str, value: Any, way_out: str) -> None:
+def test_a_wrong_setting_is_refused_by_name_and_value(config, setting, value, way_out):
     with pytest.raises(ValueError, match=way_out) as caught:
         config(**{setting: value})
     assert f"{setting}={value!r}" in str(caught.value)
@@ -92,7 +92,7 @@ def is_whole_number(spec: Any) -> bool:
 
 
 @pytest.mark.parametrize("value", [-1, 2.5, True, "2"])
-def test_every_whole_number_is_checked_by_name(value: Any) -> None:
+def test_every_whole_number_is_checked_by_name(value):
     for config in (ScalingConfig, StepConfig, RunConfig, OptimConfig, DataConfig):
         names = [spec.name for spec in dataclasses.fields(config) if is_whole_number(spec)]
         assert names
@@ -102,7 +102,7 @@ def test_every_whole_number_is_checked_by_name(value: Any) -> None:
 
 
 @pytest.mark.parametrize(("config", "setting", "instead"), UNKNOWN)
-def test_a_setting_that_does_not_exist_is_refused_with_what_to_use(config: type, setting: str, instead: str) -> None:
+def test_a_setting_that_does_not_exist_is_refused_with_what_to_use(config, setting, instead):
     with pytest.raises(ValueError, match=instead) as caught:
         config(**{setting: 1})
     assert setting in str(caught.value)
@@ -117,7 +117,7 @@ def test_a_setting_that_does_not_exist_is_refused_with_what_to_use(config: type,
         (1, 4, "parity:4", "a group of 4 ranks and the rank outside of it that holds their parity make 5"),
     ],
 )
-def test_copies_for_which_the_mesh_has_too_few_ranks_are_refused(dp: int, cp: int, copies: str, told: str) -> None:
+def test_copies_for_which_the_mesh_has_too_few_ranks_are_refused(dp, cp, copies, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         check_copies(Mesh(dp, cp), copies)
 
@@ -125,13 +125,13 @@ def test_copies_for_which_the_mesh_has_too_few_ranks_are_refused(dp: int, cp: in
 @pytest.mark.parametrize(
     ("dp", "cp", "copies"), [(1, 2, 1), (1, 3, "2"), (1, 4, "parity:3"), (1, 1, "0"), (1, 1, "auto")]
 )
-def test_copies_that_fit_are_taken_as_numbers_too(dp: int, cp: int, copies: Any) -> None:
+def test_copies_that_fit_are_taken_as_numbers_too(dp, cp, copies):
     run = RunConfig(copies=copies)
     check_copies(Mesh(dp, cp), run.copies)
     assert run.copies == str(copies)
 
 
-def test_an_action_on_loss_spikes_that_has_nothing_to_do_is_refused() -> None:
+def test_an_action_on_loss_spikes_that_has_nothing_to_do_is_refused():
     off = CheckpointConfig(every_steps=0)
     acts = RunConfig(loss_spike="act", loss_spike_actions=("back",), checkpoint_config=off)
     with pytest.raises(ValueError, match=r"there is nothing to go back to: set copies, or checkpoint_config"):
@@ -144,7 +144,7 @@ def test_an_action_on_loss_spikes_that_has_nothing_to_do_is_refused() -> None:
         RunConfig(skip_batches=("60",))
 
 
-def test_settings_read_from_a_file_are_checked_as_those_of_the_constructor() -> None:
+def test_settings_read_from_a_file_are_checked_as_those_of_the_constructor():
     plain = {"peak_lr": 1e-3, "betas": [0.9, 0.99], "clip_norm": None}
     assert from_plain(OptimConfig, plain) == OptimConfig(peak_lr=1e-3, betas=(0.9, 0.99), clip_norm=None)
     assert from_plain(RunConfig, {"timeouts": {"start_s": 9.0}}).timeouts.start_s == 9.0
@@ -154,7 +154,7 @@ def test_settings_read_from_a_file_are_checked_as_those_of_the_constructor() -> 
         from_plain(RunConfig, {"timeouts": {"start": 9.0}})
 
 
-def test_every_setting_says_what_it_is() -> None:
+def test_every_setting_says_what_it_is():
     for config in (Timeouts, ScalingConfig, StepConfig, OptimConfig, RunConfig, ModelConfig):
         names = config.__pydantic_fields__.keys()  # type: ignore[attr-defined]
         assert names - docstrings(config).keys() <= {"timeouts"}
@@ -162,7 +162,7 @@ def test_every_setting_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "1", True, None])
 @pytest.mark.parametrize("setting", [spec.name for spec in dataclasses.fields(Timeouts)])
-def test_no_timeout_is_anything_but_a_positive_number(setting: str, value: Any) -> None:
+def test_no_timeout_is_anything_but_a_positive_number(setting, value):
     with pytest.raises(ValueError, match="must be a positive number of seconds") as caught:
         Timeouts(**{setting: value})
     assert f"timeouts.{setting}={value!r}" in str(caught.value)
@@ -171,7 +171,7 @@ def test_no_timeout_is_anything_but_a_positive_number(setting: str, value: Any) 
 @pytest.mark.parametrize(
     ("inner", "outer"), [("stopped_s", "heart_floor_s"), ("park_s", "report_s"), ("beat_s", "node_silent_s")]
 )
-def test_a_timeout_outlasts_those_it_contains(inner: str, outer: str) -> None:
+def test_a_timeout_outlasts_those_it_contains(inner, outer):
     value = getattr(Timeouts(), outer)
     told = (
         rf"timeouts\.{inner}={value} must be less than timeouts\.{outer}={value}: raise the second or lower the first"
@@ -194,41 +194,29 @@ def together(faults: str = "", **settings: Any) -> None:
     [
         ({"global_batch": 2, "dp": 3}, "global_batch=2 is less than dp=3: .* raise global_batch or lower dp"),
         ({"global_batch": 2, "dp": 2, "max_dp": 4}, r"global_batch=2 is less than dp=4: .* \(max_dp\)"),
-        (
-            {"context_tokens": 3, "cp": 4},
-            "context_tokens=3 is less than cp=4: .* raise context_tokens or lower cp",
-        ),
+        ({"context_tokens": 3, "cp": 4}, "context_tokens=3 is less than cp=4: .* raise context_tokens or lower cp"),
         (
             {"steps": 5, "faults": "kill@step=5"},
             r"kill@step=5,.*: step=5 never comes in a run of steps=5; name one of 0 to 4",
         ),
-        (
-            {"faults": "kill@step=1,rank=4"},
-            r"rank=4 is not in the mesh dp=2 x cp=2; name one of 0 to 3",
-        ),
-        (
-            {"max_dp": 3, "faults": "kill@step=1,rank=6"},
-            r"rank=6 is not in the mesh dp=3 x cp=2; name one of 0 to 5",
-        ),
-        (
-            {"faults": "kill@step=1,phase=forward,hop=2"},
-            r"hop=2 never comes on rings of cp=2; name one of 0 to 1",
-        ),
+        ({"faults": "kill@step=1,rank=4"}, r"rank=4 is not in the mesh dp=2 x cp=2; name one of 0 to 3"),
+        ({"max_dp": 3, "faults": "kill@step=1,rank=6"}, r"rank=6 is not in the mesh dp=3 x cp=2; name one of 0 to 5"),
+        ({"faults": "kill@step=1,phase=forward,hop=2"}, r"hop=2 never comes on rings of cp=2; name one of 0 to 1"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], named: str) -> None:
+def test_settings_that_do_not_go_together_are_refused(settings, named):
     with pytest.raises(ValueError, match=named):
         together(**settings)
 
 
-def test_the_outermost_settings_that_go_together_are_accepted() -> None:
+def test_the_outermost_settings_that_go_together_are_accepted():
     together("kill@step=4,rank=5; kill@step=0,phase=forward,hop=1", steps=5, max_dp=3, global_batch=3)
     together(context_tokens=4, cp=4)
     ScalingConfig(dp=2, min_dp=2, max_dp=2, spares=0)
     Timeouts(lease_s=1)
 
 
-def test_a_run_takes_its_faults_as_text_or_as_a_tuple() -> None:
+def test_a_run_takes_its_faults_as_text_or_as_a_tuple():
     faults = (Fault("kill", 3, "idle", 1),)
     assert RunConfig(faults="kill@step=3,rank=1").faults == faults  # type: ignore[arg-type]
     assert RunConfig(faults=faults).faults == faults
@@ -236,7 +224,7 @@ def test_a_run_takes_its_faults_as_text_or_as_a_tuple() -> None:
         RunConfig(faults="burn@step=3")  # type: ignore[arg-type]
 
 
-def test_a_runs_folder_is_its_name_under_the_storage_path_unless_run_dir_names_another(tmp_path: Path) -> None:
+def test_a_runs_folder_is_its_name_under_the_storage_path_unless_run_dir_names_another(tmp_path):
     run = RunConfig("demo", storage_path=str(tmp_path))
     assert run.folder == tmp_path / "demo"
     assert dataclasses.replace(run, name="other").folder == tmp_path / "other"
@@ -244,7 +232,7 @@ def test_a_runs_folder_is_its_name_under_the_storage_path_unless_run_dir_names_a
     assert RunConfig().folder == Path("runs/elastic-ring").absolute()
 
 
-def test_paths_and_lists_are_taken_for_text_and_tuples(tmp_path: Path) -> None:
+def test_paths_and_lists_are_taken_for_text_and_tuples(tmp_path):
     path: Any = tmp_path
     assert RunConfig("demo", storage_path=path) == RunConfig("demo", storage_path=str(path))
     assert RunConfig(run_dir=path) == RunConfig(run_dir=str(path))
@@ -252,13 +240,13 @@ def test_paths_and_lists_are_taken_for_text_and_tuples(tmp_path: Path) -> None:
     assert OptimConfig(betas=pair).betas == (0.9, 0.99)
 
 
-def test_the_mesh_is_derived_and_spares_are_not_in_it() -> None:
+def test_the_mesh_is_derived_and_spares_are_not_in_it():
     scaling = ScalingConfig(dp=3, cp=2, spares=2, max_dp=5)
     assert (scaling.mesh, scaling.most_rings, scaling.num_workers) == (Mesh(3, 2), 5, 8)
     assert ScalingConfig(dp=3).most_rings == 3
 
 
-def test_equal_settings_give_equal_digests_and_any_other_another() -> None:
+def test_equal_settings_give_equal_digests_and_any_other_another():
     assert digest(StepConfig(), ScalingConfig()) == digest(StepConfig(), ScalingConfig())
     changed = [
         digest(dataclasses.replace(StepConfig(), **{name: value}), ScalingConfig())
@@ -267,14 +255,14 @@ def test_equal_settings_give_equal_digests_and_any_other_another() -> None:
     assert len({digest(StepConfig(), ScalingConfig()), *changed}) == 4
 
 
-def test_settings_survive_the_way_to_another_process_and_cannot_be_changed_there() -> None:
+def test_settings_survive_the_way_to_another_process_and_cannot_be_changed_there():
     for config in (Timeouts(), ScalingConfig(), StepConfig(), RunConfig()):
         assert pickle.loads(pickle.dumps(config)) == config
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(config, dataclasses.fields(config)[0].name, 1)
 
 
-def test_coordinates_and_ranks_of_a_mesh_are_one_to_one() -> None:
+def test_coordinates_and_ranks_of_a_mesh_are_one_to_one():
     mesh = Mesh(3, 4)
     assert [mesh.global_rank(mesh.coordinate(rank)) for rank in range(mesh.size)] == list(range(12))
     assert [mesh.ring(dp_rank) for dp_rank in range(3)] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
@@ -285,8 +273,8 @@ def test_coordinates_and_ranks_of_a_mesh_are_one_to_one() -> None:
 
 @pytest.mark.parametrize("run_dir", ["runs/demo", ".", "COPY/runs/demo"])
 def test_a_run_folder_in_rays_copy_of_a_jobs_working_directory_is_refused_for_a_run_and_not_as_a_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_dir: str
-) -> None:
+    tmp_path, monkeypatch, run_dir
+):
     """As in a job that was submitted with `--working-dir`: that is where its script and its workers run, which import
     a user's module with all settings that it makes."""
     copy = tmp_path / "session_2026" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123456789abcdef"
@@ -321,13 +309,10 @@ def test_a_run_folder_in_rays_copy_of_a_jobs_working_directory_is_refused_for_a_
         ("exit@step=6,phase=forward,hop=0,rank=3", (Fault("exit", 6, "forward", 3, 0),)),
         ("kill@step=5,phase=heal,role=donor", (Fault("kill", 5, "heal", None, None, "donor"),)),
         ("kill@step=5,phase=heal", (Fault("kill", 5, "heal"),)),
-        (
-            " kill@step=1 , rank=1 ;drain@rank=2,step=2; ",
-            (Fault("kill", 1, "idle", 1), Fault("drain", 2, "idle", 2)),
-        ),
+        (" kill@step=1 , rank=1 ;drain@rank=2,step=2; ", (Fault("kill", 1, "idle", 1), Fault("drain", 2, "idle", 2))),
     ],
 )
-def test_a_schedule_reads_as_it_is_meant(text: str, faults: tuple[Fault, ...]) -> None:
+def test_a_schedule_reads_as_it_is_meant(text, faults):
     assert parse_faults(text) == faults
 
 
@@ -340,7 +325,7 @@ def test_a_schedule_reads_as_it_is_meant(text: str, faults: tuple[Fault, ...]) -
         if (k not in FLIP_KINDS or p in FLIPPED) and (p != "commit" or k in COMMIT_KINDS)
     ],
 )
-def test_what_is_printed_reads_back_as_the_same_fault(kind: str, phase: str) -> None:
+def test_what_is_printed_reads_back_as_the_same_fault(kind, phase):
     (fault,) = parse_faults(f"{kind}@step=7,phase={phase}")
     assert parse_faults(str(fault)) == (fault,)
     hops = [Fault(kind, 7, phase, 2, 1)] if phase in ("forward", "backward") else []
@@ -374,12 +359,12 @@ def test_what_is_printed_reads_back_as_the_same_fault(kind: str, phase: str) -> 
         ("kill@step=1; freeze@step=2,rank=a", "rank='a' in 'freeze@step=2,rank=a'"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_part_that_is_wrong(text: str, named: str) -> None:
+def test_what_cannot_be_read_is_refused_with_the_part_that_is_wrong(text, named):
     with pytest.raises(ValueError, match=f"^faults: .*{named}"):
         parse_faults(text)
 
 
-def test_a_fault_matches_its_own_moment_only() -> None:
+def test_a_fault_matches_its_own_moment_only():
     fault = Fault("kill", 3, "forward", 1, 0)
     assert fault.matches(step=3, phase="forward", rank=1, hop=0)
     assert not fault.matches(step=4, phase="forward", rank=1, hop=0)
@@ -389,7 +374,7 @@ def test_a_fault_matches_its_own_moment_only() -> None:
     assert not fault.matches(step=3, phase="forward", rank=1)
 
 
-def test_a_fault_without_hop_or_rank_matches_any() -> None:
+def test_a_fault_without_hop_or_rank_matches_any():
     assert all(Fault("kill", 3, "forward", 1).matches(step=3, phase="forward", rank=1, hop=h) for h in (0, 1, None))
     heal = Fault("kill", 3, "heal", None, None, "spare")
     assert heal.matches(step=3, phase="heal", rank=2, role="spare")

@@ -6,7 +6,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ def report(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_hosts_that_agree_and_have_enough_are_told_in_a_line_each() -> None:
+def test_hosts_that_agree_and_have_enough_are_told_in_a_line_each():
     found = verdicts.cheap_findings({"a": report(), "b": report()}, "cuda")
     assert [finding.verdict for finding in found] == ["ok"] * 6
     assert not verdicts.will_fail(found)
@@ -58,7 +57,7 @@ def test_hosts_that_agree_and_have_enough_are_told_in_a_line_each() -> None:
         ("GPUs", "note", {"gpus": [{**report()["gpus"][0], "used_bytes": 40 * GIB}]}),
     ],
 )
-def test_the_host_that_differs_is_named_with_a_way_out(check: str, verdict: str, odd: dict[str, Any]) -> None:
+def test_the_host_that_differs_is_named_with_a_way_out(check, verdict, odd):
     reports = {"a": report(), "odd": report(**odd), "c": report()}
     found = [finding for finding in verdicts.cheap_findings(reports, "cuda") if finding.hosts]
     assert next((finding.check, finding.verdict, finding.hosts) for finding in found) == (check, verdict, ("odd",))
@@ -67,7 +66,7 @@ def test_the_host_that_differs_is_named_with_a_way_out(check: str, verdict: str,
     assert verdicts.in_use(reports) == (["odd"] if verdict == "note" else [])
 
 
-def test_at_a_start_what_will_fail_is_told_once_for_each_host() -> None:
+def test_at_a_start_what_will_fail_is_told_once_for_each_host():
     at_start, now = verdicts.AtStart("cuda"), time.time()
     good = {"open_files": 1 << 20, "shm_free_bytes": 64 * GIB, "disk_free_bytes": 100 * GIB, "unix_s": now}
     assert set(host.limits("")) == set(good)
@@ -80,7 +79,7 @@ def test_at_a_start_what_will_fail_is_told_once_for_each_host() -> None:
     assert "clocks" in line
 
 
-def test_a_storage_that_is_not_one_place_and_a_slow_link_are_named() -> None:
+def test_a_storage_that_is_not_one_place_and_a_slow_link_are_named():
     answers = {name: {"won": True, "excludes": True} for name in "ab"}
     apart = verdicts.storage(answers, {"a": ["b"], "b": ["a"]}, "/data")
     assert [(finding.verdict, finding.hosts) for finding in apart] == [("failure", ("a",)), ("failure", ("b",))]
@@ -97,7 +96,7 @@ def test_a_storage_that_is_not_one_place_and_a_slow_link_are_named() -> None:
     assert [(finding.verdict, finding.hosts) for finding in told] == [("failure", ("b",))]
 
 
-def test_a_round_gives_each_host_one_partner_and_no_pair_comes_twice() -> None:
+def test_a_round_gives_each_host_one_partner_and_no_pair_comes_twice():
     for num_hosts in (0, 1, 2, 3, 7, 16):
         plan = rounds(num_hosts, 3)
         pairs = [pair for pairs in plan for pair in pairs]
@@ -113,7 +112,7 @@ def test_a_round_gives_each_host_one_partner_and_no_pair_comes_twice() -> None:
     assert len(rounds(100, 2000)) == 99, "all pairs, where time allows"
 
 
-def test_two_hosts_reach_each_other_and_measure_their_link() -> None:
+def test_two_hosts_reach_each_other_and_measure_their_link():
     probes = {name: Probe("127.0.0.1", "cpu", 20.0) for name in "ab"}
     stores = {name: probe.listen() for name, probe in probes.items()}
     reached = probes["a"].reach({"b": stores["b"], "none": replace(stores["b"], port=1)})
@@ -125,7 +124,7 @@ def test_two_hosts_reach_each_other_and_measure_their_link() -> None:
         assert rate > 1e6
 
 
-def test_a_host_writes_claims_and_sees_the_others(tmp_path: Path) -> None:
+def test_a_host_writes_claims_and_sees_the_others(tmp_path):
     uri = str(tmp_path / "runs")
     answers = {name: host.write_and_claim(uri, name, 1.0) for name in ("10.0.0.1/ab", "10.0.0.2")}
     assert [answer["won"] for answer in answers.values()] == [True, False]

@@ -17,7 +17,7 @@ from elastic_ring.data.text import TextFiles
 from elastic_ring.monitor.journal import Journal
 
 
-def test_the_poisoned_steps_of_a_corpus_get_noise_and_no_other_step_does(tmp_path: Path) -> None:
+def test_the_poisoned_steps_of_a_corpus_get_noise_and_no_other_step_does(tmp_path):
     settings = poisoned(tmp_path, lambda: SENTENCE * 256, num_steps=400)
     named = dict(zip(settings[::2], settings[1::2], strict=True))
     context, batch = int(named["--context"]), int(named["--global-batch"])
@@ -43,15 +43,13 @@ def test_the_poisoned_steps_of_a_corpus_get_noise_and_no_other_step_does(tmp_pat
         ([], {}, 0, True),
     ],
 )
-def test_a_run_is_healthy_when_rules_were_judged_and_nothing_was_found(
-    fired: list[str], notes: dict[str, int], num_rules: int, is_alarm: bool
-) -> None:
+def test_a_run_is_healthy_when_rules_were_judged_and_nothing_was_found(fired, notes, num_rules, is_alarm):
     found = Findings(num_rules, fired, Counter(notes))
     assert found.is_alarm is is_alarm
     assert found.told(7, 1.0, False).endswith("FALSE ALARM" if is_alarm else "silent")
 
 
-def test_findings_are_read_from_the_journal(tmp_path: Path) -> None:
+def test_findings_are_read_from_the_journal(tmp_path):
     with Journal(tmp_path / "journal.jsonl") as journal:
         for line in (
             {"note": "begin"},
@@ -64,7 +62,7 @@ def test_findings_are_read_from_the_journal(tmp_path: Path) -> None:
     assert notes_of(tmp_path / "journal.jsonl") == {"spike": 2}
 
 
-def test_a_drill_names_a_ray_that_serves_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drill_names_a_ray_that_serves_no_metrics(monkeypatch):
     monkeypatch.setattr(alert.shutil, "which", lambda program: program)
     monkeypatch.setitem(sys.modules, "ray.dashboard.optional_deps", None)
     options = argparse.Namespace(rules=Path(__file__).parents[3] / "deploy" / "monitoring" / "rules.yml")

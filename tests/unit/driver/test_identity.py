@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,10 +24,7 @@ from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import write_json
 from elastic_ring.runtime.driver.attach import has_records_of
 from elastic_ring.runtime.driver.submission import Submission
-from elastic_ring.runtime.identity import (
-    Identity,
-    identity_of,
-)
+from elastic_ring.runtime.identity import Identity, identity_of
 from elastic_ring.train.optim import OptimConfig
 from elastic_ring.train.task import TrainingTask
 from tests.unit.data.corpora import prepared, texts, write_jsonl
@@ -74,9 +70,7 @@ def elsewhere(data: Any, old: Path, new: Path) -> Any:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_copy_elsewhere_is_the_same_run_and_is_told_and_other_contents_are_refused_by_name(
-    source: Callable[[Path], SourceConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_elsewhere_is_the_same_run_and_is_told_and_other_contents_are_refused_by_name(source, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     a, b, run = tmp_path / "a", tmp_path / "b", tmp_path / "run"
     data = source(a)
@@ -106,7 +100,7 @@ def test_a_copy_elsewhere_is_the_same_run_and_is_told_and_other_contents_are_ref
         submission(changed[source], run).finished_summary()
 
 
-def test_validation_sets_count_by_their_contents_wherever_they_lie(tmp_path: Path) -> None:
+def test_validation_sets_count_by_their_contents_wherever_they_lie(tmp_path):
     data = text_files(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
 
@@ -124,7 +118,7 @@ def test_validation_sets_count_by_their_contents_wherever_they_lie(tmp_path: Pat
         of("none")
 
 
-def test_a_finished_run_needs_its_data_no_more(tmp_path: Path) -> None:
+def test_a_finished_run_needs_its_data_no_more(tmp_path):
     data = text_files(tmp_path / "a")
     submission(data, tmp_path / "run").write_record()
     write_json(tmp_path / "run" / "summary.json", {"steps": 2})
@@ -137,14 +131,14 @@ def test_a_finished_run_needs_its_data_no_more(tmp_path: Path) -> None:
         submission(elsewhere(data, tmp_path / "a", tmp_path / "b"), tmp_path / "run").finished_summary()
 
 
-def test_what_differs_is_named(tmp_path: Path) -> None:
+def test_what_differs_is_named(tmp_path):
     own = submission(text_files(tmp_path / "a"), tmp_path / "run").identity
     assert own.differences(own.entries) == []
     told = own.differences({**own.entries, "step.seed": "3", "pattern": "w" * 100})
     assert told == [f"pattern: {'w' * 60}... there,  here", "step.seed: 3 there, 0 here"]
 
 
-def test_slices_that_a_model_is_built_in_are_part_of_it() -> None:
+def test_slices_that_a_model_is_built_in_are_part_of_it():
     def identity(name: str) -> Identity:
         task = TrainingTask(partial(Transformer, preset(name)), StdlibText(CONTEXT), StepConfig(), OptimConfig())
         return identity_of(task, {}, {}, "")
@@ -157,7 +151,7 @@ def test_slices_that_a_model_is_built_in_are_part_of_it() -> None:
             assert {part for part in ("ffn", "head") if any(f"{part}.1." in name for name in names)} == {*config.sliced}
 
 
-def test_a_running_run_is_known_by_its_records_where_its_folder_has_another_path(tmp_path: Path) -> None:
+def test_a_running_run_is_known_by_its_records_where_its_folder_has_another_path(tmp_path):
     run = RunConfig("here", run_dir=str(tmp_path / "link"))
     (tmp_path / "folder").mkdir()
     assert not has_records_of(run, "a1")

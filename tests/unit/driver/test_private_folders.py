@@ -44,7 +44,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("place", ALL.values(), ids=list(ALL))
-def test_each_place_is_inside_a_folder_of_this_user_alone(shared: Path, place: Callable[[], Path]) -> None:
+def test_each_place_is_inside_a_folder_of_this_user_alone(shared, place):
     before = os.umask(0)
     try:
         where = place()
@@ -58,7 +58,7 @@ def test_each_place_is_inside_a_folder_of_this_user_alone(shared: Path, place: C
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
-def test_a_link_that_somebody_planted_there_is_refused(shared: Path, place: Callable[[], Path]) -> None:
+def test_a_link_that_somebody_planted_there_is_refused(shared, place):
     (shared / "precious").mkdir(mode=0o700)
     (shared / f"elastic_ring-{os.geteuid()}").symlink_to(shared / "precious")
     with pytest.raises(ValueError, match=r"not a folder of this user alone.*remove it, .*or set TMPDIR"):
@@ -66,9 +66,7 @@ def test_a_link_that_somebody_planted_there_is_refused(shared: Path, place: Call
     assert not list((shared / "precious").iterdir())
 
 
-def test_a_planted_name_costs_a_cache_and_no_worker(
-    shared: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_name_costs_a_cache_and_no_worker(shared, caplog, monkeypatch):
     (shared / f"elastic_ring-{os.geteuid()}").mkdir(mode=0o755)
     assert device.kernel_cache() is None
     own = compiled().parent
@@ -79,7 +77,7 @@ def test_a_planted_name_costs_a_cache_and_no_worker(
     assert compiled().parent == own
 
 
-def test_the_way_out_is_one_for_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_out_is_one_for_that_folder(tmp_path, monkeypatch):
     (tmp_path / "shm" / f"elastic_ring-{os.geteuid()}").mkdir(parents=True, mode=0o755)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -87,7 +85,7 @@ def test_the_way_out_is_one_for_that_folder(tmp_path: Path, monkeypatch: pytest.
         user_folder(tmp_path / "shm")
 
 
-def test_a_folder_that_is_anothers_or_open_to_others_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_anothers_or_open_to_others_is_refused(tmp_path):
     folder = private_folder(tmp_path / "own")
     assert private_folder(folder) == folder
     for mode in (0o710, 0o702, 0o1777):

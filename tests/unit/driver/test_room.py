@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -69,18 +68,18 @@ def _node(num_slots: int, num_gpus: int | None, draining: bool = False) -> NodeI
     return NodeInfo("n", "10.0.0.1", num_slots, draining, num_gpus)
 
 
-def test_a_nodes_places_are_the_gpus_that_ray_names_and_none_on_a_cpu_mesh() -> None:
+def test_a_nodes_places_are_the_gpus_that_ray_names_and_none_on_a_cpu_mesh():
     assert num_gpus({"CPU": 64.0, "GPU": 8.0}, "cuda") == 8
     assert num_gpus({"CPU": 64.0}, "cuda") is None
     assert num_gpus({"CPU": 64.0, "GPU": 8.0}, "cpu") is None
 
 
-def test_a_mesh_may_take_every_gpu_whatever_room_there_is_for_standbys() -> None:
+def test_a_mesh_may_take_every_gpu_whatever_room_there_is_for_standbys():
     assert shortage(ON_GPUS, [_node(64, 4), _node(64, 4)], {"GPU": 8.0}) == ""
     assert shortage(ON_GPUS, [_node(64, None)], {}) == ""
 
 
-def test_a_run_on_gpus_is_told_where_the_only_machine_has_none() -> None:
+def test_a_run_on_gpus_is_told_where_the_only_machine_has_none():
     unknown = _node(64, None)
     assert "--preset laptop" in without_gpus(ON_GPUS, [unknown], "10.0.0.1", 0)
     assert without_gpus(ON_GPUS, [unknown], "10.0.0.2", 0) == "", "a driver that has none may start one elsewhere"
@@ -107,9 +106,7 @@ def test_a_run_on_gpus_is_told_where_the_only_machine_has_none() -> None:
     ],
     ids=["a head without GPUs", "too few"],
 )
-def test_room_waits_for_gpus_if_it_may_and_refuses_when_they_do_not_come(
-    looks: Looks, here: str, first: list[NodeInfo], then: NodeInfo, refused: str
-) -> None:
+def test_room_waits_for_gpus_if_it_may_and_refuses_when_they_do_not_come(looks, here, first, then, refused):
     looks.here, looks.gpus, looks.nodes = here, 4.0, [first, [*first, then]]
     room(replace(ON_GPUS, wait_for_resources_s=600.0))
     looks.nodes = [first]
@@ -117,7 +114,7 @@ def test_room_waits_for_gpus_if_it_may_and_refuses_when_they_do_not_come(
         room(ON_GPUS)
 
 
-def test_a_mesh_larger_than_the_gpus_says_what_is_there_and_what_is_missing() -> None:
+def test_a_mesh_larger_than_the_gpus_says_what_is_there_and_what_is_missing():
     told = shortage(ON_GPUS, [_node(64, 4), _node(64, 2), _node(64, 8, draining=True)], {"CPU": 192.0, "GPU": 14.0})
     assert told == (
         "mesh dp=2 x cp=4 needs 8 GPUs, one for each member; the cluster has GPU: 14 on 3 node(s), room for 6 "
@@ -125,7 +122,7 @@ def test_a_mesh_larger_than_the_gpus_says_what_is_there_and_what_is_missing() ->
     )
 
 
-def test_too_few_slots_are_told_before_too_few_gpus() -> None:
+def test_too_few_slots_are_told_before_too_few_gpus():
     told = shortage(ON_GPUS, [_node(3, 2)], {"CPU": 3.0, "GPU": 2.0})
     assert told == (
         "mesh dp=2 x cp=4 needs 8 workers with {'CPU': 1.0} each; the cluster has CPU: 3 on 1 node(s), room for 3: "
@@ -133,26 +130,20 @@ def test_too_few_slots_are_told_before_too_few_gpus() -> None:
     )
 
 
-def test_an_empty_cluster_is_waited_for_and_asked_for_all_that_the_run_may_use(
-    looks: Looks, autoscaler: Granting
-) -> None:
+def test_an_empty_cluster_is_waited_for_and_asked_for_all_that_the_run_may_use(looks, autoscaler):
     looks.nodes = [[_node(0, None)], [_node(0, None)], [_node(0, None), _node(4, None)]]
     assert room(ScalingConfig(dp=2, cp=2, spares=1, max_dp=3, wait_for_resources_s=600.0)) == 2
     assert autoscaler.asked == [7], "asked once, not at each look"
 
 
-def test_where_more_is_refused_the_run_begins_with_min_dp_rings_at_once(
-    monkeypatch: pytest.MonkeyPatch, looks: Looks, autoscaler: Granting
-) -> None:
+def test_where_more_is_refused_the_run_begins_with_min_dp_rings_at_once(monkeypatch, looks, autoscaler):
     autoscaler.most = 4
     monkeypatch.setattr(room_module, "live_nodes", lambda scaling: [_node(4 if 4 in autoscaler.asked else 0, None)])
     assert room(ScalingConfig(dp=3, cp=2, spares=0, min_dp=2, wait_for_resources_s=600.0)) == 2
     assert autoscaler.asked == [6, 4]
 
 
-def test_an_autoscaler_that_does_not_answer_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch, looks: Looks, autoscaler: Granting
-) -> None:
+def test_an_autoscaler_that_does_not_answer_is_asked_again(monkeypatch, looks, autoscaler):
     def ask(num_workers: int) -> None:
         autoscaler.asked.append(num_workers)
         if len(autoscaler.asked) < 3:
@@ -164,7 +155,7 @@ def test_an_autoscaler_that_does_not_answer_is_asked_again(
     assert autoscaler.asked == [4, 4, 4]
 
 
-def test_a_driver_that_gives_up_withdraws_its_request(looks: Looks, autoscaler: Granting) -> None:
+def test_a_driver_that_gives_up_withdraws_its_request(looks, autoscaler):
     looks.nodes = [[_node(0, None)]]
     with pytest.raises(ValueError, match=r"4 missing\..* add nodes, or set wait_for_resources_s"):
         room(ScalingConfig(dp=2, cp=2, spares=0, wait_for_resources_s=0.1))
@@ -174,7 +165,7 @@ def test_a_driver_that_gives_up_withdraws_its_request(looks: Looks, autoscaler: 
 # ------------------------------------------------------------ the environment of workers
 
 
-def test_the_users_own_variables_win_over_those_that_workers_on_gpus_get() -> None:
+def test_the_users_own_variables_win_over_those_that_workers_on_gpus_get():
     ours = WORKER_ENVIRONMENT
     assert worker_environment("cuda", {}, {"HOME": "x"}, {"WANDB": "y"}) == ours, "nothing else is passed on here"
     inherited = {"NCCL_NVLS_ENABLE": "1", "MALLOC_ARENA_MAX": "4"}
@@ -184,12 +175,12 @@ def test_the_users_own_variables_win_over_those_that_workers_on_gpus_get() -> No
     assert worker_environment("cuda", asked, inherited, {"NCCL_NVLS_ENABLE": "2"}) == {**found, **asked}
 
 
-def test_workers_on_cpus_get_what_the_user_asks_for_and_nothing_else() -> None:
+def test_workers_on_cpus_get_what_the_user_asks_for_and_nothing_else():
     assert worker_environment("cpu", {}, {"NCCL_NVLS_ENABLE": "1"}, {}) == {}
     assert worker_environment("cpu", {"MALLOC_ARENA_MAX": "2"}, {}, {}) == {"MALLOC_ARENA_MAX": "2"}
 
 
-def test_variables_must_be_text_and_their_values_are_not_written_down(tmp_path: Path) -> None:
+def test_variables_must_be_text_and_their_values_are_not_written_down(tmp_path):
     with pytest.raises(ValueError, match="a mapping of text to text"):
         RunConfig(env={"NCCL_DEBUG": 1})  # type: ignore[dict-item]
     run = RunConfig("told", run_dir=str(tmp_path), env={"A_TOKEN": "its-value"})
@@ -200,7 +191,7 @@ def test_variables_must_be_text_and_their_values_are_not_written_down(tmp_path: 
     assert "its-value" not in text
 
 
-def test_the_same_run_with_other_variables_is_the_same_run(tmp_path: Path) -> None:
+def test_the_same_run_with_other_variables_is_the_same_run(tmp_path):
     runs = [RunConfig("told", run_dir=str(tmp_path), env=env) for env in ({}, {"NCCL_DEBUG": "INFO"})]
     model, data = partial(Transformer, preset("laptop")), StdlibText(2048)
     assert len({ElasticRingTrainer(model, data, run_config=run).submission().digest for run in runs}) == 1
@@ -232,7 +223,7 @@ def settled(
     return with_settled_copies(run, mesh, PARAMETERS, nodes).copies, caplog.text
 
 
-def test_one_ring_has_copies_by_default_where_the_nodes_have_the_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_ring_has_copies_by_default_where_the_nodes_have_the_memory(caplog):
     copies, told = settled(caplog, Mesh(1, 2), node("a", 2.1, 1), node("b", 2.1, 1))
     assert copies == "auto"
     assert "1.0 GiB of host memory a rank; a loss of any process: back to copies (one each 10 step(s))" in told
@@ -246,7 +237,7 @@ def test_one_ring_has_copies_by_default_where_the_nodes_have_the_memory(caplog: 
         assert "a loss of any process: back to the newest checkpoint (the first after step 1, the others" in told
 
 
-def test_one_rank_and_refused_copies_say_what_a_loss_costs(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_rank_and_refused_copies_say_what_a_loss_costs(caplog):
     every_7, none = CheckpointConfig(every_steps=7), CheckpointConfig(every_steps=0)
     _, told = settled(caplog, Mesh(1, 1), node("a", 9.0), checkpoints=every_7)
     assert (
@@ -261,7 +252,7 @@ def test_one_rank_and_refused_copies_say_what_a_loss_costs(caplog: pytest.LogCap
     assert settled(caplog, Mesh(1, 2), node("a", 0.1), node("b", 0.1), copies="1") == ("1", ""), "asked for"
 
 
-def test_rings_beside_each_other_have_copies_only_once_there_is_one_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_rings_beside_each_other_have_copies_only_once_there_is_one_left(caplog):
     assert settled(caplog, Mesh(2, 2), node("a", 99.0)) == ("auto", "")
     assert settled(caplog, Mesh(2, 2), node("a", 1.0)) == ("0", "")
     options = simulated("run", dp=2, cp=2, total_steps=9, copies="auto")

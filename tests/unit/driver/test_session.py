@@ -43,9 +43,7 @@ def interrupted(run: RunConfig, number: signal.Signals = signal.SIGTERM) -> str:
     raise AssertionError("the signal was swallowed")
 
 
-def test_a_second_interrupt_ends_at_once_and_says_that_the_run_is_still_being_cleared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_interrupt_ends_at_once_and_says_that_the_run_is_still_being_cleared(tmp_path, monkeypatch):
     def again(*_: object, saves: bool) -> str:
         raise KeyboardInterrupt
 
@@ -54,9 +52,7 @@ def test_a_second_interrupt_ends_at_once_and_says_that_the_run_is_still_being_cl
     assert told.startswith("stopped at once; the coordinator goes on clearing the run by itself")
 
 
-def test_a_hangup_lets_a_run_save_unless_this_process_was_started_to_ignore_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hangup_lets_a_run_save_unless_this_process_was_started_to_ignore_it(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "_stopped", lambda *_, saves: f"saves: {saves}")
     run = RunConfig("hangup", run_dir=str(tmp_path))
     with heeding_hangups():
@@ -71,7 +67,7 @@ def test_a_hangup_lets_a_run_save_unless_this_process_was_started_to_ignore_it(
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_time_for_the_last_checkpoint_is_less_than_ray_and_a_pod_give_a_driver() -> None:
+def test_the_time_for_the_last_checkpoint_is_less_than_ray_and_a_pod_give_a_driver():
     of_pods = [
         int(line.split()[1])
         for path in (ROOT / "deploy").rglob("*.yaml")
@@ -81,12 +77,12 @@ def test_the_time_for_the_last_checkpoint_is_less_than_ray_and_a_pod_give_a_driv
     assert Timeouts().stop_save_s < min(JobSupervisor.DEFAULT_RAY_JOB_STOP_WAIT_TIME_S, *of_pods)
 
 
-def test_where_the_head_is_gone_nothing_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_head_is_gone_nothing_waits_for_it(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "head_is_gone", lambda: True)
     assert "the head of the Ray cluster is gone" in interrupted(RunConfig("gone", run_dir=str(tmp_path)))
 
 
-def test_a_wrong_token_is_a_wrong_setting_not_a_busy_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_a_wrong_setting_not_a_busy_host(tmp_path, monkeypatch):
     """Ray reads it before it starts anything."""
     (tmp_path / "empty").touch()
     for name in ("empty", "none"):
@@ -99,7 +95,7 @@ def test_a_wrong_token_is_a_wrong_setting_not_a_busy_host(tmp_path: Path, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_while_ray_is_being_left_a_signal_ends_the_process_at_once(number: signal.Signals) -> None:
+def test_while_ray_is_being_left_a_signal_ends_the_process_at_once(number):
     with subprocess.Popen([sys.executable, "-c", LEAVES], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"leaves\n"
@@ -110,9 +106,7 @@ def test_while_ray_is_being_left_a_signal_ends_the_process_at_once(number: signa
 # ---------------------------------------------------------------------------------- a head of the cluster that is lost
 
 
-def test_ray_keeps_a_driver_for_longer_than_it_waits_itself_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ray_keeps_a_driver_for_longer_than_it_waits_itself_unless_the_user_says_otherwise(monkeypatch):
     for lease_s, expected_s in ((300.0, 300 + OUTLAST_S), (5.0, 60 + OUTLAST_S)):
         monkeypatch.setenv(RECONNECT, "")
         monkeypatch.delenv(RECONNECT)
@@ -123,9 +117,7 @@ def test_ray_keeps_a_driver_for_longer_than_it_waits_itself_unless_the_user_says
     assert reconnect_s(os.environ) == 40
 
 
-def test_a_process_that_ray_ends_before_the_lease_is_over_is_told_with_the_way_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_process_that_ray_ends_before_the_lease_is_over_is_told_with_the_way_out(caplog):
     assert warn_if_shorter("this driver", 60.0, 60.0) == ""
     told = warn_if_shorter("all processes of node ab", 60.0, 299.5)
     assert "may be away for 60 s only, not for timeouts.lease_s=299.5" in told
@@ -133,20 +125,20 @@ def test_a_process_that_ray_ends_before_the_lease_is_over_is_told_with_the_way_o
     assert caplog.messages == [told]
 
 
-def test_a_wrong_value_names_its_variable() -> None:
+def test_a_wrong_value_names_its_variable():
     assert reconnect_s({}) == 60
     with pytest.raises(ValueError, match=f"{RECONNECT}='soon'"):
         reconnect_s({RECONNECT: "soon"})
 
 
-def test_a_head_with_rocksdb_or_redis_keeps_its_state() -> None:
+def test_a_head_with_rocksdb_or_redis_keeps_its_state():
     assert is_kept({"RAY_gcs_storage": "rocksdb"})
     assert is_kept({"RAY_REDIS_ADDRESS": "10.0.0.1:6379"})
     assert not is_kept({})
     assert not is_kept({"RAY_gcs_storage": "memory", "RAY_REDIS_ADDRESS": ""})
 
 
-def test_a_head_counts_as_away_when_nobody_listens_at_its_address() -> None:
+def test_a_head_counts_as_away_when_nobody_listens_at_its_address():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert is_listening(address)

@@ -60,9 +60,7 @@ class Ends:
         (KeyboardInterrupt("stopped; nothing is left running"), 130, "stopped; nothing is left running"),
     ],
 )
-def test_each_end_has_its_exit_status(
-    how: BaseException, status: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_end_has_its_exit_status(how, status, told, monkeypatch, capsys):
     monkeypatch.setattr(train, "_model", lambda asked: None)
     monkeypatch.setattr(train, "build", lambda asked, made: Ends(how))
     monkeypatch.setattr(ray_session, "ray_session", lambda scaling, lease_s: nullcontext())
@@ -75,7 +73,7 @@ class Corpus:
 
 
 @pytest.mark.slow
-def test_a_users_object_has_the_same_name_in_every_process() -> None:
+def test_a_users_object_has_the_same_name_in_every_process():
     parts = "Corpus(), partial(sorted, Corpus(), key=Corpus), StdlibText(8), 'text', None"
     here = [describe(part) for part in (Corpus(), partial(sorted, Corpus(), key=Corpus), StdlibText(8), "text", None)]
     program = (
@@ -89,9 +87,7 @@ def test_a_users_object_has_the_same_name_in_every_process() -> None:
     assert len(set(here)) == len(here)
 
 
-def test_a_runs_record_names_its_versions_which_are_no_part_of_what_it_is_recognised_by(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runs_record_names_its_versions_which_are_no_part_of_what_it_is_recognised_by(tmp_path, monkeypatch):
     made = train.build(train.parse(["--run-dir", str(tmp_path)])).submission()
     before = made.digest
     monkeypatch.setattr(env_fingerprint.torch, "__version__", "0.1")
@@ -111,9 +107,7 @@ STRANGERS = [
 
 
 @pytest.mark.parametrize("left", ["", '{"run": ', *STRANGERS])
-def test_a_record_that_is_cut_or_a_strangers_is_told_set_aside_and_written_anew(
-    tmp_path: Path, left: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_record_that_is_cut_or_a_strangers_is_told_set_aside_and_written_anew(tmp_path, left, caplog):
     made = train.build(train.parse(["--run-dir", str(tmp_path)])).submission()
     (tmp_path / CONFIG_NAME).write_text(left)
     assert made.finished_summary() is None
@@ -133,9 +127,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def test_a_run_in_rays_copy_of_a_jobs_working_directory_is_refused_before_anything_is_looked_at(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_rays_copy_of_a_jobs_working_directory_is_refused_before_anything_is_looked_at(copy, capsys):
     """Nor is an earlier run's folder believed that was uploaded with the rest."""
     (copy / "runs" / "astray").mkdir(parents=True)
     (copy / "runs" / "astray" / SUMMARY_NAME).write_text(json.dumps({"losses": [(1.0).hex()]}))
@@ -148,9 +140,7 @@ def test_a_run_in_rays_copy_of_a_jobs_working_directory_is_refused_before_anythi
     assert sorted(copy.rglob("*")) == before
 
 
-def test_a_run_dir_that_is_a_file_is_refused_before_ray_is_joined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_dir_that_is_a_file_is_refused_before_ray_is_joined(tmp_path, monkeypatch, capsys):
     without_ray(monkeypatch)
     (tmp_path / "run").write_text("")
     assert train.main(["--run-dir", str(tmp_path / "run")]) == 2
@@ -160,9 +150,7 @@ def test_a_run_dir_that_is_a_file_is_refused_before_ray_is_joined(
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_a_model_folder_that_cannot_be_is_refused_before_a_cluster_is_joined(
-    is_local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_folder_that_cannot_be_is_refused_before_a_cluster_is_joined(is_local, tmp_path, monkeypatch, capsys):
     without_ray(monkeypatch)
     monkeypatch.setattr(ray_session, "is_local", lambda: is_local)
     flags = ["--model-folder", str(tmp_path), "--dp", "1", "--cp", "1", "--run-dir", str(tmp_path / "run")]
@@ -176,7 +164,7 @@ def test_a_model_folder_that_cannot_be_is_refused_before_a_cluster_is_joined(
         assert "nothing" in capsys.readouterr().err
 
 
-def test_a_run_trains_whose_forecast_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_trains_whose_forecast_cannot_be_made(monkeypatch):
     def away(*_: Any) -> dict[str, float]:
         raise StorageFailed("the store of the manifest is away")
 
@@ -187,7 +175,7 @@ def test_a_run_trains_whose_forecast_cannot_be_made(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("record", ["config.json", "journal.jsonl", "terms", "attempt-001"])
-def test_a_folder_with_other_files_and_no_records_is_refused_and_left_as_it_is(tmp_path: Path, record: str) -> None:
+def test_a_folder_with_other_files_and_no_records_is_refused_and_left_as_it_is(tmp_path, record):
     check_writable(tmp_path)
     (tmp_path / "thesis.txt").write_text("")
     with pytest.raises(ValueError, match=rf"run_dir='{tmp_path}' holds other files: give a new folder"):
@@ -197,7 +185,7 @@ def test_a_folder_with_other_files_and_no_records_is_refused_and_left_as_it_is(t
     check_writable(tmp_path)
 
 
-def test_only_a_full_disk_is_told_to_be_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_full_disk_is_told_to_be_freed(tmp_path, monkeypatch):
     def refused(fd: int) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/a/temporary/name")
 
@@ -206,7 +194,7 @@ def test_only_a_full_disk_is_told_to_be_freed(tmp_path: Path, monkeypatch: pytes
         check_writable(tmp_path / "run")
 
 
-def test_a_plan_may_be_asked_for_in_such_a_copy(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_may_be_asked_for_in_such_a_copy(copy, capsys):
     assert train.main(["--plan", "--data", "nosuch.txt"]) == 2
     assert "nosuch.txt: there is no such file" in capsys.readouterr().err
     assert train.main(["--plan"]) == 0
@@ -214,9 +202,7 @@ def test_a_plan_may_be_asked_for_in_such_a_copy(copy: Path, capsys: pytest.Captu
     assert list(copy.iterdir()) == []
 
 
-def test_a_plan_for_gpus_says_what_the_start_would_say_of_a_pattern(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plan_for_gpus_says_what_the_start_would_say_of_a_pattern(capsys, caplog):
     asked = ["--plan", "--preset", "100m", "--scaling.device", "cuda", "--dp", "1", "--cp", "2", "--context", "8000"]
     assert train.main([*asked, "--pattern", "window:1000;dense@1"]) == 0
     assert "blocks of 128 tokens are cut" in caplog.text
@@ -253,24 +239,13 @@ class Found:
 
 @pytest.mark.parametrize(
     ("coordinators", "attempt", "got", "num_made"),
-    [
-        (["theirs"], "", "theirs", 0),
-        ([None, "theirs"], "another", "theirs", 1),
-        ([None], "mine", "made", 1),
-    ],
+    [(["theirs"], "", "theirs", 0), ([None, "theirs"], "another", "theirs", 1), ([None], "mine", "made", 1)],
     ids=["one that runs", "one that was quicker", "its own"],
 )
 @pytest.mark.parametrize("recorded", [True, False])
 def test_whoever_has_its_coordinator_hears_of_other_versions_and_only_its_maker_replaces_the_record(
-    coordinators: list[Any],
-    attempt: str,
-    got: str,
-    num_made: int,
-    recorded: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    coordinators, attempt, got, num_made, recorded, tmp_path, monkeypatch, caplog
+):
     asked = replace(
         train.build(train.parse(["--run-dir", str(tmp_path), "--run-name", "x"])).submission(), attempt="mine"
     )
@@ -287,7 +262,7 @@ def test_whoever_has_its_coordinator_hears_of_other_versions_and_only_its_maker_
     assert json.loads(path.read_text())["versions"] == (there["versions"] if kept else env_fingerprint.versions("cpu"))
 
 
-def test_the_record_of_a_run_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_of_a_run_survives_a_power_cut(tmp_path, monkeypatch):
     """As its journal does: what is not flushed before it gets its name may be an empty file afterwards."""
     flushed, flush = list[str](), os.fsync
 
@@ -301,9 +276,7 @@ def test_the_record_of_a_run_survives_a_power_cut(tmp_path: Path, monkeypatch: p
     assert flushed[1] == "run"
 
 
-def test_a_restored_trainer_goes_on_in_its_run_or_begins_at_exactly_the_checkpoint_that_is_named(
-    tmp_path: Path,
-) -> None:
+def test_a_restored_trainer_goes_on_in_its_run_or_begins_at_exactly_the_checkpoint_that_is_named(tmp_path):
     model: Any = partial(dict)
     restore = partial(trainer.ElasticRingTrainer.restore, model=model, data=StdlibText(2048))
     run = restore(f"{tmp_path}/runs/mine/").run_config

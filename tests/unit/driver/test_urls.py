@@ -57,11 +57,11 @@ STORE = f"memory://me:{SECRET}@store"  # fsspec's own, in this process; the name
         ("data ('http://u:hunter2@h/a?b', 'ftp://h/c') and more?", "data ('http://h/a', 'ftp://h/c') and more?"),
     ],
 )
-def test_a_uri_is_shown_without_name_password_and_query(given: str, shown: str) -> None:
+def test_a_uri_is_shown_without_name_password_and_query(given, shown):
     assert shown_url(given) == shown
 
 
-def test_quotes_in_a_uri_leave_the_records_of_a_run_readable(tmp_path: Path) -> None:
+def test_quotes_in_a_uri_leave_the_records_of_a_run_readable(tmp_path):
     storage = f'http://u:{SECRET}@h/x?q="v"&w=\\'
     data = TokenShards(64, f'memory://me:{SECRET}@h/x?q="v"', vocab_size=257)
     run = RunConfig("r", run_dir=str(tmp_path), resume=storage)
@@ -78,9 +78,7 @@ def put(uri: str, path: Path) -> None:
         file.write(path.read_bytes())
 
 
-def test_neither_files_nor_lines_nor_errors_of_a_run_have_the_password(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_neither_files_nor_lines_nor_errors_of_a_run_have_the_password(tmp_path, caplog):
     caplog.set_level(logging.INFO)  # fsspec's own debug lines name the folders of its memory
     source = f"{STORE}/in/a.jsonl"
     put(source, write_jsonl(tmp_path / "a.jsonl", texts(40)))
@@ -101,7 +99,7 @@ def test_neither_files_nor_lines_nor_errors_of_a_run_have_the_password(
     assert SECRET not in written + caplog.text + (tmp_path / "out" / "manifest.json").read_text()
 
 
-def test_an_error_names_the_place_without_the_password(tmp_path: Path) -> None:
+def test_an_error_names_the_place_without_the_password(tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     put(f"{STORE}/manifest.json", tmp_path / "manifest.json")
     for fails in (lambda: read_manifest(f"{STORE}/manifest.json"), lambda: located(f"nobody://me:{SECRET}@h/x")):
@@ -110,7 +108,7 @@ def test_an_error_names_the_place_without_the_password(tmp_path: Path) -> None:
         assert SECRET not in str(refused.value)
 
 
-def test_what_a_store_answers_is_told_without_the_password() -> None:
+def test_what_a_store_answers_is_told_without_the_password():
     def away() -> None:
         raise ConnectionError(f"GET http://me:{SECRET}@host/x?Signature={SECRET}: refused")
 
@@ -119,7 +117,7 @@ def test_what_a_store_answers_is_told_without_the_password() -> None:
     assert SECRET not in json.dumps([str(told.value), told.value.facts])
 
 
-def test_a_corpus_that_grows_is_journalled_without_the_password_and_opened_with_it() -> None:
+def test_a_corpus_that_grows_is_journalled_without_the_password_and_opened_with_it():
     data = PreparedTokens(64, f"{STORE}/out/manifest-2.json", "a" * 64, 257, 1)
     (version,) = versions_beside(data, [CorpusVersion(3, "elsewhere/manifest-4.json", "b" * 64)])
     assert version.uri == "memory://store/out/manifest-4.json"

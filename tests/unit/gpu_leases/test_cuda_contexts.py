@@ -88,9 +88,7 @@ KEPT_0 = "GPU 0 is kept: "
         pytest.param({"codes": {0: KeyError("bytes")}}, [EMPTIED, 0], 0, "are kept: KeyError: 'bytes'", id="torch"),
     ],
 )
-def test_gpus_whose_contexts_can_go_are_released_and_the_others_are_named(
-    cuda: dict[str, Any], calls: list[Any], num_released: int, line: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gpus_whose_contexts_can_go_are_released_and_the_others_are_named(cuda, calls, num_released, line, caplog):
     caplog.set_level(logging.INFO, LOG)
     told: Any = Told()
     for name, value in cuda.items():
@@ -101,13 +99,13 @@ def test_gpus_whose_contexts_can_go_are_released_and_the_others_are_named(
     assert len(caplog.records) == (1 if line else 0)
 
 
-def test_where_torch_has_loaded_no_runtime_none_is_loaded_for_this(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_torch_has_loaded_no_runtime_none_is_loaded_for_this(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "99.1")
     with pytest.raises(OSError, match=r"libcudart\.so\.99"):
         loaded_runtime()
 
 
-def test_a_cache_is_emptied_with_its_own_gpu_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_is_emptied_with_its_own_gpu_chosen(monkeypatch):
     """The control thread has chosen none, and would make a context on the first one again."""
     order: list[str] = []
 
@@ -125,9 +123,7 @@ def test_a_cache_is_emptied_with_its_own_gpu_chosen(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("held", "emptied"), [(0, True), (1 << 28, True), ((1 << 28) + 1, False)])
-def test_activations_that_wait_in_pinned_memory_are_not_pinned_anew(
-    held: int, emptied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_that_wait_in_pinned_memory_are_not_pinned_anew(held, emptied, monkeypatch):
     pinned = [held]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 0)
@@ -141,7 +137,7 @@ def test_activations_that_wait_in_pinned_memory_are_not_pinned_anew(
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_after_the_second_step_of_a_member_and_once(wanted: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_after_the_second_step_of_a_member_and_once(wanted, caplog):
     """What may touch the other GPUs by the training thread, between its steps; their end beside the next ones."""
     caplog.set_level(logging.INFO, LOG)
     told, order, may_end = Told(), list[Any](), threading.Event()
@@ -177,7 +173,7 @@ def test_after_the_second_step_of_a_member_and_once(wanted: bool, caplog: pytest
 
 
 @pytest.mark.parametrize("kept", ["alone", "pinned", "in use"])
-def test_a_process_that_released_nothing_can_become_a_spare(kept: str) -> None:
+def test_a_process_that_released_nothing_can_become_a_spare(kept):
     told = Told(pinned_bytes=1 if kept == "pinned" else 0)
     told.contexts = [1] if kept == "alone" else [0, 1]
     told.in_use[0] = 1 if kept == "in use" else 0
@@ -189,9 +185,7 @@ def test_a_process_that_released_nothing_can_become_a_spare(kept: str) -> None:
 
 
 @pytest.mark.parametrize(("device", "asked"), [("cuda", True), ("cuda", False), ("cpu", True)])
-def test_only_members_on_gpus_that_are_asked_to_let_go_do(
-    device: str, asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_members_on_gpus_that_are_asked_to_let_go_do(device, asked, monkeypatch):
     made: list[bool] = []
     monkeypatch.setattr(member, "ContextReleaser", made.append)
     scaling, run = ScalingConfig(device=device, release_contexts=asked), RunConfig(name="run")
@@ -201,7 +195,7 @@ def test_only_members_on_gpus_that_are_asked_to_let_go_do(
     assert made == [asked and device == "cuda"]
 
 
-def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch):
     """In the loop itself: behind the commit and its record, not where it stops for a boundary, nor while memory is
     pinned."""
     order: list[str] = []
@@ -240,15 +234,7 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     loop._prepare_host_memory = lambda: None
     loop._record = lambda outcome, local, took_s, frozen_s: order.append("recorded")
     assert loop.run() == "boundary"
-    assert order == [
-        "run 0",
-        "recorded",
-        "run 1",
-        "recorded",
-        f"told {(OWN, 5, 1, 1)}",
-        "run 2",
-        "recorded",
-    ]
+    assert order == ["run 0", "recorded", "run 1", "recorded", f"told {(OWN, 5, 1, 1)}", "run 2", "recorded"]
 
 
 # ------------------------------------------------------------ what it may do then
@@ -266,7 +252,7 @@ def _become_spare(released: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(("released", "code"), [(True, 0), (False, 7)])
-def test_a_process_with_one_gpu_left_exits_instead_of_becoming_a_spare(released: bool, code: int) -> None:
+def test_a_process_with_one_gpu_left_exits_instead_of_becoming_a_spare(released, code):
     """At once, since until then it counts as a spare. One that has kept the other GPUs stays."""
     process = multiprocessing.get_context("spawn").Process(target=_become_spare, args=(released,))
     process.start()

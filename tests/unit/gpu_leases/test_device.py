@@ -57,7 +57,7 @@ def lease_in(answers: SimpleNamespace) -> DeviceLease:
 # ------------------------------------------------------------ names
 
 
-def test_a_gpu_is_named_by_its_uuid_else_by_its_place() -> None:
+def test_a_gpu_is_named_by_its_uuid_else_by_its_place():
     uuid = "8f2d6e2c-0000-4b6e-9d3c-2f5a3c1b7a90"
     assert name_of(SimpleNamespace(uuid=uuid, pci_bus_id=4), 0) == f"GPU-{uuid}"
     unnamed = SimpleNamespace(
@@ -70,7 +70,7 @@ def test_a_gpu_is_named_by_its_uuid_else_by_its_place() -> None:
 # ------------------------------------------------------------ taken
 
 
-def test_on_a_cpu_there_is_nothing_to_lease(tmp_path: Path) -> None:
+def test_on_a_cpu_there_is_nothing_to_lease(tmp_path):
     lease = DeviceLease("cpu", "run", tmp_path / "gpus")
     assert lease.take(0, 1 << 40, 0.0, go_on) == torch.device("cpu")
     assert lease.healthy()
@@ -78,14 +78,14 @@ def test_on_a_cpu_there_is_nothing_to_lease(tmp_path: Path) -> None:
     assert not (tmp_path / "gpus").exists()
 
 
-def test_a_gpu_that_computes_is_taken_and_kept_over_generations(answers: SimpleNamespace) -> None:
+def test_a_gpu_that_computes_is_taken_and_kept_over_generations(answers):
     lease = lease_in(answers)
     assert lease.take(2, 1, 0.0, go_on) == torch.device("cuda", 0)
     assert lease.take(1, 1 << 40, 0.0, go_on) == torch.device("cuda", 0), "its own shard is in there: no wait"
     assert (lease.gpu, last_owner(answers.folder, "GPU-0").place) == ("GPU-0", 1)
 
 
-def test_a_gpu_that_fails_when_it_is_taken_costs_that_process_and_then_no_other_one(answers: SimpleNamespace) -> None:
+def test_a_gpu_that_fails_when_it_is_taken_costs_that_process_and_then_no_other_one(answers):
     fail_elsewhere(answers.folder, THREE[0], "illegal address")  # a member died of it, and its standby looks for itself
     answers.broken.add(0)
     for gpu in THREE[1:]:
@@ -100,7 +100,7 @@ def test_a_gpu_that_fails_when_it_is_taken_costs_that_process_and_then_no_other_
         lease_in(answers).take(0, 1, 0.0, go_on)
 
 
-def test_a_gpu_that_fails_after_an_abort_is_recorded_as_failed_once_from_its_process(answers: SimpleNamespace) -> None:
+def test_a_gpu_that_fails_after_an_abort_is_recorded_as_failed_once_from_its_process(answers):
     lease = lease_in(answers)
     lease.take(0, 1, 0.0, go_on)
     assert lease.healthy()
@@ -111,13 +111,13 @@ def test_a_gpu_that_fails_after_an_abort_is_recorded_as_failed_once_from_its_pro
     assert not lease.healthy(), "once broken, always"
 
 
-def test_a_gpu_that_failed_in_this_process_before_is_not_taken_by_it(answers: SimpleNamespace) -> None:
+def test_a_gpu_that_failed_in_this_process_before_is_not_taken_by_it(answers):
     lease = lease_in(answers)
     lease.avoided = frozenset(["GPU-0"])
     assert lease.take(0, 1, 0.0, go_on) == torch.device("cuda", 1)
 
 
-def test_a_newcomer_waits_for_the_memory_of_the_process_before_it(answers: SimpleNamespace) -> None:
+def test_a_newcomer_waits_for_the_memory_of_the_process_before_it(answers):
     answers.free[0] = 15
 
     def freed() -> None:
@@ -127,7 +127,7 @@ def test_a_newcomer_waits_for_the_memory_of_the_process_before_it(answers: Simpl
     assert answers.free[0] == 16
 
 
-def test_given_back_only_once_the_cache_is_empty(answers: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_back_only_once_the_cache_is_empty(answers, monkeypatch):
     lease = lease_in(answers)
     lease.take(0, 1, 0.0, go_on)
     locked_then = []
@@ -141,9 +141,7 @@ def test_given_back_only_once_the_cache_is_empty(answers: SimpleNamespace, monke
     assert GpuLease("run", answers.folder).lock(THREE[0])
 
 
-def test_a_gpu_that_fails_when_it_is_given_back_is_recorded_as_failed_and_is_given_back(
-    answers: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_fails_when_it_is_given_back_is_recorded_as_failed_and_is_given_back(answers, monkeypatch):
     def dead(device: torch.device) -> None:
         raise BROKEN
 
@@ -157,7 +155,7 @@ def test_a_gpu_that_fails_when_it_is_given_back_is_recorded_as_failed_and_is_giv
         lease.take(0, 1, 0.0, go_on)
 
 
-def test_a_gpu_whose_wrong_result_was_proven_is_bad_at_once(answers: SimpleNamespace) -> None:
+def test_a_gpu_whose_wrong_result_was_proven_is_bad_at_once(answers):
     lease = lease_in(answers)
     lease.take(0, 1, 0.0, go_on)
     lease.erred(ComputedWrongly("step 7: wrong is rank 0", step=7, ranks=(0,), what="local gradient"))
@@ -165,7 +163,7 @@ def test_a_gpu_whose_wrong_result_was_proven_is_bad_at_once(answers: SimpleNames
     assert "step 7: wrong is rank 0" in failures_of(answers.folder, "GPU-0")[0].why
 
 
-def test_who_stands_by_waits_for_its_groups_before_it_empties_the_cache() -> None:
+def test_who_stands_by_waits_for_its_groups_before_it_empties_the_cache():
     """The order in `Member.stand`, with a real aborter whose backend takes its time."""
     done, order = threading.Event(), list[str]()
 
@@ -228,13 +226,13 @@ def warm_with(answers: SimpleNamespace, warm: Told) -> device.Warmed:
     return warm_devices(TASK, THREE, 2, answers.folder, warm, device.probe)
 
 
-def test_a_first_step_imports_no_fused_kernels_because_the_warm_up_has(answers: SimpleNamespace) -> None:
+def test_a_first_step_imports_no_fused_kernels_because_the_warm_up_has(answers):
     liger._kernels.cache_clear()
     warm_with(answers, told()[0])
     assert liger._kernels.cache_info().currsize == 1
 
 
-def test_one_dead_gpu_stops_no_process_and_the_second_leaves_it_alone(answers: SimpleNamespace) -> None:
+def test_one_dead_gpu_stops_no_process_and_the_second_leaves_it_alone(answers):
     answers.broken.add(1)
     warm, warmed = told()
     found = warm_with(answers, warm)
@@ -249,7 +247,7 @@ def test_one_dead_gpu_stops_no_process_and_the_second_leaves_it_alone(answers: S
     assert warmed == [0, 2, 0, 2]
 
 
-def test_a_gpu_that_dies_of_its_warm_up_or_computes_wrongly_is_recorded_as_failed(answers: SimpleNamespace) -> None:
+def test_a_gpu_that_dies_of_its_warm_up_or_computes_wrongly_is_recorded_as_failed(answers):
     def dies(task: Any, device: torch.device, *rest: Any) -> str:
         if device.index == 0:
             answers.broken.add(0)
@@ -271,16 +269,14 @@ def test_a_gpu_that_dies_of_its_warm_up_or_computes_wrongly_is_recorded_as_faile
     ],
     ids=["a kernel that fails on a well GPU", "every GPU fails"],
 )
-def test_a_process_or_software_at_fault_is_raised_and_no_gpu_is_recorded(
-    answers: SimpleNamespace, broken: tuple[int, ...], gpu0: Any, error: str
-) -> None:
+def test_a_process_or_software_at_fault_is_raised_and_no_gpu_is_recorded(answers, broken, gpu0, error):
     answers.broken |= set(broken)
     with pytest.raises((RuntimeError, RunFailed), match=error):
         warm_with(answers, told(gpu0=gpu0)[0])
     assert set(verdicts_of(answers.folder, [gpu.name for gpu in THREE]).values()) == {"good"}
 
 
-def test_beside_another_process_no_length_is_warmed_up(answers: SimpleNamespace) -> None:
+def test_beside_another_process_no_length_is_warmed_up(answers):
     asked: dict[int | None, int] = {}
 
     def warm(task: Any, device: torch.device, shapes: Any, cp: int, *rest: Any) -> str:
@@ -295,14 +291,14 @@ def test_beside_another_process_no_length_is_warmed_up(answers: SimpleNamespace)
 @pytest.mark.parametrize(
     "error", [torch.AcceleratorError("CUDA error: out of memory"), torch.OutOfMemoryError("CUDA out of memory")]
 )
-def test_a_full_gpu_is_taken_cold_and_is_not_recorded_as_failed(answers: SimpleNamespace, error: Exception) -> None:
+def test_a_full_gpu_is_taken_cold_and_is_not_recorded_as_failed(answers, error):
     warm, warmed = told(gpu1=error)
     outcome = warm_with(answers, warm)
     assert (warmed, outcome.failed, outcome.kernels) == ([0, 1, 2], frozenset(), {"attention": "flash 1.0"})
     assert verdicts_of(answers.folder, ["GPU-1"]) == {"GPU-1": "good"}
 
 
-def test_a_gpu_that_is_anothers_alone_is_skipped_without_a_record(answers: SimpleNamespace) -> None:
+def test_a_gpu_that_is_anothers_alone_is_skipped_without_a_record(answers):
     assert GpuLease("other", answers.folder).lock(THREE[0])
     answers.broken.add(0)
     assert warm_with(answers, told()[0]).failed == {"GPU-0"}
@@ -313,7 +309,7 @@ def test_a_gpu_that_is_anothers_alone_is_skipped_without_a_record(answers: Simpl
 # ------------------------------------------------------------ counted
 
 
-def test_a_node_has_room_for_one_member_less_for_each_bad_gpu() -> None:
+def test_a_node_has_room_for_one_member_less_for_each_bad_gpu():
     node = NodeInfo("n", "10.0.0.1", 9, False, 4)
     assert without(node, []) == node
     assert without(node, ["GPU-1"]).num_gpus == 3

@@ -51,7 +51,7 @@ def acquire(lease: GpuLease, place: int, seen: tuple[Gpu, ...] = FOUR) -> Gpu:
 # ------------------------------------------------------------ holding
 
 
-def test_a_gpu_has_one_owner_and_gets_free_when_it_is_given_back(tmp_path: Path) -> None:
+def test_a_gpu_has_one_owner_and_gets_free_when_it_is_given_back(tmp_path):
     first, second = GpuLease("run", tmp_path), GpuLease("run", tmp_path)
     assert first.lock(A)
     assert not second.lock(A)
@@ -60,7 +60,7 @@ def test_a_gpu_has_one_owner_and_gets_free_when_it_is_given_back(tmp_path: Path)
     assert GpuLease("run", tmp_path).lock(A)
 
 
-def test_the_gpu_of_a_killed_process_is_free_at_once(tmp_path: Path) -> None:
+def test_the_gpu_of_a_killed_process_is_free_at_once(tmp_path):
     with owner_process(tmp_path, A, 3) as process:
         lease = GpuLease("run", tmp_path)
         assert not lease.lock(A)
@@ -74,7 +74,7 @@ def test_the_gpu_of_a_killed_process_is_free_at_once(tmp_path: Path) -> None:
         )
 
 
-def test_processes_that_count_their_gpus_differently_mean_the_same_one(tmp_path: Path) -> None:
+def test_processes_that_count_their_gpus_differently_mean_the_same_one(tmp_path):
     """One sees all four, the other was started with the last two of them."""
     assert GpuLease("run", tmp_path).lock(D)
     other = GpuLease("other", tmp_path)
@@ -83,9 +83,7 @@ def test_processes_that_count_their_gpus_differently_mean_the_same_one(tmp_path:
         acquire(GpuLease("other", tmp_path), 1, (Gpu(0, C.name), Gpu(1, D.name)))
 
 
-def test_a_lock_file_that_was_removed_gives_no_second_owner_of_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_file_that_was_removed_gives_no_second_owner_of_the_old_one(tmp_path, monkeypatch):
     path, opened = lock_path(tmp_path, A.name), leases.open_shared
 
     def open_and_lose(path: Path) -> int:
@@ -100,7 +98,7 @@ def test_a_lock_file_that_was_removed_gives_no_second_owner_of_the_old_one(
     assert path.exists()
 
 
-def test_files_are_for_all_users_whatever_the_umask(tmp_path: Path) -> None:
+def test_files_are_for_all_users_whatever_the_umask(tmp_path):
     before = os.umask(0o077)
     try:
         folder = shared_folder(tmp_path / "gpus")
@@ -146,7 +144,7 @@ def folder_for_all() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_failures_count_that_root_or_the_same_user_has_recorded(folder_for_all: Path) -> None:
+def test_failures_count_that_root_or_the_same_user_has_recorded(folder_for_all):
     folder = folder_for_all
     record_failure(folder, B, "it broke", is_proven=True)
     command = [sys.executable, "-c", FAILS_AS_NOBODY, str(folder), A.name, B.name]
@@ -172,9 +170,7 @@ PLANTED: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("plant", PLANTED.values(), ids=list(PLANTED))
-def test_what_is_no_file_in_a_records_place_is_none_and_nobody_waits_for_it(
-    tmp_path: Path, plant: Callable[[Path], object]
-) -> None:
+def test_what_is_no_file_in_a_records_place_is_none_and_nobody_waits_for_it(tmp_path, plant):
     (tmp_path / "precious").write_text("kept")
     for path in (lock_path(tmp_path, A.name), failure_record_path(tmp_path, A.name)):
         plant(path)
@@ -188,7 +184,7 @@ def test_what_is_no_file_in_a_records_place_is_none_and_nobody_waits_for_it(
     assert (tmp_path / "precious").read_text() == "kept"
 
 
-def test_a_link_in_the_place_of_the_folder_is_refused_and_its_target_keeps_its_mode(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_the_folder_is_refused_and_its_target_keeps_its_mode(tmp_path):
     (tmp_path / "home").mkdir(mode=0o700)
     (tmp_path / "gpus").symlink_to(tmp_path / "home")
     with pytest.raises(NotADirectoryError, match="somebody has put it there"):
@@ -197,7 +193,7 @@ def test_a_link_in_the_place_of_the_folder_is_refused_and_its_target_keeps_its_m
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_locks_the_same_files(folder_for_all: Path) -> None:
+def test_another_user_locks_the_same_files(folder_for_all):
     folder = folder_for_all
     lease = GpuLease("run", folder)
     acquire(lease, 0)
@@ -208,7 +204,7 @@ def test_another_user_locks_the_same_files(folder_for_all: Path) -> None:
         assert done.stdout.strip() == told, done.stderr
 
 
-def test_a_file_that_is_there_is_not_opened_as_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_there_is_not_opened_as_a_new_one(tmp_path, monkeypatch):
     """Where fs.protected_regular is set the kernel refuses that for another user's file in such a folder."""
     os.close(open_shared(tmp_path / "lock"))
     asked, opened = list[int](), os.open
@@ -233,20 +229,20 @@ def of(place: int, run: str = "run") -> Owner:
     return Owner(run=run, place=place)
 
 
-def test_a_place_takes_its_own_gpu_and_waits_for_it_before_it_takes_anothers() -> None:
+def test_a_place_takes_its_own_gpu_and_waits_for_it_before_it_takes_anothers():
     records = held(a=of(0), b=of(1), c=of(2), d=of(1, "another run"))
     assert order_of(FOUR, records, {}, "run", 2, 0.0) == [C]
     assert order_of(FOUR, records, {}, "run", 2, PATIENCE_S) == [C, D, A, B]
 
 
-def test_a_place_without_a_gpu_of_its_own_leaves_the_others_theirs_for_a_while() -> None:
+def test_a_place_without_a_gpu_of_its_own_leaves_the_others_theirs_for_a_while():
     records = held(a=of(0), b=of(1))
     assert order_of(FOUR, records, {}, "run", 3, 0.0) == [C, D]
     assert order_of(FOUR, records, {}, "run", 3, PATIENCE_S) == [C, D, A, B]
     assert order_of(FOUR, {}, {}, "run", 3, 0.0) == list(FOUR)
 
 
-def test_a_bad_gpu_is_never_taken_and_a_doubtful_one_last() -> None:
+def test_a_bad_gpu_is_never_taken_and_a_doubtful_one_last():
     records = held(a=of(0), b=of(1))
     assert order_of(FOUR, records, {B.name: "bad"}, "run", 1, 0.0) == [C, D]
     assert order_of(FOUR, records, {B.name: "doubtful"}, "run", 1, 0.0) == [C, D, B], "without waiting for it"
@@ -255,7 +251,7 @@ def test_a_bad_gpu_is_never_taken_and_a_doubtful_one_last() -> None:
     assert order_of((A,), records, {A.name: "bad"}, "run", 0, 60.0) == []
 
 
-def test_two_newcomers_at_once_get_the_gpus_of_their_places(tmp_path: Path) -> None:
+def test_two_newcomers_at_once_get_the_gpus_of_their_places(tmp_path):
     with owner_process(tmp_path, A, 0), owner_process(tmp_path, B, 1) as one, owner_process(tmp_path, C, 2) as two:
         one.kill(), one.wait()
         waiting, go = GpuLease("run", tmp_path), threading.Event()
@@ -273,7 +269,7 @@ def test_two_newcomers_at_once_get_the_gpus_of_their_places(tmp_path: Path) -> N
         assert acquire(GpuLease("run", tmp_path), 1, FOUR[:3]) == B
 
 
-def test_who_sits_elsewhere_now_keeps_its_gpu_under_its_new_place(tmp_path: Path) -> None:
+def test_who_sits_elsewhere_now_keeps_its_gpu_under_its_new_place(tmp_path):
     lease = GpuLease("run", tmp_path)
     assert acquire(lease, 2) == A
     assert acquire(lease, 0) == A
@@ -282,7 +278,7 @@ def test_who_sits_elsewhere_now_keeps_its_gpu_under_its_new_place(tmp_path: Path
     assert last_owner(tmp_path, A.name) == Owner(0, 0, "run", 0), "the place comes back to it"
 
 
-def test_waiting_ends_with_what_the_check_raises(tmp_path: Path) -> None:
+def test_waiting_ends_with_what_the_check_raises(tmp_path):
     assert GpuLease("run", tmp_path).lock(A)
 
     def aborted() -> None:
@@ -292,7 +288,7 @@ def test_waiting_ends_with_what_the_check_raises(tmp_path: Path) -> None:
         GpuLease("run", tmp_path).acquire((A,), 0, 60.0, aborted)
 
 
-def test_a_refusal_names_who_holds_each_gpu_and_the_files(tmp_path: Path) -> None:
+def test_a_refusal_names_who_holds_each_gpu_and_the_files(tmp_path):
     for _ in range(2):
         fail_elsewhere(tmp_path, B, "fell off the bus")
     with owner_process(tmp_path, A, 3) as process, pytest.raises(PeerFailed) as refused:
@@ -302,7 +298,7 @@ def test_a_refusal_names_who_holds_each_gpu_and_the_files(tmp_path: Path) -> Non
     assert f"GPU 1 failed (fell off the bus; {tmp_path}/{B.name}.*.bad)" in told
 
 
-def test_the_owner_of_a_lock_is_read_from_the_kernels_table(tmp_path: Path) -> None:
+def test_the_owner_of_a_lock_is_read_from_the_kernels_table(tmp_path):
     path = lock_path(tmp_path, A.name)
     assert lock_owner(path, "") is None
     acquire(GpuLease("run", tmp_path), 0)
@@ -323,7 +319,7 @@ ENDLESS = '{"pid": 1e999, "started": 1e999, "unix_s": 1e999, "why": "", "run": "
 @pytest.mark.parametrize(
     "text", ["", "{", "[1]", "7", '{"pid": 1}', STRANGE, ENDLESS, "\udcff", "[" * 50_000, "x" * (1 << 20)]
 )
-def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+def test_a_record_that_cannot_be_read_is_none(tmp_path, text):
     lock_path(tmp_path, A.name).write_bytes(text.encode(errors="surrogateescape"))
     failure_record_path(tmp_path, A.name).write_bytes(text.encode(errors="surrogateescape"))
     assert last_owner(tmp_path, A.name) == Owner()
@@ -334,7 +330,7 @@ def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None
 # ------------------------------------------------------------ which not
 
 
-def test_a_gpu_on_which_two_processes_failed_within_the_time_is_bad() -> None:
+def test_a_gpu_on_which_two_processes_failed_within_the_time_is_bad():
     now = 1e9
     one, same, two = (GpuFailure(pid, 1, now - 10, "why") for pid in (1, 1, 2))
     assert verdict([], now) == "good"
@@ -348,7 +344,7 @@ def test_a_gpu_on_which_two_processes_failed_within_the_time_is_bad() -> None:
     assert verdict([proven], now + 2 * FAILURE_WINDOW_S) == "bad", "and no time mends it"
 
 
-def test_failures_of_real_processes_make_a_gpu_bad_until_its_mark_is_removed(tmp_path: Path) -> None:
+def test_failures_of_real_processes_make_a_gpu_bad_until_its_mark_is_removed(tmp_path):
     fail_elsewhere(tmp_path, A, "first line\nsecond")
     assert verdicts_of(tmp_path, [A.name, B.name]) == {A.name: "doubtful", B.name: "good"}
     lease = GpuLease("run", tmp_path)
@@ -362,14 +358,14 @@ def test_failures_of_real_processes_make_a_gpu_bad_until_its_mark_is_removed(tmp
     assert bad_ones(tmp_path, [A.name]) == []
 
 
-def test_a_mark_that_may_not_be_read_is_none(tmp_path: Path) -> None:
+def test_a_mark_that_may_not_be_read_is_none(tmp_path):
     failure_record_path(tmp_path, A.name).mkdir()
     lock_path(tmp_path, B.name).mkdir()
     assert bad_ones(tmp_path, [A.name]) == []
     assert last_owner(tmp_path, B.name) == Owner()
 
 
-def test_a_gpu_that_another_process_computes_on_is_not_recorded_as_failed(tmp_path: Path) -> None:
+def test_a_gpu_that_another_process_computes_on_is_not_recorded_as_failed(tmp_path):
     with owner_process(tmp_path, A, 0):
         assert not record_failure_if_free(tmp_path, A, "busy or unavailable")
     assert verdicts_of(tmp_path, [A.name]) == {A.name: "good"}
@@ -380,7 +376,7 @@ def test_a_gpu_that_another_process_computes_on_is_not_recorded_as_failed(tmp_pa
     assert GpuLease("run", tmp_path).lock(A)
 
 
-def test_a_record_is_plain_json(tmp_path: Path) -> None:
+def test_a_record_is_plain_json(tmp_path):
     acquire(GpuLease("run", tmp_path), 5)
     assert json.loads(lock_path(tmp_path, A.name).read_text())["place"] == 5
 
@@ -403,24 +399,24 @@ class Memory:
         return self.readings.pop(0)
 
 
-def test_where_enough_is_free_nobody_is_waited_for() -> None:
+def test_where_enough_is_free_nobody_is_waited_for():
     memory = Memory(8)
     assert wait_for_memory(memory, 8, lambda: True, go_on, 60.0) == 8
     assert memory.num_read == 1
 
 
-def test_memory_is_waited_for_while_the_process_before_is_there() -> None:
+def test_memory_is_waited_for_while_the_process_before_is_there():
     assert wait_for_memory(Memory(1, 1, 3, 9), 8, lambda: True, go_on, 60.0) == 9
 
 
-def test_once_the_process_before_has_ended_and_no_more_gets_free_it_goes_on() -> None:
+def test_once_the_process_before_has_ended_and_no_more_gets_free_it_goes_on():
     there = [True]
     memory = Memory(1, 2, 3, then=there.clear)
     assert wait_for_memory(memory, 8, lambda: bool(there), go_on, 60.0) == 3
     assert memory.num_read > 3
 
 
-def test_the_wait_for_memory_is_bounded_and_an_abort_ends_it() -> None:
+def test_the_wait_for_memory_is_bounded_and_an_abort_ends_it():
     assert wait_for_memory(Memory(1), 8, lambda: True, go_on, 0.05) == 1
 
     def aborted() -> None:
@@ -430,7 +426,7 @@ def test_the_wait_for_memory_is_bounded_and_an_abort_ends_it() -> None:
         wait_for_memory(Memory(1), 8, lambda: True, aborted, 60.0)
 
 
-def test_a_previous_owner_is_there_until_its_last_thread_has_ended(tmp_path: Path) -> None:
+def test_a_previous_owner_is_there_until_its_last_thread_has_ended(tmp_path):
     with owner_process(tmp_path, A, 0) as process:
         lease = GpuLease("run", tmp_path)
         os.kill(process.pid, signal.SIGKILL)
@@ -455,7 +451,7 @@ ctypes.CDLL(None).syscall(60, 0)  # exit of this thread alone, on x86-64
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of a system call")
-def test_a_process_whose_first_thread_has_ended_before_the_others_is_there() -> None:
+def test_a_process_whose_first_thread_has_ended_before_the_others_is_there():
     with subprocess.Popen([sys.executable, "-c", LEADERLESS], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == "up"

@@ -22,13 +22,13 @@ def module_of(source: str) -> Module:
     return Module(ROOT / "elastic_ring" / "module.py", tuple(ast.walk(ast.parse(source))))
 
 
-def test_no_counter_is_worse_than_its_bound() -> None:
+def test_no_counter_is_worse_than_its_bound():
     counts = counters()
     assert counts.keys() == BOUNDS.keys()
     assert {title: count for title, count in counts.items() if not BOUNDS[title].holds(count)} == {}
 
 
-def test_each_binding_of_a_word_that_is_no_name_is_seen() -> None:
+def test_each_binding_of_a_word_that_is_no_name_is_seen():
     source = """
 def f(found, *, told=0):
     one, (others, x) = found
@@ -46,7 +46,7 @@ class Data:
     assert sorted(words) == sorted(NO_NAMES - {"made", "taken", "told_of"})
 
 
-def test_a_function_is_counted_unless_it_is_a_property_a_dunder_an_overload_or_a_stub() -> None:
+def test_a_function_is_counted_unless_it_is_a_property_a_dunder_an_overload_or_a_stub():
     source = """
 class A:
     def __init__(self): self.x = 0
@@ -71,7 +71,7 @@ class A:
     assert names == ["method", "nested"]
 
 
-def test_an_alias_of_an_untyped_mapping_is_one() -> None:
+def test_an_alias_of_an_untyped_mapping_is_one():
     source = "A = dict[str, Any]\nB: TypeAlias = typing.Mapping[str, typing.Any]\nC = dict[str, int]\nD = list[A]"
     module = module_of(source)
     assert aliases(module) == {"A", "B"}

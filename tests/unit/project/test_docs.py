@@ -151,11 +151,11 @@ def cells_of(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"][2:]
 
 
-def test_the_readme_has_at_most_200_lines() -> None:
+def test_the_readme_has_at_most_200_lines():
     assert len(README.splitlines()) <= 200
 
 
-def test_a_change_replaces_words_of_the_pages_and_adds_none() -> None:
+def test_a_change_replaces_words_of_the_pages_and_adds_none():
     """Dated results, and tables and examples that a command prints, do not count."""
     pages = {page: text.split() for page, text in TEXTS.items() if page.parent.name != "results"}
     printed = TEXTS[DOCS / "metrics.md"].split("## The table", 1)[1].split() + guard_table.table().split()
@@ -165,19 +165,19 @@ def test_a_change_replaces_words_of_the_pages_and_adds_none() -> None:
     assert len(pages[DOCS / "benchmarks.md"]) <= 1200, "figures have their place in benchmarks/results"
 
 
-def test_the_changelog_has_one_line_a_change() -> None:
+def test_the_changelog_has_one_line_a_change():
     lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) > 100
     assert [line for line in lines[3:] if (line and line[:2] not in ("- ", "##")) or len(line) > 120] == []
 
 
-def test_the_quickstart_has_every_command() -> None:
+def test_the_quickstart_has_every_command():
     text = TEXTS[DOCS / "quickstart.md"]
     table = cells_of(text[text.index("| command |") :].split("\n\n")[0])
     assert {row[0].strip("`").split()[1] for row in table} == set(cli.COMMANDS)
 
 
-def test_every_option_that_a_page_gives_to_a_command_is_known_to_it() -> None:
+def test_every_option_that_a_page_gives_to_a_command_is_known_to_it():
     calls = set(console_calls())
     assert {("train", "--faults"), ("train", "--run-dir"), ("train", "--plan"), ("status", "--watch")} <= calls
     unknown = [
@@ -188,7 +188,7 @@ def test_every_option_that_a_page_gives_to_a_command_is_known_to_it() -> None:
     assert unknown == []
 
 
-def test_every_option_that_a_page_gives_to_a_benchmark_is_in_its_source() -> None:
+def test_every_option_that_a_page_gives_to_a_benchmark_is_in_its_source():
     harness = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks" / "harness").glob("*.py"))
     calls = set(bench_calls())
     assert len({script for script, _ in calls}) > 10
@@ -200,13 +200,13 @@ def test_every_option_that_a_page_gives_to_a_benchmark_is_in_its_source() -> Non
     assert unknown == []
 
 
-def test_every_file_that_a_page_names_is_there() -> None:
+def test_every_file_that_a_page_names_is_there():
     named = set(re.findall(rf"(?<![\w./-]){TOP}/[\w./-]*\w", ALL))
     assert len(named) > 60
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
-def test_the_four_questions_lead_to_code_that_is_there() -> None:
+def test_the_four_questions_lead_to_code_that_is_there():
     architecture = TEXTS[DOCS / "architecture.md"]
     assert "(docs/architecture.md)" in README
     answers = rows(TEXTS[ROOT / "CONTRIBUTING.md"], "Four questions")
@@ -219,14 +219,14 @@ def test_the_four_questions_lead_to_code_that_is_there() -> None:
             assert re.search(rf"^ *(?:def {name}|class {name}|{name}:)", defined, re.MULTILINE), name
 
 
-def test_every_make_target_that_a_page_names_is_there() -> None:
+def test_every_make_target_that_a_page_names_is_there():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = {one or other for one, other in MAKE.findall(ALL)}
     assert {"train", "test", "docs"} <= targets
     assert [target for target in sorted(targets) if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
 
 
-def test_every_setting_that_a_page_names_is_there() -> None:
+def test_every_setting_that_a_page_names_is_there():
     classes = {name: getattr(elastic_ring, name) for name in elastic_ring.__all__} | {"ModelConfig": ModelConfig}
     named = re.findall(r"`(\w+)[.(](\w+)[=`()]", ALL)
     checked = [(kind, setting) for kind, setting in named if inspect.isclass(classes.get(kind))]
@@ -239,7 +239,7 @@ def test_every_setting_that_a_page_names_is_there() -> None:
     assert unknown == []
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_every_link_leads_somewhere():
     broken = []
     for page, text in TEXTS.items():
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -257,13 +257,13 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_every_page_is_in_the_site() -> None:
+def test_every_page_is_in_the_site():
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = set(re.findall(r": ([\w/]+\.md)$", site, re.MULTILINE))
     assert {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - {"testing.md"} == named - {"testing.md"}
 
 
-def test_every_object_of_the_api_page_is_there() -> None:
+def test_every_object_of_the_api_page_is_there():
     named = re.findall(r"^::: ([\w.]+)$", TEXTS[DOCS / "api.md"], re.MULTILINE)
     assert {f"elastic_ring.{name}" for name in elastic_ring.__all__ if name != "ElasticRingTrainer"} <= set(named)
     for name in named:
@@ -277,18 +277,18 @@ def test_every_object_of_the_api_page_is_there() -> None:
         assert [member for member in members.split(", ") if not hasattr(holder, member)] == []
 
 
-def test_the_drawings_are_what_the_script_draws() -> None:
+def test_the_drawings_are_what_the_script_draws():
     drawn = runpy.run_path(str(DOCS / "images" / "draw.py"))["drawings"]()
     for name, drawing in drawn.items():
         assert (DOCS / "images" / name).read_text(encoding="utf-8") == drawing, f"run docs/images/draw.py: {name}"
 
 
-def test_the_tables_of_the_code_are_what_the_script_writes() -> None:
+def test_the_tables_of_the_code_are_what_the_script_writes():
     for (page, column), table in TABLES.items():
         assert table in TEXTS[DOCS / page], f"run docs/tables.py: {column}"
 
 
-def test_the_families_of_patterns_are_those_of_the_code() -> None:
+def test_the_families_of_patterns_are_those_of_the_code():
     listed = rows(TEXTS[DOCS / "patterns.md"], "Families")
     assert sorted(family.strip("`") for family, _, _ in listed) == sorted((*parse._FAMILIES, *parse._LISTED))
     for family, example, _ in listed:
@@ -296,25 +296,25 @@ def test_the_families_of_patterns_are_those_of_the_code() -> None:
         parse_pattern(example.strip("`"))
 
 
-def test_the_table_of_timeouts_is_that_of_the_code() -> None:
+def test_the_table_of_timeouts_is_that_of_the_code():
     """Fields, order and defaults."""
     told = [(cells[0].strip("`"), float(cells[1])) for cells in rows(MEND, "Timeouts")]
     assert told == [(field.name, field.default) for field in dataclasses.fields(Timeouts)]
 
 
-def test_the_table_of_metrics_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_metrics_is_what_the_command_prints(capsys):
     assert main(["metrics", "--table"]) == 0
     assert TEXTS[DOCS / "metrics.md"].endswith(f"\n\n{capsys.readouterr().out}")
 
 
-def test_every_variable_that_workers_get_is_named_with_its_value_and_why() -> None:
+def test_every_variable_that_workers_get_is_named_with_its_value_and_why():
     table = rows(TEXTS[OPERATING / "gpus.md"], "Variables of workers on GPUs")
     told = {name.strip("`"): (value, why) for name, value, why in table}
     assert {name: value for name, (value, _) in told.items()} == WORKER_ENVIRONMENT
     assert all(why for _, why in told.values())
 
 
-def test_every_kind_of_error_is_explained_once() -> None:
+def test_every_kind_of_error_is_explained_once():
     told = [cells[0].strip("`") for cells in rows(MEND, "Errors")]
     kinds = {
         name
@@ -325,7 +325,7 @@ def test_every_kind_of_error_is_explained_once() -> None:
     assert set(told) == kinds
 
 
-def test_the_grammar_of_faults_is_that_of_the_code() -> None:
+def test_the_grammar_of_faults_is_that_of_the_code():
     told = {
         cells[0]: set(re.findall(r"`([\w-]+)`", cells[1]))
         for cells in rows(TEXTS[DOCS / "guarantees.md"], "Planned faults")
@@ -339,13 +339,13 @@ def test_the_grammar_of_faults_is_that_of_the_code() -> None:
         assert parse_faults(schedule)
 
 
-def test_the_files_of_a_run_have_the_names_that_the_quickstart_gives() -> None:
+def test_the_files_of_a_run_have_the_names_that_the_quickstart_gives():
     others = ("config.json", "loss.png", "weights.safetensors")
     for name in (JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, *others):
         assert f"| `{name}` |" in TEXTS[DOCS / "quickstart.md"]
 
 
-def test_the_settings_file_of_the_quickstart_is_one(tmp_path: Path) -> None:
+def test_the_settings_file_of_the_quickstart_is_one(tmp_path):
     (file,) = re.findall(r"^```toml\n(.*?)^```$", TEXTS[DOCS / "quickstart.md"], re.MULTILINE | re.DOTALL)
     (tmp_path / "run.toml").write_text(file, encoding="utf-8")
     asked = settings.parse(["--config", str(tmp_path / "run.toml"), "--dp", "3", "--run.timeouts.start-s", "300"])
@@ -372,7 +372,7 @@ PLACEHOLDER = r"…|\(\w+\)|\(T, G\)|\b(?:[A-Z][A-Z_]*|Event|Command|Build|reaso
 
 
 @pytest.mark.parametrize("heading", ["Coordinator", "Node agent", "Worker"])
-def test_log_lines_that_the_runbook_explains_are_in_the_code(heading: str) -> None:
+def test_log_lines_that_the_runbook_explains_are_in_the_code(heading):
     """Of each line the longest stretch between placeholders (`N`, `WORKER`, `…`)."""
     text = WATCH.split(f"\n**{heading}**\n", 1)[1].split("\n**", 1)[0].split("\n## ", 1)[0]
     said = [line for cells in cells_of(text) for line in re.findall(r"`([^`]+)`", cells[0])]
@@ -385,14 +385,14 @@ def test_log_lines_that_the_runbook_explains_are_in_the_code(heading: str) -> No
     assert missing == []
 
 
-def test_the_hugging_face_example_has_15_lines() -> None:
+def test_the_hugging_face_example_has_15_lines():
     source = (ROOT / "examples" / "finetune_hf.py").read_text(encoding="utf-8")
     code = source.split('"""')[2]
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
 
 
 @pytest.mark.slow
-def test_ring_attention_alone_runs_on_two_ranks_and_agrees_with_one_process() -> None:
+def test_ring_attention_alone_runs_on_two_ranks_and_agrees_with_one_process():
     """The example compares itself with torch's own attention and fails where they differ."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -410,7 +410,7 @@ def test_ring_attention_alone_runs_on_two_ranks_and_agrees_with_one_process() ->
 
 
 @pytest.mark.slow
-def test_own_model_trains_through_the_loss_of_its_worker(tmp_path: Path) -> None:
+def test_own_model_trains_through_the_loss_of_its_worker(tmp_path):
     folder = tmp_path / "own"
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "own_model.py"), "--steps", "3", "--run-dir", str(folder)],
@@ -430,7 +430,7 @@ def test_own_model_trains_through_the_loss_of_its_worker(tmp_path: Path) -> None
     assert (folder / "weights.safetensors").stat().st_size > 0
 
 
-def test_each_answer_names_a_room_a_file_of_it_and_a_function_there() -> None:
+def test_each_answer_names_a_room_a_file_of_it_and_a_function_there():
     page = (ROOT / "tests" / "unit" / "project" / "twelve_questions.md").read_text(encoding="utf-8")
     answers = re.findall(r"^\| .*\? \| `([\w/]+)` \| `([\w/.]+)`, `(\w+)` \|$", page, re.MULTILINE)
     assert len(answers) == 12
@@ -450,7 +450,7 @@ def table() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_every_test_file_stands_in_one_row() -> None:
+def test_every_test_file_stands_in_one_row():
     """In the row that names it, else in the one that names its folder."""
     named = [place for row in table() for place in re.findall(r"`([\w./]+)`", row[1])]
     assert len(named) == len(set(named)), "no place stands in two rows"
@@ -462,7 +462,7 @@ def test_every_test_file_stands_in_one_row() -> None:
     assert lost == []
 
 
-def test_few_parameter_sets_have_each_value_and_more_of_them_each_two_values() -> None:
+def test_few_parameter_sets_have_each_value_and_more_of_them_each_two_values():
     every = [set(zip("abc", each, strict=True)) for each in product((0, 1), (0, 1, 2), (0, 1, 2))]
     once = covering(every)
     assert len(once) == 3

@@ -84,7 +84,7 @@ def words(name: str) -> set[str]:
     return {part.lower() for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
 
 
-def test_no_file_has_a_name_of_earlier_versions() -> None:
+def test_no_file_has_a_name_of_earlier_versions():
     old = [
         f"{path.relative_to(ROOT)}: say {FILES[stem]}"
         for path in modules()
@@ -96,7 +96,7 @@ def test_no_file_has_a_name_of_earlier_versions() -> None:
     assert folders & set(FILES) == set()
 
 
-def test_no_identifier_or_key_has_a_name_or_word_of_earlier_versions() -> None:
+def test_no_identifier_or_key_has_a_name_or_word_of_earlier_versions():
     old = []
     for path in modules():
         for line, name in sorted(set(identifiers(ast.parse(path.read_text(encoding="utf-8"))))):
@@ -128,7 +128,7 @@ def said(text: str) -> Iterator[tuple[int, str]]:
             yield from ((number, word) for part in re.findall(r"[A-Za-z]+", line) for word in words(part) & PROSE)
 
 
-def test_no_text_has_a_word_of_earlier_versions() -> None:
+def test_no_text_has_a_word_of_earlier_versions():
     found = [
         f"{path.relative_to(ROOT)}:{line} {word}"
         for path in texts()
@@ -137,7 +137,7 @@ def test_no_text_has_a_word_of_earlier_versions() -> None:
     assert found == []
 
 
-def test_the_search_finds_what_it_looks_for() -> None:
+def test_the_search_finds_what_it_looks_for():
     source = "def f(crew):\n    self._bad_chips = {'rung': 1}\n    g(strike=x['cast'])"
     found = {word for _, name in identifiers(ast.parse(source)) for word in words(name) & set(WORDS)}
     assert found == {"crew", "chips", "rung", "strike", "cast"}
@@ -145,6 +145,6 @@ def test_the_search_finds_what_it_looks_for() -> None:
     assert list(said(text)) == [(1, "lookouts"), (2, "parked"), (2, "trouble")]
 
 
-def test_no_binding_of_the_package_is_a_word_that_names_no_thing() -> None:
+def test_no_binding_of_the_package_is_a_word_that_names_no_thing():
     """Targets, parameters, fields and attributes of self that are exactly such a word (`counters.NO_NAMES`)."""
     assert no_names() == []

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.object_store.store import ObjectStore
-
 ROOT = Path(__file__).resolve().parents[3]
 CONFTEST = "from tests.object_store.store import object_store"
 MODULE = """
@@ -39,9 +37,7 @@ def session(folder: Path, *arguments: str, **variables: str) -> subprocess.Compl
 @pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize(("ci", "told"), [({"ELASTIC_RING_CI": "1"}, "2 errors"), ({}, "2 skipped")])
-def test_without_its_packages_ci_fails_and_others_are_told_why_tests_are_skipped(
-    tmp_path: Path, ci: dict[str, str], told: str
-) -> None:
+def test_without_its_packages_ci_fails_and_others_are_told_why_tests_are_skipped(tmp_path, ci, told):
     done = session(tmp_path, PATH=str(tmp_path), **ci)
     assert told in done.stdout
     assert "apt-get install --no-install-recommends radosgw" in done.stdout
@@ -49,7 +45,7 @@ def test_without_its_packages_ci_fails_and_others_are_told_why_tests_are_skipped
 
 
 @pytest.mark.slow
-def test_processes_of_one_session_share_it_and_it_ends_with_them(tmp_path: Path, object_store: ObjectStore) -> None:
+def test_processes_of_one_session_share_it_and_it_ends_with_them(tmp_path, object_store):
     done = session(tmp_path, "-n", "2", "--dist", "load")
     assert "2 passed" in done.stdout, done.stdout
     (found,) = {(tmp_path / name).read_text() for name in ("gw0", "gw1")}

@@ -51,7 +51,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
     return BLOCK.findall(TEXTS[DOCS / page])
 
 
-def test_every_page_with_python_is_run() -> None:
+def test_every_page_with_python_is_run():
     pages = {
         page.relative_to(DOCS).as_posix() for page, text in TEXTS.items() if DOCS in page.parents and BLOCK.search(text)
     }
@@ -60,7 +60,7 @@ def test_every_page_with_python_is_run() -> None:
 
 
 @pytest.mark.parametrize("page", NAMES)
-def test_python_on_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_on_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -74,7 +74,7 @@ def test_python_on_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert names["manifest"].num_documents == 3
 
 
-def test_examples_on_pages_are_the_files() -> None:
+def test_examples_on_pages_are_the_files():
     """`python docs/tables.py` writes them. `test_docs` and `tests/ray/libraries` run the files."""
     with_examples = runpy.run_path(str(DOCS / "tables.py"))["with_examples"]
     text = TEXTS[DOCS / "quickstart.md"]
@@ -85,7 +85,7 @@ def test_examples_on_pages_are_the_files() -> None:
     assert text == with_examples(text)
 
 
-def test_python_in_the_readme_is_quoted_from_the_examples() -> None:
+def test_python_in_the_readme_is_quoted_from_the_examples():
     """`...` on a line of its own stands for lines left out."""
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")]
     quotations = [source for _, source in BLOCK.findall(README)]

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -75,11 +75,11 @@ def prints(module: ast.Module) -> Iterator[int]:
             yield node.lineno
 
 
-def test_there_is_a_package_to_check() -> None:
+def test_there_is_a_package_to_check():
     assert len(MODULES) > 10
 
 
-def test_no_function_of_the_package_is_over_70_lines() -> None:
+def test_no_function_of_the_package_is_over_70_lines():
     too_long = [
         f"{name(path)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
         for path in MODULES
@@ -91,7 +91,7 @@ def test_no_function_of_the_package_is_over_70_lines() -> None:
     assert too_long == []
 
 
-def test_the_trainer_stays_a_door() -> None:
+def test_the_trainer_stays_a_door():
     """Counted as a reader meets them: imports in functions, too."""
     door = PACKAGE / "trainer.py"
     imported = {node.module for node in ast.walk(tree(door)) if isinstance(node, ast.ImportFrom)}
@@ -99,27 +99,27 @@ def test_the_trainer_stays_a_door() -> None:
     assert len(door.read_text(encoding="utf-8").splitlines()) < 250
 
 
-def test_no_folder_has_more_files_than_a_reader_takes_in() -> None:
+def test_no_folder_has_more_files_than_a_reader_takes_in():
     folders = Counter(path.parent.relative_to(ROOT).as_posix() for path in in_repository())
     assert folders["elastic_ring/control"] > 10
     assert {folder: count for folder, count in folders.items() if count > MAX_FILES_OF_A_FOLDER} == {}
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_says_what_it_is_for():
     """An empty `__init__.py` only makes a folder a package and need not speak."""
     modules = {name(path): tree(path) for path in MODULES}
     silent = [path for path, module in modules.items() if module.body and not ast.get_docstring(module)]
     assert silent == []
 
 
-def test_the_environment_is_read_in_one_place() -> None:
+def test_the_environment_is_read_in_one_place():
     readers = {name(path): lines for path in MODULES if (lines := list(environment_reads(tree(path))))}
     assert readers.pop(SETS_ENVIRONMENT)
     assert set(readers) <= MAY_READ_ENVIRONMENT, readers
     assert len(readers) <= 1, f"one place, not several: {readers}"
 
 
-def test_json_of_others_is_read_in_one_place() -> None:
+def test_json_of_others_is_read_in_one_place():
     """`plain_json` bounds its size and depth. What a process wrote for itself is read as it is."""
     own = ("control/", "forecast/", "files.py", "integrations/transformers/model.py")
     own += ("integrations/transformers/first_values.py", "integrations/transformers/lora.py", "runtime/agent/launch.py")
@@ -134,7 +134,7 @@ def test_json_of_others_is_read_in_one_place() -> None:
     assert not readers, readers
 
 
-def test_only_the_terminal_report_prints() -> None:
+def test_only_the_terminal_report_prints():
     printers = {name(path): lines for path in MODULES if (lines := list(prints(tree(path))))}
     assert {path for path in printers if not path.startswith(PRINTING_ROOMS)} <= MAY_PRINT, printers
 
@@ -149,7 +149,7 @@ def test_only_the_terminal_report_prints() -> None:
         (prints, "import sys\nsys.stderr.write('x')"),
     ],
 )
-def test_the_searches_find_what_they_look_for(find: Callable[[ast.Module], Iterator[int]], source: str) -> None:
+def test_the_searches_find_what_they_look_for(find, source):
     assert list(find(ast.parse(source)))
 
 
@@ -161,7 +161,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
-def test_every_error_comes_back_whole_from_a_pickle(kind: type[errors.ElasticRingError]) -> None:
+def test_every_error_comes_back_whole_from_a_pickle(kind):
     error = kind("rank 3 died", step=21, worker="w-3", ranks=(1, 2))
     error.add_note("while it healed")
     back = pickle.loads(pickle.dumps(error))
@@ -170,7 +170,7 @@ def test_every_error_comes_back_whole_from_a_pickle(kind: type[errors.ElasticRin
     assert (back.message, back.facts) == (error.message, error.facts)
 
 
-def test_every_error_of_the_package_is_in_the_one_tree() -> None:
+def test_every_error_of_the_package_is_in_the_one_tree():
     """A class elsewhere with a root of its own would slip past `except ElasticRingError`."""
     roots = {"Exception", "BaseException", "RuntimeError", "OSError", "ValueError", "TypeError", "KeyError"}
     strays = [
@@ -194,7 +194,7 @@ def door() -> ModuleType:
     return importlib.import_module("elastic_ring")
 
 
-def test_each_public_name_is_exported_once(door: ModuleType) -> None:
+def test_each_public_name_is_exported_once(door):
     names = list(door.__all__)
     assert len(names) == len(set(names))
     objects = [getattr(door, item) for item in names]
@@ -204,7 +204,7 @@ def test_each_public_name_is_exported_once(door: ModuleType) -> None:
     assert extra == set(), "public by accident: add to __all__ or import under a private name"
 
 
-def test_what_is_exported_is_ours_and_documented(door: ModuleType) -> None:
+def test_what_is_exported_is_ours_and_documented(door):
     for item in door.__all__:
         value = getattr(door, item)
         if inspect.isclass(value) or inspect.isroutine(value):
@@ -212,7 +212,7 @@ def test_what_is_exported_is_ours_and_documented(door: ModuleType) -> None:
             assert inspect.getdoc(value), f"{item} has no docstring"
 
 
-def test_no_file_names_this_machine() -> None:
+def test_no_file_names_this_machine():
     """Computed, not listed: whatever machine runs this, its own paths and name must not be in the text."""
     words = [str(ROOT), str(Path.home()) + "/", sys.prefix]
     if len(socket.gethostname()) > 8:
@@ -226,7 +226,7 @@ def test_no_file_names_this_machine() -> None:
     assert found == []
 
 
-def test_no_unfinished_work_is_left_in_the_text() -> None:
+def test_no_unfinished_work_is_left_in_the_text():
     stray = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b|\bbreak" + r"point\(|\bpdb\b")
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
@@ -237,7 +237,7 @@ def test_no_unfinished_work_is_left_in_the_text() -> None:
     assert found == []
 
 
-def test_the_first_are_named_and_the_others_counted() -> None:
+def test_the_first_are_named_and_the_others_counted():
     assert few([], 2) == ""
     assert few(["a", 2], 2) == "a, 2"
     assert few("abcd", 2, "; ") == "a; b and 2 more"
@@ -246,7 +246,7 @@ def test_the_first_are_named_and_the_others_counted() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
-def test_the_package_compiles_without_a_warning(version: str, tmp_path: Path) -> None:
+def test_the_package_compiles_without_a_warning(version, tmp_path):
     own = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "", "PYENV_VERSION": version}
     python, environment = shutil.which(f"python{version}"), {**os.environ, **own}
     if python is None or subprocess.run([python, "-V"], env=environment, capture_output=True).returncode:

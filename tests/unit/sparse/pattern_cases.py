@@ -54,10 +54,7 @@ RULES: dict[str, tuple[Rule, Sees | None]] = {
     "window of blocks": (Window(8), lambda q, k: q - k < 8),
     "window across blocks": (Window(7), lambda q, k: q - k < 7),
     "sinks and window": (Sinks(3) | Window(5), lambda q, k: k < 3 or q - k < 5),
-    "strided blocks": (
-        Strided(3, 2, 4),
-        lambda q, k: (q // 4 - k // 4) % 3 == 0 or q // 4 - k // 4 < 2,
-    ),
+    "strided blocks": (Strided(3, 2, 4), lambda q, k: (q // 4 - k // 4) % 3 == 0 or q // 4 - k // 4 < 2),
     "strided tokens": (Strided(5, 3, 1), lambda q, k: (q - k) % 5 == 0 or q - k < 3),
     "dilated blocks": (Dilated(DILATED_SEGMENTS, DILATED_RATES, 1, 4), dilated(DILATED_SEGMENTS, DILATED_RATES, 1, 4)),
     "dilated tokens": (Dilated(DILATED_SEGMENTS, DILATED_RATES, 3, 1), dilated(DILATED_SEGMENTS, DILATED_RATES, 3, 1)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,9 +75,7 @@ def run_and_check(case: BlockCase, rings: ThreadRings, **options: Any) -> tuple[
 @pytest.mark.parametrize("documents", [(0,), (0, 1, 4)])
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fp64_agrees_with_the_masked_reference_and_moves_the_planned_bytes(
-    rings: ThreadRings, family: str, cp: int, documents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp64_agrees_with_the_masked_reference_and_moves_the_planned_bytes(rings, family, cp, documents, monkeypatch):
     """Documents are attended each for itself. Layouts take turns, and so do own gradients in one part and in two around
     the fetched ones."""
     number = cp + list(FAMILIES).index(family)
@@ -89,7 +86,7 @@ def test_fp64_agrees_with_the_masked_reference_and_moves_the_planned_bytes(
 
 @pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
-def test_blocks_that_look_ahead_agree_with_the_masked_reference(rings: ThreadRings, cp: int) -> None:
+def test_blocks_that_look_ahead_agree_with_the_masked_reference(rings, cp):
     """Rules, layouts and packed documents take turns."""
     documents = (0, 1, 4) if cp % 3 else (0,)
     run_and_check(block_case(list(AHEAD)[cp % 4], cp, LAYOUTS[cp % 3], documents, causal=False), rings)
@@ -98,9 +95,7 @@ def test_blocks_that_look_ahead_agree_with_the_masked_reference(rings: ThreadRin
 @pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("cp", [1, 2, 3])
 @pytest.mark.parametrize("name", CUT | CUT_AHEAD)
-def test_whatever_cuts_blocks_results_are_exact_and_whole_blocks_move(
-    rings: ThreadRings, name: str, cp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_cuts_blocks_results_are_exact_and_whole_blocks_move(rings, name, cp, monkeypatch):
     """Layouts take turns, and so do own gradients in one part and in two."""
     if cp == 2:
         monkeypatch.setattr(lowered, "HALVING_S", 0)
@@ -138,7 +133,7 @@ ODD: dict[str, tuple[BlockCase, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_pieces_of_cut_blocks_are_exact_too(rings: ThreadRings, name: str) -> None:
+def test_odd_pieces_of_cut_blocks_are_exact_too(rings, name):
     case, options = ODD[name]
     found, _ = run_sparse(case, rings.groups(case.layout.cp), kernel=KERNEL, **options)
     check(case, found)
@@ -148,9 +143,7 @@ def test_odd_pieces_of_cut_blocks_are_exact_too(rings: ThreadRings, name: str) -
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_every_layout_serves_every_grouping_of_heads(
-    rings: ThreadRings, layout: str, num_kv_heads: int, halves: None
-) -> None:
+def test_every_layout_serves_every_grouping_of_heads(rings, layout, num_kv_heads, halves):
     for family in ("heads in turn", "longnet with rows that see nothing"):
         run_and_check(block_case(family, 2, layout, num_kv_heads=num_kv_heads, batch=2), rings)
 
@@ -158,9 +151,7 @@ def test_every_layout_serves_every_grouping_of_heads(
 @pytest.mark.slow
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("family", ["bigbird", "longnet with rows that see nothing", "heads in turn"])
-def test_posted_as_one_operation_a_pass_and_direction_the_bits_are_the_same(
-    rings: ThreadRings, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_posted_as_one_operation_a_pass_and_direction_the_bits_are_the_same(rings, family, monkeypatch):
     monkeypatch.setattr(lowered, "HALVING_S", 0)
     case = block_case(family, 4, "zigzag")
     want, _ = run_sparse(case, rings.groups(4), kernel=KERNEL)
@@ -174,19 +165,19 @@ def test_posted_as_one_operation_a_pass_and_direction_the_bits_are_the_same(
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_equal_calls_give_equal_bits(rings: ThreadRings, layout: str) -> None:
+def test_equal_calls_give_equal_bits(rings, layout):
     case = block_case("longnet with rows that see nothing", 3, layout, dtype=torch.float32)
     first, _ = run_sparse(case, rings.groups(3), kernel=KERNEL)
     again, _ = run_sparse(case, rings.groups(3, fresh=True), kernel=KERNEL)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_where_nothing_is_fetched_nothing_is_sent(rings: ThreadRings) -> None:
+def test_where_nothing_is_fetched_nothing_is_sent(rings):
     _, ledgers = run_and_check(block_case("segments, nothing beyond", 4, "contiguous"), rings)
     assert not any(ledger.sent_bytes or ledger.received_bytes for ledger in ledgers)
 
 
-def test_queries_that_see_nothing_give_zeros_and_no_gradient(rings: ThreadRings) -> None:
+def test_queries_that_see_nothing_give_zeros_and_no_gradient(rings):
     case = block_case("one dilation, most rows see nothing", 4, "zigzag")
     found, _ = run_sparse(case, rings.groups(4), kernel=KERNEL)
     empty = ~case.mask()[0].any(-1)
@@ -197,7 +188,7 @@ def test_queries_that_see_nothing_give_zeros_and_no_gradient(rings: ThreadRings)
 
 
 @pytest.mark.slow
-def test_partials_may_travel_in_the_kernels_type_and_do_where_it_rounds(rings: ThreadRings) -> None:
+def test_partials_may_travel_in_the_kernels_type_and_do_where_it_rounds(rings):
     case = block_case("bigbird", 3, "zigzag", dtype=torch.bfloat16)
     want, rounding = masked_reference(case), replace(REFERENCE, keeps_type=True)
     for kernel, partials, itemsize in ((KERNEL, None, None), (KERNEL, torch.bfloat16, 2), (rounding, None, 2)):
@@ -208,7 +199,7 @@ def test_partials_may_travel_in_the_kernels_type_and_do_where_it_rounds(rings: T
             assert relative_error(got, exact) <= 4e-3
 
 
-def test_calls_share_buffers_and_make_none_after_the_first(rings: ThreadRings) -> None:
+def test_calls_share_buffers_and_make_none_after_the_first(rings):
     case = block_case("bigbird", 2, "zigzag")
 
     def work(cp_rank: int) -> tuple[int, int]:
@@ -229,7 +220,7 @@ def test_calls_share_buffers_and_make_none_after_the_first(rings: ThreadRings) -
     assert in_threads(2, work)[0][0] == rows
 
 
-def test_the_observer_hears_of_every_hop_before_its_keys_are_computed_on(rings: ThreadRings) -> None:
+def test_the_observer_hears_of_every_hop_before_its_keys_are_computed_on(rings):
     case = block_case("bigbird", 3, "zigzag")
     heard: list[list[Any]] = [[] for _ in range(3)]
 
@@ -245,7 +236,7 @@ def test_the_observer_hears_of_every_hop_before_its_keys_are_computed_on(rings: 
     assert heard == [want] * 3
 
 
-def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(rings: ThreadRings) -> None:
+def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(rings):
     case = block_case("bigbird", 3, "zigzag")
     groups = rings.groups(3, fresh=True)
     kept: list[RingAttention] = []
@@ -269,7 +260,7 @@ def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(ring
 # ------------------------------------------------------------ what is refused
 
 
-def test_what_the_kernels_cannot_run_is_refused_by_name_with_a_way_out() -> None:
+def test_what_the_kernels_cannot_run_is_refused_by_name_with_a_way_out():
     refused: list[tuple[Any, Layout, tuple[int, ...], str]] = [
         (
             Window(200),
@@ -288,9 +279,7 @@ def test_what_the_kernels_cannot_run_is_refused_by_name_with_a_way_out() -> None
         run_sparse(case, [None], kernel=only_whole)
 
 
-def test_a_kernel_that_fails_with_masks_serves_whole_blocks_and_another_the_rest(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_kernel_that_fails_with_masks_serves_whole_blocks_and_another_the_rest(caplog):
     def forward(q: Any, k: Any, v: Any, tables: Any, scale: float) -> Any:
         if tables.masks is not None:
             raise ValueError("no unique leading dimension")
@@ -304,14 +293,14 @@ def test_a_kernel_that_fails_with_masks_serves_whole_blocks_and_another_the_rest
     assert "first fails its self-test, passed over: ValueError: no unique leading dimension" in caplog.text
 
 
-def test_ways_to_keep_a_block_in_part_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_to_keep_a_block_in_part_are_bounded(monkeypatch):
     monkeypatch.setattr(block_tables, "MOST_MASKS", 3)
     whole = padded(cut_case("dilated tokens", 1, "contiguous").schedule)
     with pytest.raises(ValueError, match=r"in more than 3 different ways; choose .* align_tokens=128"):
         plan_blocks(whole, 0)
 
 
-def test_kernels_are_refused_where_they_cannot_serve() -> None:
+def test_kernels_are_refused_where_they_cannot_serve():
     for device, pin, message in (
         ("cpu", "flex-sparse", "'flex-sparse' runs on cuda, not on cpu"),
         ("cuda", "flash-attn-4-sparse", "'flash-attn-4-sparse' has no deterministic sparse backward"),
@@ -327,12 +316,12 @@ def test_kernels_are_refused_where_they_cannot_serve() -> None:
 
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_spelled_out_kernel_passes_the_self_test(dtype: torch.dtype) -> None:
+def test_the_spelled_out_kernel_passes_the_self_test(dtype):
     assert self_test(REFERENCE, dtype=dtype, head_dim=16) is None
 
 
 @pytest.mark.slow
-def test_a_pass_of_a_sparse_kernel_is_cached_on_disk_and_a_failure_is_not(tmp_path: Path) -> None:
+def test_a_pass_of_a_sparse_kernel_is_cached_on_disk_and_a_failure_is_not(tmp_path):
     def kernel(name: str, factor: float) -> tuple[Kernel, list[int]]:
         calls: list[int] = []
 
@@ -356,7 +345,7 @@ def test_a_pass_of_a_sparse_kernel_is_cached_on_disk_and_a_failure_is_not(tmp_pa
 
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("planted", ["forward", "backward", "empty rows", "unseen keys", "not where it was told to"])
-def test_a_kernel_that_is_wrong_between_stretches_of_keys_is_found(planted: str) -> None:
+def test_a_kernel_that_is_wrong_between_stretches_of_keys_is_found(planted):
     def forward(q: Any, k: Any, v: Any, tables: Any, scale: float) -> Any:
         out, lse = REFERENCE.forward(q, k, v, tables, scale)
         if planted == "empty rows":
@@ -378,7 +367,7 @@ def test_a_kernel_that_is_wrong_between_stretches_of_keys_is_found(planted: str)
 @pytest.mark.thinned
 @pytest.mark.parametrize("documents", [(0,), (0, 3, 10)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tables_mean_the_pattern_in_both_directions(family: str, documents: tuple[int, ...]) -> None:
+def test_tables_mean_the_pattern_in_both_directions(family, documents):
     case = block_case(family, 4, "zigzag", documents)
     pattern = SparsePattern(case.rules, 128, case.document_starts)
     whole = tables_for(pattern, case.layout.seq_len, 4, torch.device("cpu"))
@@ -397,14 +386,14 @@ def test_tables_mean_the_pattern_in_both_directions(family: str, documents: tupl
             assert seen_by(tables).any(1).any(0).all()  # no key was fetched in vain
 
 
-def test_shares_are_added_where_they_belong_in_hop_order() -> None:
+def test_shares_are_added_where_they_belong_in_hop_order():
     total, inbox = torch.zeros(1, 4, 2), torch.arange(1.0, 7.0).view(1, 3, 2)
     places = torch.tensor([[0, -1, 1, -1], [-1, -1, 2, -1]], dtype=torch.int32)
     add_placed_(total, inbox, places)
     assert total[0].tolist() == [[1, 2], [0, 0], [8, 10], [0, 0]]
 
 
-def test_only_queries_that_see_a_fetched_key_meet_them() -> None:
+def test_only_queries_that_see_a_fetched_key_meet_them():
     near, far = block_case("window", 4, "contiguous"), block_case("local and dense heads", 4, "zigzag")
     cpu = torch.device("cpu")
     of_near = [plan_blocks(near.schedule, cp_rank)[1].stages[0].readers[0].tolist() for cp_rank in range(4)]
@@ -423,7 +412,7 @@ def test_only_queries_that_see_a_fetched_key_meet_them() -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tables_lie_by_rows_as_the_kernels_read_them(family: str, layout: str) -> None:
+def test_tables_lie_by_rows_as_the_kernels_read_them(family, layout):
     case, cpu = block_case(family, 4, layout), torch.device("cpu")
     of_ranks = [on_device(case.schedule, cp_rank, cpu) for cp_rank in range(4)]
     found = [tables_for(SparsePattern(FAMILIES[family]), 2048, 4, cpu)]

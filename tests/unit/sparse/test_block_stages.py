@@ -28,7 +28,7 @@ from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.plan.sparse_blocks import group_hops, plan_blocks
 from elastic_ring.attention.ring import RingAttention
 from tests.gpu.gpu_rings import CopyWork, ProcessGroups, ThreadGroup, run_sparse_on
-from tests.unit.attention.attention_rings import ThreadRings, in_threads
+from tests.unit.attention.attention_rings import in_threads
 from tests.unit.sparse.block_cases import BlockCase, block_case, check_bytes, check_exact, fetches_little, grouped_case
 from tests.unit.sparse.pattern_cases import run_sparse
 
@@ -59,8 +59,8 @@ def most_of_a_hop(case: BlockCase) -> int:
     ],
 )
 def test_any_stages_agree_with_the_masked_reference_and_move_the_planned_bytes(
-    rings: ThreadRings, family: str, layout: str, halved: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    rings, family, layout, halved, monkeypatch
+):
     """Over gloo: each hop for itself, two or so at a time, all at once."""
     if halved:
         monkeypatch.setattr(lowered, "HALVING_S", 0)
@@ -77,16 +77,14 @@ def test_any_stages_agree_with_the_masked_reference_and_move_the_planned_bytes(
 
 
 @pytest.mark.slow
-def test_stages_of_a_longer_ring_and_several_documents_agree(rings: ThreadRings) -> None:
+def test_stages_of_a_longer_ring_and_several_documents_agree(rings):
     case = block_case("heads in turn", 8, "zigzag", documents=(0, 5), num_kv_heads=4)
     found, ledgers = run_sparse(case, rings.groups(8), kernel=KERNEL, stage_bytes=300 * row_bytes(case))
     check_exact(case, found)
     check_bytes(case, ledgers)
 
 
-def test_what_up_to_three_stages_find_is_merged_in_one_pass_over_memory(
-    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_up_to_three_stages_find_is_merged_in_one_pass_over_memory(rings, monkeypatch):
     """Each row once, with all that its stages found, where those that read fetched keys are neighbours."""
     merged: dict[str, list[tuple[int, int]]] = defaultdict(list)
     plain, at_once = merge.eager_merge_all_, {}
@@ -120,7 +118,7 @@ def test_what_up_to_three_stages_find_is_merged_in_one_pass_over_memory(
             assert all(parts == 1 for _, parts in found)
 
 
-def test_stages_are_the_same_on_all_ranks_and_hold_what_fits() -> None:
+def test_stages_are_the_same_on_all_ranks_and_hold_what_fits():
     for family in FAMILIES:
         schedule = block_case(family, 8, "zigzag").schedule
         for limit_rows in (0, 300, 600, 2000, 2**40):
@@ -138,7 +136,7 @@ def test_stages_are_the_same_on_all_ranks_and_hold_what_fits() -> None:
 
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_buffers_are_bounded_by_the_limit_and_the_largest_hop(rings: ThreadRings, family: str) -> None:
+def test_buffers_are_bounded_by_the_limit_and_the_largest_hop(rings, family):
     case = block_case(family, 8, "zigzag")
     hop = most_of_a_hop(case)
     held = {}
@@ -175,9 +173,7 @@ def test_buffers_are_bounded_by_the_limit_and_the_largest_hop(rings: ThreadRings
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_bits_are_the_same_whether_keys_are_kept_or_fetched_again(
-    rings: ThreadRings, family: str, dtype: torch.dtype
-) -> None:
+def test_the_bits_are_the_same_whether_keys_are_kept_or_fetched_again(rings, family, dtype):
     case = block_case(family, 4, "zigzag", dtype=dtype)
     kept, ledgers = run_sparse(case, rings.groups(4), kernel=KERNEL, keep_keys=True)
     again, others = run_sparse(case, rings.groups(4), kernel=KERNEL, keep_keys=False)
@@ -186,7 +182,7 @@ def test_the_bits_are_the_same_whether_keys_are_kept_or_fetched_again(
     check_bytes(case, others, keys_kept=False)
 
 
-def test_small_fetches_are_kept_and_freed_after_backward(rings: ThreadRings) -> None:
+def test_small_fetches_are_kept_and_freed_after_backward(rings):
     case = block_case("window", 4, "contiguous")
     alive: list[Any] = [None] * 4
 
@@ -219,7 +215,7 @@ def test_small_fetches_are_kept_and_freed_after_backward(rings: ThreadRings) -> 
     assert [keys() for keys in alive] == [None] * 4
 
 
-def test_keys_are_kept_where_no_rank_fetches_more_than_a_quarter_and_in_one_stage(rings: ThreadRings) -> None:
+def test_keys_are_kept_where_no_rank_fetches_more_than_a_quarter_and_in_one_stage(rings):
     """The window reaches over two blocks: two of the four of a rank's slice, or two of eight."""
     far = block_case("bigbird", 4, "zigzag")
     some, few = (replace(block_case("window", 4, "contiguous"), layout=contiguous(128 * n, 4)) for n in (16, 32))
@@ -232,7 +228,7 @@ def test_keys_are_kept_where_no_rank_fetches_more_than_a_quarter_and_in_one_stag
         ring(x, x[:, :, :2], x[:, :, :2])
 
 
-def test_a_checkpointed_layer_whose_keys_are_kept_exchanges_them_once(rings: ThreadRings) -> None:
+def test_a_checkpointed_layer_whose_keys_are_kept_exchanges_them_once(rings):
     case = block_case("window", 4, "zigzag")
 
     def work(cp_rank: int, offload: bool) -> tuple[list[torch.Tensor], Any]:
@@ -257,7 +253,7 @@ def test_a_checkpointed_layer_whose_keys_are_kept_exchanges_them_once(rings: Thr
 
 
 @pytest.mark.slow
-def test_kernels_that_can_write_gradients_where_they_are_sent_from() -> None:
+def test_kernels_that_can_write_gradients_where_they_are_sent_from():
     case = block_case("heads in turn", 4, "zigzag", num_kv_heads=4, batch=2)
     written: list[bool] = []
 
@@ -275,9 +271,7 @@ def test_kernels_that_can_write_gradients_where_they_are_sent_from() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_run_of_equal_sequences_plans_once_and_one_of_packed_documents_does_not_fill_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_of_equal_sequences_plans_once_and_one_of_packed_documents_does_not_fill_memory(monkeypatch):
     planned: list[Any] = []
 
     def plan(*arguments: Any) -> Any:
@@ -316,7 +310,7 @@ def test_a_run_of_equal_sequences_plans_once_and_one_of_packed_documents_does_no
     assert not any(each() is not None for each in kept)  # all of it is the owner's
 
 
-def test_what_a_plan_weighs_counts_shared_memory_once_and_what_kernels_make_of_it() -> None:
+def test_what_a_plan_weighs_counts_shared_memory_once_and_what_kernels_make_of_it():
     blocks = on_device(block_case("bigbird", 4, "zigzag").schedule, 0, torch.device("cpu"))
     before = blocks.num_bytes
     flex_mask(blocks.own_parts[0])
@@ -398,9 +392,7 @@ FORWARD = [
 ]
 
 
-def test_two_stages_are_posted_before_any_kernel_and_the_next_in_place_of_what_was_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_stages_are_posted_before_any_kernel_and_the_next_in_place_of_what_was_read(monkeypatch):
     (story, *_), _ = told(monkeypatch, block_case("bigbird", 4, "zigzag"), stage_bytes=1)
     backward = [
         "post keys",
@@ -417,7 +409,7 @@ def test_two_stages_are_posted_before_any_kernel_and_the_next_in_place_of_what_w
     assert story == FORWARD + backward  # of a rank that fetches in every hop
 
 
-def test_what_came_back_is_added_last_and_own_heads_are_left_to_hide_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_back_is_added_last_and_own_heads_are_left_to_hide_its_way(monkeypatch):
     """All of it in one pass over memory. Keys that others wait for have been posted before any partials are."""
     stories = halved(monkeypatch, block_case("bigbird", 4, "contiguous"))
     assert stories[0] == [  # fetches nothing
@@ -451,9 +443,7 @@ def test_what_came_back_is_added_last_and_own_heads_are_left_to_hide_its_way(mon
     ]
 
 
-def test_with_many_stages_who_fetches_nothing_more_computes_what_is_left_before_it_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_many_stages_who_fetches_nothing_more_computes_what_is_left_before_it_waits(monkeypatch):
     stories = halved(monkeypatch, block_case("bigbird", 8, "contiguous"))
     backward = ["post keys", "post keys", "backward own", *["post keys", "post partials"] * 3]
     assert stories[0][-len(backward) - 12 :] == [
@@ -487,7 +477,7 @@ def halved(monkeypatch: pytest.MonkeyPatch, case: BlockCase) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_half_of_the_own_heads_run_behind_the_last_partials_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_of_the_own_heads_run_behind_the_last_partials_where_that_pays(monkeypatch):
     case = block_case("bigbird", 4, "zigzag")
     one = ["post keys", "forward own", "forward fetched", "post keys", "backward own", "backward fetched"]
     assert told(monkeypatch, case)[0] == [[*one, "post partials"]] * 4
@@ -498,7 +488,7 @@ def test_half_of_the_own_heads_run_behind_the_last_partials_where_that_pays(monk
 
 
 @pytest.mark.slow
-def test_kept_keys_are_run_first_and_own_ones_in_one_call_behind_the_partials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_keys_are_run_first_and_own_ones_in_one_call_behind_the_partials(monkeypatch):
     monkeypatch.setattr(lowered, "HALVING_S", 0)
     case = block_case("window", 4, "zigzag")
     want = ["post keys", "forward own", "forward fetched", "backward fetched", "post partials", "backward own"]
@@ -516,9 +506,7 @@ def test_kept_keys_are_run_first_and_own_ones_in_one_call_behind_the_partials(mo
     ],
     ids=["two groups", "eight groups", "groups of two sizes"],
 )
-def test_a_hop_is_one_message_a_direction_whatever_its_heads_and_sequences(
-    case: BlockCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hop_is_one_message_a_direction_whatever_its_heads_and_sequences(case, monkeypatch):
     all_sizes = {len(group.kv_heads) for group in case.schedule.groups}
     assert len(case.schedule.groups) > len(all_sizes)
     for stage_bytes, by_size in ((1, False), (2**40, True)):  # where hops lie together, one for each size of groups
@@ -535,7 +523,7 @@ def test_a_hop_is_one_message_a_direction_whatever_its_heads_and_sequences(
         assert 0 < num_messages <= 12 * (len(all_sizes) if by_size else 1)
 
 
-def test_what_was_begun_together_is_ended_even_if_posting_fails() -> None:
+def test_what_was_begun_together_is_ended_even_if_posting_fails():
     case = block_case("bigbird", 2, "zigzag")
     group = ToldGroup(ProcessGroups(2), 0, breaks=True)
     ring = RingAttention(case.schedule, 0, group, RingOptions(kernel=REFERENCE.name, coalesced=True))

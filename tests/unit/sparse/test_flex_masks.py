@@ -46,7 +46,7 @@ def told(mask: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("all_rows", [True, False])
-def test_rectangles_mean_the_same_in_both_directions_and_are_padded_with_nothing(all_rows: bool) -> None:
+def test_rectangles_mean_the_same_in_both_directions_and_are_padded_with_nothing(all_rows):
     generator = torch.Generator().manual_seed(0)
     full = torch.rand(2, 5, 9, generator=generator) < 0.3
     full[:, 1] = False
@@ -66,7 +66,7 @@ def test_rectangles_mean_the_same_in_both_directions_and_are_padded_with_nothing
 
 
 @pytest.mark.parametrize("rule", [BigBird(3, 1, 0, unit_tokens=512), BigBird(6, 1, 0, unit_tokens=512)], ids=str)
-def test_lists_in_part_and_whole_have_the_same_strides(rule: BigBird) -> None:
+def test_lists_in_part_and_whole_have_the_same_strides(rule):
     """FlexAttention's kernels of torch 2.11 read both by the strides of the first."""
     mask = flex_mask(tables_for(SparsePattern((rule,), 128), 128 * 80, 4, CPU))
     assert mask.full_q_indices.size(-1) == 80
@@ -76,7 +76,7 @@ def test_lists_in_part_and_whole_have_the_same_strides(rule: BigBird) -> None:
     assert mask.q_num_blocks.stride() == mask.full_q_num_blocks.stride()
 
 
-def test_masks_of_blocks_say_of_every_pair_what_the_tables_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_blocks_say_of_every_pair_what_the_tables_mean(monkeypatch):
     monkeypatch.setattr(flex, "LEAST", 16)  # pairs of so many blocks
     rules = (Window(200), Dense(), Window(130), Dense())
     schedule = padded(plan_sparse(SparsePattern(rules, 128, (0, 77)), zigzag(900, 2), 4, 2))
@@ -94,7 +94,7 @@ def test_masks_of_blocks_say_of_every_pair_what_the_tables_mean(monkeypatch: pyt
         assert len(tables.masks.masks) > 2
 
 
-def test_halves_of_the_heads_are_views_of_the_mask_of_all() -> None:
+def test_halves_of_the_heads_are_views_of_the_mask_of_all():
     pattern = SparsePattern((BigBird(2, 0, 2), BigBird(3, 0, 1), BigBird(2, 0, 0), BigBird(1, 0, 3)), 128)
     whole = tables_for(pattern, 128 * 24, 4, CPU)
     halves = whole.of_heads(0, 2), whole.of_heads(2, 4)
@@ -112,7 +112,7 @@ def test_halves_of_the_heads_are_views_of_the_mask_of_all() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles for the CPU")
 @pytest.mark.filterwarnings("default")  # the compiler warns of its own deprecations
-def test_a_compiled_kernel_reads_narrow_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_kernel_reads_narrow_lists(monkeypatch):
     """Its CPU form, which gives no lse and, unlike that of GPUs, insists on wide lists of masked blocks by query."""
     monkeypatch.setattr(flex, "LEAST", 16)
     monkeypatch.setattr(flex, "MOST_COLUMNS", 16)
@@ -136,7 +136,7 @@ def test_a_compiled_kernel_reads_narrow_lists(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_what_is_compiled_takes_and_gives_tokens_first(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_takes_and_gives_tokens_first(causal, monkeypatch):
     """The shipped function, traced whole; its kernels are a GPU's, so here it runs as it is written."""
     traced = torch.compile(flex._by_token(), backend="eager", fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda fullgraph: traced)
@@ -156,7 +156,7 @@ def num_ints(tables: BlockTables) -> int:
     return sum(storages.values())
 
 
-def test_a_mask_grows_with_what_is_kept_not_with_the_square_of_the_length() -> None:
+def test_a_mask_grows_with_what_is_kept_not_with_the_square_of_the_length():
     for num_blocks in (512, 1024):
         tables = tables_for(SparsePattern((BigBird(8, 0, 0),), 128), 128 * num_blocks, 4, CPU)
         assert num_ints(tables) == num_blocks * 4 * 16  # own blocks, and the seven before or after
@@ -176,7 +176,7 @@ def shapes(starts: tuple[int, ...]) -> tuple[set[tuple[int, ...]], set[tuple[int
     return found, exact
 
 
-def test_plans_that_all_differ_are_compiled_for_a_few_shapes() -> None:
+def test_plans_that_all_differ_are_compiled_for_a_few_shapes():
     found: set[tuple[int, ...]] = set()
     exact: set[tuple[int, ...]] = set()
     generator = np.random.default_rng(0)
@@ -189,7 +189,7 @@ def test_plans_that_all_differ_are_compiled_for_a_few_shapes() -> None:
     assert len(found) <= 6
 
 
-def test_masks_of_causal_tiles_of_many_lengths_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_causal_tiles_of_many_lengths_are_bounded_by_bytes(monkeypatch):
     """As packed documents give them."""
     masks = flex._causal_mask
     one = masks._weigh(masks(2048, CPU))

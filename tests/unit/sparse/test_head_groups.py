@@ -124,9 +124,7 @@ def sizes_fetched(case: BlockCase, cp_rank: int, hops: tuple[int, ...]) -> set[i
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("stage_bytes", [ONE_STAGE, EVERY_HOP], ids=["one stage", "a stage a hop"])
 @pytest.mark.parametrize("name", GROUPED)
-def test_a_stage_is_one_call_for_each_size_of_its_head_groups(
-    rings: ThreadRings, name: str, stage_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_is_one_call_for_each_size_of_its_head_groups(rings, name, stage_bytes, monkeypatch):
     """And the values are those of the masked fp64 softmax, the bytes those of the plan."""
     number = list(GROUPED).index(name)
     if (number + stage_bytes) % 2:
@@ -155,9 +153,7 @@ def test_a_stage_is_one_call_for_each_size_of_its_head_groups(
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("name", ["longnet and a window, 8 heads", "two rules for a key", "groups of 2, 1, 1, 1 and 2"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_equal_calls_give_equal_bits_whether_keys_are_kept_and_whoever_writes_gradients(
-    rings: ThreadRings, name: str, dtype: torch.dtype
-) -> None:
+def test_equal_calls_give_equal_bits_whether_keys_are_kept_and_whoever_writes_gradients(rings, name, dtype):
     case = grouped_case(name, 3, "contiguous", dtype=dtype)
     first, _, _ = run(case, rings, keep_keys=False)
     check(case, first, {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype])
@@ -168,7 +164,7 @@ def test_equal_calls_give_equal_bits_whether_keys_are_kept_and_whoever_writes_gr
 
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("cp", [2, 8])
-def test_rings_of_other_sizes_and_several_documents_agree(rings: ThreadRings, cp: int) -> None:
+def test_rings_of_other_sizes_and_several_documents_agree(rings, cp):
     case = grouped_case("groups of 1, 2, 1 and 2", cp, "zigzag", document_starts=(0, 384))
     for stage_bytes in (ONE_STAGE, EVERY_HOP):
         found, ledgers, _ = run(case, rings, stage_bytes=stage_bytes)
@@ -180,7 +176,7 @@ def test_rings_of_other_sizes_and_several_documents_agree(rings: ThreadRings, cp
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_groups_of_a_size_are_neighbours_and_all_heads_are_there_once(name: str) -> None:
+def test_groups_of_a_size_are_neighbours_and_all_heads_are_there_once(name):
     case = grouped_case(name, 4, "zigzag")
     for cp_rank in range(4):
         blocks = on_device(case.schedule, cp_rank, CPU)
@@ -203,7 +199,7 @@ def test_groups_of_a_size_are_neighbours_and_all_heads_are_there_once(name: str)
 
 @pytest.mark.thinned(num=3)
 @pytest.mark.parametrize("name", GROUPED)
-def test_a_call_sees_what_the_rules_say_and_no_other_group(name: str) -> None:
+def test_a_call_sees_what_the_rules_say_and_no_other_group(name):
     """Each query and each key of a call is told by a mark of its own: which token and head it is."""
     case = grouped_case(name, 4, "zigzag")
     mask, sharing = case.mask(), case.num_heads // case.num_kv_heads
@@ -253,7 +249,7 @@ def _marks_of_keys(case: BlockCase, cp_rank: int, blocks: Any) -> torch.Tensor:
     return keys
 
 
-def test_one_group_is_a_slice_where_its_readers_lie_together_and_nothing_is_laid_by_rows() -> None:
+def test_one_group_is_a_slice_where_its_readers_lie_together_and_nothing_is_laid_by_rows():
     for layout, kind in (("contiguous", slice), ("zigzag", torch.Tensor)):
         case = replace(block_case("window", 4, layout), rules=(NEAR,))
         blocks = on_device(case.schedule, 1, CPU)
@@ -264,7 +260,7 @@ def test_one_group_is_a_slice_where_its_readers_lie_together_and_nothing_is_laid
     assert on_device(grouped_case("longnet, 4 heads", 4, "contiguous").schedule, 3, CPU).by_rows
 
 
-def test_tables_of_groups_are_theirs_wherever_their_keys_lie() -> None:
+def test_tables_of_groups_are_theirs_wherever_their_keys_lie():
     generator = np.random.default_rng(0)
     kept = [generator.random(shape) < 0.4 for shape in ((2, 3, 5), (1, 4, 2), (2, 1, 6))]
     keys = [np.array([0, 1, 4, 7, 8]), np.array([2, 9]), np.array([3, 5, 6, 10, 11, 12])]
@@ -289,7 +285,7 @@ def test_tables_of_groups_are_theirs_wherever_their_keys_lie() -> None:
     assert compiled_shape(tables, 2, 1)[:5] == (2, 1, 2, LEAST, LEAST)
 
 
-def test_groups_whose_queries_are_all_of_a_rank_are_as_many_in_every_call() -> None:
+def test_groups_whose_queries_are_all_of_a_rank_are_as_many_in_every_call():
     """What other numbers come with every plan is rounded up; the rest is compiled as it is."""
     case = grouped_case("groups of 1, 2, 1 and 2", 4, "zigzag")
     for cp_rank in range(4):
@@ -308,7 +304,7 @@ def test_groups_whose_queries_are_all_of_a_rank_are_as_many_in_every_call() -> N
 
 
 @pytest.mark.parametrize("first", [(0, 2, 4), (1, 3, 5)])
-def test_what_is_taken_is_each_groups_and_goes_back_where_it_was(first: tuple[int, ...]) -> None:
+def test_what_is_taken_is_each_groups_and_goes_back_where_it_was(first):
     """Heads of groups in pairs, from the first on or behind a single one; also of tensors that do not lie by rows."""
     blocks = [np.array([0, 2]), np.array([1]), np.array([0, 1, 2])]
     heads = [(head, head + 2) for head in first]
@@ -340,7 +336,7 @@ def test_what_is_taken_is_each_groups_and_goes_back_where_it_was(first: tuple[in
             readers.put_back(by_heads, taken)
 
 
-def test_sums_lie_by_rows_where_they_are_told_to() -> None:
+def test_sums_lie_by_rows_where_they_are_told_to():
     q = torch.randn(2, 128, 4, 8)
     by_heads = q.transpose(1, 2).contiguous().transpose(1, 2)
     lse = torch.randn(2, 4, 128).transpose(1, 2)

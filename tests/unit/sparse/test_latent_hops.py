@@ -22,7 +22,7 @@ from elastic_ring.attention.plan.schedule import Schedule, plan
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.ring import RingAttention
 from tests.gpu.gpu_rings import run_latents_on
-from tests.unit.attention.attention_rings import ThreadRings, in_threads, relative_error
+from tests.unit.attention.attention_rings import in_threads, relative_error
 
 HEADS, KEY, ROTATED, VALUE, RANK = 4, 6, 4, 7, 8
 BLOCKS = {"kernel": named("reference-sparse")}
@@ -111,9 +111,7 @@ def on_latents(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_attention_on_keys_and_only_needed_latents_move(
-    rings: ThreadRings, name: str
-) -> None:
+def test_values_and_gradients_are_those_of_attention_on_keys_and_only_needed_latents_move(rings, name):
     cp = CASES[name][2]
     found, parts, ledgers = on_latents(name, rings.groups(cp))
     for got, want in zip((*found, sum(parts)), on_keys(name), strict=True):
@@ -135,14 +133,14 @@ def test_values_and_gradients_are_those_of_attention_on_keys_and_only_needed_lat
 
 
 @pytest.mark.parametrize("name", ["dense, two hops a stage, documents", "blocks"])
-def test_through_the_messages_of_a_gpu_they_are_the_same(name: str) -> None:
+def test_through_the_messages_of_a_gpu_they_are_the_same(name):
     _, length, cp, _, options = CASES[name]
     found, _ = run_latents_on("cpu", schedule_of(name, cp, 1), values(length), **options)
     for got, want in zip(found, on_keys(name, 0.25), strict=True):
         assert relative_error(got, want) <= 1e-12
 
 
-def test_latents_cross_in_8_bits_as_keys_do(rings: ThreadRings) -> None:
+def test_latents_cross_in_8_bits_as_keys_do(rings):
     found, _, ledgers = on_latents("dense", rings.groups(3), kv_wire="fp8")
     want = on_keys("dense")
     assert all(relative_error(got, right) < 0.1 for got, right in zip(found, want[:3], strict=True))

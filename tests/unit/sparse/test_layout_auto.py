@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,7 @@ def task_of(text: str | None, num_tokens: int = 512, **settings: Any) -> Trainin
 
 
 @pytest.mark.slow
-def test_the_same_layout_comes_out_in_every_process_and_for_every_object_of_the_same_task() -> None:
+def test_the_same_layout_comes_out_in_every_process_and_for_every_object_of_the_same_task():
     text, ours = "sinks:8+window:40;bigbird:1,1,2,seed=3,unit=16@1", {}
     for cp in (2, 3, 4):
         ours[cp] = Layouts(task_of(text)).choice(cp, "cpu")
@@ -86,7 +85,7 @@ def test_the_same_layout_comes_out_in_every_process_and_for_every_object_of_the_
     assert there.stdout.strip() == str([ours[cp].layout.segments for cp in (4, 3, 2)])
 
 
-def test_a_window_is_split_so_that_less_is_sent_than_by_zigzag_and_the_reason_says_so() -> None:
+def test_a_window_is_split_so_that_less_is_sent_than_by_zigzag_and_the_reason_says_so():
     found = choose_layout(WINDOW, CALLS, 8192, 4)
     by_name = {price.layout.name: price for price in found.candidates}
     assert found.layout.segments == contiguous(8192, 4).segments
@@ -96,7 +95,7 @@ def test_a_window_is_split_so_that_less_is_sent_than_by_zigzag_and_the_reason_sa
     assert "4 attention calls" in found.why
 
 
-def test_dense_layers_are_weighed_by_the_dense_ring() -> None:
+def test_dense_layers_are_weighed_by_the_dense_ring():
     """Enough of them, and what suits the windows is too uneven."""
     mixed = parse_pattern("window:256;dense@3")
     sizes = Sizes(8, 2, 64, 2)
@@ -111,7 +110,7 @@ def test_dense_layers_are_weighed_by_the_dense_ring() -> None:
             assert price.work_max_over_mean > 1.3
 
 
-def test_a_dense_layers_price_follows_its_tiles_bytes_and_figures() -> None:
+def test_a_dense_layers_price_follows_its_tiles_bytes_and_figures():
     price, sizes, even = price_dense, Sizes(8, 2, 64, 2), zigzag(4096, 4)
     base = price(even, sizes, CostModel())
     assert base.work_max_over_mean == pytest.approx(1.0, abs=1e-3)
@@ -122,7 +121,7 @@ def test_a_dense_layers_price_follows_its_tiles_bytes_and_figures() -> None:
     assert price(striped(4096, 4), sizes, CostModel(call_s=1.0)).forward_s > 20
 
 
-def test_figures_can_change_the_choice() -> None:
+def test_figures_can_change_the_choice():
     patterns = parse_pattern("window:512;dense@3")
     cheap_links, dear_links = (
         choose_layout(patterns, CALLS, 8192, 8, CostModel(link_bytes_per_s=bytes_per_s, call_s=call_s))
@@ -135,7 +134,7 @@ def test_figures_can_change_the_choice() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("num_tokens", [26, 509, 1024])
 @pytest.mark.parametrize("cp", [2, 3, 8])
-def test_every_rank_holds_as_many_tokens_as_any(num_tokens: int, cp: int) -> None:
+def test_every_rank_holds_as_many_tokens_as_any(num_tokens, cp):
     found = choose_layout(parse_pattern("longnet:64/1,256/4;strided:8,unit=4@2"), CALLS, num_tokens, cp)
     least = min(tokens_max_over_mean(layout) for layout in (contiguous(num_tokens, cp), zigzag(num_tokens, cp)))
     for price in found.candidates:
@@ -163,14 +162,14 @@ class Chosen(Window):
         (LayerPatterns((LayerGroup((Chosen(8),), (2,)), LayerGroup((Window(4),)))), CALLS, 4, "content chooses"),
     ],
 )
-def test_where_nothing_can_be_weighed_it_is_zigzag_and_says_why(patterns: Any, calls: Any, cp: int, word: str) -> None:
+def test_where_nothing_can_be_weighed_it_is_zigzag_and_says_why(patterns, calls, cp, word):
     found = choose_layout(patterns, calls, 4096, cp)
     assert found.layout == zigzag(4096, cp)
     assert found.why.startswith("zigzag: ")
     assert word in found.why
 
 
-def test_gpus_get_layouts_of_whole_blocks_only() -> None:
+def test_gpus_get_layouts_of_whole_blocks_only():
     patterns = parse_pattern("bigbird:3,1,2")
     found = choose_layout(patterns, CALLS, 128 * 20, 2, whole_blocks=True)
     anywhere = choose_layout(patterns, CALLS, 128 * 20 + 64, 2)
@@ -186,7 +185,7 @@ def test_gpus_get_layouts_of_whole_blocks_only() -> None:
     assert "no layout cuts between blocks" in none.why
 
 
-def test_a_pattern_that_does_not_fit_the_calls_is_refused() -> None:
+def test_a_pattern_that_does_not_fit_the_calls_is_refused():
     with pytest.raises(ValueError, match="layer 3: the pattern has no rules"):
         choose_layout(parse_pattern("window:8@0-2"), CALLS, 4096, 2)
 
@@ -194,7 +193,7 @@ def test_a_pattern_that_does_not_fit_the_calls_is_refused() -> None:
 # ------------------------------------------------------------ the task
 
 
-def test_the_models_attention_calls_are_listed_with_their_layers() -> None:
+def test_the_models_attention_calls_are_listed_with_their_layers():
     assert attention_calls(patterned()) == ((0, 2, 1, 8), (1, 2, 1, 8))
     assert attention_calls(make_task()) == ((0, 2, 1, 8), (1, 2, 1, 8))
 
@@ -207,7 +206,7 @@ def twice_backwards(model: Any, batch: Batch) -> Any:
     return x.sum().item(), 1
 
 
-def test_layers_are_those_that_the_model_names_not_their_order() -> None:
+def test_layers_are_those_that_the_model_names_not_their_order():
     assert attention_calls(patterned(loss=twice_backwards)) == ((1, 2, 2, 8), (0, 2, 2, 8), (1, 2, 2, 8))
 
 
@@ -224,13 +223,13 @@ def ours(pattern: str, **settings: Any) -> TrainingTask:
         ('{"groups": [{"heads": [{"count": 3, "rule": "window:8"}, {"rule": "dense"}]}]}', "rules for 4 heads"),
     ],
 )
-def test_rules_for_what_our_decoder_does_not_have_are_refused(pattern: str, named: str) -> None:
+def test_rules_for_what_our_decoder_does_not_have_are_refused(pattern, named):
     with pytest.raises(ValueError, match=named):
         check_layers(ours(pattern))
     check_layers(ours("window:12;dense@1"))
 
 
-def test_fit_refuses_them_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_refuses_them_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("elastic_ring.trainer.ray_session", None)  # it would start Ray
     task = make_task()
     trainer = ElasticRingTrainer(
@@ -244,7 +243,7 @@ def test_fit_refuses_them_before_anything_starts(tmp_path: Path, monkeypatch: py
         trainer.fit()
 
 
-def test_a_model_that_does_not_say_which_layer_calls_is_refused_where_layers_differ() -> None:
+def test_a_model_that_does_not_say_which_layer_calls_is_refused_where_layers_differ():
     def direct(model: Any, batch: Batch) -> Any:
         x = torch.zeros(1, batch.tokens.size(1), 2, 8)
         return batch.attention(x, x, x).sum(), 1
@@ -254,7 +253,7 @@ def test_a_model_that_does_not_say_which_layer_calls_is_refused_where_layers_dif
     check_layers(ours("window:12", loss=direct))
 
 
-def test_what_another_loss_calls_is_not_sure_and_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_another_loss_calls_is_not_sure_and_told_in_the_log(caplog):
     def with_head(model: Any, batch: Batch) -> Any:
         loss, counted = language_model_loss(model, batch)
         num_targets = int(counted)  # a value, which the meta device has not
@@ -268,13 +267,13 @@ def test_what_another_loss_calls_is_not_sure_and_told_in_the_log(caplog: pytest.
     assert caplog.text == "", "its loss does not even call the model"
 
 
-def test_a_named_layout_is_taken_as_it_is_and_an_unknown_one_refused() -> None:
+def test_a_named_layout_is_taken_as_it_is_and_an_unknown_one_refused():
     assert Layouts(make_task(pattern=WINDOW)).choice(2, "cpu").layout == zigzag(STEP.context_tokens, 2)
     with pytest.raises(ValueError, match="layout='automatic': must be one of contiguous, zigzag, auto"):
         StepConfig(layout="automatic")
 
 
-def test_figures_are_part_of_what_a_run_is_and_serve_only_a_layout_that_is_chosen(tmp_path: Path) -> None:
+def test_figures_are_part_of_what_a_run_is_and_serve_only_a_layout_that_is_chosen(tmp_path):
     task, path = make_task(), tmp_path / "machine.json"
     CostModel().write(path)
     make = partial(ElasticRingTrainer, task.model, task.data, pattern="window:8")
@@ -292,9 +291,7 @@ def test_figures_are_part_of_what_a_run_is_and_serve_only_a_layout_that_is_chose
         make(step_config=AUTO, cost_model=path)
 
 
-def test_fit_says_in_one_line_which_layout_and_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fit_says_in_one_line_which_layout_and_why(tmp_path, monkeypatch, caplog):
     class Reached(RuntimeError):
         pass
 
@@ -364,9 +361,7 @@ def passes(rings: ThreadRings, text: str, layout: Layout) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_on_the_chosen_layout_a_model_gives_zigzags_results_and_a_window_sends_less(
-    rings: ThreadRings, cp: int
-) -> None:
+def test_on_the_chosen_layout_a_model_gives_zigzags_results_and_a_window_sends_less(rings, cp):
     """Loss and every gradient in fp64, to rounding; bytes of both passes as counted on the wire."""
     chosen = Layouts(task_of("window:40", 509)).choice(cp, "cpu").layout
     assert chosen.segments != zigzag(509, cp).segments
@@ -379,7 +374,7 @@ def test_on_the_chosen_layout_a_model_gives_zigzags_results_and_a_window_sends_l
 
 
 @pytest.mark.parametrize("kind", ["striped", "residue class", "balanced"])
-def test_whatever_layout_is_chosen_dense_and_sparse_layers_give_zigzags_results(rings: ThreadRings, kind: str) -> None:
+def test_whatever_layout_is_chosen_dense_and_sparse_layers_give_zigzags_results(rings, kind):
     """Every kind that is weighed, in pieces of 16 tokens, with a dense layer beside the sparse one."""
     text = "strided:4,2,unit=16;dense@1"
     layouts = {
@@ -395,7 +390,7 @@ def test_whatever_layout_is_chosen_dense_and_sparse_layers_give_zigzags_results(
 
 
 @pytest.mark.slow
-def test_training_on_the_chosen_layout_gives_the_losses_of_zigzag_on_every_ring(six: Membership) -> None:
+def test_training_on_the_chosen_layout_gives_the_losses_of_zigzag_on_every_ring(six):
     for text in ("window:5", MIXED):
         for mesh in (Mesh(1, 2), Mesh(2, 3)):
             wanted = losses_on(six, mesh, patterned(text))
@@ -403,7 +398,7 @@ def test_training_on_the_chosen_layout_gives_the_losses_of_zigzag_on_every_ring(
 
 
 @pytest.mark.slow
-def test_a_step_on_the_chosen_layout_that_breaks_off_and_runs_again_gives_the_same_bits(six: Membership) -> None:
+def test_a_step_on_the_chosen_layout_that_breaks_off_and_runs_again_gives_the_same_bits(six):
     square, ranks = Mesh(2, 2), range(4)
     task = patterned("window:5", step=AUTO)
     six.all(begin, six.meeting(), square, task, ranks=ranks)

@@ -62,7 +62,7 @@ def check(case: SparseCase, rings: ThreadRings, **options: int) -> None:
 @pytest.mark.thinned(num=5)
 @pytest.mark.parametrize("cp", range(1, 9))
 @pytest.mark.parametrize("name", RULES)
-def test_fp64_agrees_with_the_masked_dense_reference(rings: ThreadRings, name: str, cp: int) -> None:
+def test_fp64_agrees_with_the_masked_dense_reference(rings, name, cp):
     """Ragged ends throughout: 67 tokens, blocks of 4. Layouts and packed documents take turns."""
     rules = (RULES[name][0],)
     for index in (cp, cp + 2):
@@ -74,7 +74,7 @@ def test_fp64_agrees_with_the_masked_dense_reference(rings: ThreadRings, name: s
 @pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("cp", [1, 3, 4, 8])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_heads_with_rules_of_their_own_agree(rings: ThreadRings, cp: int, num_kv_heads: int) -> None:
+def test_heads_with_rules_of_their_own_agree(rings, cp, num_kv_heads):
     for index in range(3):
         check(longnet_case(layout_for(index, (Dense(),), 61, cp), 4, num_kv_heads), rings)
     local, whole = RULES["window across blocks"][0], Dense()
@@ -85,21 +85,21 @@ def test_heads_with_rules_of_their_own_agree(rings: ThreadRings, cp: int, num_kv
 
 @pytest.mark.thinned(num=1)
 @pytest.mark.parametrize("ahead", [1, 2, 7])
-def test_posting_everything_at_once_gives_the_same_bits(rings: ThreadRings, ahead: int) -> None:
+def test_posting_everything_at_once_gives_the_same_bits(rings, ahead):
     case = longnet_case(zigzag(61, 5), 4, 2)
     want, _ = run_sparse(case, rings.groups(5))
     found, _ = run_sparse(case, rings.groups(5, fresh=True), ahead=ahead)
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-def test_a_ring_of_another_size_keeps_the_patterns_meaning(rings: ThreadRings) -> None:
+def test_a_ring_of_another_size_keeps_the_patterns_meaning(rings):
     outs = [run_sparse(longnet_case(zigzag(61, cp), 4, 2), rings.groups(cp))[0] for cp in (1, 3, 4, 7)]
     for found in outs[1:]:
         for got, want in zip(found, outs[0], strict=True):
             assert relative_error(got, want) <= 1e-12
 
 
-def test_a_packed_document_gets_what_it_gets_alone(rings: ThreadRings) -> None:
+def test_a_packed_document_gets_what_it_gets_alone(rings):
     packed = longnet_case(contiguous(61, 3), 4, 2, document_starts=(0, 23))
     found, _ = run_sparse(packed, rings.groups(3))
     q, k, v, _ = (tensor[:, 23:] for tensor in packed.tensors())
@@ -107,7 +107,7 @@ def test_a_packed_document_gets_what_it_gets_alone(rings: ThreadRings) -> None:
     assert relative_error(found[0][:, 23:], RingAttention(alone, 0, None)(q, k, v)) <= 1e-12
 
 
-def test_queries_that_see_nothing_give_zeros_and_no_gradient(rings: ThreadRings) -> None:
+def test_queries_that_see_nothing_give_zeros_and_no_gradient(rings):
     name = "dilated with empty rows"
     case = SparseCase((RULES[name][0],), (sees_of(name, 40),), zigzag(40, 3))
     found, _ = run_sparse(case, rings.groups(3))
@@ -119,9 +119,7 @@ def test_queries_that_see_nothing_give_zeros_and_no_gradient(rings: ThreadRings)
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
-def test_shorter_types_agree_to_their_precision_and_repeat_bit_for_bit(
-    rings: ThreadRings, dtype: torch.dtype, allowed: float
-) -> None:
+def test_shorter_types_agree_to_their_precision_and_repeat_bit_for_bit(rings, dtype, allowed):
     case = longnet_case(zigzag(61, 4), 4, 2, dtype=dtype)
     first, _ = run_sparse(case, rings.groups(4))
     again, _ = run_sparse(case, rings.groups(4, fresh=True))
@@ -131,7 +129,7 @@ def test_shorter_types_agree_to_their_precision_and_repeat_bit_for_bit(
         assert relative_error(got, want) <= allowed
 
 
-def test_what_does_not_fit_the_schedule_is_refused_before_anything_is_sent() -> None:
+def test_what_does_not_fit_the_schedule_is_refused_before_anything_is_sent():
     schedule = plan_sparse(SparsePattern((Dense(),), 4), contiguous(8, 1), 4, 2)
     q, k = torch.zeros(1, 8, 4, 8), torch.zeros(1, 8, 2, 8)
     ring = RingAttention(schedule, 0, None)
@@ -150,14 +148,14 @@ def test_what_does_not_fit_the_schedule_is_refused_before_anything_is_sent() -> 
 @pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("cp", [1, 5])
 @pytest.mark.parametrize("name", ["window across blocks", "dilated tokens", "bigbird", "union"])
-def test_longer_sequences_in_the_kernels_own_blocks_agree(rings: ThreadRings, name: str, cp: int) -> None:
+def test_longer_sequences_in_the_kernels_own_blocks_agree(rings, name, cp):
     """Blocks of 128 over 701 tokens; the rules, made for blocks of 4, cut through them."""
     rules = (RULES[name][0],)
     case = SparseCase(rules, (sees_of(name, 701),), layout_for(cp, rules, 701, cp), (0, 300), 128, head_dim=16)
     check(case, rings)
 
 
-def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(rings: ThreadRings) -> None:
+def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(rings):
     case = longnet_case(zigzag(61, 3), 4, 2)
     groups = rings.groups(3, fresh=True)
     kept: list[RingAttention] = []
@@ -178,9 +176,7 @@ def test_a_peer_that_is_lost_raises_on_the_others_and_leaves_no_work_behind(ring
 
 
 @pytest.mark.parametrize("planted", ["forward", "backward"])
-def test_a_kernel_with_wrong_gradients_or_values_is_refused_by_its_self_test(
-    monkeypatch: pytest.MonkeyPatch, planted: str
-) -> None:
+def test_a_kernel_with_wrong_gradients_or_values_is_refused_by_its_self_test(monkeypatch, planted):
     right = named("aten-cpu")
 
     def wrong(*tensors: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
@@ -197,9 +193,7 @@ def test_a_kernel_with_wrong_gradients_or_values_is_refused_by_its_self_test(
     assert RingAttention(schedule, 0, None)(x, x, x).shape == x.shape
 
 
-def test_the_pattern_that_the_docs_add_needs_what_they_show_and_no_more(
-    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pattern_that_the_docs_add_needs_what_they_show_and_no_more(rings, monkeypatch):
     """The page's class as it stands, under its short form, on a ring of three, against a mask spelled out."""
     page = Path(__file__).parents[3].joinpath("docs", "attention.md").read_text(encoding="utf-8")
     made = re.search(r"```python\n(.*?)```.*?`(\"checkered\": .*?)`", page, re.DOTALL)
@@ -257,9 +251,7 @@ def moved(case: SparseCase, rings: ThreadRings) -> list[torch.Tensor]:
 @pytest.mark.thinned(num=8)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", AHEAD)
-def test_attention_that_is_not_causal_agrees_with_the_masked_reference_and_moves_what_is_needed(
-    rings: ThreadRings, name: str, cp: int
-) -> None:
+def test_attention_that_is_not_causal_agrees_with_the_masked_reference_and_moves_what_is_needed(rings, name, cp):
     """Layouts and packed documents take turns."""
     rule, sees = AHEAD[name]
     number = cp + list(AHEAD).index(name)
@@ -272,7 +264,7 @@ def test_attention_that_is_not_causal_agrees_with_the_masked_reference_and_moves
 @pytest.mark.thinned(num=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", RULES)
-def test_what_moves_is_what_some_query_needs_to_the_byte(rings: ThreadRings, name: str, layout: str) -> None:
+def test_what_moves_is_what_some_query_needs_to_the_byte(rings, name, layout):
     for cp, starts in ((3, (0, 22, 43)), (6, (0,))):
         case = SparseCase((RULES[name][0],), (sees_of(name, 67),), LAYOUTS[layout](67, cp), starts)
         moved(case, rings)
@@ -280,13 +272,13 @@ def test_what_moves_is_what_some_query_needs_to_the_byte(rings: ThreadRings, nam
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_a_kv_head_moves_only_what_its_own_query_heads_need(rings: ThreadRings, num_kv_heads: int) -> None:
+def test_a_kv_head_moves_only_what_its_own_query_heads_need(rings, num_kv_heads):
     whole = longnet_case(zigzag(61, 5), 4, num_kv_heads, dtype=torch.bfloat16)
     moved(whole, rings)
     moved(longnet_case(contiguous(61, 5), 4, num_kv_heads, 4 // num_kv_heads), rings)
 
 
-def test_a_key_too_many_is_caught(rings: ThreadRings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_too_many_is_caught(rings, monkeypatch):
     """The planted bug: the schedule marks one key more than some query sees, and the results stay right."""
     from elastic_ring.attention.plan import sparse_schedule
 
@@ -302,7 +294,7 @@ def test_a_key_too_many_is_caught(rings: ThreadRings, monkeypatch: pytest.Monkey
         moved(case, rings)
 
 
-def test_the_dense_rule_moves_what_the_dense_schedule_moves() -> None:
+def test_the_dense_rule_moves_what_the_dense_schedule_moves():
     for layout in (contiguous(1000, 5), zigzag(1001, 7)):
         sparse, dense = plan_sparse(SparsePattern((Dense(),)), layout, 4, 2), plan(Pattern(), layout)
         for rank, hop in itertools.product(range(layout.cp), repeat=2):
@@ -317,7 +309,7 @@ def receives(layout: Layout, pattern: SparsePattern, sizes: Sizes) -> list[int]:
 
 
 @pytest.mark.parametrize("window", [1, 100, 128, 1000, 5000])
-def test_a_window_moves_its_halo_and_no_more(window: int) -> None:
+def test_a_window_moves_its_halo_and_no_more(window):
     sizes, layout = Sizes(4, 2, 64), contiguous(16001, 8)
     starts = [start for ((start, _),) in layout.segments]
     halo = [min(window - 1, start) * 2 * 2 * 64 * 2 for start in starts]
@@ -328,7 +320,7 @@ def test_a_window_moves_its_halo_and_no_more(window: int) -> None:
 
 
 @pytest.mark.parametrize("cp", [8, 16])
-def test_longnet_moves_at_most_a_twentieth_of_the_dense_rings_bytes(cp: int) -> None:
+def test_longnet_moves_at_most_a_twentieth_of_the_dense_rings_bytes(cp):
     sizes, seq_len = Sizes(16, 4), 131072
     for name in ("longnet, blocks", "longnet, one offset"):
         pattern = SparsePattern(measured(seq_len, sizes)[name])

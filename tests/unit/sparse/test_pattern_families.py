@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ def whole_mask(name: str) -> np.ndarray:
     return np.array([[k <= q and bool(sees(q, k)) for k in range(LENGTH)] for q in range(LENGTH)])
 
 
-def test_a_rule_sees_what_its_definition_says_pair_by_pair(name: str) -> None:
+def test_a_rule_sees_what_its_definition_says_pair_by_pair(name):
     at = np.arange(LENGTH)
     assert np.array_equal(visible(RULES[name][0], at, at), whole_mask(name))
 
@@ -56,13 +55,13 @@ def check_kinds(rule: Rule, mask: np.ndarray, block: int, *, causal: bool) -> No
 
 
 @pytest.mark.parametrize("block", [1, 3, 4, 8, 16, 128])
-def test_blocks_are_full_part_or_none_of_what_is_seen(name: str, block: int) -> None:
+def test_blocks_are_full_part_or_none_of_what_is_seen(name, block):
     check_kinds(RULES[name][0], whole_mask(name), block, causal=True)
 
 
 @pytest.mark.parametrize("block", [1, 3, 4, 8, 128])
 @pytest.mark.parametrize("ahead", AHEAD)
-def test_blocks_that_look_ahead_are_full_part_or_none_of_what_is_seen(ahead: str, block: int) -> None:
+def test_blocks_that_look_ahead_are_full_part_or_none_of_what_is_seen(ahead, block):
     rule, sees = AHEAD[ahead]
     mask = np.array([[bool(sees(q, k)) for k in range(LENGTH)] for q in range(LENGTH)])
     at = np.arange(LENGTH)
@@ -71,7 +70,7 @@ def test_blocks_that_look_ahead_are_full_part_or_none_of_what_is_seen(ahead: str
     assert SparsePattern((rule,), block, causal=False).density(LENGTH) == pytest.approx(mask.mean())
 
 
-def test_long_sequences_are_planned_without_all_pairs_of_blocks() -> None:
+def test_long_sequences_are_planned_without_all_pairs_of_blocks():
     """10 M tokens are 78,125 blocks, of which all pairs take 6 GB."""
     length, rows = 10_000_000, np.arange(40_000, 50_000)
     for rule, num_kept in ((Window(512), 10_004), (Sinks(64) | Window(512), 10_005), (Hierarchical(4), None)):
@@ -83,7 +82,7 @@ def test_long_sequences_are_planned_without_all_pairs_of_blocks() -> None:
         tracemalloc.stop()
 
 
-def test_density_is_the_kept_share_of_the_causal_triangle(name: str) -> None:
+def test_density_is_the_kept_share_of_the_causal_triangle(name):
     mask = whole_mask(name)
     pattern = SparsePattern((RULES[name][0],), 4)
     assert pattern.density(LENGTH) == pytest.approx(mask.sum() / (LENGTH * (LENGTH + 1) / 2))
@@ -92,7 +91,7 @@ def test_density_is_the_kept_share_of_the_causal_triangle(name: str) -> None:
     assert packed.row_pairs(LENGTH)[20:].sum() == pattern.row_pairs(LENGTH - 20).sum()
 
 
-def test_rules_are_hashable_printable_and_survive_a_pickle(name: str) -> None:
+def test_rules_are_hashable_printable_and_survive_a_pickle(name):
     rule = RULES[name][0]
     assert str(rule) in str(SparsePattern((rule,)))
     assert hash(SparsePattern((rule,))) == hash(SparsePattern((rule,)))
@@ -114,7 +113,7 @@ def drawn_in_docstrings() -> list[tuple[Rule, int]]:
 
 
 @pytest.mark.parametrize(("rule", "length"), drawn_in_docstrings(), ids=str)
-def test_the_picture_in_a_docstring_is_what_the_rule_draws(rule: Rule, length: int) -> None:
+def test_the_picture_in_a_docstring_is_what_the_rule_draws(rule, length):
     kinds = block_kinds(rule, length, 1)
     picture = ["".join(".+#"[kind] for kind in row[: i + 1]) for i, row in enumerate(kinds)]
     text = inspect.getdoc(type(rule))
@@ -123,7 +122,7 @@ def test_the_picture_in_a_docstring_is_what_the_rule_draws(rule: Rule, length: i
     assert [line.split()[0] for line in shown.splitlines() if line.strip()] == picture
 
 
-def test_every_family_with_a_picture_is_drawn() -> None:
+def test_every_family_with_a_picture_is_drawn():
     kinds = {
         kind
         for module in (rules, families)
@@ -133,7 +132,7 @@ def test_every_family_with_a_picture_is_drawn() -> None:
     assert kinds == {type(rule) for rule, _ in drawn_in_docstrings()}
 
 
-def test_bigbird_draws_from_its_seed_the_same_at_every_length_and_in_every_process() -> None:
+def test_bigbird_draws_from_its_seed_the_same_at_every_length_and_in_every_process():
     rule = BigBird(2, 1, 3, seed=7)
     short, long = block_kinds(rule, 128 * 20, 128), block_kinds(rule, 128 * 100, 128)
     assert np.array_equal(short, long[:20, :20])
@@ -150,7 +149,7 @@ def test_bigbird_draws_from_its_seed_the_same_at_every_length_and_in_every_proce
     assert int(printed) == zlib.crc32(long.tobytes())
 
 
-def test_longnet_shifts_its_heads_and_grouped_heads_share_a_shift() -> None:
+def test_longnet_shifts_its_heads_and_grouped_heads_share_a_shift():
     assert [rule.offset for rule in longnet(6, (8, 32), (1, 4))] == [0, 1, 2, 3, 0, 1]
     assert [rule.offset for rule in longnet(6, (8, 32), (1, 4), heads_per_offset=3)] == [0, 0, 0, 1, 1, 1]
     union = sum(visible(rule, np.arange(32), np.arange(32)).astype(int) for rule in longnet(4, (32,), (4,)))
@@ -158,12 +157,12 @@ def test_longnet_shifts_its_heads_and_grouped_heads_share_a_shift() -> None:
     assert np.array_equal(union.sum(1), np.arange(32) // 4 + 1)
 
 
-def test_the_hierarchy_grows_with_the_logarithm_of_the_length() -> None:
+def test_the_hierarchy_grows_with_the_logarithm_of_the_length():
     rows = [(block_kinds(Hierarchical(4), 128 * n, 128)[-1] != NONE).sum() for n in (64, 128, 256, 512)]
     assert all(after - before <= 3 for before, after in itertools.pairwise(rows))
 
 
-def test_a_learned_profile_keeps_the_share_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_learned_profile_keeps_the_share_that_is_asked_for(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({"unit_tokens": 64, "counts": [[5, 3, 0, 9, 3], [1, 0, 0, 0, 0]]}))
     assert load_profile(path, keep=0.7) == (Profile((0, 3), 64), Profile((0,), 64))
@@ -177,7 +176,7 @@ def test_a_learned_profile_keeps_the_share_that_is_asked_for(tmp_path: Path) -> 
         load_profile(path, keep=0)
 
 
-def test_a_users_function_that_looks_ahead_or_is_not_elementwise_is_refused_by_name() -> None:
+def test_a_users_function_that_looks_ahead_or_is_not_elementwise_is_refused_by_name():
     def looks_ahead(i: np.ndarray, j: np.ndarray) -> np.ndarray:
         return (i == j) | ((i == 3) & (j == 5))
 
@@ -215,12 +214,12 @@ def test_a_users_function_that_looks_ahead_or_is_not_elementwise_is_refused_by_n
         (lambda: mixed(), "at least one head"),
     ],
 )
-def test_wrong_settings_are_refused_with_a_way_out(make: object, message: str) -> None:
+def test_wrong_settings_are_refused_with_a_way_out(make, message):
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
 
 
-def test_planning_needs_no_torch() -> None:
+def test_planning_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from elastic_ring.attention.autolayout import Sizes\n"
@@ -253,7 +252,7 @@ def by_definition(seed: int, row: int, window: int, first: int, randoms: int) ->
 
 
 @pytest.mark.parametrize("rule", [BigBird(2, 1, 5, seed=3), BigBird(1, 0, 40, seed=0), BigBird(3, 2, 0)])
-def test_what_bigbird_draws_is_the_same_on_every_machine(rule: BigBird) -> None:
+def test_what_bigbird_draws_is_the_same_on_every_machine(rule):
     kinds = rule.kinds(300, 128)
     for row in range(0, 300, 7):
         near = set(range(max(0, row - rule.window + 1), row + 1)) | set(range(min(rule.globals, row + 1)))
@@ -274,7 +273,7 @@ def test_what_bigbird_draws_is_the_same_on_every_machine(rule: BigBird) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("block", [32, 128])
-def test_kinds_of_whole_blocks_are_what_the_rule_says_of_every_pair(rule: Rule, block: int) -> None:
+def test_kinds_of_whole_blocks_are_what_the_rule_says_of_every_pair(rule, block):
     for num_blocks in (1, 7, 64, 65):
         every = np.arange(num_blocks)
         q, k = (every * block)[:, None], (every * block)[None, :]

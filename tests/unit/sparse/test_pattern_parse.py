@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from elastic_ring.attention.layouts.layout import contiguous
 from elastic_ring.attention.patterns.families import BigBird, Dilated, Hierarchical, Profile
 from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.parse import parse_pattern, read_pattern
-from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, Window
+from elastic_ring.attention.patterns.rules import Dense, Sinks, Strided, Window
 from experiments.block_function import BlockFunction
 from experiments.head_rules import longnet
 from tests.unit.attention.attention_rings import one_thread
@@ -36,14 +35,14 @@ from tests.unit.attention.attention_rings import one_thread
         ("profile:0/1/4,unit=64", Profile((0, 1, 4), 64)),
     ],
 )
-def test_the_short_form_of_each_family(text: str, rule: Rule) -> None:
+def test_the_short_form_of_each_family(text, rule):
     pattern = parse_pattern(text)
     assert pattern == LayerPatterns((LayerGroup((rule,)),))
     assert pattern.same_everywhere
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 4), (4, 4), (4, 2), (16, 2)])
-def test_a_longnet_shifts_its_heads_as_the_family_does(num_heads: int, num_kv_heads: int) -> None:
+def test_a_longnet_shifts_its_heads_as_the_family_does(num_heads, num_kv_heads):
     group = parse_pattern("longnet:512/1,2048/4").of_layer(0)
     wanted = longnet(num_heads, (512, 2048), (1, 4), heads_per_offset=num_heads // num_kv_heads)
     assert group.heads(num_heads, num_kv_heads) == wanted
@@ -51,7 +50,7 @@ def test_a_longnet_shifts_its_heads_as_the_family_does(num_heads: int, num_kv_he
     assert near == tuple(rule | Window(64) for rule in wanted)
 
 
-def test_layers_may_differ() -> None:
+def test_layers_may_differ():
     pattern = parse_pattern("window:512; dense@3,5-6 ;sinks:4+window:64@0")
     assert [pattern.of_layer(i).rules[0] for i in (0, 1, 3, 4, 5, 6, 7)] == [
         Sinks(4) | Window(64),
@@ -65,7 +64,7 @@ def test_layers_may_differ() -> None:
     pattern.check(8, 4, 2)
 
 
-def test_a_file_says_the_same_and_more(tmp_path: Path) -> None:
+def test_a_file_says_the_same_and_more(tmp_path):
     path = tmp_path / "found.json"
     groups = [
         {"layers": [1], "heads": [{"count": 3, "rule": "window:512"}, {"rule": "dense"}]},
@@ -110,18 +109,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_a_wrong_pattern_is_refused_with_its_name_and_a_way_out(text: str) -> None:
+def test_a_wrong_pattern_is_refused_with_its_name_and_a_way_out(text):
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 (the message is the claim)
         read_pattern(text)
     assert REFUSED[text] in str(refusal.value)
 
 
-def test_a_long_short_form_is_no_file_name() -> None:
+def test_a_long_short_form_is_no_file_name():
     text = "profile:" + "/".join(map(str, range(2000)))
     assert str(read_pattern(text)) == text
 
 
-def test_an_empty_file_is_named_as_one(tmp_path: Path) -> None:
+def test_an_empty_file_is_named_as_one(tmp_path):
     (tmp_path / "found.json").write_text(" \n")
     with pytest.raises(ValueError, match=r"found\.json is empty: it needs a short form, or JSON"):
         read_pattern(str(tmp_path / "found.json"))
@@ -146,11 +145,11 @@ def test_an_empty_file_is_named_as_one(tmp_path: Path) -> None:
         "topk:8,causal=0,unit=64",
     ],
 )
-def test_rules_are_told_as_they_are_typed(text: str) -> None:
+def test_rules_are_told_as_they_are_typed(text):
     assert str(parse_pattern(text)) == text
 
 
-def test_a_rule_of_ones_own_is_not_told_as_the_one_it_was_made_from() -> None:
+def test_a_rule_of_ones_own_is_not_told_as_the_one_it_was_made_from():
     @dataclass(frozen=True)
     class Half(Window):
         share: float = 0.5
@@ -172,12 +171,12 @@ def test_a_rule_of_ones_own_is_not_told_as_the_one_it_was_made_from() -> None:
         ),
     ],
 )
-def test_a_pattern_that_does_not_fit_the_model_is_refused(text: str, named: str) -> None:
+def test_a_pattern_that_does_not_fit_the_model_is_refused(text, named):
     with pytest.raises(ValueError, match=named):
         parse_pattern(text).check(4, 4, 2)
 
 
-def test_the_identity_is_the_same_in_another_process_and_tells_patterns_apart() -> None:
+def test_the_identity_is_the_same_in_another_process_and_tells_patterns_apart():
     texts = ["window:8", "window:9", "window:8;dense@0", "longnet:8/2", "longnet:8/2,unit=2", "random:2", "random:2,1"]
     identities = [parse_pattern(text).identity for text in texts]
     assert len(set(identities)) == len(texts)
@@ -190,7 +189,7 @@ def test_the_identity_is_the_same_in_another_process_and_tells_patterns_apart() 
     assert " at 0x" not in own.identity
 
 
-def test_where_layers_differ_the_layer_must_be_named() -> None:
+def test_where_layers_differ_the_layer_must_be_named():
     q = torch.randn(1, 12, 2, 8, generator=torch.Generator().manual_seed(0))
     with one_thread():
         mixed = PatternedAttention(parse_pattern("window:3;dense@1"), contiguous(12, 1), 0, None)
