@@ -309,7 +309,8 @@ NO_PATH = ["--data.end-of-document=256", "--data.vocab-size=257"]  # an empty on
         (["--run.checkpoint-config.keep-last=1", "--run.notices=\udce9"], r"run.notices='\xe9': is not UTF-8"),
     ],
 )
-def test_a_wrong_setting_is_refused_alone_in_a_line(flags, named, tmp_path, capsys):
+def test_a_wrong_setting_is_refused_alone_in_a_line(flags, named, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train, "_train_beside_ray", train.build)  # no Ray starts for what is refused
     assert train.main(["--val-every=1", "--run-dir", str(tmp_path), *flags]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert named in error
