@@ -37,7 +37,7 @@ from elastic_ring.state.checkpoints.retention import KEPT_NAME
 from elastic_ring.state.storage import folder as storage_folder
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.vote import NOTHING, Flag
-from tests.object_store.proxy import faulty_proxy
+from tests.object_store.proxy import FaultyProxy
 from tests.object_store.store import ObjectStore
 from tests.unit.state.test_checkpoint import same, shard_of
 
@@ -385,36 +385,34 @@ def test_a_kept_checkpoint_outlives_others_once_it_counts_and_a_step_that_is_sav
 
 @pytest.mark.slow
 def test_a_listing_that_fails_is_no_failed_checkpoint_and_a_commit_that_fails_is_tried_again(
-    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    object_store: ObjectStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "RETRY_S", 2.0)
-    with faulty_proxy(object_store.port) as proxy:
-        object_store.enter(monkeypatch, AWS_ENDPOINT_URL=proxy.endpoint)
-        uri = f"s3://{object_store.new_bucket()}/runs/kept"
-        run = Run(uri, CheckpointConfig(every_steps=1))
-        run.keeper.stored.storage = Storage(uri, timeout_s=0.0)  # one attempt at each request
-        refused = threading.Semaphore(0)
+    uri = f"s3://{object_store.new_bucket()}/runs/kept"
+    run = Run(uri, CheckpointConfig(every_steps=1))
+    run.keeper.stored.storage = Storage(uri, timeout_s=0.0)  # one attempt at each request
+    refused = threading.Semaphore(0)
 
-        def fault(method: str, path: str) -> str | None:
-            if method != failing[0] or failing[1] not in path:
-                return None
-            refused.release()
-            return "503"
+    def fault(method: str, path: str) -> str | None:
+        if method != failing[0] or failing[1] not in path:
+            return None
+        refused.release()
+        return "503"
 
-        proxy.fault, failing = fault, ("GET", "prefix=runs%2Fkept%2Fcheckpoints%2F&")
-        run.keeper._jobs.put(run.keeper.stored.post_list)
-        assert all(refused.acquire(timeout=60.0) for _ in range(3))
-        assert (run.keeper.tries.failing_s, run.told.empty()) == (0.0, True)
-        failing = ("", "")
-        assert run.listed() == ()
-        failing = ("PUT", "COMMIT.json")
-        run.write(1)
-        run.keeper.look(1)
-        assert run.next(CheckpointFailed).step == 1
-        assert run.keeper.tries.failing_s > 0.0
-        failing = ("", "")
-        assert run.next(CheckpointCounts).checkpoint["step"] == 1
-        assert run.keeper.tries.failing_s == 0.0
+    proxy.fault, failing = fault, ("GET", "prefix=runs%2Fkept%2Fcheckpoints%2F&")
+    run.keeper._jobs.put(run.keeper.stored.post_list)
+    assert all(refused.acquire(timeout=60.0) for _ in range(3))
+    assert (run.keeper.tries.failing_s, run.told.empty()) == (0.0, True)
+    failing = ("", "")
+    assert run.listed() == ()
+    failing = ("PUT", "COMMIT.json")
+    run.write(1)
+    run.keeper.look(1)
+    assert run.next(CheckpointFailed).step == 1
+    assert run.keeper.tries.failing_s > 0.0
+    failing = ("", "")
+    assert run.next(CheckpointCounts).checkpoint["step"] == 1
+    assert run.keeper.tries.failing_s == 0.0
 
 
 def test_a_checkpoint_that_is_left_out_is_told_and_the_next_is_asked_for_soon(
@@ -564,20 +562,18 @@ def test_uploads_of_which_no_object_tells_are_aborted(
 
 
 def test_a_store_that_ignores_conditions_is_known_to_the_coordinator_and_each_term_is_claimed_once(
-    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    object_store: ObjectStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with faulty_proxy(object_store.port) as proxy:
-        object_store.enter(monkeypatch, AWS_ENDPOINT_URL=proxy.endpoint)
-        proxy.fault = lambda method, path: "ignore condition"
-        monkeypatch.setattr(storage_folder, "SETTLE_S", 1.0)
-        run = RunConfig("kept", run_dir=f"s3://{object_store.new_bucket()}/runs/kept")
-        resume = find_resume(run, IDENTITY)
-        assert not resume.excludes
-        with ThreadPoolExecutor(3) as pool:
-            claims = [pool.submit(Terms(run, excludes=resume.excludes).open().claim, "a") for _ in range(3)]
-        assert len({claim.result().term for claim in claims}) == 3
-        keeper = CheckpointKeeper(run, resume, Writer(1, IDENTITY.digest), lambda message: None)
-        assert not keeper.stored.storage.excludes
+    proxy.fault = lambda method, path: "ignore condition"
+    monkeypatch.setattr(storage_folder, "SETTLE_S", 1.0)
+    run = RunConfig("kept", run_dir=f"s3://{object_store.new_bucket()}/runs/kept")
+    resume = find_resume(run, IDENTITY)
+    assert not resume.excludes
+    with ThreadPoolExecutor(3) as pool:
+        claims = [pool.submit(Terms(run, excludes=resume.excludes).open().claim, "a") for _ in range(3)]
+    assert len({claim.result().term for claim in claims}) == 3
+    keeper = CheckpointKeeper(run, resume, Writer(1, IDENTITY.digest), lambda message: None)
+    assert not keeper.stored.storage.excludes
 
 
 def test_a_copy_that_fails_costs_that_checkpoint_and_not_the_step(tmp_path: Path) -> None:

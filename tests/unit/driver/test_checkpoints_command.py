@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from secrets import token_hex
 
 import pytest
@@ -26,11 +25,6 @@ from elastic_ring.state.storage.folder import Storage
 from tests.unit.state.test_checkpoint import SHAPES, STEP, damage, save, shard_of, whole_values
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage(str(tmp_path / "run")).open()
 
 
 def test_list_shows_each_checkpoint_newest_first_and_what_does_not_count(storage, capsys):

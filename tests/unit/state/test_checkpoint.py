@@ -20,7 +20,7 @@ from elastic_ring.errors import CheckpointDamaged, StorageFailed, WeightsDamaged
 from elastic_ring.monitor.metrics import write_json
 from elastic_ring.state.checkpoints import checkpoint, retention
 from elastic_ring.state.checkpoints.checkpoint import Reader
-from elastic_ring.state.checkpoints.manifest import FORMAT, Manifest, attempt_folder, file_name
+from elastic_ring.state.checkpoints.manifest import Manifest, attempt_folder, file_name
 from elastic_ring.state.checkpoints.stored_weights import RunWeights
 from elastic_ring.state.header import Counters
 from elastic_ring.state.safetensors import safetensors_chunks
@@ -74,11 +74,6 @@ def save(
     manifest = Manifest(step, lineage, 1, "identity", folder, cp, dp, tuple(files), described, meta)
     assert checkpoint.commit(storage, manifest)
     return manifest
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage(str(tmp_path / "run")).open()
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -313,19 +308,6 @@ def test_with_its_manifest_a_checkpoint_is_gone_and_the_one_before_it_counts(eit
     damage(either, "missing", f"{checkpoint.step_folder(5, 1)}/{checkpoint.COMMIT}")
     assert checkpoint.committed(either) == [checkpoint.step_folder(3, 1)]
     assert not list(checkpoint.wrong_files(either, older))
-
-
-def test_a_newer_format_is_refused_with_the_way_out(storage: Storage) -> None:
-    manifest = dataclasses.replace(save(storage, 1, 1), format=FORMAT + 1)
-    with pytest.raises(ValueError, match="newer elastic_ring"):
-        Manifest.from_json(manifest.to_json(), "here")
-
-
-def test_without_a_manifest_there_is_no_checkpoint(storage: Storage) -> None:
-    shard = shard_of(0, 1)
-    snapshot = checkpoint.take(shard, checkpoint.describe(shard, SHAPES, 1), 0)
-    checkpoint.write_part(storage, attempt_folder(STEP, 1, token_hex(8)), snapshot)
-    assert checkpoint.committed(storage) == []
 
 
 def test_of_writers_of_different_terms_one_commits_a_step_and_the_others_are_told(either: Storage) -> None:

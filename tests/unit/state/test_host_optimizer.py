@@ -118,11 +118,6 @@ def test_a_checkpoint_of_one_setting_goes_on_with_another(tmp_path: Path, one: C
         assert_same_bits(resumed, saved)
 
 
-@pytest.fixture(scope="module")
-def links() -> ThreadRings:
-    return ThreadRings()
-
-
 class JoiningGroup:
     """A gloo group that also takes the calls by which a device's backend joins operations."""
 
@@ -149,14 +144,14 @@ class JoiningGroup:
 
 @pytest.mark.parametrize("cpu_offload", ["optimizer", "all"])
 def test_a_newcomer_gets_large_state_over_the_devices_link(
-    links: ThreadRings, monkeypatch: pytest.MonkeyPatch, cpu_offload: CpuOffload
+    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch, cpu_offload: CpuOffload
 ) -> None:
     """The device is said to be one; the tensors are in host memory, where parameters would be on a GPU or not."""
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 64)
     monkeypatch.setattr(transfer, "BATCH_BYTES", 150)
     monkeypatch.setattr(transfer, "uses_device", lambda tensor, device: tensor.numel() > 1)
     donor, newcomer = make_shard(cpu_offload, steps=2), make_shard(cpu_offload, seed=1, steps=1)
-    host, device = links.groups(2), [JoiningGroup(group) for group in links.groups(2, fresh=True)]
+    host, device = rings.groups(2), [JoiningGroup(group) for group in rings.groups(2, fresh=True)]
 
     def work(rank: int) -> int:
         link = Link(host[rank], device[rank])

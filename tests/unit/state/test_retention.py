@@ -24,11 +24,6 @@ from tests.unit.state.test_checkpoint import damage, save
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage(str(tmp_path / "run")).open()
-
-
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.slow)])
 def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "folder":

@@ -25,11 +25,6 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def links() -> ThreadRings:
-    return ThreadRings()
-
-
 def snapshot_of(shard: Shard, buffers: Buffers | None = None) -> Snapshot:
     taken = take(shard, AT, buffers or Buffers())
     taken.finish()
@@ -130,8 +125,8 @@ def test_a_parity_with_a_wrong_part_gives_nothing() -> None:
         sealed.missing_piece(parity, pieces[1:], "the snapshot of rank 0")
 
 
-def test_sealed_bytes_arrive_as_they_were_and_damage_on_the_way_is_found(links: ThreadRings) -> None:
-    groups = links.groups(2)
+def test_sealed_bytes_arrive_as_they_were_and_damage_on_the_way_is_found(rings: ThreadRings) -> None:
+    groups = rings.groups(2)
     data = snapshot_of(make_shard(steps=3, seed=0)).data
 
     def work(rank: int) -> Tensor | None:

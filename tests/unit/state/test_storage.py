@@ -21,7 +21,7 @@ from elastic_ring.errors import StorageFailed
 from elastic_ring.state.storage import object_store as s3
 from elastic_ring.state.storage.backend import Retries, StoredFile
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
-from tests.object_store.proxy import FaultyProxy, faulty_proxy
+from tests.object_store.proxy import FaultyProxy
 from tests.object_store.store import ObjectStore
 
 MIB = 1 << 20
@@ -44,13 +44,6 @@ def bucket(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def storage(uri: str) -> Storage:
     return Storage(uri).open()
-
-
-@pytest.fixture
-def proxy(object_store: ObjectStore, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    with faulty_proxy(object_store.port) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        yield proxy
 
 
 # ---------------------------------------------------------------- what is written and read

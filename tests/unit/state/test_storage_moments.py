@@ -4,7 +4,7 @@ what is read and written is right. The table of docs/guarantees.md has the same 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from elastic_ring.runtime.run_storage import RunRecords
 from elastic_ring.runtime.terms import Terms
 from elastic_ring.state.storage import backend
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
-from tests.object_store.proxy import FaultyProxy, faulty_proxy
+from tests.object_store.proxy import FaultyProxy
 from tests.object_store.store import ObjectStore
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
@@ -41,13 +41,6 @@ def corpus(object_store: ObjectStore, tmp_path_factory: pytest.TempPathFactory) 
     for path in sorted((folder / "out").rglob("*.*")):
         object_store.client().put_object(Bucket=bucket, Key=path.relative_to(folder).as_posix(), Body=path.read_bytes())
     return f"s3://{bucket}/out/manifest.json"
-
-
-@pytest.fixture
-def proxy(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    with faulty_proxy(object_store.port) as proxy:
-        object_store.enter(monkeypatch, AWS_ENDPOINT_URL=proxy.endpoint)
-        yield proxy
 
 
 @pytest.fixture

@@ -24,11 +24,6 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def links() -> ThreadRings:
-    return ThreadRings()
-
-
 def make_shard(*, steps: int, seed: int, rows: int = 6, momentum: bool = False) -> Shard:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"matrix": (rows, 5), "gain": (rows,), "late": (0, 5)}
@@ -60,11 +55,11 @@ def heal(links: Any, donor: Shard, newcomers: list[Shard]) -> list[int]:
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("num_newcomers", [1, 2])
 def test_newcomers_get_the_donors_bits_and_train_on_alike(
-    links: ThreadRings, num_newcomers: int, steps: int, momentum: bool
+    rings: ThreadRings, num_newcomers: int, steps: int, momentum: bool
 ) -> None:
     donor = make_shard(steps=steps, seed=0, momentum=momentum)
     newcomers = [make_shard(steps=0, seed=1 + i, momentum=momentum) for i in range(num_newcomers)]
-    num_bytes = heal(links.groups(1 + num_newcomers), donor, newcomers)
+    num_bytes = heal(rings.groups(1 + num_newcomers), donor, newcomers)
     assert len(set(num_bytes)) == 1
     assert num_bytes[0] > sum(tensor.nbytes for tensor in donor.pack()[1])
     for shard in (donor, *newcomers):
@@ -72,19 +67,19 @@ def test_newcomers_get_the_donors_bits_and_train_on_alike(
     assert len({shard.digest() for shard in (donor, *newcomers)}) == 1
 
 
-def test_a_shard_of_no_rows_is_healed_too(links: ThreadRings) -> None:
+def test_a_shard_of_no_rows_is_healed_too(rings: ThreadRings) -> None:
     donor, newcomer = make_shard(steps=2, seed=0, rows=0), make_shard(steps=0, seed=1, rows=0)
-    heal(links.groups(2), donor, [newcomer])
+    heal(rings.groups(2), donor, [newcomer])
     assert newcomer.counters.applied == 2
     assert newcomer.digest() == donor.digest()
 
 
 def test_tensors_larger_than_a_chunk_arrive_whole_and_chunks_are_announced(
-    links: ThreadRings, monkeypatch: pytest.MonkeyPatch
+    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 24)
     donor, newcomer = make_shard(steps=1, seed=0), make_shard(steps=0, seed=1)
-    group, seen = links.groups(2), [0, 0]
+    group, seen = rings.groups(2), [0, 0]
 
     def work(rank: int) -> None:
         def count() -> None:
@@ -103,12 +98,12 @@ def test_tensors_larger_than_a_chunk_arrive_whole_and_chunks_are_announced(
 
 @pytest.mark.parametrize("num_newcomers", [1, 2])
 def test_a_donor_stays_until_the_last_newcomer_has_everything(
-    links: ThreadRings, monkeypatch: pytest.MonkeyPatch, num_newcomers: int
+    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch, num_newcomers: int
 ) -> None:
     """Taking its end of the link down earlier would take down what is still on its way."""
     donor = make_shard(steps=2, seed=0)
     newcomers = [make_shard(steps=0, seed=1 + i) for i in range(num_newcomers)]
-    group, gone = links.groups(1 + num_newcomers), threading.Event()
+    group, gone = rings.groups(1 + num_newcomers), threading.Event()
     digest, seen = transfer.digest_of, list[bool]()
 
     def digest_late(*arguments: Any) -> str:
@@ -131,8 +126,8 @@ def test_a_donor_stays_until_the_last_newcomer_has_everything(
     assert {newcomer.digest() for newcomer in newcomers} == {donor.digest()}
 
 
-def test_a_newcomer_whose_shard_is_refused_lets_its_donor_go(links: ThreadRings) -> None:
-    donor, newcomer, groups = make_shard(steps=2, seed=0), make_shard(steps=1, seed=9), links.groups(2, fresh=True)
+def test_a_newcomer_whose_shard_is_refused_lets_its_donor_go(rings: ThreadRings) -> None:
+    donor, newcomer, groups = make_shard(steps=2, seed=0), make_shard(steps=1, seed=9), rings.groups(2, fresh=True)
     returned = threading.Event()
 
     def work(rank: int) -> None:
@@ -173,12 +168,12 @@ def messages(shard: Shard) -> int:
     return 2 + sum(tensor.numel() > 0 for tensor in shard.pack()[1])
 
 
-def test_a_bit_that_flips_in_any_message_is_refused(links: ThreadRings) -> None:
+def test_a_bit_that_flips_in_any_message_is_refused(rings: ThreadRings) -> None:
     donor = make_shard(steps=2, seed=0)
     for message in range(1, messages(donor)):
         newcomer = make_shard(steps=1, seed=9)
         before, counters = newcomer.digest(), newcomer.counters
-        groups = links.groups(2, fresh=True)
+        groups = rings.groups(2, fresh=True)
         link = FlippingLink(groups[1], message)
 
         def work(rank: int, link: Any = link, groups: Any = groups, newcomer: Shard = newcomer) -> None:
