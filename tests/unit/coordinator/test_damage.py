@@ -125,29 +125,16 @@ def written(folder: Path, name: str = "damaged", seed: int = 0) -> Path:
     with MetricsLog(folder).open(identity) as log:
         for step in range(4):
             log.record(step_of(step, seed))
-    run = Run(
-        folder,
-        trainer.run_config.checkpoint_config,
-        identity=identity,
-        facts={"name": name, "settings": trainer.submission().identity.entries},
-    )
+    told = {"name": name, "settings": trainer.submission().identity.entries}
+    run = Run(folder, trainer.run_config.checkpoint_config, identity=identity, facts=told)
     run.commit(2)
     run.commit(4)
     assert run.keeper.close(60.0)
     trainer.submission().write_record()
     write_json(folder / "status.json", {"run": name, "ended": True, "updated_unix_s": 1.0, "step": 4, "end": {}})
-    summary = Summary(
-        steps=4,
-        planned_steps=4,
-        losses=[(2.0 + seed).hex()] * 4,
-        weights_sha256="w",
-        samples_sha256="s",
-        goodput=1.0,
-        exact=True,
-        generations=[],
-        recoveries=[],
-        identity=identity,
-    )
+    bits: Any = {"losses": [(2.0 + seed).hex()] * 4, "weights_sha256": "w", "samples_sha256": "s"}
+    ended: Any = {"steps": 4, "planned_steps": 4, "goodput": 1.0, "exact": True, "identity": identity}
+    summary = Summary(generations=[], recoveries=[], **ended, **bits)
     write_json(folder / "summary.json", summary.to_json())
     (folder / "loss.png").write_bytes(b"\x89PNG and more")
     (folder / "weights.safetensors").write_bytes(b"what the summary tells of")
@@ -288,14 +275,8 @@ def test_each_file_that_a_run_keeps_may_be_damaged_in_each_way(
         assert max(map(len, found.told)) < 700
     aside = [*folder.glob(f"{name}.damaged-*"), *folder.glob(f"{where}/*-REJECTED.json")]
     assert len(aside) == ("aside" in expected or (expected.endswith("before") and told != ""))
-    assert (folder / f"attempt-001/{path.name}").exists() == (expected == "moved") or path.name in (
-        "metrics.jsonl",
-        "callbacks.json",
-        "summary.json",
-        "journal.jsonl",
-        "status.json",
-        "loss.png",
-    )
+    of_each_attempt = ("metrics.jsonl", "callbacks.json", "summary.json", "journal.jsonl", "status.json", "loss.png")
+    assert path.name in of_each_attempt or (folder / f"attempt-001/{path.name}").exists() == (expected == "moved")
     assert ("has no lines of" in told) == ("gap" in expected)
 
 
@@ -311,11 +292,8 @@ def looked_at(folder: Path, file: str, damage: str, capsys: pytest.CaptureFixtur
         out, err = capsys.readouterr()
         assert code in (0, 1), (arguments, err)
         assert "Traceback" not in out + err
-        if (
-            command is status_command.main
-            and "aside" in (now := TABLE[file][DAMAGES.index(damage)])
-            and damage != ("a stranger's")
-        ):
+        now = TABLE[file][DAMAGES.index(damage)]
+        if command is status_command.main and "aside" in now and damage != "a stranger's":
             assert Path(FILES[file]).name in out or "lineages" in file or "COMMIT" in file or "callbacks" in file, now
         if arguments[0] == "verify" and file == "a shard of it":
             assert (code, "WRONG" in out) == (1, True)

@@ -14,10 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.pool import Worker
-from elastic_ring.control.state import Membership, Running, State
 from elastic_ring.errors import StorageFailed
-from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import write_json
@@ -29,7 +26,7 @@ from elastic_ring.runtime.coordinator.term_storage import StorageWait
 from elastic_ring.runtime.run_storage import check_writable
 from elastic_ring.state.storage import backend
 from elastic_ring.state.storage.folder import Storage
-from tests.sim.simulator.options import simulated
+from tests.unit.coordinator.builders import training
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 MS_RDONLY, MS_REMOUNT = 1, 32
@@ -72,12 +69,6 @@ def fill(disk: Path) -> None:
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
-
-
-def training() -> State:
-    workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
-    membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
-    return State(simulated("full", 2, 1, 4), Running(membership), 1, 1, workers)
 
 
 def test_a_run_is_refused_with_its_folder_and_the_way_out(disk: Path) -> None:

@@ -35,13 +35,14 @@ from elastic_ring.monitor.metrics import StepMetrics
 from elastic_ring.runtime.agent.health import GPU_KEYS, INFINIBAND_KEYS, NETWORK_KEYS
 from elastic_ring.runtime.coordinator import services
 from elastic_ring.runtime.coordinator.folds.metrics_table import CAUSES, GPU, LOSSES, NODE, PHASES, TABLE, Reading
-from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
+from elastic_ring.runtime.coordinator.recorder import RunRecorder
 from elastic_ring.runtime.coordinator.run_files import RunFiles
 from elastic_ring.runtime.coordinator.services import MetricsExporter, step_flops
 from elastic_ring.runtime.notices import Copied, StepRecord, Validated
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.vote import Outcome, Tally
 from tests.sim.simulator.options import simulated
+from tests.unit.coordinator.builders import change, opened_recorder
 
 STATE = State(
     simulated("measured", 2, 1, 40, spares=2, max_dp=3),
@@ -58,30 +59,12 @@ STATE = State(
 )
 
 
-def change(step: int, **more: Any) -> Change:
-    fields: dict[str, Any] = {
-        "term": 1,
-        "generation": 2,
-        "mesh": Mesh(2, 1),
-        "previous_mesh": Mesh(2, 1),
-        "members": ("a", "e"),
-        "step": step,
-        "cause": "",
-        "action": "spare took its place",
-        "promise": "bit-exact",
-        "reason": "",
-        "lost": (LostWorker("b", "node", 1, "node lost"), LostWorker("c", "node", 0, "died")),
-        "drained": (),
-        "newcomers": (),
-        "survivors": ("a",),
-        "rolled_forward": None,
-        "step_rerun": step,
-        "planned": False,
-        "noticed_at": 10.0,
-        "resumed_at": 11.0,
-        **more,
-    }
-    return Change(**fields)
+def change_of(step: int, **more: Any) -> Change:
+    """Two of two rings of one are lost."""
+    lost = (LostWorker("b", "node", 1, "node lost"), LostWorker("c", "node", 0, "died"))
+    own = {"mesh": Mesh(2, 1), "previous_mesh": Mesh(2, 1), "members": ("a", "e"), "survivors": ("a",), "lost": lost}
+    times = {"noticed_at": 10.0, "resumed_at": 11.0}
+    return change(step, **{**own, **times, "newcomers": (), "cause": "", **more})
 
 
 def record(step: int, gpu_memory: dict[str, int] | None = None, **changes: Any) -> StepRecord:
@@ -111,27 +94,14 @@ def record(step: int, gpu_memory: dict[str, int] | None = None, **changes: Any) 
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> RunRecorder:
-    made = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
-    made.open(Begin())
+    made = opened_recorder(tmp_path, now=lambda: 12.5)
     made.steps.begun(0, (1, 1))
-    made.publish(
-        [
-            record(0),
-            record(
-                1,
-                skipped=True,
-                loss=math.nan,
-                exposed_hop_wait_s=None,
-                hop_latency_mean_s=None,
-                hop_latency_p99_s=None,
-                gpu_memory=MEMORY,
-            ),
-            Validated(1, {"val_loss": 2.0, "val_code_loss": 1.5}, 0.125),
-        ]
-    )
+    unknown = dict.fromkeys(("exposed_hop_wait_s", "hop_latency_mean_s", "hop_latency_p99_s"))
+    skipped = record(1, skipped=True, loss=math.nan, gpu_memory=MEMORY, **unknown)
+    made.publish([record(0), skipped, Validated(1, {"val_loss": 2.0, "val_code_loss": 1.5}, 0.125)])
     made.goodput.lost.add("startup", 0.5)
     made.goodput.lost.add("stalled", 0.25)
-    made.recoveries.begin(change(2), 2, 9.25)
+    made.recoveries.begin(change_of(2), 2, 9.25)
     made.recoveries.committed(2, 12.5)
     made.checkpoint({"step": 2, "path": "somewhere", "bytes": 1024, "blocked_s": 0.25, "total_s": 3.5})
     made.publish([COPIED])
@@ -263,8 +233,7 @@ def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
 
 def test_a_coordinator_that_starts_anew_exports_the_same(recorder: RunRecorder, tmp_path: Path) -> None:
     RunFiles(replace(RUN, run_dir=str(tmp_path)), recorder).write_status(STATE)
-    again = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
-    again.open(Begin())
+    again = opened_recorder(tmp_path, now=lambda: 12.5)
     again.recall(RecoveryEnded(recorder.recoveries.records[0].to_json(), closes=True), ())
     again.publish([COPIED])
     again.recoveries.worker_started("a", 1, {"gpu": "NVIDIA H100 80GB HBM3"})
@@ -278,8 +247,7 @@ def test_a_coordinator_that_starts_anew_exports_the_same(recorder: RunRecorder, 
 
 
 def test_before_the_first_step_the_clock_of_progress_begins_at_the_start(tmp_path: Path) -> None:
-    fresh = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 0.0)
-    fresh.open(Begin())
+    fresh = opened_recorder(tmp_path, now=lambda: 0.0)
     found = exported(fresh, replace(STATE, phase=Forming(0.0), workers={}))
     assert found["elastic_ring_last_commit_timestamp_seconds", ""] == 1000.0
     assert found["elastic_ring_mesh", "dp"] == 0
@@ -296,11 +264,10 @@ def test_before_the_first_step_the_clock_of_progress_begins_at_the_start(tmp_pat
     ],
 )
 def test_a_recovery_has_one_cause(tmp_path: Path, failures: tuple[str, ...], more: dict[str, Any], kind: str) -> None:
-    recorder = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: 12.5)
-    recorder.open(Begin())
+    recorder = opened_recorder(tmp_path, now=lambda: 12.5)
     for failure in failures:
         recorder.recoveries.member_failed(MemberFailed("", "a", 1, 1, failure, 2, "text"))
-    recorder.recoveries.begin(change(2, **more), 2, 0.0)
+    recorder.recoveries.begin(change_of(2, **more), 2, 0.0)
     recorder.recoveries.committed(2, 12.5)
     recorder.coordinator_back(13.0)
     found = exported(recorder)
@@ -320,10 +287,6 @@ class FakeMetric:
     observe = set
 
 
-class FakeHistogram(FakeMetric):
-    pass
-
-
 EXPORTED: dict[str, list[tuple[dict[str, str], float]]] = {}
 
 
@@ -331,7 +294,7 @@ def test_the_exporter_gives_ray_each_finite_number_each_recovery_once_and_the_en
     recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(services, "Gauge", FakeMetric)
-    monkeypatch.setattr(services, "Histogram", FakeHistogram)
+    monkeypatch.setattr(services, "Histogram", FakeMetric)
     exporter = MetricsExporter(RUN, recorder)
     recorder.recoveries.records.append(replace(recorder.recoveries.records[0], total_s=8.0))
     for silent_s, failed in ((0.0, None), (1.0, None), (2.0, True), (3.0, None)):  # the second is too early
@@ -384,8 +347,7 @@ def test_workers_with_different_gpus_have_no_peak(recorder: RunRecorder) -> None
 
 def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path: Path) -> None:
     clock = [0.0]
-    recorder = RunRecorder(RunConfig("measured", run_dir=str(tmp_path)), lambda note: None, lambda: clock[0])
-    recorder.open(Begin())
+    recorder = opened_recorder(tmp_path, now=lambda: clock[0])
     incident = Incident("c", 0.0, None)
     membership = Membership(1, 2, Mesh(2, 1), ("a", "b"), 0)
     order: Any = None
@@ -398,18 +360,11 @@ def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path: Path) -> None:
         (20.0, replace(STATE, phase=Closing(membership, incident, 9.0, waiting="workers"))),
         (23.0, STATE),
         (30.0, STATE),
-        (31.0, replace(STATE, last_change=change(2, planned=True, noticed_at=30.5, resumed_at=31.0, lost=()))),
+        (31.0, replace(STATE, last_change=change_of(2, planned=True, noticed_at=30.5, resumed_at=31.0, lost=()))),
     ):
         recorder.look(state)
-    assert recorder.goodput.lost.lost_s == {
-        "startup": 3.0,
-        "waiting": 4.0,
-        "stalled": 3.0,
-        "frozen": 0.0,
-        "validation": 0.0,
-        "undone": 0.0,
-        "resize": 0.5,
-    }
+    lost_s = {"startup": 3.0, "waiting": 4.0, "stalled": 3.0, "resize": 0.5}
+    assert recorder.goodput.lost.lost_s == {"frozen": 0.0, "validation": 0.0, "undone": 0.0, **lost_s}
     recorder.steps.begun(0, (1, 1))
     recorder.publish([record(0), record(1)])
     recorder.begin_build(

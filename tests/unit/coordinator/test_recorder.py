@@ -12,8 +12,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.control.decisions.detectors import FIRST_INTERVAL_S
 from elastic_ring.control.facts import Fact, line_of
 from elastic_ring.control.messages import Build, Checkpoint, Tick, Vote
-from elastic_ring.control.pool import Worker
-from elastic_ring.control.state import Membership, Running, State
+from elastic_ring.control.state import State
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.json_files import read_json
@@ -25,13 +24,12 @@ from elastic_ring.runtime.driver.attach import end_on_record, other_writer
 from elastic_ring.runtime.notices import Compiled, NotRepeatable, StepRecord
 from elastic_ring.train.vote import Outcome, Tally, remark_on
 from tests.sim.simulator.options import simulated
+from tests.unit.coordinator.builders import opened_recorder, training
 
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> RunRecorder:
-    made = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), lambda note: None, lambda: 100.0)
-    made.open(Begin())
-    return made
+    return opened_recorder(tmp_path)
 
 
 def files(recorder: RunRecorder) -> RunFiles:
@@ -83,8 +81,7 @@ def test_time_in_which_the_host_stood_still_is_no_training(recorder: RunRecorder
 
 
 def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) -> None:
-    again = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), lambda note: None, lambda: 100.0)
-    again.open(Begin())
+    again = opened_recorder(tmp_path)
     again.recall(Tick("t"), [Build("t", "w-0", 1, 1, Mesh(2, 2), (), 0, None, (), fresh=True)])
     assert not again.steps.counts(record(0, (1, 0)))
     assert again.steps.counts(record(0, (1, 1)))
@@ -94,8 +91,7 @@ def test_a_coordinator_that_starts_anew_undoes_no_step_of_a_run_that_began_at_a_
     start = Checkpoint(10, "a folder", Mesh(2, 2))
     build = Build("t", "w-0", 1, 1, Mesh(2, 2), (), 10, None, (), fresh=True, restore=start)
     for num_steps in (4, 0):
-        recorder = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), lambda note: None, lambda: 100.0)
-        recorder.open(Begin())
+        recorder = opened_recorder(tmp_path)
         recorder.recall(Tick("t"), [build])
         recorder.metrics.begin_at(10)
         recorder.publish([record(step, (1, 1)) for step in range(10, 10 + num_steps)])
@@ -112,8 +108,7 @@ def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_
 @pytest.mark.parametrize(("loss", "what"), [(2.5, "its gradient is not finite"), (float("nan"), "its loss is nan")])
 def test_a_step_that_is_not_finite_is_told_on_console_and_journal(tmp_path: Path, loss: float, what: str) -> None:
     notes: list[Fact] = []
-    made = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), notes.append, lambda: 100.0)
-    made.open(Begin())
+    made = opened_recorder(tmp_path, notes.append)
     made.steps.begun(0, (1, 1))
     tally = Tally(1.0, 1, 8 * loss, 8, (0.0,) * 4)
     told = remark_on(Outcome(Vote(0, tally.numbers())), lambda step: [7, 9])
@@ -125,13 +120,10 @@ def test_a_step_that_is_not_finite_is_told_on_console_and_journal(tmp_path: Path
 
 def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coordinator(tmp_path: Path) -> None:
     notes: list[Fact] = []
-    run = RunConfig("records", run_dir=str(tmp_path))
-    made = RunRecorder(run, notes.append, lambda: 100.0)
-    made.open(Begin())
+    made = opened_recorder(tmp_path, notes.append)
     made.publish([Compiled(0, "a", [], 12)])
     made.publish([Compiled(3, "a", ["x", "y"], 0)])
-    again = RunRecorder(run, lambda note: None, lambda: 100.0)
-    again.open(Begin())
+    again = opened_recorder(tmp_path)
     for fact in notes:
         again.recall(fact, ())
     again.publish([Compiled(5, "b", ["x"], 7)])
@@ -166,49 +158,34 @@ def test_a_digest_of_fewer_records_than_steps_is_null_and_says_why(recorder: Run
 
 def test_after_the_end_nobody_is_a_member_whatever_phase_it_came_in(recorder: RunRecorder) -> None:
     """Stopped by the user in the middle of training: the core itself has not ended anything."""
-    workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
-    membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
-    state = State(simulated("records", 2, 1, 4), Running(membership), 1, 1, workers)
     status = recorder.metrics.path.parent / "status.json"
     written = files(recorder)
-    written.write_status(state)
+    written.write_status(training())
     live = json.loads(status.read_text())
     assert [[person["worker"] for person in live[who]] for who in ("members", "spares")] == [["w-0", "w-1"], ["w-2"]]
     assert (live["phase"], live["ended"]) == ("running", False)
     end = {"error": "RunFailed", "message": "stopped by the user", "facts": {}, "attempt": "a"}
-    written.write_status(state, end)
+    written.write_status(training(), end)
     over = json.loads(status.read_text())
     assert (over["phase"], over["ended"], over["error"]) == ("ended", True, "stopped by the user")
     assert (over["members"], over["spares"], over["mesh"]) == ([], [], {"dp": 0, "cp": 0})
-    written.write_status(state)  # a worker that is not killed yet has published
+    written.write_status(training())  # a worker that is not killed yet has published
     assert json.loads(status.read_text()) == over
 
 
 def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of_it_stays(
     recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, status = (
-        RunConfig("records", run_dir=str(recorder.metrics.path.parent)),
-        recorder.metrics.path.parent / "status.json",
-    )
-    membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
-    workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1", "w-2")}
-    files(recorder).write_status(State(simulated("records", 2, 1, 4), Running(membership), 1, 1, workers))
+    folder = recorder.metrics.path.parent
+    run, status = RunConfig("records", run_dir=str(folder)), folder / "status.json"
+    files(recorder).write_status(training())
     live = read_json(status) or {}
     end = {"error": "RunFailed", "message": "JournalDamaged: line 1", "facts": {}, "attempt": "a"}
     write_end(run, end)
     told = read_json(status) or {}
     assert list(told) == list(live)
-    assert {name for name in told if told[name] != live[name]} == {
-        "phase",
-        "mesh",
-        "members",
-        "spares",
-        "updated_unix_s",
-        "ended",
-        "error",
-        "end",
-    }
+    changed = {"phase", "mesh", "members", "spares", "updated_unix_s", "ended", "error", "end"}
+    assert {name for name in told if told[name] != live[name]} == changed
     assert (told["phase"], told["members"], told["spares"], told["ended"]) == ("ended", [], [], True)
     assert end_on_record(run, "a") == end
     write_end(run, {**end, "message": "another word of the same attempt"})
@@ -228,7 +205,7 @@ def test_a_status_that_a_power_cut_left_unreadable_is_none_and_the_run_goes_on(t
     assert other_writer(run) is None
     (tmp_path / "journal.jsonl").touch()
     assert "state unknown, its status.json is missing or cannot be read" in render_status(tmp_path)
-    RunRecorder(run, lambda note: None, lambda: 100.0).open(Begin())
+    opened_recorder(tmp_path)
 
 
 @pytest.mark.parametrize("found", [None, "", "[]", "\x00"])
@@ -270,8 +247,7 @@ def test_nothing_is_overdue_in_a_coordinator_that_was_started_again_between_chec
 
 def test_the_journal_ends_with_the_forecast_beside_what_was_seen(tmp_path: Path) -> None:
     notes: list[Fact] = []
-    made = RunRecorder(RunConfig("records", run_dir=str(tmp_path)), notes.append, lambda: 100.0)
-    made.open(Begin(planned={"step_s": 1.5, "goodput": 0.99}))
+    made = opened_recorder(tmp_path, notes.append, begin=Begin(planned={"step_s": 1.5, "goodput": 0.99}))
     made.steps.begun(0, (1, 1))
     made.publish([record(0, (1, 1))])
     files(made).write_summary("", exact=True)

@@ -8,38 +8,13 @@ import pytest
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.facts import fact_of, line_of
-from elastic_ring.control.state import Change, LostWorker
+from elastic_ring.control.state import LostWorker
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.agent.messages import Death
 from elastic_ring.runtime.coordinator.folds.recovery_log import RecoveryLog
+from tests.unit.coordinator.builders import change
 
 RUN = RunConfig("story", run_dir="runs/story", faults="kill@step=3,rank=1")  # type: ignore[arg-type]
-
-
-def change(step: int = 3, **more: Any) -> Change:
-    fields: dict[str, Any] = {
-        "term": 1,
-        "generation": 2,
-        "mesh": Mesh(2, 2),
-        "previous_mesh": Mesh(2, 2),
-        "members": ("a", "e", "c", "d"),
-        "step": step,
-        "cause": "died: b",
-        "action": "spare took its place",
-        "promise": "bit-exact",
-        "reason": "",
-        "lost": (LostWorker("b", "node", 1, "died", "signal 9"),),
-        "drained": (),
-        "newcomers": ("e",),
-        "survivors": ("a", "c", "d"),
-        "rolled_forward": None,
-        "step_rerun": step,
-        "planned": False,
-        "noticed_at": 10.2,
-        "resumed_at": 10.5,
-        **more,
-    }
-    return Change(**fields)
 
 
 @pytest.fixture

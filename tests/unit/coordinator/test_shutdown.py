@@ -17,11 +17,9 @@ import pytest
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.decisions.terms import TermClaim
-from elastic_ring.control.pool import Worker
 from elastic_ring.control.replay import standing, term_note
-from elastic_ring.control.state import Finishing, Membership, Running, State
+from elastic_ring.control.state import Finishing
 from elastic_ring.errors import JournalDamaged, RunFailed
-from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.runtime.agent import stamp_dir
 from elastic_ring.runtime.agent.stamp_dir import hold
@@ -50,7 +48,7 @@ from elastic_ring.runtime.run_storage import Mirror
 from elastic_ring.runtime.terms import Terms, TermWatch
 from tests.object_store.proxy import DELAY_S, faulty_proxy
 from tests.object_store.store import ObjectStore
-from tests.sim.simulator.options import simulated
+from tests.unit.coordinator.builders import training
 
 
 def test_beats_are_echoed_and_faults_refused_while_the_end_is_being_written() -> None:
@@ -122,13 +120,11 @@ def test_the_end_says_what_it_is_busy_with_once_that_takes_long(caplog: pytest.L
 
 
 def test_what_a_run_whose_steps_are_done_still_writes_is_named_by_rank_and_place() -> None:
-    membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
-    workers = {name: Worker(name, "node", "ready", 0.0) for name in membership.members}
-    running = State(simulated("over", 2, 1, 4), Running(membership), 1, 1, workers)
+    running = training()
     phases: Any = {"w-0": {"phase": "save"}}
     assert unfinished(running, 3, "/runs/over", phases) == ""
     assert unfinished(running, 4, "/runs/over", phases) == "1 rank(s) still write the last checkpoint"
-    finishing = dataclasses.replace(running, phase=Finishing(membership, 0.0))
+    finishing = dataclasses.replace(running, phase=Finishing(running.phase.membership, 0.0))
     assert unfinished(finishing, 4, "/runs/over", phases) == "ring 0 writes the weights to /runs/over"
 
 
@@ -169,9 +165,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.shutdown.report = EndReport(made.recorder.recoveries.say)
     made.node_monitor, made.dispatch, others = Nobody(), Nobody(), Nobody()
     made.services = Services(others, others, MetricsExporter(run, made.recorder))
-    workers = {name: Worker(name, "node", "ready", 0.0) for name in ("w-0", "w-1")}
-    membership = Membership(1, 1, Mesh(2, 1), ("w-0", "w-1"), 0)
-    made.state = State(simulated("over", 2, 1, 4), Running(membership), 1, 1, workers)
+    made.state = training()
     made.files.write_status(made.state)
     return made
 
